@@ -1,0 +1,63 @@
+# `make demo` and `make test` need only Python (3.10 or newer) and make.
+#
+#   TORCH=torch==2.13.0   what to install as PyTorch; see README.md for CUDA builds
+#   VENV=.venv            where the virtual environment goes
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+BIN := $(VENV)/bin
+DEMO_HOME ?= $(CURDIR)/.demo
+
+# Metaflow names a run's owner after the user; machines without a user name still run the demo.
+export METAFLOW_USER ?= $(or $(USER),$(shell id -un))
+export METAFLOW_SERVICE_URL =
+export METAFLOW_DEFAULT_METADATA = local
+export METAFLOW_DEFAULT_DATASTORE = local
+
+.PHONY: help venv demo test unit integration lint clean
+
+help:
+	@echo "make demo         train a small GPT on 2 nodes x 2 processes of this machine"
+	@echo "make test         linters and all tests"
+	@echo "make unit         the tests that take seconds"
+	@echo "make integration  the tests that run flows"
+	@echo "make lint         ruff, mypy"
+
+# PyTorch first: with it installed, no other package asks for another build.
+$(VENV)/.installed: setup.py Makefile
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	@touch $@
+
+venv: $(VENV)/.installed
+
+demo: venv
+	@mkdir -p "$(DEMO_HOME)"
+	cd examples/min-gpt && METAFLOW_DATASTORE_SYSROOT_LOCAL="$(DEMO_HOME)" "$(abspath $(BIN))/python" flow.py run
+	@echo
+	@echo "The run, its artifacts and its logs are in $(DEMO_HOME)."
+
+lint: venv
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+unit: venv
+	$(BIN)/python -m pytest tests/unit
+
+integration: venv
+	$(BIN)/python -m pytest tests/integration
+
+# Every part runs, even after one has failed; the worst exit status counts.
+test: venv
+	@status=0; \
+	$(BIN)/ruff check . || status=1; \
+	$(BIN)/ruff format --check . || status=1; \
+	$(BIN)/mypy || status=1; \
+	$(BIN)/python -m pytest tests || status=1; \
+	exit $$status
+
+clean:
+	rm -rf $(VENV) .demo build *.egg-info

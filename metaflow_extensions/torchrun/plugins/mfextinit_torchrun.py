@@ -1,0 +1,3 @@
+"""Registers the extension with Metaflow; nothing else happens here."""
+
+STEP_DECORATORS_DESC = [("torchrun", ".torchrun.decorator.TorchrunDecorator")]

@@ -1,0 +1,94 @@
+"""Where the gang meets: a small record in Metaflow's datastore, beside the control task's own.
+
+Metaflow's task metadata (`TaskDataStore.save_metadata`, 2.19) works alike on local disks, S3, Azure
+and Google Cloud Storage, and its names carry the attempt, so that a retry never reads the record of
+the attempt before. This is the only module that touches these internals.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from .errors import GangStartTimeout
+
+_RECORD = "torchrun_gang.json"
+_FIRST_PAUSE_S = 0.05
+_PAUSE_LIMIT_S = 2.0  # of S3 requests, a waiting node makes one in two seconds
+
+
+@dataclass(frozen=True)
+class Address:
+    """How to reach the control node's channel.
+
+    Attributes
+    ----------
+    addresses : tuple of str
+        Names and addresses to try, in order.
+    port : int
+        TCP port.
+    token : str
+        The gang's secret; whoever can read the step's datastore knows it.
+    """
+
+    addresses: tuple[str, ...]
+    port: int
+    token: str
+
+
+class AddressBook:
+    """The address record of one attempt of one gang.
+
+    Parameters
+    ----------
+    flow_datastore : metaflow.datastore.FlowDataStore
+        The run's datastore.
+    run_id, step_name, control_task_id : str
+        Which gang.
+    attempt : int
+        Metaflow's retry count.
+    """
+
+    def __init__(self, flow_datastore: Any, run_id: str, step_name: str, control_task_id: str, attempt: int) -> None:
+        self._where = f"{run_id}/{step_name}/{control_task_id}, attempt {attempt}"
+        # Opened for reading with data of its own, a task's store looks nothing up: no requests, and no
+        # complaint that the attempt is not finished.
+        self._reader = flow_datastore.get_task_datastore(
+            run_id, step_name, control_task_id, attempt=attempt, data_metadata={}, mode="r"
+        )
+        self._writer = flow_datastore.get_task_datastore(run_id, step_name, control_task_id, attempt=attempt, mode="w")
+
+    def publish(self, address: Address) -> None:
+        """Write the record; only the control node does."""
+        self._writer.save_metadata({_RECORD: asdict(address)})
+
+    def look_up(self, timeout_s: float, sleep: Callable[[float], None] = time.sleep) -> Address:
+        """Return the record, waiting for it `timeout_s` seconds at most.
+
+        Raises
+        ------
+        GangStartTimeout
+            If it does not appear.
+        """
+        deadline = time.monotonic() + timeout_s
+        pause = _FIRST_PAUSE_S
+        while True:
+            record = self._read()
+            if record is not None:
+                return Address(tuple(record["addresses"]), int(record["port"]), str(record["token"]))
+            if time.monotonic() + pause > deadline:
+                raise GangStartTimeout(
+                    f"Waited {timeout_s:g} s, but node 0 (the control node) did not arrive: it wrote no address for "
+                    f"{self._where}. Look at the control task's log. @torchrun(all_nodes_started_timeout=...) changes how "
+                    "long to wait."
+                )
+            sleep(pause)
+            pause = min(pause * 2, _PAUSE_LIMIT_S)
+
+    def _read(self) -> dict[str, Any] | None:
+        if not self._reader.has_metadata(_RECORD):
+            return None
+        record: dict[str, Any] | None = self._reader.load_metadata([_RECORD])[_RECORD]
+        return record

@@ -1,0 +1,218 @@
+"""``@torchrun``: Metaflow's lifecycle, wired to the rest."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from metaflow import current
+from metaflow.lint import LintWarn, linter
+from metaflow.plugins.parallel_decorator import ParallelDecorator
+from metaflow.unbounded_foreach import UBF_CONTROL
+
+from .address_book import AddressBook
+from .devices import Nproc, requested_accelerators, this_machine
+from .events import to_log
+from .executor import Context, TorchrunExecutor, flow_folder
+from .joining import LOOPBACK, join_as_control, join_as_member, sit_alone
+from .local_nodes import SameInterpreter, await_local_nodes, watch_local_nodes
+from .membership import Membership
+from .settings import DEFAULTS, StepSettings, parse_settings
+
+# What a node's task needs beyond its workers' grace to end by itself.
+_LOCAL_NODE_MARGIN_S = 10.0
+
+
+class TorchrunDecorator(ParallelDecorator):  # type: ignore[misc]  # Metaflow is not typed
+    """Turns the tasks of this step into the nodes of one PyTorch job.
+
+    The step must be entered with ``self.next(self.train, num_parallel=N)``. In it,
+    ``current.torch.run(entrypoint, entrypoint_args)`` starts torchrun on every node and looks after
+    it: when one worker fails, all nodes stop and raise the same error, which names it.
+
+    Parameters
+    ----------
+    nproc_per_node : int or {"auto", "cpu", "gpu"}, optional, default None
+        Processes on each node. By default the GPUs that ``@kubernetes``, ``@batch`` and
+        ``@resources`` request, or those visible on this machine, or 1.
+    all_nodes_started_timeout : int, default 600
+        Seconds to wait until all nodes have started.
+    master_port : int, optional, default None
+        Port of the rendezvous on the control node. By default the kernel chooses a free one.
+    channel_port : int, optional, default None
+        Port on the control node through which the nodes agree. By default the kernel chooses.
+    heartbeat_timeout_s : int, default 30
+        Seconds of silence after which a node counts as lost.
+    grace_s : int, default 30
+        Seconds that workers have between SIGTERM and SIGKILL.
+    max_restarts : int, default 0
+        How often all workers are started again on all nodes after one of them failed.
+
+    MF Add To Current
+    -----------------
+    torch -> metaflow_extensions.torchrun.plugins.torchrun.executor.TorchrunExecutor
+        Starts torchrun on all nodes of this step, and knows the facts of the gang.
+
+        @@ Returns
+        -------
+        TorchrunExecutor
+            An object with the method `run` and the read-only facts `num_nodes`, `node_index`,
+            `nproc_per_node`, `world_size`, `main_addr` and `is_control`.
+    """
+
+    name = "torchrun"
+    defaults = DEFAULTS
+    IS_PARALLEL = True
+
+    def step_init(
+        self, flow: Any, graph: Any, step_name: str, decos: Any, environment: Any, flow_datastore: Any, logger: Any
+    ) -> None:
+        """Check everything that can be checked before anything is scheduled."""
+        super().step_init(flow, graph, step_name, decos, environment, flow_datastore, logger)
+        self._flow_datastore = flow_datastore
+        self._settings: StepSettings = parse_settings(self.attributes, step_name)
+        self._requested: Nproc | None = requested_accelerators([(d.name, d.attributes) for d in decos])
+        self._timeout_s: float | None = next((float(d.secs) for d in decos if d.name == "timeout"), None)
+        self._seat: Membership | None = None
+        self.environment = SameInterpreter(environment)
+        _take_over_plain_parallel(decos)
+
+    def task_pre_step(
+        self,
+        step_name: str,
+        task_datastore: Any,
+        metadata: Any,
+        run_id: str,
+        task_id: str,
+        flow: Any,
+        graph: Any,
+        retry_count: int,
+        max_user_code_retries: int,
+        ubf_context: str | None,
+        inputs: Any,
+    ) -> None:
+        """Note which gang this is."""
+        super().task_pre_step(
+            step_name,
+            task_datastore,
+            metadata,
+            run_id,
+            task_id,
+            flow,
+            graph,
+            retry_count,
+            max_user_code_retries,
+            ubf_context,
+            inputs,
+        )
+        self._run_id, self._step, self._task_id, self._attempt = run_id, step_name, task_id, retry_count
+
+    def task_decorate(
+        self,
+        step_func: Callable[[], None],
+        flow: Any,
+        graph: Any,
+        retry_count: int,
+        max_user_code_retries: int,
+        ubf_context: str | None,
+    ) -> Callable[[], None]:
+        """Join the gang before the step's code and leave it after, whatever happens in between."""
+        if retry_count > max_user_code_retries:
+            return step_func  # @catch's fallback runs instead of the step's code, on no gang
+        inner = super().task_decorate(step_func, flow, graph, retry_count, max_user_code_retries, ubf_context)
+        spawns_nodes = ubf_context == UBF_CONTROL and _is_local()
+
+        def with_gang() -> None:
+            try:
+                inner()
+            except BaseException as error:
+                self._leave(error)
+                if spawns_nodes:
+                    await_local_nodes(self._settings.grace_s + _LOCAL_NODE_MARGIN_S)
+                raise
+            self._leave(None)
+
+        return with_gang
+
+    def setup_distributed_env(self, flow: Any) -> None:
+        """Join the gang and offer ``current.torch``; called right before the step's code."""
+        parallel = current.parallel
+        here = parallel.num_nodes if _is_local() else 1
+        machine = this_machine(here, parallel.node_index if here > 1 else 0)
+        seat, main_addr = self._join(parallel)
+        self._seat = seat
+        deadline = None if self._timeout_s is None else time.monotonic() + self._timeout_s
+        context = Context(
+            seat,
+            main_addr,
+            machine,
+            self._settings,
+            requested=None if _is_local() else self._requested,
+            flow_dir=flow_folder(),
+            deadline=deadline,
+        )
+        current._update_env({"torch": TorchrunExecutor(context)})
+
+    def _join(self, parallel: Any) -> tuple[Membership, str]:
+        if parallel.num_nodes == 1:
+            return sit_alone(self._settings, to_log), LOOPBACK
+        control_task_id = parallel.control_task_id or self._task_id
+        book = AddressBook(self._flow_datastore, self._run_id, self._step, control_task_id, self._attempt)
+        if parallel.node_index == 0:
+            seat, report_gone = join_as_control(book, parallel.num_nodes, parallel.main_ip, self._settings, to_log)
+            if _is_local():
+                watch_local_nodes(parallel.num_nodes, report_gone)
+            return seat, parallel.main_ip
+        return join_as_member(book, parallel.node_index, parallel.num_nodes, self._settings, to_log)
+
+    def _leave(self, error: BaseException | None) -> None:
+        if self._seat is not None:
+            self._seat.leave(error)
+
+
+def _is_local() -> bool:
+    # As metaflow.plugins.parallel_decorator tells it (2.19): remote systems set another value.
+    return os.environ.get("METAFLOW_RUNTIME_ENVIRONMENT", "local") == "local"
+
+
+def _take_over_plain_parallel(decos: Sequence[Any]) -> None:
+    """Keep a plain ``@parallel`` beside ``@torchrun`` from starting the nodes a second time."""
+    for deco in decos:
+        if type(deco) is ParallelDecorator:
+            deco.task_decorate = lambda step_func, *_: step_func
+
+
+def check_entered_with_num_parallel(graph: Any) -> None:
+    """Say how to enter a ``@torchrun`` step; take it off steps that only ``--with torchrun`` gave it.
+
+    ``--with`` decorates every step of a flow (`_attach_decorators`, Metaflow 2.19), also those that
+    are not parallel.
+
+    Raises
+    ------
+    LintWarn
+        If a step decorated in the source is not entered with ``num_parallel``.
+    """
+    for node in graph:
+        for deco in [d for d in node.decorators if isinstance(d, TorchrunDecorator)]:
+            callers = [caller for caller in graph if node.name in (caller.out_funcs or ())]
+            if callers and all(caller.parallel_foreach for caller in callers):
+                continue
+            if deco.statically_defined:
+                entered = callers[0].name if callers else "the step before it"
+                raise LintWarn(
+                    f"Step *{node.name}* has @torchrun but is not entered with num_parallel. In step *{entered}*, write "
+                    f"self.next(self.{node.name}, num_parallel=2) to run it on 2 nodes. For one node without "
+                    "num_parallel, remove @torchrun and use TorchrunSingleNodeMultiGPU.",
+                    node.func_lineno,
+                    node.source_file,
+                )
+            node.decorators.remove(deco)
+            node.parallel_step = any(getattr(d, "IS_PARALLEL", False) for d in node.decorators)
+
+
+# Before Metaflow's own checks (metaflow.lint, 2.19), which would speak of @parallel and not say how.
+linter.ensure_static_graph(linter.check(check_entered_with_num_parallel))
+linter._checks.insert(0, linter._checks.pop())

@@ -1,0 +1,125 @@
+"""The exceptions a user can meet.
+
+::
+
+    TorchrunError                  catch this one
+    ├── TorchrunConfigError        an attribute or argument is wrong; nothing was started
+    ├── EntrypointError            no entrypoint was given, or it does not exist
+    ├── TorchNotFoundError         PyTorch is not installed where the step runs
+    ├── GangError                  the nodes could not work as one gang
+    │   └── GangStartTimeout       some nodes never arrived
+    ├── LaunchFailed               a worker, an agent or a node failed; names the cause
+    │   └── LaunchTimeout          the launch took longer than it may
+    └── TorchrunTerminated         this task itself was told to stop (SIGTERM)
+
+An error that stops a gang is made once, on the control node, and travels to every other node as
+data (`to_wire`, `from_wire`), so that all nodes raise the same class with the same text.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from metaflow.exception import MetaflowException
+
+
+class TorchrunError(MetaflowException):  # type: ignore[misc]  # Metaflow is not typed
+    """Base class of every error of this extension.
+
+    Parameters
+    ----------
+    message : str
+        What happened, where, why, and what to change.
+    cause : dict, optional
+        The first failure of the gang as plain data (see `failure.Cause`), where there is one.
+
+    Attributes
+    ----------
+    cause : dict or None
+        As given.
+    """
+
+    headline = "@torchrun"
+
+    def __init__(self, message: str = "", cause: dict[str, Any] | None = None) -> None:
+        super().__init__(message)
+        self.cause = cause
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # MetaflowException keeps its message out of `args`, so the default would lose it.
+        return type(self), (self.message, self.cause)
+
+
+class TorchrunConfigError(TorchrunError):
+    """An attribute or argument is wrong. Nothing was started."""
+
+    headline = "@torchrun: wrong setting"
+
+
+class EntrypointError(TorchrunError):
+    """No entrypoint was given, or it does not exist on this node."""
+
+    headline = "@torchrun: entrypoint"
+
+
+class TorchNotFoundError(TorchrunError):
+    """PyTorch is not installed in the Python that runs the step."""
+
+    headline = "@torchrun: PyTorch is missing"
+
+
+class GangError(TorchrunError):
+    """The nodes could not work together as one gang."""
+
+    headline = "@torchrun: gang"
+
+
+class GangStartTimeout(GangError):
+    """Some nodes did not arrive in time."""
+
+    headline = "@torchrun: nodes missing"
+
+
+class LaunchFailed(TorchrunError):
+    """A worker, an agent or a whole node failed. The message names the first of them."""
+
+    headline = "@torchrun: launch failed"
+
+
+class LaunchTimeout(LaunchFailed):
+    """A launch took longer than ``timeout_s`` or the step's ``@timeout`` allow."""
+
+    headline = "@torchrun: launch timed out"
+
+
+class TorchrunTerminated(TorchrunError):
+    """This task was told to stop (SIGTERM)."""
+
+    headline = "@torchrun: terminated"
+
+
+_WIRE_CLASSES: dict[str, type[TorchrunError]] = {
+    cls.__name__: cls
+    for cls in (
+        TorchrunError,
+        TorchrunConfigError,
+        EntrypointError,
+        TorchNotFoundError,
+        GangError,
+        GangStartTimeout,
+        LaunchFailed,
+        LaunchTimeout,
+        TorchrunTerminated,
+    )
+}
+
+
+def to_wire(error: TorchrunError) -> dict[str, Any]:
+    """Return `error` as JSON-able data."""
+    return {"class": type(error).__name__, "message": error.message, "cause": error.cause}
+
+
+def from_wire(data: dict[str, Any]) -> TorchrunError:
+    """Return the error that `to_wire` described; an unknown class becomes `TorchrunError`."""
+    cls = _WIRE_CLASSES.get(str(data.get("class")), TorchrunError)
+    return cls(str(data.get("message", "")), data.get("cause"))

@@ -1,0 +1,288 @@
+"""From what a failed worker left behind to a cause that can be named.
+
+A worker leaves an exit status, perhaps torchelastic's error file (scripts that use ``@record``), and
+the end of its stderr. Each becomes a `Cause`; `first_cause` picks the one that started it all.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+TAIL_LINES = 30
+_TAIL_BYTES = 64 * 1024
+# What travels over the channel must stay far below its frame limit.
+_MAX_TEXT = 16 * 1024
+
+# Failures that follow from another node's failure: the peer was gone, so the collective failed.
+_CONNECTION_ERRORS = re.compile(
+    r"connection (was )?(closed|reset|refused|aborted)|broken pipe|socket (closed|timeout)|"
+    r"connect(ion)? timed? ?out|gloo.*(timed out|closed|reset)|heartbeat monitor|"
+    r"ncclRemoteError|ncclSystemError|NCCL (error|communicator was aborted)|DistNetworkError|DistStoreError|"
+    r"failed to recv|failed to connect|recvValue failed|watchdog caught collective operation timeout",
+    re.IGNORECASE,
+)
+_STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
+
+_TRACEBACK = "Traceback (most recent call last):"
+# torch prefixes an uncaught exception with its rank once a process group exists
+# (torch/distributed/distributed_c10d.py, _distributed_excepthook, torch 2.13).
+_RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?")
+_EXCEPTION_LINE = re.compile(r"^[A-Za-z_][\w.]*(:|$)")
+
+_SIGNAL_HINTS = {
+    "SIGKILL": "often the out-of-memory killer; try fewer processes, smaller batches or more memory",
+    "SIGSEGV": "a crash in native code; set PYTHONFAULTHANDLER=1 to see the Python stack",
+    "SIGBUS": "often a full /dev/shm; raise shared_memory of @kubernetes, @batch or @resources",
+    "SIGABRT": "native code gave up; the lines above it on stderr say why",
+    "SIGTERM": "somebody told it to stop",
+}
+
+
+@dataclass(frozen=True)
+class Cause:
+    """One failure of the gang.
+
+    Attributes
+    ----------
+    kind : str
+        ``"exception"``, ``"exit"``, ``"signal"``, ``"agent"``, ``"lost"``, ``"step"`` (the step's own code),
+        ``"terminated"``, ``"timeout"`` or ``"setup"``.
+    node : int
+        Index of the node.
+    host : str
+        Its host name.
+    rank, local_rank : int or None
+        The worker; None when the node itself failed.
+    exit_code : int or None
+        Exit code, negative for a signal, as `subprocess` has it.
+    exception : str or None
+        Type and message of the exception.
+    detail : str
+        Traceback, or the end of the worker's stderr.
+    """
+
+    kind: str
+    node: int
+    host: str
+    rank: int | None = None
+    local_rank: int | None = None
+    exit_code: int | None = None
+    exception: str | None = None
+    detail: str = ""
+
+    def to_wire(self) -> dict[str, Any]:
+        """Return the cause as JSON-able data of bounded size."""
+        return asdict(replace(self, exception=self.exception and self.exception[:_MAX_TEXT], detail=self.detail[-_MAX_TEXT:]))
+
+    @staticmethod
+    def from_wire(data: Mapping[str, Any]) -> Cause:
+        """Return the cause that `to_wire` described; unknown fields are ignored."""
+        known = {field.name for field in fields(Cause)}
+        return Cause(**{name: value for name, value in data.items() if name in known})
+
+    @property
+    def who(self) -> str:
+        """Name the failed worker or node."""
+        node = f"node {self.node} (host {self.host})"
+        return node if self.rank is None else f"Rank {self.rank} on {node}"
+
+    @property
+    def what(self) -> str:
+        """Say in one line how it ended."""
+        if self.kind in ("agent", "lost"):
+            return f"failed: {self.exception}"
+        if self.exception is not None and self.kind != "signal":
+            return f"failed with {self.exception}"
+        return describe_exit(self.exit_code) if self.exit_code is not None else "failed"
+
+    def describe(self) -> str:
+        """Return the full report: who, what, exit status, traceback or stderr."""
+        who = self.who
+        lines = [f"{who[0].upper()}{who[1:]} {self.what}" + ("" if self.what.endswith(".") else ".")]
+        if self.exception is not None and self.exit_code is not None and self.kind != "agent":
+            lines.append(f"It {describe_exit(self.exit_code)}.")
+        if self.detail:
+            title = "Traceback" if _TRACEBACK in self.detail else f"Last {TAIL_LINES} lines of its stderr"
+            lines += [f"{title}:", *(f"    {line}" for line in self.detail.splitlines())]
+        return "\n".join(lines)
+
+
+def describe_exit(code: int) -> str:
+    """Say what an exit code (negative for a signal) means."""
+    if code >= 0:
+        return f"exited with code {code}"
+    name = signal_name(-code)
+    hint = _SIGNAL_HINTS.get(name)
+    return f"was killed by {name}" + (f": {hint}" if hint else "")
+
+
+def signal_name(number: int) -> str:
+    """Return the name of a signal, or ``signal N`` for one this system does not know."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+@dataclass(frozen=True)
+class WorkerEnd:
+    """How one worker of this node ended.
+
+    Attributes
+    ----------
+    local_rank, rank : int
+        Which worker.
+    exit_code : int
+        Negative for a signal.
+    stopped : bool
+        Whether the end came after we (or its agent) had begun to stop it.
+    age_s : float
+        Seconds ago.
+    """
+
+    local_rank: int
+    rank: int
+    exit_code: int
+    stopped: bool
+    age_s: float
+
+
+def worker_cause(end: WorkerEnd, node: int, host: str, stderr_path: str, error_file: str) -> Cause | None:
+    """Return why a worker failed, or None if it did not fail by itself.
+
+    Parameters
+    ----------
+    end : WorkerEnd
+        Its end.
+    node, host : int, str
+        Where it ran.
+    stderr_path, error_file : str
+        Its stderr log and torchelastic's error file; either may be missing.
+    """
+    if end.exit_code == 0:
+        return None
+    recorded = read_error_file(error_file)
+    tail = read_tail(stderr_path)
+    exception, detail = recorded or find_exception(tail) or (None, "\n".join(tail[-TAIL_LINES:]))
+    if end.stopped and exception is None:
+        return None  # it obeyed
+    kind = "signal" if end.exit_code < 0 and not end.stopped else "exception" if exception else "exit"
+    exit_code = None if end.stopped and end.exit_code < 0 else end.exit_code
+    return Cause(kind, node, host, end.rank, end.local_rank, exit_code, exception, detail)
+
+
+def read_error_file(path: str) -> tuple[str, str] | None:
+    """Return exception and traceback from torchelastic's error file, or None.
+
+    The format is that of ``torch/distributed/elastic/multiprocessing/errors/error_handler.py``
+    (torch 2.13); an unreadable or unfinished file counts as none.
+    """
+    with suppress(OSError, ValueError, AttributeError), open(path, encoding="utf-8", errors="replace") as file:
+        message = json.load(file)["message"]
+        if isinstance(message, str):
+            return message, message
+        trace = str(message.get("extraInfo", {}).get("py_callstack", ""))
+        return str(message["message"]), trace.rstrip()
+    return None
+
+
+def read_tail(path: str) -> list[str]:
+    """Return the last lines of a log file, without torch's rank prefixes; none if it is missing."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
+            text = file.read().decode("utf-8", errors="replace")
+    except OSError:
+        return []
+    return [_RANK_PREFIX.sub("", line) for line in text.splitlines()]
+
+
+def find_exception(lines: Sequence[str]) -> tuple[str, str] | None:
+    """Return type-and-message and traceback of the last uncaught exception in `lines`, or None.
+
+    The traceback includes the exceptions that it was chained to.
+    """
+    starts = [i for i, line in enumerate(lines) if line.strip() == _TRACEBACK]
+    if not starts:
+        return None
+    end = _exception_line(lines, starts[-1])
+    if end is None:
+        return None
+    last = _end_of_message(lines, end)
+    first = starts[-1]
+    for start in reversed(starts[:-1]):
+        if not _is_chained(lines, start, first):
+            break
+        first = start
+    return "\n".join(lines[end:last]).strip(), "\n".join(lines[first:last])
+
+
+def _exception_line(lines: Sequence[str], start: int) -> int | None:
+    for index in range(start + 1, len(lines)):
+        if lines[index] and not lines[index][0].isspace():
+            return index if _EXCEPTION_LINE.match(lines[index]) else None
+    return None
+
+
+def _end_of_message(lines: Sequence[str], end: int) -> int:
+    """Return where the exception's message ends: it may have more lines, up to an empty or foreign one."""
+    for index in range(end + 1, min(len(lines), end + 20)):
+        line = lines[index]
+        if not line.strip() or re.match(r"^(\[|Exception ignored|E\d{4} |W\d{4} |sys:\d)", line):
+            return index
+    return min(len(lines), end + 20)
+
+
+def _is_chained(lines: Sequence[str], start: int, following: int) -> bool:
+    between = " ".join(lines[start:following])
+    return "During handling of the above exception" in between or "was the direct cause of the following" in between
+
+
+_AGENT_FAILURE = re.compile(
+    r"rank\s*: (?P<rank>\d+) \(local_rank: (?P<local_rank>\d+)\)\s*\n\s*exitcode\s*: (?P<code>-?\d+) \(pid: \d+\)"
+)
+
+
+def ends_reported_by_agent(agent_stderr: str) -> dict[int, int]:
+    """Return local rank -> exit code from the report torchrun prints when workers failed.
+
+    It is the fallback for workers whose end was not seen (``_FAILURE_FORMAT_TEMPLATE`` in
+    ``torch/distributed/elastic/multiprocessing/errors/__init__.py``, torch 2.13).
+    """
+    text = "\n".join(read_tail(agent_stderr))
+    return {int(m["local_rank"]): int(m["code"]) for m in _AGENT_FAILURE.finditer(text)}
+
+
+@dataclass(frozen=True)
+class DatedCause:
+    """A cause and the moment it happened, in seconds of the control node's monotonic clock."""
+
+    at: float
+    cause: Cause
+
+
+def first_cause(candidates: Iterable[DatedCause]) -> Cause | None:
+    """Return the failure that started it all, or None without candidates.
+
+    The earliest wins, but a failure that only says "my peer is gone" or "I was told to stop"
+    yields to one that does not: its origin, slower to exit, may be seen a moment later.
+    """
+    ordered = sorted(candidates, key=lambda dated: (_is_consequence(dated.cause), dated.at))
+    return ordered[0].cause if ordered else None
+
+
+def _is_consequence(cause: Cause) -> int:
+    if cause.exit_code is not None and -cause.exit_code in _STOP_SIGNALS and cause.exception is None:
+        return 1
+    if cause.kind in ("exception", "exit") and _CONNECTION_ERRORS.search(cause.exception or cause.detail):
+        return 1
+    if cause.kind == "agent":
+        return 1 if cause.exit_code == 1 else 0
+    return 0

@@ -1,0 +1,411 @@
+"""Who is in, who is ready, what was decided: the control node's view of the gang.
+
+`Gang` is pure: messages and the clock go in, messages come out. It starts no thread, opens no
+socket and never sleeps, so every interleaving can be tried in a test. One object decides, so there is
+one decision, and every node gets the same.
+
+A launch goes through ``gathering -> running -> stopping -> over``; a failure before *go* leads from
+``gathering`` to ``over`` at once, and a restart from ``stopping`` back to ``running``.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from .errors import GangError, GangStartTimeout, LaunchFailed, LaunchTimeout, TorchrunError, to_wire
+from .failure import Cause, DatedCause, first_cause
+
+Message = dict[str, Any]
+Outgoing = tuple[int, Message]
+"""A node's index and a message for it."""
+
+CONTROL = 0
+"""Index of the control node."""
+
+NodeState = Literal["absent", "joined", "left", "lost"]
+Phase = Literal["gathering", "running", "stopping", "over"]
+
+# Facts of *ready* that must be the same on every node, and how to call them.
+_MUST_AGREE = {
+    "launch": "launch number",
+    "nproc": "processes per node",
+    "torch": "torch version",
+    "python": "Python version",
+    "digest": "entrypoint and torchrun options",
+}
+# Kinds of failures that a new generation on the same nodes can mend.
+_RESTARTABLE = frozenset({"exception", "exit", "signal", "agent"})
+_BACKOFF_LIMIT_S = 30.0
+# What a node needs beyond the workers' grace to kill, reap and read the last bytes.
+_STOP_MARGIN_S = 15.0
+_REMIND_S = 60.0
+
+
+@dataclass
+class Settings:
+    """How patient the gang is.
+
+    Attributes
+    ----------
+    num_nodes : int
+        Size of the gang.
+    started_timeout_s : float
+        ``all_nodes_started_timeout``.
+    grace_s : float
+        Seconds workers have between SIGTERM and SIGKILL.
+    """
+
+    num_nodes: int
+    started_timeout_s: float = 600.0
+    grace_s: float = 30.0
+
+
+@dataclass
+class Launch:
+    """One launch as the control node knows it."""
+
+    number: int
+    phase: Phase = "gathering"
+    ready: dict[int, Message] = field(default_factory=dict)
+    generation: int = 0
+    restarts: list[dict[str, Any]] = field(default_factory=list)
+    ended: dict[int, Message] = field(default_factory=dict)
+    causes: list[DatedCause] = field(default_factory=list)
+    started_at: float = 0.0
+    stop_by: float = float("inf")
+    restart_at: float | None = None
+    timeout_s: float | None = None
+    max_restarts: int = 0
+    remind_at: float = float("inf")
+
+
+class Gang:
+    """The gang's state machine.
+
+    Parameters
+    ----------
+    settings : Settings
+        Size and patience.
+    pick_port : callable
+        Takes the pinned port or None and returns a port free on the control node, or None if the
+        pinned one is taken.
+    clock : callable, optional
+        Monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        pick_port: Callable[[int | None], int | None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._settings = settings
+        self._pick_port = pick_port
+        self._clock = clock
+        self._nodes: dict[int, NodeState] = dict.fromkeys(range(settings.num_nodes), "absent")
+        self._hosts: dict[int, str] = {}
+        self._started_at = clock()
+        self._launch: Launch | None = None
+        self._launches = 0
+        self._broken: TorchrunError | None = None
+        self._out: list[Outgoing] = []
+
+    # --- what can happen ------------------------------------------------------------------------
+
+    def handle(self, node: int, message: Message) -> list[Outgoing]:
+        """Take a message of a node and return what is to be sent.
+
+        Messages from members: ``join``, ``ready``, ``failed``, ``ended``, ``leave``. Messages to members:
+        ``welcome``, ``go``, ``stop``, ``verdict``, ``abort``, ``ack``, ``note``.
+        """
+        handler = {
+            "join": self._on_join,
+            "ready": self._on_ready,
+            "failed": self._on_failed,
+            "ended": self._on_ended,
+            "leave": self._on_leave,
+        }.get(str(message.get("type")))
+        if handler is not None and node in self._nodes:
+            handler(node, message)
+        return self._flush()
+
+    def lost(self, node: int, reason: str) -> list[Outgoing]:
+        """Note that a node's connection or task ended, or that it fell silent."""
+        if self._nodes.get(node) in ("absent", "joined"):
+            self._nodes[node] = "lost"
+            cause = Cause("lost", node, self._hosts.get(node, "unknown"), exception=reason)
+            self._node_is_gone(node, cause)
+        return self._flush()
+
+    def tick(self) -> list[Outgoing]:
+        """Look at the clock; call it a few times a second."""
+        now = self._clock()
+        missing = self._in_state("absent")
+        if missing and self._broken is None and now - self._started_at > self._settings.started_timeout_s:
+            self._break(self._missing_error(missing))
+        launch = self._launch
+        if launch is not None:
+            self._tick_launch(launch, now)
+        return self._flush()
+
+    def _tick_launch(self, launch: Launch, now: float) -> None:
+        if launch.phase == "gathering" and now >= launch.remind_at:
+            launch.remind_at = now + _REMIND_S
+            names = _names(node for node in self._nodes if node not in launch.ready)
+            self._say(launch.ready, f"launch {launch.number} waits for {names} to call current.torch.run")
+        if launch.phase == "running" and launch.timeout_s is not None and now - launch.started_at > launch.timeout_s:
+            text = f"it ran longer than {launch.timeout_s:g} s"
+            launch.causes.append(DatedCause(now, Cause("timeout", 0, self._hosts.get(0, "?"), exception=text)))
+            self._stop(launch)
+        if launch.phase == "stopping" and launch.restart_at is not None and now >= launch.restart_at:
+            self._go(launch)
+        elif launch.phase == "stopping" and launch.restart_at is None and now > launch.stop_by:
+            self._decide(launch)
+
+    # --- joining --------------------------------------------------------------------------------
+
+    def _on_join(self, node: int, message: Message) -> None:
+        self._nodes[node] = "joined"
+        self._hosts[node] = str(message.get("host", "unknown"))
+        self._send(node, {"type": "welcome", "num_nodes": self._settings.num_nodes, "grace_s": self._settings.grace_s})
+        if self._broken is not None:
+            self._send(node, {"type": "abort", "error": to_wire(self._broken)})
+
+    def may_join(self, node: int) -> bool:
+        """Tell whether a newcomer may take the seat `node`: it exists and nobody sits there."""
+        return self._nodes.get(node) == "absent"
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no node but the control node may still need the channel."""
+        return not [node for node in self._in_state("joined") if node != CONTROL]
+
+    # --- a launch -------------------------------------------------------------------------------
+
+    def _on_ready(self, node: int, message: Message) -> None:
+        if self._broken is not None:
+            self._send(node, {"type": "verdict", "launch": message["launch"], "error": to_wire(self._broken)})
+            return
+        if self._launch is None or self._launch.phase == "over":
+            self._launch = Launch(self._launches, remind_at=self._clock() + _REMIND_S)
+            self._launches += 1
+        launch = self._launch
+        launch.ready[node] = message
+        gone = self._in_state("left", "lost")
+        if gone:
+            self._finish(launch, self._left_error(launch, gone))
+        elif len(launch.ready) == self._settings.num_nodes:
+            error = self._contradiction(launch)
+            if error is not None:
+                self._finish(launch, error)
+            else:
+                launch.timeout_s = launch.ready[0].get("timeout_s")
+                launch.max_restarts = int(launch.ready[0].get("max_restarts", 0))
+                launch.started_at = self._clock()
+                self._go(launch)
+
+    def _contradiction(self, launch: Launch) -> TorchrunError | None:
+        """Return what keeps the nodes from working together, naming nodes and values, or None."""
+        for key, name in _MUST_AGREE.items():
+            values: dict[Any, list[int]] = {}
+            for node in sorted(launch.ready):
+                values.setdefault(launch.ready[node].get(key), []).append(node)
+            if len(values) > 1:
+                said = ", ".join(f"{_names(nodes)}: {value}" for value, nodes in values.items())
+                return GangError(
+                    f"The nodes differ in the {name} ({said}). Every node must call current.torch.run in the same order "
+                    "with the same settings, on the same software."
+                )
+        return None
+
+    def _go(self, launch: Launch) -> None:
+        pinned = launch.ready[0].get("master_port")
+        port = self._pick_port(pinned)
+        if port is None:
+            self._finish(launch, _port_error(pinned, self._hosts.get(0, "unknown")))
+            return
+        launch.phase, launch.restart_at, launch.stop_by = "running", None, float("inf")
+        launch.ended.clear()
+        launch.causes.clear()
+        go = {"type": "go", "launch": launch.number, "generation": launch.generation, "port": port}
+        self._broadcast({**go, "max_restarts": launch.max_restarts})
+
+    def _on_failed(self, node: int, message: Message) -> None:
+        """A worker or agent of `node` has failed; its full report follows with *ended*."""
+        launch = self._current(message)
+        if launch is not None:
+            self._note_causes(launch, message)
+            self._stop(launch)
+
+    def _on_ended(self, node: int, message: Message) -> None:
+        launch = self._current(message)
+        if launch is None or launch.phase not in ("running", "stopping"):
+            return
+        self._note_causes(launch, message)
+        launch.ended[node] = message
+        if not message.get("ok"):
+            self._stop(launch)
+        self._decide_if_all_ended(launch)
+
+    def _current(self, message: Message) -> Launch | None:
+        """Return the launch a message speaks of, unless it is over or another generation runs."""
+        launch = self._launch
+        if launch is None or launch.phase == "over" or message.get("launch") != launch.number:
+            return None
+        return launch if message.get("generation", launch.generation) == launch.generation else None
+
+    def _note_causes(self, launch: Launch, message: Message) -> None:
+        now = self._clock()
+        for entry in message.get("causes", ()):
+            launch.causes.append(DatedCause(now - float(entry.get("age_s", 0.0)), Cause.from_wire(entry["cause"])))
+
+    def _stop(self, launch: Launch) -> None:
+        if launch.phase == "running":
+            launch.phase = "stopping"
+            launch.stop_by = self._clock() + self._settings.grace_s + _STOP_MARGIN_S
+            self._broadcast({"type": "stop", "launch": launch.number, "generation": launch.generation})
+
+    def _decide_if_all_ended(self, launch: Launch) -> None:
+        waiting = [node for node in self._in_state("joined") if node not in launch.ended]
+        if not waiting and launch.phase in ("running", "stopping"):
+            self._decide(launch)
+
+    def _decide(self, launch: Launch) -> None:
+        """All nodes have ended, or their time is up: success, restart or failure."""
+        silent = [node for node in self._in_state("joined") if node not in launch.ended]
+        cause = first_cause(launch.causes)
+        if cause is None and not silent:
+            self._finish(launch, None)
+        elif cause is not None and self._may_restart(launch, cause, silent):
+            self._restart(launch, cause)
+        else:
+            self._finish(launch, _launch_error(launch, cause, silent))
+
+    def _may_restart(self, launch: Launch, cause: Cause, silent: list[int]) -> bool:
+        whole = not silent and len(self._in_state("joined")) == self._settings.num_nodes
+        return whole and cause.kind in _RESTARTABLE and launch.generation < launch.max_restarts
+
+    def _restart(self, launch: Launch, cause: Cause) -> None:
+        pause = min(2.0**launch.generation, _BACKOFF_LIMIT_S)
+        launch.generation += 1
+        launch.restarts.append({"generation": launch.generation, "cause": cause.to_wire()})
+        launch.restart_at = self._clock() + pause
+        launch.ended.clear()
+        text = f"restart {launch.generation} of {launch.max_restarts} in {pause:g} s, because {cause.who} {cause.what}"
+        self._say(self._in_state("joined"), text)
+
+    def _finish(self, launch: Launch, error: TorchrunError | None) -> None:
+        launch.phase = "over"
+        verdict: Message = {"type": "verdict", "launch": launch.number, "restarts": launch.restarts}
+        verdict["error"] = None if error is None else to_wire(error)
+        for node in self._in_state("joined"):
+            if node in launch.ready:
+                self._send(node, verdict)
+        if error is not None and self._in_state("lost"):
+            self._broken = error  # without all its nodes the gang can't launch again
+
+    # --- leaving --------------------------------------------------------------------------------
+
+    def _on_leave(self, node: int, message: Message) -> None:
+        """The step's code of `node` has ended, by itself or with an exception."""
+        if self._nodes[node] != "joined":
+            return
+        self._nodes[node] = "left"
+        self._send(node, {"type": "ack"})
+        cause = message.get("cause")
+        if cause is not None:
+            self._node_is_gone(node, Cause.from_wire(cause))
+        elif self._launch is not None and self._launch.phase == "gathering":
+            self._finish(self._launch, self._left_error(self._launch, [node]))
+        if node == CONTROL:
+            self._broadcast({"type": "bye"})
+
+    def _node_is_gone(self, node: int, cause: Cause) -> None:
+        """Stop everything, since a node failed outside of its workers."""
+        launch = self._launch
+        if launch is None or launch.phase == "over":
+            self._break(LaunchFailed(_between_launches(cause), cause.to_wire()))
+        elif launch.phase == "gathering":
+            error = LaunchFailed(f"{cause.describe()}\nIt happened before launch {launch.number} began.", cause.to_wire())
+            self._finish(launch, error)
+            self._break(error)
+        else:
+            launch.causes.append(DatedCause(self._clock(), cause))
+            if launch.restart_at is not None:  # between two generations nothing runs
+                launch.restart_at = None
+                self._decide(launch)
+            else:
+                self._stop(launch)
+                self._decide_if_all_ended(launch)
+
+    def _break(self, error: TorchrunError) -> None:
+        """Nothing can be launched any more: tell every node, wherever its code is."""
+        if self._broken is None:
+            self._broken = error
+            self._broadcast({"type": "abort", "error": to_wire(error)})
+
+    # --- texts and sending ----------------------------------------------------------------------
+
+    def _missing_error(self, missing: list[int]) -> GangStartTimeout:
+        return GangStartTimeout(
+            f"Waited {self._settings.started_timeout_s:g} s, but {_names(missing)} of {self._settings.num_nodes} did not "
+            "arrive. Look at the logs of these tasks: they may wait for machines, fail to pull their image, or not reach "
+            "the control node. @torchrun(all_nodes_started_timeout=...) changes how long to wait."
+        )
+
+    def _left_error(self, launch: Launch, gone: list[int]) -> GangError:
+        return GangError(
+            f"Launch {launch.number} can't begin: the step's code has already ended on {_names(gone)}. Every node must "
+            "call current.torch.run the same number of times."
+        )
+
+    def _in_state(self, *states: NodeState) -> list[int]:
+        return [node for node, state in self._nodes.items() if state in states]
+
+    def _say(self, nodes: Iterable[int], text: str) -> None:
+        for node in nodes:
+            self._send(node, {"type": "note", "text": text})
+
+    def _broadcast(self, message: Message) -> None:
+        for node in self._in_state("joined"):
+            self._send(node, message)
+
+    def _send(self, node: int, message: Message) -> None:
+        self._out.append((node, message))
+
+    def _flush(self) -> list[Outgoing]:
+        out, self._out = self._out, []
+        return out
+
+
+def _names(nodes: Iterable[int]) -> str:
+    listed = list(nodes)
+    return ("node " if len(listed) == 1 else "nodes ") + ", ".join(map(str, listed))
+
+
+def _port_error(port: int | None, host: str) -> GangError:
+    return GangError(
+        f"Port {port} is taken on the control node (host {host}). Pin another with master_port, or leave it out: the "
+        "kernel then chooses a free one."
+    )
+
+
+def _between_launches(cause: Cause) -> str:
+    return f"{cause.describe()}\nIt happened outside of current.torch.run; the other nodes were stopped."
+
+
+def _launch_error(launch: Launch, cause: Cause | None, silent: list[int]) -> TorchrunError:
+    quiet = f"\nNo word came from {_names(silent)} about their end." if silent else ""
+    if cause is None:
+        return LaunchFailed(f"Launch {launch.number} failed.{quiet}")
+    if cause.kind == "timeout":
+        text = (
+            f"Launch {launch.number} was stopped: {cause.exception}. run(timeout_s=...) and the step's @timeout change how "
+            f"long it may run.{quiet}"
+        )
+        return LaunchTimeout(text, cause.to_wire())
+    count = f" after {launch.generation} restarts" if launch.generation else ""
+    return LaunchFailed(f"{cause.describe()}\nLaunch {launch.number} was stopped on all nodes{count}.{quiet}", cause.to_wire())

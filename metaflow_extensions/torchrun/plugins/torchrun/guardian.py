@@ -1,0 +1,369 @@
+"""Stands between a task and its agent, and outlives neither.
+
+It runs as a process of its own (``python -I -S guardian.py OPTIONS -- ARGV``), standard library only,
+because three things can't be done from inside the task:
+
+- when the task dies, by SIGKILL even, its end of our stdin closes, and the whole tree is stopped;
+- as a child subreaper it inherits every orphan of the tree, so workers of a killed agent and
+  grandchildren that detached themselves are found, stopped and reaped;
+- it sees a worker die the moment it happens, before torchrun does, and reads how.
+
+Protocol: lines on stdin are commands (``stop GRACE_S``); lines on stdout are JSON events (``agent``,
+``worker``, ``worker_end``, ``agent_end``, ``stopping``, ``end``). Times are seconds of the machine's monotonic clock.
+
+Off Linux (no subreaper, no pidfd) the tree is found by walking parents, so processes that detach
+themselves *and* lose their parent are not seen; torchrun's own report names the failed workers then.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+_PR_SET_PDEATHSIG = 1  # Linux, <linux/prctl.h>
+_PR_SET_CHILD_SUBREAPER = 36
+_SEARCH_S = 0.05  # between looks while workers are yet to appear, and while processes are to go
+_WATCH_S = 0.5  # between looks once all are known; every end wakes us at once
+_KILL_WAIT_S = 10.0  # after SIGKILL only a process in uninterruptible sleep stays
+_STRAGGLER_GRACE_S = 2.0  # for what the agent left behind when it ended by itself
+_HAS_PROC = os.path.isdir("/proc/self")
+_STAT_EXIT_CODE = 51  # index in /proc/PID/stat, see proc(5); readable while it is a zombie
+
+
+def main() -> int:
+    """Run one agent; return 0 unless it could not be started."""
+    options = _parse(sys.argv[1:])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the task's to handle: it tells us
+    guardian = Guardian(options)
+    signal.signal(signal.SIGTERM, lambda *_: guardian.request_stop(options.grace))
+    return guardian.run(options.argv)
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="guardian")
+    parser.add_argument("--stdout", required=True)
+    parser.add_argument("--stderr", required=True)
+    parser.add_argument("--cwd")
+    parser.add_argument("--grace", type=float, required=True)
+    parser.add_argument("--workers", type=int, required=True)
+    parser.add_argument("argv", nargs="+")
+    return parser.parse_args(argv)
+
+
+class Guardian:
+    """One agent and everything that descends from it."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._options = options
+        self._agent: subprocess.Popen[bytes] | None = None
+        self._agent_status: int | None = None
+        self._workers: dict[int, dict[str, Any]] = {}  # pid -> what was said of it
+        self._strangers: set[int] = set()
+        self._pidfds: dict[int, int] = {}  # pidfd -> pid
+        self._task_gone = False
+        self._stop_grace: float | None = None
+        self._commands = b""
+
+    def request_stop(self, grace_s: float) -> None:
+        """Stop everything as soon as the main loop looks."""
+        if self._stop_grace is None:
+            self._stop_grace = grace_s
+
+    def run(self, argv: list[str]) -> int:
+        """Start the agent, watch, stop what must be stopped, and report the end."""
+        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        try:
+            self._start(argv)
+        except OSError as error:
+            self._say("end", status=None, error=f"could not be started: {error}", left=[])
+            return 1
+        while self._agent_status is None and self._stop_grace is None:
+            self._wait(_SEARCH_S if len(self._workers) < self._options.workers else _WATCH_S)
+            self._watch()
+        left = self._stop_all()
+        self._say("end", status=self._agent_status, error=None, left=left)
+        return 0
+
+    def _start(self, argv: list[str]) -> None:
+        with open(self._options.stdout, "ab") as out, open(self._options.stderr, "ab") as err:
+            self._agent = subprocess.Popen(
+                argv,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                cwd=self._options.cwd,
+                start_new_session=True,
+                # If even the guardian is killed, the agent gets SIGTERM and stops its workers.
+                preexec_fn=_die_with_parent,
+            )
+        self._observe(self._agent.pid)
+        self._say("agent", pid=self._agent.pid)
+
+    def _wait(self, seconds: float) -> None:
+        """Sleep until a command, a worker's end, or `seconds` have passed."""
+        fds: list[int] = list(self._pidfds)
+        if not self._task_gone:
+            fds.append(sys.stdin.fileno())
+        with suppress(InterruptedError):
+            ready, _, _ = select.select(fds, [], [], seconds)
+            if sys.stdin.fileno() in ready:
+                self._read_commands()
+            for fd in ready:
+                if fd in self._pidfds:
+                    self._worker_ended(fd)
+
+    def _read_commands(self) -> None:
+        data = os.read(sys.stdin.fileno(), 4096)
+        if not data:
+            self._task_gone = True
+            self.request_stop(self._options.grace)
+        self._commands += data
+        *lines, self._commands = self._commands.split(b"\n")
+        for line in lines:
+            verb, _, value = line.decode("ascii", "replace").partition(" ")
+            if verb == "stop":
+                self.request_stop(float(value))
+
+    # --- watching ------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        assert self._agent is not None
+        if len(self._workers) < self._options.workers:
+            self._find_workers(self._agent.pid)
+        self._reap_orphans()
+
+    def _find_workers(self, agent: int) -> None:
+        """Look for the agent's children among the processes that are new since the last look."""
+        for pid in _pids():
+            if pid in self._strangers or pid in self._workers:
+                continue
+            fields = _stat(pid)
+            if fields and int(fields[3]) == agent:
+                self._discover(pid)
+            else:
+                self._strangers.add(pid)
+
+    def _discover(self, pid: int) -> None:
+        env = _environment(pid)
+        # Between fork and exec a child still shows its parent's environment, without a rank.
+        if "RANK" not in env or "LOCAL_RANK" not in env:
+            return
+        worker = {"rank": int(env["RANK"]), "local_rank": int(env["LOCAL_RANK"]), "pid": pid}
+        self._workers[pid] = worker
+        self._observe(pid)
+        self._say("worker", **worker)
+
+    def _observe(self, pid: int) -> None:
+        """Be woken by the end of `pid` where the system can do that (Linux 5.3); else we poll."""
+        with suppress(OSError, AttributeError):
+            self._pidfds[os.pidfd_open(pid)] = pid
+
+    def _worker_ended(self, fd: int) -> None:
+        pid = self._pidfds.pop(fd)
+        os.close(fd)
+        # torchrun polls ten times a second; until it does, the dead worker tells its exit code.
+        self._tell_end(pid, _zombie_status(pid), self._stop_grace is not None)
+
+    def _tell_end(self, pid: int, status: int | None, stopped: bool) -> None:
+        worker = self._workers.get(pid)
+        if worker is None or "status" in worker or status is None:
+            return
+        worker["status"] = status
+        self._say("worker_end", **worker, stopped=stopped)
+
+    def _reap_orphans(self) -> bool:
+        """Reap the agent and what was re-parented to us; return whether any child is left."""
+        assert self._agent is not None
+        with suppress(ChildProcessError):
+            while True:
+                # Looked at before it is taken, so that the agent's end reaches its Popen.
+                dead = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+                if dead is None:
+                    return True
+                if dead.si_pid == self._agent.pid:
+                    self._agent_status = self._agent.poll()
+                else:
+                    _, status = os.waitpid(dead.si_pid, 0)
+                    self._tell_end(dead.si_pid, os.waitstatus_to_exitcode(status), self._stop_grace is not None)
+        return False
+
+    # --- stopping ------------------------------------------------------------------------------
+
+    def _stop_all(self) -> list[str]:
+        """Stop the whole tree: SIGTERM once to everyone, grace, SIGKILL; return what was left behind."""
+        assert self._agent is not None
+        by_itself = self._stop_grace is None
+        if by_itself:
+            self._say("agent_end", status=self._agent_status)
+            self._stop_grace = _STRAGGLER_GRACE_S if self._agent_status == 0 else self._options.grace
+        grace = self._stop_grace or 0.0
+        stragglers = [_name(pid) for pid in living_descendants(os.getpid())] if by_itself else []
+        if not by_itself or stragglers:
+            self._say("stopping", grace_s=grace)
+            self._terminate(grace)
+        self._kill()
+        return stragglers
+
+    def _terminate(self, grace: float) -> None:
+        assert self._agent is not None
+        deadline = time.monotonic() + grace
+        # The agent is frozen, not told: told, it would signal its workers a second time, reap them
+        # before we see how they ended, or wait out its exit barrier (300 s, torch 2.13).
+        _signal(self._agent.pid, signal.SIGSTOP)
+        for pid in living_descendants(os.getpid()):
+            if pid != self._agent.pid:
+                _signal(pid, signal.SIGTERM)
+                _signal(pid, signal.SIGCONT)
+        while time.monotonic() < deadline:
+            if not [pid for pid in living_descendants(os.getpid()) if pid != self._agent.pid]:
+                break
+            self._wait(_SEARCH_S)
+            self._reap_orphans()
+
+    def _kill(self) -> None:
+        assert self._agent is not None
+        deadline = time.monotonic() + _KILL_WAIT_S
+        while time.monotonic() < deadline:
+            living = list(living_descendants(os.getpid()))
+            for pid in living:
+                # Workers first: dead while their agent is frozen, they come to us with their exit codes.
+                if pid != self._agent.pid or len(living) == 1 or time.monotonic() > deadline - _KILL_WAIT_S / 2:
+                    _signal(pid, signal.SIGKILL)
+            if not self._reap_orphans():
+                return
+            self._wait(_SEARCH_S / 5)
+
+    def _say(self, event: str, **fields: Any) -> None:
+        line = json.dumps({"event": event, "t": time.monotonic(), **fields}) + "\n"
+        with suppress(OSError):  # the task is gone; what is left to do is to clean up
+            os.write(sys.stdout.fileno(), line.encode())
+
+
+# --- the process table ------------------------------------------------------------------------
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
+
+
+def _die_with_parent() -> None:
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _signal(pid: int, number: int) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, number)
+
+
+def _pids() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()] if _HAS_PROC else []
+
+
+def _table() -> Iterator[tuple[int, int, bool]]:
+    """Yield pid, parent's pid and whether it is alive (not a zombie), of every process."""
+    if not _HAS_PROC:
+        yield from _table_from_ps()
+    for pid in _pids():
+        fields = _stat(pid)
+        if fields:
+            yield pid, int(fields[3]), fields[2] not in ("Z", "X")
+
+
+def _table_from_ps() -> Iterator[tuple[int, int, bool]]:
+    listing = subprocess.run(["ps", "-A", "-o", "pid=,ppid=,stat="], capture_output=True, text=True, check=False).stdout
+    for line in listing.splitlines():
+        pid, parent, state = line.split()[:3]
+        yield int(pid), int(parent), not state.startswith("Z")
+
+
+def _stat(pid: int) -> list[str]:
+    """Return the fields of /proc/PID/stat; none if the process is gone."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            text = file.read()
+    except OSError:
+        return []
+    head, _, rest = text.rpartition(")")  # the command's name may hold spaces and parentheses
+    pid_text, _, name = head.partition("(")
+    return [pid_text.strip(), name, *rest.split()]
+
+
+def _zombie_status(pid: int) -> int | None:
+    """Return a dead but unreaped process's exit code, negative for a signal; None if it is gone."""
+    fields = _stat(pid)
+    if len(fields) <= _STAT_EXIT_CODE or fields[2] != "Z":
+        return None
+    return os.waitstatus_to_exitcode(int(fields[_STAT_EXIT_CODE]))
+
+
+def living_descendants(ancestor: int) -> list[int]:
+    """Return the pids of all living processes that descend from `ancestor`."""
+    table = list(_table())
+    children: dict[int, list[int]] = {}
+    for pid, parent, _ in table:
+        children.setdefault(parent, []).append(pid)
+    alive = {pid for pid, _, living in table if living}
+    found, queue = [], [ancestor]
+    while queue:
+        for pid in children.get(queue.pop(), ()):
+            queue.append(pid)
+            if pid in alive:
+                found.append(pid)
+    return found
+
+
+def await_or_kill(pids: set[int], grace_s: float) -> None:
+    """Wait until `pids` and what descends from them are gone; after `grace_s` seconds kill them."""
+    deadline = time.monotonic() + grace_s
+    while True:
+        tree = {pid for root in pids for pid in [root, *living_descendants(root)] if _alive(pid)}
+        if not tree:
+            return
+        if time.monotonic() > deadline:
+            for pid in tree:
+                _signal(pid, signal.SIGKILL)
+        if time.monotonic() > deadline + _KILL_WAIT_S:
+            return
+        time.sleep(_SEARCH_S)
+
+
+def children_with_environment(variable: str) -> dict[int, str]:
+    """Return pid -> value of `variable`, for this process's living children that have it."""
+    own = os.getpid()
+    environments = {pid: _environment(pid) for pid, parent, alive in _table() if alive and parent == own}
+    return {pid: env[variable] for pid, env in environments.items() if variable in env}
+
+
+def _alive(pid: int) -> bool:
+    fields = _stat(pid)
+    return bool(fields) and fields[2] not in ("Z", "X")
+
+
+def _environment(pid: int) -> dict[str, str]:
+    try:
+        with open(f"/proc/{pid}/environ", encoding="utf-8", errors="surrogateescape") as file:
+            entries = file.read().split("\0")
+    except OSError:
+        return {}
+    return dict(entry.split("=", 1) for entry in entries if "=" in entry)
+
+
+def _name(pid: int) -> str:
+    with suppress(OSError), open(f"/proc/{pid}/cmdline", encoding="utf-8", errors="replace") as file:
+        return f"{pid} ({file.read().replace(chr(0), ' ').strip()[:200]})"
+    return str(pid)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,106 @@
+"""How a node takes its seat: as the control node, as a member, or alone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from .address_book import Address, AddressBook
+from .channel import ControlChannel, MemberChannel, new_token
+from .events import Subscriber
+from .gang import CONTROL, Gang, Settings
+from .membership import Membership
+from .network import free_port, own_addresses, port_is_free
+from .settings import StepSettings
+
+LOOPBACK = "127.0.0.1"
+# After its own end the control node waits so long for the others', to hear of late failures.
+_LEAVE_WAIT_S = 5.0
+
+
+def pick_port(pinned: int | None) -> int | None:
+    """Return the pinned port if it is free, else None; without one, a free port."""
+    if pinned is None:
+        return free_port()
+    return pinned if port_is_free(pinned) else None
+
+
+def sit_alone(settings: StepSettings, emit: Subscriber) -> Membership:
+    """Return the seat of a gang of one node: nothing listens, nothing is published."""
+    seat, _ = _open_channel(1, settings, emit, "")
+    return seat
+
+
+def join_as_control(
+    book: AddressBook, num_nodes: int, main_ip: str, settings: StepSettings, emit: Subscriber
+) -> tuple[Membership, Callable[[int, str], None]]:
+    """Open the gang's channel, publish where it is, and return the control node's seat.
+
+    The second value is to be called with a node's index and a reason when its task is known to
+    have ended; a node that left the gang before is no news.
+
+    Parameters
+    ----------
+    book : AddressBook
+        Where to publish.
+    num_nodes : int
+        The gang's size.
+    main_ip : str
+        The control node's address or name as Metaflow knows it; a loopback address means that all
+        nodes run on this machine.
+    settings : StepSettings
+        The step's settings.
+    emit : callable
+        Takes the events.
+    """
+    token = new_token()
+    seat, channel = _open_channel(num_nodes, settings, emit, token)
+    try:
+        here_only = main_ip == LOOPBACK
+        port = channel.listen(settings.channel_port, LOOPBACK if here_only else "")
+        addresses = [LOOPBACK] if here_only else list(dict.fromkeys([main_ip, *own_addresses()]))
+        book.publish(Address(tuple(addresses), port, token))
+    except BaseException as error:
+        seat.leave(error)
+        raise
+    return seat, channel.report_gone
+
+
+def _open_channel(
+    num_nodes: int, settings: StepSettings, emit: Subscriber, token: str
+) -> tuple[Membership, ControlChannel]:
+    seat = Membership(CONTROL, num_nodes, emit)
+    gang_settings = Settings(num_nodes, settings.all_nodes_started_timeout, settings.grace_s)
+    gang = Gang(gang_settings, pick_port)
+    channel = ControlChannel(gang, seat.deliver, token, settings.heartbeat_timeout_s)
+    close: Callable[[], None] = lambda: channel.close(_LEAVE_WAIT_S)  # noqa: E731 - bound to this channel
+    seat.sit_down(channel, close)
+    channel.send({"type": "join", "node": CONTROL, "host": seat.host})
+    return seat, channel
+
+
+def join_as_member(
+    book: AddressBook, node: int, num_nodes: int, settings: StepSettings, emit: Subscriber
+) -> tuple[Membership, str]:
+    """Find the control node, connect, and return this node's seat and the address that worked.
+
+    Raises
+    ------
+    GangStartTimeout
+        If the control node does not publish its address in time.
+    GangError
+        If it can't be reached.
+    """
+    deadline = time.monotonic() + settings.all_nodes_started_timeout
+    address = book.look_up(settings.all_nodes_started_timeout)
+    seat = Membership(node, num_nodes, emit)
+    channel = MemberChannel(node, seat.deliver, settings.heartbeat_timeout_s)
+    seat.sit_down(channel, channel.close)
+    try:
+        left_s = max(1.0, deadline - time.monotonic())
+        main_addr = channel.connect(address.addresses, address.port, address.token, left_s)
+        seat.await_welcome(settings.heartbeat_timeout_s)
+    except BaseException as error:
+        seat.leave(error)
+        raise
+    return seat, main_addr

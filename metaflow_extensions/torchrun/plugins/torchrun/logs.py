@@ -1,0 +1,208 @@
+"""Rank-labelled, live, complete output, bounded in memory.
+
+torchrun redirects every worker's stdout and stderr to files of their own. They are followed from
+here: a worker never waits for us, what it wrote before it died is in the file, and after the end
+everything up to the last byte is read.
+"""
+
+from __future__ import annotations
+
+import codecs
+import glob
+import os
+import re
+import threading
+from collections.abc import Callable, Iterator
+from typing import BinaryIO
+
+# Well under the half second in which a line must be seen.
+POLL_S = 0.1
+_CHUNK_BYTES = 256 * 1024
+# A longer line is shown in several pieces, each labelled, so that memory stays bounded.
+MAX_LINE_CHARS = 1024 * 1024
+
+Write = Callable[[str, str], None]
+"""Takes a stream's name (``"stdout"`` or ``"stderr"``) and a text that ends with a newline."""
+
+
+class LineSplitter:
+    """Turns bytes, cut anywhere, into whole lines of text.
+
+    A line ends with ``\\n``, ``\\r\\n`` or, as progress bars write it, ``\\r``. Bytes that are no UTF-8
+    become replacement characters.
+    """
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._parts: list[str] = []
+        self._size = 0
+        self._after_cr = False
+
+    def feed(self, data: bytes, final: bool = False) -> Iterator[str]:
+        """Yield the lines that `data` completes, without their ends; `final` flushes the rest."""
+        text = self._decoder.decode(data, final)
+        if self._after_cr and text:
+            self._after_cr = False
+            if text[0] == "\n":  # the second half of \r\n, whose line was yielded already
+                text = text[1:]
+        yield from self._split(text)
+        if final and self._parts:
+            yield self._take("")
+
+    def _split(self, text: str) -> Iterator[str]:
+        start = 0
+        for match in _LINE_END.finditer(text):
+            line = self._take(text[start : match.start()])
+            start = match.end()
+            redraw = not line and match.group() == "\r"  # a progress bar's return to the line's start
+            if not redraw:
+                yield line
+            self._after_cr = match.group() == "\r" and start == len(text) and not redraw
+        rest = text[start:]
+        while self._size + len(rest) >= MAX_LINE_CHARS:
+            room = MAX_LINE_CHARS - self._size
+            yield self._take(rest[:room])
+            rest = rest[room:]
+        if rest:
+            self._parts.append(rest)
+            self._size += len(rest)
+
+    def _take(self, last: str) -> str:
+        line = "".join([*self._parts, last])
+        self._parts.clear()
+        self._size = 0
+        return line
+
+
+_LINE_END = re.compile(r"\r\n|\n|\r")
+
+
+class FollowedFile:
+    """One growing log file.
+
+    Parameters
+    ----------
+    path : str
+        The file; it must exist.
+    label : str
+        Put before every line.
+    stream : str
+        ``"stdout"`` or ``"stderr"``.
+    """
+
+    def __init__(self, path: str, label: str, stream: str) -> None:
+        self.path = path
+        self._file: BinaryIO = open(path, "rb", buffering=0)  # noqa: SIM115 - closed by close()
+        self._label = label
+        self._stream = stream
+        self._splitter = LineSplitter()
+
+    def pump(self, write: Write) -> bool:
+        """Show what was added, at most one chunk; tell whether there was anything."""
+        data = self._file.read(_CHUNK_BYTES)
+        self._show(self._splitter.feed(data), write)
+        return bool(data)
+
+    def finish(self, write: Write) -> None:
+        """Show everything up to the end, an unfinished last line too, and close the file."""
+        while self.pump(write):
+            pass
+        self._show(self._splitter.feed(b"", final=True), write)
+        self.close()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _show(self, lines: Iterator[str], write: Write) -> None:
+        text = "".join(f"{self._label}{line}\n" for line in lines)
+        if text:
+            write(self._stream, text)
+
+
+class LogFollower:
+    """Follows all logs of one generation of workers in a thread of its own.
+
+    Parameters
+    ----------
+    log_dir : str
+        torchrun's ``--log-dir``.
+    agent_logs : dict
+        Stream name -> file of the agent's own output.
+    label : callable
+        Local rank -> label, or None for a rank that is not shown.
+    agent_label : str
+        Label of the agent's own lines.
+    write : callable
+        Where the text goes, see `Write`.
+    """
+
+    def __init__(
+        self,
+        log_dir: str,
+        agent_logs: dict[str, str],
+        label: Callable[[int], str | None],
+        agent_label: str,
+        write: Write,
+    ) -> None:
+        self._log_dir = log_dir
+        self._label = label
+        self._write = write
+        self._files = [FollowedFile(path, agent_label, stream) for stream, path in agent_logs.items()]
+        self._known: set[str] = set()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="torchrun-logs", daemon=True)
+        self.last_output_at: float | None = None
+
+    def start(self) -> None:
+        """Begin to follow."""
+        self._thread.start()
+
+    def finish(self) -> None:
+        """Show all that is left and end. Call it when no process writes any more."""
+        self._stop.set()
+        self._thread.join()
+
+    def _follow(self) -> None:
+        try:
+            while not self._stop.wait(POLL_S):
+                self._pump_all()
+            self._find_files()
+            for file in self._files:
+                file.finish(self._write)
+        finally:
+            for file in self._files:
+                file.close()
+
+    def _pump_all(self) -> None:
+        self._find_files()
+        busy = True
+        while busy:  # in turns, so that a loud rank does not silence the others
+            busy = any([file.pump(self._write) for file in self._files])
+
+    def _find_files(self) -> None:
+        for path, local_rank, stream in worker_logs(self._log_dir):
+            if path not in self._known:
+                self._known.add(path)
+                label = self._label(local_rank)
+                if label is not None:
+                    self._files.append(FollowedFile(path, label, stream))
+
+
+def worker_logs(log_dir: str) -> Iterator[tuple[str, int, str]]:
+    """Yield path, local rank and stream of the log files under torchrun's ``--log-dir``.
+
+    Their layout is ``<run id>_<random>/attempt_<n>/<local rank>/stdout.log`` (``DefaultLogsSpecs`` in
+    ``torch/distributed/elastic/multiprocessing/api.py``, torch 2.13).
+    """
+    for path in sorted(glob.glob(os.path.join(glob.escape(log_dir), "*", "attempt_*", "*", "std*.log"))):
+        local_rank, name = path.split(os.sep)[-2:]
+        if local_rank.isdigit() and name in ("stdout.log", "stderr.log"):
+            yield path, int(local_rank), name[: -len(".log")]
+
+
+def worker_folder(log_dir: str, local_rank: int) -> str:
+    """Return the folder with a worker's logs and error file; it may not exist."""
+    pattern = os.path.join(glob.escape(log_dir), "*", "attempt_*", str(local_rank))
+    found = sorted(glob.glob(pattern), key=os.path.getmtime)
+    return found[-1] if found else os.path.join(log_dir, "none")

@@ -1,0 +1,127 @@
+"""One agent and its whole process tree, seen from the task: start, follow, stop, account for.
+
+The work is done by `guardian.py`, a process of its own; see there why.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from . import guardian
+
+_GUARDIAN = os.path.abspath(guardian.__file__)
+# The guardian waits 10 s at most after SIGKILL; then it reports what it has.
+_END_WAIT_S = 15.0
+
+Event = dict[str, Any]
+
+
+class AgentProcess:
+    """The agent of one generation.
+
+    Parameters
+    ----------
+    command : sequence of str
+        Its argv.
+    env : mapping
+        Its whole environment.
+    logs : dict
+        ``"stdout"`` and ``"stderr"`` -> file for the agent's own output.
+    grace_s : float
+        Seconds that workers have after SIGTERM if the task dies.
+    on_event : callable
+        Called in a thread of its own with every event of the guardian; the last one is ``end``,
+        whatever happens to the guardian.
+    workers : int
+        How many workers the agent will start.
+    cwd : str, optional
+        Working directory; default is the task's.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        logs: dict[str, str],
+        grace_s: float,
+        on_event: Callable[[Event], None],
+        workers: int,
+        cwd: str | None = None,
+    ) -> None:
+        options = ["--stdout", logs["stdout"], "--stderr", logs["stderr"], "--grace", str(grace_s)]
+        options += ["--workers", str(workers)]
+        options += ["--cwd", cwd] if cwd else []
+        self._argv = [sys.executable, "-I", "-S", _GUARDIAN, *options, "--", *command]
+        self._env = dict(env)
+        self._grace_s = grace_s
+        self._on_event = on_event
+        self._guardian: subprocess.Popen[bytes] | None = None
+        self._reader: threading.Thread | None = None
+        self._tree: set[int] = set()
+
+    def start(self) -> None:
+        """Start the agent; what becomes of it arrives as events."""
+        self._guardian = subprocess.Popen(
+            self._argv, env=self._env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+        )
+        self._reader = threading.Thread(target=self._read, name="torchrun-agent", daemon=True)
+        self._reader.start()
+
+    def stop(self, grace_s: float) -> None:
+        """Ask for the end of the whole tree: SIGTERM, `grace_s` seconds, SIGKILL.
+
+        Returns at once; the ``end`` event tells when it is done. Safe to call more than once.
+        """
+        guardian = self._guardian
+        if guardian is not None and guardian.stdin is not None and guardian.poll() is None:
+            with suppress(OSError, ValueError):  # it has ended meanwhile
+                guardian.stdin.write(f"stop {grace_s}\n".encode())
+                guardian.stdin.flush()
+
+    def close(self, grace_s: float) -> None:
+        """Stop whatever still runs and wait for its end, at most the grace and 15 s."""
+        if self._guardian is None:
+            return
+        self.stop(grace_s)
+        try:
+            self._guardian.wait(grace_s + _END_WAIT_S)
+        except subprocess.TimeoutExpired:
+            self._guardian.kill()
+            self._guardian.wait()
+        finally:
+            if self._guardian.stdin is not None:
+                with suppress(OSError):
+                    self._guardian.stdin.close()
+            if self._reader is not None and self._reader is not threading.current_thread():
+                self._reader.join(_END_WAIT_S)
+
+    def _read(self) -> None:
+        assert self._guardian is not None and self._guardian.stdout is not None
+        ended = False
+        with self._guardian.stdout as events:
+            for line in events:
+                with suppress(ValueError):
+                    event = json.loads(line)
+                    ended = ended or event["event"] == "end"
+                    if "pid" in event:
+                        self._tree.add(event["pid"])
+                    self._on_event(event)
+        if not ended:
+            self._guardian_was_killed()
+
+    def _guardian_was_killed(self) -> None:
+        """Stop in the guardian's place what it had told of, then report the end."""
+        assert self._guardian is not None
+        self._guardian.wait()
+        # The agent's parent-death signal makes it stop its workers; what does not obey is killed.
+        guardian.await_or_kill(self._tree, self._grace_s)
+        error = f"the guardian process was killed ({self._guardian.returncode})"
+        self._on_event({"event": "end", "t": time.monotonic(), "status": None, "error": error, "left": []})

@@ -1,0 +1,92 @@
+"""The attributes of ``@torchrun``, checked and converted.
+
+``--with torchrun:nproc_per_node=2`` sends strings, so every value may be one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .devices import parse_nproc
+from .errors import TorchrunConfigError
+from .launch_spec import parse_port, parse_restarts
+
+DEFAULTS: dict[str, Any] = {
+    "nproc_per_node": None,
+    "all_nodes_started_timeout": 600,
+    "master_port": None,
+    "channel_port": None,
+    "heartbeat_timeout_s": 30,
+    "grace_s": 30,
+    "max_restarts": 0,
+}
+
+
+@dataclass(frozen=True)
+class StepSettings:
+    """The attributes of one step's ``@torchrun``; see `decorator.TorchrunDecorator` for their meaning."""
+
+    nproc_per_node: int | str | None
+    all_nodes_started_timeout: float
+    master_port: int | None
+    channel_port: int | None
+    heartbeat_timeout_s: float
+    grace_s: float
+    max_restarts: int
+
+
+def parse_settings(attributes: Mapping[str, Any], step: str) -> StepSettings:
+    """Return the attributes as settings.
+
+    Raises
+    ------
+    TorchrunConfigError
+        If one is wrong; the message names the step and the attribute.
+    """
+
+    def name(key: str) -> str:
+        return f"Step {step}: @torchrun({key}=...)"
+
+    def value(key: str) -> Any:
+        given = attributes.get(key, DEFAULTS[key])
+        return None if isinstance(given, str) and given.strip().lower() in ("", "none") else given
+
+    settings = StepSettings(
+        nproc_per_node=parse_nproc(value("nproc_per_node"), name("nproc_per_node")),
+        all_nodes_started_timeout=_seconds(value("all_nodes_started_timeout"), name("all_nodes_started_timeout")),
+        master_port=parse_port(value("master_port"), name("master_port")),
+        channel_port=parse_port(value("channel_port"), name("channel_port")),
+        heartbeat_timeout_s=_seconds(value("heartbeat_timeout_s"), name("heartbeat_timeout_s")),
+        grace_s=_seconds(value("grace_s"), name("grace_s"), zero=True),
+        max_restarts=parse_restarts(value("max_restarts"), name("max_restarts")) or 0,
+    )
+    if settings.master_port is not None and settings.master_port == settings.channel_port:
+        raise TorchrunConfigError(
+            f"{name('master_port')} and channel_port are both {settings.master_port}; the rendezvous and the channel each "
+            "need a port of their own."
+        )
+    return settings
+
+
+def parse_seconds(value: Any, setting: str) -> float | None:
+    """Return a time limit in seconds; None stays None (no limit).
+
+    Raises
+    ------
+    TorchrunConfigError
+        If it is no positive number.
+    """
+    return None if value is None else _seconds(value, setting)
+
+
+def _seconds(value: Any, setting: str, zero: bool = False) -> float:
+    try:
+        number = math.nan if isinstance(value, bool) or value is None else float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number) or number < 0 or (number == 0 and not zero):
+        raise TorchrunConfigError(f"{setting} is {value!r}, but it must be a number of seconds above 0.")
+    return number

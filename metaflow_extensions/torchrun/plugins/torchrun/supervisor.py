@@ -1,0 +1,365 @@
+"""One launch on one node: joins the agent's process tree with the gang's decisions.
+
+`Supervisor.run` reports *ready*, obeys *go*, *stop* and the *verdict*, and reports what happens to the
+workers meanwhile. Everything it waits for, messages of the gang and events of the agent alike,
+arrives in one queue.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import queue
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from .devices import Machine, omp_threads
+from .errors import TorchrunError, from_wire
+from .events import Event
+from .failure import Cause, WorkerEnd, describe_exit, ends_reported_by_agent, read_tail, worker_cause
+from .gang import Message
+from .launch_spec import LaunchSpec, Rendezvous, agent_command, agent_environment, shown
+from .logs import LogFollower, worker_folder
+from .membership import Membership
+from .network import interface_towards
+from .process import AgentProcess
+from .result import TorchrunResult
+
+# Reports stay far below the channel's frame limit; eight failures say enough of one node.
+_MAX_CAUSES = 8
+# How long to wait for the gang's verdict after the control node had to have decided.
+_VERDICT_MARGIN_S = 30.0
+
+
+@dataclass
+class Generation:
+    """The workers between one *go* and their end, on this node."""
+
+    number: int
+    folder: str
+    command: list[str]
+    agent: AgentProcess
+    follower: LogFollower
+    agent_stderr: str
+    ends: dict[int, WorkerEnd] = field(default_factory=dict)
+    ended_at: dict[int, float] = field(default_factory=dict)
+    stopping: bool = False
+    agent_exit: int | None = None
+    error: str | None = None
+
+
+class Supervisor:
+    """One launch on one node.
+
+    Parameters
+    ----------
+    spec : LaunchSpec
+        What to run.
+    membership : Membership
+        This node's seat in the gang.
+    main_addr : str
+        Address of the control node as this node reaches it.
+    machine : Machine
+        What this node may use.
+    grace_s : float
+        Seconds workers have between SIGTERM and SIGKILL.
+    timeout_s : float or None
+        How long the launch may take from *go*; the control node's value counts.
+    facts : mapping
+        What must agree besides the launch itself, for example the torch version.
+    write : callable
+        Takes the workers' output: stream name and text.
+    """
+
+    def __init__(
+        self,
+        spec: LaunchSpec,
+        membership: Membership,
+        main_addr: str,
+        machine: Machine,
+        grace_s: float,
+        timeout_s: float | None,
+        facts: Mapping[str, Any],
+        write: Callable[[str, str], None],
+    ) -> None:
+        self._spec = spec
+        self._seat = membership
+        self._main_addr = main_addr
+        self._machine = machine
+        self._grace_s = grace_s
+        self._timeout_s = timeout_s
+        self._facts = dict(facts)
+        self._write = write
+        self._launch = -1
+        self._generation: Generation | None = None
+        self._went_at = 0.0
+        self._command: list[str] = []
+        self._exit_codes: dict[int, int] = {}
+        self._max_restarts = 0
+
+    def run(self) -> TorchrunResult:
+        """Run the launch to its end on all nodes.
+
+        Raises
+        ------
+        TorchrunError
+            The gang's verdict, the same on every node.
+        """
+        self._launch = self._seat.begin_launch()
+        verdict: TorchrunError | None = None
+        try:
+            with self._clean_up():
+                self._seat.send(self._ready())
+                restarts = self._obey()
+        except TorchrunError as error:
+            verdict = error
+            raise
+        finally:
+            self._seat.end_launch(verdict)
+        return self._result(restarts)
+
+    # --- the gang's words -----------------------------------------------------------------------
+
+    def _ready(self) -> Message:
+        spec = self._spec
+        return {
+            "type": "ready",
+            "launch": self._launch,
+            "nproc": spec.nproc,
+            "python": platform.python_version(),
+            "digest": spec.digest(),
+            "master_port": spec.master_port,
+            "max_restarts": spec.max_restarts,
+            "timeout_s": self._timeout_s,
+            **self._facts,
+        }
+
+    def _obey(self) -> list[dict[str, Any]]:
+        """Do what arrives until the verdict; return the restarts."""
+        give_up_at: float | None = None
+        while True:
+            message = self._next(give_up_at)
+            kind = message["type"]
+            if kind == "verdict":
+                if message["error"] is not None:
+                    raise from_wire(message["error"])
+                return list(message.get("restarts", ()))
+            if kind == "go":
+                self._go(message)
+            elif kind == "stop" and self._generation is not None:
+                give_up_at = time.monotonic() + self._grace_s + _VERDICT_MARGIN_S
+                self._stop("the gang stops")
+            elif kind == "agent_event":
+                self._on_agent_event(message["event"], message["generation"])
+                if self._generation is None:
+                    give_up_at = None
+            elif kind == "abort":
+                raise self._seat.broken or TorchrunError("The gang was stopped.")
+            elif kind == "terminated":
+                raise self._seat.terminated()
+
+    def _next(self, give_up_at: float | None) -> Message:
+        """Return the next message; raise if the gang's verdict is overdue."""
+        while True:
+            try:
+                # Waking up now and then also lets Python run its signal handlers.
+                return self._seat.inbox.get(timeout=0.5)
+            except queue.Empty:
+                if give_up_at is not None and time.monotonic() > give_up_at:
+                    raise TorchrunError(
+                        f"The workers of node {self._seat.node} were told to stop but did not end within "
+                        f"{self._grace_s + _VERDICT_MARGIN_S:g} s; they may hang in the kernel. Look at the node's devices."
+                    ) from None
+
+    # --- one generation -------------------------------------------------------------------------
+
+    def _go(self, message: Message) -> None:
+        spec, number = self._spec, int(message["generation"])
+        if number == 0:
+            self._went_at = time.monotonic()
+        self._max_restarts = int(message.get("max_restarts", 0))
+        folder = self._make_folder(number)
+        run_id = f"launch{self._launch}-{number}"
+        command = agent_command(spec, Rendezvous(self._main_addr, int(message["port"]), run_id), folder)
+        env = agent_environment(
+            spec, os.environ, omp_threads(self._machine, spec.nproc), interface_towards(self._main_addr)
+        )
+        if self._machine.nodes_here > 1 and self._machine.accelerators:
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(self._machine.own_accelerators)
+        logs = {stream: os.path.join(folder, f"agent.{stream}") for stream in ("stdout", "stderr")}
+        for path in logs.values():
+            open(path, "wb").close()
+        follower = LogFollower(folder, logs, self._label, f"[torchrun node {spec.node_index}] ", self._write)
+        agent = AgentProcess(
+            command, env, logs, self._grace_s, self._forward(number), workers=spec.nproc, cwd=spec.cwd
+        )
+        self._generation = Generation(number, folder, command, agent, follower, logs["stderr"])
+        self._command = command
+        self._emit("command", f"runs: {shown(command)}", command=command)
+        follower.start()
+        agent.start()
+
+    def _forward(self, generation: int) -> Callable[[dict[str, Any]], None]:
+        def put(event: dict[str, Any]) -> None:
+            self._seat.inbox.put({"type": "agent_event", "generation": generation, "event": event})
+
+        return put
+
+    def _label(self, local_rank: int) -> str | None:
+        shown_ranks = self._spec.shown_local_ranks
+        if shown_ranks is not None and local_rank not in shown_ranks:
+            return None
+        return f"[rank {self._spec.global_rank(local_rank)}] "
+
+    def _make_folder(self, number: int) -> str:
+        name = f"torchrun-node{self._spec.node_index}-launch{self._launch}-{number}-"
+        if self._spec.log_dir is not None:
+            os.makedirs(self._spec.log_dir, exist_ok=True)
+        return tempfile.mkdtemp(prefix=name, dir=self._spec.log_dir)
+
+    def _on_agent_event(self, event: dict[str, Any], number: int) -> None:
+        generation = self._generation
+        if generation is None or generation.number != number:
+            return
+        if event["event"] == "worker_end":
+            self._worker_ended(generation, event)
+        elif event["event"] == "agent_end":
+            self._agent_ended(generation, event["status"])
+        elif event["event"] == "end":
+            self._generation_ended(generation, event)
+
+    def _worker_ended(self, generation: Generation, event: dict[str, Any]) -> None:
+        end = WorkerEnd(event["local_rank"], event["rank"], event["status"], event["stopped"], 0.0)
+        generation.ends[end.local_rank] = end
+        generation.ended_at[end.local_rank] = event["t"]
+        if end.exit_code != 0 and not end.stopped and not generation.stopping:
+            text = f"rank {end.rank} {describe_exit(end.exit_code)}; stopping all nodes"
+            self._emit("worker_failed", text, rank=end.rank, exit_code=end.exit_code)
+            self._report("failed", generation)
+            self._stop("a worker failed")
+
+    def _agent_ended(self, generation: Generation, status: int) -> None:
+        """The agent ended by itself: fine, or before us it saw a worker fail, or it failed itself."""
+        generation.agent_exit = status
+        if status != 0 and not generation.stopping:
+            self._add_unseen_ends(generation)
+            self._report("failed", generation, final=True)
+            generation.stopping = True
+
+    def _stop(self, why: str) -> None:
+        generation = self._generation
+        if generation is not None and not generation.stopping:
+            generation.stopping = True
+            self._emit("stopping", "", why=why)
+            generation.agent.stop(self._grace_s)
+
+    def _generation_ended(self, generation: Generation, event: dict[str, Any]) -> None:
+        if generation.agent_exit is None:
+            generation.agent_exit, generation.error = event["status"], event["error"]
+        self._add_unseen_ends(generation)
+        generation.follower.finish()
+        generation.agent.close(0.0)
+        if event["left"]:
+            self._emit("left_behind", f"stopped what the workers had left running: {', '.join(event['left'])}")
+        self._exit_codes = {end.rank: end.exit_code for end in generation.ends.values()}
+        self._report("ended", generation, final=True)
+        self._remove(generation)
+        self._generation = None
+
+    def _add_unseen_ends(self, generation: Generation) -> None:
+        """Fill in the workers whose end the guardian did not see from what torchrun says."""
+        reported = ends_reported_by_agent(generation.agent_stderr)
+        if generation.agent_exit == 0:
+            reported = dict.fromkeys(range(self._spec.nproc), 0)
+        for local_rank, code in reported.items():
+            if local_rank not in generation.ends:
+                rank = self._spec.global_rank(local_rank)
+                generation.ends[local_rank] = WorkerEnd(local_rank, rank, code, generation.stopping or code == -15, 0.0)
+
+    def _report(self, kind: str, generation: Generation, final: bool = False) -> None:
+        message: Message = {"type": kind, "launch": self._launch, "generation": generation.number}
+        message["causes"] = list(self._causes(generation, final))[:_MAX_CAUSES]
+        if kind == "ended":
+            message["ok"] = generation.agent_exit == 0
+        self._seat.send(message)
+
+    def _causes(self, generation: Generation, final: bool) -> Iterator[dict[str, Any]]:
+        """Yield this node's failures with their age, the earliest first; the agent's own only when no worker's is known."""
+        seat, now = self._seat, time.monotonic()
+        found = False
+        for end in sorted(generation.ends.values(), key=lambda end: generation.ended_at.get(end.local_rank, now)):
+            folder = worker_folder(generation.folder, end.local_rank)
+            stderr, error_file = os.path.join(folder, "stderr.log"), os.path.join(folder, "error.json")
+            cause = worker_cause(end, seat.node, seat.host, stderr, error_file)
+            if cause is not None:
+                found = True
+                yield {"cause": cause.to_wire(), "age_s": now - generation.ended_at.get(end.local_rank, now)}
+        agent_failed = final and not generation.stopping and generation.agent_exit != 0
+        if agent_failed and not found:
+            yield {"cause": self._agent_cause(generation).to_wire(), "age_s": 0.0}
+
+    def _agent_cause(self, generation: Generation) -> Cause:
+        tail = "\n".join(read_tail(generation.agent_stderr)[-30:])
+        code = generation.agent_exit
+        how = generation.error or (describe_exit(code) if code is not None else "vanished")
+        return Cause("agent", self._seat.node, self._seat.host, None, None, code, f"its torchrun agent {how}", tail)
+
+    # --- the end --------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _clean_up(self) -> Iterator[None]:
+        """Whatever ends the launch early: tell the gang first, then stop everything here."""
+        try:
+            yield
+        except BaseException as error:
+            generation = self._generation
+            if generation is not None:
+                self._tell(error, generation)
+            raise
+        finally:
+            if self._generation is not None:
+                generation, self._generation = self._generation, None
+                generation.agent.close(self._grace_s)
+                generation.follower.finish()
+                self._remove(generation)
+
+    def _tell(self, error: BaseException, generation: Generation) -> None:
+        if error is self._seat.broken:
+            return  # the gang knows
+        cause = self._seat.cause_of(error)
+        report = {"launch": self._launch, "generation": generation.number, "causes": [{"cause": cause, "age_s": 0.0}]}
+        self._seat.send({"type": "failed", **report})
+
+    def _remove(self, generation: Generation) -> None:
+        if self._spec.log_dir is None:
+            shutil.rmtree(generation.folder, ignore_errors=True)
+
+    def _emit(self, kind: Any, text: str, **facts: Any) -> None:
+        self._seat.emit(Event(kind, self._seat.node, text, self._launch, facts))
+
+    def _result(self, restarts: list[dict[str, Any]]) -> TorchrunResult:
+        spec = self._spec
+        return TorchrunResult(
+            launch=self._launch,
+            num_nodes=spec.num_nodes,
+            node_index=spec.node_index,
+            nproc_per_node=spec.nproc,
+            world_size=spec.world_size,
+            command=shown(self._command),
+            restarts=restarts,
+            duration_s=time.monotonic() - self._went_at,
+            exit_codes=dict(sorted(self._exit_codes.items())),
+        )
+
+
+def write_output(stream: str, text: str) -> None:
+    """Write workers' output to the task's own stream of that name."""
+    target = sys.stdout if stream == "stdout" else sys.stderr
+    target.write(text)
+    target.flush()

@@ -1,0 +1,3 @@
+"""Tells Metaflow which module holds the names offered as ``from metaflow import ...``."""
+
+toplevel = "toplevel"

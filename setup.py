@@ -1,0 +1,40 @@
+"""Packaging of metaflow-torchrun."""
+
+from pathlib import Path
+
+from setuptools import find_namespace_packages, setup
+
+HERE = Path(__file__).parent
+
+# torch is the user's choice of version and build, so it is no requirement of the package itself.
+EXAMPLES = ["torch>=2.1", "numpy", "scikit-learn"]
+TEST = [*EXAMPLES, "pytest>=8", "pytest-timeout", "hypothesis", "psutil"]
+DEV = [*TEST, "ruff", "mypy"]
+
+setup(
+    name="metaflow-torchrun",
+    version="0.3.0",
+    description="Run PyTorch on many machines from a Metaflow step: torchrun on every node, supervised as one gang",
+    long_description=(HERE / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    packages=find_namespace_packages(include=["metaflow_extensions", "metaflow_extensions.*"]),
+    package_data={"metaflow_extensions.torchrun": ["py.typed"]},
+    python_requires=">=3.10",
+    install_requires=["metaflow>=2.12"],
+    extras_require={"examples": EXAMPLES, "test": TEST, "dev": DEV},
+    classifiers=[
+        "Development Status :: 4 - Beta",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Operating System :: MacOS",
+        "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3.10",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
+)
