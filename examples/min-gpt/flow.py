@@ -1,0 +1,95 @@
+"""Train a small GPT on Python's reference manual over several Metaflow tasks, and keep model and sample."""
+
+import json
+import os
+import shlex
+import sys
+import tempfile
+import textwrap
+from pathlib import Path
+
+from metaflow import FlowSpec, Parameter, current, step, torchrun
+from metaflow.metaflow_config import DEFAULT_DATASTORE
+
+
+def loss_table(history: list[dict[str, float]]) -> str:
+    """One line per evaluation, with a bar as long as the held-out loss."""
+    # Metaflow's log drops leading spaces, so columns are aligned to the left.
+    lines = ["step  training  held out"]
+    for entry in history:
+        bar = "#" * round(8 * entry["held_out_loss"])
+        lines.append("{step:<4}  {train_loss:<8.3f}  {held_out_loss:<8.3f}  ".format(**entry) + bar)
+    return "\n".join(lines)
+
+
+def python_command() -> str:
+    """Starts a Python that finds this run; a local datastore is found through the folder or the environment."""
+    if DEFAULT_DATASTORE != "local":
+        return "python"
+    root = os.environ.get("METAFLOW_DATASTORE_SYSROOT_LOCAL")
+    place = f"METAFLOW_DATASTORE_SYSROOT_LOCAL={shlex.quote(root)}" if root else f"cd {shlex.quote(os.getcwd())} &&"
+    return f"{place} {shlex.quote(sys.executable)}"
+
+
+class MinGPTFlow(FlowSpec):
+    nodes = Parameter("nodes", type=int, default=2, help="tasks of the train step, each one node of the job")
+    nproc = Parameter("nproc", type=int, default=2, help="processes per node")
+    steps = Parameter("steps", type=int, default=600, help="optimizer steps")
+    batch_size = Parameter("batch-size", type=int, default=8, help="blocks of text per process and step")
+
+    @step
+    def start(self):
+        self.next(self.train, num_parallel=self.nodes)
+
+    @torchrun
+    @step
+    def train(self):
+        self.metrics, self.sample, self.model = None, None, None
+        with tempfile.TemporaryDirectory() as output_dir:
+            self.result = current.torch.run(
+                entrypoint="train.py",
+                entrypoint_args={"steps": self.steps, "batch-size": self.batch_size, "output-dir": output_dir},
+                nproc_per_node=self.nproc,
+            )
+            # Rank 0 lives on node 0, and only that node can see the files it wrote.
+            if current.parallel.node_index == 0:
+                self.metrics = json.loads((Path(output_dir) / "metrics.json").read_text())
+                self.sample = (Path(output_dir) / "sample.txt").read_text()
+                # As bytes: the steps after this one need no torch to carry the model along.
+                self.model = (Path(output_dir) / "model.pt").read_bytes()
+        self.next(self.join)
+
+    @step
+    def join(self, inputs):
+        control = next(node for node in inputs if node.metrics)
+        self.metrics, self.sample, self.model = control.metrics, control.sample, control.model
+        self.next(self.end)
+
+    @step
+    def end(self):
+        metrics, world_size = self.metrics, self.nodes * self.nproc
+        if metrics["world_size"] != world_size or not metrics["same_on_all_ranks"]:
+            raise RuntimeError(f"this was not one job of {world_size} ranks: {metrics}")
+        before, after = metrics["history"][0]["held_out_loss"], metrics["history"][-1]["held_out_loss"]
+        if not after < before:
+            raise RuntimeError(f"nothing was learned: held-out loss {before:.3f} before, {after:.3f} after")
+
+        print(f"A GPT of {metrics['parameters']:,} parameters, trained by {world_size} ranks on {self.nodes} nodes")
+        print(f"over {metrics['backend']}; all ranks ended with the same weights: ok\n")
+        print(loss_table(metrics["history"]))
+        print(f"\nloss on text it never saw: {before:.3f} before, {after:.3f} after training")
+        print("\nWhat it writes now:\n")
+        # The edge keeps the indentation, which Metaflow's log would drop.
+        print(textwrap.indent(self.sample, "| ", lambda line: True))
+        print()
+        print(f"Stored as artifacts of this run: model ({len(self.model):,} bytes), sample, metrics.")
+        print(f"To look at them, start python with: {python_command()}")
+        print("and type:")
+        print(">>> from metaflow import Run, namespace")
+        print(">>> namespace(None)  # whoever you are, whoever ran it")
+        print(f'>>> data = Run("{current.flow_name}/{current.run_id}").data')
+        print(">>> print(data.sample)")
+
+
+if __name__ == "__main__":
+    MinGPTFlow()

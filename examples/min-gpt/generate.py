@@ -1,0 +1,57 @@
+"""Let a trained model write: takes model.pt from train.py or the artifact `model` of a run of flow.py."""
+
+import argparse
+import io
+from pathlib import Path
+
+import torch
+from corpus import decode, encode
+from model import GPT, GPTConfig
+
+
+def stored_model(run: str | None) -> bytes:
+    """The model of one run, `123`, or of the latest one that succeeded."""
+    # Only here: with --model, nothing but torch is needed.
+    from metaflow import Flow, namespace
+    from metaflow.exception import MetaflowNotFound
+
+    # Runs of every user, and so also those of a container's user without a name.
+    namespace(None)
+    try:
+        flow = Flow("MinGPTFlow")
+        found = flow[run] if run else flow.latest_successful_run
+    except (MetaflowNotFound, KeyError):
+        found = None
+    if found is None:
+        raise SystemExit("no such run is here: run `python flow.py run` first, and this script from the same folder")
+    return found.data.model
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--run", help="number of the run (default: the latest that succeeded)")
+    source.add_argument("--model", type=Path, help="a model.pt instead of a run")
+    parser.add_argument("--prompt", default="The ")
+    parser.add_argument("--length", type=int, default=500, help="characters to write")
+    parser.add_argument("--temperature", type=float, default=0.7, help="lower is more cautious")
+    parser.add_argument("--seed", type=int, default=0)
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_args()
+    data = args.model.read_bytes() if args.model else stored_model(args.run)
+    checkpoint = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    strangers = sorted(set(args.prompt) - set(checkpoint["vocabulary"]))
+    if strangers or not args.prompt:
+        raise SystemExit(f"the prompt must have at least one character, and none that the model never saw: {strangers}")
+    model = GPT(GPTConfig(**checkpoint["config"]))
+    model.load_state_dict(checkpoint["weights"])
+    prompt = encode(args.prompt, checkpoint["vocabulary"]).unsqueeze(0)
+    written = model.generate(prompt, args.length, args.temperature, args.seed)
+    print(decode(written[0], checkpoint["vocabulary"]))
+
+
+if __name__ == "__main__":
+    main()

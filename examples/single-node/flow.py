@@ -1,0 +1,45 @@
+"""Several processes inside one ordinary step: no num_parallel, no join."""
+
+import json
+import tempfile
+from pathlib import Path
+
+from metaflow import FlowSpec, Parameter, TorchrunSingleNodeMultiGPU, step
+
+
+class SingleNodeFlow(FlowSpec):
+    nproc = Parameter("nproc", type=int, default=2, help="processes in the step")
+    steps = Parameter("steps", type=int, default=60, help="optimizer steps")
+
+    @step
+    def start(self):
+        self.next(self.train)
+
+    @step
+    def train(self):
+        with tempfile.TemporaryDirectory() as output_dir:
+            TorchrunSingleNodeMultiGPU().run(
+                entrypoint="train.py",
+                entrypoint_args={"steps": self.steps, "output-dir": output_dir},
+                nproc_per_node=self.nproc,
+            )
+            reports = [json.loads(path.read_text()) for path in Path(output_dir).glob("rank-*.json")]
+        self.ranks = sorted(reports, key=lambda report: report["rank"])
+        self.next(self.end)
+
+    @step
+    def end(self):
+        if len(self.ranks) != self.nproc:
+            raise RuntimeError(f"expected {self.nproc} reports, got {self.ranks}")
+        # Each rank saw other points; equal answers mean that the gradients were averaged.
+        answers = {(report["slope"], report["intercept"]) for report in self.ranks}
+        if len(answers) != 1:
+            raise RuntimeError(f"the ranks ended with different models: {answers}")
+        first = self.ranks[0]
+        print(f"slope     {first['slope']:+.3f}, true value {first['true_slope']:+.3f}")
+        print(f"intercept {first['intercept']:+.3f}, true value {first['true_intercept']:+.3f}")
+        print(f"{len(self.ranks)} ranks in one task ended with the same model: ok")
+
+
+if __name__ == "__main__":
+    SingleNodeFlow()
