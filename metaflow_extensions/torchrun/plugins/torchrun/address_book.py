@@ -31,11 +31,17 @@ class Address:
         TCP port.
     token : str
         The gang's secret; whoever can read the step's datastore knows it.
+    closed : bool
+        Whether the control node has ended its step before this node arrived.
+    error : dict or None
+        Why, as `errors.to_wire` has it, if it ended with an error.
     """
 
     addresses: tuple[str, ...]
     port: int
     token: str
+    closed: bool = False
+    error: dict[str, Any] | None = None
 
 
 class AddressBook:
@@ -77,7 +83,7 @@ class AddressBook:
         while True:
             record = self._read()
             if record is not None:
-                return Address(tuple(record["addresses"]), int(record["port"]), str(record["token"]))
+                return Address(**{**record, "addresses": tuple(record["addresses"])})
             if time.monotonic() + pause > deadline:
                 raise GangStartTimeout(
                     f"Waited {timeout_s:g} s, but node 0 (the control node) did not arrive: it wrote no address for "

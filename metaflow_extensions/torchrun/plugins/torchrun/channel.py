@@ -90,6 +90,11 @@ class ControlChannel:
         The gang's secret.
     heartbeat_timeout_s : float
         A member silent for so long is lost.
+
+    Attributes
+    ----------
+    gang : Gang
+        As given; to be read only, from other threads.
     """
 
     def __init__(self, gang: Gang, deliver: Deliver, token: str, heartbeat_timeout_s: float) -> None:
@@ -99,7 +104,7 @@ class ControlChannel:
         self._writers: dict[int, asyncio.StreamWriter] = {}
         self._strangers = 0
         self._server: asyncio.Server | None = None
-        self._gang = gang
+        self.gang = gang
         self._thread = _LoopThread("torchrun-control")
         self._thread.post(self._start_ticking)
 
@@ -133,15 +138,18 @@ class ControlChannel:
     def report_gone(self, node: int, reason: str) -> None:
         """Tell the gang that a node's task has ended; safe to call for one that left before."""
         # A little later, so that the node's own last words, which say more, come first.
-        self._thread.post(lambda: self._thread.loop.call_later(_TICK_S * 2, self._gone, node, reason))
+        self._thread.post(self._call_gone_later, node, reason)
+
+    def _call_gone_later(self, node: int, reason: str) -> None:
+        self._thread.loop.call_later(_TICK_S * 2, self._gone, node, reason)
 
     def _gone(self, node: int, reason: str) -> None:
-        self._dispatch(self._gang.lost(node, reason))
+        self._dispatch(self.gang.lost(node, reason))
 
     def close(self, wait_s: float) -> None:
         """Wait until the members have left, `wait_s` seconds at most, and close."""
         deadline = time.monotonic() + wait_s
-        while not self._gang.is_empty and time.monotonic() < deadline:
+        while not self.gang.is_empty and time.monotonic() < deadline:
             time.sleep(_TICK_S / 4)
         with suppress(Exception):
             self._thread.call(self._shut(), _CLOSE_S)
@@ -154,7 +162,7 @@ class ControlChannel:
 
     async def _tick(self) -> None:
         while True:
-            self._dispatch(self._gang.tick())
+            self._dispatch(self.gang.tick())
             await asyncio.sleep(_TICK_S)
 
     async def _listen(self, port: int | None, host: str) -> int:
@@ -171,7 +179,7 @@ class ControlChannel:
             writer.close()
 
     def _handle(self, node: int, message: Message) -> None:
-        self._dispatch(self._gang.handle(node, message))
+        self._dispatch(self.gang.handle(node, message))
 
     def _dispatch(self, outgoing: Sequence[Outgoing]) -> None:
         for node, message in outgoing:
@@ -191,7 +199,7 @@ class ControlChannel:
             hello = None  # no member of this gang, whatever it was
         finally:
             self._strangers -= 1
-        if hello is not None and self._gang.may_join(hello["node"]):
+        if hello is not None and self.gang.may_join(hello["node"]):
             await self._attend(hello, reader, writer)
         writer.close()
 
@@ -227,7 +235,7 @@ class ControlChannel:
         finally:
             beats.cancel()
             self._writers.pop(node, None)
-            self._dispatch(self._gang.lost(node, reason))
+            self._dispatch(self.gang.lost(node, reason))
 
 
 class MemberChannel:

@@ -66,7 +66,7 @@ class Machine:
 
     @property
     def own_accelerators(self) -> tuple[str, ...]:
-        """This node's even share of the accelerators; empty when there are fewer than nodes."""
+        """The even share of this node: accelerators only it uses; empty when there are fewer than nodes."""
         share = len(self.accelerators) // self.nodes_here
         return self.accelerators[self.node_here * share : (self.node_here + 1) * share]
 
@@ -189,7 +189,7 @@ def requested_accelerators(decorators: Iterable[tuple[str, Mapping[str, Any]]]) 
     TorchrunConfigError
         If a requested count is no whole number.
     """
-    by_name = {name: attributes for name, attributes in decorators}
+    by_name = dict(decorators)
     compute = next((name for name in _REMOTE_DECORATORS if name in by_name), None)
     if compute is None:
         return None

@@ -6,15 +6,14 @@ log.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Kind = Literal[
-    "joined", "chosen", "ready", "go", "command", "worker_failed", "stopping", "ended", "left_behind", "verdict", "note"
-]
+from .console import write_output
+
+Kind = Literal["chosen", "command", "worker_failed", "stopping", "left_behind", "restart", "note"]
 
 
 @dataclass(frozen=True)
@@ -51,5 +50,4 @@ Subscriber = Callable[[Event], None]
 def to_log(event: Event) -> None:
     """Write an event that has a text to the node's log, on stderr as Metaflow's own words are."""
     if event.text:
-        sys.stderr.write("".join(f"[torchrun node {event.node}] {line}\n" for line in event.text.splitlines()))
-        sys.stderr.flush()
+        write_output("stderr", "".join(f"[torchrun node {event.node}] {line}\n" for line in event.text.splitlines()))

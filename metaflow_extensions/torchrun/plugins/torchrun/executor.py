@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from .console import write_output
 from .devices import Machine, Nproc, choose_nproc, this_machine
 from .errors import TorchNotFoundError
 from .events import Event, Subscriber, to_log
@@ -20,7 +21,7 @@ from .launch_spec import Request, build_spec
 from .membership import Membership
 from .result import TorchrunResult
 from .settings import DEFAULTS, StepSettings, parse_seconds, parse_settings
-from .supervisor import Supervisor, write_output
+from .supervisor import Supervisor
 
 # Arguments of metaflow-torchrun 0.2 that it took and ignored.
 _IGNORED = ("push_results_dir_to_cloud", "local_output_dir", "cloud_output_dir")
@@ -303,4 +304,3 @@ def flow_folder() -> str | None:
     """Return the folder of the flow file, which is the program that Metaflow runs."""
     main = getattr(sys.modules.get("__main__"), "__file__", None)
     return os.path.dirname(os.path.abspath(main)) if main else None
-

@@ -17,8 +17,8 @@ from typing import Any
 
 TAIL_LINES = 30
 _TAIL_BYTES = 64 * 1024
-# What travels over the channel must stay far below its frame limit.
-_MAX_TEXT = 16 * 1024
+# Eight causes, every character escaped to six bytes, stay below the channel's frame limit of 1 MiB.
+_MAX_TEXT = 8 * 1024
 
 # Failures that follow from another node's failure: the peer was gone, so the collective failed.
 _CONNECTION_ERRORS = re.compile(
@@ -40,7 +40,10 @@ _SIGNAL_HINTS = {
     "SIGKILL": "often the out-of-memory killer; try fewer processes, smaller batches or more memory",
     "SIGSEGV": "a crash in native code; set PYTHONFAULTHANDLER=1 to see the Python stack",
     "SIGBUS": "often a full /dev/shm; raise shared_memory of @kubernetes, @batch or @resources",
-    "SIGABRT": "native code gave up; the lines above it on stderr say why",
+    # torch 2.13 with gloo does so at interpreter exit when a DistributedDataParallel object is still
+    # alive after destroy_process_group: "terminate called without an active exception".
+    "SIGABRT": "native code gave up; its last lines on stderr say why. If that was at its very end, delete the DDP model "
+    "and call gc.collect() before destroy_process_group()",
     "SIGTERM": "somebody told it to stop",
 }
 
@@ -79,7 +82,9 @@ class Cause:
 
     def to_wire(self) -> dict[str, Any]:
         """Return the cause as JSON-able data of bounded size."""
-        return asdict(replace(self, exception=self.exception and self.exception[:_MAX_TEXT], detail=self.detail[-_MAX_TEXT:]))
+        return asdict(
+            replace(self, exception=self.exception and self.exception[:_MAX_TEXT], detail=self.detail[-_MAX_TEXT:])
+        )
 
     @staticmethod
     def from_wire(data: Mapping[str, Any]) -> Cause:
@@ -109,8 +114,10 @@ class Cause:
         if self.exception is not None and self.exit_code is not None and self.kind != "agent":
             lines.append(f"It {describe_exit(self.exit_code)}.")
         if self.detail:
-            title = "Traceback" if _TRACEBACK in self.detail else f"Last {TAIL_LINES} lines of its stderr"
-            lines += [f"{title}:", *(f"    {line}" for line in self.detail.splitlines())]
+            if _TRACEBACK not in self.detail:
+                lines.append(f"Last {TAIL_LINES} lines of its stderr:")
+            # Metaflow's console strips leading spaces; behind the bar the indentation survives.
+            lines += [f"  | {line}" for line in self.detail.splitlines()]
         return "\n".join(lines)
 
 

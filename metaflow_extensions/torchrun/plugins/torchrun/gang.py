@@ -71,7 +71,6 @@ class Launch:
     phase: Phase = "gathering"
     ready: dict[int, Message] = field(default_factory=dict)
     generation: int = 0
-    restarts: list[dict[str, Any]] = field(default_factory=list)
     ended: dict[int, Message] = field(default_factory=dict)
     causes: list[DatedCause] = field(default_factory=list)
     started_at: float = 0.0
@@ -119,7 +118,7 @@ class Gang:
         """Take a message of a node and return what is to be sent.
 
         Messages from members: ``join``, ``ready``, ``failed``, ``ended``, ``leave``. Messages to members:
-        ``welcome``, ``go``, ``stop``, ``verdict``, ``abort``, ``ack``, ``note``.
+        ``welcome``, ``go``, ``stop``, ``restart``, ``verdict``, ``abort``, ``ack``, ``note``, ``bye``.
         """
         handler = {
             "join": self._on_join,
@@ -177,6 +176,16 @@ class Gang:
     def may_join(self, node: int) -> bool:
         """Tell whether a newcomer may take the seat `node`: it exists and nobody sits there."""
         return self._nodes.get(node) == "absent"
+
+    @property
+    def absent(self) -> list[int]:
+        """Indexes of the nodes that have not arrived."""
+        return self._in_state("absent")
+
+    @property
+    def broken(self) -> TorchrunError | None:
+        """Why nothing can be launched any more, or None."""
+        return self._broken
 
     @property
     def is_empty(self) -> bool:
@@ -291,15 +300,14 @@ class Gang:
     def _restart(self, launch: Launch, cause: Cause) -> None:
         pause = min(2.0**launch.generation, _BACKOFF_LIMIT_S)
         launch.generation += 1
-        launch.restarts.append({"generation": launch.generation, "cause": cause.to_wire()})
         launch.restart_at = self._clock() + pause
         launch.ended.clear()
-        text = f"restart {launch.generation} of {launch.max_restarts} in {pause:g} s, because {cause.who} {cause.what}"
-        self._say(self._in_state("joined"), text)
+        restart = {"type": "restart", "launch": launch.number, "generation": launch.generation, "pause_s": pause}
+        self._broadcast({**restart, "of": launch.max_restarts, "cause": cause.to_wire()})
 
     def _finish(self, launch: Launch, error: TorchrunError | None) -> None:
         launch.phase = "over"
-        verdict: Message = {"type": "verdict", "launch": launch.number, "restarts": launch.restarts}
+        verdict: Message = {"type": "verdict", "launch": launch.number}
         verdict["error"] = None if error is None else to_wire(error)
         for node in self._in_state("joined"):
             if node in launch.ready:
@@ -329,7 +337,9 @@ class Gang:
         if launch is None or launch.phase == "over":
             self._break(LaunchFailed(_between_launches(cause), cause.to_wire()))
         elif launch.phase == "gathering":
-            error = LaunchFailed(f"{cause.describe()}\nIt happened before launch {launch.number} began.", cause.to_wire())
+            error = LaunchFailed(
+                f"{cause.describe()}\nIt happened before launch {launch.number} began.", cause.to_wire()
+            )
             self._finish(launch, error)
             self._break(error)
         else:
@@ -408,4 +418,6 @@ def _launch_error(launch: Launch, cause: Cause | None, silent: list[int]) -> Tor
         )
         return LaunchTimeout(text, cause.to_wire())
     count = f" after {launch.generation} restarts" if launch.generation else ""
-    return LaunchFailed(f"{cause.describe()}\nLaunch {launch.number} was stopped on all nodes{count}.{quiet}", cause.to_wire())
+    return LaunchFailed(
+        f"{cause.describe()}\nLaunch {launch.number} was stopped on all nodes{count}.{quiet}", cause.to_wire()
+    )

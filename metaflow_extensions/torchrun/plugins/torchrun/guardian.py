@@ -22,6 +22,7 @@ import ctypes
 import json
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -56,6 +57,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--cwd")
     parser.add_argument("--grace", type=float, required=True)
     parser.add_argument("--workers", type=int, required=True)
+    parser.add_argument("--scratch", help="folder to remove if the task dies, which can't do it any more")
     parser.add_argument("argv", nargs="+")
     return parser.parse_args(argv)
 
@@ -91,6 +93,8 @@ class Guardian:
             self._wait(_SEARCH_S if len(self._workers) < self._options.workers else _WATCH_S)
             self._watch()
         left = self._stop_all()
+        if self._task_gone and self._options.scratch:
+            shutil.rmtree(self._options.scratch, ignore_errors=True)
         self._say("end", status=self._agent_status, error=None, left=left)
         return 0
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from .address_book import Address, AddressBook
 from .channel import ControlChannel, MemberChannel, new_token
+from .errors import GangError, from_wire, to_wire
 from .events import Subscriber
 from .gang import CONTROL, Gang, Settings
 from .membership import Membership
@@ -16,6 +18,8 @@ from .settings import StepSettings
 LOOPBACK = "127.0.0.1"
 # After its own end the control node waits so long for the others', to hear of late failures.
 _LEAVE_WAIT_S = 5.0
+# How long one address record is tried before it is read again: the control node may have ended.
+_TRY_S = 10.0
 
 
 def pick_port(pinned: int | None) -> int | None:
@@ -59,11 +63,20 @@ def join_as_control(
         here_only = main_ip == LOOPBACK
         port = channel.listen(settings.channel_port, LOOPBACK if here_only else "")
         addresses = [LOOPBACK] if here_only else list(dict.fromkeys([main_ip, *own_addresses()]))
-        book.publish(Address(tuple(addresses), port, token))
+        address = Address(tuple(addresses), port, token)
+        book.publish(address)
+        seat.at_end(lambda: _tell_latecomers(book, address, channel))
     except BaseException as error:
         seat.leave(error)
         raise
     return seat, channel.report_gone
+
+
+def _tell_latecomers(book: AddressBook, address: Address, channel: ControlChannel) -> None:
+    """Leave word for nodes that have not arrived when the control node ends, so that none waits for it."""
+    if channel.gang.absent:
+        broken = channel.gang.broken
+        book.publish(replace(address, closed=True, error=None if broken is None else to_wire(broken)))
 
 
 def _open_channel(
@@ -92,15 +105,31 @@ def join_as_member(
         If it can't be reached.
     """
     deadline = time.monotonic() + settings.all_nodes_started_timeout
-    address = book.look_up(settings.all_nodes_started_timeout)
     seat = Membership(node, num_nodes, emit)
     channel = MemberChannel(node, seat.deliver, settings.heartbeat_timeout_s)
     seat.sit_down(channel, channel.close)
     try:
-        left_s = max(1.0, deadline - time.monotonic())
-        main_addr = channel.connect(address.addresses, address.port, address.token, left_s)
+        main_addr = _connect(book, channel, seat, deadline)
         seat.await_welcome(settings.heartbeat_timeout_s)
     except BaseException as error:
         seat.leave(error)
         raise
     return seat, main_addr
+
+
+def _connect(book: AddressBook, channel: MemberChannel, seat: Membership, deadline: float) -> str:
+    """Look the control node up and connect, until `deadline`; each failed try looks it up anew."""
+    while True:
+        address = book.look_up(max(1.0, deadline - time.monotonic()))
+        if address.error is not None:
+            raise from_wire(address.error)
+        if address.closed:  # the control node's step launched nothing and has ended well
+            seat.deliver({"type": "welcome"})
+            seat.deliver({"type": "bye"})
+            return address.addresses[0]
+        left_s = deadline - time.monotonic()
+        try:
+            return channel.connect(address.addresses, address.port, address.token, max(1.0, min(left_s, _TRY_S)))
+        except GangError:
+            if left_s <= _TRY_S:
+                raise

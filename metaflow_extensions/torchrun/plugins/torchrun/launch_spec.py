@@ -28,8 +28,10 @@ _STATIC_BACKEND = "static"
 # in run.py) or by a script that looks at them before torchrun sets its own.
 _FOREIGN_PREFIXES = ("PET_", "TORCHELASTIC_")
 _FOREIGN_NAMES = frozenset(
-    "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE ROLE_RANK ROLE_WORLD_SIZE ROLE_NAME "
-    "MASTER_ADDR MASTER_PORT".split()
+    {
+        *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"),
+        *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
+    }
 )
 
 
@@ -212,7 +214,9 @@ def entrypoint_arguments(given: Mapping[str, Any] | Sequence[Any] | None) -> tup
         )
     for word in words:
         if "\0" in word:
-            raise TorchrunConfigError(f"entrypoint_args contains a NUL character in {word!r}; no process can be given one.")
+            raise TorchrunConfigError(
+                f"entrypoint_args contains a NUL character in {word!r}; no process can be given one."
+            )
     return tuple(words)
 
 
@@ -405,7 +409,9 @@ def _find_entrypoint(request: Request, module: bool, options: Mapping[str, str |
     if entrypoint is None or entrypoint == "":
         raise EntrypointError("run() got no entrypoint. Name the script to run: run(entrypoint='train.py').")
     if not isinstance(entrypoint, (str, os.PathLike)):
-        raise EntrypointError(f"run(entrypoint=...) must be the path of a script, but is a {type(entrypoint).__name__}.")
+        raise EntrypointError(
+            f"run(entrypoint=...) must be the path of a script, but is a {type(entrypoint).__name__}."
+        )
     name = os.fspath(entrypoint)
     if not isinstance(name, str):
         raise EntrypointError(f"run(entrypoint={entrypoint!r}) must be text, not bytes.")

@@ -22,7 +22,7 @@ _CHUNK_BYTES = 256 * 1024
 MAX_LINE_CHARS = 1024 * 1024
 
 Write = Callable[[str, str], None]
-"""Takes a stream's name (``"stdout"`` or ``"stderr"``) and a text that ends with a newline."""
+"""Takes a stream's name (``"stdout"`` or ``"stderr"``) and a text that ends with a line end."""
 
 
 class LineSplitter:
@@ -178,7 +178,7 @@ class LogFollower:
         self._find_files()
         busy = True
         while busy:  # in turns, so that a loud rank does not silence the others
-            busy = any([file.pump(self._write) for file in self._files])
+            busy = sum(file.pump(self._write) for file in self._files) > 0
 
     def _find_files(self) -> None:
         for path, local_rank, stream in worker_logs(self._log_dir):

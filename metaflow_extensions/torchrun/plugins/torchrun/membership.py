@@ -60,6 +60,7 @@ class Membership:
         self.emit = emit
         self._link: Link | None = None
         self._close_link: Callable[[], None] = lambda: None
+        self._last_deed: Callable[[], None] = lambda: None
         self._launches = 0
         self._in_launch = False
         self._said_goodbye = False
@@ -77,6 +78,10 @@ class Membership:
         if threading.current_thread() is threading.main_thread():
             self._previous_handler = signal.signal(signal.SIGTERM, self._on_sigterm)
             self._handler_set = True
+
+    def at_end(self, deed: Callable[[], None]) -> None:
+        """Have `deed` done when the node has said goodbye, before its channel closes."""
+        self._last_deed = deed
 
     # --- called by the channel, in its thread ---------------------------------------------------
 
@@ -114,7 +119,8 @@ class Membership:
         if self._in_launch:
             self.inbox.put({"type": "abort"})
         elif self._handler_set and self._verdict is None:
-            # After a failed launch the step's code has its exception already. Else a real signal: it also ends a blocking call of the step's code, such as a sleep.
+            # Unless the step's code has its exception already, from a failed launch. A real signal
+            # also ends a blocking call, such as a sleep.
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
 
     # --- called in the main thread --------------------------------------------------------------
@@ -200,11 +206,14 @@ class Membership:
         """
         if self._said_goodbye or self._link is None:
             return
+        if self._farewell:
+            self._acknowledged.set()  # nobody is there to answer
         self._said_goodbye = True
         try:
             cause = None if error is None or self._is_known(error) else self.cause_of(error)
             self.send({"type": "leave", "cause": cause})
             self._acknowledged.wait(_ACK_WAIT_S)
+            self._last_deed()
         finally:
             self._close_link()
             if self._handler_set and threading.current_thread() is threading.main_thread():
@@ -226,4 +235,3 @@ class Membership:
         detail = "".join(traceback.format_exception(error)).rstrip()
         text = f"{type(error).__name__}: {error}"
         return Cause("step", self.node, self.host, exception=text, detail=detail).to_wire()
-

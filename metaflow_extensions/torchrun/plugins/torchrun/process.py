@@ -44,6 +44,8 @@ class AgentProcess:
         How many workers the agent will start.
     cwd : str, optional
         Working directory; default is the task's.
+    scratch : str, optional
+        A folder to remove if the task dies; while it lives, that is its own duty.
     """
 
     def __init__(
@@ -55,10 +57,12 @@ class AgentProcess:
         on_event: Callable[[Event], None],
         workers: int,
         cwd: str | None = None,
+        scratch: str | None = None,
     ) -> None:
         options = ["--stdout", logs["stdout"], "--stderr", logs["stderr"], "--grace", str(grace_s)]
         options += ["--workers", str(workers)]
         options += ["--cwd", cwd] if cwd else []
+        options += ["--scratch", scratch] if scratch else []
         self._argv = [sys.executable, "-I", "-S", _GUARDIAN, *options, "--", *command]
         self._env = dict(env)
         self._grace_s = grace_s
@@ -104,7 +108,8 @@ class AgentProcess:
                 self._reader.join(_END_WAIT_S)
 
     def _read(self) -> None:
-        assert self._guardian is not None and self._guardian.stdout is not None
+        assert self._guardian is not None
+        assert self._guardian.stdout is not None
         ended = False
         with self._guardian.stdout as events:
             for line in events:

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 
-
 @dataclass(frozen=True)
 class TorchrunResult:
     """One finished launch, seen from one node.

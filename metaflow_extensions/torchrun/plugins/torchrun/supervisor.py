@@ -12,7 +12,6 @@ import os
 import platform
 import queue
 import shutil
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -101,7 +100,7 @@ class Supervisor:
         self._went_at = 0.0
         self._command: list[str] = []
         self._exit_codes: dict[int, int] = {}
-        self._max_restarts = 0
+        self._restarts: list[dict[str, Any]] = []
 
     def run(self) -> TorchrunResult:
         """Run the launch to its end on all nodes.
@@ -116,13 +115,13 @@ class Supervisor:
         try:
             with self._clean_up():
                 self._seat.send(self._ready())
-                restarts = self._obey()
+                self._obey()
         except TorchrunError as error:
             verdict = error
             raise
         finally:
             self._seat.end_launch(verdict)
-        return self._result(restarts)
+        return self._result()
 
     # --- the gang's words -----------------------------------------------------------------------
 
@@ -140,8 +139,8 @@ class Supervisor:
             **self._facts,
         }
 
-    def _obey(self) -> list[dict[str, Any]]:
-        """Do what arrives until the verdict; return the restarts."""
+    def _obey(self) -> None:
+        """Do what arrives until the verdict."""
         give_up_at: float | None = None
         while True:
             message = self._next(give_up_at)
@@ -149,9 +148,11 @@ class Supervisor:
             if kind == "verdict":
                 if message["error"] is not None:
                     raise from_wire(message["error"])
-                return list(message.get("restarts", ()))
+                return
             if kind == "go":
                 self._go(message)
+            elif kind == "restart":
+                self._note_restart(message)
             elif kind == "stop" and self._generation is not None:
                 give_up_at = time.monotonic() + self._grace_s + _VERDICT_MARGIN_S
                 self._stop("the gang stops")
@@ -163,6 +164,13 @@ class Supervisor:
                 raise self._seat.broken or TorchrunError("The gang was stopped.")
             elif kind == "terminated":
                 raise self._seat.terminated()
+
+    def _note_restart(self, message: Message) -> None:
+        cause = Cause.from_wire(message["cause"])
+        number, pause = message["generation"], message["pause_s"]
+        self._restarts.append({"generation": number, "cause": message["cause"]})
+        text = f"restart {number} of {message['of']} in {pause:g} s, because {cause.who} {cause.what}"
+        self._emit("restart", text, generation=number, cause=message["cause"])
 
     def _next(self, give_up_at: float | None) -> Message:
         """Return the next message; raise if the gang's verdict is overdue."""
@@ -183,7 +191,6 @@ class Supervisor:
         spec, number = self._spec, int(message["generation"])
         if number == 0:
             self._went_at = time.monotonic()
-        self._max_restarts = int(message.get("max_restarts", 0))
         folder = self._make_folder(number)
         run_id = f"launch{self._launch}-{number}"
         command = agent_command(spec, Rendezvous(self._main_addr, int(message["port"]), run_id), folder)
@@ -196,8 +203,9 @@ class Supervisor:
         for path in logs.values():
             open(path, "wb").close()
         follower = LogFollower(folder, logs, self._label, f"[torchrun node {spec.node_index}] ", self._write)
+        scratch = None if spec.log_dir is not None else folder
         agent = AgentProcess(
-            command, env, logs, self._grace_s, self._forward(number), workers=spec.nproc, cwd=spec.cwd
+            command, env, logs, self._grace_s, self._forward(number), workers=spec.nproc, cwd=spec.cwd, scratch=scratch
         )
         self._generation = Generation(number, folder, command, agent, follower, logs["stderr"])
         self._command = command
@@ -343,7 +351,7 @@ class Supervisor:
     def _emit(self, kind: Any, text: str, **facts: Any) -> None:
         self._seat.emit(Event(kind, self._seat.node, text, self._launch, facts))
 
-    def _result(self, restarts: list[dict[str, Any]]) -> TorchrunResult:
+    def _result(self) -> TorchrunResult:
         spec = self._spec
         return TorchrunResult(
             launch=self._launch,
@@ -352,14 +360,7 @@ class Supervisor:
             nproc_per_node=spec.nproc,
             world_size=spec.world_size,
             command=shown(self._command),
-            restarts=restarts,
+            restarts=self._restarts,
             duration_s=time.monotonic() - self._went_at,
             exit_codes=dict(sorted(self._exit_codes.items())),
         )
-
-
-def write_output(stream: str, text: str) -> None:
-    """Write workers' output to the task's own stream of that name."""
-    target = sys.stdout if stream == "stdout" else sys.stderr
-    target.write(text)
-    target.flush()

@@ -1,0 +1,93 @@
+"""The flow that most tests run: what it does comes from the environment, as JSON.
+
+``GANG_ATTRS``: attributes of ``@torchrun``. ``GANG_RUNS``: a list of arguments for ``current.torch.run``.
+``GANG_HOOK``: what the step's own code does besides, see `hook`. ``GANG_OUT``: a folder for files.
+"""
+
+import json
+import os
+import sys
+import time
+
+from metaflow import FlowSpec, Parameter, TorchrunError, current, retry, step, timeout, torchrun
+
+ATTRS = json.loads(os.environ.get("GANG_ATTRS", "{}"))
+RUNS = json.loads(os.environ.get("GANG_RUNS", '[{"entrypoint": "worker.py"}]'))
+HOOK = os.environ.get("GANG_HOOK", "")
+OUT = os.environ.get("GANG_OUT", "")
+
+if HOOK == "never-arrives" and os.environ.get("MF_PARALLEL_NODE_INDEX") == "1":
+    time.sleep(120)
+if HOOK == "dies-early" and os.environ.get("MF_PARALLEL_NODE_INDEX") == "1":
+    sys.exit(7)
+
+
+def note(name: str, what: object) -> None:
+    """Leave a JSON file for the test."""
+    if OUT:
+        path = os.path.join(OUT, name)
+        with open(path + ".part", "w") as file:
+            json.dump(what, file)
+        os.replace(path + ".part", path)
+
+
+def hook(moment: str) -> None:
+    """Do what the test asks of the step's own code, as in ``before:1:raise``."""
+    wanted = HOOK.split(":")
+    if wanted[:2] != [moment, str(current.parallel.node_index)]:
+        return
+    if wanted[2] == "raise":
+        raise ValueError(f"step code failed {moment} run")
+    if wanted[2] == "sleep":
+        time.sleep(60)
+
+
+def same(decorator):
+    return decorator
+
+
+class GangFlow(FlowSpec):
+    """Runs a gang and keeps what came of it."""
+
+    nodes = Parameter("nodes", default=2, type=int)
+
+    @step
+    def start(self):
+        self.next(self.train, num_parallel=self.nodes)
+
+    @(retry(times=1, minutes_between_retries=0) if "retry" in HOOK else same)
+    @(timeout(seconds=6) if "timeout" in HOOK else same)
+    @torchrun(**ATTRS)
+    @step
+    def train(self):
+        torch, node = current.torch, current.parallel.node_index
+        facts = ("num_nodes", "node_index", "nproc_per_node", "world_size", "main_addr", "is_control")
+        self.facts = {name: getattr(torch, name) for name in facts}
+        self.node, self.attempt = node, current.retry_count
+        note(f"task-{node}", {"pid": os.getpid(), "facts": self.facts, "torch": "torch" in sys.modules})
+        hook("before")
+        try:
+            self.results = [torch.run(**kwargs) for kwargs in RUNS]
+        except TorchrunError as error:
+            what = {"class": type(error).__name__, "message": str(error), "cause": error.cause, "at": time.time()}
+            note(f"error-{node}-{current.retry_count}", what)
+            raise
+        hook("after")
+        self.next(self.join)
+
+    @step
+    def join(self, inputs):
+        self.tasks = [
+            {"node": i.node, "attempt": i.attempt, "facts": i.facts, "results": [vars(r) for r in i.results]}
+            for i in inputs
+        ]
+        self.kinds = [type(r).__module__ for i in inputs for r in i.results]
+        self.next(self.end)
+
+    @step
+    def end(self):
+        note("end", {"tasks": self.tasks, "kinds": self.kinds})
+
+
+if __name__ == "__main__":
+    GangFlow()

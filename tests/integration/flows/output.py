@@ -1,0 +1,42 @@
+"""A worker that writes; argv[1] says what."""
+
+import os
+import sys
+import time
+
+RANK = int(os.environ["RANK"])
+
+
+def live() -> None:
+    for _ in range(8):
+        print(f"now {time.time():.3f}")
+        time.sleep(0.25)
+
+
+def shapes() -> None:
+    out, err = sys.stdout.buffer, sys.stderr.buffer
+    for number in range(2000):
+        out.write(b"line %d of %d\n" % (number, RANK))
+    out.write(b"bad \xff\xfe bytes\n")
+    out.write("split \u00e9\n".encode()[:7])
+    out.flush()
+    time.sleep(0.3)
+    out.write("split \u00e9\n".encode()[7:])
+    for percent in (10, 20, 30):
+        out.write(b"\r%d%%" % percent)
+    out.write(b"\r\n")
+    out.write(b"x" * 300_000 + b"\n")
+    out.flush()
+    err.write(b"to stderr\n")
+    err.flush()
+    out.write(b"no newline at the end")
+    out.flush()
+
+
+def flood() -> None:
+    block = b"".join(b"%07d " % n + b"y" * 91 + b"\n" for n in range(10_000))
+    for _ in range(100):
+        sys.stdout.buffer.write(block)
+
+
+{"live": live, "shapes": shapes, "flood": flood}[sys.argv[1]]()

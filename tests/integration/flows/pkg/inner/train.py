@@ -1,0 +1,3 @@
+import worker
+
+worker.main()

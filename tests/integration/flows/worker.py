@@ -1,0 +1,74 @@
+"""A worker without torch, to be quick: notes what it sees, then does as it is told.
+
+``WORKER_DO`` is a list of ``RANK:ACTION`` with commas between; ``*`` is every rank.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+RANK = os.environ["RANK"]
+OUT = os.environ.get("GANG_OUT", "")
+
+
+def note(name: str, what: object) -> None:
+    path = os.path.join(OUT, name)
+    with open(path + ".part", "w") as file:
+        json.dump(what, file)
+    os.replace(path + ".part", path)
+
+
+def child() -> None:
+    """Leave a grandchild that is in a session of its own and ignores SIGTERM."""
+    code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(300)"
+    subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+
+
+def first_time(name: str) -> bool:
+    try:
+        os.close(os.open(os.path.join(OUT, name), os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return False
+    return True
+
+
+def act(action: str) -> None:
+    if action == "raise":
+        raise ValueError("bad löss\nsecond line")
+    if action == "exit3":
+        print("about to leave", file=sys.stderr)
+        sys.exit(3)
+    if action == "kill":
+        os.write(1, b"last words without newline")
+        os.kill(os.getpid(), signal.SIGKILL)
+    if action == "sleep":
+        time.sleep(300)
+    if action == "nap":
+        time.sleep(2)
+    if action == "stubborn":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(300)
+    if action == "child":
+        child()
+    if action == "once" and first_time(f"once-{RANK}"):
+        raise RuntimeError("only the first time")
+    if action == "first-attempt" and os.environ["GANG_ATTEMPT"] == "0":
+        raise RuntimeError("only in the first attempt")
+
+
+def main() -> None:
+    if OUT:
+        seen = {"argv": sys.argv[1:], "env": dict(os.environ), "pid": os.getpid(), "cwd": os.getcwd(), "file": __file__}
+        launch = os.environ.get("TORCHELASTIC_RUN_ID", "")
+        note(f"worker-{launch}-{RANK}", seen)
+    for wanted in filter(None, os.environ.get("WORKER_DO", "").split(",")):
+        rank, action = wanted.split(":")
+        if rank in (RANK, "*"):
+            act(action)
+
+
+if __name__ == "__main__":
+    main()

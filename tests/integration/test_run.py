@@ -1,0 +1,151 @@
+"""Launches that go well."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+from pathlib import Path
+
+HOSTILE = {
+    "spaces": "a b  c",
+    "quotes": 'it\'s "quoted"',
+    "backslash": "a\\b\\\\n",
+    "newline": "one\ntwo",
+    "unicode": "löss 🔥",
+    "dash": "--not-an-option",
+    "dollar": "$HOME ${local_rank} $$ $(id)",
+    "d": "--",
+    "flag": None,
+    "bare": "",
+    "yes": True,
+    "no": False,
+    "list": [1, "é", {"a": None}],
+    "number": 0.1,
+}
+
+
+def test_a_gang_runs_twice_with_hostile_arguments_and_paths(run_flow):
+    """One flow, many assertions: torch makes every flow expensive."""
+    script = "sub folder/it's $HOME.py"
+    words = ["", "-x", "--nnodes=9", "a\tb", "*", "--"]
+    flow = run_flow(
+        runs_=[
+            {"entrypoint": script, "entrypoint_args": HOSTILE, "nproc_per_node": 2, "env": {"EXTRA": "a b"}},
+            {"entrypoint": "pkg.inner.train", "module": True, "entrypoint_args": words, "nproc_per_node": 1},
+        ]
+    )
+    end = flow.note("end")
+    first = {w["env"]["RANK"]: w for w in flow.notes("worker-launch0-0-*")}
+    second = {w["env"]["RANK"]: w for w in flow.notes("worker-launch1-0-*")}
+    assert sorted(first) == ["0", "1", "2", "3"]
+    assert sorted(second) == ["0", "1"]
+
+    expected = [
+        *("--spaces", "a b  c", "--quotes", 'it\'s "quoted"', "--backslash", "a\\b\\\\n", "--newline", "one\ntwo"),
+        *("--unicode", "löss 🔥", "--dash", "--not-an-option", "--dollar", "$HOME ${local_rank} $$ $(id)", "--d", "--"),
+        *("--flag", "--bare", "--yes", "true", "--no", "false", "--list", '[1, "é", {"a": null}]', "--number", "0.1"),
+    ]
+    for worker in first.values():
+        assert worker["argv"] == expected
+        env = worker["env"]
+        # GROUP_RANK is the node's index, and rank 0 is on the control node.
+        assert env["GROUP_RANK"] == env["MF_PARALLEL_NODE_INDEX"] == str(int(env["RANK"]) // 2)
+        assert env["WORLD_SIZE"] == "4"
+        assert env["PYTHONUNBUFFERED"]
+        assert env["GLOO_SOCKET_IFNAME"] == env["NCCL_SOCKET_IFNAME"] == "lo"
+        assert int(env["OMP_NUM_THREADS"]) >= 1
+        assert env["EXTRA"] == "a b"
+        assert env["TORCHELASTIC_RESTART_COUNT"] == "0"
+    assert all(worker["argv"] == words for worker in second.values())
+    assert "EXTRA" not in second["0"]["env"]
+
+    tasks = {task["node"]: task for task in end["tasks"]}
+    assert tasks[0]["facts"] == {
+        "num_nodes": 2,
+        "node_index": 0,
+        "nproc_per_node": 1,
+        "world_size": 2,
+        "main_addr": "127.0.0.1",
+        "is_control": True,
+    }
+    assert tasks[1]["facts"]["is_control"] is False
+    assert [r["launch"] for r in tasks[0]["results"]] == [0, 1]
+    assert tasks[1]["results"][0]["exit_codes"] == {"2": 0, "3": 0}
+    assert tasks[1]["results"][0]["world_size"] == 4
+    assert tasks[0]["results"][0]["restarts"] == []
+    assert tasks[0]["results"][0]["duration_s"] > 0
+    # What is stored needs no module of ours to be loaded.
+    assert set(end["kinds"]) == {"types"}
+    # The Metaflow task must stay small: torch lives in the agent and the workers.
+    assert all(note["torch"] is False for note in flow.notes("task-*"))
+
+    commands = [line.text for line in flow.lines if "] runs: " in line.text]
+    assert len(commands) == 4  # two launches on two nodes
+    # ... each in one piece for a shell, since the newline in an argument is quoted with it.
+    shown = tasks[0]["results"][0]["command"]
+    assert shlex.split(shown)[-len(expected) :] == [word.replace("$", "$$") for word in expected]
+    assert "processes per node: 2 (set by run(nproc_per_node))" in flow.text
+
+
+def test_the_printed_command_can_be_pasted(run_flow, tmp_path):
+    flow = run_flow("--nodes", "1", runs_=[{"entrypoint": "worker.py", "entrypoint_args": ["a b", "$HOME"]}])
+    (command,) = (line.text.split(" runs: ")[1] for line in flow.lines if "] runs: " in line.text)
+    worker = flow.out / "worker-launch0-0-0"
+    worker.unlink()
+    result = subprocess.run(
+        ["bash", "-c", command],
+        env={"PATH": "/usr/bin:/bin", "GANG_OUT": str(flow.out)},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
+    assert flow.note("worker-launch0-0-0")["argv"] == ["a b", "$HOME"]
+
+
+def test_two_local_nodes_never_share_a_gpu(run_flow):
+    flow = run_flow(env={"CUDA_VISIBLE_DEVICES": "0,1,2,3,4"})
+    seen = {w["env"]["GROUP_RANK"]: w["env"]["CUDA_VISIBLE_DEVICES"] for w in flow.notes("worker-*")}
+    assert seen == {"0": "0,1", "1": "2,3"}
+    assert len(flow.notes("worker-*")) == 4
+    assert "5 visible accelerators shared by 2 nodes" in flow.text
+
+
+def test_with_on_the_command_line_decorates_the_parallel_step_only(run_flow):
+    flow = run_flow("--with", "torchrun:nproc_per_node=2", flow="plain.py")
+    assert len(flow.notes("worker-*")) == 4
+
+
+def test_a_flow_written_for_0_2_runs_unchanged(run_flow):
+    flow = run_flow(flow="legacy.py")
+    workers = flow.notes("worker-*")
+    assert len(workers) == 4
+    assert workers[0]["argv"] == ["--epochs", "3", "--flag", "--name", "a b"]
+    warnings = [line.text for line in flow.lines if "has no effect" in line.text and "node 0" in line.text]
+    assert len(warnings) == 1  # although it was called twice
+
+
+def test_single_node_multi_gpu_needs_no_gang(run_flow):
+    flow = run_flow(flow="single.py")
+    assert len(flow.notes("worker-*")) == 3
+    assert flow.note("end") == {"world_size": 3, "exit_codes": {"0": 0, "1": 0, "2": 0}}
+
+
+def test_a_foreach_of_gangs(run_flow):
+    flow = run_flow(flow="foreach.py")
+    assert flow.note("end") == [["a", 0], ["a", 1], ["b", 0], ["b", 1]]
+
+
+def test_ten_flows_at_the_same_time(start_flow):
+    flows = [start_flow() for _ in range(10)]
+    for flow in flows:
+        assert flow.wait(300) == 0, flow.text
+        assert len(flow.notes("worker-*")) == 2
+
+
+def test_the_working_directory_can_be_chosen(run_flow, tmp_path: Path):
+    elsewhere = tmp_path / "else where"
+    elsewhere.mkdir()
+    flow = run_flow("--nodes", "1", runs_=[{"entrypoint": "worker.py", "cwd": str(elsewhere)}])
+    (worker,) = flow.notes("worker-*")
+    assert worker["cwd"] == str(elsewhere)
+    assert Path(worker["file"]).name == "worker.py"  # found beside the flow

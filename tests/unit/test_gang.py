@@ -1,0 +1,758 @@
+"""Who is in, who is ready, what was decided; with a clock that the test holds."""
+
+import math
+
+import pytest
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from metaflow_extensions.torchrun.plugins.torchrun.errors import (
+    GangError,
+    GangStartTimeout,
+    LaunchFailed,
+    LaunchTimeout,
+    from_wire,
+)
+from metaflow_extensions.torchrun.plugins.torchrun.failure import Cause
+from metaflow_extensions.torchrun.plugins.torchrun.gang import Gang, Settings
+
+FACTS = {"nproc": 2, "torch": "2.13.0", "python": "3.11.7", "digest": "abc", "timeout_s": None, "max_restarts": 0}
+GRACE_S = 30.0
+
+
+class Clock:
+    def __init__(self):
+        self.now = 1000.0
+
+    def __call__(self):
+        return self.now
+
+
+class Table:
+    """A gang and the mail of its nodes."""
+
+    def __init__(self, num_nodes=3, started_timeout_s=600.0, taken=(), join=True):
+        self.clock = Clock()
+        self.ports = iter(range(40001, 41000))
+        self.taken = set(taken)
+        self.gang = Gang(Settings(num_nodes, started_timeout_s, GRACE_S), self._pick, self.clock)
+        self.num_nodes = num_nodes
+        self.mail = {node: [] for node in range(num_nodes)}
+        if join:
+            for node in range(num_nodes):
+                self.join(node)
+
+    def _pick(self, pinned):
+        return next(self.ports) if pinned is None else None if pinned in self.taken else pinned
+
+    def post(self, outgoing):
+        for node, message in outgoing:
+            self.mail[node].append(message)
+
+    def join(self, node):
+        self.post(self.gang.handle(node, {"type": "join", "node": node, "host": f"host-{node}"}))
+
+    def ready(self, node, launch=0, **facts):
+        self.post(self.gang.handle(node, {"type": "ready", "launch": launch, **FACTS, **facts}))
+
+    def all_ready(self, launch=0, **facts):
+        for node in range(self.num_nodes):
+            self.ready(node, launch, **facts)
+
+    def failed(self, node, *causes, launch=0, generation=0, age_s=0.0):
+        self._report("failed", node, causes, launch, generation, age_s)
+
+    def ended(self, node, *causes, ok=None, launch=0, generation=0, age_s=0.0):
+        ok = not causes if ok is None else ok
+        self._report("ended", node, causes, launch, generation, age_s, ok=ok)
+
+    def _report(self, kind, node, causes, launch, generation, age_s, **more):
+        entries = [{"cause": cause.to_wire(), "age_s": age_s} for cause in causes]
+        message = {"type": kind, "launch": launch, "generation": generation, "causes": entries, **more}
+        self.post(self.gang.handle(node, message))
+
+    def leave(self, node, cause=None):
+        self.post(self.gang.handle(node, {"type": "leave", "cause": cause and cause.to_wire()}))
+
+    def lost(self, node, reason="its task was killed by SIGKILL"):
+        self.post(self.gang.lost(node, reason))
+
+    def pass_time(self, seconds):
+        self.clock.now += seconds
+        self.post(self.gang.tick())
+
+    def got(self, node, kind):
+        return [message for message in self.mail[node] if message["type"] == kind]
+
+    def verdict(self, node):
+        (verdict,) = self.got(node, "verdict")
+        return verdict["error"] and from_wire(verdict["error"])
+
+    def same_verdict(self, *nodes):
+        """Return the one verdict that all nodes got."""
+        verdicts = [self.got(node, "verdict") for node in nodes or range(self.num_nodes)]
+        assert all(len(got) == 1 for got in verdicts), verdicts
+        assert all(got == verdicts[0] for got in verdicts)
+        error = verdicts[0][0]["error"]
+        return error and from_wire(error)
+
+    def abort(self, node):
+        (abort,) = self.got(node, "abort")
+        return from_wire(abort["error"])
+
+
+def crash(node=1, text="ValueError: loss is nan", kind="exception", code=1):
+    return Cause(kind, node, f"host-{node}", node * 2, 0, code, text)
+
+
+# --- the good way --------------------------------------------------------------------------------
+
+
+def test_every_node_is_welcomed_with_what_it_must_know():
+    table = Table(3)
+    for node in range(3):
+        assert table.got(node, "welcome") == [{"type": "welcome", "num_nodes": 3, "grace_s": GRACE_S}]
+
+
+def test_nothing_goes_before_all_are_ready_then_all_go_at_once_to_one_port():
+    table = Table(3)
+    table.ready(2)
+    table.ready(0)
+    assert not any(table.got(node, "go") for node in range(3))
+    table.ready(1)
+    goes = [table.got(node, "go") for node in range(3)]
+    assert goes[0] == goes[1] == goes[2]
+    assert len(goes[0]) == 1
+    assert (goes[0][0]["launch"], goes[0][0]["generation"], goes[0][0]["port"]) == (0, 0, 40001)
+
+
+def test_success_on_all_nodes_is_success():
+    table = Table(3)
+    table.all_ready()
+    for node in (1, 2):
+        table.ended(node)
+    assert not any(table.got(node, "verdict") for node in range(3))
+    table.ended(0)
+    assert table.same_verdict() is None
+
+
+def test_launches_follow_each_other_with_ports_of_their_own():
+    table = Table(2)
+    for launch in range(3):
+        table.all_ready(launch, nproc=launch + 1)
+        for node in (0, 1):
+            table.ended(node, launch=launch)
+    assert [go["launch"] for go in table.got(1, "go")] == [0, 1, 2]
+    assert len({go["port"] for go in table.got(1, "go")}) == 3
+    assert [verdict["launch"] for verdict in table.got(1, "verdict")] == [0, 1, 2]
+
+
+def test_a_gang_of_one_needs_nobody_else():
+    table = Table(1)
+    table.all_ready()
+    table.ended(0)
+    assert table.same_verdict() is None
+    assert table.gang.is_empty
+
+
+def test_the_control_nodes_pinned_port_counts():
+    table = Table(2)
+    table.all_ready(master_port=29500)
+    assert table.got(1, "go")[0]["port"] == 29500
+
+
+def test_messages_of_strangers_and_nonsense_are_ignored():
+    table = Table(2)
+    for node, message in ((7, {"type": "ready", "launch": 0}), (0, {"type": "dance"}), (0, {}), (-1, {"type": "join"})):
+        assert table.gang.handle(node, message) == []
+
+
+# --- joining -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("missing", "named"), [([1], "node 1 of 3"), ([1, 2], "nodes 1, 2 of 3")])
+def test_missing_nodes_are_named_with_time_and_setting(missing, named):
+    table = Table(3, started_timeout_s=90.0, join=False)
+    present = [node for node in range(3) if node not in missing]
+    for node in present:
+        table.join(node)
+    table.ready(0)
+    table.pass_time(89.0)
+    assert not table.got(0, "abort")
+    table.pass_time(1.1)
+    for node in present:
+        error = table.abort(node)
+        assert isinstance(error, GangStartTimeout)
+        assert f"Waited 90 s, but {named}" in str(error)
+        assert "all_nodes_started_timeout" in str(error)
+
+
+def test_the_timeout_is_said_once():
+    table = Table(2, started_timeout_s=5.0, join=False)
+    table.join(0)
+    for _ in range(3):
+        table.pass_time(10.0)
+    assert len(table.got(0, "abort")) == 1
+
+
+def test_a_node_that_comes_after_the_timeout_learns_why_it_is_too_late():
+    table = Table(2, started_timeout_s=5.0, join=False)
+    table.join(0)
+    table.pass_time(6.0)
+    table.join(1)
+    assert str(table.abort(1)) == str(table.abort(0))
+
+
+def test_slow_user_code_after_joining_is_not_a_late_start():
+    table = Table(2, started_timeout_s=5.0)
+    table.ready(0)
+    table.pass_time(10_000.0)
+    assert not table.got(0, "abort")
+    table.ready(1)
+    assert table.got(0, "go")
+
+
+def test_who_waits_for_a_node_in_its_own_code_is_told_now_and_then():
+    table = Table(3)
+    table.ready(0)
+    table.pass_time(61.0)
+    table.pass_time(1.0)
+    (note,) = table.got(0, "note")
+    assert "nodes 1, 2" in note["text"]
+    assert not table.got(1, "note")
+
+
+def test_a_seat_is_taken_once():
+    table = Table(3, join=False)
+    assert table.gang.may_join(1)
+    table.join(1)
+    assert not table.gang.may_join(1)
+    table.lost(1)
+    assert not table.gang.may_join(1)
+    assert not table.gang.may_join(3)
+    assert not table.gang.may_join(-1)
+
+
+# --- contradictions ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fact", "value", "named"),
+    [
+        ("torch", "2.5.1", "torch version"),
+        ("python", "3.10.1", "Python version"),
+        ("nproc", 4, "processes per node"),
+        ("digest", "xyz", "entrypoint and torchrun options"),
+        ("launch", 7, "launch number"),
+    ],
+)
+def test_a_contradiction_names_nodes_and_values_and_nothing_starts(fact, value, named):
+    table = Table(3)
+    table.ready(0)
+    table.ready(1)
+    table.ready(2, **{fact: value})
+    error = table.same_verdict()
+    assert isinstance(error, GangError)
+    assert named in str(error)
+    assert f"nodes 0, 1: {FACTS.get(fact, 0)}" in str(error)
+    assert f"node 2: {value}" in str(error)
+    assert not table.got(0, "go")
+
+
+def test_after_a_contradiction_the_nodes_may_try_again():
+    table = Table(2)
+    table.ready(0)
+    table.ready(1, nproc=9)
+    table.all_ready(launch=1)
+    assert len(table.got(0, "go")) == 1
+
+
+def test_a_pinned_port_that_is_taken_is_named_on_every_node():
+    table = Table(2, taken=[29500])
+    table.all_ready(master_port=29500)
+    error = table.same_verdict()
+    assert isinstance(error, GangError)
+    assert "Port 29500 is taken on the control node (host host-0)" in str(error)
+    assert "master_port" in str(error)
+
+
+# --- failures while it runs ------------------------------------------------------------------------
+
+
+def test_one_failure_stops_all_and_every_node_gets_the_same_verdict():
+    table = Table(3)
+    table.all_ready()
+    table.failed(1, crash(1))
+    assert all(len(table.got(node, "stop")) == 1 for node in range(3))
+    assert not table.got(0, "verdict")
+    table.ended(1, crash(1))
+    table.ended(0, ok=False)
+    table.ended(2, ok=False)
+    error = table.same_verdict()
+    assert isinstance(error, LaunchFailed)
+    assert "Rank 2 on node 1 (host host-1) failed with ValueError: loss is nan" in str(error)
+    assert error.cause["node"] == 1
+
+
+def test_stop_is_said_once_however_many_fail():
+    table = Table(3)
+    table.all_ready()
+    for node in range(3):
+        table.failed(node, crash(node))
+    assert len(table.got(0, "stop")) == 1
+
+
+def test_the_first_failure_counts_even_if_it_is_reported_last():
+    table = Table(2)
+    table.all_ready()
+    table.clock.now += 100
+    table.ended(0, crash(0, "KeyError: second"), age_s=1.0)
+    table.clock.now += 5
+    table.ended(1, crash(1, "ValueError: first"), age_s=20.0)
+    assert "ValueError: first" in str(table.same_verdict())
+
+
+def test_the_origin_beats_a_broken_connection_that_was_seen_earlier():
+    table = Table(2)
+    table.all_ready()
+    table.failed(0, crash(0, "RuntimeError: Connection closed by peer"))
+    table.clock.now += 1
+    table.ended(1, crash(1, "ValueError: origin"))
+    table.ended(0, crash(0, "RuntimeError: Connection closed by peer"), age_s=1.0)
+    assert "ValueError: origin" in str(table.same_verdict())
+
+
+def test_an_end_without_success_and_without_cause_is_still_a_failure():
+    table = Table(2)
+    table.all_ready()
+    table.ended(0, ok=False)
+    table.ended(1)
+    assert isinstance(table.same_verdict(), LaunchFailed)
+
+
+def test_a_silent_node_does_not_hold_up_the_verdict_for_ever():
+    table = Table(3)
+    table.all_ready()
+    table.ended(1, crash(1))
+    table.ended(0, ok=False)
+    table.pass_time(GRACE_S)
+    assert not table.got(0, "verdict")
+    table.pass_time(60.0)
+    error = table.same_verdict()
+    assert "loss is nan" in str(error)
+    assert "No word came from node 2" in str(error)
+
+
+def test_reports_after_the_verdict_change_nothing():
+    table = Table(2)
+    table.all_ready()
+    for node in (0, 1):
+        table.ended(node, crash(node))
+    before = {node: list(mail) for node, mail in table.mail.items()}
+    table.ended(1, crash(1, "another"))
+    table.failed(0, crash(0))
+    table.pass_time(1000.0)
+    assert table.mail == before
+
+
+def test_reports_of_another_launch_or_generation_are_ignored():
+    table = Table(2)
+    table.all_ready(max_restarts=1)
+    table.ended(0, crash(0), launch=5)
+    table.failed(0, crash(0), generation=3)
+    assert not table.got(0, "stop")
+
+
+def test_after_a_failure_the_nodes_may_launch_again():
+    table = Table(2)
+    table.all_ready()
+    for node in (0, 1):
+        table.ended(node, crash(1))
+    table.all_ready(launch=1)
+    assert len(table.got(0, "go")) == 2
+
+
+# --- lost and leaving nodes ------------------------------------------------------------------------
+
+
+def test_a_lost_node_stops_the_others_and_is_the_cause():
+    table = Table(3)
+    table.all_ready()
+    table.lost(2)
+    assert table.got(0, "stop")
+    table.ended(0, ok=False)
+    table.ended(1, crash(1, "RuntimeError: Connection reset by peer"))
+    error = table.same_verdict(0, 1)
+    assert "Node 2 (host host-2) failed: its task was killed by SIGKILL" in str(error)
+
+
+def test_a_node_lost_before_run_breaks_the_gang_wherever_the_others_are():
+    table = Table(3)
+    table.lost(1, "its task ended")
+    assert str(table.abort(0)) == str(table.abort(2))
+    assert isinstance(table.abort(0), LaunchFailed)
+    assert "outside of current.torch.run" in str(table.abort(0))
+
+
+def test_a_node_lost_while_others_wait_for_it_gives_one_verdict():
+    table = Table(3)
+    table.ready(0)
+    table.lost(1)
+    assert "Node 1 (host host-1) failed" in str(table.verdict(0))
+    assert str(table.abort(2)) == str(table.verdict(0))
+
+
+def test_a_node_that_never_joined_can_be_lost_too():
+    table = Table(2, join=False)
+    table.join(0)
+    table.lost(1, "its task ended at once, before it joined")
+    assert "before it joined" in str(table.abort(0))
+
+
+def test_a_node_that_left_is_not_lost_afterwards():
+    table = Table(2)
+    table.leave(1)
+    table.lost(1)
+    assert not table.got(0, "abort")
+
+
+def test_after_losing_a_node_no_launch_begins():
+    table = Table(2)
+    table.all_ready()
+    table.lost(1)
+    table.ended(0, ok=False)
+    table.ready(0, launch=1)
+    assert [verdict["launch"] for verdict in table.got(0, "verdict")] == [0, 1]
+    assert len(table.got(0, "go")) == 1
+
+
+def test_leaving_is_acknowledged_once():
+    table = Table(2)
+    table.leave(1)
+    table.leave(1)
+    assert len(table.got(1, "ack")) == 1
+
+
+def step_failure(node):
+    return Cause("step", node, f"host-{node}", exception="KeyError: 'x'", detail="Traceback (most recent call last):")
+
+
+def test_an_exception_in_the_steps_code_before_run_breaks_the_gang():
+    table = Table(3)
+    table.leave(1, step_failure(1))
+    for node in (0, 2):
+        assert "Node 1 (host host-1) failed with KeyError: 'x'" in str(table.abort(node))
+    assert table.got(1, "ack")
+    table.ready(0)
+    assert "KeyError: 'x'" in str(table.verdict(0))
+
+
+def test_an_exception_while_others_wait_is_their_verdict():
+    table = Table(3)
+    table.ready(0)
+    table.ready(2)
+    table.leave(1, step_failure(1))
+    assert "before launch 0 began" in str(table.same_verdict(0, 2))
+
+
+def test_an_exception_of_a_node_in_a_launch_stops_it():
+    table = Table(3)
+    table.all_ready()
+    table.leave(1, step_failure(1))
+    table.ended(0, ok=False)
+    table.ended(2, ok=False)
+    assert "KeyError: 'x'" in str(table.same_verdict(0, 2))
+
+
+def test_an_exception_after_the_last_launch_reaches_nodes_that_are_still_there():
+    table = Table(3)
+    table.all_ready()
+    for node in range(3):
+        table.ended(node)
+    table.leave(2)
+    table.leave(1, step_failure(1))
+    assert table.abort(0)
+    assert not table.got(2, "abort")
+
+
+def test_a_node_that_leaves_while_others_wait_called_run_less_often():
+    table = Table(3)
+    table.ready(0)
+    table.leave(2)
+    error = table.verdict(0)
+    assert isinstance(error, GangError)
+    assert "already ended on node 2" in str(error)
+    assert "same number of times" in str(error)
+
+
+def test_nodes_that_come_later_for_a_launch_that_can_not_begin_get_the_same_verdict():
+    table = Table(3)
+    table.ready(0)
+    table.leave(2)
+    table.ready(1)
+    assert table.same_verdict(0, 1)
+
+
+def test_when_the_control_node_leaves_the_others_hear_it():
+    table = Table(3)
+    table.leave(2)
+    assert not table.gang.is_empty
+    table.leave(0)
+    assert table.got(1, "bye")
+    assert not table.got(2, "bye")
+    table.leave(1)
+    assert table.gang.is_empty
+
+
+# --- restarts ------------------------------------------------------------------------------------
+
+
+def fail_everywhere(table, generation):
+    table.failed(1, crash(1), generation=generation)
+    for node in range(table.num_nodes):
+        table.ended(node, *([crash(1)] if node == 1 else []), ok=False, generation=generation)
+
+
+def test_a_failure_is_restarted_on_all_nodes_with_a_new_port_after_a_pause():
+    table = Table(3)
+    table.all_ready(max_restarts=2)
+    fail_everywhere(table, 0)
+    assert not table.got(0, "verdict")
+    (restart,) = table.got(2, "restart")
+    assert (restart["generation"], restart["of"]) == (1, 2)
+    assert "loss is nan" in restart["cause"]["exception"]
+    assert len(table.got(0, "go")) == 1
+    table.pass_time(restart["pause_s"] + 0.01)
+    goes = table.got(0, "go")
+    assert [go["generation"] for go in goes] == [0, 1]
+    assert goes[0]["port"] != goes[1]["port"]
+    for node in range(3):
+        table.ended(node, generation=1)
+    assert table.same_verdict() is None
+
+
+def test_restarts_end_and_the_last_failure_is_the_verdict():
+    table = Table(2)
+    table.all_ready(max_restarts=2)
+    for generation in range(3):
+        table.pass_time(100.0)
+        fail_everywhere(table, generation)
+    error = table.same_verdict()
+    assert "after 2 restarts" in str(error)
+
+
+def test_pauses_grow_and_stay_bounded():
+    table = Table(2)
+    table.all_ready(max_restarts=20)
+    for generation in range(20):
+        fail_everywhere(table, generation)
+        table.pass_time(1000.0)
+    pauses = [restart["pause_s"] for restart in table.got(0, "restart")]
+    assert pauses == sorted(pauses)
+    assert pauses[0] <= 2.0
+    assert pauses[-1] <= 60.0
+
+
+def test_an_end_of_the_generation_before_does_not_count_for_the_next():
+    table = Table(2)
+    table.all_ready(max_restarts=1)
+    fail_everywhere(table, 0)
+    table.pass_time(10.0)
+    table.ended(0, generation=0)
+    table.ended(1, generation=1)
+    assert not table.got(0, "verdict")
+    table.ended(0, generation=1)
+    assert table.same_verdict() is None
+
+
+def test_a_lost_node_is_no_reason_to_restart():
+    table = Table(2)
+    table.all_ready(max_restarts=3)
+    table.lost(1)
+    table.ended(0, ok=False)
+    assert table.verdict(0)
+    assert not table.got(0, "restart")
+
+
+def test_a_node_lost_in_the_pause_ends_the_launch():
+    table = Table(3)
+    table.all_ready(max_restarts=3)
+    fail_everywhere(table, 0)
+    table.lost(2)
+    assert table.same_verdict(0, 1)
+    table.pass_time(100.0)
+    assert len(table.got(0, "go")) == 1
+
+
+def test_a_timeout_is_no_reason_to_restart():
+    table = Table(2)
+    table.all_ready(max_restarts=3, timeout_s=5.0)
+    table.pass_time(5.1)
+    for node in (0, 1):
+        table.ended(node, ok=False)
+    assert isinstance(table.same_verdict(), LaunchTimeout)
+
+
+# --- time limits ---------------------------------------------------------------------------------
+
+
+def test_a_launch_that_takes_too_long_is_stopped_and_says_what_changes_that():
+    table = Table(2)
+    table.clock.now += 500
+    table.all_ready(timeout_s=60.0)
+    table.pass_time(59.0)
+    assert not table.got(0, "stop")
+    table.pass_time(1.5)
+    assert all(table.got(node, "stop") for node in (0, 1))
+    for node in (0, 1):
+        table.ended(node, ok=False)
+    error = table.same_verdict()
+    assert isinstance(error, LaunchTimeout)
+    assert "longer than 60 s" in str(error)
+    assert "timeout_s" in str(error)
+
+
+def test_the_time_limit_counts_all_generations_together():
+    table = Table(2)
+    table.all_ready(max_restarts=5, timeout_s=60.0)
+    table.pass_time(50.0)
+    fail_everywhere(table, 0)
+    table.pass_time(5.0)
+    table.pass_time(10.0)
+    assert len(table.got(0, "stop")) == 2
+
+
+# --- any order of anything -------------------------------------------------------------------------
+
+
+class AnyInterleaving(RuleBasedStateMachine):
+    """Nodes that behave, in any order, on a network that drops any of them at any time."""
+
+    @initialize(num_nodes=st.integers(1, 3), max_restarts=st.integers(0, 2))
+    def begin(self, num_nodes, max_restarts):
+        self.table = Table(num_nodes, started_timeout_s=50.0, join=False)
+        self.max_restarts = max_restarts
+        # A node: absent -> out (in its own code) <-> in (a launch) -> gone.
+        self.state = dict.fromkeys(range(num_nodes), "absent")
+        self.launches = dict.fromkeys(range(num_nodes), 0)  # as each node counts its calls
+        self.running = dict.fromkeys(range(num_nodes))  # generation whose agent runs
+        self.verdicts = {}  # launch -> node -> verdict
+        self.read = dict.fromkeys(range(num_nodes), 0)
+
+    def nodes(self, *states):
+        return [node for node, state in getattr(self, "state", {}).items() if state in states]
+
+    def read_mail(self):
+        """Let every node do what a supervisor does with its mail."""
+        for node, mail in self.table.mail.items():
+            while self.read[node] < len(mail):
+                message = mail[self.read[node]]
+                self.read[node] += 1
+                if self.state[node] == "gone":
+                    continue
+                if message["type"] == "go":
+                    assert self.state[node] == "in", "go for a node that did not ask for it"
+                    assert self.running[node] is None, "two generations at once"
+                    self.running[node] = message["generation"]
+                elif message["type"] == "verdict":
+                    self.note_verdict(node, message)
+                elif message["type"] == "abort":
+                    self.state[node] = "aborted"
+                    self.running[node] = None
+
+    def note_verdict(self, node, message):
+        number = self.launches[node]
+        got = self.verdicts.setdefault(number, {})
+        assert self.state[node] in ("in", "aborted"), "a verdict for a node that is in no launch"
+        assert node not in got, "a second verdict for one launch"
+        assert message["launch"] == number, "a verdict for another launch"
+        got[node] = message["error"]
+        if self.state[node] == "in":
+            self.state[node], self.running[node] = "out", None
+            self.launches[node] += 1
+
+    @precondition(lambda self: self.nodes("absent"))
+    @rule(data=st.data())
+    def join(self, data):
+        node = data.draw(st.sampled_from(self.nodes("absent")))
+        assert self.table.gang.may_join(node)
+        self.state[node] = "out"
+        self.table.join(node)
+
+    @precondition(lambda self: self.nodes("out"))
+    @rule(data=st.data(), odd=st.booleans())
+    def ready(self, data, odd):
+        node = data.draw(st.sampled_from(self.nodes("out")))
+        self.state[node] = "in"
+        facts = {"torch": "2.5.1"} if odd and node == 1 else {}
+        self.table.ready(node, self.launches[node], max_restarts=self.max_restarts, timeout_s=40.0, **facts)
+
+    @precondition(lambda self: self.busy())
+    @rule(data=st.data(), how=st.sampled_from(["ok", "crash", "stopped"]))
+    def end(self, data, how):
+        node = data.draw(st.sampled_from(self.busy()))
+        generation, self.running[node] = self.running[node], None
+        causes = [crash(node)] if how == "crash" else []
+        self.table.ended(node, *causes, ok=how == "ok", launch=self.launches[node], generation=generation)
+
+    @precondition(lambda self: self.busy())
+    @rule(data=st.data())
+    def fail(self, data):
+        node = data.draw(st.sampled_from(self.busy()))
+        self.table.failed(node, crash(node), launch=self.launches[node], generation=self.running[node])
+
+    @precondition(lambda self: self.nodes("absent", "out", "in", "aborted"))
+    @rule(data=st.data())
+    def lose(self, data):
+        node = data.draw(st.sampled_from(self.nodes("absent", "out", "in", "aborted")))
+        if node != 0:
+            self.state[node] = "gone"
+            self.table.lost(node)
+
+    @precondition(lambda self: self.nodes("out", "aborted"))
+    @rule(data=st.data(), badly=st.booleans())
+    def leave(self, data, badly):
+        node = data.draw(st.sampled_from(self.nodes("out", "aborted")))
+        if node != 0 or len(self.nodes("out", "in", "absent")) == 1:  # without its host there is no gang
+            self.state[node] = "gone"
+            self.table.leave(node, step_failure(node) if badly else None)
+
+    @rule(seconds=st.sampled_from([0.1, 3.0, 45.0, 100.0]))
+    def tick(self, seconds):
+        self.table.pass_time(seconds)
+
+    def busy(self):
+        return [node for node in self.nodes("in") if self.running[node] is not None]
+
+    @invariant()
+    def all_verdicts_of_a_launch_are_equal(self):
+        if hasattr(self, "table"):
+            self.read_mail()
+            for got in self.verdicts.values():
+                assert len({repr(error) for error in got.values()}) <= 1, got
+
+    def teardown(self):
+        """Whatever happened, once all nodes are gone or done the rest gets an answer in bounded time."""
+        if not hasattr(self, "table"):
+            return
+        self.read_mail()
+        for node in self.nodes("absent", "out"):
+            if node != 0:
+                self.state[node] = "gone"
+                self.table.lost(node)
+        self.read_mail()
+        for _ in range(2 * (self.max_restarts + 2)):
+            for node in self.busy():
+                generation, self.running[node] = self.running[node], None
+                self.table.ended(node, ok=False, launch=self.launches[node], generation=generation)
+            self.table.pass_time(200.0)
+            self.read_mail()
+        stuck = self.nodes("in")
+        assert not stuck or (self.state[0] == "out" and len(self.state) > 1), f"no answer for {stuck}"
+        self.all_verdicts_of_a_launch_are_equal()
+        assert math.isfinite(self.table.clock.now)
+
+
+TestAnyInterleaving = AnyInterleaving.TestCase
+TestAnyInterleaving.settings = hypothesis_settings(max_examples=150, stateful_step_count=30, deadline=None)

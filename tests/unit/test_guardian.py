@@ -1,0 +1,431 @@
+"""Real process trees: started, watched, stopped to the last grandchild, whatever dies."""
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import psutil
+import pytest
+from unit_helpers import eventually, is_running, write
+
+from metaflow_extensions.torchrun.plugins.torchrun import guardian
+from metaflow_extensions.torchrun.plugins.torchrun.process import AgentProcess
+
+PYTHON = [sys.executable, "-I", "-S"]
+
+# Does what torchrun's agent does: workers in sessions of their own, told who they are; waits for all.
+# With "exit" it goes as soon as they are ready; with "hang" it never does, not even after its workers or on SIGTERM.
+AGENT = """
+import os, signal, subprocess, sys, time
+worker, count, how = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+if how == "hang":
+    signal.signal(signal.SIGTERM, lambda *_: None)
+workers = [
+    subprocess.Popen([sys.executable, "-I", "-S", worker], start_new_session=True,
+                     env={**os.environ, "RANK": str(10 + i), "LOCAL_RANK": str(i)})
+    for i in range(count)
+]
+notes = os.environ["NOTES"]
+open(os.path.join(notes, "agent.pid"), "w").write(str(os.getpid()))
+while how == "exit" and not all(os.path.exists(os.path.join(notes, f"{i}.pid")) for i in range(count)):
+    time.sleep(0.01)
+codes = [] if how == "exit" else [w.wait() for w in workers]
+while how == "hang":
+    time.sleep(60)
+sys.exit(1 if any(codes) else 0)
+"""
+
+# Every worker notes its pid, and that it is ready, in one step.
+NOTE = """
+import os, signal, subprocess, sys, time
+notes, rank = os.environ["NOTES"], os.environ.get("LOCAL_RANK")
+def note(name, text=""):
+    path = os.path.join(notes, name)
+    with open(path + ".part", "w") as file:
+        file.write(str(text))
+    os.replace(path + ".part", path)
+def ready():
+    note(f"{rank}.pid", os.getpid())
+def forever():
+    while True:
+        time.sleep(60)
+"""
+
+ENDLESS = NOTE + "ready(); forever()"
+STUBBORN = NOTE + "signal.signal(signal.SIGTERM, signal.SIG_IGN); ready(); forever()"
+COUNTING = NOTE + """
+got = []
+signal.signal(signal.SIGTERM, lambda *_: got.append(1))
+ready()
+while not got:
+    signal.pause()
+limit = time.monotonic() + 0.4  # time for a second one to arrive
+while time.monotonic() < limit:
+    time.sleep(0.05)
+note(f"{rank}.count", len(got))
+"""
+# A grandchild that forks twice and opens a session of its own, and one that keeps its parent.
+FAMILY = NOTE + """
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        note(f"{rank}.detached.pid", os.getpid())
+        forever()
+    os._exit(0)
+child = subprocess.Popen([sys.executable, "-I", "-S", "-c", "import time; time.sleep(600)"], start_new_session=True)
+note(f"{rank}.child.pid", child.pid)
+while not os.path.exists(os.path.join(notes, f"{rank}.detached.pid")):
+    time.sleep(0.01)
+ready()
+"""
+
+
+class Tree:
+    """One agent under its guardian."""
+
+    def __init__(self, root, worker, count=2, how="wait", grace_s=5.0, command=None, cwd=None):
+        self.root, self.count = root, count
+        agent = write(root / "an agent's script.py", AGENT)
+        script = write(root / "wörker & co.py", worker)
+        self.logs = {stream: str(write(root / f"agent.{stream}", "")) for stream in ("stdout", "stderr")}
+        env = {**os.environ, "NOTES": str(root)}
+        for name in ("RANK", "LOCAL_RANK"):
+            env.pop(name, None)
+        self.events = queue.SimpleQueue()
+        self.seen = []
+        command = command or [*PYTHON, str(agent), str(script), str(count), how]
+        self.process = AgentProcess(command, env, self.logs, grace_s, self.events.put, count, cwd)
+        self.started_at = time.monotonic()
+        self.process.start()
+
+    def expect(self, kind, deadline_s=20.0):
+        deadline = time.monotonic() + deadline_s
+        while True:
+            event = self.events.get(timeout=max(0.01, deadline - time.monotonic()))
+            self.seen.append(event)
+            if event["event"] == kind:
+                return event
+
+    def await_pids(self, *names):
+        """Return the pids that the scripts have noted."""
+        names = names or [f"{rank}.pid" for rank in range(self.count)]
+        paths = [self.root / name for name in names]
+        eventually(lambda: all(path.exists() for path in paths), f"{names}", 20.0)
+        return [int(path.read_text()) for path in paths]
+
+    def await_workers(self):
+        """Wait until the workers run and the guardian knows them; return their pids by local rank."""
+        pids = self.await_pids()
+        known = {}
+        while len(known) < self.count:
+            event = self.expect("worker")
+            known[event["local_rank"]] = event["pid"]
+        assert [known[rank] for rank in range(self.count)] == pids
+        return pids
+
+    def agent_pid(self):
+        return next((e for e in self.seen if e["event"] == "agent"), None)["pid"]
+
+    def ends(self):
+        return {event["local_rank"]: event for event in self.seen if event["event"] == "worker_end"}
+
+    def noted_pids(self):
+        return [int(path.read_text()) for path in self.root.glob("*.pid")]
+
+    def assert_gone(self):
+        pids = self.noted_pids()
+        eventually(lambda: not [pid for pid in pids if is_running(pid)], "the end of all processes", 5.0)
+
+
+@pytest.fixture
+def tree(tmp_path):
+    made = []
+
+    def start(worker=ENDLESS, **options):
+        made.append(Tree(tmp_path, worker, **options))
+        return made[-1]
+
+    yield start
+    for one in made:
+        one.process.close(0.0)
+        left = [pid for pid in one.noted_pids() if is_running(pid)]
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+        assert not left, "left running"
+
+
+# --- the tree ends by itself -----------------------------------------------------------------------
+
+
+def test_a_normal_end_is_reported_for_agent_and_workers(tree):
+    one = tree(NOTE + "ready(); time.sleep(0.3)", count=3)
+    end = one.expect("end")
+    assert (end["status"], end["error"], end["left"]) == (0, None, [])
+    assert {rank: event["status"] for rank, event in one.ends().items()} == {0: 0, 1: 0, 2: 0}
+    assert {rank: event["rank"] for rank, event in one.ends().items()} == {0: 10, 1: 11, 2: 12}
+    assert "stopping" not in [event["event"] for event in one.seen]
+
+
+def test_a_workers_exit_code_is_seen_before_the_agent_ends(tree):
+    one = tree(NOTE + "ready(); time.sleep(0.3 if rank == '1' else 600); sys.exit(7)", how="hang")
+    event = one.expect("worker_end")
+    assert (event["local_rank"], event["rank"], event["status"], event["stopped"]) == (1, 11, 7, False)
+    assert is_running(one.agent_pid())
+    one.process.stop(5.0)
+    one.expect("end")
+
+
+def test_a_killed_workers_signal_is_seen_at_once(tree):
+    one = tree(how="hang")
+    pids = one.await_workers()
+    killed_at = time.monotonic()
+    os.kill(pids[0], signal.SIGKILL)
+    event = one.expect("worker_end")
+    assert (event["local_rank"], event["status"], event["stopped"]) == (0, -signal.SIGKILL, False)
+    assert event["t"] - killed_at < 1.0
+    one.process.stop(5.0)
+    one.expect("end")
+
+
+def test_a_failing_agent_is_reported_with_its_code(tree):
+    one = tree(NOTE + "ready(); time.sleep(0.3); sys.exit(3)", count=1)
+    assert one.expect("agent_end")["status"] == 1
+    assert one.expect("end")["status"] == 1
+
+
+def test_what_the_workers_left_behind_is_stopped_and_named(tree):
+    one = tree(FAMILY, count=1)
+    end = one.expect("end")
+    left = "\n".join(end["left"])
+    for pid in one.await_pids("0.child.pid", "0.detached.pid"):
+        assert str(pid) in left
+    assert end["status"] == 0
+    one.assert_gone()
+
+
+def test_an_agent_that_forgets_its_workers_does_not_leave_them(tree):
+    one = tree(how="exit")
+    one.await_pids()
+    assert one.expect("end")["status"] == 0
+    one.assert_gone()
+
+
+def test_the_agents_output_goes_to_its_files(tree, tmp_path):
+    script = "import sys; print('größe'); print('oops', file=sys.stderr)"
+    one = tree(command=[sys.executable, "-X", "utf8", "-c", script])
+    one.expect("end")
+    assert (tmp_path / "agent.stdout").read_text(encoding="utf-8") == "größe\n"
+    assert (tmp_path / "agent.stderr").read_text(encoding="utf-8") == "oops\n"
+
+
+def test_arguments_and_folder_reach_the_agent_unharmed(tree, tmp_path):
+    folder = tmp_path / "a folder's $HOME"
+    folder.mkdir()
+    words = ["--grace", "--", "-x", "two words", 'q"', "$HOME", "", "größe\n"]
+    script = "import json, os, sys; print(json.dumps([os.getcwd(), *sys.argv[1:]]))"
+    one = tree(command=[*PYTHON, "-c", script, *words], cwd=str(folder))
+    one.expect("end")
+    assert json.loads((tmp_path / "agent.stdout").read_text()) == [str(folder), *words]
+
+
+@pytest.mark.parametrize("missing", ["/no such/python", "nowhere-to-be-found"])
+def test_a_command_that_does_not_exist_is_an_end_with_an_error(missing, tree):
+    end = tree(command=[missing, "x"]).expect("end")
+    assert end["status"] is None
+    assert "could not be started" in end["error"]
+    assert missing in end["error"]
+
+
+def test_a_folder_that_does_not_exist_is_an_end_with_an_error(tree, tmp_path):
+    assert "could not be started" in tree(cwd=str(tmp_path / "gone")).expect("end")["error"]
+
+
+# --- stopping --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["wait", "hang"])
+def test_every_worker_gets_sigterm_exactly_once_and_may_end_in_its_own_way(how, tree, tmp_path):
+    one = tree(COUNTING, count=3, how=how)
+    one.await_workers()
+    one.process.stop(10.0)
+    one.process.stop(10.0)
+    one.expect("end")
+    assert [(tmp_path / f"{rank}.count").read_text() for rank in range(3)] == ["1", "1", "1"]
+    assert {rank: event["status"] for rank, event in one.ends().items()} == {0: 0, 1: 0, 2: 0}
+    assert all(event["stopped"] for event in one.ends().values())
+    assert time.monotonic() - one.started_at < 9.0  # it does not sit out the grace
+
+
+def test_workers_that_obey_are_reported_as_stopped_by_sigterm(tree):
+    one = tree(how="hang")
+    one.await_workers()
+    one.process.stop(10.0)
+    one.expect("end")
+    assert {(e["status"], e["stopped"]) for e in one.ends().values()} == {(-signal.SIGTERM, True)}
+    one.assert_gone()
+
+
+@pytest.mark.parametrize("how", ["wait", "hang"])
+def test_a_worker_that_ignores_sigterm_is_killed_after_the_grace(how, tree):
+    one = tree(STUBBORN, how=how)
+    one.await_workers()
+    begun = time.monotonic()
+    one.process.stop(0.5)
+    one.expect("end")
+    assert 0.5 <= time.monotonic() - begun < 5.0
+    assert {event["status"] for event in one.ends().values()} == {-signal.SIGKILL}
+    one.assert_gone()
+
+
+def test_a_worker_that_is_halted_is_stopped_too(tree):
+    one = tree(how="hang")
+    pids = one.await_workers()
+    os.kill(pids[0], signal.SIGSTOP)
+    begun = time.monotonic()
+    one.process.stop(20.0)
+    one.expect("end")
+    assert time.monotonic() - begun < 10.0
+    one.assert_gone()
+
+
+def test_grandchildren_that_detached_themselves_are_found(tree):
+    one = tree(FAMILY + "forever()", count=2, how="hang")
+    one.await_workers()
+    one.await_pids("0.child.pid", "0.detached.pid", "1.child.pid", "1.detached.pid")
+    one.process.stop(0.3)
+    one.expect("end")
+    assert len(one.noted_pids()) == 7
+    one.assert_gone()
+
+
+def test_stop_before_the_workers_appear_leaves_nothing(tree):
+    one = tree()
+    one.process.stop(1.0)
+    one.expect("end")
+    one.assert_gone()
+
+
+def test_close_waits_for_the_end_and_may_be_called_again(tree):
+    one = tree(STUBBORN)
+    one.await_workers()
+    one.process.close(0.1)
+    one.assert_gone()
+    one.process.close(0.1)
+    one.process.stop(0.1)
+
+
+def test_a_process_that_was_never_started_can_be_closed(tmp_path):
+    logs = {stream: str(tmp_path / stream) for stream in ("stdout", "stderr")}
+    never = AgentProcess(["true"], {}, logs, 1.0, print, 1)
+    never.stop(1.0)
+    never.close(1.0)
+
+
+# --- sudden deaths -----------------------------------------------------------------------------------
+
+
+def test_workers_of_a_killed_agent_are_stopped(tree):
+    one = tree()
+    one.await_workers()
+    os.kill(one.agent_pid(), signal.SIGKILL)
+    assert one.expect("agent_end")["status"] == -signal.SIGKILL
+    assert one.expect("end")["status"] == -signal.SIGKILL
+    assert {event["status"] for event in one.ends().values()} == {-signal.SIGTERM}
+    one.assert_gone()
+
+
+@pytest.mark.parametrize("worker", [ENDLESS, STUBBORN], ids=["obedient", "stubborn"])
+def test_when_the_guardian_is_killed_the_task_cleans_up_and_says_so(worker, tree):
+    one = tree(worker, how="hang", grace_s=0.5)
+    one.await_workers()
+    one.process._guardian.kill()
+    end = one.expect("end")
+    assert end["status"] is None
+    assert "guardian process was killed (-9)" in end["error"]
+    one.assert_gone()
+
+
+TASK = """
+import os, sys, time
+sys.path[:0] = {path!r}
+from metaflow_extensions.torchrun.plugins.torchrun.process import AgentProcess
+root, grace, command = sys.argv[1], float(sys.argv[2]), sys.argv[3:]
+logs = {{stream: os.path.join(root, "agent." + stream) for stream in ("stdout", "stderr")}}
+task = AgentProcess(command, {{**os.environ, "NOTES": root}}, logs, grace, lambda event: None, 2)
+task.start()
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize(
+    ("worker", "grace_s"), [(ENDLESS, 20.0), (STUBBORN, 0.5), (FAMILY + "forever()", 0.5)], ids=["calm", "stubborn", "family"]
+)
+def test_when_the_task_is_killed_nothing_of_it_stays(worker, grace_s, tmp_path):
+    agent, script = write(tmp_path / "agent.py", AGENT), write(tmp_path / "worker.py", worker)
+    command = [*PYTHON, str(agent), str(script), "2", "hang"]
+    code = TASK.format(path=[path for path in sys.path if path])
+    task = subprocess.Popen([sys.executable, "-c", code, str(tmp_path), str(grace_s), *command])
+    try:
+        notes = [tmp_path / name for name in ("0.pid", "1.pid", "agent.pid")]
+        eventually(lambda: all(note.exists() for note in notes), "the workers", 20.0)
+        tree = {child.pid for child in psutil.Process(task.pid).children(recursive=True)}
+        tree |= {int(path.read_text()) for path in tmp_path.glob("*.pid")}
+        assert len(tree) >= 4  # guardian, agent, two workers
+    finally:
+        task.kill()
+        task.wait()
+    eventually(lambda: not [pid for pid in tree if is_running(pid)], "the end of everything", 10.0)
+
+
+# --- the process table -------------------------------------------------------------------------------
+
+
+def test_living_descendants_are_all_and_only_the_living():
+    script = "import subprocess, sys; print(subprocess.Popen(['sleep', '600']).pid, flush=True); sys.stdin.read()"
+    with subprocess.Popen([*PYTHON, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        grandchild = int(child.stdout.readline())
+        assert {child.pid, grandchild} <= set(guardian.living_descendants(os.getpid()))
+        assert guardian.living_descendants(child.pid) == [grandchild]
+        os.kill(grandchild, signal.SIGKILL)  # a zombie now: its parent does not look
+        eventually(lambda: guardian.living_descendants(child.pid) == [], "the grandchild's end")
+        child.kill()
+
+
+def test_a_command_with_odd_characters_in_its_name_is_read(tmp_path):
+    odd = tmp_path / "a) Z (b"
+    odd.symlink_to("/bin/sleep")
+    with subprocess.Popen([str(odd), "600"]) as child:
+        eventually(lambda: child.pid in guardian.living_descendants(os.getpid()))
+        child.kill()
+
+
+def test_children_are_found_by_their_environment():
+    env = {**os.environ, "MF_PARALLEL_NODE_INDEX": "3"}
+    with subprocess.Popen(["sleep", "600"], env=env) as marked, subprocess.Popen(["sleep", "600"]) as other:
+        found = eventually(lambda: guardian.children_with_environment("MF_PARALLEL_NODE_INDEX"))
+        assert found == {marked.pid: "3"}
+        for child in (marked, other):
+            child.kill()
+
+
+def test_await_or_kill_waits_for_those_that_end_and_kills_those_that_do_not():
+    quick, slow = subprocess.Popen(["sleep", "0.2"]), subprocess.Popen(["sleep", "600"])
+    reapers = [threading.Thread(target=child.wait) for child in (quick, slow)]
+    for reaper in reapers:
+        reaper.start()
+    guardian.await_or_kill({quick.pid, slow.pid}, 1.0)
+    for reaper in reapers:
+        reaper.join(10.0)
+    assert (quick.returncode, slow.returncode) == (0, -signal.SIGKILL)
+
+
+def test_the_guardian_needs_nothing_but_the_standard_library():
+    done = subprocess.run([*PYTHON, guardian.__file__], capture_output=True, text=True, check=False, cwd="/")
+    assert done.returncode == 2
+    assert "usage: guardian" in done.stderr

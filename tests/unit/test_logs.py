@@ -1,0 +1,291 @@
+"""Output is complete, in order, labelled, live, and does not fill the memory."""
+
+import io
+import os
+import re
+import subprocess
+import sys
+import threading
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from unit_helpers import eventually, write
+
+from metaflow_extensions.torchrun.plugins.torchrun import logs, supervisor
+from metaflow_extensions.torchrun.plugins.torchrun.logs import LineSplitter, LogFollower, worker_folder, worker_logs
+
+
+def lines_of(*pieces):
+    splitter = LineSplitter()
+    fed = [line for piece in pieces for line in splitter.feed(piece)]
+    return [*fed, *splitter.feed(b"", final=True)]
+
+
+def cut(data, places):
+    edges = [0, *sorted(place % (len(data) + 1) for place in places), len(data)]
+    return [data[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+
+
+NASTY = st.lists(
+    st.one_of(
+        st.sampled_from(
+            [b"\n", b"\r", b"\r\n", b"\n\r", b"\r\r\n", b"a", b"bar", "größe".encode(), "🙂".encode(), b"\xff"]
+        ),
+        st.binary(max_size=6),
+    ),
+    max_size=20,
+).map(b"".join)
+
+
+# --- splitting -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("data", "lines"),
+    [
+        (b"", []),
+        (b"one\ntwo\n", ["one", "two"]),
+        (b"no end", ["no end"]),
+        (b"\n\n", ["", ""]),
+        (b"dos\r\nlines\r\n\r\n", ["dos", "lines", ""]),
+        (b"10%\r50%\r100%\n", ["10%", "50%", "100%"]),
+        (b"\r10%\r20%\n", ["10%", "20%"]),
+        (b"a\x00b\x1b[31mred\n", ["a\x00b\x1b[31mred"]),
+        (b"bad \xff\xfe bytes\n", ["bad \ufffd\ufffd bytes"]),
+        ("cut 🙂"[:-1].encode() + b"\xf0\x9f", ["cut \ufffd"]),
+        ("größe 模型 🙂\n".encode(), ["größe 模型 🙂"]),
+        (b"form\x0cfeed\x0bvt\x85\n", ["form\x0cfeed\x0bvt\ufffd"]),
+        ("a\u2028b\n".encode(), ["a\u2028b"]),
+    ],
+)
+def test_bytes_become_lines(data, lines):
+    assert lines_of(data) == lines
+    assert lines_of(*(bytes([byte]) for byte in data)) == lines
+
+
+@given(NASTY, st.lists(st.integers(0, 200), max_size=6))
+def test_a_cut_anywhere_changes_nothing(data, places):
+    assert lines_of(*cut(data, places)) == lines_of(data)
+
+
+@given(NASTY, st.lists(st.integers(0, 200), max_size=6))
+def test_nothing_is_lost_but_line_ends(data, places):
+    text = data.decode("utf-8", errors="replace")
+    assert "".join(lines_of(*cut(data, places))) == re.sub(r"[\r\n]", "", text)
+
+
+@given(NASTY.map(lambda data: data.replace(b"\r", b"")), st.lists(st.integers(0, 200), max_size=6))
+def test_without_returns_lines_are_those_between_newlines(data, places):
+    expected = data.decode("utf-8", errors="replace").split("\n")
+    assert lines_of(*cut(data, places)) == (expected if expected[-1] else expected[:-1])
+
+
+def test_a_windows_line_end_across_a_cut_is_one_line_end():
+    assert lines_of(b"a\r", b"\nb\r", b"", b"\n\r\n") == ["a", "b", ""]
+
+
+def test_a_long_line_comes_in_bounded_pieces_and_loses_nothing(monkeypatch):
+    monkeypatch.setattr(logs, "MAX_LINE_CHARS", 10)
+    pieces = lines_of(b"x" * 7, b"y" * 7, b"z" * 27, b"\nend\n")
+    assert "".join(pieces) == "x" * 7 + "y" * 7 + "z" * 27 + "end"
+    assert all(len(piece) <= 10 for piece in pieces)
+    assert pieces[-1] == "end"
+
+
+def test_a_line_of_exactly_the_longest_length_gets_no_empty_line_after_it(monkeypatch):
+    monkeypatch.setattr(logs, "MAX_LINE_CHARS", 10)
+    assert lines_of(b"x" * 10, b"\nend\n") == ["x" * 10, "end"]
+
+
+def test_a_line_that_never_ends_is_shown_before_it_fills_the_memory():
+    splitter = LineSplitter()
+    shown = sum(len(line) for _ in range(40) for line in splitter.feed(b"x" * 100_000))
+    assert shown >= 3_000_000
+
+
+# --- following files -------------------------------------------------------------------------------
+
+
+class Screen:
+    """Collects what a follower writes."""
+
+    def __init__(self):
+        self.streams = {"stdout": "", "stderr": ""}
+        self.writes = []
+        self._lock = threading.Lock()
+
+    def write(self, stream, text):
+        with self._lock:
+            assert text.endswith("\n")
+            self.writes.append(text)
+            self.streams[stream] += text
+
+    def lines(self, stream, label):
+        return [line[len(label) :] for line in self.streams[stream].split("\n") if line.startswith(label)]
+
+
+@pytest.fixture
+def follow(tmp_path):
+    """Return a function that starts a follower in the layout of torchrun's log folder."""
+    screen = Screen()
+    started = []
+
+    def start(label=lambda rank: f"[rank {rank}] "):
+        agent = {stream: str(write(tmp_path / f"agent.{stream}", "")) for stream in ("stdout", "stderr")}
+        follower = LogFollower(str(tmp_path), agent, label, "[agent] ", screen.write)
+        follower.start()
+        started.append(follower)
+        return follower, screen
+
+    yield start
+    for follower in started:
+        follower.finish()
+
+
+def worker_file(root, rank, stream, attempt=0):
+    return root / "launch0-0_x8 [odd]" / f"attempt_{attempt}" / str(rank) / f"{stream}.log"
+
+
+WRITER = """
+import sys
+out, err = open(sys.argv[1], "ab", 0), open(sys.argv[2], "ab", 0)
+for i in range(2000):
+    out.write(b"out %d gr\\xc3\\xb6\\xc3" % i)   # cut inside of a character
+    out.write(b"\\x9fe\\n")
+    if i % 2:
+        err.write(b"err %d \\xff\\r\\n" % i)
+out.write(b"last words")
+"""
+
+
+def test_a_real_writer_is_followed_in_order_to_its_last_byte(follow, tmp_path):
+    follower, screen = follow()
+    paths = {rank: [write(worker_file(tmp_path, rank, s), "") for s in ("stdout", "stderr")] for rank in (0, 1)}
+    writers = [subprocess.Popen([sys.executable, "-I", "-S", "-c", WRITER, *map(str, p)]) for p in paths.values()]
+    for writer in writers:
+        assert writer.wait(30) == 0
+    follower.finish()
+    for rank in (0, 1):
+        label = f"[rank {rank}] "
+        assert screen.lines("stdout", label) == [f"out {i} größe" for i in range(2000)] + ["last words"]
+        assert screen.lines("stderr", label) == [f"err {i} \ufffd" for i in range(1, 2000, 2)]
+
+
+def test_lines_are_shown_while_the_writer_lives(follow, tmp_path):
+    _, screen = follow()
+    path = write(worker_file(tmp_path, 3, "stderr"), "")
+    with open(path, "ab", 0) as file:
+        for number in range(3):
+            file.write(b"line %d\n" % number)
+            eventually(lambda n=number: f"[rank 3] line {n}\n" in screen.streams["stderr"], "the line", 2.0)
+    assert screen.streams["stdout"] == ""
+
+
+def test_an_unfinished_line_waits_for_its_end(follow, tmp_path):
+    follower, screen = follow()
+    path = write(worker_file(tmp_path, 0, "stdout"), "whole\nhalf")
+    eventually(lambda: "whole" in screen.streams["stdout"])
+    with open(path, "ab", 0) as file:
+        file.write(b" and half\n")
+    eventually(lambda: "and half" in screen.streams["stdout"])
+    follower.finish()
+    assert screen.lines("stdout", "[rank 0] ") == ["whole", "half and half"]
+
+
+def test_the_agents_own_words_have_their_own_label(follow, tmp_path):
+    follower, screen = follow()
+    write(tmp_path / "agent.stderr", "a warning\n")
+    follower.finish()
+    assert screen.streams == {"stdout": "", "stderr": "[agent] a warning\n"}
+
+
+def test_ranks_without_label_are_hidden(follow, tmp_path):
+    follower, screen = follow(lambda rank: None if rank == 0 else f"[rank {rank}] ")
+    for rank in (0, 1):
+        write(worker_file(tmp_path, rank, "stdout"), f"from {rank}\n")
+    follower.finish()
+    assert screen.streams["stdout"] == "[rank 1] from 1\n"
+
+
+def test_what_exists_before_finish_is_shown_even_without_a_single_poll(tmp_path):
+    screen = Screen()
+    agent = {stream: str(write(tmp_path / f"agent.{stream}", "")) for stream in ("stdout", "stderr")}
+    follower = LogFollower(str(tmp_path), agent, lambda rank: f"[rank {rank}] ", "", screen.write)
+    write(worker_file(tmp_path, 0, "stdout"), "late")
+    follower._stop.set()
+    follower.start()
+    follower.finish()
+    assert screen.streams["stdout"] == "[rank 0] late\n"
+
+
+def test_only_workers_logs_are_taken_for_workers_logs(tmp_path):
+    for name in ("stdout.log", "stderr.log"):
+        write(tmp_path / "run_x" / "attempt_0" / "11" / name, "")
+    for name in ("0/error.json", "0/stdfoo.log", "tmp/stdout.log"):
+        write(tmp_path / "run_x" / "attempt_0" / name, "")
+    assert [(rank, stream) for _, rank, stream in worker_logs(str(tmp_path))] == [(11, "stderr"), (11, "stdout")]
+
+
+def test_a_log_folder_with_glob_characters_is_no_pattern(tmp_path):
+    root = tmp_path / "a[b]*c"
+    write(worker_file(root, 0, "stdout"), "")
+    assert len(list(worker_logs(str(root)))) == 1
+    assert os.path.isdir(worker_folder(str(root), 0))
+
+
+def test_a_worker_without_folder_has_one_that_does_not_exist(tmp_path):
+    assert not os.path.exists(worker_folder(str(tmp_path), 0))
+
+
+MEASURE = """
+import os, resource, sys, threading
+from {package}.logs import LogFollower
+
+path, line = sys.argv[1] + "/run/attempt_0/0/stdout.log", eval(sys.argv[2])
+os.makedirs(os.path.dirname(path))
+seen = 0
+def count(stream, text):
+    global seen
+    seen += len(text.replace("\\n", ""))
+follower = LogFollower(sys.argv[1], {{}}, lambda rank: "", "", count)
+follower.start()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+block = line * (1_000_000 // len(line))
+with open(path, "ab", 0) as file:
+    for _ in range(30):
+        file.write(block)
+follower.finish()
+print(seen, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+@pytest.mark.parametrize(
+    "line", [b"x" * 99 + b"\n", b"x" * 100, b"\r" + b"x" * 99], ids=["lines", "one line", "progress"]
+)
+def test_thirty_megabytes_do_not_fill_the_memory(line, tmp_path):
+    script = MEASURE.format(package="metaflow_extensions.torchrun.plugins.torchrun")
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path / "logs"), repr(line)], capture_output=True, text=True, check=True
+    )
+    seen, grown_kb = map(int, done.stdout.split())
+    assert seen == 30 * (1_000_000 // len(line)) * len(line.strip())
+    assert grown_kb < 20_000
+
+
+# --- the last step: to the task's own streams ------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_output_goes_to_the_stream_of_its_name_at_once(stream, capfd):
+    supervisor.write_output(stream, "[rank 0] größe\n")
+    captured = capfd.readouterr()
+    assert getattr(captured, "out" if stream == "stdout" else "err") == "[rank 0] größe\n"
+
+
+def test_a_task_whose_stdout_is_not_unicode_still_shows_every_line(monkeypatch):
+    narrow = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", narrow)
+    supervisor.write_output("stdout", "[rank 0] größe \ufffd\n")
+    narrow.seek(0)
+    assert narrow.buffer.getvalue().startswith(b"[rank 0] gr")

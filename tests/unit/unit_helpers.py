@@ -1,0 +1,62 @@
+"""What several unit tests need."""
+
+import os
+import time
+from pathlib import Path
+
+import psutil
+
+PACKAGE = "metaflow_extensions.torchrun.plugins.torchrun"
+
+# Names and texts that a shell, a template or a careless join would damage.
+HOSTILE = [
+    "plain",
+    "two words",
+    "it's",
+    'say "hi"',
+    "back\\slash\\",
+    "line\nbreak",
+    "tab\there",
+    "größe 模型 🙂",
+    "--leading",
+    "-x",
+    "$HOME",
+    "$$",
+    "${local_rank}",
+    "$local_rank",
+    "$",
+    "100%$",
+    "`id`",
+    "*",
+    "a;b&c|d",
+    "#comment",
+    "~",
+    " ",
+    "",
+]
+
+
+def eventually(done, what="it", deadline_s=10.0):
+    """Return the first true value of `done()`; fail if there is none in time."""
+    deadline = time.monotonic() + deadline_s
+    while True:
+        value = done()
+        if value:
+            return value
+        assert time.monotonic() < deadline, f"{what} did not happen within {deadline_s} s"
+        time.sleep(0.01)
+
+
+def is_running(pid: int) -> bool:
+    """Tell whether a process lives; the dead that nobody has reaped do not count."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def write(path: Path, text: str) -> Path:
+    """Write a file, folders included."""
+    os.makedirs(path.parent, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    return path
