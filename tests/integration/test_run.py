@@ -92,6 +92,8 @@ def test_the_printed_command_can_be_pasted(run_flow, tmp_path):
     (command,) = (line.text.split(" runs: ")[1] for line in flow.lines if "] runs: " in line.text)
     worker = flow.out / "worker-launch0-0-0"
     worker.unlink()
+    (log_dir,) = (word.partition("=")[2] for word in shlex.split(command) if word.startswith("--log-dir="))
+    command = command.replace(log_dir, str(tmp_path / "logs"))
     result = subprocess.run(
         ["bash", "-c", command],
         env={"PATH": "/usr/bin:/bin", "GANG_OUT": str(flow.out)},

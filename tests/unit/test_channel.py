@@ -290,7 +290,19 @@ def test_the_control_nodes_own_proof_can_not_be_mirrored(control):
         frame({"type": "join", "node": -1}),
         frame({"type": "join", "node": 0}),
     ],
-    ids=["4 GB", "over 1 MB", "no json", "a list", "empty", "no join", "no node", "text", "node 99", "node -1", "control"],
+    ids=[
+        "4 GB",
+        "over 1 MB",
+        "no json",
+        "a list",
+        "empty",
+        "no join",
+        "no node",
+        "text",
+        "node 99",
+        "node -1",
+        "control",
+    ],
 )
 def test_one_who_knows_the_token_but_talks_nonsense_is_hung_up_on(words, control, member):
     table = control()

@@ -271,7 +271,7 @@ def test_a_worker_that_was_failing_while_we_stopped_it_is_a_cause(cause_of):
 # --- torchrun's own report -------------------------------------------------------------------------
 
 REPORT = """\
-E1121 05:21:55.123000 4242 torch/distributed/elastic/multiprocessing/api.py:984] failed (exitcode: 3) local_rank: 1 (pid: 77) of binary: python
+E1121 05:21:55.123000 4242 torch/distributed/elastic/api.py:984] failed (exitcode: 3) local_rank: 1 (pid: 77) of binary: python
 Traceback (most recent call last):
   File "<frozen runpy>", line 198, in _run_module_as_main
 torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
@@ -390,14 +390,15 @@ def test_a_report_says_who_what_and_where():
     text = Cause("exception", 2, "host-2", 5, 1, 1, "ValueError: loss is nan", "\n".join(PLAIN)).describe()
     assert text.startswith("Rank 5 on node 2 (host host-2) failed with ValueError: loss is nan.")
     assert "exited with code 1" in text
-    assert "Traceback:\n" in text
-    assert '    raise ValueError("loss is nan")' in text
+    for line in PLAIN:
+        assert line in text
 
 
 def test_a_report_without_traceback_shows_stderr():
     text = Cause("exit", 2, "host-2", 5, 1, 3, None, "last words").describe()
     assert "Rank 5 on node 2 (host host-2) exited with code 3." in text
-    assert "lines of its stderr:\n    last words" in text
+    assert f"Last {TAIL_LINES} lines of its stderr" in text
+    assert "last words" in text
 
 
 def test_a_report_on_a_node_names_no_rank():

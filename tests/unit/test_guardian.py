@@ -34,6 +34,10 @@ notes = os.environ["NOTES"]
 open(os.path.join(notes, "agent.pid"), "w").write(str(os.getpid()))
 while how == "exit" and not all(os.path.exists(os.path.join(notes, f"{i}.pid")) for i in range(count)):
     time.sleep(0.01)
+if how != "exit":
+    for w in workers:
+        os.waitid(os.P_PID, w.pid, os.WEXITED | os.WNOWAIT)
+    time.sleep(0.3)  # torchrun polls, so it reaps a worker a moment after its end
 codes = [] if how == "exit" else [w.wait() for w in workers]
 while how == "hang":
     time.sleep(60)
@@ -58,7 +62,9 @@ def forever():
 
 ENDLESS = NOTE + "ready(); forever()"
 STUBBORN = NOTE + "signal.signal(signal.SIGTERM, signal.SIG_IGN); ready(); forever()"
-COUNTING = NOTE + """
+COUNTING = (
+    NOTE
+    + """
 got = []
 signal.signal(signal.SIGTERM, lambda *_: got.append(1))
 ready()
@@ -69,8 +75,11 @@ while time.monotonic() < limit:
     time.sleep(0.05)
 note(f"{rank}.count", len(got))
 """
+)
 # A grandchild that forks twice and opens a session of its own, and one that keeps its parent.
-FAMILY = NOTE + """
+FAMILY = (
+    NOTE
+    + """
 if os.fork() == 0:
     os.setsid()
     if os.fork() == 0:
@@ -84,6 +93,7 @@ while not os.path.exists(os.path.join(notes, f"{rank}.detached.pid")):
     time.sleep(0.01)
 ready()
 """
+)
 
 
 class Tree:
@@ -234,6 +244,14 @@ def test_arguments_and_folder_reach_the_agent_unharmed(tree, tmp_path):
     assert json.loads((tmp_path / "agent.stdout").read_text()) == [str(folder), *words]
 
 
+def test_workers_hear_signals_as_any_program_does(tree, tmp_path):
+    heard = "note(f'{rank}.ignored', [s.name for s in signal.Signals if signal.getsignal(s) == signal.SIG_IGN])"
+    tree(NOTE + heard + "; ready()", count=1).expect("end")
+    ignored = (tmp_path / "0.ignored").read_text()
+    assert "SIGINT" not in ignored
+    assert "SIGTERM" not in ignored
+
+
 @pytest.mark.parametrize("missing", ["/no such/python", "nowhere-to-be-found"])
 def test_a_command_that_does_not_exist_is_an_end_with_an_error(missing, tree):
     end = tree(command=[missing, "x"]).expect("end")
@@ -364,7 +382,9 @@ time.sleep(600)
 
 
 @pytest.mark.parametrize(
-    ("worker", "grace_s"), [(ENDLESS, 20.0), (STUBBORN, 0.5), (FAMILY + "forever()", 0.5)], ids=["calm", "stubborn", "family"]
+    ("worker", "grace_s"),
+    [(ENDLESS, 20.0), (STUBBORN, 0.5), (FAMILY + "forever()", 0.5)],
+    ids=["calm", "stubborn", "family"],
 )
 def test_when_the_task_is_killed_nothing_of_it_stays(worker, grace_s, tmp_path):
     agent, script = write(tmp_path / "agent.py", AGENT), write(tmp_path / "worker.py", worker)

@@ -1,6 +1,6 @@
 """Output is complete, in order, labelled, live, and does not fill the memory."""
 
-import io
+import itertools
 import os
 import re
 import subprocess
@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from unit_helpers import eventually, write
 
-from metaflow_extensions.torchrun.plugins.torchrun import logs, supervisor
+from metaflow_extensions.torchrun.plugins.torchrun import logs
 from metaflow_extensions.torchrun.plugins.torchrun.logs import LineSplitter, LogFollower, worker_folder, worker_logs
 
 
@@ -24,7 +24,7 @@ def lines_of(*pieces):
 
 def cut(data, places):
     edges = [0, *sorted(place % (len(data) + 1) for place in places), len(data)]
-    return [data[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    return [data[a:b] for a, b in itertools.pairwise(edges)]
 
 
 NASTY = st.lists(
@@ -271,21 +271,3 @@ def test_thirty_megabytes_do_not_fill_the_memory(line, tmp_path):
     seen, grown_kb = map(int, done.stdout.split())
     assert seen == 30 * (1_000_000 // len(line)) * len(line.strip())
     assert grown_kb < 20_000
-
-
-# --- the last step: to the task's own streams ------------------------------------------------------
-
-
-@pytest.mark.parametrize("stream", ["stdout", "stderr"])
-def test_output_goes_to_the_stream_of_its_name_at_once(stream, capfd):
-    supervisor.write_output(stream, "[rank 0] größe\n")
-    captured = capfd.readouterr()
-    assert getattr(captured, "out" if stream == "stdout" else "err") == "[rank 0] größe\n"
-
-
-def test_a_task_whose_stdout_is_not_unicode_still_shows_every_line(monkeypatch):
-    narrow = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-    monkeypatch.setattr(sys, "stdout", narrow)
-    supervisor.write_output("stdout", "[rank 0] größe \ufffd\n")
-    narrow.seek(0)
-    assert narrow.buffer.getvalue().startswith(b"[rank 0] gr")

@@ -3,7 +3,12 @@
 import pytest
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import TorchrunConfigError
-from metaflow_extensions.torchrun.plugins.torchrun.settings import DEFAULTS, parse_seconds, parse_settings
+from metaflow_extensions.torchrun.plugins.torchrun.settings import (
+    DEFAULTS,
+    parse_seconds,
+    parse_settings,
+    refuse_unknown,
+)
 
 
 @pytest.mark.parametrize(
@@ -78,3 +83,12 @@ def test_a_time_limit_may_be_absent(value, seconds):
 def test_a_wrong_time_limit_is_refused(wrong):
     with pytest.raises(TorchrunConfigError, match=r"run\(timeout_s\) is"):
         parse_seconds(wrong, "run(timeout_s)")
+
+
+def test_an_unknown_attribute_names_the_step_and_the_nearest():
+    refuse_unknown([], "train")
+    with pytest.raises(TorchrunConfigError, match=r"Step train: .* attribute nproc_per_nodes.*mean nproc_per_node\?"):
+        refuse_unknown(["nproc_per_nodes"], "train")
+    with pytest.raises(TorchrunConfigError) as caught:
+        refuse_unknown(["größe"], "train")
+    assert all(name in str(caught.value) for name in DEFAULTS)

@@ -1,26 +1,38 @@
-"""Writing to the task's own stdout and stderr so that Metaflow's terminal shows every line at once.
+"""Writing to the task's own stdout and stderr so that Metaflow's terminal shows whole lines, at once.
 
-Metaflow's local runtime (``Worker.read_logline`` in ``metaflow/runtime.py``, 2.19) reads one line from a
-buffered pipe each time the pipe has something to read. Of lines that arrive together it shows the
-first; the others sit in its buffer, out of the poll's sight, until the next write. So, while the
-output is a trickle, a line is written only when the reader has taken the one before. A flood is
-written at once: there the next write is never far.
+Two things are in the way on a local run, where all nodes write to the pipe of the control task:
+
+- A write of more than ``PIPE_BUF`` bytes is not atomic, so lines of two nodes could mix. The writers
+  therefore take turns, by a lock on the pipe itself.
+- Metaflow's local runtime (``Worker.read_logline`` in ``metaflow/runtime.py``, 2.19) reads one line from a
+  buffered file each time the pipe has something to read. Of lines that arrive together it shows the
+  first; the others sit in its buffer, out of the poll's sight, until the next write. So, while the
+  output is a trickle, a line is written only when the reader has taken the one before. A flood is
+  written at once: there the next write is never far.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import stat
 import struct
 import sys
 import termios
+import threading
 import time
+from collections.abc import Iterator
 from typing import TextIO
 
 _TRICKLE_LINES = 200  # in one go; a reader that takes 0.2 ms a line is through in 40 ms
-_PATIENCE_S = 0.05  # with a reader that does not read; it is not waited for a second time
+_READER_PATIENCE_S = 0.05  # with a reader that does not read; it is not waited for a second time
+_TURN_PATIENCE_S = 1.0  # with a writer that holds the lock, for example one that was stopped
 _LOOK_S = 0.0001
+
+# Pipe's inode -> descriptor of its own for the lock, kept as long as the process lives.
+_lock_fds: dict[int, int] = {}
+_thread_lock = threading.Lock()
 
 
 def write_output(stream: str, text: str) -> None:
@@ -34,23 +46,69 @@ def write_output(stream: str, text: str) -> None:
         Lines, the last one ended too.
     """
     target = sys.stdout if stream == "stdout" else sys.stderr
-    patient = text.count("\n") <= _TRICKLE_LINES and _is_pipe(target)
-    for line in text.splitlines(keepends=True) if patient else [text]:
-        patient = patient and _await_reader(target)
-        target.write(line)
+    pipe = _pipe_inode(target)
+    if pipe is None:
+        target.write(text)
         target.flush()
+        return
+    patient = text.count("\n") <= _TRICKLE_LINES
+    for piece in text.splitlines(keepends=True) if patient else [text]:
+        with _turn(target, pipe):
+            patient = patient and _await_reader(target)
+            _write_all(target, piece)
 
 
-def _is_pipe(target: TextIO) -> bool:
+def _write_all(target: TextIO, text: str) -> None:
+    """Write past Python's own layers: unbuffered, they drop the rest of a write that a signal cuts short."""
+    target.flush()
+    data = memoryview(text.encode("utf-8", errors="replace"))
+    while data:
+        data = data[os.write(target.fileno(), data) :]
+
+
+def _pipe_inode(target: TextIO) -> int | None:
     try:
-        return stat.S_ISFIFO(os.fstat(target.fileno()).st_mode)
+        status = os.fstat(target.fileno())
     except (OSError, ValueError):  # replaced by something without a file, as in a notebook
-        return False
+        return None
+    return status.st_ino if stat.S_ISFIFO(status.st_mode) else None
+
+
+@contextlib.contextmanager
+def _turn(target: TextIO, pipe: int) -> Iterator[None]:
+    """Hold the pipe's lock where there is one; after some patience go on without."""
+    with _thread_lock:  # the pipe's lock is the process's
+        fd = _lock_fd(target, pipe)
+        yield from _with_lock(fd)
+
+
+def _with_lock(fd: int | None) -> Iterator[None]:
+    deadline = time.monotonic() + _TURN_PATIENCE_S
+    held = False
+    while fd is not None and not held and time.monotonic() < deadline:
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            held = True
+            break
+        time.sleep(_LOOK_S)
+    try:
+        yield
+    finally:
+        if fd is not None and held:
+            fcntl.flock(fd, fcntl.LOCK_UN)
+
+
+def _lock_fd(target: TextIO, pipe: int) -> int | None:
+    """Return a descriptor of our own: locks of an inherited one would be shared with the other nodes."""
+    if pipe not in _lock_fds:
+        with contextlib.suppress(OSError):  # no /proc: then lines of two nodes can mix, as any programs' can
+            _lock_fds[pipe] = os.open(f"/proc/self/fd/{target.fileno()}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    return _lock_fds.get(pipe)
 
 
 def _await_reader(target: TextIO) -> bool:
     """Wait until the pipe is empty; return False if the reader takes too long."""
-    deadline = time.monotonic() + _PATIENCE_S
+    deadline = time.monotonic() + _READER_PATIENCE_S
     while _unread_bytes(target):
         if time.monotonic() > deadline:
             return False

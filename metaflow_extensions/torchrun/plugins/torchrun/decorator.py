@@ -11,15 +11,17 @@ from metaflow import current
 from metaflow.lint import LintWarn, linter
 from metaflow.plugins.parallel_decorator import ParallelDecorator
 from metaflow.unbounded_foreach import UBF_CONTROL
+from metaflow.user_configs.config_parameters import UNPACK_KEY
 
 from .address_book import AddressBook
+from .channel import ControlChannel
 from .devices import Nproc, requested_accelerators, this_machine
 from .events import to_log
 from .executor import Context, TorchrunExecutor, flow_folder
 from .joining import LOOPBACK, join_as_control, join_as_member, sit_alone
 from .local_nodes import SameInterpreter, await_local_nodes, watch_local_nodes
 from .membership import Membership
-from .settings import DEFAULTS, StepSettings, parse_settings
+from .settings import DEFAULTS, StepSettings, parse_settings, refuse_unknown
 
 # What a node's task needs beyond its workers' grace to end by itself.
 _LOCAL_NODE_MARGIN_S = 10.0
@@ -66,16 +68,24 @@ class TorchrunDecorator(ParallelDecorator):  # type: ignore[misc]  # Metaflow is
     defaults = DEFAULTS
     IS_PARALLEL = True
 
+    def __init__(self, attributes: dict[str, Any] | None = None, *args: Any, **kwargs: Any) -> None:
+        # Metaflow would refuse unknown attributes here, before it knows which step they stand at.
+        given = attributes or {}
+        self._unknown = [key for key in given if key not in DEFAULTS and not key.startswith(UNPACK_KEY)]
+        super().__init__({key: value for key, value in given.items() if key not in self._unknown}, *args, **kwargs)
+
     def step_init(
         self, flow: Any, graph: Any, step_name: str, decos: Any, environment: Any, flow_datastore: Any, logger: Any
     ) -> None:
         """Check everything that can be checked before anything is scheduled."""
         super().step_init(flow, graph, step_name, decos, environment, flow_datastore, logger)
         self._flow_datastore = flow_datastore
+        refuse_unknown(self._unknown, step_name)
         self._settings: StepSettings = parse_settings(self.attributes, step_name)
         self._requested: Nproc | None = requested_accelerators([(d.name, d.attributes) for d in decos])
         self._timeout_s: float | None = next((float(d.secs) for d in decos if d.name == "timeout"), None)
         self._seat: Membership | None = None
+        self._channel: ControlChannel | None = None
         self.environment = SameInterpreter(environment)
         _take_over_plain_parallel(decos)
 
@@ -130,7 +140,8 @@ class TorchrunDecorator(ParallelDecorator):  # type: ignore[misc]  # Metaflow is
             except BaseException as error:
                 self._leave(error)
                 if spawns_nodes:
-                    await_local_nodes(self._settings.grace_s + _LOCAL_NODE_MARGIN_S)
+                    absent = self._channel.gang.absent if self._channel is not None else ()
+                    await_local_nodes(self._settings.grace_s + _LOCAL_NODE_MARGIN_S, absent)
                 raise
             self._leave(None)
 
@@ -161,9 +172,9 @@ class TorchrunDecorator(ParallelDecorator):  # type: ignore[misc]  # Metaflow is
         control_task_id = parallel.control_task_id or self._task_id
         book = AddressBook(self._flow_datastore, self._run_id, self._step, control_task_id, self._attempt)
         if parallel.node_index == 0:
-            seat, report_gone = join_as_control(book, parallel.num_nodes, parallel.main_ip, self._settings, to_log)
+            seat, self._channel = join_as_control(book, parallel.num_nodes, parallel.main_ip, self._settings, to_log)
             if _is_local():
-                watch_local_nodes(parallel.num_nodes, report_gone)
+                watch_local_nodes(parallel.num_nodes, self._channel.report_gone)
             return seat, parallel.main_ip
         return join_as_member(book, parallel.node_index, parallel.num_nodes, self._settings, to_log)
 

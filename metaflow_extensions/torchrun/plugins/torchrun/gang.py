@@ -313,7 +313,7 @@ class Gang:
             if node in launch.ready:
                 self._send(node, verdict)
         if error is not None and self._in_state("lost"):
-            self._broken = error  # without all its nodes the gang can't launch again
+            self._break(error)  # without all its nodes the gang can't launch again
 
     # --- leaving --------------------------------------------------------------------------------
 
@@ -328,6 +328,8 @@ class Gang:
             self._node_is_gone(node, Cause.from_wire(cause))
         elif self._launch is not None and self._launch.phase == "gathering":
             self._finish(self._launch, self._left_error(self._launch, [node]))
+        elif self._launch is not None:
+            self._decide_if_all_ended(self._launch)
         if node == CONTROL:
             self._broadcast({"type": "bye"})
 

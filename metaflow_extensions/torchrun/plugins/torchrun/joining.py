@@ -37,11 +37,8 @@ def sit_alone(settings: StepSettings, emit: Subscriber) -> Membership:
 
 def join_as_control(
     book: AddressBook, num_nodes: int, main_ip: str, settings: StepSettings, emit: Subscriber
-) -> tuple[Membership, Callable[[int, str], None]]:
-    """Open the gang's channel, publish where it is, and return the control node's seat.
-
-    The second value is to be called with a node's index and a reason when its task is known to
-    have ended; a node that left the gang before is no news.
+) -> tuple[Membership, ControlChannel]:
+    """Open the gang's channel, publish where it is, and return it with the control node's seat.
 
     Parameters
     ----------
@@ -69,7 +66,7 @@ def join_as_control(
     except BaseException as error:
         seat.leave(error)
         raise
-    return seat, channel.report_gone
+    return seat, channel
 
 
 def _tell_latecomers(book: AddressBook, address: Address, channel: ControlChannel) -> None:

@@ -9,9 +9,10 @@ stopping them when that fails. This module mends the three.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -85,6 +86,13 @@ def _end_of(pid: int) -> str | None:
     return "ended"  # Metaflow has waited for it already
 
 
-def await_local_nodes(wait_s: float) -> None:
-    """Wait until the local nodes' tasks have ended; after `wait_s` seconds kill them."""
-    await_or_kill(set(local_nodes().values()), wait_s)
+def await_local_nodes(wait_s: float, absent: Sequence[int]) -> None:
+    """Wait until the local nodes' tasks have ended; after `wait_s` seconds kill them.
+
+    Those of `absent` nodes, which have not joined the gang and can't hear of its end, get SIGTERM.
+    """
+    nodes = local_nodes()
+    for node in set(absent) & set(nodes):
+        with suppress(ProcessLookupError):
+            os.kill(nodes[node], signal.SIGTERM)
+    await_or_kill(set(nodes.values()), wait_s)

@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
+import difflib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,6 +70,22 @@ def parse_settings(attributes: Mapping[str, Any], step: str) -> StepSettings:
             "need a port of their own."
         )
     return settings
+
+
+def refuse_unknown(names: Sequence[str], step: str) -> None:
+    """Raise for attributes that ``@torchrun`` does not have.
+
+    Raises
+    ------
+    TorchrunConfigError
+        If there is any; the message names the step and the nearest attribute.
+    """
+    for name in names:
+        near = difflib.get_close_matches(name, DEFAULTS, n=1)
+        hint = f" Did you mean {near[0]}?" if near else ""
+        raise TorchrunConfigError(
+            f"Step {step}: @torchrun has no attribute {name}.{hint} It has {', '.join(DEFAULTS)}."
+        )
 
 
 def parse_seconds(value: Any, setting: str) -> float | None:

@@ -97,6 +97,7 @@ class Supervisor:
         self._write = write
         self._launch = -1
         self._generation: Generation | None = None
+        self._verdict: TorchrunError | None = None
         self._went_at = 0.0
         self._command: list[str] = []
         self._exit_codes: dict[int, int] = {}
@@ -111,16 +112,12 @@ class Supervisor:
             The gang's verdict, the same on every node.
         """
         self._launch = self._seat.begin_launch()
-        verdict: TorchrunError | None = None
         try:
             with self._clean_up():
                 self._seat.send(self._ready())
                 self._obey()
-        except TorchrunError as error:
-            verdict = error
-            raise
         finally:
-            self._seat.end_launch(verdict)
+            self._seat.end_launch(self._verdict)
         return self._result()
 
     # --- the gang's words -----------------------------------------------------------------------
@@ -147,7 +144,8 @@ class Supervisor:
             kind = message["type"]
             if kind == "verdict":
                 if message["error"] is not None:
-                    raise from_wire(message["error"])
+                    self._verdict = from_wire(message["error"])
+                    raise self._verdict
                 return
             if kind == "go":
                 self._go(message)

@@ -1,0 +1,74 @@
+"""The examples do what their READMEs say, by the commands written there."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def commands(example: str) -> list[str]:
+    """Return the commands of an example's README, as they stand there."""
+    blocks = re.findall(r"```bash\n(.*?)```", (EXAMPLES / example / "README.md").read_text(), re.DOTALL)
+    return [line for block in blocks for line in block.splitlines() if line.startswith("python ")]
+
+
+@pytest.fixture
+def example(start_flow, tmp_path):
+    """Return a function that runs one command of a README in a copy of its folder."""
+
+    def run(name: str, command: str, expect: int = 0):
+        assert command in commands(name), f"the README of {name} does not say so"
+        folder = tmp_path / name
+        if not folder.exists():
+            shutil.copytree(EXAMPLES / name, folder)
+        program, flow, verb, *arguments = shlex.split(command)
+        assert (program, verb) == ("python", "run")
+        started = start_flow(*arguments, flow=flow, folder=folder)
+        assert started.wait(170) == expect, started.text
+        return started
+
+    return run
+
+
+def test_hello(example):
+    assert "all-reduce over 4 ranks: ok" in example("hello", "python flow.py run").text
+    assert "all-reduce over 3 ranks: ok" in example("hello", "python flow.py run --nodes 3 --nproc 1").text
+
+
+def test_tensor_pass(example):
+    flow = example("tensor-pass", "python flow.py run")
+    assert re.search(r"4 ranks.*ok", flow.text), flow.text
+
+
+def test_single_node(example):
+    flow = example("single-node", "python flow.py run")
+    assert re.search(r"2 ranks.*ok", flow.text), flow.text
+
+
+def test_torch_ddp_goes_on_where_its_snapshot_ends(example):
+    first = example("torch-ddp", "python flow.py run --epochs 3 --snapshot-dir snapshots")
+    second = example("torch-ddp", "python flow.py run --epochs 6 --snapshot-dir snapshots")
+    epoch = re.compile(r"\[rank 0\] epoch (\d+):")
+    assert epoch.findall(first.text) == ["0", "1", "2"]
+    assert "3 epochs are done already" in second.text
+    assert epoch.findall(second.text) == ["3", "4", "5"]
+
+
+def test_min_gpt_learns(example):
+    flow = example("min-gpt", "python flow.py run")
+    losses = [float(x) for x in re.search(r"(\d\.\d+) before, (\d\.\d+) after training", flow.text).groups()]
+    assert losses[1] < losses[0] - 1.5
+    assert re.search(r"\| \S.{40}", flow.text.split("What it writes now:")[1]), flow.text
+
+
+def test_failing_node_names_the_rank(example):
+    flow = example("failing-node", "python flow.py run", expect=1)
+    assert flow.text.count("Rank 3 on node 1 (host ") == 2  # on both nodes
+    killed = example("failing-node", "python flow.py run --how exit --fail-rank 0", expect=1)
+    assert killed.text.count("Rank 0 on node 0 (host ") == 2

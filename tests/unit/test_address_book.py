@@ -1,0 +1,80 @@
+"""Where the gang meets; Metaflow's datastore is played by a dict that keeps attempts apart."""
+
+import json
+
+import pytest
+
+from metaflow_extensions.torchrun.plugins.torchrun.address_book import Address, AddressBook
+from metaflow_extensions.torchrun.plugins.torchrun.errors import GangStartTimeout
+
+ADDRESS = Address(("10.0.0.7", "fd00::7"), 40123, "secret")
+
+
+class FlowDatastore:
+    """Answers as Metaflow's does to what the address book asks; JSON lies between writing and reading."""
+
+    def __init__(self):
+        self.stored, self.questions = {}, 0
+
+    def get_task_datastore(self, run_id, step, task_id, attempt=None, data_metadata=None, mode="r"):
+        return TaskDatastore(self, (run_id, step, task_id, attempt), mode)
+
+
+class TaskDatastore:
+    def __init__(self, flow, key, mode):
+        self.flow, self.key, self.mode = flow, key, mode
+
+    def save_metadata(self, contents):
+        assert self.mode == "w"
+        for name, content in contents.items():
+            self.flow.stored[(*self.key, name)] = json.dumps(content)
+
+    def has_metadata(self, name):
+        self.flow.questions += 1
+        return (*self.key, name) in self.flow.stored
+
+    def load_metadata(self, names):
+        return {name: json.loads(self.flow.stored[(*self.key, name)]) for name in names}
+
+
+@pytest.fixture
+def flow():
+    return FlowDatastore()
+
+
+def book_of(flow, run="7", step="train", task="3", attempt=0):
+    return AddressBook(flow, run, step, task, attempt)
+
+
+def test_what_is_published_is_found(flow):
+    book_of(flow).publish(ADDRESS)
+    assert book_of(flow).look_up(0.0) == ADDRESS
+
+
+@pytest.mark.parametrize("other", [{"run": "8"}, {"step": "eval"}, {"task": "4"}, {"attempt": 1}])
+def test_other_gangs_and_attempts_are_never_seen(other, flow):
+    book_of(flow, **other).publish(ADDRESS)
+    with pytest.raises(GangStartTimeout):
+        book_of(flow).look_up(0.0)
+
+
+def test_a_reader_waits_with_growing_pauses_and_reads_once_it_is_there(flow):
+    pauses = []
+
+    def sleep(seconds):
+        pauses.append(seconds)
+        if len(pauses) == 8:
+            book_of(flow).publish(ADDRESS)
+
+    assert book_of(flow).look_up(1000.0, sleep) == ADDRESS
+    assert pauses == sorted(pauses)
+    assert pauses[0] < 0.2
+    assert max(pauses) <= 5.0
+    assert flow.questions == 9
+
+
+def test_a_control_node_that_never_comes_is_named_with_the_setting(flow):
+    with pytest.raises(
+        GangStartTimeout, match=r"Waited 0.1 s, but node 0 .*7/train/3, attempt 0.*all_nodes_started_timeout"
+    ):
+        book_of(flow).look_up(0.1)

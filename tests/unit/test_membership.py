@@ -1,0 +1,302 @@
+"""A node's seat: the news reaches its code wherever it is, and it leaves once."""
+
+import signal
+import threading
+import time
+
+import pytest
+from unit_helpers import eventually
+
+from metaflow_extensions.torchrun.plugins.torchrun.errors import (
+    GangError,
+    LaunchFailed,
+    TorchrunTerminated,
+    to_wire,
+)
+from metaflow_extensions.torchrun.plugins.torchrun.membership import Membership
+
+CRASH = LaunchFailed("Rank 3 failed", {"kind": "exception", "node": 1, "host": "host-1"})
+
+
+class Link:
+    """A control node that acknowledges a leave, unless it is told not to."""
+
+    def __init__(self):
+        self.sent, self.closed, self.seat, self.answers = [], 0, None, True
+
+    def send(self, message):
+        self.sent.append(message)
+        if message["type"] == "leave" and self.answers:
+            self.seat.deliver({"type": "ack"})
+
+    def close(self):
+        self.closed += 1
+
+    def leaves(self):
+        return [message for message in self.sent if message["type"] == "leave"]
+
+
+@pytest.fixture
+def seated():
+    """Return a seat, its link and its events; SIGTERM is given back in any case."""
+    before = signal.getsignal(signal.SIGTERM)
+    link, events = Link(), []
+    seat = Membership(1, 3, events.append)
+    link.seat = seat
+    seat.sit_down(link, link.close)
+    yield seat, link, events
+    seat.leave()
+    assert signal.getsignal(signal.SIGTERM) is before
+    signal.signal(signal.SIGTERM, before)
+
+
+def abort(error=CRASH):
+    return {"type": "abort", "error": to_wire(error)}
+
+
+# --- leaving -------------------------------------------------------------------------------------
+
+
+def test_leaving_happens_once(seated):
+    seat, link, _ = seated
+    seat.leave()
+    seat.leave(ValueError("late"))
+    assert link.leaves() == [{"type": "leave", "cause": None}]
+    assert link.closed == 1
+
+
+def test_an_exception_of_the_step_is_news_for_the_gang(seated):
+    seat, link, _ = seated
+    try:
+        raise KeyError("größe")
+    except KeyError as error:
+        seat.leave(error)
+    cause = link.leaves()[0]["cause"]
+    assert (cause["kind"], cause["node"], cause["host"]) == ("step", 1, seat.host)
+    assert cause["exception"] == "KeyError: 'größe'"
+    assert "Traceback (most recent call last):" in cause["detail"]
+
+
+def test_a_cause_that_is_known_is_passed_on_as_it_is(seated):
+    seat, link, _ = seated
+    seat.leave(CRASH)
+    assert link.leaves()[0]["cause"] == CRASH.cause
+
+
+def test_the_gangs_own_verdict_is_no_news(seated):
+    seat, link, _ = seated
+    seat.begin_launch()
+    seat.end_launch(CRASH)
+    seat.leave(CRASH)
+    assert link.leaves() == [{"type": "leave", "cause": None}]
+
+
+@pytest.mark.parametrize("explicitly", [True, False])
+def test_an_exception_chained_to_the_verdict_is_no_news(explicitly, seated):
+    seat, link, _ = seated
+    seat.begin_launch()
+    seat.end_launch(CRASH)
+    try:
+        try:
+            raise CRASH
+        except LaunchFailed as known:
+            if explicitly:
+                raise ValueError("wrapped") from known
+            raise ValueError("wrapped")  # noqa: B904 - chained by context
+    except ValueError as error:
+        seat.leave(error)
+    assert link.leaves()[0]["cause"] is None
+
+
+def test_another_exception_after_a_verdict_is_news(seated):
+    seat, link, _ = seated
+    seat.begin_launch()
+    seat.end_launch(CRASH)
+    seat.leave(OSError("disk full"))
+    assert link.leaves()[0]["cause"]["exception"] == "OSError: disk full"
+
+
+def test_leaving_does_not_wait_for_ever_for_the_receipt(seated, monkeypatch):
+    monkeypatch.setattr("metaflow_extensions.torchrun.plugins.torchrun.membership._ACK_WAIT_S", 0.1)
+    seat, link, _ = seated
+    link.answers = False
+    begun = time.monotonic()
+    seat.leave(OSError("x"))
+    assert 0.1 <= time.monotonic() - begun < 2.0
+    assert link.closed == 1
+
+
+def test_a_link_that_breaks_is_closed_all_the_same(seated):
+    seat, link, _ = seated
+    link.send = lambda message: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        seat.leave()
+    assert link.closed == 1
+
+
+def test_a_seat_that_was_never_taken_is_left_silently():
+    Membership(1, 2, print).leave(OSError("x"))
+
+
+# --- launches ------------------------------------------------------------------------------------
+
+
+def test_launches_are_numbered(seated):
+    seat, _, _ = seated
+    numbers = []
+    for _ in range(3):
+        numbers.append(seat.begin_launch())
+        seat.end_launch(None)
+    assert numbers == [0, 1, 2]
+
+
+def test_mail_of_the_launch_before_is_thrown_away(seated):
+    seat, _, _ = seated
+    seat.begin_launch()
+    seat.deliver({"type": "verdict", "launch": 0, "error": None})
+    seat.end_launch(None)
+    seat.begin_launch()
+    assert seat.inbox.empty()
+    seat.end_launch(None)
+
+
+def test_messages_for_the_launch_arrive_in_order(seated):
+    seat, _, _ = seated
+    seat.begin_launch()
+    for kind in ("go", "stop", "verdict"):
+        seat.deliver({"type": kind})
+    assert [seat.inbox.get(timeout=1)["type"] for _ in range(3)] == ["go", "stop", "verdict"]
+    seat.end_launch(None)
+
+
+def test_a_broken_gang_begins_no_launch(seated):
+    seat, _, _ = seated
+    seat.begin_launch()
+    seat.deliver(abort())
+    assert seat.inbox.get(timeout=1) == {"type": "abort"}
+    assert str(seat.broken) == "Rank 3 failed"
+    seat.end_launch(seat.broken)
+    with pytest.raises(LaunchFailed, match="Rank 3 failed"):
+        seat.begin_launch()
+
+
+def test_a_launch_after_the_control_node_has_left_says_what_is_wrong(seated):
+    seat, _, _ = seated
+    seat.deliver({"type": "bye"})
+    with pytest.raises(GangError, match="same number of times"):
+        seat.begin_launch()
+
+
+def test_a_control_node_that_vanishes_after_its_goodbye_is_no_news(seated):
+    seat, _, _ = seated
+    seat.deliver({"type": "bye"})
+    seat.deliver({"type": "control_lost", "reason": "closed"})
+    assert seat.broken is None
+
+
+def test_a_control_node_that_vanishes_in_a_launch_breaks_the_gang(seated):
+    seat, _, _ = seated
+    seat.begin_launch()
+    seat.deliver({"type": "control_lost", "reason": "its task was killed"})
+    assert seat.inbox.get(timeout=1) == {"type": "abort"}
+    assert "Node 0 (the control node) is lost: its task was killed" in str(seat.broken)
+    seat.end_launch(seat.broken)
+
+
+def test_only_the_first_bad_news_counts(seated):
+    seat, _, _ = seated
+    seat.begin_launch()
+    seat.deliver(abort())
+    seat.deliver(abort(LaunchFailed("another")))
+    assert str(seat.broken) == "Rank 3 failed"
+    seat.end_launch(seat.broken)
+
+
+def test_a_note_of_the_control_node_is_an_event(seated):
+    seat, _, events = seated
+    seat.deliver({"type": "note", "text": "waits for node 2"})
+    assert [(event.kind, event.node, event.text) for event in events] == [("note", 1, "waits for node 2")]
+
+
+def test_not_being_taken_in_is_an_error_that_says_why(seated):
+    seat, _, _ = seated
+    with pytest.raises(GangError, match="same node index"):
+        seat.await_welcome(0.05)
+    seat.deliver({"type": "welcome"})
+    seat.await_welcome(0.05)
+
+
+# --- SIGTERM -------------------------------------------------------------------------------------
+
+
+def sleep_through(limit_s=10.0):
+    time.sleep(limit_s)  # a step's own blocking call
+    pytest.fail("was not interrupted")
+
+
+def test_bad_news_interrupts_the_steps_own_blocking_code(seated):
+    seat, _, _ = seated
+    timer = threading.Timer(0.1, seat.deliver, [abort()])
+    timer.start()
+    with pytest.raises(LaunchFailed, match="Rank 3 failed"):
+        sleep_through()
+    timer.join()
+
+
+def test_bad_news_after_a_failed_launch_does_not_interrupt_its_handling(seated):
+    seat, _, _ = seated
+    seat.begin_launch()
+    seat.end_launch(CRASH)
+    seat.deliver(abort())
+    time.sleep(0.05)  # an exception would rise here
+    assert seat.broken is not None
+
+
+def test_sigterm_outside_of_a_launch_tells_the_gang_and_ends_the_step(seated):
+    _, link, _ = seated
+    with pytest.raises(TorchrunTerminated, match="got SIGTERM") as caught:
+        signal.raise_signal(signal.SIGTERM)
+    assert caught.value.cause["kind"] == "terminated"
+    assert link.leaves() == [{"type": "leave", "cause": caught.value.cause}]
+
+
+def test_sigterm_in_a_launch_is_mail_for_its_supervisor(seated):
+    seat, link, _ = seated
+    seat.begin_launch()
+    signal.raise_signal(signal.SIGTERM)
+    assert seat.inbox.get(timeout=1) == {"type": "terminated"}
+    assert not link.leaves()
+    seat.end_launch(None)
+
+
+def test_the_previous_handler_is_back_after_leaving():
+    def mine(number, frame):
+        raise AssertionError
+
+    before = signal.signal(signal.SIGTERM, mine)
+    try:
+        link = Link()
+        link.seat = seat = Membership(0, 1, print)
+        seat.sit_down(link, link.close)
+        assert signal.getsignal(signal.SIGTERM) is not mine
+        seat.leave()
+        assert signal.getsignal(signal.SIGTERM) is mine
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_seat_taken_in_another_thread_leaves_signals_alone():
+    before = signal.getsignal(signal.SIGTERM)
+    link, done = Link(), []
+
+    def other():
+        link.seat = seat = Membership(0, 1, print)
+        seat.sit_down(link, link.close)
+        seat.deliver(abort())
+        seat.leave()
+        done.append(signal.getsignal(signal.SIGTERM))
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    thread.join(10.0)
+    eventually(lambda: done == [before])

@@ -1,0 +1,117 @@
+"""What users may rely on stands here; a change of it is a decision."""
+
+import inspect
+from pathlib import Path
+
+import metaflow
+import pytest
+
+from metaflow_extensions.torchrun.plugins import mfextinit_torchrun
+from metaflow_extensions.torchrun.plugins.torchrun.decorator import TorchrunDecorator
+from metaflow_extensions.torchrun.plugins.torchrun.executor import TorchrunExecutor, TorchrunSingleNodeMultiGPU
+from metaflow_extensions.torchrun.plugins.torchrun.result import TorchrunResult
+from metaflow_extensions.torchrun.toplevel import toplevel
+
+NAMES = (
+    "EntrypointError",
+    "GangError",
+    "GangStartTimeout",
+    "LaunchFailed",
+    "LaunchTimeout",
+    "TorchNotFoundError",
+    "TorchrunConfigError",
+    "TorchrunError",
+    "TorchrunResult",
+    "TorchrunSingleNodeMultiGPU",
+    "TorchrunTerminated",
+)
+RUN = (
+    "self",
+    "entrypoint",
+    "entrypoint_args",
+    "nproc_per_node",
+    "torchrun_args",
+    "module",
+    "env",
+    "cwd",
+    "timeout_s",
+    "master_port",
+    "max_restarts",
+    "push_results_dir_to_cloud",
+    "local_output_dir",
+    "cloud_output_dir",
+)
+
+
+def test_the_offered_names_are_these():
+    assert tuple(toplevel.__all__) == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_name_comes_from_metaflow(name):
+    assert getattr(metaflow, name) is getattr(toplevel, name)
+
+
+def test_torchrun_is_a_step_decorator_of_metaflow():
+    assert metaflow.torchrun is not None
+    assert [name for name, _ in mfextinit_torchrun.STEP_DECORATORS_DESC] == ["torchrun"]
+
+
+def test_runs_parameters_are_these():
+    parameters = inspect.signature(TorchrunExecutor.run).parameters
+    assert tuple(parameters) == RUN
+    assert all(parameters[name].kind is parameters[name].KEYWORD_ONLY for name in RUN[3:])
+    assert all(parameter.default is not parameter.empty for name, parameter in parameters.items() if name != "self")
+
+
+def test_the_single_node_class_keeps_the_order_of_0_2():
+    parameters = inspect.signature(TorchrunSingleNodeMultiGPU.run).parameters
+    assert tuple(parameters) == ("self", "torchrun_args", "entrypoint", "entrypoint_args", "nproc_per_node", "options")
+
+
+def test_no_default_can_be_changed_by_a_call():
+    for function in (TorchrunExecutor.run, TorchrunSingleNodeMultiGPU.run):
+        for parameter in inspect.signature(function).parameters.values():
+            assert not isinstance(parameter.default, (list, dict, set))
+
+
+def test_the_facts_are_these_and_read_only():
+    facts = {name for name, value in vars(TorchrunExecutor).items() if isinstance(value, property)}
+    assert facts == {"num_nodes", "node_index", "nproc_per_node", "world_size", "main_addr", "is_control"}
+    assert all(vars(TorchrunExecutor)[name].fset is None for name in facts)
+
+
+def test_the_attributes_are_these():
+    assert TorchrunDecorator.name == "torchrun"
+    assert set(TorchrunDecorator.defaults) == {
+        "nproc_per_node",
+        "all_nodes_started_timeout",
+        "master_port",
+        "channel_port",
+        "heartbeat_timeout_s",
+        "grace_s",
+        "max_restarts",
+    }
+
+
+@pytest.mark.parametrize("attribute", sorted(TorchrunDecorator.defaults))
+def test_every_attribute_is_documented(attribute):
+    assert f"\n    {attribute} : " in TorchrunDecorator.__doc__
+
+
+def test_the_result_has_these_fields():
+    assert tuple(TorchrunResult.__dataclass_fields__) == (
+        "launch",
+        "num_nodes",
+        "node_index",
+        "nproc_per_node",
+        "world_size",
+        "command",
+        "restarts",
+        "duration_s",
+        "exit_codes",
+    )
+
+
+def test_the_package_says_that_it_is_typed():
+    assert (Path(toplevel.__file__).parents[1] / "py.typed").exists()
