@@ -9,8 +9,8 @@ TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 DEMO_HOME ?= $(CURDIR)/.demo
 
-# Metaflow names a run's owner after the user; machines without a user name still run the demo.
-export METAFLOW_USER ?= $(or $(USER),$(shell id -un))
+# Metaflow names a run's owner after the user and takes neither none nor root.
+export METAFLOW_USER ?= $(or $(filter-out root,$(USER)),demo)
 export METAFLOW_SERVICE_URL =
 export METAFLOW_DEFAULT_METADATA = local
 export METAFLOW_DEFAULT_DATASTORE = local

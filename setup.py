@@ -1,10 +1,14 @@
 """Packaging of metaflow-torchrun."""
 
+import re
 from pathlib import Path
 
 from setuptools import find_namespace_packages, setup
 
 HERE = Path(__file__).parent
+
+TOPLEVEL = HERE / "metaflow_extensions" / "torchrun" / "toplevel" / "toplevel.py"
+VERSION = re.search(r'^__version__ = "(.+)"$', TOPLEVEL.read_text(encoding="utf-8"), re.MULTILINE)[1]
 
 # torch is the user's choice of version and build, so it is no requirement of the package itself.
 EXAMPLES = ["torch>=2.1", "numpy", "scikit-learn"]
@@ -13,7 +17,7 @@ DEV = [*TEST, "ruff", "mypy"]
 
 setup(
     name="metaflow-torchrun",
-    version="0.3.0",
+    version=VERSION,
     description="Run PyTorch on many machines from a Metaflow step: torchrun on every node, supervised as one gang",
     long_description=(HERE / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",

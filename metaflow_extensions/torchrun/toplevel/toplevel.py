@@ -14,7 +14,9 @@ from ..plugins.torchrun.errors import (
 from ..plugins.torchrun.executor import TorchrunSingleNodeMultiGPU
 from ..plugins.torchrun.result import TorchrunResult
 
+# Metaflow shows both in its own version.
 __mf_extensions__ = "torchrun"
+__version__ = "0.3.0"
 
 __all__ = [
     "EntrypointError",
