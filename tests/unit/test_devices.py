@@ -79,7 +79,7 @@ def test_nproc_may_be_a_number_or_a_word(value, parsed):
 
 @pytest.mark.parametrize("wrong", [0, -1, "0", "many", "", 1.5, True, False, [1], "gpus", "1e3"])
 def test_a_wrong_nproc_is_refused_by_name(wrong):
-    with pytest.raises(TorchrunConfigError, match="here is .*'auto', 'cpu', 'gpu'"):
+    with pytest.raises(TorchrunConfigError, match=r"here is .*'auto', 'cpu', 'gpu'"):
         parse_nproc(wrong, "here")
 
 

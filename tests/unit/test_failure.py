@@ -271,7 +271,7 @@ def test_a_worker_that_was_failing_while_we_stopped_it_is_a_cause(cause_of):
 # --- torchrun's own report -------------------------------------------------------------------------
 
 REPORT = """\
-E1121 05:21:55.123000 4242 torch/distributed/elastic/api.py:984] failed (exitcode: 3) local_rank: 1 (pid: 77) of binary: python
+E1121 05:21:55.123000 42 torch/distributed/elastic/api.py:984] failed (exitcode: 3) local_rank: 1 (pid: 77) of binary: python
 Traceback (most recent call last):
   File "<frozen runpy>", line 198, in _run_module_as_main
 torch.distributed.elastic.multiprocessing.errors.ChildFailedError:

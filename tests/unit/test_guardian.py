@@ -34,9 +34,14 @@ notes = os.environ["NOTES"]
 open(os.path.join(notes, "agent.pid"), "w").write(str(os.getpid()))
 while how == "exit" and not all(os.path.exists(os.path.join(notes, f"{i}.pid")) for i in range(count)):
     time.sleep(0.01)
+while how == "meddle" and all(w.poll() is None for w in workers):
+    time.sleep(0.01)
+if how == "meddle":  # as torchrun does when one of its workers has ended
+    for w in workers:
+        w.send_signal(signal.SIGTERM)
 if how != "exit":
     for w in workers:
-        os.waitid(os.P_PID, w.pid, os.WEXITED | os.WNOWAIT)
+        w.returncode is None and os.waitid(os.P_PID, w.pid, os.WEXITED | os.WNOWAIT)
     time.sleep(0.3)  # torchrun polls, so it reaps a worker a moment after its end
 codes = [] if how == "exit" else [w.wait() for w in workers]
 while how == "hang":
@@ -278,6 +283,15 @@ def test_every_worker_gets_sigterm_exactly_once_and_may_end_in_its_own_way(how, 
     assert {rank: event["status"] for rank, event in one.ends().items()} == {0: 0, 1: 0, 2: 0}
     assert all(event["stopped"] for event in one.ends().values())
     assert time.monotonic() - one.started_at < 9.0  # it does not sit out the grace
+
+
+def test_the_agent_can_not_meddle_while_its_workers_are_stopped(tree, tmp_path):
+    hasty = COUNTING.replace("limit =", "if rank == '0':\n    sys.exit(0)\nlimit =")
+    one = tree(hasty, count=2, how="meddle")
+    one.await_workers()
+    one.process.stop(10.0)
+    one.expect("end")
+    assert (tmp_path / "1.count").read_text() == "1"
 
 
 def test_workers_that_obey_are_reported_as_stopped_by_sigterm(tree):

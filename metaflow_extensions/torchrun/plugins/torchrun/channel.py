@@ -167,7 +167,7 @@ class ControlChannel:
 
     async def _listen(self, port: int | None, host: str) -> int:
         sock = _listening_socket(port or 0, host)
-        self._server = await asyncio.start_server(self._serve, sock=sock)
+        self._server = await asyncio.start_server(self._serve, sock=sock, backlog=_BACKLOG)
         return int(sock.getsockname()[1])
 
     async def _shut(self) -> None:

@@ -48,8 +48,7 @@ def write_output(stream: str, text: str) -> None:
     target = sys.stdout if stream == "stdout" else sys.stderr
     pipe = _pipe_inode(target)
     if pipe is None:
-        target.write(text)
-        target.flush()
+        _write_encoded(target, text)
         return
     patient = text.count("\n") <= _TRICKLE_LINES
     for piece in text.splitlines(keepends=True) if patient else [text]:
@@ -64,6 +63,13 @@ def _write_all(target: TextIO, text: str) -> None:
     data = memoryview(text.encode("utf-8", errors="replace"))
     while data:
         data = data[os.write(target.fileno(), data) :]
+
+
+def _write_encoded(target: TextIO, text: str) -> None:
+    """Write what the stream's encoding has no character for as an escape, rather than not at all."""
+    encoding = target.encoding or "utf-8"
+    target.write(text.encode(encoding, errors="backslashreplace").decode(encoding))
+    target.flush()
 
 
 def _pipe_inode(target: TextIO) -> int | None:

@@ -111,7 +111,7 @@ class Cause:
         """Return the full report: who, what, exit status, traceback or stderr."""
         who = self.who
         lines = [f"{who[0].upper()}{who[1:]} {self.what}" + ("" if self.what.endswith(".") else ".")]
-        if self.exception is not None and self.exit_code is not None and self.kind != "agent":
+        if self.exception is not None and self.exit_code is not None and self.kind not in ("agent", "signal"):
             lines.append(f"It {describe_exit(self.exit_code)}.")
         if self.detail:
             if _TRACEBACK not in self.detail:
@@ -191,7 +191,10 @@ def read_error_file(path: str) -> tuple[str, str] | None:
     The format is that of ``torch/distributed/elastic/multiprocessing/errors/error_handler.py``
     (torch 2.13); an unreadable or unfinished file counts as none.
     """
-    with suppress(OSError, ValueError, AttributeError), open(path, encoding="utf-8", errors="replace") as file:
+    with (
+        suppress(OSError, ValueError, AttributeError, TypeError, KeyError),
+        open(path, encoding="utf-8", errors="replace") as file,
+    ):
         message = json.load(file)["message"]
         if isinstance(message, str):
             return message, message
@@ -218,7 +221,7 @@ def find_exception(lines: Sequence[str]) -> tuple[str, str] | None:
     """
     starts = [i for i, line in enumerate(lines) if line.strip() == _TRACEBACK]
     if not starts:
-        return None
+        return _find_syntax_error(lines)
     end = _exception_line(lines, starts[-1])
     if end is None:
         return None
@@ -229,6 +232,16 @@ def find_exception(lines: Sequence[str]) -> tuple[str, str] | None:
             break
         first = start
     return "\n".join(lines[end:last]).strip(), "\n".join(lines[first:last])
+
+
+def _find_syntax_error(lines: Sequence[str]) -> tuple[str, str] | None:
+    """Find the report of a script that could not even be compiled; it has no traceback."""
+    for index in range(len(lines) - 1, -1, -1):
+        if re.match(r"^(SyntaxError|IndentationError|TabError)\b", lines[index]):
+            for start in range(index - 1, max(-1, index - 6), -1):
+                if re.match(r'^  File ".*", line \d+', lines[start]):
+                    return lines[index], "\n".join(lines[start : index + 1])
+    return None
 
 
 def _exception_line(lines: Sequence[str], start: int) -> int | None:

@@ -108,7 +108,7 @@ class Gang:
         self._hosts: dict[int, str] = {}
         self._started_at = clock()
         self._launch: Launch | None = None
-        self._launches = 0
+        self._verdicts: dict[int, Message] = {}
         self._broken: TorchrunError | None = None
         self._out: list[Outgoing] = []
 
@@ -195,12 +195,15 @@ class Gang:
     # --- a launch -------------------------------------------------------------------------------
 
     def _on_ready(self, node: int, message: Message) -> None:
+        number = int(message["launch"])
+        if number in self._verdicts:
+            self._send(node, self._verdicts[number])  # it was over before this node came to it
+            return
         if self._broken is not None:
-            self._send(node, {"type": "verdict", "launch": message["launch"], "error": to_wire(self._broken)})
+            self._send(node, {"type": "verdict", "launch": number, "error": to_wire(self._broken)})
             return
         if self._launch is None or self._launch.phase == "over":
-            self._launch = Launch(self._launches, remind_at=self._clock() + _REMIND_S)
-            self._launches += 1
+            self._launch = Launch(number, remind_at=self._clock() + _REMIND_S)
         launch = self._launch
         launch.ready[node] = message
         gone = self._in_state("left", "lost")
@@ -286,7 +289,8 @@ class Gang:
         """All nodes have ended, or their time is up: success, restart or failure."""
         silent = [node for node in self._in_state("joined") if node not in launch.ended]
         cause = first_cause(launch.causes)
-        if cause is None and not silent:
+        all_well = all(message.get("ok") for message in launch.ended.values())
+        if cause is None and not silent and all_well:
             self._finish(launch, None)
         elif cause is not None and self._may_restart(launch, cause, silent):
             self._restart(launch, cause)
@@ -309,6 +313,7 @@ class Gang:
         launch.phase = "over"
         verdict: Message = {"type": "verdict", "launch": launch.number}
         verdict["error"] = None if error is None else to_wire(error)
+        self._verdicts[launch.number] = verdict
         for node in self._in_state("joined"):
             if node in launch.ready:
                 self._send(node, verdict)

@@ -44,7 +44,8 @@ _STAT_EXIT_CODE = 51  # index in /proc/PID/stat, see proc(5); readable while it 
 def main() -> int:
     """Run one agent; return 0 unless it could not be started."""
     options = _parse(sys.argv[1:])
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the task's to handle: it tells us
+    # Ctrl-C is the task's to handle: it tells us. A handler, since workers would inherit SIG_IGN.
+    signal.signal(signal.SIGINT, lambda *_: None)
     guardian = Guardian(options)
     signal.signal(signal.SIGTERM, lambda *_: guardian.request_stop(options.grace))
     return guardian.run(options.argv)

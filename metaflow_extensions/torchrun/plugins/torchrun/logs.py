@@ -59,7 +59,7 @@ class LineSplitter:
                 yield line
             self._after_cr = match.group() == "\r" and start == len(text) and not redraw
         rest = text[start:]
-        while self._size + len(rest) >= MAX_LINE_CHARS:
+        while self._size + len(rest) > MAX_LINE_CHARS:
             room = MAX_LINE_CHARS - self._size
             yield self._take(rest[:room])
             rest = rest[room:]
