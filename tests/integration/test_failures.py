@@ -198,6 +198,12 @@ def test_retry_sees_nothing_of_the_first_attempt(run_flow):
     assert flow.note("end")["tasks"][0]["results"][0]["launch"] == 0
 
 
+def test_catch_lets_the_flow_go_on(run_flow):
+    flow = run_flow(flow="caught.py", do="1:raise")
+    assert "Rank 1 on node 1" in flow.note("end")["exception"]
+    flow.await_gone(1)
+
+
 def test_resume_runs_a_fresh_gang(run_flow):
     run_flow(expect=1, do="1:raise")
     flow = run_flow(command="resume")

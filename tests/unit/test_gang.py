@@ -93,7 +93,7 @@ class Table:
         """Return the one verdict that all nodes got."""
         verdicts = [self.got(node, "verdict") for node in nodes or range(self.num_nodes)]
         assert all(len(got) == 1 for got in verdicts), verdicts
-        assert all(got == verdicts[0] for got in verdicts)
+        assert all(got[0]["error"] == verdicts[0][0]["error"] for got in verdicts)
         error = verdicts[0][0]["error"]
         return error and from_wire(error)
 
@@ -275,6 +275,36 @@ def test_a_pinned_port_that_is_taken_is_named_on_every_node():
     assert isinstance(error, GangError)
     assert "Port 29500 is taken on the control node (host host-0)" in str(error)
     assert "master_port" in str(error)
+
+
+PORT_TAKEN = Cause(
+    "agent", 0, "host-0", exit_code=1, exception="its torchrun agent exited", detail="... EADDRINUSE ..."
+)
+
+
+def test_a_port_that_is_taken_after_it_was_chosen_is_replaced_and_counts_as_no_restart():
+    table = Table(2)
+    table.all_ready()
+    table.ended(0, PORT_TAKEN)
+    table.ended(1, ok=False)
+    goes = table.got(1, "go")
+    assert [go["generation"] for go in goes] == [0, 1]
+    assert goes[0]["port"] != goes[1]["port"]
+    assert not table.got(1, "restart")
+    for node in range(2):
+        table.ended(node, generation=1)
+    assert table.same_verdict() is None
+
+
+@pytest.mark.parametrize(("facts", "tries"), [({"master_port": 29500}, 1), ({}, 4)])
+def test_moving_to_another_port_ends_and_never_leaves_a_pinned_one(facts, tries):
+    table = Table(2)
+    table.all_ready(**facts)
+    for generation in range(tries):
+        table.ended(0, PORT_TAKEN, generation=generation)
+        table.ended(1, ok=False, generation=generation)
+    assert len(table.got(0, "go")) == tries
+    assert "EADDRINUSE" in str(table.same_verdict())
 
 
 # --- failures while it runs ------------------------------------------------------------------------

@@ -42,10 +42,15 @@ def script(tmp_path):
     return str(write(tmp_path / "train.py", ""))
 
 
-def build(entrypoint, num_nodes=2, node_index=1, nproc=2, **request):
-    return build_spec(
-        Request(entrypoint, **request), nproc=nproc, num_nodes=num_nodes, node_index=node_index, python="python3"
-    )
+def build(entrypoint, num_nodes=2, node_index=1, nproc=2, main_addr=None, **request):
+    node = {
+        "num_nodes": num_nodes,
+        "node_index": node_index,
+        "nproc": nproc,
+        "python": "python3",
+        "main_addr": main_addr,
+    }
+    return build_spec(Request(entrypoint, **request), **node)
 
 
 # --- entrypoint_args ---------------------------------------------------------------------------
@@ -177,6 +182,10 @@ def test_a_flag_does_not_swallow_the_next_option():
     assert torchrun_options(["--no-python", "--max-restarts=3"]) == {"no-python": None, "max-restarts": "3"}
 
 
+def test_a_flag_of_a_newer_torch_does_not_swallow_the_next_option():
+    assert torchrun_options(["--brand-new", "--max-restarts=3"]) == {"brand-new": None, "max-restarts": "3"}
+
+
 @pytest.mark.parametrize(
     ("short", "option"), [("-m", {"module": None}), ("-r=3", {"redirects": "3"}), ("-t=1", {"tee": "1"})]
 )
@@ -262,6 +271,19 @@ def test_what_contradicts_the_gang_is_refused_with_both_named(option, value, oth
         build(script, torchrun_args={option: value})
     assert f"{option.replace('_', '-')}={value}" in str(caught.value)
     assert other in str(caught.value)
+
+
+def test_the_gangs_own_address_may_be_repeated(script):
+    spec = build(script, main_addr="10.0.0.7", torchrun_args={"master_addr": "10.0.0.7"})
+    assert spec.options == ()
+    spec = build(script, main_addr="10.0.0.7", torchrun_args={"rdzv_endpoint": "10.0.0.7:3339"})
+    assert (spec.options, spec.master_port) == ((), 3339)
+
+
+@pytest.mark.parametrize("given", [["max-restarts", ""], {"max_restarts": None}, {"log-dir": ""}])
+def test_an_option_without_its_value_is_refused(given):
+    with pytest.raises(TorchrunConfigError, match="needs a value"):
+        torchrun_options(given)
 
 
 def test_standalone_is_fine_for_one_node_and_refused_for_more(script):

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import stat
 import struct
 import sys
@@ -51,7 +52,7 @@ def write_output(stream: str, text: str) -> None:
         _write_encoded(target, text)
         return
     patient = text.count("\n") <= _TRICKLE_LINES
-    for piece in text.splitlines(keepends=True) if patient else [text]:
+    for piece in re.findall(r"[^\n]*\n", text) if patient else [text]:
         with _turn(target, pipe):
             patient = patient and _await_reader(target)
             _write_all(target, piece)

@@ -202,7 +202,12 @@ class TorchrunExecutor:
         )
         nproc = self._choose_nproc(request.nproc_settings())
         spec = build_spec(
-            request, nproc=nproc.value, num_nodes=self.num_nodes, node_index=self.node_index, python=sys.executable
+            request,
+            nproc=nproc.value,
+            num_nodes=self.num_nodes,
+            node_index=self.node_index,
+            python=sys.executable,
+            main_addr=self.main_addr,
         )
         if not restarts_given and "max-restarts" not in request.options:
             spec = replace(spec, max_restarts=context.settings.max_restarts)

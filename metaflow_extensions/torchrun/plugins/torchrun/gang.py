@@ -10,6 +10,7 @@ A launch goes through ``gathering -> running -> stopping -> over``; a failure be
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -39,6 +40,9 @@ _MUST_AGREE = {
 # Kinds of failures that a new generation on the same nodes can mend.
 _RESTARTABLE = frozenset({"exception", "exit", "signal", "agent"})
 _BACKOFF_LIMIT_S = 30.0
+# What an agent says when its store can't listen (TCPStore, torch 2.13).
+_PORT_TAKEN = re.compile("EADDRINUSE|address already in use", re.IGNORECASE)
+_MAX_MOVES = 3
 # What a node needs beyond the workers' grace to kill, reap and read the last bytes.
 _STOP_MARGIN_S = 15.0
 _REMIND_S = 60.0
@@ -71,6 +75,7 @@ class Launch:
     phase: Phase = "gathering"
     ready: dict[int, Message] = field(default_factory=dict)
     generation: int = 0
+    moves: int = 0
     ended: dict[int, Message] = field(default_factory=dict)
     causes: list[DatedCause] = field(default_factory=list)
     started_at: float = 0.0
@@ -79,6 +84,11 @@ class Launch:
     timeout_s: float | None = None
     max_restarts: int = 0
     remind_at: float = float("inf")
+
+    @property
+    def restarts(self) -> int:
+        """How often the gang was restarted because of a failure; a move to another port is none."""
+        return self.generation - self.moves
 
 
 class Gang:
@@ -292,21 +302,39 @@ class Gang:
         all_well = all(message.get("ok") for message in launch.ended.values())
         if cause is None and not silent and all_well:
             self._finish(launch, None)
+        elif cause is not None and self._may_move(launch, cause, silent):
+            self._move(launch)
         elif cause is not None and self._may_restart(launch, cause, silent):
             self._restart(launch, cause)
         else:
             self._finish(launch, _launch_error(launch, cause, silent))
 
+    def _is_whole(self, silent: list[int]) -> bool:
+        return not silent and len(self._in_state("joined")) == self._settings.num_nodes
+
+    def _may_move(self, launch: Launch, cause: Cause, silent: list[int]) -> bool:
+        """Tell whether somebody took the chosen port before the agent did, and another may be chosen."""
+        taken = cause.kind == "agent" and _PORT_TAKEN.search(cause.detail) is not None
+        unpinned = launch.ready[CONTROL].get("master_port") is None
+        return self._is_whole(silent) and taken and unpinned and launch.moves < _MAX_MOVES
+
+    def _move(self, launch: Launch) -> None:
+        launch.generation += 1
+        launch.moves += 1
+        self._say(
+            self._in_state("joined"), "the port chosen for the rendezvous was taken meanwhile; starting on another"
+        )
+        self._go(launch)
+
     def _may_restart(self, launch: Launch, cause: Cause, silent: list[int]) -> bool:
-        whole = not silent and len(self._in_state("joined")) == self._settings.num_nodes
-        return whole and cause.kind in _RESTARTABLE and launch.generation < launch.max_restarts
+        return self._is_whole(silent) and cause.kind in _RESTARTABLE and launch.restarts < launch.max_restarts
 
     def _restart(self, launch: Launch, cause: Cause) -> None:
-        pause = min(2.0**launch.generation, _BACKOFF_LIMIT_S)
+        pause = min(2.0**launch.restarts, _BACKOFF_LIMIT_S)
         launch.generation += 1
         launch.restart_at = self._clock() + pause
         launch.ended.clear()
-        restart = {"type": "restart", "launch": launch.number, "generation": launch.generation, "pause_s": pause}
+        restart = {"type": "restart", "launch": launch.number, "generation": launch.restarts, "pause_s": pause}
         self._broadcast({**restart, "of": launch.max_restarts, "cause": cause.to_wire()})
 
     def _finish(self, launch: Launch, error: TorchrunError | None) -> None:
@@ -315,8 +343,8 @@ class Gang:
         verdict["error"] = None if error is None else to_wire(error)
         self._verdicts[launch.number] = verdict
         for node in self._in_state("joined"):
-            if node in launch.ready:
-                self._send(node, verdict)
+            if node in launch.ready:  # by the number the node itself gave it, which may be the contradiction
+                self._send(node, {**verdict, "launch": launch.ready[node]["launch"]})
         if error is not None and self._in_state("lost"):
             self._break(error)  # without all its nodes the gang can't launch again
 
@@ -424,7 +452,7 @@ def _launch_error(launch: Launch, cause: Cause | None, silent: list[int]) -> Tor
             f"long it may run.{quiet}"
         )
         return LaunchTimeout(text, cause.to_wire())
-    count = f" after {launch.generation} restarts" if launch.generation else ""
+    count = f" after {launch.restarts} restarts" if launch.restarts else ""
     return LaunchFailed(
         f"{cause.describe()}\nLaunch {launch.number} was stopped on all nodes{count}.{quiet}", cause.to_wire()
     )

@@ -19,6 +19,14 @@ from .errors import EntrypointError, TorchrunConfigError
 
 # torchrun's options, from `torch/distributed/run.py` of torch 2.13. Options that a newer torch adds
 # are passed on as they come; the table is needed for flags, short names and for what the gang owns.
+_VALUED = frozenset(
+    {
+        *("nnodes", "nproc-per-node", "rdzv-backend", "rdzv-endpoint", "rdzv-id", "rdzv-conf", "max-restarts"),
+        *("monitor-interval", "start-method", "event-log-handler", "role", "log-dir", "redirects", "tee"),
+        *("local-ranks-filter", "duplicate-stdout-filters", "duplicate-stderr-filters", "node-rank", "master-addr"),
+        *("master-port", "local-addr", "logs-specs", "numa-binding", "signals-to-handle", "shutdown-timeout"),
+    }
+)
 _FLAGS = frozenset({"standalone", "module", "no-python", "run-path", "virtual-local-rank"})
 _SHORT = {"m": "module", "r": "redirects", "t": "tee"}
 _OWN_LOGGING = frozenset({"redirects", "tee"})
@@ -263,6 +271,8 @@ def torchrun_options(given: Mapping[str, Any] | Sequence[Any] | None) -> dict[st
     for name, value in pairs:
         if name in options and options[name] != value:
             raise TorchrunConfigError(f"torchrun_args sets {name} twice: {options[name]!r} and {value!r}.")
+        if value is None and name in _VALUED:
+            raise TorchrunConfigError(f"torchrun_args {name} needs a value, but has none.")
         options[name] = value
     return options
 
@@ -298,6 +308,8 @@ def _sequence_pairs(given: Sequence[Any]) -> Iterator[tuple[str, str | None]]:
             if words and words[0] in ("", None):  # metaflow-torchrun 0.2 alternates option and value
                 words.pop(0)
             yield name, None
+        elif name not in _VALUED and words and str(words[0] or "").startswith("--"):
+            yield name, None  # a flag that only a newer torch knows
         elif words:
             yield name, words.pop(0) or None
         else:
@@ -345,8 +357,12 @@ class Request:
         return [("run(nproc_per_node)", argument), ("torchrun_args nproc-per-node", option)]
 
 
-def build_spec(request: Request, *, nproc: int, num_nodes: int, node_index: int, python: str) -> LaunchSpec:
+def build_spec(
+    request: Request, *, nproc: int, num_nodes: int, node_index: int, python: str, main_addr: str | None = None
+) -> LaunchSpec:
     """Check a request and return it as a launch.
+
+    `main_addr` is the control node's address as this node reaches it; a user's ``master-addr`` may repeat it.
 
     Raises
     ------
@@ -357,7 +373,7 @@ def build_spec(request: Request, *, nproc: int, num_nodes: int, node_index: int,
     """
     options = dict(request.options)
     options.pop("nproc-per-node", None)
-    _refuse_what_the_gang_owns(options, num_nodes, node_index)
+    _refuse_what_the_gang_owns(options, num_nodes, node_index, main_addr)
     module = bool(request.module) | (options.pop("module", "absent") is None)
     return LaunchSpec(
         entrypoint=_find_entrypoint(request, module, options),
@@ -377,14 +393,20 @@ def build_spec(request: Request, *, nproc: int, num_nodes: int, node_index: int,
     )
 
 
-def _refuse_what_the_gang_owns(options: dict[str, str | None], num_nodes: int, node_index: int) -> None:
+def _refuse_what_the_gang_owns(
+    options: dict[str, str | None], num_nodes: int, node_index: int, main_addr: str | None
+) -> None:
     """Drop options that say what the gang does anyway; refuse those that contradict it."""
-    allowed: dict[str, tuple[str, ...]] = {
+    host, colon, port = (options.get("rdzv-endpoint") or "").rpartition(":")
+    if colon and host == main_addr:  # it says what the gang does, and pins the port
+        options.pop("rdzv-endpoint")
+        options.setdefault("master-port", port)
+    allowed: dict[str, tuple[str | None, ...]] = {
         "nnodes": (str(num_nodes), f"{num_nodes}:{num_nodes}"),
         "node-rank": (str(node_index),),
         "rdzv-backend": (_STATIC_BACKEND,),
-        "master-addr": (),
-        "rdzv-endpoint": (),
+        "master-addr": (main_addr,),
+        "rdzv-endpoint": (main_addr,),
     }
     truth = {
         "nnodes": f"num_parallel={num_nodes}",

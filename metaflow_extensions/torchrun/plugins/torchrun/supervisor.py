@@ -128,7 +128,7 @@ class Supervisor:
             "type": "ready",
             "launch": self._launch,
             "nproc": spec.nproc,
-            "python": platform.python_version(),
+            "python": ".".join(platform.python_version_tuple()[:2]),
             "digest": spec.digest(),
             "master_port": spec.master_port,
             "max_restarts": spec.max_restarts,
@@ -141,6 +141,8 @@ class Supervisor:
         give_up_at: float | None = None
         while True:
             message = self._next(give_up_at)
+            if message.get("launch", self._launch) != self._launch:
+                continue  # late news of a launch that the step's code gave up
             kind = message["type"]
             if kind == "verdict":
                 if message["error"] is not None:
@@ -334,6 +336,8 @@ class Supervisor:
                 generation.agent.close(self._grace_s)
                 generation.follower.finish()
                 self._remove(generation)
+                end = {"launch": self._launch, "generation": generation.number, "ok": False, "causes": []}
+                self._seat.send({"type": "ended", **end})
 
     def _tell(self, error: BaseException, generation: Generation) -> None:
         if error is self._seat.broken:
