@@ -44,6 +44,7 @@ def seated():
     seat = Membership(1, 3, events.append)
     link.seat = seat
     seat.sit_down(link, link.close)
+    seat.deliver({"type": "welcome"})
     yield seat, link, events
     seat.leave()
     assert signal.getsignal(signal.SIGTERM) is before
@@ -124,6 +125,16 @@ def test_leaving_does_not_wait_for_ever_for_the_receipt(seated, monkeypatch):
     seat.leave(OSError("x"))
     assert 0.1 <= time.monotonic() - begun < 2.0
     assert link.closed == 1
+
+
+def test_a_node_that_was_never_taken_in_does_not_wait_for_a_receipt():
+    link = Link()
+    seat = Membership(1, 3, [].append)
+    seat.sit_down(link, link.close)
+    link.answers = False
+    begun = time.monotonic()
+    seat.leave(OSError("x"))
+    assert time.monotonic() - begun < 1.0
 
 
 def test_a_link_that_breaks_is_closed_all_the_same(seated):

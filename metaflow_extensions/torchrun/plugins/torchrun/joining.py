@@ -86,6 +86,7 @@ def _open_channel(
     close: Callable[[], None] = lambda: channel.close(_LEAVE_WAIT_S)  # noqa: E731 - bound to this channel
     seat.sit_down(channel, close)
     channel.send({"type": "join", "node": CONTROL, "host": seat.host})
+    seat.await_welcome(_LEAVE_WAIT_S)
     return seat, channel
 
 

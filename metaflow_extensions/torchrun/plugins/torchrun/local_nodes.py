@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -21,6 +22,9 @@ from .guardian import await_or_kill, children_with_environment
 
 _INDEX = "MF_PARALLEL_NODE_INDEX"
 _POLL_S = 0.25
+# Enough to start Python and Metaflow and read one record; less than the 5 s that Metaflow's runtime
+# leaves an interrupted task (`_killall` in runtime.py, 2.19).
+_LATECOMER_S = 3.0
 
 
 class SameInterpreter:
@@ -89,9 +93,14 @@ def _end_of(pid: int) -> str | None:
 def await_local_nodes(wait_s: float, absent: Sequence[int]) -> None:
     """Wait until the local nodes' tasks have ended; after `wait_s` seconds kill them.
 
-    Those of `absent` nodes, which have not joined the gang and can't hear of its end, get SIGTERM.
+    Those of `absent` nodes have not joined the gang. One that is just starting finds the word that the
+    control node left and ends by itself; one that hangs gets SIGTERM after a moment.
     """
     nodes = local_nodes()
+    deadline = time.monotonic() + min(wait_s, _LATECOMER_S)
+    while set(absent) & set(nodes) and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+        nodes = local_nodes()
     for node in set(absent) & set(nodes):
         with suppress(ProcessLookupError):
             os.kill(nodes[node], signal.SIGTERM)

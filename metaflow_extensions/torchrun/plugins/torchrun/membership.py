@@ -206,7 +206,7 @@ class Membership:
         """
         if self._said_goodbye or self._link is None:
             return
-        if self._farewell:
+        if self._farewell or not self._welcomed.is_set():
             self._acknowledged.set()  # nobody is there to answer
         self._said_goodbye = True
         try:
