@@ -229,8 +229,8 @@ def test_a_note_of_the_control_node_is_an_event(seated):
     assert [(event.kind, event.node, event.text) for event in events] == [("note", 1, "waits for node 2")]
 
 
-def test_not_being_taken_in_is_an_error_that_says_why(seated):
-    seat, _, _ = seated
+def test_not_being_taken_in_is_an_error_that_says_why():
+    seat = Membership(1, 3, [].append)
     with pytest.raises(GangError, match="same node index"):
         seat.await_welcome(0.05)
     seat.deliver({"type": "welcome"})
