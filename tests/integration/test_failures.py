@@ -45,6 +45,8 @@ def test_a_failing_worker_is_named_on_every_node(run_flow, do, expected):
     for words in expected:
         assert words in error["message"]
     assert "host " in error["message"]
+    seen = next(line.at for line in flow.lines if "stopping all nodes" in line.text)
+    assert max(e["at"] for e in flow.errors()) - seen < STOP_S
     flow.await_gone(1)
 
 
