@@ -136,6 +136,30 @@ def test_sigkill_of_any_process_stops_everything(start_flow, victim):
         assert "task ended or was killed" in error["message"]
 
 
+@pytest.mark.parametrize("action", ["raise", "exit3"])
+@pytest.mark.parametrize("other", ["sleep", "stubborn"])
+def test_a_worker_that_torchrun_reaps_first_is_named_all_the_same(start_flow, action, other):
+    """The guardian is held up while a worker dies: it never sees how, as on a busy machine."""
+    flow = start_flow(runs_=TWO, attrs={"grace_s": 2}, do=f"3:nap,3:{action},2:{other},0:sleep,1:sleep")
+    workers = {w["env"]["RANK"]: w["pid"] for w in flow.await_notes("worker-*", 4)}
+    guardian = agent_of(flow, 2).parent()
+    guardian.suspend()
+    deadline = time.monotonic() + 20
+    while psutil.pid_exists(workers["3"]):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    guardian.resume()
+    assert flow.wait(60) == 1
+    error = same_errors(flow)
+    assert "Rank 3 on node 1" in error["message"]
+    if action == "raise":
+        assert "ValueError: bad löss" in error["message"]
+    else:
+        assert "about to leave" in error["message"]
+        assert other == "stubborn" or "exited with code 3" in error["message"]
+    flow.await_gone(1)
+
+
 @pytest.mark.parametrize("node", [0, 1])
 def test_sigterm_of_a_task_stops_everything(start_flow, node):
     flow = all_sleep(start_flow)

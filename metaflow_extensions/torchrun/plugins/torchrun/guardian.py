@@ -9,7 +9,8 @@ because three things can't be done from inside the task:
 - it sees a worker die the moment it happens, before torchrun does, and reads how.
 
 Protocol: lines on stdin are commands (``stop GRACE_S``); lines on stdout are JSON events (``agent``,
-``worker``, ``worker_end``, ``agent_end``, ``stopping``, ``end``). Times are seconds of the machine's monotonic clock.
+``worker``, ``worker_end``, ``worker_reaped``, ``agent_end``, ``stopping``, ``end``). Times are seconds of
+the machine's monotonic clock.
 
 Off Linux (no subreaper, no pidfd) the tree is found by walking parents, so processes that detach
 themselves *and* lose their parent are not seen; torchrun's own report names the failed workers then.
@@ -36,6 +37,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 _SEARCH_S = 0.05  # between looks while workers are yet to appear, and while processes are to go
 _WATCH_S = 0.5  # between looks once all are known; every end wakes us at once
 _KILL_WAIT_S = 10.0  # after SIGKILL only a process in uninterruptible sleep stays
+_REPORT_S = 1.0  # torchrun polls every 0.1 s; workers that obey SIGTERM are gone soon after
 _STRAGGLER_GRACE_S = 2.0  # for what the agent left behind when it ended by itself
 _HAS_PROC = os.path.isdir("/proc/self")
 _STAT_EXIT_CODE = 51  # index in /proc/PID/stat, see proc(5); readable while it is a zombie
@@ -73,6 +75,7 @@ class Guardian:
         self._workers: dict[int, dict[str, Any]] = {}  # pid -> what was said of it
         self._strangers: set[int] = set()
         self._pidfds: dict[int, int] = {}  # pidfd -> pid
+        self._await_report = False
         self._task_gone = False
         self._stop_grace: float | None = None
         self._commands = b""
@@ -177,7 +180,11 @@ class Guardian:
         pid = self._pidfds.pop(fd)
         os.close(fd)
         # torchrun polls ten times a second; until it does, the dead worker tells its exit code.
-        self._tell_end(pid, _zombie_status(pid), self._stop_grace is not None)
+        status = _zombie_status(pid)
+        if status is None and pid in self._workers and "status" not in self._workers[pid]:
+            self._await_report = True  # torchrun was faster; now it alone knows how the worker ended
+            self._say("worker_reaped", **self._workers[pid])
+        self._tell_end(pid, status, self._stop_grace is not None)
 
     def _tell_end(self, pid: int, status: int | None, stopped: bool) -> None:
         worker = self._workers.get(pid)
@@ -222,6 +229,8 @@ class Guardian:
     def _terminate(self, grace: float) -> None:
         assert self._agent is not None
         deadline = time.monotonic() + grace
+        if self._await_report:
+            self._let_agent_report()
         # The agent is frozen, not told: told, it would signal its workers a second time, reap them
         # before we see how they ended, or wait out its exit barrier (300 s, torch 2.13).
         _signal(self._agent.pid, signal.SIGSTOP)
@@ -232,6 +241,13 @@ class Guardian:
         while time.monotonic() < deadline:
             if not [pid for pid in living_descendants(os.getpid()) if pid != self._agent.pid]:
                 break
+            self._wait(_SEARCH_S)
+            self._reap_orphans()
+
+    def _let_agent_report(self) -> None:
+        """Give the agent a moment to end by itself: it stops its workers and prints how they failed."""
+        deadline = time.monotonic() + _REPORT_S
+        while self._agent_status is None and time.monotonic() < deadline:
             self._wait(_SEARCH_S)
             self._reap_orphans()
 

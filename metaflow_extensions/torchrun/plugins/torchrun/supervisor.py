@@ -12,6 +12,7 @@ import os
 import platform
 import queue
 import shutil
+import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -21,7 +22,7 @@ from typing import Any
 from .devices import Machine, omp_threads
 from .errors import TorchrunError, from_wire
 from .events import Event
-from .failure import Cause, WorkerEnd, describe_exit, ends_reported_by_agent, read_tail, worker_cause
+from .failure import TAIL_LINES, Cause, WorkerEnd, describe_exit, ends_reported_by_agent, read_tail, worker_cause
 from .gang import Message
 from .launch_spec import LaunchSpec, Rendezvous, agent_command, agent_environment, shown
 from .logs import LogFollower, worker_folder
@@ -48,6 +49,8 @@ class Generation:
     agent_stderr: str
     ends: dict[int, WorkerEnd] = field(default_factory=dict)
     ended_at: dict[int, float] = field(default_factory=dict)
+    reaped: set[int] = field(default_factory=set)  # local ranks of whose end torchrun alone knows how it was
+    reaped_failed: bool = False
     stopping: bool = False
     agent_exit: int | None = None
     error: str | None = None
@@ -179,6 +182,7 @@ class Supervisor:
                 # Waking up now and then also lets Python run its signal handlers.
                 return self._seat.inbox.get(timeout=0.5)
             except queue.Empty:
+                self._look_at_reaped()
                 if give_up_at is not None and time.monotonic() > give_up_at:
                     raise TorchrunError(
                         f"The workers of node {self._seat.node} were told to stop but did not end within "
@@ -237,20 +241,43 @@ class Supervisor:
             return
         if event["event"] == "worker_end":
             self._worker_ended(generation, event)
+        elif event["event"] == "worker_reaped":
+            generation.reaped.add(event["local_rank"])
+            generation.ended_at[event["local_rank"]] = event["t"]
         elif event["event"] == "agent_end":
             self._agent_ended(generation, event["status"])
         elif event["event"] == "end":
             self._generation_ended(generation, event)
 
     def _worker_ended(self, generation: Generation, event: dict[str, Any]) -> None:
-        end = WorkerEnd(event["local_rank"], event["rank"], event["status"], event["stopped"], 0.0)
+        # After an end that we did not see, SIGTERM is torchrun's: that end was a failure.
+        by_agent = bool(generation.reaped) and event["status"] == -signal.SIGTERM
+        stopped = event["stopped"] or by_agent
+        end = WorkerEnd(event["local_rank"], event["rank"], event["status"], stopped, 0.0)
         generation.ends[end.local_rank] = end
         generation.ended_at[end.local_rank] = event["t"]
-        if end.exit_code != 0 and not end.stopped and not generation.stopping:
+        if by_agent and not generation.stopping:
+            self._reaped_worker_failed(generation)
+        elif end.exit_code != 0 and not end.stopped and not generation.stopping:
             text = f"rank {end.rank} {describe_exit(end.exit_code)}; stopping all nodes"
             self._emit("worker_failed", text, rank=end.rank, exit_code=end.exit_code)
             self._report("failed", generation)
             self._stop("a worker failed")
+
+    def _reaped_worker_failed(self, generation: Generation) -> None:
+        generation.reaped_failed = True
+        ranks = ", ".join(str(self._spec.global_rank(local_rank)) for local_rank in sorted(generation.reaped))
+        self._emit("worker_failed", f"rank {ranks} failed; stopping all nodes", rank=ranks)
+        self._report("failed", generation)
+        self._stop("a worker failed")
+
+    def _look_at_reaped(self) -> None:
+        """See whether torchrun stops its workers because of an end that we did not see."""
+        generation = self._generation
+        if generation is None or not generation.reaped or generation.stopping:
+            return
+        if any("closing signal" in line for line in read_tail(generation.agent_stderr)):
+            self._reaped_worker_failed(generation)
 
     def _agent_ended(self, generation: Generation, status: int) -> None:
         """The agent ended by itself: fine, or before us it saw a worker fail, or it failed itself."""
@@ -288,7 +315,8 @@ class Supervisor:
         for local_rank, code in reported.items():
             if local_rank not in generation.ends:
                 rank = self._spec.global_rank(local_rank)
-                generation.ends[local_rank] = WorkerEnd(local_rank, rank, code, generation.stopping or code == -15, 0.0)
+                stopped = code == -signal.SIGTERM or (generation.stopping and local_rank not in generation.reaped)
+                generation.ends[local_rank] = WorkerEnd(local_rank, rank, code, stopped, 0.0)
 
     def _report(self, kind: str, generation: Generation, final: bool = False) -> None:
         message: Message = {"type": kind, "launch": self._launch, "generation": generation.number}
@@ -301,19 +329,35 @@ class Supervisor:
         """Yield this node's failures with their age, the earliest first; the agent's own only when no worker's is known."""
         seat, now = self._seat, time.monotonic()
         found = False
-        for end in sorted(generation.ends.values(), key=lambda end: generation.ended_at.get(end.local_rank, now)):
+        # Of an end that we did not see, what the worker left may tell; its exit code is not known yet.
+        unseen = [
+            WorkerEnd(local_rank, self._spec.global_rank(local_rank), -signal.SIGTERM, True, 0.0)
+            for local_rank in generation.reaped - set(generation.ends)
+        ]
+        ends = [*generation.ends.values(), *unseen]
+        for end in sorted(ends, key=lambda end: generation.ended_at.get(end.local_rank, now)):
             folder = worker_folder(generation.folder, end.local_rank)
             stderr, error_file = os.path.join(folder, "stderr.log"), os.path.join(folder, "error.json")
             cause = worker_cause(end, seat.node, seat.host, stderr, error_file)
             if cause is not None:
                 found = True
                 yield {"cause": cause.to_wire(), "age_s": now - generation.ended_at.get(end.local_rank, now)}
+        if generation.reaped_failed and not found:
+            found = True
+            yield {"cause": self._reaped_cause(generation).to_wire(), "age_s": 0.0}
         agent_failed = final and not generation.stopping and generation.agent_exit != 0
         if agent_failed and not found:
             yield {"cause": self._agent_cause(generation).to_wire(), "age_s": 0.0}
 
+    def _reaped_cause(self, generation: Generation) -> Cause:
+        """Return what can be said of a worker that left no exception and whose exit code nobody told."""
+        local_rank = min(generation.reaped, key=generation.ended_at.__getitem__)
+        tail = read_tail(os.path.join(worker_folder(generation.folder, local_rank), "stderr.log"))
+        rank = self._spec.global_rank(local_rank)
+        return Cause("exit", self._seat.node, self._seat.host, rank, local_rank, detail="\n".join(tail[-TAIL_LINES:]))
+
     def _agent_cause(self, generation: Generation) -> Cause:
-        tail = "\n".join(read_tail(generation.agent_stderr)[-30:])
+        tail = "\n".join(read_tail(generation.agent_stderr)[-TAIL_LINES:])
         code = generation.agent_exit
         how = generation.error or (describe_exit(code) if code is not None else "vanished")
         return Cause("agent", self._seat.node, self._seat.host, None, None, code, f"its torchrun agent {how}", tail)
