@@ -91,7 +91,6 @@ def test_an_exception_in_the_steps_own_code(start_flow, node, moment):
 def test_a_sleeping_step_is_woken_when_the_other_node_fails(start_flow):
     flow = start_flow(hook="before:0:sleep", runs_=TWO)
     flow.await_notes("task-*", 2)
-    time.sleep(1)  # let node 1 reach run, where it waits for node 0
     victim = flow.note("task-1")["pid"]
     os.kill(victim, signal.SIGKILL)
     begin = time.monotonic()
@@ -157,6 +156,25 @@ def test_a_worker_that_torchrun_reaps_first_is_named_all_the_same(start_flow, ac
     else:
         assert "about to leave" in error["message"]
         assert other == "stubborn" or "exited with code 3" in error["message"]
+    flow.await_gone(1)
+
+
+def test_a_worker_that_ended_well_unseen_is_not_blamed_for_another(start_flow):
+    """Rank 2 exits 0 while the guardian is held up; then somebody sends SIGTERM to rank 3."""
+    flow = start_flow(runs_=TWO, do="2:nap,3:sleep,0:sleep,1:sleep")
+    workers = {w["env"]["RANK"]: w["pid"] for w in flow.await_notes("worker-*", 4)}
+    guardian = agent_of(flow, 3).parent()
+    guardian.suspend()
+    deadline = time.monotonic() + 20
+    while psutil.pid_exists(workers["2"]):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    guardian.resume()
+    os.kill(workers["3"], signal.SIGTERM)
+    assert flow.wait(60) == 1
+    message = same_errors(flow)["message"]
+    assert "Rank 3 on node 1" in message
+    assert "killed by SIGTERM" in message
     flow.await_gone(1)
 
 

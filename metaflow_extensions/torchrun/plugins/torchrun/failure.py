@@ -280,6 +280,18 @@ def ends_reported_by_agent(agent_stderr: str) -> dict[int, int]:
     return {int(m["local_rank"]): int(m["code"]) for m in _AGENT_FAILURE.finditer(text)}
 
 
+_AGENT_SIGNALS = re.compile(r"Sending process (\d+) closing signal")
+
+
+def pids_stopped_by_agent(agent_stderr: str) -> set[int]:
+    """Return the pids that torchrun itself has told to stop, because another worker failed.
+
+    It says so before it sends the signal (``SubprocessContext._close`` in
+    ``torch/distributed/elastic/multiprocessing/api.py``, torch 2.13).
+    """
+    return {int(m[1]) for m in _AGENT_SIGNALS.finditer("\n".join(read_tail(agent_stderr)))}
+
+
 @dataclass(frozen=True)
 class DatedCause:
     """A cause and the moment it happened, in seconds of the control node's monotonic clock."""

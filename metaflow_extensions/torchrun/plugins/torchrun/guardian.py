@@ -12,8 +12,9 @@ Protocol: lines on stdin are commands (``stop GRACE_S``); lines on stdout are JS
 ``worker``, ``worker_end``, ``worker_reaped``, ``agent_end``, ``stopping``, ``end``). Times are seconds of
 the machine's monotonic clock.
 
-Off Linux (no subreaper, no pidfd) the tree is found by walking parents, so processes that detach
-themselves *and* lose their parent are not seen; torchrun's own report names the failed workers then.
+Made for Linux. Elsewhere (untried; it needs ``os.waitid``, on macOS Python 3.13) the tree is found by
+walking parents, so processes that detach themselves *and* lose their parent are not seen; torchrun's
+own report names the failed workers then.
 """
 
 from __future__ import annotations

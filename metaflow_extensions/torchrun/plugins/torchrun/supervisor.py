@@ -22,7 +22,16 @@ from typing import Any
 from .devices import Machine, omp_threads
 from .errors import TorchrunError, from_wire
 from .events import Event
-from .failure import TAIL_LINES, Cause, WorkerEnd, describe_exit, ends_reported_by_agent, read_tail, worker_cause
+from .failure import (
+    TAIL_LINES,
+    Cause,
+    WorkerEnd,
+    describe_exit,
+    ends_reported_by_agent,
+    pids_stopped_by_agent,
+    read_tail,
+    worker_cause,
+)
 from .gang import Message
 from .launch_spec import LaunchSpec, Rendezvous, agent_command, agent_environment, shown
 from .logs import LogFollower, worker_folder
@@ -49,7 +58,7 @@ class Generation:
     agent_stderr: str
     ends: dict[int, WorkerEnd] = field(default_factory=dict)
     ended_at: dict[int, float] = field(default_factory=dict)
-    reaped: set[int] = field(default_factory=set)  # local ranks of whose end torchrun alone knows how it was
+    reaped: dict[int, int] = field(default_factory=dict)  # local rank -> pid, of ends that torchrun alone saw
     reaped_failed: bool = False
     stopping: bool = False
     agent_exit: int | None = None
@@ -242,7 +251,7 @@ class Supervisor:
         if event["event"] == "worker_end":
             self._worker_ended(generation, event)
         elif event["event"] == "worker_reaped":
-            generation.reaped.add(event["local_rank"])
+            generation.reaped[event["local_rank"]] = event["pid"]
             generation.ended_at[event["local_rank"]] = event["t"]
         elif event["event"] == "agent_end":
             self._agent_ended(generation, event["status"])
@@ -250,13 +259,13 @@ class Supervisor:
             self._generation_ended(generation, event)
 
     def _worker_ended(self, generation: Generation, event: dict[str, Any]) -> None:
-        # After an end that we did not see, SIGTERM is torchrun's: that end was a failure.
-        by_agent = bool(generation.reaped) and event["status"] == -signal.SIGTERM
+        # If torchrun stops this one, it has seen another fail that we did not see.
+        by_agent = event["status"] != 0 and event["pid"] in pids_stopped_by_agent(generation.agent_stderr)
         stopped = event["stopped"] or by_agent
         end = WorkerEnd(event["local_rank"], event["rank"], event["status"], stopped, 0.0)
         generation.ends[end.local_rank] = end
         generation.ended_at[end.local_rank] = event["t"]
-        if by_agent and not generation.stopping:
+        if by_agent and generation.reaped and not generation.stopping:
             self._reaped_worker_failed(generation)
         elif end.exit_code != 0 and not end.stopped and not generation.stopping:
             text = f"rank {end.rank} {describe_exit(end.exit_code)}; stopping all nodes"
@@ -266,8 +275,8 @@ class Supervisor:
 
     def _reaped_worker_failed(self, generation: Generation) -> None:
         generation.reaped_failed = True
-        ranks = ", ".join(str(self._spec.global_rank(local_rank)) for local_rank in sorted(generation.reaped))
-        self._emit("worker_failed", f"rank {ranks} failed; stopping all nodes", rank=ranks)
+        rank = self._spec.global_rank(_failed_unseen(generation))
+        self._emit("worker_failed", f"rank {rank} failed; stopping all nodes", rank=rank)
         self._report("failed", generation)
         self._stop("a worker failed")
 
@@ -276,7 +285,9 @@ class Supervisor:
         generation = self._generation
         if generation is None or not generation.reaped or generation.stopping:
             return
-        if any("closing signal" in line for line in read_tail(generation.agent_stderr)):
+        stopped = pids_stopped_by_agent(generation.agent_stderr)
+        seen = any(end.exit_code != 0 and not end.stopped for end in generation.ends.values())
+        if stopped and not seen and set(generation.reaped.values()) - stopped:
             self._reaped_worker_failed(generation)
 
     def _agent_ended(self, generation: Generation, status: int) -> None:
@@ -332,7 +343,7 @@ class Supervisor:
         # Of an end that we did not see, what the worker left may tell; its exit code is not known yet.
         unseen = [
             WorkerEnd(local_rank, self._spec.global_rank(local_rank), -signal.SIGTERM, True, 0.0)
-            for local_rank in generation.reaped - set(generation.ends)
+            for local_rank in generation.reaped.keys() - generation.ends.keys()
         ]
         ends = [*generation.ends.values(), *unseen]
         for end in sorted(ends, key=lambda end: generation.ended_at.get(end.local_rank, now)):
@@ -351,7 +362,7 @@ class Supervisor:
 
     def _reaped_cause(self, generation: Generation) -> Cause:
         """Return what can be said of a worker that left no exception and whose exit code nobody told."""
-        local_rank = min(generation.reaped, key=generation.ended_at.__getitem__)
+        local_rank = _failed_unseen(generation)
         tail = read_tail(os.path.join(worker_folder(generation.folder, local_rank), "stderr.log"))
         rank = self._spec.global_rank(local_rank)
         return Cause("exit", self._seat.node, self._seat.host, rank, local_rank, detail="\n".join(tail[-TAIL_LINES:]))
@@ -410,3 +421,13 @@ class Supervisor:
             duration_s=time.monotonic() - self._went_at,
             exit_codes=dict(sorted(self._exit_codes.items())),
         )
+
+
+def _failed_unseen(generation: Generation) -> int:
+    """Return the local rank that failed unseen: the last to be reaped that torchrun had not stopped itself.
+
+    Ranks reaped before it ended well; torchrun stops the others at the first failure.
+    """
+    stopped = pids_stopped_by_agent(generation.agent_stderr)
+    own = [rank for rank, pid in generation.reaped.items() if pid not in stopped] or list(generation.reaped)
+    return max(own, key=generation.ended_at.__getitem__)
