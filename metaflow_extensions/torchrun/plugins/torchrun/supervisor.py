@@ -295,8 +295,16 @@ class Supervisor:
         generation.agent_exit = status
         if status != 0 and not generation.stopping:
             self._add_unseen_ends(generation)
+            self._emit("worker_failed", f"{self._first_failure(generation, status)}; stopping all nodes", exit_code=status)
             self._report("failed", generation, final=True)
             generation.stopping = True
+
+    def _first_failure(self, generation: Generation, agent_status: int) -> str:
+        """Return what the log says of an agent that ended before the guardian saw why."""
+        failed = [end for end in generation.ends.values() if end.exit_code != 0 and not end.stopped]
+        if not failed:
+            return f"the torchrun agent {describe_exit(agent_status)}"
+        return f"rank {failed[0].rank} {describe_exit(failed[0].exit_code)}"
 
     def _stop(self, why: str) -> None:
         generation = self._generation
