@@ -409,3 +409,10 @@ def test_a_report_on_a_node_names_no_rank():
 def test_a_killed_worker_with_an_older_traceback_is_said_to_be_killed_once():
     text = Cause("signal", 0, "h", 0, 0, -9, "ValueError: handled long ago", "x").describe()
     assert text.count("was killed by SIGKILL") == 1
+
+
+def test_an_out_of_memory_kill_says_so_once():
+    cause = Cause("oom", 1, "host-1", 3, 1, -signal.SIGKILL, describe_oom(2**30), "loading\n")
+    text = cause.describe()
+    assert text.startswith("Rank 3 on node 1 (host host-1) ran out of memory: the node's memory limit of 1 GiB was reached")
+    assert text.count("SIGKILL") == 1

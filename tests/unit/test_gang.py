@@ -75,6 +75,9 @@ class Table:
     def leave(self, node, cause=None):
         self.post(self.gang.handle(node, {"type": "leave", "cause": cause and cause.to_wire()}))
 
+    def done(self, node):
+        self.post(self.gang.handle(node, {"type": "done"}))
+
     def lost(self, node, reason="its task was killed by SIGKILL"):
         self.post(self.gang.lost(node, reason))
 
@@ -153,7 +156,7 @@ def test_a_gang_of_one_needs_nobody_else():
     table.all_ready()
     table.ended(0)
     assert table.same_verdict() is None
-    assert table.gang.is_empty
+    assert not table.gang.members
 
 
 def test_the_control_nodes_pinned_port_counts():
@@ -527,12 +530,56 @@ def test_nodes_that_come_later_for_a_launch_that_can_not_begin_get_the_same_verd
 def test_when_the_control_node_leaves_the_others_hear_it():
     table = Table(3)
     table.leave(2)
-    assert not table.gang.is_empty
+    assert table.gang.members == [1]
     table.leave(0)
     assert table.got(1, "bye")
     assert not table.got(2, "bye")
     table.leave(1)
-    assert table.gang.is_empty
+    assert not table.gang.members
+
+
+# --- between the end of the step's code and the end of the task -----------------------------------
+
+
+def test_a_node_whose_results_are_not_stored_yet_is_still_there():
+    table = Table(2)
+    table.done(1)
+    assert table.gang.members == [1]
+    table.leave(1)
+    assert table.gang.members == []
+    assert table.got(1, "ack")
+    assert not table.got(0, "abort")
+
+
+def test_a_node_that_is_lost_while_it_stores_its_results_breaks_the_gang():
+    table = Table(3)
+    table.all_ready()
+    for node in range(3):
+        table.ended(node)
+    table.done(1)
+    table.done(2)
+    table.leave(2)
+    table.lost(1)
+    (abort,) = table.got(0, "abort")
+    assert "node 1 (host host-1)" in abort["error"]["message"].lower()
+    assert "before its results were stored" in abort["error"]["message"]
+    assert table.gang.members == []
+
+
+def test_no_launch_begins_without_a_node_whose_step_is_done():
+    table = Table(3)
+    table.ready(0)
+    table.done(2)
+    table.ready(1)
+    assert "already ended on node 2" in str(table.same_verdict(0, 1))
+
+
+def test_a_node_that_is_done_hears_nothing_of_the_others_failures():
+    table = Table(3)
+    table.done(1)
+    table.leave(2, step_failure(2))
+    assert table.got(0, "abort")
+    assert not table.got(1, "abort")
 
 
 # --- restarts ------------------------------------------------------------------------------------
@@ -663,7 +710,7 @@ class AnyInterleaving(RuleBasedStateMachine):
     def begin(self, num_nodes, max_restarts):
         self.table = Table(num_nodes, started_timeout_s=50.0, join=False)
         self.max_restarts = max_restarts
-        # A node: absent -> out (in its own code) <-> in (a launch) -> gone.
+        # A node: absent -> out (in its own code) <-> in (a launch) -> storing (its results) -> gone.
         self.state = dict.fromkeys(range(num_nodes), "absent")
         self.launches = dict.fromkeys(range(num_nodes), 0)  # as each node counts its calls
         self.running = dict.fromkeys(range(num_nodes))  # generation whose agent runs
@@ -688,6 +735,7 @@ class AnyInterleaving(RuleBasedStateMachine):
                 elif message["type"] == "verdict":
                     self.note_verdict(node, message)
                 elif message["type"] == "abort":
+                    assert self.state[node] != "storing", "news for a node that is done"
                     self.state[node] = "aborted"
                     self.running[node] = None
 
@@ -732,18 +780,26 @@ class AnyInterleaving(RuleBasedStateMachine):
         node = data.draw(st.sampled_from(self.busy()))
         self.table.failed(node, crash(node), launch=self.launches[node], generation=self.running[node])
 
-    @precondition(lambda self: self.nodes("absent", "out", "in", "aborted"))
+    @precondition(lambda self: self.nodes("absent", "out", "in", "aborted", "storing"))
     @rule(data=st.data())
     def lose(self, data):
-        node = data.draw(st.sampled_from(self.nodes("absent", "out", "in", "aborted")))
+        node = data.draw(st.sampled_from(self.nodes("absent", "out", "in", "aborted", "storing")))
         if node != 0:
             self.state[node] = "gone"
             self.table.lost(node)
 
-    @precondition(lambda self: self.nodes("out", "aborted"))
+    @precondition(lambda self: self.nodes("out"))
+    @rule(data=st.data())
+    def done(self, data):
+        node = data.draw(st.sampled_from(self.nodes("out")))
+        if node != 0:
+            self.state[node] = "storing"
+            self.table.done(node)
+
+    @precondition(lambda self: self.nodes("out", "aborted", "storing"))
     @rule(data=st.data(), badly=st.booleans())
     def leave(self, data, badly):
-        node = data.draw(st.sampled_from(self.nodes("out", "aborted")))
+        node = data.draw(st.sampled_from(self.nodes("out", "aborted", "storing")))
         if node != 0 or len(self.nodes("out", "in", "absent")) == 1:  # without its host there is no gang
             self.state[node] = "gone"
             self.table.leave(node, step_failure(node) if badly else None)

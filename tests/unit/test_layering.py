@@ -29,6 +29,7 @@ ORDER = [
     "settings",
     "launch_spec",
     "devices",
+    "memory",
     "network",
     "events",
     "console",

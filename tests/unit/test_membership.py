@@ -7,6 +7,7 @@ import time
 import pytest
 from unit_helpers import eventually
 
+from metaflow_extensions.torchrun.plugins.torchrun import membership
 from metaflow_extensions.torchrun.plugins.torchrun.errors import (
     GangError,
     LaunchFailed,
@@ -64,6 +65,52 @@ def test_leaving_happens_once(seated):
     seat.leave(ValueError("late"))
     assert link.leaves() == [{"type": "leave", "cause": None}]
     assert link.closed == 1
+
+
+def test_the_seat_is_kept_until_the_results_are_stored(seated):
+    seat, link, _ = seated
+    seat.finish()
+    assert link.sent == [{"type": "done"}]
+    assert link.closed == 0
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    seat.deliver(abort())  # too late for this node's code, which has ended
+    seat.leave()
+    assert link.sent[1:] == [{"type": "leave", "cause": None}]
+    assert link.closed == 1
+
+
+def test_no_launch_after_the_steps_end(seated):
+    seat, _, _ = seated
+    seat.finish()
+    with pytest.raises(GangError, match="after the gang had ended"):
+        seat.begin_launch()
+
+
+def test_the_others_are_waited_for_and_the_wait_is_told(seated, monkeypatch):
+    monkeypatch.setattr(membership, "_QUIET_S", 0.1)
+    seat, _, events = seated
+    remaining = [[1, 2]] * 5 + [[2]]
+    seat.await_others(lambda: remaining.pop(0) if remaining else [])
+    assert not remaining
+    assert [event.text for event in events] == [
+        "done here; waiting for nodes 1, 2 to end their step and store its results"
+    ]
+
+
+@pytest.mark.parametrize("remaining", [[2], []])
+def test_a_node_that_fails_while_it_is_waited_for_ends_the_wait(seated, remaining):
+    seat, _, _ = seated
+    looks = []
+
+    def look():
+        looks.append(1)
+        if len(looks) == 2:
+            seat.deliver(abort())
+            return remaining
+        return [2]
+
+    with pytest.raises(LaunchFailed, match="Rank 3 failed"):
+        seat.await_others(look)
 
 
 def test_an_exception_of_the_step_is_news_for_the_gang(seated):

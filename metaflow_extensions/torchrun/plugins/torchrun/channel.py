@@ -149,7 +149,7 @@ class ControlChannel:
     def close(self, wait_s: float) -> None:
         """Wait until the members have left, `wait_s` seconds at most, and close."""
         deadline = time.monotonic() + wait_s
-        while not self.gang.is_empty and time.monotonic() < deadline:
+        while self.gang.members and time.monotonic() < deadline:
             time.sleep(_TICK_S / 4)
         with suppress(Exception):
             self._thread.call(self._shut(), _CLOSE_S)

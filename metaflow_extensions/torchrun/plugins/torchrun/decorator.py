@@ -137,15 +137,26 @@ class TorchrunDecorator(ParallelDecorator):  # type: ignore[misc]  # Metaflow is
         def with_gang() -> None:
             try:
                 inner()
+                self._await_others()
             except BaseException as error:
                 self._leave(error)
                 if spawns_nodes:
                     absent = self._channel.gang.absent if self._channel is not None else ()
                     await_local_nodes(self._settings.grace_s + _LOCAL_NODE_MARGIN_S, absent)
                 raise
-            self._leave(None)
+            if self._channel is not None:
+                self._leave(None)
+            elif self._seat is not None:
+                self._seat.finish()
 
         return with_gang
+
+    def task_finished(
+        self, step_name: str, flow: Any, graph: Any, is_task_ok: bool, retry_count: int, max_user_code_retries: int
+    ) -> None:
+        """Leave the gang for good: Metaflow has stored this node's results."""
+        super().task_finished(step_name, flow, graph, is_task_ok, retry_count, max_user_code_retries)
+        self._leave(None)
 
     def setup_distributed_env(self, flow: Any) -> None:
         """Join the gang and offer ``current.torch``; called right before the step's code."""
@@ -177,6 +188,16 @@ class TorchrunDecorator(ParallelDecorator):  # type: ignore[misc]  # Metaflow is
                 watch_local_nodes(parallel.num_nodes, self._channel.report_gone)
             return seat, parallel.main_ip
         return join_as_member(book, parallel.node_index, parallel.num_nodes, self._settings, to_log)
+
+    def _await_others(self) -> None:
+        """Keep the control node until the others have stored their results, and fail if one of them can't.
+
+        On AWS Batch the control node's end stops all nodes, and nothing else makes another node's failure
+        the run's (Metaflow 2.19 waits there for the others' ends only).
+        """
+        if self._seat is not None and self._channel is not None:
+            gang = self._channel.gang
+            self._seat.await_others(lambda: gang.members)
 
     def _leave(self, error: BaseException | None) -> None:
         if self._seat is not None:

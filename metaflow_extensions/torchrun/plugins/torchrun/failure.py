@@ -55,8 +55,8 @@ class Cause:
     Attributes
     ----------
     kind : str
-        ``"exception"``, ``"exit"``, ``"signal"``, ``"agent"``, ``"lost"``, ``"step"`` (the step's own code),
-        ``"terminated"``, ``"timeout"`` or ``"setup"``.
+        ``"exception"``, ``"exit"``, ``"signal"``, ``"oom"`` (out of memory), ``"agent"``, ``"lost"``, ``"step"``
+        (the step's own code), ``"terminated"``, ``"timeout"`` or ``"setup"``.
     node : int
         Index of the node.
     host : str
@@ -66,7 +66,7 @@ class Cause:
     exit_code : int or None
         Exit code, negative for a signal, as `subprocess` has it.
     exception : str or None
-        Type and message of the exception.
+        Type and message of the exception; for ``"oom"`` what the kernel says.
     detail : str
         Traceback, or the end of the worker's stderr.
     """
@@ -103,6 +103,8 @@ class Cause:
         """Say in one line how it ended."""
         if self.kind in ("agent", "lost"):
             return f"failed: {self.exception}"
+        if self.kind == "oom":
+            return f"ran {self.exception}"
         if self.exception is not None and self.kind != "signal":
             return f"failed with {self.exception}"
         return describe_exit(self.exit_code) if self.exit_code is not None else "failed"
@@ -111,7 +113,7 @@ class Cause:
         """Return the full report: who, what, exit status, traceback or stderr."""
         who = self.who
         lines = [f"{who[0].upper()}{who[1:]} {self.what}" + ("" if self.what.endswith(".") else ".")]
-        if self.exception is not None and self.exit_code is not None and self.kind not in ("agent", "signal"):
+        if self.exception is not None and self.exit_code is not None and self.kind not in ("agent", "signal", "oom"):
             lines.append(f"It {describe_exit(self.exit_code)}.")
         if self.detail:
             if _TRACEBACK not in self.detail:

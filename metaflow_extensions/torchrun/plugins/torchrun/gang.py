@@ -26,7 +26,9 @@ Outgoing = tuple[int, Message]
 CONTROL = 0
 """Index of the control node."""
 
-NodeState = Literal["absent", "joined", "left", "lost"]
+NodeState = Literal["absent", "joined", "done", "left", "lost"]
+"""``done``: its step's code has ended well, its results are being stored. ``left``: nothing more will come of it."""
+
 Phase = Literal["gathering", "running", "stopping", "over"]
 
 # Facts of *ready* that must be the same on every node, and how to call them.
@@ -38,7 +40,7 @@ _MUST_AGREE = {
     "digest": "entrypoint and torchrun options",
 }
 # Kinds of failures that a new generation on the same nodes can mend.
-_RESTARTABLE = frozenset({"exception", "exit", "signal", "agent"})
+_RESTARTABLE = frozenset({"exception", "exit", "signal", "oom", "agent"})
 _BACKOFF_LIMIT_S = 30.0
 # What an agent says when its store can't listen (TCPStore, torch 2.13).
 _PORT_TAKEN = re.compile("EADDRINUSE|address already in use", re.IGNORECASE)
@@ -127,14 +129,15 @@ class Gang:
     def handle(self, node: int, message: Message) -> list[Outgoing]:
         """Take a message of a node and return what is to be sent.
 
-        Messages from members: ``join``, ``ready``, ``failed``, ``ended``, ``leave``. Messages to members:
-        ``welcome``, ``go``, ``stop``, ``restart``, ``verdict``, ``abort``, ``ack``, ``note``, ``bye``.
+        Messages from members: ``join``, ``ready``, ``failed``, ``ended``, ``done``, ``leave``. Messages to
+        members: ``welcome``, ``go``, ``stop``, ``restart``, ``verdict``, ``abort``, ``ack``, ``note``, ``bye``.
         """
         handler = {
             "join": self._on_join,
             "ready": self._on_ready,
             "failed": self._on_failed,
             "ended": self._on_ended,
+            "done": self._on_done,
             "leave": self._on_leave,
         }.get(str(message.get("type")))
         if handler is not None and node in self._nodes:
@@ -143,8 +146,11 @@ class Gang:
 
     def lost(self, node: int, reason: str) -> list[Outgoing]:
         """Note that a node's connection or task ended, or that it fell silent."""
-        if self._nodes.get(node) in ("absent", "joined"):
+        state = self._nodes.get(node)
+        if state in ("absent", "joined", "done"):
             self._nodes[node] = "lost"
+            if state == "done":
+                reason = f"{reason}, after its step's code but before its results were stored; see its log"
             cause = Cause("lost", node, self._hosts.get(node, "unknown"), exception=reason)
             self._node_is_gone(node, cause)
         return self._flush()
@@ -198,9 +204,9 @@ class Gang:
         return self._broken
 
     @property
-    def is_empty(self) -> bool:
-        """Whether no node but the control node may still need the channel."""
-        return not [node for node in self._in_state("joined") if node != CONTROL]
+    def members(self) -> list[int]:
+        """Indexes of the nodes, besides the control node, that have joined and not yet left."""
+        return [node for node in self._in_state("joined", "done") if node != CONTROL]
 
     # --- a launch -------------------------------------------------------------------------------
 
@@ -216,7 +222,7 @@ class Gang:
             self._launch = Launch(number, remind_at=self._clock() + _REMIND_S)
         launch = self._launch
         launch.ready[node] = message
-        gone = self._in_state("left", "lost")
+        gone = self._in_state("done", "left", "lost")
         if gone:
             self._finish(launch, self._left_error(launch, gone))
         elif len(launch.ready) == self._settings.num_nodes:
@@ -350,21 +356,33 @@ class Gang:
 
     # --- leaving --------------------------------------------------------------------------------
 
+    def _on_done(self, node: int, message: Message) -> None:
+        """The step's code of `node` has ended well; its results are not stored yet."""
+        if self._nodes[node] == "joined":
+            self._nodes[node] = "done"
+            self._go_on_without(node)
+
     def _on_leave(self, node: int, message: Message) -> None:
-        """The step's code of `node` has ended, by itself or with an exception."""
-        if self._nodes[node] != "joined":
+        """The task of `node` needs the gang no more, or the step's code has failed there."""
+        before = self._nodes[node]
+        if before not in ("joined", "done"):
             return
         self._nodes[node] = "left"
         self._send(node, {"type": "ack"})
         cause = message.get("cause")
         if cause is not None:
             self._node_is_gone(node, Cause.from_wire(cause))
-        elif self._launch is not None and self._launch.phase == "gathering":
+        elif before == "joined":
+            self._go_on_without(node)
+        if node == CONTROL:
+            self._broadcast({"type": "bye"})
+
+    def _go_on_without(self, node: int) -> None:
+        """See what it means for the launch that no more can be expected of `node`."""
+        if self._launch is not None and self._launch.phase == "gathering":
             self._finish(self._launch, self._left_error(self._launch, [node]))
         elif self._launch is not None:
             self._decide_if_all_ended(self._launch)
-        if node == CONTROL:
-            self._broadcast({"type": "bye"})
 
     def _node_is_gone(self, node: int, cause: Cause) -> None:
         """Stop everything, since a node failed outside of its workers."""

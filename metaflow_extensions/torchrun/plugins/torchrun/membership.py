@@ -12,6 +12,7 @@ import queue
 import signal
 import socket
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
@@ -25,6 +26,10 @@ from .gang import CONTROL, Message
 
 # How long a leaving node waits for the control node to say that it has read the cause.
 _ACK_WAIT_S = 5.0
+# The control node waits for the others at its end: how often it looks, when it says so, and how often again.
+_LOOK_S = 0.05
+_QUIET_S = 10.0
+_REMIND_S = 60.0
 
 
 class Link(Protocol):
@@ -64,6 +69,7 @@ class Membership:
         self._launches = 0
         self._in_launch = False
         self._said_goodbye = False
+        self._left = False
         self._acknowledged = threading.Event()
         self._welcomed = threading.Event()
         self._broken: TorchrunError | None = None
@@ -198,17 +204,56 @@ class Membership:
         if self._link is not None:
             self._link.send(message)
 
+    def finish(self) -> None:
+        """Say that the step's code has ended well; the seat is kept until `leave`.
+
+        In between Metaflow stores the task's results. A task that dies there is missed by the control
+        node, which waits for all to leave.
+        """
+        if not self._said_goodbye:
+            self._said_goodbye = True
+            self.send({"type": "done"})
+            self._give_back_sigterm()
+
+    def await_others(self, remaining: Callable[[], list[int]]) -> None:
+        """Wait until the other nodes have left, on the control node.
+
+        It takes as long as their steps take: a node that falls silent is declared lost, and that ends
+        the wait.
+
+        Parameters
+        ----------
+        remaining : callable
+            Returns the indexes of the nodes that have not left.
+
+        Raises
+        ------
+        TorchrunError
+            If a node fails or is lost meanwhile.
+        """
+        say_at = time.monotonic() + _QUIET_S
+        while nodes := remaining():
+            if self._broken is not None:
+                raise self._broken  # where no signal can tell: outside the main thread
+            if time.monotonic() > say_at:
+                say_at += _REMIND_S
+                text = f"done here; waiting for nodes {', '.join(map(str, nodes))} to end their step and store its results"
+                self.emit(Event("note", self.node, text))
+            time.sleep(_LOOK_S)
+        if self._broken is not None:
+            raise self._broken
+
     def leave(self, error: BaseException | None = None) -> None:
         """Leave the gang; safe to call more than once.
 
         With `error`, the gang learns why, and the control node's receipt is awaited, since some
         systems kill all tasks as soon as one has failed.
         """
-        if self._said_goodbye or self._link is None:
+        if self._left or self._link is None:
             return
         if self._farewell or not self._welcomed.is_set():
             self._acknowledged.set()  # nobody is there to answer
-        self._said_goodbye = True
+        self._said_goodbye = self._left = True
         try:
             cause = None if error is None or self._is_known(error) else self.cause_of(error)
             self.send({"type": "leave", "cause": cause})
@@ -216,9 +261,13 @@ class Membership:
             self._last_deed()
         finally:
             self._close_link()
-            if self._handler_set and threading.current_thread() is threading.main_thread():
-                with suppress(TypeError):  # a handler not set from Python can't be set back
-                    signal.signal(signal.SIGTERM, self._previous_handler)
+            self._give_back_sigterm()
+
+    def _give_back_sigterm(self) -> None:
+        if self._handler_set and threading.current_thread() is threading.main_thread():
+            self._handler_set = False
+            with suppress(TypeError):  # a handler not set from Python can't be set back
+                signal.signal(signal.SIGTERM, self._previous_handler)
 
     def _is_known(self, error: BaseException | None) -> bool:
         """Tell whether the gang has this error already: it is its own verdict, bare or chained."""

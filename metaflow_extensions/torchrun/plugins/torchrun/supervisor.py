@@ -16,7 +16,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .devices import Machine, omp_threads
@@ -36,6 +36,7 @@ from .gang import Message
 from .launch_spec import LaunchSpec, Rendezvous, agent_command, agent_environment, shown
 from .logs import LogFollower, worker_folder
 from .membership import Membership
+from .memory import describe_oom, memory_limit, oom_kills
 from .network import interface_towards
 from .process import AgentProcess
 from .result import TorchrunResult
@@ -56,6 +57,7 @@ class Generation:
     agent: AgentProcess
     follower: LogFollower
     agent_stderr: str
+    oom_kills_before: int | None = None
     ends: dict[int, WorkerEnd] = field(default_factory=dict)
     ended_at: dict[int, float] = field(default_factory=dict)
     reaped: dict[int, int] = field(default_factory=dict)  # local rank -> pid, of ends that torchrun alone saw
@@ -220,7 +222,7 @@ class Supervisor:
         agent = AgentProcess(
             command, env, logs, self._grace_s, self._forward(number), workers=spec.nproc, cwd=spec.cwd, scratch=scratch
         )
-        self._generation = Generation(number, folder, command, agent, follower, logs["stderr"])
+        self._generation = Generation(number, folder, command, agent, follower, logs["stderr"], oom_kills())
         self._command = command
         self._emit("command", f"runs: {shown(command)}", command=command)
         follower.start()
@@ -268,7 +270,7 @@ class Supervisor:
         if by_agent and generation.reaped and not generation.stopping:
             self._reaped_worker_failed(generation)
         elif end.exit_code != 0 and not end.stopped and not generation.stopping:
-            text = f"rank {end.rank} {describe_exit(end.exit_code)}; stopping all nodes"
+            text = f"rank {end.rank} {_how_ended(generation, end.exit_code)}; stopping all nodes"
             self._emit("worker_failed", text, rank=end.rank, exit_code=end.exit_code)
             self._report("failed", generation)
             self._stop("a worker failed")
@@ -304,7 +306,7 @@ class Supervisor:
         failed = [end for end in generation.ends.values() if end.exit_code != 0 and not end.stopped]
         if not failed:
             return f"the torchrun agent {describe_exit(agent_status)}"
-        return f"rank {failed[0].rank} {describe_exit(failed[0].exit_code)}"
+        return f"rank {failed[0].rank} {_how_ended(generation, failed[0].exit_code)}"
 
     def _stop(self, why: str) -> None:
         generation = self._generation
@@ -360,6 +362,8 @@ class Supervisor:
             cause = worker_cause(end, seat.node, seat.host, stderr, error_file)
             if cause is not None:
                 found = True
+                if cause.kind == "signal" and _out_of_memory(generation, end.exit_code):
+                    cause = replace(cause, kind="oom", exception=describe_oom(memory_limit()))
                 yield {"cause": cause.to_wire(), "age_s": now - generation.ended_at.get(end.local_rank, now)}
         if generation.reaped_failed and not found:
             found = True
@@ -378,7 +382,7 @@ class Supervisor:
     def _agent_cause(self, generation: Generation) -> Cause:
         tail = "\n".join(read_tail(generation.agent_stderr)[-TAIL_LINES:])
         code = generation.agent_exit
-        how = generation.error or (describe_exit(code) if code is not None else "vanished")
+        how = generation.error or (_how_ended(generation, code) if code is not None else "vanished")
         return Cause("agent", self._seat.node, self._seat.host, None, None, code, f"its torchrun agent {how}", tail)
 
     # --- the end --------------------------------------------------------------------------------
@@ -429,6 +433,17 @@ class Supervisor:
             duration_s=time.monotonic() - self._went_at,
             exit_codes=dict(sorted(self._exit_codes.items())),
         )
+
+
+def _out_of_memory(generation: Generation, exit_code: int) -> bool:
+    """Tell whether it was the kernel's out-of-memory killer: its counter has moved since *go*."""
+    before, now = generation.oom_kills_before, oom_kills()
+    return exit_code == -signal.SIGKILL and before is not None and now is not None and now > before
+
+
+def _how_ended(generation: Generation, exit_code: int) -> str:
+    """Say how a process of this generation ended."""
+    return f"ran {describe_oom(memory_limit())}" if _out_of_memory(generation, exit_code) else describe_exit(exit_code)
 
 
 def _failed_unseen(generation: Generation) -> int:
