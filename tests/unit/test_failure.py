@@ -1,6 +1,7 @@
 """From what a failed worker left behind to a cause that can be named."""
 
 import json
+import signal
 import subprocess
 import sys
 
@@ -22,6 +23,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.failure import (
     signal_name,
     worker_cause,
 )
+from metaflow_extensions.torchrun.plugins.torchrun.memory import describe_oom
 
 PLAIN = """\
 Traceback (most recent call last):
@@ -414,5 +416,7 @@ def test_a_killed_worker_with_an_older_traceback_is_said_to_be_killed_once():
 def test_an_out_of_memory_kill_says_so_once():
     cause = Cause("oom", 1, "host-1", 3, 1, -signal.SIGKILL, describe_oom(2**30), "loading\n")
     text = cause.describe()
-    assert text.startswith("Rank 3 on node 1 (host host-1) ran out of memory: the node's memory limit of 1 GiB was reached")
+    assert text.startswith(
+        "Rank 3 on node 1 (host host-1) ran out of memory: the node's memory limit of 1 GiB was reached"
+    )
     assert text.count("SIGKILL") == 1

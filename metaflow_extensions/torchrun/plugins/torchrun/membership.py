@@ -237,7 +237,9 @@ class Membership:
                 raise self._broken  # where no signal can tell: outside the main thread
             if time.monotonic() > say_at:
                 say_at += _REMIND_S
-                text = f"done here; waiting for nodes {', '.join(map(str, nodes))} to end their step and store its results"
+                text = (
+                    f"done here; waiting for nodes {', '.join(map(str, nodes))} to end their step and store its results"
+                )
                 self.emit(Event("note", self.node, text))
             time.sleep(_LOOK_S)
         if self._broken is not None:

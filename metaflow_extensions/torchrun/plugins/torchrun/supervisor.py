@@ -297,7 +297,9 @@ class Supervisor:
         generation.agent_exit = status
         if status != 0 and not generation.stopping:
             self._add_unseen_ends(generation)
-            self._emit("worker_failed", f"{self._first_failure(generation, status)}; stopping all nodes", exit_code=status)
+            self._emit(
+                "worker_failed", f"{self._first_failure(generation, status)}; stopping all nodes", exit_code=status
+            )
             self._report("failed", generation, final=True)
             generation.stopping = True
 

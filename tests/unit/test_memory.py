@@ -1,0 +1,49 @@
+"""What the cgroup tells, in the words of both its versions."""
+
+import pytest
+
+from metaflow_extensions.torchrun.plugins.torchrun.memory import describe_oom, memory_limit, oom_kills
+
+V1, V2 = "sys/fs/cgroup/memory", "sys/fs/cgroup"
+
+
+def machine(root, files):
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return str(root)
+
+
+@pytest.mark.parametrize(
+    ("files", "kills"),
+    [
+        ({}, None),
+        ({f"{V2}/memory.events": "low 0\nhigh 0\nmax 31\noom 4\noom_kill 3\noom_group_kill 1\n"}, 3),
+        ({f"{V1}/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 2\n"}, 2),
+        ({f"{V1}/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\n"}, None),  # Linux before 4.13
+    ],
+)
+def test_kills_are_counted(tmp_path, files, kills):
+    assert oom_kills(machine(tmp_path, files)) == kills
+
+
+@pytest.mark.parametrize(
+    ("files", "limit"),
+    [
+        ({}, None),
+        ({f"{V2}/memory.max": "max\n"}, None),
+        ({f"{V2}/memory.max": "1073741824\n"}, 2**30),
+        ({f"{V1}/memory.limit_in_bytes": "268435456\n"}, 2**28),
+        ({f"{V1}/memory.limit_in_bytes": "9223372036854771712\n"}, None),
+    ],
+)
+def test_the_limit_is_read(tmp_path, files, limit):
+    assert memory_limit(machine(tmp_path, files)) == limit
+
+
+def test_the_text_names_the_limit_and_the_remedy():
+    assert "memory limit of 1.5 GiB was reached" in describe_oom(3 * 2**29)
+    assert "memory limit of 256 MiB" in describe_oom(2**28)
+    assert "memory is used up" in describe_oom(None)
+    assert "memory of @resources, @kubernetes or @batch" in describe_oom(None)
