@@ -538,6 +538,24 @@ def test_when_the_control_node_leaves_the_others_hear_it():
     assert not table.gang.members
 
 
+def test_the_control_node_hears_why_everything_stops():
+    table = Table(2)
+    table.all_ready()
+    table.failed(1, crash(1))
+    (stop,) = table.got(0, "stop")
+    assert "on node 1 (host host-1) failed with" in stop["because"]
+    assert "\n" not in stop["because"]
+    assert len(stop["because"]) <= 301
+
+
+def test_the_control_node_needs_no_telling_of_its_own_failure():
+    table = Table(2)
+    table.all_ready()
+    table.failed(0, crash(0))
+    (stop,) = table.got(0, "stop")
+    assert stop["because"] == ""
+
+
 # --- between the end of the step's code and the end of the task -----------------------------------
 
 

@@ -26,16 +26,18 @@ ORDER = [
     "guardian",
     "logs",
     "failure",
+    "submit_checks",
     "settings",
     "launch_spec",
     "devices",
     "memory",
     "network",
+    "task_log",
     "events",
     "console",
     "errors",
 ]
-KNOW_METAFLOW = {"decorator", "errors"}
+KNOW_METAFLOW = {"task_log", "decorator", "submit_checks", "errors"}
 
 
 def imports_of(name):

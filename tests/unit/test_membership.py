@@ -358,3 +358,19 @@ def test_a_seat_taken_in_another_thread_leaves_signals_alone():
     thread.start()
     thread.join(10.0)
     eventually(lambda: done == [before])
+
+
+def test_after_an_error_the_control_nodes_end_is_awaited(seated):
+    seat, link, _ = seated
+    threading.Timer(0.3, seat.deliver, [{"type": "control_lost", "reason": "closed"}]).start()
+    begin = time.monotonic()
+    seat.leave(ValueError("x"), hold_s=20)
+    assert 0.2 < time.monotonic() - begin < 10
+    assert link.closed == 1
+
+
+def test_without_an_error_nobody_is_held(seated):
+    seat, _, _ = seated
+    begin = time.monotonic()
+    seat.leave(None, hold_s=20)
+    assert time.monotonic() - begin < 1

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from metaflow import current
-from metaflow.lint import LintWarn, linter
 from metaflow.plugins.parallel_decorator import ParallelDecorator
 from metaflow.unbounded_foreach import UBF_CONTROL
 from metaflow.user_configs.config_parameters import UNPACK_KEY
@@ -16,13 +15,20 @@ from metaflow.user_configs.config_parameters import UNPACK_KEY
 from .address_book import AddressBook
 from .channel import ControlChannel
 from .devices import Nproc, requested_accelerators, this_machine
-from .events import to_log
+from .errors import TorchrunError
+from .events import Event, Subscriber, to_log
 from .executor import Context, TorchrunExecutor, flow_folder
 from .joining import LOOPBACK, join_as_control, join_as_member, sit_alone
 from .local_nodes import SameInterpreter, await_local_nodes, watch_local_nodes
 from .membership import Membership
 from .settings import DEFAULTS, StepSettings, parse_settings, refuse_unknown
+from .submit_checks import Submission
+from .task_log import TaskLog
 
+# How long a failed node holds its end until the control node's log has the cause, and how long that may
+# take to upload it: on Kubernetes the first pod that ends takes all with it.
+_HOLD_S = 10.0
+_UPLOAD_S = 5.0
 # What a node's task needs beyond its workers' grace to end by itself.
 _LOCAL_NODE_MARGIN_S = 10.0
 
@@ -67,6 +73,8 @@ class TorchrunDecorator(ParallelDecorator):  # type: ignore[misc]  # Metaflow is
     name = "torchrun"
     defaults = DEFAULTS
     IS_PARALLEL = True
+    # `spin` of another step makes a package without step_init (Metaflow 2.19).
+    _submission: Submission | None = None
 
     def __init__(self, attributes: dict[str, Any] | None = None, *args: Any, **kwargs: Any) -> None:
         # Metaflow would refuse unknown attributes here, before it knows which step they stand at.
@@ -88,6 +96,29 @@ class TorchrunDecorator(ParallelDecorator):  # type: ignore[misc]  # Metaflow is
         self._channel: ControlChannel | None = None
         self.environment = SameInterpreter(environment)
         _take_over_plain_parallel(decos)
+        metadata_type = getattr(flow_datastore.metadata, "TYPE", None)
+        self._submission = Submission(flow, graph, step_name, self._settings.master_port, metadata_type)
+        self._submission.check_kubernetes()
+
+    def package_init(self, flow: Any, step_name: str, environment: Any) -> None:
+        """Check again; `argo-workflows create` adds ``@kubernetes`` after `step_init` (Metaflow 2.19)."""
+        super().package_init(flow, step_name, environment)
+        if self._submission is not None:
+            self._submission.check_kubernetes()
+
+    def runtime_init(self, flow: Any, graph: Any, package: Any, run_id: str) -> None:
+        """Check what only a run can do; deployments, tasks and commands such as ``show`` don't come here."""
+        super().runtime_init(flow, graph, package, run_id)
+        if self._submission is not None:
+            self._submission.check_batch()
+
+    def runtime_step_cli(
+        self, cli_args: Any, retry_count: int, max_user_code_retries: int, ubf_context: str | None
+    ) -> None:
+        """Check what depends on the number of nodes; called on the submitting machine, right before the start."""
+        super().runtime_step_cli(cli_args, retry_count, max_user_code_retries, ubf_context)
+        if self._submission is not None and ubf_context == UBF_CONTROL:
+            self._submission.check_nodes(cli_args.task.ubf_iter.num_parallel)
 
     def task_pre_step(
         self,
@@ -139,6 +170,7 @@ class TorchrunDecorator(ParallelDecorator):  # type: ignore[misc]  # Metaflow is
                 inner()
                 self._await_others()
             except BaseException as error:
+                self._tell(error)
                 self._leave(error)
                 if spawns_nodes:
                     absent = self._channel.gang.absent if self._channel is not None else ()
@@ -178,16 +210,23 @@ class TorchrunDecorator(ParallelDecorator):  # type: ignore[misc]  # Metaflow is
         current._update_env({"torch": TorchrunExecutor(context)})
 
     def _join(self, parallel: Any) -> tuple[Membership, str]:
+        self._log = TaskLog(self._open_store)
+        emit: Subscriber = to_log if _is_local() else self._log.after(to_log)
         if parallel.num_nodes == 1:
-            return sit_alone(self._settings, to_log), LOOPBACK
+            return sit_alone(self._settings, emit), LOOPBACK
         control_task_id = parallel.control_task_id or self._task_id
         book = AddressBook(self._flow_datastore, self._run_id, self._step, control_task_id, self._attempt)
         if parallel.node_index == 0:
-            seat, self._channel = join_as_control(book, parallel.num_nodes, parallel.main_ip, self._settings, to_log)
+            seat, self._channel = join_as_control(book, parallel.num_nodes, parallel.main_ip, self._settings, emit)
             if _is_local():
                 watch_local_nodes(parallel.num_nodes, self._channel.report_gone)
             return seat, parallel.main_ip
-        return join_as_member(book, parallel.node_index, parallel.num_nodes, self._settings, to_log)
+        return join_as_member(book, parallel.node_index, parallel.num_nodes, self._settings, emit)
+
+    def _open_store(self) -> Any:
+        return self._flow_datastore.get_task_datastore(
+            self._run_id, self._step, self._task_id, attempt=self._attempt, mode="w"
+        )
 
     def _await_others(self) -> None:
         """Keep the control node until the others have stored their results, and fail if one of them can't.
@@ -201,7 +240,14 @@ class TorchrunDecorator(ParallelDecorator):  # type: ignore[misc]  # Metaflow is
 
     def _leave(self, error: BaseException | None) -> None:
         if self._seat is not None:
-            self._seat.leave(error)
+            self._seat.leave(error, hold_s=0.0 if _is_local() or self._channel is not None else _HOLD_S)
+
+    def _tell(self, error: BaseException) -> None:
+        """Have the error in the control node's log at once; Metaflow shows it only after storing all artifacts."""
+        if self._seat is not None and self._channel is not None and not _is_local():
+            text = str(error) if isinstance(error, TorchrunError) else f"{type(error).__name__}: {error}"
+            self._seat.emit(Event("failed", self._seat.node, text))
+            self._log.save(_UPLOAD_S)
 
 
 def _is_local() -> bool:
@@ -214,37 +260,3 @@ def _take_over_plain_parallel(decos: Sequence[Any]) -> None:
     for deco in decos:
         if type(deco) is ParallelDecorator:
             deco.task_decorate = lambda step_func, *_: step_func
-
-
-def check_entered_with_num_parallel(graph: Any) -> None:
-    """Say how to enter a ``@torchrun`` step; take it off steps that only ``--with torchrun`` gave it.
-
-    ``--with`` decorates every step of a flow (`_attach_decorators`, Metaflow 2.19), also those that
-    are not parallel.
-
-    Raises
-    ------
-    LintWarn
-        If a step decorated in the source is not entered with ``num_parallel``.
-    """
-    for node in graph:
-        for deco in [d for d in node.decorators if isinstance(d, TorchrunDecorator)]:
-            callers = [caller for caller in graph if node.name in (caller.out_funcs or ())]
-            if callers and all(caller.parallel_foreach for caller in callers):
-                continue
-            if deco.statically_defined:
-                entered = callers[0].name if callers else "the step before it"
-                raise LintWarn(
-                    f"Step *{node.name}* has @torchrun but is not entered with num_parallel. In step *{entered}*, write "
-                    f"self.next(self.{node.name}, num_parallel=2) to run it on 2 nodes. For one node without "
-                    "num_parallel, remove @torchrun and use TorchrunSingleNodeMultiGPU.",
-                    node.func_lineno,
-                    node.source_file,
-                )
-            node.decorators.remove(deco)
-            node.parallel_step = any(getattr(d, "IS_PARALLEL", False) for d in node.decorators)
-
-
-# Before Metaflow's own checks (metaflow.lint, 2.19), which would speak of @parallel and not say how.
-linter.ensure_static_graph(linter.check(check_entered_with_num_parallel))
-linter._checks.insert(0, linter._checks.pop())

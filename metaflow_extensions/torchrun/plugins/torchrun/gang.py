@@ -48,6 +48,7 @@ _MAX_MOVES = 3
 # What a node needs beyond the workers' grace to kill, reap and read the last bytes.
 _STOP_MARGIN_S = 15.0
 _REMIND_S = 60.0
+_HEADLINE = 300  # characters
 
 
 @dataclass
@@ -294,7 +295,8 @@ class Gang:
         if launch.phase == "running":
             launch.phase = "stopping"
             launch.stop_by = self._clock() + self._settings.grace_s + _STOP_MARGIN_S
-            self._broadcast({"type": "stop", "launch": launch.number, "generation": launch.generation})
+            stop = {"type": "stop", "launch": launch.number, "generation": launch.generation}
+            self._broadcast({**stop, "because": _headline(first_cause(launch.causes))})
 
     def _decide_if_all_ended(self, launch: Launch) -> None:
         waiting = [node for node in self._in_state("joined") if node not in launch.ended]
@@ -447,6 +449,14 @@ class Gang:
 def _names(nodes: Iterable[int]) -> str:
     listed = list(nodes)
     return ("node " if len(listed) == 1 else "nodes ") + ", ".join(map(str, listed))
+
+
+def _headline(cause: Cause | None) -> str:
+    """Return who failed and how in one line, for the logs; empty if the control node has said so itself."""
+    if cause is None or (cause.node == CONTROL and cause.kind != "timeout"):
+        return ""
+    line = f"{cause.who} {cause.what}".splitlines()[0]
+    return line if len(line) <= _HEADLINE else line[:_HEADLINE] + "…"
 
 
 def _port_error(port: int | None, host: str) -> GangError:

@@ -72,6 +72,7 @@ class Membership:
         self._left = False
         self._acknowledged = threading.Event()
         self._welcomed = threading.Event()
+        self._control_gone = threading.Event()
         self._broken: TorchrunError | None = None
         self._farewell = False
         self._verdict: TorchrunError | None = None
@@ -104,6 +105,7 @@ class Membership:
             self.emit(Event("note", self.node, message["text"]))
         elif kind == "control_lost":
             self._acknowledged.set()
+            self._control_gone.set()
             if not self._farewell:
                 self._break(self._control_lost(message["reason"]))
         elif kind == "abort":
@@ -245,11 +247,19 @@ class Membership:
         if self._broken is not None:
             raise self._broken
 
-    def leave(self, error: BaseException | None = None) -> None:
+    def leave(self, error: BaseException | None = None, hold_s: float = 0.0) -> None:
         """Leave the gang; safe to call more than once.
 
         With `error`, the gang learns why, and the control node's receipt is awaited, since some
         systems kill all tasks as soon as one has failed.
+
+        Parameters
+        ----------
+        error : BaseException, optional
+            What ended the step.
+        hold_s : float, default 0
+            How long to wait after an error until the control node has closed the channel, which it does
+            when its log holds the cause.
         """
         if self._left or self._link is None:
             return
@@ -260,6 +270,8 @@ class Membership:
             cause = None if error is None or self._is_known(error) else self.cause_of(error)
             self.send({"type": "leave", "cause": cause})
             self._acknowledged.wait(_ACK_WAIT_S)
+            if error is not None:
+                self._control_gone.wait(hold_s)
             self._last_deed()
         finally:
             self._close_link()

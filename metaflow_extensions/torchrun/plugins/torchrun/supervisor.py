@@ -32,7 +32,7 @@ from .failure import (
     read_tail,
     worker_cause,
 )
-from .gang import Message
+from .gang import CONTROL, Message
 from .launch_spec import LaunchSpec, Rendezvous, agent_command, agent_environment, shown
 from .logs import LogFollower, worker_folder
 from .membership import Membership
@@ -169,6 +169,8 @@ class Supervisor:
                 self._note_restart(message)
             elif kind == "stop" and self._generation is not None:
                 give_up_at = time.monotonic() + self._grace_s + _VERDICT_MARGIN_S
+                if self._seat.node == CONTROL and message.get("because"):
+                    self._emit("stopping", f"{message['because']}; stopping all nodes")
                 self._stop("the gang stops")
             elif kind == "agent_event":
                 self._on_agent_event(message["event"], message["generation"])

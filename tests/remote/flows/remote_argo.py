@@ -1,0 +1,35 @@
+"""A gang whose first attempt fails, for Argo Workflows: nothing here knows how it is scheduled."""
+
+from metaflow import FlowSpec, Parameter, current, retry, step, torchrun
+
+
+class RemoteArgo(FlowSpec):
+    """Adds up over all ranks, in the second attempt."""
+
+    nodes = Parameter("nodes", default=2, type=int)
+
+    @step
+    def start(self):
+        self.next(self.train, num_parallel=self.nodes)
+
+    @retry(times=1, minutes_between_retries=0)
+    @torchrun(nproc_per_node=2)
+    @step
+    def train(self):
+        self.node, self.attempt = current.parallel.node_index, current.retry_count
+        self.control_task_id = current.parallel.control_task_id
+        self.result = current.torch.run(entrypoint="argo_worker.py", env={"ATTEMPT": current.retry_count})
+        self.next(self.join)
+
+    @step
+    def join(self, inputs):
+        self.seen = sorted((i.node, i.attempt) for i in inputs)
+        self.next(self.end)
+
+    @step
+    def end(self):
+        pass
+
+
+if __name__ == "__main__":
+    RemoteArgo()

@@ -1,0 +1,83 @@
+"""The flow that most remote tests run: `plan.py` beside it, which the test writes, says what it does.
+
+Only the gang's step runs remotely; the others are local and quick.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+
+import plan
+from metaflow import FlowSpec, batch, current, kubernetes, retry, step, torchrun
+
+# A pod of a gang that is not the control node, before Metaflow knows.
+if plan.LATE_S and os.environ.get("MF_WORKER_REPLICA_INDEX") is not None:
+    time.sleep(plan.LATE_S)
+
+
+def same(decorator):
+    return decorator
+
+
+def hook(moment: str) -> None:
+    """Do what the test asks of the step's own code, as in ``after:1:raise``."""
+    wanted = plan.HOOK.split(":")
+    if wanted[:2] != [moment, str(current.parallel.node_index)]:
+        return
+    if wanted[2] == "raise":
+        raise ValueError(f"step code failed {moment} run")
+    if wanted[2] == "sleep":
+        time.sleep(float(wanted[3]))
+    if wanted[2] == "sigkill":
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Unstorable:
+    """Can't be pickled, so that storing the step's results fails."""
+
+    def __reduce__(self):
+        raise TypeError("this artifact can't be stored")
+
+
+class RemoteGang(FlowSpec):
+    """Runs a gang and prints what came of it."""
+
+    @step
+    def start(self):
+        self.next(self.train, num_parallel=plan.NODES)
+
+    @(retry(times=1, minutes_between_retries=0) if plan.RETRY else same)
+    @(kubernetes(**plan.KUBERNETES) if plan.KUBERNETES is not None else same)
+    @(batch(**plan.BATCH) if plan.BATCH is not None else same)
+    @torchrun(**plan.ATTRS)
+    @step
+    def train(self):
+        self.node, self.attempt = current.parallel.node_index, current.retry_count
+        self.nproc, self.python = current.torch.nproc_per_node, sys.version.split()[0]
+        hook("before")
+        self.results = [
+            current.torch.run(entrypoint="worker.py", env={"ATTEMPT": self.attempt, **plan.ENV}, **plan.RUN)
+        ]
+        hook("after")
+        if plan.HOOK == f"unstorable:{self.node}":
+            self.bad = Unstorable()
+        self.next(self.join)
+
+    @step
+    def join(self, inputs):
+        found = [
+            {"node": i.node, "attempt": i.attempt, "nproc": i.nproc, "results": [vars(r) for r in i.results]}
+            for i in inputs
+        ]
+        print("GATHERED " + json.dumps(found))
+        self.next(self.end)
+
+    @step
+    def end(self):
+        pass
+
+
+if __name__ == "__main__":
+    RemoteGang()

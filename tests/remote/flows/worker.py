@@ -1,0 +1,44 @@
+"""A worker without torch, to be quick: does as ``WORKER_DO`` says, a list of ``RANK:ACTION``; ``*`` is every rank."""
+
+import os
+import signal
+import sys
+import time
+
+RANK = os.environ["RANK"]
+
+
+def eat_memory() -> None:
+    """Use more and more memory until the kernel says no; touched, so that it counts."""
+    hoard = []
+    while True:
+        hoard.append(bytearray(b"x" * (16 * 2**20)))
+        time.sleep(0.02)
+
+
+def act(action: str) -> None:
+    if action == "raise":
+        raise ValueError(f"bad loss on rank {RANK}")
+    if action == "exit3":
+        print("about to leave", file=sys.stderr)
+        sys.exit(3)
+    if action == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if action == "wipe":  # every process of this container but its first, this one last
+        os.kill(-1, signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
+    if action == "oom":
+        eat_memory()
+    if action == "sleep":
+        time.sleep(300)
+    if action == "nap":
+        time.sleep(2)
+    if action == "first-attempt" and os.environ["ATTEMPT"] == "0":
+        raise RuntimeError("only in the first attempt")
+
+
+print(f"rank {RANK} of {os.environ['WORLD_SIZE']} runs", flush=True)
+for wanted in filter(None, os.environ.get("WORKER_DO", "").split(",")):
+    rank, what = wanted.split(":")
+    if rank in (RANK, "*"):
+        act(what)

@@ -1,0 +1,192 @@
+"""Gangs on a Kubernetes cluster with JobSets."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from conftest import EXAMPLES, check_said
+from kubernetes import client, config
+
+pytestmark = pytest.mark.kubernetes
+OTHERS_SLEEP = ",".join(f"{rank}:sleep" for rank in range(4))
+
+
+class Cluster:
+    """What a test asks the API server."""
+
+    def __init__(self) -> None:
+        config.load_kube_config()
+        self.core = client.CoreV1Api()
+        self.custom = client.CustomObjectsApi()
+        self.namespace = os.environ.get("METAFLOW_KUBERNETES_NAMESPACE", "default")
+
+    def pods(self, run: Any) -> list[Any]:
+        """Return the pods of a run that are not gone, the control node's first."""
+        found = self.core.list_namespaced_pod(self.namespace).items
+        mine = [p for p in found if (p.metadata.annotations or {}).get("metaflow/run_id") == run.run_id]
+        return sorted(mine, key=lambda pod: (self.node_of(pod), pod.metadata.name))
+
+    @staticmethod
+    def node_of(pod: Any) -> int:
+        labels = pod.metadata.labels or {}
+        role = labels.get("jobset.sigs.k8s.io/replicatedjob-name", "control")
+        return 0 if role == "control" else 1 + int(labels["jobset.sigs.k8s.io/job-index"])
+
+    def await_pods(self, run: Any, count: int, timeout_s: float = 120) -> list[Any]:
+        """Wait until `count` pods of the run's gang are running."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            running = [pod for pod in self.pods(run) if pod.status.phase == "Running"]
+            if len(running) >= count:
+                return running
+            assert time.monotonic() < deadline, f"{len(running)} of {count} pods:\n{run.text}"
+            time.sleep(0.3)
+
+    def await_gone(self, run: Any, timeout_s: float = 20) -> None:
+        """Wait until no pod of the run is running or about to."""
+        deadline = time.monotonic() + timeout_s
+        while left := [pod for pod in self.pods(run) if pod.status.phase in ("Pending", "Running")]:
+            assert time.monotonic() < deadline, [pod.metadata.name for pod in left]
+            time.sleep(0.3)
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    yield Cluster()
+
+
+def on_kubernetes(**attributes: Any) -> dict[str, Any]:
+    return {"KUBERNETES": attributes}
+
+
+def check_gang(flow: Any, nodes: int, nproc: int = 2) -> None:
+    """Check the artifacts of a gang that ran to its end."""
+    tasks = flow.gathered()
+    assert [task["node"] for task in tasks] == list(range(nodes))
+    for task in tasks:
+        (result,) = task["results"]
+        first = task["node"] * nproc
+        assert result["world_size"] == nodes * nproc
+        assert result["exit_codes"] == {str(rank): 0 for rank in range(first, first + nproc)}
+
+
+# --- what runs ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 4])
+def test_hello_unchanged(run_remote, cluster, nodes):
+    flow = run_remote("--with", "kubernetes", "--nodes", str(nodes), flow="flow.py", source=EXAMPLES / "hello")
+    check_said(flow, f"all-reduce over {2 * nodes} ranks: ok")
+    cluster.await_gone(flow)
+
+
+def test_torch_ddp_unchanged(run_remote, cluster):
+    flow = run_remote("--with", "kubernetes", flow="flow.py", source=EXAMPLES / "torch-ddp")
+    assert "held-out" in flow.text.lower() or "loss" in flow.text.lower()
+    cluster.await_gone(flow)
+
+
+def test_min_gpt_unchanged(run_remote, cluster):
+    flow = run_remote("--with", "kubernetes", flow="flow.py", source=EXAMPLES / "min-gpt")
+    assert "loss" in flow.text.lower()
+    cluster.await_gone(flow)
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 4])
+def test_the_decorator_in_the_flow(run_remote, cluster, nodes):
+    flow = run_remote(NODES=nodes, **on_kubernetes())
+    check_gang(flow, nodes)
+    cluster.await_gone(flow)
+
+
+# --- what fails -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("do", "expected"),
+    [
+        pytest.param("3:raise", ["Rank 3 on node 1", "ValueError: bad loss on rank 3"], id="worker-node"),
+        pytest.param("0:raise", ["Rank 0 on node 0", "ValueError: bad loss on rank 0"], id="control-node"),
+        pytest.param("3:kill", ["Rank 3 on node 1", "killed by SIGKILL"], id="sigkill"),
+        pytest.param("1:raise,3:raise", ["on node ", "ValueError: bad loss on rank "], id="both"),
+    ],
+)
+def test_a_failing_worker_is_named_in_the_control_nodes_log(run_remote, cluster, do, expected):
+    flow = run_remote(expect=1, do=f"{do},*:sleep", **on_kubernetes())
+    check_said(flow, *expected)
+    cluster.await_gone(flow)
+
+
+def test_out_of_memory_is_said(run_remote, cluster):
+    """Guaranteed quality of service is what sets a memory limit (Metaflow 2.19)."""
+    flow = run_remote(expect=1, do="3:oom,*:sleep", **on_kubernetes(memory=900, cpu=0.25, qos="Guaranteed"))
+    check_said(flow, "Rank 3 on node 1", "ran out of memory: the node's memory limit of 858.3 MiB was reached")
+    cluster.await_gone(flow)
+
+
+@pytest.mark.parametrize("how", ["wiped", "deleted"])
+def test_a_pod_that_vanishes_is_named(start_remote, cluster, how):
+    """All its processes are killed at once, or the API server deletes it without grace."""
+    flow = start_remote(do="3:nap,3:wipe,*:sleep" if how == "wiped" else "*:sleep", **on_kubernetes())
+    flow.await_line("rank 0 of 4 runs")
+    if how == "deleted":
+        pods = cluster.await_pods(flow, 2)
+        victim = next(pod for pod in pods if cluster.node_of(pod) == 1)
+        cluster.core.delete_namespaced_pod(victim.metadata.name, cluster.namespace, grace_period_seconds=0)
+    begin = time.monotonic()
+    assert flow.wait(60) == 1
+    assert time.monotonic() - begin < 40
+    check_said(flow, "Node 1 (host")
+    cluster.await_gone(flow)
+
+
+def test_an_interrupted_run_leaves_no_pod(start_remote, cluster):
+    flow = start_remote(do="*:sleep", **on_kubernetes())
+    flow.await_line("rank 0 of 4 runs")
+    cluster.await_pods(flow, 2)
+    os.killpg(flow.process.pid, signal.SIGINT)
+    flow.wait(60)
+    cluster.await_gone(flow)
+
+
+# --- again ----------------------------------------------------------------------------------------
+
+
+def test_retry_brings_a_new_gang(run_remote, cluster):
+    flow = run_remote(do="3:first-attempt", RETRY=True, **on_kubernetes())
+    check_gang(flow, 2)
+    assert [task["attempt"] for task in flow.gathered()] == [1, 1]
+    check_said(flow, "only in the first attempt")
+    cluster.await_gone(flow)
+
+
+def test_resume_runs_the_gang_again(run_remote, cluster):
+    failed = run_remote(expect=1, do="3:raise", **on_kubernetes())
+    plan = failed.folder / "plan.py"
+    plan.write_text(plan.read_text().replace("3:raise", ""))
+    resumed = run_remote(command="resume", folder=failed.folder, **on_kubernetes())
+    check_gang(resumed, 2)
+    cluster.await_gone(resumed)
+
+
+def test_gangs_in_a_foreach_do_not_meet(run_remote, cluster):
+    flow = run_remote(flow="remote_foreach.py", name="RemoteForeach", **on_kubernetes())
+    check_said(flow, "SEEN a0/4 a1/4 b0/4 b1/4")
+    cluster.await_gone(flow)
+
+
+def test_nodes_that_start_20_s_apart_meet(run_remote, cluster):
+    flow = run_remote(LATE_S=20, **on_kubernetes())
+    check_gang(flow, 2)
+    cluster.await_gone(flow)
+
+
+def test_the_control_node_waits_for_the_others(run_remote, cluster):
+    flow = run_remote(HOOK="after:1:sleep:15", **on_kubernetes())
+    check_gang(flow, 2)
+    check_said(flow, "waiting for nodes 1 to end their step")
