@@ -2,11 +2,14 @@
 #
 #   TORCH=torch==2.13.0   what to install as PyTorch; see README.md for CUDA builds
 #   VENV=.venv            where the virtual environment goes
+#   RIGS=../shared/rigs   where `make test-remote` finds servers to test against
 
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
+RIGS ?= ../shared/rigs
+REMOTE ?= kubernetes batch storage
 DEMO_HOME ?= $(CURDIR)/.demo
 
 # Metaflow names a run's owner after the user and takes neither none nor root.
@@ -15,11 +18,12 @@ export METAFLOW_SERVICE_URL =
 export METAFLOW_DEFAULT_METADATA = local
 export METAFLOW_DEFAULT_DATASTORE = local
 
-.PHONY: help venv demo test unit integration lint clean
+.PHONY: help venv demo test test-remote unit integration lint clean
 
 help:
 	@echo "make demo         train a small GPT on 2 nodes x 2 processes of this machine"
 	@echo "make test         linters and all tests"
+	@echo "make test-remote  the tests on Kubernetes, Batch and object stores; see CONTRIBUTING.md"
 	@echo "make unit         the tests that take seconds"
 	@echo "make integration  the tests that run flows"
 	@echo "make lint         ruff, mypy"
@@ -56,8 +60,17 @@ test: venv
 	$(BIN)/ruff check . || status=1; \
 	$(BIN)/ruff format --check . || status=1; \
 	$(BIN)/mypy || status=1; \
-	$(BIN)/python -m pytest tests || status=1; \
+	$(BIN)/python -m pytest tests/unit tests/integration || status=1; \
 	exit $$status
+
+$(VENV)/.remote: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --editable ".[dev,remote]"
+	@touch $@
+
+# Their backends come from the environment; this starts and stops those that stand beside the project.
+test-remote: $(VENV)/.remote
+	@test -d "$(RIGS)" || { echo "make test-remote: no rigs in $(RIGS). Set RIGS=, or see CONTRIBUTING.md for backends of your own." >&2; exit 2; }
+	tests/remote/on-rigs "$(RIGS)" "$(abspath $(BIN))/python" $(REMOTE)
 
 clean:
 	rm -rf $(VENV) .demo build *.egg-info

@@ -133,6 +133,17 @@ def check_said(flow: RemoteFlow, *words: str) -> None:
     assert not missing, f"not said: {missing}\n{flow.text}"
 
 
+def check_gang(flow: RemoteFlow, nodes: int, nproc: int = 2) -> None:
+    """Check the artifacts of a gang that ran to its end."""
+    tasks = flow.gathered()
+    assert [task["node"] for task in tasks] == list(range(nodes))
+    for task in tasks:
+        (result,) = task["results"]
+        first = task["node"] * nproc
+        assert result["world_size"] == nodes * nproc
+        assert result["exit_codes"] == {str(rank): 0 for rank in range(first, first + nproc)}
+
+
 StartRemote = Callable[..., RemoteFlow]
 
 
@@ -167,7 +178,7 @@ def start_remote(tmp_path: Path) -> Iterator[StartRemote]:
         wanted = {**PLAN, **plan}
         assert not set(wanted) - set(PLAN)
         wanted["ENV"] = {"WORKER_DO": do, **wanted["ENV"]}
-        if source is FLOWS:
+        if source is FLOWS and folder is None:
             (place / "plan.py").write_text("".join(f"{key} = {value!r}\n" for key, value in wanted.items()))
         env = {"METAFLOW_DATASTORE_SYSROOT_LOCAL": str(tmp_path / "home"), **os.environ, "PYTHONUNBUFFERED": "1"}
         process = subprocess.Popen(

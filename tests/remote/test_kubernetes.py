@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from conftest import EXAMPLES, check_said
+from conftest import EXAMPLES, check_gang, check_said
 from kubernetes import client, config
 
+GPU = "nvidia.com/gpu"
 pytestmark = pytest.mark.kubernetes
 OTHERS_SLEEP = ",".join(f"{rank}:sleep" for rank in range(4))
 
@@ -56,23 +60,12 @@ class Cluster:
 
 
 @pytest.fixture
-def cluster() -> Iterator[Cluster]:
-    yield Cluster()
+def cluster() -> Cluster:
+    return Cluster()
 
 
 def on_kubernetes(**attributes: Any) -> dict[str, Any]:
     return {"KUBERNETES": attributes}
-
-
-def check_gang(flow: Any, nodes: int, nproc: int = 2) -> None:
-    """Check the artifacts of a gang that ran to its end."""
-    tasks = flow.gathered()
-    assert [task["node"] for task in tasks] == list(range(nodes))
-    for task in tasks:
-        (result,) = task["results"]
-        first = task["node"] * nproc
-        assert result["world_size"] == nodes * nproc
-        assert result["exit_codes"] == {str(rank): 0 for rank in range(first, first + nproc)}
 
 
 # --- what runs ------------------------------------------------------------------------------------
@@ -102,6 +95,74 @@ def test_the_decorator_in_the_flow(run_remote, cluster, nodes):
     flow = run_remote(NODES=nodes, **on_kubernetes())
     check_gang(flow, nodes)
     cluster.await_gone(flow)
+
+
+# --- processes per node ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gpus(cluster) -> Iterator[None]:
+    """Have a node that offers 8 GPUs: a real one, or one that only says so (no worker here uses any).
+
+    https://kubernetes.io/docs/tasks/administer-cluster/extended-resource-node/
+    """
+    nodes = cluster.core.list_node().items
+    if any(int(node.status.allocatable.get(GPU, "0")) >= 8 for node in nodes):
+        yield
+        return
+    name, path = nodes[0].metadata.name, "/status/capacity/" + GPU.replace("/", "~1")
+    cluster.core.patch_node_status(name, [{"op": "add", "path": path, "value": "8"}])
+    deadline = time.monotonic() + 60
+    while GPU not in cluster.core.read_node_status(name).status.allocatable:
+        assert time.monotonic() < deadline, "the kubelet did not take the patched capacity over"
+        time.sleep(0.5)
+    yield
+    cluster.core.patch_node_status(name, [{"op": "remove", "path": path}])
+
+
+class Requests(threading.Thread):
+    """Notes what the containers of a run's pods request, while it runs."""
+
+    def __init__(self, cluster: Cluster, run: Any) -> None:
+        super().__init__(daemon=True)
+        self.cluster, self.run_, self.gpus, self.over = cluster, run, {}, threading.Event()
+
+    def run(self) -> None:
+        while not self.over.wait(0.5):
+            with contextlib.suppress(FileNotFoundError):  # the run has no id yet
+                for pod in self.cluster.pods(self.run_):
+                    limits = pod.spec.containers[0].resources.limits or {}
+                    self.gpus[pod.metadata.annotations["metaflow/step_name"]] = int(limits.get(GPU, "0"))
+
+
+def run_and_note_requests(cluster, flow) -> dict[str, int]:
+    """Wait for the end of a flow; return step -> GPUs that its submitted pods requested."""
+    requests = Requests(cluster, flow)
+    requests.start()
+    try:
+        assert flow.wait() == 0, flow.text
+    finally:
+        requests.over.set()
+        requests.join(10)
+    return requests.gpus
+
+
+def test_processes_per_node_are_the_requested_gpus(start_remote, cluster, gpus):
+    """Checked on the pods that were submitted and on the processes that ran in them."""
+    flow = start_remote(flow="remote_gpus.py", name="RemoteGpus", **on_kubernetes())
+    requested = run_and_note_requests(cluster, flow)
+    assert requested == {"plain": 4, "merged": 2, "other": 8, "none": 0}
+    found = json.loads(next(line.text for line in flow.lines if "FOUND " in line.text).split("FOUND ", 1)[1])
+    assert found == {"plain": [4, 4], "merged": [2, 2], "other": [8, 8], "none": [1, 1]}
+
+
+def test_gpus_requested_on_the_command_line_count(start_remote, cluster, gpus):
+    flow = start_remote("--with", "kubernetes:gpu=2", NODES=2, RUN={})
+    requested = run_and_note_requests(cluster, flow)
+    assert requested["train"] == 2
+    assert [task["nproc"] for task in flow.gathered()] == [2, 2]
+    check_gang(flow, 2, nproc=2)
+    check_said(flow, "processes per node: 2 (@kubernetes requests gpu=2)")
 
 
 # --- what fails -----------------------------------------------------------------------------------
@@ -169,7 +230,7 @@ def test_resume_runs_the_gang_again(run_remote, cluster):
     failed = run_remote(expect=1, do="3:raise", **on_kubernetes())
     plan = failed.folder / "plan.py"
     plan.write_text(plan.read_text().replace("3:raise", ""))
-    resumed = run_remote(command="resume", folder=failed.folder, **on_kubernetes())
+    resumed = run_remote(command="resume", folder=failed.folder)
     check_gang(resumed, 2)
     cluster.await_gone(resumed)
 

@@ -61,7 +61,7 @@ class RemoteGang(FlowSpec):
             current.torch.run(entrypoint="worker.py", env={"ATTEMPT": self.attempt, **plan.ENV}, **plan.RUN)
         ]
         hook("after")
-        if plan.HOOK == f"unstorable:{self.node}":
+        if f"unstorable:{self.node}" == plan.HOOK:
             self.bad = Unstorable()
         self.next(self.join)
 

@@ -1,0 +1,161 @@
+"""Gangs on AWS Batch, as multi-node parallel jobs.
+
+There a node's end ends nothing, except node 0's, which ends all.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from typing import Any
+
+import boto3
+import pytest
+from conftest import EXAMPLES, check_gang, check_said
+
+pytestmark = pytest.mark.batch
+ACTIVE = ("SUBMITTED", "PENDING", "RUNNABLE", "STARTING", "RUNNING")
+
+
+class Queue:
+    """What a test asks AWS Batch."""
+
+    def __init__(self) -> None:
+        self.client = boto3.client("batch")
+
+    def jobs(self, run: Any, states: tuple[str, ...] = (*ACTIVE, "SUCCEEDED", "FAILED")) -> list[dict[str, Any]]:
+        """Return the jobs of a run, described; Metaflow tells their ids in its output."""
+        ids = [
+            text.split("[", 1)[1].split("]", 1)[0]
+            for text in run.text.splitlines()
+            if "Task is starting (status" in text
+        ]
+        found: list[dict[str, Any]] = self.client.describe_jobs(jobs=sorted(set(ids)))["jobs"] if ids else []
+        return [job for job in found if job["status"] in states]
+
+    def await_over(self, run: Any, timeout_s: float = 60) -> None:
+        """Wait until no job of the run is active."""
+        deadline = time.monotonic() + timeout_s
+        while left := self.jobs(run, ACTIVE):
+            assert time.monotonic() < deadline, [(job["jobId"], job["status"]) for job in left]
+            time.sleep(0.5)
+
+
+@pytest.fixture
+def queue() -> Queue:
+    return Queue()
+
+
+def on_batch(**attributes: Any) -> dict[str, Any]:
+    return {"BATCH": attributes}
+
+
+# --- what runs ------------------------------------------------------------------------------------
+
+
+def test_hello_unchanged(run_remote):
+    flow = run_remote("--with", "batch", flow="flow.py", source=EXAMPLES / "hello")
+    check_said(flow, "all-reduce over 4 ranks: ok")
+
+
+@pytest.mark.parametrize("nodes", [2, 3])
+def test_the_decorator_in_the_flow(run_remote, queue, nodes):
+    flow = run_remote(NODES=nodes, **on_batch())
+    check_gang(flow, nodes)
+    queue.await_over(flow)
+
+
+def test_the_control_node_waits_until_the_others_results_are_stored(run_remote):
+    flow = run_remote(HOOK="after:1:sleep:15", **on_batch())
+    check_gang(flow, 2)
+    check_said(flow, "waiting for nodes 1 to end their step")
+
+
+def test_processes_per_node_are_the_requested_accelerators(run_remote, queue):
+    """Checked on the jobs that were submitted and on the processes that ran in them."""
+    flow = run_remote(flow="remote_gpus.py", name="RemoteGpus", **on_batch())
+    requested = [requirements_of(job) for job in sorted(queue.jobs(flow), key=lambda job: job["createdAt"])]
+    assert [gpus for gpus, _ in requested] == ["8", "2", None, None]
+    assert [devices for _, devices in requested] == [0, 0, 1, 0]
+    found = json.loads(next(line.text for line in flow.lines if "FOUND " in line.text).split("FOUND ", 1)[1])
+    assert found == {"plain": [8, 8], "merged": [2, 2], "other": [2, 2], "none": [1, 1]}
+
+
+def requirements_of(job: dict[str, Any]) -> tuple[str | None, int]:
+    """Return the GPUs and the count of Neuron devices that a job requests for its node."""
+    properties = job.get("nodeProperties", {}).get("nodeRangeProperties", [{}])[0].get("container") or job["container"]
+    gpus = [r["value"] for r in properties.get("resourceRequirements", []) if r["type"] == "GPU"]
+    devices = (properties.get("linuxParameters") or {}).get("devices") or []
+    return (gpus[0] if gpus else None), len([d for d in devices if "neuron" in d["hostPath"]])
+
+
+# --- what fails -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("do", "expected"),
+    [
+        pytest.param("3:raise", ["Rank 3 on node 1", "ValueError: bad loss on rank 3"], id="worker-node"),
+        pytest.param("0:raise", ["Rank 0 on node 0", "ValueError: bad loss on rank 0"], id="control-node"),
+        pytest.param("3:kill", ["Rank 3 on node 1", "killed by SIGKILL"], id="sigkill"),
+        pytest.param("1:raise,3:raise", ["on node ", "ValueError: bad loss on rank "], id="both"),
+    ],
+)
+def test_a_failing_worker_fails_the_run_and_is_named(run_remote, queue, do, expected):
+    flow = run_remote(expect=1, do=f"{do},*:sleep", **on_batch())
+    check_said(flow, *expected)
+    queue.await_over(flow)
+    # The other node has had the time to store its own log, which says the same.
+    for task in flow.tasks():
+        assert expected[0] in task["err"], task
+
+
+def test_out_of_memory_is_said(run_remote):
+    flow = run_remote(expect=1, do="3:oom,*:sleep", **on_batch(memory=900))
+    check_said(flow, "Rank 3 on node 1", "ran out of memory: the node's memory limit of 900 MiB was reached")
+
+
+def test_a_node_whose_processes_are_all_killed_is_named(run_remote, queue):
+    flow = run_remote(expect=1, do="3:nap,3:wipe,*:sleep", **on_batch())
+    check_said(flow, "Node 1 (host")
+    queue.await_over(flow)
+
+
+@pytest.mark.parametrize(
+    ("hook", "expected"),
+    [
+        pytest.param("after:1:raise", "ValueError: step code failed after run", id="after-run"),
+        pytest.param("unstorable:1", "before its results were stored", id="unstorable"),
+    ],
+)
+def test_a_node_that_fails_after_its_last_launch_fails_the_run(run_remote, hook, expected):
+    """By itself, Metaflow 2.19 reports success when a worker node fails after its artifacts were set."""
+    flow = run_remote(expect=1, HOOK=hook, **on_batch())
+    check_said(flow, "Node 1 (host", expected)
+
+
+def test_an_interrupted_run_leaves_no_job(start_remote, queue):
+    flow = start_remote(do="*:sleep", **on_batch())
+    flow.await_line("rank 0 of 4 runs")
+    os.killpg(flow.process.pid, signal.SIGINT)
+    flow.wait(60)
+    queue.await_over(flow)
+
+
+# --- again ----------------------------------------------------------------------------------------
+
+
+def test_retry_brings_a_new_gang(run_remote):
+    flow = run_remote(do="3:first-attempt", RETRY=True, **on_batch())
+    check_gang(flow, 2)
+    assert [task["attempt"] for task in flow.gathered()] == [1, 1]
+
+
+def test_resume_runs_the_gang_again(run_remote):
+    failed = run_remote(expect=1, do="3:raise", **on_batch())
+    plan = failed.folder / "plan.py"
+    plan.write_text(plan.read_text().replace("3:raise", ""))
+    resumed = run_remote(command="resume", folder=failed.folder)
+    check_gang(resumed, 2)
