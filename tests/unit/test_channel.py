@@ -1,5 +1,6 @@
 """Real sockets: members are served, strangers are not, silence is noticed."""
 
+import asyncio
 import hashlib
 import hmac
 import json
@@ -10,6 +11,7 @@ import threading
 import time
 from contextlib import ExitStack, contextmanager
 
+import psutil
 import pytest
 from unit_helpers import eventually
 
@@ -22,6 +24,17 @@ from metaflow_extensions.torchrun.plugins.torchrun.network import free_port
 HOST = "127.0.0.1"
 FACTS = {"launch": 0, "nproc": 1, "torch": "2.13.0", "python": "3.11.7", "digest": "abc"}
 MAGIC = b"mf-torchrun/1\0\0\0"
+
+
+def _ipv6_works():
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
+
+
+needs_ipv6 = pytest.mark.skipif(not _ipv6_works(), reason="this machine has no IPv6 loopback address")
 
 
 class Inbox:
@@ -53,11 +66,11 @@ def once(function, **defaults):
 class Control:
     """The control node's side of a test."""
 
-    def __init__(self, num_nodes, heartbeat_s, started_timeout_s=60.0):
+    def __init__(self, num_nodes, heartbeat_s, started_timeout_s=60.0, host=HOST):
         self.inbox, self.token = Inbox(), new_token()
         gang = Gang(Settings(num_nodes, started_timeout_s, 1.0), lambda pinned: pinned or free_port(HOST))
         self.channel = ControlChannel(gang, self.inbox, self.token, heartbeat_s)
-        self.port = self.channel.listen(None, HOST)
+        self.port = self.channel.listen(None, host)
         self.channel.send({"type": "join", "node": 0, "host": "host-0"})
         self.inbox.expect("welcome")
         self.close = once(self.channel.close, wait_s=0.0)
@@ -127,6 +140,11 @@ def shake_hands(sock, token):
     assert receive(sock, 32) == mac(token, b"control", nonce)
 
 
+def connections_to(port):
+    """Return the states of this process's connections to a port."""
+    return [c.status for c in psutil.Process().net_connections("tcp") if c.raddr and c.raddr.port == port]
+
+
 def is_closed(sock, deadline_s=5.0):
     """Tell whether the other side hangs up in time; what it sends before does not matter."""
     deadline = time.monotonic() + deadline_s
@@ -181,6 +199,75 @@ def test_the_address_that_works_is_told(control, member):
     assert member(table, 1, addresses=["127.0.0.1.invalid", "127.255.255.1", HOST]).address == HOST
 
 
+@pytest.mark.parametrize(
+    ("host", "address"),
+    [("", HOST), (HOST, HOST), *(pytest.param(host, "::1", marks=needs_ipv6) for host in ("", "::1"))],
+)
+def test_members_come_by_ipv4_and_by_ipv6(host, address, control, member):
+    table = control(2, host=host)
+    one = member(table, 1, addresses=[address])
+    assert one.address == address
+    for send in (table.channel, one):
+        send.send({"type": "ready", **FACTS})
+    # Each node learns by which of its own addresses the other knows it.
+    assert [inbox.expect("go")["own_address"] for inbox in (table.inbox, one.inbox)] == [address, address]
+
+
+def test_addresses_that_never_answer_are_tried_side_by_side(control, member, rooms):
+    table = control(2)
+    silent = [f"127.0.0.{number}" for number in range(2, 6)]
+    for address in silent:  # the kernel connects, and then nobody speaks
+        rooms.enter_context(socket.create_server((address, table.port)))
+    begun = time.monotonic()
+    one = member(table, 1, addresses=[*silent, HOST])
+    assert one.address == HOST
+    assert time.monotonic() - begun < 3.0  # one after the other, it would be 20
+    eventually(lambda: connections_to(table.port) == ["ESTABLISHED"], "hanging up on the silent", deadline_s=2.0)
+
+
+def test_however_many_addresses_there_are_all_get_their_turn_in_time(control, member, rooms):
+    table = control(2)
+    silent = [f"127.0.1.{number}" for number in range(1, 101)]
+    for address in silent:
+        rooms.enter_context(socket.create_server((address, table.port)))
+    begun = time.monotonic()
+    member(table, 1, addresses=[*silent, HOST], timeout_s=10.0)
+    assert time.monotonic() - begun < 6.0
+
+
+def test_of_many_addresses_that_work_one_connection_stays(control, member, monkeypatch):
+    monkeypatch.setattr(channel_module, "_STAGGER_S", 0.0)  # all at the same moment
+    table = control(2, host="")
+    one = member(table, 1, addresses=[f"127.0.0.{number}" for number in range(1, 30)])
+    one.inbox.expect("welcome")
+    eventually(lambda: connections_to(table.port) == ["ESTABLISHED"], "closing all connections but one")
+    one.send({"type": "leave", "cause": None})  # and it is the one that was taken
+    one.inbox.expect("ack")
+    assert "abort" not in table.inbox.seen
+
+
+def test_a_connection_that_opens_when_another_has_won_is_closed(control):
+    table = control(2)
+
+    async def open_and_give_up():
+        knock = asyncio.ensure_future(channel_module._knock(HOST, table.port, table.token))
+        _, writer = await knock
+        await channel_module._give_up({knock})
+        return writer.is_closing()
+
+    assert asyncio.run(open_and_give_up())
+
+
+def test_a_control_node_that_is_nowhere_is_given_up_in_time(rooms):
+    with socket.create_server((HOST, 0)) as silent:
+        lost = MemberChannel(1, Inbox(), 20.0)
+        rooms.callback(lost.close)
+        begun = time.monotonic()
+        with pytest.raises(GangError, match=r"tried 127\.0\.0\.1 on port \d+ for 0\.5 s.*channel_port"):
+            lost.connect([HOST], silent.getsockname()[1], new_token(), 0.5)
+        assert time.monotonic() - begun < 3.0
+
+
 def test_a_member_that_is_early_waits_for_the_control_node(rooms):
     port, inbox, result = free_port(HOST), Inbox(), queue.SimpleQueue()
     token = new_token()
@@ -227,6 +314,22 @@ def test_a_taken_channel_port_names_the_setting(rooms):
         rooms.callback(channel.close, 0.0)
         with pytest.raises(GangError, match=r"channel port \d+.*channel_port"):
             channel.listen(taken.getsockname()[1], HOST)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", pytest.param("::", marks=needs_ipv6)])
+def test_a_channel_port_taken_for_one_family_only_is_taken(host, rooms):
+    family = socket.AF_INET6 if host == "::" else socket.AF_INET
+    with socket.create_server((host, 0), family=family) as taken:
+        channel = ControlChannel(Gang(Settings(2), lambda _: None), Inbox(), new_token(), 20.0)
+        rooms.callback(channel.close, 0.0)
+        with pytest.raises(GangError, match="channel_port"):
+            channel.listen(taken.getsockname()[1])
+
+
+def test_a_host_without_ipv6_listens_by_ipv4(control, member, monkeypatch):
+    monkeypatch.setattr(socket, "has_dualstack_ipv6", lambda: False)
+    table = control(2, host="")
+    assert member(table, 1).address == HOST
 
 
 def test_tokens_are_fresh_and_long():

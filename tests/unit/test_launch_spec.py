@@ -280,6 +280,16 @@ def test_the_gangs_own_address_may_be_repeated(script):
     assert (spec.options, spec.master_port) == ((), 3339)
 
 
+@pytest.mark.parametrize("address", ["fd00::7", "[fd00::7]"])
+def test_the_gangs_own_ipv6_address_may_be_repeated_with_brackets_and_without(address, script):
+    spec = build(script, main_addr="fd00::7", torchrun_args={"master_addr": address})
+    assert spec.options == ()
+    spec = build(script, main_addr="fd00::7", torchrun_args={"rdzv_endpoint": f"{address}:3339"})
+    assert (spec.options, spec.master_port) == ((), 3339)
+    with pytest.raises(TorchrunConfigError, match="contradicts the control node's address"):
+        build(script, main_addr="fd00::7", torchrun_args={"rdzv_endpoint": "[fd00::8]:3339"})
+
+
 @pytest.mark.parametrize("given", [["max-restarts", ""], {"max_restarts": None}, {"log-dir": ""}])
 def test_an_option_without_its_value_is_refused(given):
     with pytest.raises(TorchrunConfigError, match="needs a value"):

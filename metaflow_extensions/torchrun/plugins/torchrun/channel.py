@@ -25,6 +25,7 @@ from typing import Any
 
 from .errors import GangError
 from .gang import CONTROL, Gang, Message, Outgoing
+from .network import PORT_TAKEN, plain_address
 
 _MAGIC = b"mf-torchrun/1\0\0\0"
 _NONCE_BYTES = 32
@@ -37,10 +38,15 @@ _MAX_STRANGERS = 256
 _BACKLOG = 1024
 _TICK_S = 0.1
 _CONNECT_S = 5.0
+# How long an address is tried before the next one is tried beside it (RFC 8305), and within what
+# time all are: a host can have many, and packets to the wrong ones may vanish without an answer.
+_STAGGER_S = 0.25
+_ALL_TRIED_S = 2.0
 _RETRY_LIMIT_S = 2.0
 _CLOSE_S = 5.0
 
 Deliver = Callable[[Message], None]
+_Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 def new_token() -> str:
@@ -102,6 +108,7 @@ class ControlChannel:
         self._token = token
         self._timeout_s = heartbeat_timeout_s
         self._writers: dict[int, asyncio.StreamWriter] = {}
+        self._reached_at: str | None = None
         self._strangers = 0
         self._server: asyncio.Server | None = None
         self.gang = gang
@@ -184,7 +191,7 @@ class ControlChannel:
     def _dispatch(self, outgoing: Sequence[Outgoing]) -> None:
         for node, message in outgoing:
             if node == CONTROL:
-                self._deliver(message)
+                self._deliver(_with_own_address(message, self._reached_at))
             elif node in self._writers:
                 _write_frame(self._writers[node], message)
 
@@ -219,6 +226,7 @@ class ControlChannel:
         """Serve a member until it goes."""
         node = hello["node"]
         self._writers[node] = writer
+        self._reached_at = self._reached_at or _local_address(writer)
         _keep_alive(writer)
         self._handle(node, hello)
         beats = asyncio.ensure_future(_beat(writer, self._timeout_s))
@@ -262,7 +270,8 @@ class MemberChannel:
     def connect(self, addresses: Sequence[str], port: int, token: str, timeout_s: float) -> str:
         """Connect to the control node and return the address that worked.
 
-        Addresses are tried in order, again and again, until one proves that it knows the token.
+        Addresses are tried in order, each a moment after the one before and beside it, again and again,
+        until one proves that it knows the token.
 
         Raises
         ------
@@ -294,42 +303,52 @@ class MemberChannel:
         deadline = time.monotonic() + timeout_s
         pause = 0.05
         while True:
-            for address in addresses:
-                with suppress(OSError, EOFError, ValueError, asyncio.TimeoutError):
-                    reader, writer = await asyncio.wait_for(self._knock(address, port, token), _CONNECT_S)
-                    self._writer = writer
-                    _keep_alive(writer)
-                    self._listening = asyncio.ensure_future(self._listen(reader, writer))
-                    return address
+            found = await self._first_to_open(addresses, port, token, deadline)
+            if found is not None:
+                reader, writer = found
+                self._writer = writer
+                _keep_alive(writer)
+                _write_frame(writer, {"type": "join", "node": self._node, "host": socket.gethostname()})
+                self._listening = asyncio.ensure_future(self._listen(reader, writer))
+                return plain_address(writer.get_extra_info("peername")[0])
             if time.monotonic() + pause > deadline:
                 raise TimeoutError
             await asyncio.sleep(pause)
             pause = min(pause * 2, _RETRY_LIMIT_S)
 
-    async def _knock(self, address: str, port: int, token: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        reader, writer = await asyncio.open_connection(address, port)
+    async def _first_to_open(
+        self, addresses: Sequence[str], port: int, token: str, deadline: float
+    ) -> _Connection | None:
+        """Knock at all addresses, each a moment after the one before, and return the first connection that stands."""
+        stagger_s = min(_STAGGER_S, _ALL_TRIED_S / len(addresses))
+        left, knocking = list(addresses), set[asyncio.Task[_Connection | None]]()
         try:
-            greeting = await reader.readexactly(len(_MAGIC) + _NONCE_BYTES)
-            if not greeting.startswith(_MAGIC):
-                raise ValueError("another service answers there")
-            nonce = secrets.token_bytes(_NONCE_BYTES)
-            writer.write(nonce + _mac(token, b"member", greeting[len(_MAGIC) :]))
-            if not hmac.compare_digest(await reader.readexactly(_MAC_BYTES), _mac(token, b"control", nonce)):
-                raise ValueError("it does not know this gang's token")
-        except BaseException:
-            writer.close()
-            raise
-        _write_frame(writer, {"type": "join", "node": self._node, "host": socket.gethostname()})
-        return reader, writer
+            while left or knocking:
+                if left:
+                    knocking.add(asyncio.ensure_future(_knock(left.pop(0), port, token)))
+                wait_s = max(0.0, deadline - time.monotonic())
+                done, _ = await asyncio.wait(
+                    knocking, timeout=min(wait_s, stagger_s) if left else wait_s, return_when=asyncio.FIRST_COMPLETED
+                )
+                if not done and time.monotonic() >= deadline:
+                    return None
+                for knock in done:
+                    knocking.discard(knock)
+                    if (opened := knock.result()) is not None:
+                        return opened
+            return None
+        finally:
+            await _give_up(knocking)
 
     async def _listen(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        own_address = _local_address(writer)
         beats = asyncio.ensure_future(_beat(writer, self._timeout_s))
         reason = "its connection was closed: its task ended or was killed"
         try:
             while True:
                 message = await asyncio.wait_for(_read_frame(reader), self._timeout_s)
                 if message.get("type") != "beat":
-                    self._deliver(message)
+                    self._deliver(_with_own_address(message, own_address))
         except asyncio.TimeoutError:
             reason = f"nothing was heard from it for {self._timeout_s:g} s (heartbeat_timeout_s)"
         except (OSError, EOFError, ValueError):
@@ -347,6 +366,41 @@ class MemberChannel:
             with suppress(OSError, asyncio.TimeoutError):
                 await asyncio.wait_for(self._writer.drain(), 1.0)
             self._writer.close()
+
+
+# --- knocking ---------------------------------------------------------------------------------
+
+
+async def _knock(address: str, port: int, token: str) -> _Connection | None:
+    """Connect and let both sides prove that they know the token; return None if that fails."""
+    with suppress(OSError, EOFError, ValueError, asyncio.TimeoutError):
+        return await asyncio.wait_for(_shake_hands(address, port, token), _CONNECT_S)
+    return None
+
+
+async def _shake_hands(address: str, port: int, token: str) -> _Connection:
+    reader, writer = await asyncio.open_connection(address, port)
+    try:
+        greeting = await reader.readexactly(len(_MAGIC) + _NONCE_BYTES)
+        if not greeting.startswith(_MAGIC):
+            raise ValueError("another service answers there")
+        nonce = secrets.token_bytes(_NONCE_BYTES)
+        writer.write(nonce + _mac(token, b"member", greeting[len(_MAGIC) :]))
+        if not hmac.compare_digest(await reader.readexactly(_MAC_BYTES), _mac(token, b"control", nonce)):
+            raise ValueError("it does not know this gang's token")
+    except BaseException:
+        writer.close()
+        raise
+    return reader, writer
+
+
+async def _give_up(knocking: set[asyncio.Task[_Connection | None]]) -> None:
+    """Stop knocking, and close what has opened at the same moment as another."""
+    for knock in knocking:
+        knock.cancel()
+    for opened in await asyncio.gather(*knocking, return_exceptions=True):
+        if isinstance(opened, tuple):
+            opened[1].close()
 
 
 # --- frames -----------------------------------------------------------------------------------
@@ -379,12 +433,26 @@ async def _beat(writer: asyncio.StreamWriter, timeout_s: float) -> None:
         _write_frame(writer, {"type": "beat"})
 
 
+def _with_own_address(message: Message, address: str | None) -> Message:
+    """Add to *go* this host's address between it and the others, which a connection alone tells for sure."""
+    return {**message, "own_address": address} if address and message.get("type") == "go" else message
+
+
+def _local_address(writer: asyncio.StreamWriter) -> str:
+    return plain_address(writer.get_extra_info("sockname")[0])
+
+
 def _listening_socket(port: int, host: str) -> socket.socket:
     """Return a socket that listens on `port` of `host`; ``""`` is every interface, IPv4 and, where there is, IPv6."""
     if not host and socket.has_dualstack_ipv6():
-        with suppress(OSError):  # IPv6 can be compiled in and switched off
+        try:
             return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=_BACKLOG)
-    return socket.create_server((host, port), backlog=_BACKLOG)
+        except OSError as error:
+            if error.errno in PORT_TAKEN:
+                raise  # by IPv6 alone, perhaps: then nobody would get here by IPv6
+            # IPv6 can be compiled in and switched off
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=_BACKLOG)
 
 
 def _keep_alive(writer: asyncio.StreamWriter) -> None:

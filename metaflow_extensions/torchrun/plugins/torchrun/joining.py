@@ -12,7 +12,7 @@ from .errors import GangError, from_wire, to_wire
 from .events import Subscriber
 from .gang import CONTROL, Gang, Settings
 from .membership import Membership
-from .network import free_port, own_addresses, port_is_free
+from .network import addresses_for_others, free_port, port_is_free
 from .settings import StepSettings
 
 LOOPBACK = "127.0.0.1"
@@ -35,8 +35,26 @@ def sit_alone(settings: StepSettings, emit: Subscriber) -> Membership:
     return seat
 
 
+def control_addresses(main_ip: str, here_only: bool) -> list[str]:
+    """Return the control node's addresses in the order in which to try them; there is at least one.
+
+    Parameters
+    ----------
+    main_ip : str
+        The control node's address or name as Metaflow knows it.
+    here_only : bool
+        Whether all nodes run on this machine.
+    """
+    return [LOOPBACK] if here_only else addresses_for_others(main_ip)
+
+
 def join_as_control(
-    book: AddressBook, num_nodes: int, main_ip: str, settings: StepSettings, emit: Subscriber
+    book: AddressBook,
+    num_nodes: int,
+    main_ip: str,
+    settings: StepSettings,
+    emit: Subscriber,
+    here_only: bool | None = None,
 ) -> tuple[Membership, ControlChannel]:
     """Open the gang's channel, publish where it is, and return it with the control node's seat.
 
@@ -47,20 +65,22 @@ def join_as_control(
     num_nodes : int
         The gang's size.
     main_ip : str
-        The control node's address or name as Metaflow knows it; a loopback address means that all
-        nodes run on this machine.
+        The control node's address or name as Metaflow knows it.
     settings : StepSettings
         The step's settings.
     emit : callable
         Takes the events.
+    here_only : bool, optional
+        Whether all nodes run on this machine, so that the channel listens to nobody else. By default
+        they do if `main_ip` is the address that Metaflow uses for local runs.
     """
+    if here_only is None:
+        here_only = main_ip == LOOPBACK
     token = new_token()
     seat, channel = _open_channel(num_nodes, settings, emit, token)
     try:
-        here_only = main_ip == LOOPBACK
         port = channel.listen(settings.channel_port, LOOPBACK if here_only else "")
-        addresses = [LOOPBACK] if here_only else list(dict.fromkeys([main_ip, *own_addresses()]))
-        address = Address(tuple(addresses), port, token)
+        address = Address(tuple(control_addresses(main_ip, here_only)), port, token)
         book.publish(address)
         seat.at_end(lambda: _tell_latecomers(book, address, channel))
     except BaseException as error:

@@ -398,15 +398,16 @@ def _refuse_what_the_gang_owns(
 ) -> None:
     """Drop options that say what the gang does anyway; refuse those that contradict it."""
     host, colon, port = (options.get("rdzv-endpoint") or "").rpartition(":")
-    if colon and host == main_addr:  # it says what the gang does, and pins the port
+    addresses = () if main_addr is None else (main_addr, _bracketed(main_addr))
+    if colon and host in addresses:  # it says what the gang does, and pins the port
         options.pop("rdzv-endpoint")
         options.setdefault("master-port", port)
-    allowed: dict[str, tuple[str | None, ...]] = {
+    allowed: dict[str, tuple[str, ...]] = {
         "nnodes": (str(num_nodes), f"{num_nodes}:{num_nodes}"),
         "node-rank": (str(node_index),),
         "rdzv-backend": (_STATIC_BACKEND,),
-        "master-addr": (main_addr,),
-        "rdzv-endpoint": (main_addr,),
+        "master-addr": addresses,
+        "rdzv-endpoint": addresses,
     }
     truth = {
         "nnodes": f"num_parallel={num_nodes}",

@@ -9,34 +9,63 @@ import socket
 import struct
 from contextlib import suppress
 
+# What bind says of a port that this process can't have, as opposed to a family that the host lacks.
+PORT_TAKEN = (errno.EADDRINUSE, errno.EACCES)
 _SIOCGIFADDR = 0x8915  # Linux, <linux/sockios.h>: the IPv4 address of a named interface
 
 
 def free_port(host: str = "") -> int:
-    """Return a TCP port that was free on `host` (default: all IPv4 interfaces) a moment ago.
+    """Return a TCP port that was free on `host` (default: all interfaces, IPv4 and IPv6) a moment ago.
 
     The kernel chooses from its ephemeral range. Another process can take the port before it is
     used; whoever uses it must be ready to ask again.
     """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe.bind((host, 0))
+    with _bound(host, 0) as probe:
         port: int = probe.getsockname()[1]
         return port
 
 
 def port_is_free(port: int) -> bool:
-    """Tell whether a listening socket can be bound to `port` on every IPv4 interface."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", port))
-        except OSError as error:
-            if error.errno in (errno.EADDRINUSE, errno.EACCES):
-                return False
+    """Tell whether a listening socket can be bound to `port` on every interface, IPv4 and IPv6."""
+    try:
+        with _bound("", port):
+            return True
+    except OSError as error:
+        if error.errno in PORT_TAKEN:
+            return False
+        raise
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    """Return a socket bound as torch's TCPStore binds (2.13): on every interface, to IPv6 and IPv4 at once."""
+    if host or not socket.has_dualstack_ipv6():
+        return _bound_to(socket.AF_INET6 if ":" in host else socket.AF_INET, host, port)
+    try:
+        return _bound_to(socket.AF_INET6, "", port)
+    except OSError as error:
+        if error.errno in PORT_TAKEN:
             raise
-        return True
+        return _bound_to(socket.AF_INET, "", port)  # IPv6 can be compiled in and switched off
+
+
+def _bound_to(family: socket.AddressFamily, host: str, port: int) -> socket.socket:
+    probe = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6 and not host:
+            probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        probe.bind((host, port))
+    except BaseException:
+        probe.close()
+        raise
+    return probe
+
+
+def plain_address(address: str) -> str:
+    """Return an address as the other side writes it: an IPv4 address that an IPv6 socket shows is IPv4 again."""
+    ip = ipaddress.ip_address(address.split("%")[0])
+    mapped = ip.ipv4_mapped if isinstance(ip, ipaddress.IPv6Address) else None
+    return address if mapped is None else str(mapped)
 
 
 def source_address(towards: str) -> str | None:
@@ -76,6 +105,25 @@ def own_addresses() -> list[str]:
     found = [a for _, name in socket.if_nameindex() if (a := _ipv4_address(name))]
     found += [str(a) for a in _ipv6_interfaces()]
     return [a for a in found if not (ipaddress.ip_address(a).is_loopback or ipaddress.ip_address(a).is_link_local)]
+
+
+def addresses_for_others(known: str) -> list[str]:
+    """Return where other hosts may reach this one, in the order to try; never empty.
+
+    Parameters
+    ----------
+    known : str
+        This host's address or name as somebody found it. Metaflow's ``@batch`` (2.19) takes what the
+        host's own name resolves to, which on Debian is 127.0.1.1: to the others, that means themselves.
+    """
+    own = own_addresses()
+    return own if own and _is_loopback(known) else list(dict.fromkeys([known, *own]))
+
+
+def _is_loopback(host: str) -> bool:
+    with suppress(ValueError):  # it is a name, and may mean something else to others
+        return ipaddress.ip_address(host).is_loopback
+    return False
 
 
 def _loopback_name() -> str | None:

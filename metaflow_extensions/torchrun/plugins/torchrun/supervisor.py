@@ -37,7 +37,7 @@ from .launch_spec import LaunchSpec, Rendezvous, agent_command, agent_environmen
 from .logs import LogFollower, worker_folder
 from .membership import Membership
 from .memory import describe_oom, memory_limit, oom_kills
-from .network import interface_towards
+from .network import interface_of, interface_towards
 from .process import AgentProcess
 from .result import TorchrunResult
 
@@ -211,9 +211,10 @@ class Supervisor:
         folder = self._make_folder(number)
         run_id = f"launch{self._launch}-{number}"
         command = agent_command(spec, Rendezvous(self._main_addr, int(message["port"]), run_id), folder)
-        env = agent_environment(
-            spec, os.environ, omp_threads(self._machine, spec.nproc), interface_towards(self._main_addr)
-        )
+        # The connection to the others knows best which interface reaches them; a gang of one has none.
+        own = message.get("own_address")
+        interface = interface_of(own) if own else interface_towards(self._main_addr)
+        env = agent_environment(spec, os.environ, omp_threads(self._machine, spec.nproc), interface)
         if self._machine.nodes_here > 1 and self._machine.accelerators:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(self._machine.own_accelerators)
         logs = {stream: os.path.join(folder, f"agent.{stream}") for stream in ("stdout", "stderr")}
