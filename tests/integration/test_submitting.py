@@ -1,0 +1,181 @@
+"""What can't work on Kubernetes or AWS Batch ends on the command line, before anything is started or asked for."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+GANG = {"torchrun": {}}
+CAUGHT = {"catch": {"var": "failure"}, "torchrun": {}}
+
+
+class Cloud:
+    """Stands where AWS, Kubernetes and a metadata service would be; keeps what it was asked, but for metadata."""
+
+    def __init__(self) -> None:
+        self.requests: list[str] = []
+        cloud = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                if self.path not in METADATA:
+                    cloud.requests.append(self.path)
+                known = METADATA | BATCH
+                answer = json.dumps(known.get(self.path, {})).encode()
+                self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                self.send_response(200 if self.path in known else 500)
+                self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Length", str(len(answer)))
+                self.end_headers()
+                self.wfile.write(answer)
+
+            do_GET = do_PUT = do_HEAD = do_POST  # noqa: N815 - as http.server wants them
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+
+
+METADATA = {"/ping": {}, "/flows/SubmittedFlow": {}, "/flows/SubmittedFlow/run": {"run_number": "7"}}
+BATCH = {
+    "/v1/describejobqueues": {"jobQueues": [{"computeEnvironmentOrder": [{"order": 1, "computeEnvironment": "ce"}]}]},
+    "/v1/describecomputeenvironments": {"computeEnvironments": [{"computeResources": {"type": "FARGATE_SPOT"}}]},
+}
+
+
+@pytest.fixture
+def cloud() -> Iterator[Cloud]:
+    cloud = Cloud()
+    thread = threading.Thread(target=cloud.server.serve_forever, kwargs={"poll_interval": 0.05})
+    thread.start()
+    yield cloud
+    cloud.server.shutdown()
+    cloud.server.server_close()
+    thread.join()
+
+
+@pytest.fixture
+def refused(run_flow, cloud, tmp_path):
+    """Return a function that submits a flow, which must be refused, and returns all that it said."""
+
+    def submit(*arguments, decorators=GANG, asks=(), words=(), env=None, **options):
+        flow = run_flow(
+            *arguments,
+            **{"flow": "submitted.py", "expect": 1, "timeout_s": 60, **options},
+            env={
+                "GANG_DECORATORS": json.dumps(decorators),
+                "METAFLOW_DEFAULT_DATASTORE": "s3",
+                "METAFLOW_DATASTORE_SYSROOT_S3": "s3://nowhere/x",
+                "METAFLOW_S3_ENDPOINT_URL": cloud.url,
+                "METAFLOW_KUBERNETES_NAMESPACE": "nowhere",
+                "KUBECONFIG": str(_kubeconfig(tmp_path, cloud.url)),
+                "AWS_ENDPOINT_URL": cloud.url,
+                "AWS_ACCESS_KEY_ID": "fake",
+                "AWS_SECRET_ACCESS_KEY": "fake",
+                "AWS_DEFAULT_REGION": "us-east-1",
+                "PYTHONPATH": str(_kubernetes_client(tmp_path)),
+                **(env or {}),
+            },
+        )
+        for word in words:
+            assert word in flow.text
+        assert "@torchrun: wrong setting" in flow.text
+        assert "Traceback" not in flow.text
+        assert "Workflow starting" not in flow.text
+        assert "Task is starting" not in flow.text
+        assert cloud.requests == list(asks)
+        return flow.text
+
+    return submit
+
+
+def _kubeconfig(folder: Path, url: str) -> Path:
+    path = folder / "kubeconfig"
+    cluster = {"name": "c", "cluster": {"server": url}}
+    context = {"name": "c", "context": {"cluster": "c", "user": "u"}}
+    users = [{"name": "u", "user": {"token": "fake"}}]
+    config = {"apiVersion": "v1", "kind": "Config", "clusters": [cluster], "contexts": [context], "users": users}
+    path.write_text(json.dumps({**config, "current-context": "c"}))
+    return path
+
+
+def _kubernetes_client(folder: Path) -> Path:
+    """Return a place with a package `kubernetes`: Metaflow only looks whether it is there, until it has something to say."""
+    package = folder / "site" / "kubernetes"
+    package.mkdir(parents=True, exist_ok=True)
+    for module in ("__init__", "client", "config"):
+        (package / f"{module}.py").touch()
+    return package.parent
+
+
+CATCH_WORDS = ["Step train has @catch(var='failure'), @torchrun and @kubernetes", "except TorchrunError", "@retry"]
+
+
+def test_catch_on_kubernetes_by_decorators_in_the_source(refused):
+    refused(decorators={**CAUGHT, "kubernetes": {}}, words=CATCH_WORDS)
+
+
+@pytest.mark.parametrize("command", ["run", "resume"])
+def test_catch_on_kubernetes_by_with(refused, command):
+    refused("--with", "kubernetes", command=command, decorators=CAUGHT, words=CATCH_WORDS)
+
+
+@pytest.mark.parametrize("variable", ["METAFLOW_DECOSPECS", "METAFLOW_DEFAULT_DECOSPECS"])
+def test_catch_on_kubernetes_by_the_environment(refused, variable):
+    refused(decorators=CAUGHT, env={variable: "kubernetes"}, words=CATCH_WORDS)
+
+
+def test_catch_when_deploying_to_argo_workflows(refused):
+    """Metaflow adds @kubernetes to all steps there, after everything else was initialized."""
+    refused("create", "--only-json", command="argo-workflows", decorators=CAUGHT, words=CATCH_WORDS)
+
+
+def test_two_ports_that_disagree(refused):
+    refused(
+        "--with",
+        "kubernetes:port=8080",
+        decorators={"torchrun": {"master_port": 29500}},
+        words=["Step train: @kubernetes(port=8080) and @torchrun(master_port=29500) disagree"],
+    )
+
+
+def test_local_metadata_on_batch(refused):
+    words = [
+        "Step train, a gang of 2 nodes with @batch(queue='q'), can't finish with --metadata=local",
+        "--metadata=service",
+    ]
+    refused("--with", "batch:queue=q", words=words)
+    refused(decorators={**GANG, "batch": {"queue": "q"}}, words=words)
+
+
+def test_foreach_of_gangs_on_batch(refused):
+    refused(
+        "--with",
+        "batch:queue=q",
+        flow="foreach.py",
+        words=["Step train, a gang of 2 nodes with @batch(queue='q'), stands in the foreach of step start"],
+    )
+
+
+def test_an_attribute_for_fargate(refused):
+    decorators = {**GANG, "batch": {"queue": "q", "ephemeral_storage": 30}}
+    refused(decorators=decorators, words=["@batch(ephemeral_storage=30)", "Fargate has no multi-node jobs"])
+
+
+def test_a_queue_on_fargate(refused, cloud):
+    """Which machines a queue has only AWS knows; with a metadata service, so that this is all that is wrong."""
+    refused(
+        "--with",
+        "batch:queue=q",
+        env={"METAFLOW_DEFAULT_METADATA": "service", "METAFLOW_SERVICE_URL": cloud.url},
+        words=["the queue of @batch(queue='q') has FARGATE_SPOT machines", "Use a queue on EC2"],
+        asks=list(BATCH),
+    )
