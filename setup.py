@@ -12,7 +12,10 @@ VERSION = re.search(r'^__version__ = "(.+)"$', TOPLEVEL.read_text(encoding="utf-
 
 # torch is the user's choice of version and build, so it is no requirement of the package itself.
 EXAMPLES = ["torch>=2.1", "numpy", "scikit-learn"]
-TEST = [*EXAMPLES, "pytest>=8", "pytest-timeout", "hypothesis", "psutil"]
+# setuptools: a test installs this package in the ways that users do, without an index.
+TEST = [*EXAMPLES, "pytest>=8", "pytest-timeout", "hypothesis", "psutil", "setuptools>=70.1"]
+# The clients of the backends that tests/remote talk to.
+REMOTE = ["kubernetes", "boto3", "azure-identity", "azure-storage-blob", "google-cloud-storage", "google-auth"]
 DEV = [*TEST, "ruff", "mypy"]
 
 setup(
@@ -26,7 +29,7 @@ setup(
     package_data={"metaflow_extensions.torchrun": ["py.typed"]},
     python_requires=">=3.10",
     install_requires=["metaflow>=2.12"],
-    extras_require={"examples": EXAMPLES, "test": TEST, "dev": DEV},
+    extras_require={"examples": EXAMPLES, "test": TEST, "dev": DEV, "remote": [*TEST, *REMOTE]},
     classifiers=[
         "Development Status :: 4 - Beta",
         "Intended Audience :: Developers",

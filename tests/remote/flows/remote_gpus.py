@@ -57,6 +57,10 @@ class RemoteGpus(FlowSpec):
     @step
     def after_plain(self, inputs):
         self.note("plain", inputs)
+        self.next(self.to_merged)
+
+    @step
+    def to_merged(self):
         self.next(self.merged, num_parallel=1)
 
     @way("merged")
@@ -69,6 +73,10 @@ class RemoteGpus(FlowSpec):
     @step
     def after_merged(self, inputs):
         self.note("merged", inputs)
+        self.next(self.to_other)
+
+    @step
+    def to_other(self):
         self.next(self.other, num_parallel=1)
 
     @way("other")
@@ -81,6 +89,10 @@ class RemoteGpus(FlowSpec):
     @step
     def after_other(self, inputs):
         self.note("other", inputs)
+        self.next(self.to_none)
+
+    @step
+    def to_none(self):
         self.next(self.none, num_parallel=1)
 
     @way("none")

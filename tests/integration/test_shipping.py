@@ -1,0 +1,342 @@
+"""What a pod gets: the code package of an installed extension, unpacked and run where nothing else is installed."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+from metaflow.metaflow_environment import MetaflowEnvironment
+
+FLOWS = Path(__file__).parent / "flows"
+
+REPOSITORY = Path(__file__).parents[2]
+SOURCES = REPOSITORY / "metaflow_extensions"
+MINORS = (10, 11, 12, 13)  # of Python 3, as setup.py has them
+KINDS = ("pip install", "pip install -e", "pip install --target")
+# What Metaflow installs in a pod by itself, whatever the datastore (`_get_install_dependencies_cmd` in
+# metaflow/metaflow_environment.py, 2.19), and needs to be imported.
+POD_PACKAGES = ("requests",)
+LAPTOP_PACKAGES = ("metaflow", "setuptools")
+
+# Not PyTorch: a stand-in that starts the workers as torchrun does, with its options and its log files, so
+# that our own code can run under a Python for which no PyTorch is installed.
+STAND_IN_TORCHRUN = """
+import argparse, os, subprocess, sys
+parser = argparse.ArgumentParser()
+for name in ("nnodes", "node-rank", "nproc-per-node", "rdzv-endpoint", "log-dir"):
+    parser.add_argument("--" + name, required=True)
+options, rest = parser.parse_known_args(sys.argv[1:])
+nproc, nnodes, node = int(options.nproc_per_node), int(options.nnodes), int(options.node_rank)
+workers = []
+for local_rank in range(nproc):
+    folder = os.path.join(options.log_dir, "none_stand_in", "attempt_0", str(local_rank))
+    os.makedirs(folder)
+    env = dict(os.environ, RANK=str(node * nproc + local_rank), LOCAL_RANK=str(local_rank), GROUP_RANK=str(node))
+    env.update(WORLD_SIZE=str(nproc * nnodes))
+    with open(folder + "/stdout.log", "wb") as out, open(folder + "/stderr.log", "wb") as err:
+        command = [sys.executable, *rest[rest.index("--") + 1:]]
+        workers.append(subprocess.Popen(command, env=env, stdout=out, stderr=err, start_new_session=True))
+sys.exit(max(worker.wait() for worker in workers))
+"""
+
+# Runs in the pod: imports the modules that it is given and says where everything came from.
+IMPORT_ALL = """
+import importlib, json, sys
+import metaflow
+from metaflow import TorchrunError, TorchrunResult, TorchrunSingleNodeMultiGPU, current, torchrun
+files = [importlib.import_module(name).__file__ for name in sys.argv[1:]]
+loaded = [name for name, module in sys.modules.items() if getattr(module, "__file__", None)]
+foreign = {name.split(".")[0] for name in loaded} - set(sys.stdlib_module_names)
+print(json.dumps({"files": files, "foreign": sorted(foreign), "metaflow": metaflow.__file__}))
+"""
+
+# Runs in a pod, on the datastore of another: reads the results with Metaflow's client.
+READ_RESULTS = """
+import json
+from metaflow import Flow, namespace
+namespace(None)
+tasks = sorted(Flow("GangFlow").latest_run["train"], key=lambda task: task["node"].data)
+results = [task["results"].data[0] for task in tasks]
+print(json.dumps([[type(r).__module__, type(r).__name__, r.node_index, r.world_size, r.exit_codes] for r in results]))
+"""
+
+
+@dataclass(frozen=True)
+class Laptop:
+    """An environment with Metaflow and this project, installed in one of the three ways."""
+
+    python: Path
+    env: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Pod:
+    """A code package, unpacked as a pod unpacks it, and the environment variables that a pod then has."""
+
+    folder: Path
+    env: dict[str, str]
+
+    @property
+    def python(self) -> str:
+        found = shutil.which("python", path=self.env["PATH"])
+        assert found is not None
+        return found
+
+
+def plain_environment(path: str) -> dict[str, str]:
+    """Return an environment in which nothing leads to the one these tests run in."""
+    return {"PATH": f"{path}:/usr/bin:/bin", "METAFLOW_USER": "tester", "PYTHONNOUSERSITE": "1", "LC_ALL": "C.UTF-8"}
+
+
+def run_command(*command: object, env: dict[str, str], cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [str(word) for word in command],
+        env=env,
+        cwd=cwd,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, f"{command} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
+    return done
+
+
+def output_of(*command: object, env: dict[str, str], cwd: Path | None = None) -> str:
+    return run_command(*command, env=env, cwd=cwd).stdout
+
+
+def link_distributions(names: tuple[str, ...], folder: Path) -> set[str]:
+    """Link installed distributions and all that they require, and nothing else, into a folder.
+
+    Return the names of their top-level modules.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    waiting, seen, modules = list(names), set(), set()
+    while waiting:
+        name = re.sub(r"[-_.]+", "-", waiting.pop()).lower()
+        if name in seen:
+            continue
+        seen.add(name)
+        distribution = importlib.metadata.distribution(name)
+        for entry in {file.parts[0] for file in distribution.files or []} - {"..", "__pycache__"}:
+            source, target = Path(str(distribution.locate_file(entry))), folder / entry
+            modules.add(source.name.split(".")[0])
+            if source.exists() and not target.exists():
+                target.symlink_to(source)
+        wanted = [requirement for requirement in distribution.requires or [] if "extra ==" not in requirement]
+        for requirement in wanted:
+            match = re.match(r"[A-Za-z0-9._-]+", requirement)
+            if match and _is_installed(match[0]):  # others are for another Python or system
+                waiting.append(match[0])
+    return modules
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        importlib.metadata.distribution(name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def make_venv(python: str, folder: Path) -> Path:
+    """Make a virtual environment without any package; return its site-packages."""
+    output_of(python, "-m", "venv", "--without-pip", folder, env=plain_environment(os.path.dirname(python)))
+    return next(folder.glob("lib/python3.*/site-packages"))
+
+
+@cache
+def interpreters() -> dict[int, str]:
+    """Return minor version -> interpreter, of those that this machine has."""
+    # Not the virtual environment's own: what is installed there must not be seen.
+    candidates = [os.path.realpath(sys.executable), *(shutil.which(f"python3.{minor}") for minor in MINORS)]
+    pyenv = shutil.which("pyenv")
+    if pyenv:
+        root = subprocess.run([pyenv, "root"], capture_output=True, text=True, timeout=30).stdout.strip()
+        candidates += [str(path) for path in sorted(Path(root, "versions").glob("3.*/bin/python3"))]
+    found: dict[int, str] = {}
+    for candidate in filter(None, candidates):
+        code = "import sys, ctypes, venv, ssl; print(*sys.version_info[:2], sys.executable)"
+        # One of pyenv's shims may stand for a version that is not chosen, and fail.
+        said = subprocess.run([candidate, "-I", "-c", code], capture_output=True, text=True, timeout=30)
+        major, minor, path = said.stdout.strip().split(" ", 2) if said.returncode == 0 else ("0", "0", "")
+        if major == "3":
+            found.setdefault(int(minor), path)
+    return found
+
+
+def test_at_least_the_python_of_these_tests_is_found():
+    assert sys.version_info.minor in interpreters()
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a copy of the project, so that building leaves nothing in the real one."""
+    folder = tmp_path_factory.mktemp("repository") / "metaflow torchrun"
+    folder.mkdir()
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(REPOSITORY / name, folder)
+    for name in ("metaflow_extensions", "tests", "examples"):
+        shutil.copytree(REPOSITORY / name, folder / name, ignore=shutil.ignore_patterns(".*", "__pycache__"))
+    (folder / ".git").mkdir()
+    (folder / ".git" / "config.py").write_text("# must not travel\n")
+    return folder
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def laptops(tmp_path_factory: pytest.TempPathFactory, repository: Path) -> Callable[[str], Laptop]:
+    """Return a function that installs the project in one of the three ways."""
+
+    @cache
+    def install(kind: str) -> Laptop:
+        folder = tmp_path_factory.mktemp("laptop")
+        packages = make_venv(interpreters()[sys.version_info.minor], folder / "venv")
+        link_distributions(LAPTOP_PACKAGES, folder / "packages")
+        (packages / "packages.pth").write_text(f"{folder / 'packages'}\n")
+        python = folder / "venv" / "bin" / "python"
+        env = {**plain_environment(str(python.parent)), "HOME": str(folder)}
+        pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--disable-pip-version-check"]
+        offline = ["--no-index", "--no-deps", "--no-build-isolation"]
+        how = {
+            "pip install": [repository],
+            "pip install -e": ["-e", repository],
+            "pip install --target": ["--target", folder / "target", repository],
+        }
+        output_of(*pip, *offline, *how[kind], env=env, cwd=folder)
+        if kind == "pip install --target":
+            env["PYTHONPATH"] = str(folder / "target")
+        return Laptop(python, env)
+
+    return install
+
+
+@pytest.fixture(scope="module")
+def pods(tmp_path_factory: pytest.TempPathFactory, laptops: Callable[[str], Laptop]) -> Callable[[str, int], Pod]:
+    """Return a function that packs a flow on a laptop and unpacks it in a pod with another Python."""
+
+    @cache
+    def image(minor: int) -> Path:
+        """Return the folder of a Python that has what a pod has, and a stand-in for PyTorch."""
+        folder = tmp_path_factory.mktemp(f"image-3.{minor}")
+        packages = make_venv(interpreters()[minor], folder)
+        link_distributions(POD_PACKAGES, packages)
+        (packages / "torch" / "distributed").mkdir(parents=True)
+        (packages / "torch" / "__init__.py").touch()
+        (packages / "torch" / "distributed" / "__init__.py").touch()
+        (packages / "torch" / "distributed" / "run.py").write_text(STAND_IN_TORCHRUN)
+        return folder
+
+    @cache
+    def package(kind: str) -> tuple[Path, str]:
+        laptop = laptops(kind)
+        folder = tmp_path_factory.mktemp("flow") / "my flow"
+        shutil.copytree(FLOWS, folder)
+        file = folder.parent / "job"
+        save = ("gang.py", "--no-pylint", "package", "save", file)
+        said = run_command(laptop.python, *save, env=laptop.env, cwd=folder).stderr
+        return file, said[said.index('{"version"') :].strip()
+
+    @cache
+    def start(kind: str, minor: int) -> Pod:
+        file, metadata = package(kind)
+        folder = tmp_path_factory.mktemp("pod")
+        env = {**plain_environment(str(image(minor) / "bin")), "HOME": str(folder)}
+        commands = [*unpack_commands(file, metadata), "env -0"]
+        after = output_of("bash", "-c", " && ".join(commands), env=env, cwd=folder)
+        variables = dict(entry.split("=", 1) for entry in after.split("\0") if "=" in entry)
+        names = ("PATH", "PYTHONPATH", "METAFLOW_EXTRACTED_ROOT", "PYTHONNOUSERSITE", "LC_ALL", "HOME", "METAFLOW_USER")
+        return Pod(folder / "metaflow", {name: variables[name] for name in names})
+
+    return start
+
+
+def unpack_commands(file: Path, metadata: str) -> Iterator[str]:
+    """Yield Metaflow's own commands that unpack a code package in a pod, with a copy for the download."""
+    for command in MetaflowEnvironment(None).get_package_commands("s3://bucket/key", "s3", metadata):
+        if command.startswith("i=0; while"):
+            yield f"cp '{file}' job.tar"
+        elif command.startswith(("mkdir ", "cd ", "export ", "TAR_OPTIONS=")):
+            yield command
+
+
+def shipped_files() -> set[str]:
+    return {
+        str(path.relative_to(SOURCES.parent))
+        for path in SOURCES.rglob("*")
+        if path.is_file() and path.suffix in (".py", ".typed")
+    }
+
+
+def test_the_code_package_has_all_of_ours_and_nothing_else_of_the_project(kind, pods):
+    folder = pods(kind, sys.version_info.minor).folder
+    code = folder / ".mf_code"
+    ours = {str(path.relative_to(code)) for path in (code / "metaflow_extensions").rglob("*") if path.is_file()}
+    assert ours - {"metaflow_extensions/__init__.py"} == shipped_files()  # Metaflow adds the __init__
+    assert {path.name for path in code.iterdir()} == {"metaflow", "metaflow_extensions"}
+    own = {str(path.relative_to(folder)) for path in folder.rglob("*.py") if code not in path.parents}
+    assert own == {str(path.relative_to(FLOWS)) for path in FLOWS.rglob("*.py")}
+
+
+def test_a_pod_with_pythons_own_library_and_requests_imports_all_of_ours(kind, pods, tmp_path):
+    pod = pods(kind, sys.version_info.minor)
+    files = sorted(name for name in shipped_files() if name.endswith(".py"))
+    modules = [name.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for name in files]
+    said = json.loads(output_of(pod.python, "-c", IMPORT_ALL, *modules, env=pod.env, cwd=pod.folder))
+    code = pod.folder / ".mf_code"
+    assert said["files"] == [str(code / name) for name in files]
+    assert said["metaflow"] == str(code / "metaflow" / "__init__.py")
+    allowed = link_distributions(POD_PACKAGES, tmp_path / "names") | {"metaflow", "metaflow_extensions"}
+    assert set(said["foreign"]) <= allowed
+
+
+@pytest.mark.parametrize(
+    ("kind_", "minor"),
+    [*[("pip install", minor) for minor in MINORS], *[(kind, sys.version_info.minor) for kind in KINDS[1:]]],
+)
+def test_a_gang_runs_from_the_package_and_every_python_reads_its_results(kind_, minor, pods, run_flow):
+    if minor not in interpreters():
+        pytest.skip(
+            f"No Python 3.{minor} on this machine: our code was not run under it, nor were artifacts exchanged."
+        )
+    pod = pods(kind_, minor)
+    flow = run_flow(folder=pod.folder, python=pod.python, env=pod.env, attrs={"nproc_per_node": 2})
+    workers = flow.notes("worker-*")
+    assert sorted(worker["env"]["RANK"] for worker in workers) == ["0", "1", "2", "3"]
+    assert {worker["file"] for worker in workers} == {str(pod.folder / "worker.py")}
+    tasks = flow.note("end")["tasks"]
+    assert [task["facts"]["world_size"] for task in tasks] == [4, 4]
+    assert all(task["results"][0]["command"].startswith(f"{pod.python} -m ") for task in tasks)
+    for reader in sorted(set(MINORS) & set(interpreters())) if kind_ == "pip install" else ():
+        other = pods("pip install", reader)
+        env = {**other.env, "METAFLOW_DATASTORE_SYSROOT_LOCAL": str(flow.home)}
+        read = json.loads(output_of(other.python, "-c", READ_RESULTS, env=env, cwd=other.folder))
+        assert read == [
+            ["types", "SimpleNamespace", node, 4, {str(2 * node + i): 0 for i in (0, 1)}] for node in (0, 1)
+        ]
+
+
+def test_all_sources_are_written_for_the_oldest_python():
+    """What no interpreter of that version has to tell: the syntax."""
+    oldest = re.search(r'python_requires=">=3\.(\d+)"', (REPOSITORY / "setup.py").read_text())
+    assert oldest is not None
+    assert int(oldest[1]) == MINORS[0]
+    for name in shipped_files():
+        if name.endswith(".py"):
+            ast.parse((REPOSITORY / name).read_text(encoding="utf-8"), filename=name, feature_version=(3, MINORS[0]))

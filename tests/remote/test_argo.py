@@ -1,0 +1,395 @@
+"""A gang in the workflow that ``argo-workflows create`` writes, run on a Kubernetes cluster with JobSets.
+
+Argo Workflows itself is not needed: `Workflow` stands in for its controller. It fills in the templates,
+creates what they describe, waits, takes the outputs over, and retries. Rights on the nodes' labels are
+needed, to hold a pod back.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+from kubernetes import client, config
+from metaflow.datastore import FlowDataStore
+from metaflow.mflog import TASK_LOG_SOURCE
+from metaflow.plugins import DATASTORES
+
+pytestmark = pytest.mark.kubernetes
+
+FLOWS = Path(__file__).parent / "flows"
+LATE_S = 6.0  # how long the workers run before the control pod may start
+LIMIT_S = 180.0  # for any one pod or JobSet
+JOBSETS = {"group": "jobset.x-k8s.io", "version": "v1alpha2", "plural": "jobsets"}
+ROLE = "jobset.sigs.k8s.io/replicatedjob-name"
+# Argo takes output parameters from files of an ended container; here it prints them as its last words.
+TELL_OUTPUTS = '"$@"; c=$?; for f in /mnt/out/*; do echo "OUTPUT $(basename $f)=$(cat $f)"; done; exit $c'
+
+
+class Parameters(dict):  # type: ignore[type-arg]
+    """Parameters as Argo's expressions name them: ``parameters.workerCount`` and ``parameters['num-parallel']``."""
+
+    __getattr__ = dict.__getitem__
+
+
+def fill(value: Any, names: dict[str, Any]) -> Any:
+    """Fill in Argo's ``{{name}}`` and ``{{=expression}}`` everywhere in `value`; an unknown name is an error.
+
+    ``{{retries}}`` stays until it is known, since Metaflow hands it on as a parameter's value.
+    """
+    if isinstance(value, dict):
+        return {key: fill(item, names) for key, item in value.items()}
+    if isinstance(value, list):
+        return [fill(item, names) for item in value]
+    if not isinstance(value, str):
+        return value
+
+    def one(match: re.Match[str]) -> str:
+        word = match[1].strip()
+        if word.startswith("="):
+            return str(_evaluate(word[1:], names))
+        if word == "retries" and word not in names:
+            return match[0]
+        assert word in names, f"the workflow names {word!r}, but only {sorted(names)} are known"
+        return str(names[word])
+
+    return re.sub(r"\{\{(.*?)\}\}", one, value)
+
+
+def _evaluate(expression: str, names: dict[str, Any]) -> Any:
+    known: dict[str, Any] = {
+        "asInt": int,
+        "toBase64": lambda text: base64.b64encode(text.encode()).decode(),
+        "sprig": SimpleNamespace(int=int, sub=lambda a, b: a - b),
+    }
+    for scope in ("inputs", "workflow"):
+        prefix = f"{scope}.parameters."
+        found = {name.removeprefix(prefix): value for name, value in names.items() if name.startswith(prefix)}
+        known[scope] = SimpleNamespace(parameters=Parameters(found))
+    return eval(expression, {"__builtins__": {}}, known)
+
+
+@dataclass
+class Gang:
+    """One JobSet that the workflow made: one attempt of a gang."""
+
+    name: str
+    entropy: str
+    state: str = ""
+    started_at: dict[str, datetime] = field(default_factory=dict)  # role -> start of its container
+
+
+class Workflow:
+    """Runs a workflow template as Argo's controller does, as far as Metaflow's templates need it."""
+
+    def __init__(self, template: dict[str, Any]) -> None:
+        config.load_kube_config()
+        self.core, self.custom = client.CoreV1Api(), client.CustomObjectsApi()
+        self.spec = template["spec"]
+        self.templates = {entry["name"]: entry for entry in self.spec["templates"]}
+        self.namespace = template["metadata"]["namespace"]
+        self.mark = uuid.uuid4().hex[:6]
+        self.name = f"{template['metadata']['name']}-{self.mark}"
+        self.run_id = f"argo-{self.name}"
+        self.names: dict[str, Any] = {
+            "workflow.name": self.name,
+            "workflow.creationTimestamp": datetime.now(timezone.utc).isoformat(),
+        }
+        for parameter in self.spec["arguments"]["parameters"]:
+            self.names[f"workflow.parameters.{parameter['name']}"] = parameter["value"]
+        self.gate = f"torchrun-test/{self.mark}"
+        self.pods: list[str] = []
+        self.gangs: list[Gang] = []
+
+    def run(self) -> dict[str, str]:
+        """Run everything; return the outputs of all tasks by their names."""
+        return self._run_dag(self.templates[self.spec["entrypoint"]], {})
+
+    def _run_template(self, name: str, arguments: dict[str, str]) -> dict[str, str]:
+        template = self.templates[name]
+        declared = {entry["name"] for entry in (template.get("inputs") or {}).get("parameters") or []}
+        attempts = 1 + (template.get("retryStrategy") or {}).get("limit", 0)
+        for attempt in range(attempts):
+            known = {**self.names, **({"retries": attempt} if "retryStrategy" in template else {})}
+            values = {key: value for key, value in arguments.items() if key in declared}
+            assert declared == set(values), f"{name} needs {declared}, but is given {set(values)}"
+            known |= {f"inputs.parameters.{key}": fill(value, known) for key, value in values.items()}
+            if "dag" in template:
+                return self._run_dag(template, known)
+            run = self._run_container if "container" in template else self._run_jobset
+            outputs = run(template, known, last=attempt == attempts - 1)
+            if outputs is not None:
+                return outputs
+        raise AssertionError(f"{name} failed, and no attempt is left")
+
+    def _run_dag(self, template: dict[str, Any], names: dict[str, Any]) -> dict[str, str]:
+        known = {**self.names, **names}
+        waiting = list(template["dag"]["tasks"])
+        done: set[str] = set()
+        while waiting:
+            task = next(entry for entry in waiting if set(_needed(entry)) <= done)
+            waiting.remove(task)
+            items = json.loads(fill(task["withParam"], known)) if "withParam" in task else [None]
+            assert len(items) == 1, f"{task['name']} fans out to {items}: not imitated"
+            scope = {**known, "item": items[0]}
+            arguments = {entry["name"]: fill(entry["value"], scope) for entry in task["arguments"]["parameters"]}
+            outputs = self._run_template(task["template"], arguments)
+            known |= {f"tasks.{task['name']}.outputs.parameters.{key}": value for key, value in outputs.items()}
+            done.add(task["name"])
+        self.names |= {name: value for name, value in known.items() if name.startswith("tasks.")}
+        wanted = (template.get("outputs") or {}).get("parameters") or []
+        return {entry["name"]: fill(entry["valueFrom"]["parameter"], known) for entry in wanted}
+
+    def _run_container(self, template: dict[str, Any], names: dict[str, Any], last: bool) -> dict[str, str] | None:
+        filled = fill(template, names)
+        name = f"{self.name}-{filled['name']}"
+        container = filled["container"]
+        container["command"] = ["bash", "-c", TELL_OUTPUTS, "--", *container["command"]]
+        keys = ("volumes", "nodeSelector", "tolerations", "serviceAccountName", "activeDeadlineSeconds")
+        spec = {"containers": [container], "restartPolicy": "Never", **{key: filled[key] for key in keys}}
+        self.core.create_namespaced_pod(
+            self.namespace, {"metadata": {"name": name, **filled["metadata"]}, "spec": spec}
+        )
+        self.pods.append(name)
+        phase = self._await(name, lambda: self._phase(name))
+        log = self.core.read_namespaced_pod_log(name, self.namespace)
+        if phase != "Succeeded":
+            assert not last, f"{name}: {phase}\n{log}"
+            return None
+        told = dict(line[7:].split("=", 1) for line in log.splitlines() if line.startswith("OUTPUT "))
+        wanted = (filled.get("outputs") or {}).get("parameters") or []
+        return {entry["name"]: told[os.path.basename(entry["valueFrom"]["path"])] for entry in wanted}
+
+    def _phase(self, name: str) -> str | None:
+        phase: str = self.core.read_namespaced_pod_status(name, self.namespace).status.phase
+        return phase if phase in ("Succeeded", "Failed") else None
+
+    def _run_jobset(self, template: dict[str, Any], names: dict[str, Any], last: bool) -> dict[str, str] | None:
+        resource = fill(template["resource"], names)
+        assert resource["action"] == "create"
+        manifest = yaml.safe_load(resource["manifest"])
+        if last:
+            self._hold_back_control(manifest)
+        gang = Gang(manifest["metadata"]["name"], manifest["metadata"]["labels"]["task_id_entropy"])
+        self.gangs.append(gang)
+        self.custom.create_namespaced_custom_object(namespace=self.namespace, body=manifest, **JOBSETS)
+        if last:
+            self._let_control_go_after_workers(gang)
+        ended = self._await(gang.name, lambda: self._ended(gang))
+        gang.state = ended["status"]["terminalState"]
+        gang.started_at = self._starts(gang)
+        if resource["successCondition"] != f"status.terminalState == {gang.state}":
+            assert not last, f"{gang.name}: {gang.state}\n{self._logs(gang)}"
+            return None
+        labels = ended["metadata"]["labels"]
+        wanted = (template.get("outputs") or {}).get("parameters") or []
+        paths = {entry["name"]: entry["valueFrom"]["jsonPath"] for entry in wanted}
+        return {key: labels[path.strip("{}").removeprefix(".metadata.labels.")] for key, path in paths.items()}
+
+    def _ended(self, gang: Gang) -> dict[str, Any] | None:
+        found = self.custom.get_namespaced_custom_object(namespace=self.namespace, name=gang.name, **JOBSETS)
+        return found if (found.get("status") or {}).get("terminalState") else None
+
+    def _hold_back_control(self, manifest: dict[str, Any]) -> None:
+        """Let the control pod wait, without an address, for a node with a label that none has yet."""
+        control = next(job for job in manifest["spec"]["replicatedJobs"] if job["name"] == "control")
+        pod = control["template"]["spec"]["template"]["spec"]
+        pod["nodeSelector"] = {**(pod.get("nodeSelector") or {}), self.gate: "open"}
+
+    def _let_control_go_after_workers(self, gang: Gang) -> None:
+        self._await(f"the workers of {gang.name}", lambda: "worker" in self._starts(gang))
+        started = self._starts(gang)["worker"]
+        remaining = LATE_S - (datetime.now(timezone.utc) - started).total_seconds()
+        time.sleep(max(0.0, remaining))
+        assert "control" not in self._starts(gang)
+        self._label_nodes("open")
+
+    def _label_nodes(self, value: str | None) -> None:
+        for node in self.core.list_node().items:
+            self.core.patch_node(node.metadata.name, {"metadata": {"labels": {self.gate: value}}})
+
+    def pods_of(self, gang: Gang) -> dict[str, Any]:
+        """Return the pods of a gang of one worker that are still known, by role."""
+        found = self.core.list_namespaced_pod(
+            self.namespace, label_selector=f"jobset.sigs.k8s.io/jobset-name={gang.name}"
+        )
+        return {pod.metadata.labels[ROLE]: pod for pod in found.items}
+
+    def log_of(self, gang: Gang, role: str) -> str:
+        """Return what a pod of a gang has written, if it is still known."""
+        pod = self.pods_of(gang).get(role)
+        if pod is None:
+            return ""
+        text: str = self.core.read_namespaced_pod_log(pod.metadata.name, self.namespace)
+        return text
+
+    def _logs(self, gang: Gang) -> str:
+        return "\n".join(f"{role}:\n{self.log_of(gang, role)}" for role in ("control", "worker"))
+
+    def _starts(self, gang: Gang) -> dict[str, datetime]:
+        starts = {}
+        for role, pod in self.pods_of(gang).items():
+            state = pod.status.container_statuses[0].state if pod.status.container_statuses else None
+            begun = state and (state.running or state.terminated)
+            if begun:
+                starts[role] = begun.started_at
+        return starts
+
+    def _await(self, what: str, look: Any) -> Any:
+        deadline = time.monotonic() + LIMIT_S
+        while True:
+            found = look()
+            if found:
+                return found
+            assert time.monotonic() < deadline, f"waited {LIMIT_S:g} s for {what}\n{self._shown()}"
+            time.sleep(0.3)
+
+    def _shown(self) -> str:
+        pods = self.core.list_namespaced_pod(self.namespace).items
+        mine = [pod for pod in pods if self.mark in str(pod.metadata.annotations) or pod.metadata.name in self.pods]
+        return "\n".join(f"{pod.metadata.name}: {pod.status.phase}, {pod.status.conditions}" for pod in mine)
+
+    def remove(self) -> None:
+        """Take everything back."""
+        self._label_nodes(None)
+        for gang in self.gangs:
+            _unless_gone(
+                self.custom.delete_namespaced_custom_object,
+                namespace=self.namespace,
+                name=gang.name,
+                propagation_policy="Foreground",
+                **JOBSETS,
+            )
+        for name in self.pods:
+            _unless_gone(self.core.delete_namespaced_pod, name, self.namespace, grace_period_seconds=0)
+
+
+def _needed(task: dict[str, Any]) -> list[str]:
+    depends = task.get("depends") or ""
+    assert re.fullmatch(r"(\S+\.Succeeded( && )?)*", depends), f"depends: {depends!r} is not imitated"
+    return [word.removesuffix(".Succeeded") for word in depends.split(" && ") if word]
+
+
+def _unless_gone(delete: Any, *arguments: Any, **options: Any) -> None:
+    try:
+        delete(*arguments, **options)
+    except client.ApiException as error:
+        if error.status != 404:
+            raise
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Return the workflow template of the flow."""
+    folder = tmp_path_factory.mktemp("argo")
+    for name in ("remote_argo.py", "argo_worker.py"):
+        shutil.copy(FLOWS / name, folder)
+    made = subprocess.run(
+        [sys.executable, "remote_argo.py", "--no-pylint", "argo-workflows", "create", "--only-json"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert made.returncode == 0, made.stdout + made.stderr
+    read: dict[str, Any] = json.loads(made.stdout)
+    return read
+
+
+@pytest.fixture
+def workflow(template: dict[str, Any]) -> Iterator[Workflow]:
+    running = Workflow(template)
+    yield running
+    running.remove()
+
+
+def test_the_job_set_in_the_workflow_carries_what_a_pod_needs(template):
+    """Argo sets no start order, so the nodes' names, numbers and attempt must all come in the manifest."""
+    train = next(entry for entry in template["spec"]["templates"] if entry["name"] == "train")
+    inputs = {entry["name"]: f"<{entry['name']}>" for entry in train["inputs"]["parameters"]} | {"workerCount": "1"}
+    known = {"workflow.name": "w", **{f"inputs.parameters.{key}": value for key, value in inputs.items()}}
+    manifest = yaml.safe_load(fill(train["resource"]["manifest"], known))
+    assert manifest["kind"] == "JobSet"
+    assert manifest["spec"]["startupPolicy"] is None
+    jobs = {job["name"]: job for job in manifest["spec"]["replicatedJobs"]}
+    assert {name: job["replicas"] for name, job in jobs.items()} == {"control": 1, "worker": 1}
+    for role, context in (("control", "ubf_control"), ("worker", "ubf_task")):
+        container = jobs[role]["template"]["spec"]["template"]["spec"]["containers"][0]
+        env = {entry["name"]: entry.get("value") for entry in container["env"]}
+        assert env["MF_MASTER_ADDR"].startswith("<jobset-name>-control-0-0.<jobset-name>.")
+        assert env["MF_WORLD_SIZE"] == "<num-parallel>"
+        assert env["MF_PARALLEL_CONTROL_TASK_ID"] == "control-<task-id-entropy>-0"
+        assert (env["UBF_CONTEXT"], env["TASK_ID_PREFIX"]) == (context, role)
+        assert "step train" in container["command"][-1]
+        assert "--retry-count <retryCount> " in container["command"][-1]
+    retry = {"limit": 1, "retryPolicy": "Always", "backoff": {"duration": "0m"}}
+    assert train["retryStrategy"] == retry
+
+
+def test_the_workflow_runs_with_a_late_control_pod_and_a_retry_by_argo(workflow):
+    outputs = workflow.run()
+    assert [gang.state for gang in workflow.gangs] == ["Failed", "Completed"]
+    first, second = workflow.gangs
+    assert first.name != second.name
+    late = (second.started_at["control"] - second.started_at["worker"]).total_seconds()
+    assert late >= LATE_S - 1  # Kubernetes tells whole seconds
+
+    store = _datastore()
+    tasks = [f"control-{second.entropy}-0", f"worker-{second.entropy}-0"]
+    for node, task_id in enumerate(tasks):
+        stored = store.get_task_datastore(workflow.run_id, "train", task_id)
+        assert (stored["node"], stored["attempt"], stored["control_task_id"]) == (node, 1, tasks[0])
+        assert stored["result"].world_size == 4
+        assert stored["result"].exit_codes == {2 * node: 0, 2 * node + 1: 0}
+        said = workflow.log_of(second, "worker" if node else "control")
+        for rank in (2 * node, 2 * node + 1):
+            assert f"[rank {rank}] rank {rank} of 4: the sum is 6" in said
+
+    records = [_address_record(store, workflow.run_id, tasks[0], attempt) for attempt in (0, 1)]
+    assert records[0]["token"] != records[1]["token"]
+    # The JobSet ends the other pods with the first that ends, so only that one's log is surely stored.
+    logs = "".join(_stored_log(store, workflow.run_id, task_id, 0) for task_id in tasks)
+    assert "Rank 3 on node 1" in logs
+    assert "no luck in the first attempt" in logs
+
+    joined = store.get_task_datastore(workflow.run_id, "join", workflow.names["tasks.join.outputs.parameters.task-id"])
+    assert joined["seen"] == [(0, 1), (1, 1)]
+    assert outputs == {}
+
+
+def _datastore() -> Any:
+    """Return the flow's datastore, as the environment names it: a workflow's runs are unknown to Metaflow's client here."""
+    wanted = os.environ.get("METAFLOW_DEFAULT_DATASTORE", "s3")
+    storage = next(storage for storage in DATASTORES if wanted == storage.TYPE)
+    return FlowDataStore(
+        "RemoteArgo", None, storage_impl=storage, ds_root=storage.get_datastore_root_from_config(print)
+    )
+
+
+def _stored_log(store: Any, run_id: str, task_id: str, attempt: int) -> str:
+    task = store.get_task_datastore(run_id, "train", task_id, attempt=attempt, allow_not_done=True)
+    return b"".join(text for _, text in task.load_logs([TASK_LOG_SOURCE], "stderr")).decode()
+
+
+def _address_record(store: Any, run_id: str, task_id: str, attempt: int) -> dict[str, Any]:
+    """Return the record through which the nodes of an attempt found each other."""
+    name = "torchrun_gang.json"
+    task = store.get_task_datastore(run_id, "train", task_id, attempt=attempt, data_metadata={}, mode="r")
+    record: dict[str, Any] | None = task.load_metadata([name])[name]
+    assert record is not None, f"attempt {attempt} left no record"
+    return record
