@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import time
 from typing import Any
@@ -16,6 +17,8 @@ import pytest
 from conftest import EXAMPLES, check_gang, check_said
 
 pytestmark = pytest.mark.batch
+# As Metaflow (2.19) prints it: "... [JOB] Task is starting (status SUBMITTED)..."
+JOB_LINE = re.compile(r"\[([0-9a-f-]{36})\] Task is starting")
 ACTIVE = ("SUBMITTED", "PENDING", "RUNNABLE", "STARTING", "RUNNING")
 
 
@@ -27,12 +30,9 @@ class Queue:
 
     def jobs(self, run: Any, states: tuple[str, ...] = (*ACTIVE, "SUCCEEDED", "FAILED")) -> list[dict[str, Any]]:
         """Return the jobs of a run, described; Metaflow tells their ids in its output."""
-        ids = [
-            text.split("[", 1)[1].split("]", 1)[0]
-            for text in run.text.splitlines()
-            if "Task is starting (status" in text
-        ]
-        found: list[dict[str, Any]] = self.client.describe_jobs(jobs=sorted(set(ids)))["jobs"] if ids else []
+        ids = {found[1] for line in run.lines if (found := JOB_LINE.search(line.text))}
+        assert ids, f"no job was submitted:\n{run.text}"
+        found: list[dict[str, Any]] = self.client.describe_jobs(jobs=sorted(ids))["jobs"]
         return [job for job in found if job["status"] in states]
 
     def await_over(self, run: Any, timeout_s: float = 60) -> None:
@@ -138,7 +138,8 @@ def test_a_node_that_fails_after_its_last_launch_fails_the_run(run_remote, hook,
 
 def test_an_interrupted_run_leaves_no_job(start_remote, queue):
     flow = start_remote(do="*:sleep", **on_batch())
-    flow.await_line("rank 0 of 4 runs")
+    # Of lines that come together, Metaflow's terminal shows one (2.19); the next with further output.
+    flow.await_line(" of 4 runs")
     os.killpg(flow.process.pid, signal.SIGINT)
     flow.wait(60)
     queue.await_over(flow)

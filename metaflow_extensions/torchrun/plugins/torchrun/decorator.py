@@ -18,7 +18,7 @@ from .devices import Nproc, requested_accelerators, this_machine
 from .errors import TorchrunError
 from .events import Event, Subscriber, to_log
 from .executor import Context, TorchrunExecutor, flow_folder
-from .joining import LOOPBACK, join_as_control, join_as_member, sit_alone
+from .joining import LOOPBACK, control_addresses, join_as_control, join_as_member, sit_alone
 from .local_nodes import SameInterpreter, await_local_nodes, watch_local_nodes
 from .membership import Membership
 from .settings import DEFAULTS, StepSettings, parse_settings, refuse_unknown
@@ -92,6 +92,7 @@ class TorchrunDecorator(ParallelDecorator):  # type: ignore[misc]  # Metaflow is
         self._settings: StepSettings = parse_settings(self.attributes, step_name)
         self._requested: Nproc | None = requested_accelerators([(d.name, d.attributes) for d in decos])
         self._timeout_s: float | None = next((float(d.secs) for d in decos if d.name == "timeout"), None)
+        self._siblings: Sequence[Any] = decos
         self._seat: Membership | None = None
         self._channel: ControlChannel | None = None
         self.environment = SameInterpreter(environment)
@@ -119,6 +120,10 @@ class TorchrunDecorator(ParallelDecorator):  # type: ignore[misc]  # Metaflow is
         super().runtime_step_cli(cli_args, retry_count, max_user_code_retries, ubf_context)
         if self._submission is not None and ubf_context == UBF_CONTROL:
             self._submission.check_nodes(cli_args.task.ubf_iter.num_parallel)
+        on_kubernetes = any(deco.name == "kubernetes" for deco in self._siblings)
+        if on_kubernetes and cli_args.command_options.get("num-parallel") == "1":
+            # Metaflow 2.19 refuses to make a job set of one (kubernetes_cli.py); an ordinary pod will do.
+            del cli_args.command_options["num-parallel"]
 
     def task_pre_step(
         self,
@@ -148,6 +153,10 @@ class TorchrunDecorator(ParallelDecorator):  # type: ignore[misc]  # Metaflow is
             ubf_context,
             inputs,
         )
+        if ubf_context is None and current.parallel.num_nodes == 1:
+            # An ordinary pod as the whole gang: say what Metaflow's join asks of a control task (2.19).
+            flow._control_mapper_tasks = [f"{run_id}/{step_name}/{task_id}"]
+            flow._control_task_is_mapper_zero = True
         self._run_id, self._step, self._task_id, self._attempt = run_id, step_name, task_id, retry_count
 
     def task_decorate(
@@ -217,10 +226,11 @@ class TorchrunDecorator(ParallelDecorator):  # type: ignore[misc]  # Metaflow is
         control_task_id = parallel.control_task_id or self._task_id
         book = AddressBook(self._flow_datastore, self._run_id, self._step, control_task_id, self._attempt)
         if parallel.node_index == 0:
-            seat, self._channel = join_as_control(book, parallel.num_nodes, parallel.main_ip, self._settings, emit)
-            if _is_local():
+            main_ip, here_only = parallel.main_ip, _is_local()
+            seat, self._channel = join_as_control(book, parallel.num_nodes, main_ip, self._settings, emit, here_only)
+            if here_only:
                 watch_local_nodes(parallel.num_nodes, self._channel.report_gone)
-            return seat, parallel.main_ip
+            return seat, control_addresses(main_ip, here_only)[0]
         return join_as_member(book, parallel.node_index, parallel.num_nodes, self._settings, emit)
 
     def _open_store(self) -> Any:

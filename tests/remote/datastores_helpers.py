@@ -1,0 +1,93 @@
+"""What the tests of datastores ask Metaflow, in a process of its own: its settings are read once, at the import."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+# argv: flow/run/step, and for how many attempts to look for the address record.
+TELL = """
+import json, sys
+from dataclasses import asdict
+from metaflow import Step, Task, namespace
+from metaflow.datastore import FlowDataStore
+from metaflow.plugins import DATASTORES
+from metaflow_extensions.torchrun.plugins.torchrun.address_book import AddressBook
+from metaflow_extensions.torchrun.plugins.torchrun.errors import GangStartTimeout
+
+pathspec, attempts = sys.argv[1], int(sys.argv[2])
+namespace(None)
+tasks = {}
+for task in Step(pathspec):
+    data = task.data if task.finished else None
+    tasks[task.id] = {
+        "successful": task.successful,
+        "out": task.stdout,
+        "store": task.metadata_dict["ds-type"],
+        "first_err": Task(task.pathspec, attempt=0).stderr,
+        "node": getattr(data, "node", None),
+        "attempt": getattr(data, "attempt", None),
+        "results": [vars(result) for result in getattr(data, "results", [])],
+    }
+flow, run, step = pathspec.split("/")
+control = min(tasks, key=len)  # the other nodes' ids are the control task's and "_node_" with a number
+control_task = Task(pathspec + "/" + control)
+storage = next(d for d in DATASTORES if d.TYPE == tasks[control]["store"])
+store = FlowDataStore(flow, storage_impl=storage, ds_root=control_task.metadata_dict["ds-root"])
+records = []
+for attempt in range(attempts):
+    try:
+        records.append(asdict(AddressBook(store, run, step, control, attempt).look_up(0)))
+    except GangStartTimeout:
+        records.append(None)
+print("TOLD " + json.dumps({"control": control, "tasks": tasks, "records": records}))
+"""
+
+# argv: the datastore's name and a run id that nobody else has.
+USE_ADDRESS_BOOK = """
+import json, sys
+from dataclasses import asdict, replace
+from metaflow.datastore import FlowDataStore
+from metaflow.plugins import DATASTORES
+from metaflow_extensions.torchrun.plugins.torchrun.address_book import Address, AddressBook
+from metaflow_extensions.torchrun.plugins.torchrun.errors import GangStartTimeout
+
+storage = next(d for d in DATASTORES if d.TYPE == sys.argv[1])
+root = storage.get_datastore_root_from_config(print)
+found = {}
+
+def book(attempt=0, task="3"):
+    store = FlowDataStore("TorchrunAddressBook", storage_impl=storage, ds_root=root)
+    return AddressBook(store, sys.argv[2], "train", task, attempt)
+
+def look_up(name, *where):
+    try:
+        found[name] = asdict(book(*where).look_up(0))
+    except GangStartTimeout as error:
+        found[name] = str(error)
+
+look_up("before")
+first = Address(("10.0.0.7", "fd00::7"), 40123, "s\\u00e9cret")
+book().publish(first)
+look_up("published")
+look_up("other attempt", 1)
+look_up("other task", 0, "4")
+book().publish(replace(first, closed=True, error={"class": "GangError", "message": "gone"}))
+look_up("closed")
+print("TOLD " + json.dumps(found))
+"""
+
+
+def ask(script: str, *arguments: str, folder: Path, env: dict[str, str]) -> dict[str, Any]:
+    """Run one of the scripts above and return what it tells."""
+    told = subprocess.run(
+        [sys.executable, "-c", script, *arguments], cwd=folder, env=env, capture_output=True, text=True, timeout=120
+    )
+    for line in told.stdout.splitlines():
+        if line.startswith("TOLD "):
+            found: dict[str, Any] = json.loads(line[len("TOLD ") :])
+            return found
+    raise AssertionError(told.stdout + told.stderr)

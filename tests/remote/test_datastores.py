@@ -1,0 +1,293 @@
+"""Gangs whose flows keep their data in a local folder, S3, Azure Blob Storage or Google Cloud Storage.
+
+The tasks run on this machine; the stores are those that Metaflow's settings in the environment name.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import threading
+import time
+import urllib.request
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datastores_helpers import TELL, USE_ADDRESS_BOOK, ask
+from flow_runs import FLOWS, FlowRun
+
+SETTINGS = {
+    "s3": ["METAFLOW_DATASTORE_SYSROOT_S3"],
+    "azure": ["METAFLOW_DATASTORE_SYSROOT_AZURE", "METAFLOW_AZURE_STORAGE_BLOB_SERVICE_ENDPOINT"],
+    "gs": ["METAFLOW_DATASTORE_SYSROOT_GS"],
+    "s3_faulty": ["METAFLOW_DATASTORE_SYSROOT_S3", "RIG_S3_REQUESTS", "RIG_S3_FAULTS"],
+}
+STORES = [
+    "local",
+    pytest.param("s3", marks=pytest.mark.s3),
+    pytest.param("azure", marks=pytest.mark.azure),
+    pytest.param("gs", marks=pytest.mark.gs),
+]
+RECORD = "torchrun_gang.json"
+SPEAKER = """
+import os, worker
+print("größe", os.environ["RANK"])
+worker.main()
+"""
+# A member that finds no record asks again after 0.05, 0.1, 0.2, … s, so often while it is so late.
+LATE_S, LOOKS = 5.0, 8
+
+RunFlow = Callable[..., FlowRun]
+
+
+@pytest.fixture(autouse=True)
+def _store_is_set(request: pytest.FixtureRequest) -> None:
+    for marker, names in SETTINGS.items():
+        if request.node.get_closest_marker(marker) is not None:
+            missing = [name for name in names if not os.environ.get(name)]
+            assert not missing, f"no {marker} to test on: set {', '.join(missing)}"
+
+
+@pytest.fixture
+def run_on(run_flow: RunFlow, tmp_path: Path) -> RunFlow:
+    """Return a function that runs the gang's flow on a datastore to its end."""
+    folder = tmp_path / "flow folder"
+    shutil.copytree(FLOWS, folder)
+    (folder / "speaker.py").write_text(SPEAKER, encoding="utf-8")
+
+    def run(store: str, *arguments: str, **options: Any) -> FlowRun:
+        before = ("--datastore", store, "--metadata", "local")
+        return run_flow(*arguments, before=before, folder=folder, keep_settings=True, **options)
+
+    return run
+
+
+def run_id(flow: FlowRun) -> str:
+    found = re.search(r"run-id (\d+)", flow.text)
+    assert found is not None, flow.text
+    return found[1]
+
+
+def told_of(flow: FlowRun, tmp_path: Path, attempts: int) -> dict[str, Any]:
+    return ask(TELL, f"GangFlow/{run_id(flow)}/train", str(attempts), folder=tmp_path, env=flow.env)
+
+
+def same_error(flow: FlowRun, attempt: int) -> dict[str, Any]:
+    """Return what both nodes have raised in an attempt, which must be the same."""
+    errors = [flow.note(f"error-{node}-{attempt}") for node in (0, 1)]
+    facts = [(error["class"], error["message"], error["cause"]) for error in errors]
+    assert facts[0] == facts[1]
+    return errors[0]
+
+
+# --- every store --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_a_gang_fails_is_tried_again_and_leaves_results_and_logs(run_on: RunFlow, tmp_path: Path, store: str) -> None:
+    flow = run_on(
+        store,
+        runs_=[{"entrypoint": "speaker.py", "nproc_per_node": 2}],
+        hook="retry",
+        do="2:once",
+    )
+    cause = same_error(flow, attempt=0)["cause"]
+    assert (cause["node"], cause["rank"]) == (1, 2)
+    assert "only the first time" in cause["exception"]
+    assert not flow.notes("error-*-1")
+
+    joined = sorted(flow.note("end")["tasks"], key=lambda task: task["node"])
+    assert [(task["node"], task["attempt"]) for task in joined] == [(0, 1), (1, 1)]
+    assert [task["results"][0]["exit_codes"] for task in joined] == [{"0": 0, "1": 0}, {"2": 0, "3": 0}]
+
+    told = told_of(flow, tmp_path, attempts=3)
+    tasks = sorted(told["tasks"].values(), key=lambda task: task["node"])
+    assert {task["store"] for task in tasks} == {store}
+    assert [(task["node"], task["attempt"], task["successful"]) for task in tasks] == [(0, 1, True), (1, 1, True)]
+    assert [task["results"] for task in tasks] == [task["results"] for task in joined]
+    # All nodes of a local run write to the control task's log.
+    for rank in range(4):
+        assert f"[rank {rank}] größe {rank}" in tasks[0]["out"]
+    assert "only the first time" in tasks[0]["first_err"]
+    assert "only the first time" not in tasks[0]["out"]
+
+    first, second, third = told["records"]
+    assert first["token"] != second["token"]
+    assert not first["closed"]
+    assert not second["closed"]
+    assert third is None
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_a_failure_ends_the_run_and_is_named_on_both_nodes(run_on: RunFlow, tmp_path: Path, store: str) -> None:
+    flow = run_on(store, do="1:raise", expect=1)
+    error = same_error(flow, attempt=0)
+    assert "Rank 1 on node 1" in error["message"]
+    assert "bad löss" in error["cause"]["exception"]
+    told = told_of(flow, tmp_path, attempts=1)
+    assert [task["successful"] for task in told["tasks"].values()] == [False, False]
+    assert "bad löss" in told["tasks"][told["control"]]["first_err"]
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_the_address_book_keeps_attempts_apart_and_its_last_word(tmp_path: Path, store: str) -> None:
+    env = {
+        **os.environ,
+        "METAFLOW_DATASTORE_SYSROOT_LOCAL": str(tmp_path / "home"),
+        "METAFLOW_HOME": str(tmp_path / "config"),
+        "METAFLOW_USER": "tester",
+    }
+    found = ask(USE_ADDRESS_BOOK, store, uuid.uuid4().hex, folder=tmp_path, env=env)
+    for nothing in ("before", "other attempt", "other task"):
+        assert "node 0 (the control node) did not arrive" in found[nothing]
+    first = {"addresses": ["10.0.0.7", "fd00::7"], "port": 40123, "token": "sécret", "closed": False, "error": None}
+    assert found["published"] == first
+    assert found["closed"] == {**first, "closed": True, "error": {"class": "GangError", "message": "gone"}}
+
+
+# --- S3 under watch -----------------------------------------------------------------------------
+
+
+class Faults:
+    """Tells the S3 before which it stands to be slow, to fail, or to refuse."""
+
+    def __init__(self) -> None:
+        self._url = os.environ["RIG_S3_FAULTS"]
+        self._direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+    def _ask(self, method: str, data: bytes | None = None) -> dict[str, Any]:
+        request = urllib.request.Request(self._url, data=data, method=method)
+        with self._direct.open(request, timeout=10) as answer:
+            found: dict[str, Any] = json.load(answer)
+            return found
+
+    def set(self, **faults: Any) -> None:
+        self._ask("POST", json.dumps(faults).encode())
+
+    def clear(self) -> None:
+        self._ask("DELETE")
+
+    def count(self, what: str) -> int:
+        return int(self._ask("GET")["counters"][what])
+
+
+@pytest.fixture
+def faults(_store_is_set: None) -> Iterator[Faults]:
+    """Offer the faults; none are set before the test, nor after."""
+    told = Faults()
+    told.clear()
+    yield told
+    told.clear()
+
+
+def requests(flow: FlowRun) -> list[tuple[str, str, str]]:
+    """Return method, path and status of the requests for the train step's own objects."""
+    lines = [line.split() for line in Path(os.environ["RIG_S3_REQUESTS"]).read_text().splitlines()]
+    inside = f"/{run_id(flow)}/train/"
+    return [(method, path.split(inside)[1], status) for method, path, status in lines if inside in path]
+
+
+def record_requests(flow: FlowRun) -> Counter[tuple[str, str]]:
+    return Counter((method, status) for method, path, status in requests(flow) if RECORD in path)
+
+
+def other_requests(flow: FlowRun) -> dict[str, int]:
+    """Return task id's part after the control task's -> number of requests that are not about the record."""
+    tasks = Counter(path.split("/")[0] for _, path, _ in requests(flow) if RECORD not in path)
+    return {task.partition("_node_")[2]: count for task, count in tasks.items()}
+
+
+@pytest.mark.s3_faulty
+def test_the_requests_of_a_node_do_not_grow_with_the_gang_nor_fast_with_waiting(
+    run_on: RunFlow, faults: Faults
+) -> None:
+    others = {}
+    faults.set(delay_s=LATE_S, match=f"^PUT .*{RECORD}")
+    for nodes in (2, 4):
+        flow = run_on("s3", "--nodes", str(nodes))
+        record = record_requests(flow)
+        members = nodes - 1
+        assert record.pop(("PUT", "200")) == 1
+        assert record.pop(("GET", "200")) == members
+        assert record.pop(("HEAD", "200")) == members
+        assert record.pop(("HEAD", "404"), 0) <= LOOKS * members
+        assert not record
+        others[nodes] = other_requests(flow)
+        assert len(others[nodes]) == nodes
+    assert others[4][""] == others[2][""]
+    assert {others[4][str(node)] for node in (1, 2, 3)} == {others[2]["1"]}
+
+
+# --- an S3 that is slow, fails, or is away ------------------------------------------------------
+
+
+def check_done(flow: FlowRun) -> None:
+    """Check that the gang has done its work, and that the record was written and read once."""
+    assert sorted(task["node"] for task in flow.note("end")["tasks"]) == [0, 1]
+    record = record_requests(flow)
+    assert record["PUT", "200"] == 1
+    assert record["GET", "200"] == 1
+
+
+@pytest.mark.s3_faulty
+@pytest.mark.parametrize("match", [RECORD, "/train/"], ids=["the record", "anything"])
+def test_requests_that_fail_delay_a_gang(run_on: RunFlow, faults: Faults, match: str) -> None:
+    faults.set(fail=3, match=match)
+    flow = run_on("s3", timeout_s=150)
+    assert faults.count("failed") == 3
+    check_done(flow)
+
+
+@pytest.mark.s3_faulty
+def test_an_s3_that_is_away_for_a_while_delays_a_gang(run_on: RunFlow, faults: Faults) -> None:
+    """It is away from when the gang first asks for the record."""
+    faults.set(refuse=True, match=RECORD)
+    away_s, stop = 4.0, threading.Event()
+
+    def come_back() -> None:
+        while not faults.count("refused") and not stop.wait(0.1):
+            pass
+        stop.wait(away_s)
+        faults.set(refuse=False)
+
+    returning = threading.Thread(target=come_back)
+    returning.start()
+    try:
+        flow = run_on("s3", timeout_s=150)
+    finally:
+        stop.set()
+        returning.join()
+    assert faults.count("refused") > 1
+    check_done(flow)
+
+
+@pytest.mark.s3_faulty
+def test_a_slow_s3_delays_a_gang_by_its_requests_and_no_more(run_on: RunFlow, faults: Faults) -> None:
+    """Metaflow asks one by one, so that each request that is late makes the run later; ours are three of them."""
+    delay_s, allowed_s = 0.5, 60.0
+    faults.set(delay_s=delay_s, match="/train/")
+    begin = time.monotonic()
+    flow = run_on("s3", timeout_s=150)
+    took_s = time.monotonic() - begin
+    delayed = faults.count("delayed")
+    assert delayed == len(requests(flow))
+    assert took_s < delayed * delay_s + allowed_s
+    check_done(flow)
+
+
+@pytest.mark.s3_faulty
+def test_a_node_that_s3_never_answers_is_named_in_time(run_on: RunFlow, faults: Faults) -> None:
+    """Metaflow would ask S3 for more than an hour; the control node does not wait for that."""
+    faults.set(fail=-1, match=f"^(HEAD|GET) .*{RECORD}")
+    begin = time.monotonic()
+    flow = run_on("s3", attrs={"all_nodes_started_timeout": 8, "grace_s": 5}, expect=1)
+    assert time.monotonic() - begin < 60
+    assert "Waited 8 s, but node 1 of 2 did not arrive" in flow.text
+    assert record_requests(flow)["HEAD", "503"] >= 1
+    flow.await_gone(1)
