@@ -73,6 +73,13 @@ def test_a_reader_waits_with_growing_pauses_and_reads_once_it_is_there(flow):
     assert flow.questions == 9
 
 
+@pytest.mark.parametrize("so_far", ["", '{"addresses": ["10.0.', '{"addresses": ["h\u00f6'.encode()[:-1]])
+def test_a_record_that_is_half_written_is_read_again(flow, so_far):
+    flow.stored["7", "train", "3", 0, "torchrun_gang.json"] = so_far
+    assert book_of(flow).look_up(1000.0, lambda _: book_of(flow).publish(ADDRESS)) == ADDRESS
+    assert flow.questions == 2
+
+
 def test_a_control_node_that_never_comes_is_named_with_the_setting(flow):
     with pytest.raises(
         GangStartTimeout, match=r"Waited 0.1 s, but node 0 .*7/train/3, attempt 0.*all_nodes_started_timeout"

@@ -78,6 +78,7 @@ class AddressBook:
         GangStartTimeout
             If it does not appear.
         """
+        time.sleep(75)
         deadline = time.monotonic() + timeout_s
         pause = _FIRST_PAUSE_S
         while True:
@@ -96,5 +97,8 @@ class AddressBook:
     def _read(self) -> dict[str, Any] | None:
         if not self._reader.has_metadata(_RECORD):
             return None
-        record: dict[str, Any] | None = self._reader.load_metadata([_RECORD])[_RECORD]
+        try:
+            record: dict[str, Any] | None = self._reader.load_metadata([_RECORD])[_RECORD]
+        except ValueError:
+            return None  # half written: Metaflow 2.12 writes a local file in place, 2.19 renames it
         return record
