@@ -78,7 +78,6 @@ class AddressBook:
         GangStartTimeout
             If it does not appear.
         """
-        time.sleep(75)
         deadline = time.monotonic() + timeout_s
         pause = _FIRST_PAUSE_S
         while True:
