@@ -11,7 +11,7 @@ TOPLEVEL = HERE / "metaflow_extensions" / "torchrun" / "toplevel" / "toplevel.py
 VERSION = re.search(r'^__version__ = "(.+)"$', TOPLEVEL.read_text(encoding="utf-8"), re.MULTILINE)[1]
 
 # torch is the user's choice of version and build, so it is no requirement of the package itself.
-EXAMPLES = ["torch>=2.1", "numpy", "scikit-learn"]
+EXAMPLES = ["torch>=2.1", "numpy"]
 # setuptools: a test installs this package in the ways that users do, without an index.
 TEST = [*EXAMPLES, "pytest>=8", "pytest-timeout", "hypothesis", "psutil", "setuptools>=70.1"]
 # The clients of the backends that tests/remote talk to.

@@ -4,10 +4,12 @@ import json
 import tempfile
 from pathlib import Path
 
-from metaflow import FlowSpec, Parameter, current, step, torchrun
+from metaflow import FlowSpec, IncludeFile, Parameter, current, step, torchrun
 
 
 class DigitsFlow(FlowSpec):
+    # Metaflow stores the file with the run, so that every node has it, wherever it runs.
+    data = IncludeFile("data", is_text=False, default="digits.csv.gz", help="the images")
     nodes = Parameter("nodes", type=int, default=2, help="tasks of the train step, each one node of the job")
     nproc = Parameter("nproc", type=int, default=2, help="processes per node")
     epochs = Parameter("epochs", type=int, default=5, help="epochs in all, those of a snapshot included")
@@ -36,7 +38,15 @@ class DigitsFlow(FlowSpec):
         self.next(self.join)
 
     def training_args(self, output_dir: str) -> dict[str, object]:
-        args = {"epochs": self.epochs, "batch-size": self.batch_size, "lr": self.lr, "output-dir": output_dir}
+        data = Path(output_dir) / "digits.csv.gz"
+        data.write_bytes(self.data)
+        args = {
+            "data": str(data),
+            "epochs": self.epochs,
+            "batch-size": self.batch_size,
+            "lr": self.lr,
+            "output-dir": output_dir,
+        }
         if self.snapshot_dir:
             args["snapshot-dir"] = str(Path(self.snapshot_dir).resolve())
         return args
