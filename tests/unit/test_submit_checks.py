@@ -241,6 +241,20 @@ def test_the_run_tells_it_before_the_gang_is_started():
     assert "gang of 3 nodes" in refusal(start, 3)
 
 
+@pytest.mark.parametrize(
+    ("beside", "num_nodes", "told"),
+    [("kubernetes", 1, None), ("kubernetes", 2, "2"), ("batch", 1, "1")],
+)
+def test_a_gang_of_one_is_an_ordinary_pod(beside, num_nodes, told):
+    """Metaflow 2.19 refuses a job set of one."""
+    decorator = TorchrunDecorator()
+    decorator._siblings = [SimpleNamespace(name=beside), decorator]
+    iterator = SimpleNamespace(num_parallel=num_nodes)
+    cli_args = SimpleNamespace(task=SimpleNamespace(ubf_iter=iterator), command_options={})
+    decorator.runtime_step_cli(cli_args, 0, 0, "ubf_control")
+    assert cli_args.command_options.get("num-parallel") == told
+
+
 def test_a_step_that_is_no_gang_is_not_checked():
     flow = Plain(use_cli=False)
     submission = Submission(flow, flow._graph, "join", None, "local")

@@ -75,6 +75,7 @@ class TorchrunDecorator(ParallelDecorator):  # type: ignore[misc]  # Metaflow is
     IS_PARALLEL = True
     # `spin` of another step makes a package without step_init (Metaflow 2.19).
     _submission: Submission | None = None
+    _siblings: Sequence[Any] = ()
 
     def __init__(self, attributes: dict[str, Any] | None = None, *args: Any, **kwargs: Any) -> None:
         # Metaflow would refuse unknown attributes here, before it knows which step they stand at.
@@ -92,7 +93,7 @@ class TorchrunDecorator(ParallelDecorator):  # type: ignore[misc]  # Metaflow is
         self._settings: StepSettings = parse_settings(self.attributes, step_name)
         self._requested: Nproc | None = requested_accelerators([(d.name, d.attributes) for d in decos])
         self._timeout_s: float | None = next((float(d.secs) for d in decos if d.name == "timeout"), None)
-        self._siblings: Sequence[Any] = decos
+        self._siblings = decos
         self._seat: Membership | None = None
         self._channel: ControlChannel | None = None
         self.environment = SameInterpreter(environment)
