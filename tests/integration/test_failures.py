@@ -262,7 +262,10 @@ def test_a_restart_starts_all_workers_of_all_nodes_again(run_flow):
         (restart,) = task["results"][0]["restarts"]
         assert restart["cause"]["rank"] == 3
         assert "only the first time" in restart["cause"]["exception"]
-    assert len(flow.notes("worker-launch0-1-*")) == 4
+    for generation in ("0", "1"):
+        workers = flow.notes(f"worker-launch0-{generation}-*")
+        told = {(w["env"]["TORCHELASTIC_RESTART_COUNT"], w["env"]["TORCHELASTIC_MAX_RESTARTS"]) for w in workers}
+        assert (len(workers), told) == (4, {(generation, "2")})
 
 
 def test_a_script_that_uses_record_is_honoured(run_flow):

@@ -523,6 +523,27 @@ def test_torchruns_template_gives_back_every_argument(args):
     assert as_torchrun_substitutes(words_after_dashes(command)) == ["/flow/train.py", *args]
 
 
+@pytest.mark.parametrize(
+    ("facts", "program"),
+    [
+        ({}, ["/usr/bin/python3", "-u", "/flow/train.py"]),
+        ({"module": True, "entrypoint": "pack.train"}, ["/usr/bin/python3", "-u", "-m", "pack.train"]),
+        ({"options": (("no-python", None),), "entrypoint": "./run $me"}, ["./run $me"]),
+    ],
+)
+def test_workers_are_told_how_often_the_gang_was_restarted(facts, program):
+    spec = spec_of(args=tuple(HOSTILE), max_restarts=3, **facts)
+    command = agent_command(spec, Rendezvous("10.0.0.1", 29512, "x", restarts=2), "/logs")
+    told = ["env", "TORCHELASTIC_RESTART_COUNT=2", "TORCHELASTIC_MAX_RESTARTS=3"]
+    assert as_torchrun_substitutes(words_after_dashes(command)) == [*told, *program, *HOSTILE]
+    assert command.count("--no-python") == 1
+    assert "--module" not in command
+
+
+def test_without_restarts_the_command_is_plain_torchrun():
+    assert "--no-python" not in agent_command(spec_of(), MEETING, "/logs")
+
+
 def test_a_script_path_with_dollars_survives_torchruns_template():
     command = agent_command(spec_of(entrypoint="/my $HOME/${local_rank}.py"), MEETING, "/logs")
     assert as_torchrun_substitutes(words_after_dashes(command)) == ["/my $HOME/${local_rank}.py"]

@@ -260,7 +260,7 @@ class Gang:
         launch.ended.clear()
         launch.causes.clear()
         go = {"type": "go", "launch": launch.number, "generation": launch.generation, "port": port}
-        self._broadcast({**go, "max_restarts": launch.max_restarts})
+        self._broadcast({**go, "restarts": launch.restarts, "max_restarts": launch.max_restarts})
 
     def _on_failed(self, node: int, message: Message) -> None:
         """A worker or agent of `node` has failed; its full report follows with *ended*."""

@@ -119,11 +119,14 @@ class Rendezvous:
         TCP port of the store that rank 0's agent opens there.
     run_id : str
         Shown to the workers as ``TORCHELASTIC_RUN_ID``.
+    restarts : int
+        How often the gang was restarted before.
     """
 
     addr: str
     port: int
     run_id: str
+    restarts: int = 0
 
 
 def agent_command(spec: LaunchSpec, rendezvous: Rendezvous, log_dir: str) -> list[str]:
@@ -145,6 +148,8 @@ def agent_command(spec: LaunchSpec, rendezvous: Rendezvous, log_dir: str) -> lis
     command = [spec.python, "-m", "torch.distributed.run"]
     for name, value in [*options, *given.items()]:
         command.append(f"--{name}" if value is None else f"--{name}={value}")
+    if spec.max_restarts and "run-path" not in given:
+        return [*command, *_told_of_restarts(spec, rendezvous.restarts)]
     if spec.module:
         command.append("--module")
     # torchrun fills ${local_rank} into the arguments by string.Template (torch 2.13,
@@ -152,7 +157,25 @@ def agent_command(spec: LaunchSpec, rendezvous: Rendezvous, log_dir: str) -> lis
     # With --no-python the entrypoint itself is not among them.
     entrypoint = spec.entrypoint if "no-python" in given else spec.entrypoint.replace("$", "$$")
     # "--" keeps torchrun's argparse from taking a script's "--d" for an ambiguous option of its own.
-    return [*command, "--", entrypoint, *(word.replace("$", "$$") for word in spec.args)]
+    return [*command, "--", entrypoint, *_escaped(spec.args)]
+
+
+def _told_of_restarts(spec: LaunchSpec, restarts: int) -> list[str]:
+    """Return the words that make workers see the gang's restarts in the variables that torchrun sets.
+
+    Each agent runs one generation only, so torchrun (2.13) sets both to 0; ``env`` sets them anew and
+    becomes the worker.
+    """
+    bare = "no-python" in dict(spec.options)
+    count, limit = f"TORCHELASTIC_RESTART_COUNT={restarts}", f"TORCHELASTIC_MAX_RESTARTS={spec.max_restarts}"
+    # As torchrun starts a script (config_from_args in torch/distributed/run.py, 2.13).
+    python = [] if bare else [spec.python, "-u", *(["-m"] if spec.module else [])]
+    flag = [] if bare else ["--no-python"]
+    return [*flag, "--", "env", count, limit, *_escaped([*python, spec.entrypoint, *spec.args])]
+
+
+def _escaped(words: Sequence[str]) -> list[str]:
+    return [word.replace("$", "$$") for word in words]
 
 
 def agent_environment(

@@ -210,7 +210,9 @@ class Supervisor:
             self._went_at = time.monotonic()
         folder = self._make_folder(number)
         run_id = f"launch{self._launch}-{number}"
-        command = agent_command(spec, Rendezvous(self._main_addr, int(message["port"]), run_id), folder)
+        meeting = Rendezvous(self._main_addr, int(message["port"]), run_id, int(message["restarts"]))
+        # The control node's number counts, for all nodes.
+        command = agent_command(replace(spec, max_restarts=int(message["max_restarts"])), meeting, folder)
         # The connection to the others knows best which interface reaches them; a gang of one has none.
         own = message.get("own_address")
         interface = interface_of(own) if own else interface_towards(self._main_addr)
