@@ -69,6 +69,8 @@ def test_min_gpt_learns(example):
 
 def test_failing_node_names_the_rank(example):
     flow = example("failing-node", "python flow.py run", expect=1)
-    assert flow.text.count("Rank 3 on node 1 (host ") == 2  # on both nodes
+    # The report on both nodes, and the control node's notice that it stops all.
+    assert len(re.findall(r"Rank 3 on node 1 \(host \S+\) failed with", flow.text)) == 3
+    assert flow.text.count("Launch 0 was stopped on all nodes.") == 2
     killed = example("failing-node", "python flow.py run --how exit --fail-rank 0", expect=1)
-    assert killed.text.count("Rank 0 on node 0 (host ") == 2
+    assert len(re.findall(r"Rank 0 on node 0 \(host \S+\) exited with", killed.text)) == 2
