@@ -88,7 +88,13 @@ class RemoteFlow:
         return (self.folder / "run-id").read_text().strip()
 
     def wait(self, timeout_s: float = 300) -> int:
-        code = self.process.wait(timeout_s)
+        try:
+            code = self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired as late:
+            os.killpg(self.process.pid, signal.SIGABRT)  # all its processes show where they are
+            self.process.wait(10)
+            time.sleep(1)
+            raise AssertionError(f"still running after {timeout_s} s:\n{self.text}") from late
         if self.thread is not None:
             self.thread.join(10)
         return code
@@ -180,7 +186,12 @@ def start_remote(tmp_path: Path) -> Iterator[StartRemote]:
         wanted["ENV"] = {"WORKER_DO": do, **wanted["ENV"]}
         if source is FLOWS and folder is None:
             (place / "plan.py").write_text("".join(f"{key} = {value!r}\n" for key, value in wanted.items()))
-        env = {"METAFLOW_DATASTORE_SYSROOT_LOCAL": str(tmp_path / "home"), **os.environ, "PYTHONUNBUFFERED": "1"}
+        env = {
+            "METAFLOW_DATASTORE_SYSROOT_LOCAL": str(tmp_path / "home"),
+            **os.environ,
+            "PYTHONUNBUFFERED": "1",
+            "PYTHONFAULTHANDLER": "1",
+        }
         process = subprocess.Popen(
             [sys.executable, flow, "--no-pylint", *before, command, "--run-id-file", str(place / "run-id"), *arguments],
             cwd=place,

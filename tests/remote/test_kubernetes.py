@@ -72,10 +72,9 @@ def on_kubernetes(**attributes: Any) -> dict[str, Any]:
 # --- what runs ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("nodes", [1, 2, 4])
-def test_hello_unchanged(run_remote, cluster, nodes):
-    flow = run_remote("--with", "kubernetes", "--nodes", str(nodes), flow="flow.py", source=EXAMPLES / "hello")
-    check_said(flow, f"all-reduce over {2 * nodes} ranks: ok")
+def test_hello_unchanged(run_remote, cluster):
+    flow = run_remote("--with", "kubernetes", "--nodes", "4", flow="flow.py", source=EXAMPLES / "hello")
+    check_said(flow, "all-reduce over 8 ranks: ok")
     cluster.await_gone(flow)
 
 
