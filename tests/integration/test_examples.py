@@ -71,6 +71,6 @@ def test_failing_node_names_the_rank(example):
     flow = example("failing-node", "python flow.py run", expect=1)
     # The report on both nodes, and the control node's notice that it stops all.
     assert len(re.findall(r"Rank 3 on node 1 \(host \S+\) failed with", flow.text)) == 3
-    assert flow.text.count("Launch 0 was stopped on all nodes.") == 2
+    assert flow.text.count("Launch 0 was stopped on all nodes (class of the cause: user).") == 2
     killed = example("failing-node", "python flow.py run --how exit --fail-rank 0", expect=1)
     assert len(re.findall(r"Rank 0 on node 0 \(host \S+\) exited with", killed.text)) == 2

@@ -627,6 +627,31 @@ def test_a_failure_is_restarted_on_all_nodes_with_a_new_port_after_a_pause():
     assert table.same_verdict() is None
 
 
+@pytest.mark.parametrize(
+    ("cause", "category", "restarts_by_default"),
+    [
+        (crash(1), "user", True),
+        (crash(1, kind="exit", text=None), "user", True),
+        (crash(1, kind="signal", code=-9), "killed", True),
+        (crash(1, kind="oom", code=-9), "killed", True),
+        (crash(1, kind="agent", code=-9), "killed", True),
+        (crash(1, kind="agent"), "start", False),
+        (crash(1, kind="lost"), "node_lost", False),
+        (crash(1, kind="terminated"), "preempted", False),
+    ],
+)
+def test_the_class_of_the_cause_decides_about_a_restart(cause, category, restarts_by_default):
+    assert cause.category == cause.to_wire()["category"] == category
+    for retry_on, restarts in [(None, restarts_by_default), ([category], True), ([], False)]:
+        table = Table(2)
+        table.all_ready(max_restarts=1, **({} if retry_on is None else {"retry_on": retry_on}))
+        for node in (0, 1):
+            table.ended(node, *([cause] if node == 1 else []), ok=False)
+        assert bool(table.got(0, "restart")) is restarts
+        if not restarts:
+            assert f"(class of the cause: {category})" in str(table.same_verdict())
+
+
 def test_restarts_end_and_the_last_failure_is_the_verdict():
     table = Table(2)
     table.all_ready(max_restarts=2)

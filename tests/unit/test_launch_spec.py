@@ -25,6 +25,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.launch_spec import (
     entrypoint_arguments,
     parse_port,
     parse_restarts,
+    parse_retry_on,
     shown,
     torchrun_options,
 )
@@ -380,6 +381,28 @@ def test_two_numbers_of_restarts_are_refused_with_both(script):
 def test_a_wrong_number_of_restarts_is_refused_by_name(wrong):
     with pytest.raises(TorchrunConfigError, match="here is"):
         parse_restarts(wrong, "here")
+
+
+@pytest.mark.parametrize(
+    ("value", "names"),
+    [(None, None), ("user", {"user"}), ("user,killed", {"user", "killed"}), (["start"], {"start"}), ("", set())],
+)
+def test_classes_that_restart_are_read_from_text_and_lists(value, names):
+    assert parse_retry_on(value, "here") == names
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ("often", "no such class"),
+        ("user,node_lost", "Metaflow's @retry"),
+        (["timeout"], "limits the launch"),
+        (3, "a list"),
+    ],
+)
+def test_a_class_that_no_restart_mends_is_refused(wrong, why):
+    with pytest.raises(TorchrunConfigError, match=f"here.*{why}"):
+        parse_retry_on(wrong, "here")
 
 
 def test_local_ranks_filter_is_ours_to_do(script):

@@ -37,6 +37,7 @@ RUN = (
     "timeout_s",
     "master_port",
     "max_restarts",
+    "retry_on",
     "push_results_dir_to_cloud",
     "local_output_dir",
     "cloud_output_dir",
@@ -91,6 +92,7 @@ def test_the_attributes_are_these():
         "heartbeat_timeout_s",
         "grace_s",
         "max_restarts",
+        "retry_on",
     }
 
 

@@ -24,6 +24,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.settings import (
         ("heartbeat_timeout_s", "5", 5.0),
         ("grace_s", "0", 0.0),
         ("max_restarts", "3", 3),
+        ("retry_on", "user, start", {"user", "start"}),
     ],
 )
 def test_every_attribute_may_be_text(attribute, text, value):
@@ -47,6 +48,7 @@ def test_the_defaults_are_those_of_the_issue():
     assert settings.all_nodes_started_timeout == 600
     assert settings.master_port is None
     assert settings.max_restarts == 0
+    assert settings.retry_on == {"user", "killed"}
 
 
 @pytest.mark.parametrize(
@@ -58,6 +60,7 @@ def test_the_defaults_are_those_of_the_issue():
         *(("heartbeat_timeout_s", wrong) for wrong in (0, "0", -3, "x", [])),
         *(("grace_s", wrong) for wrong in (-1, "-0.1", "x", "")),
         *(("max_restarts", wrong) for wrong in (-1, "x", 1.5, True)),
+        *(("retry_on", wrong) for wrong in ("never", ["user", 3], 7, "node_lost")),
     ],
 )
 def test_a_wrong_value_names_step_attribute_and_value(attribute, wrong):

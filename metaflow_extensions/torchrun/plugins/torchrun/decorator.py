@@ -57,6 +57,10 @@ class TorchrunDecorator(ParallelDecorator):  # type: ignore[misc]  # Metaflow is
         Seconds that workers have between SIGTERM and SIGKILL.
     max_restarts : int, default 0
         How often all workers are started again on all nodes after one of them failed.
+    retry_on : str or sequence of {"user", "killed", "start"}, optional, default ("user", "killed")
+        Which classes of causes restart them: an error of the script, a signal or lack of memory, an
+        agent that could not start. A lost node and an end from outside never do: for these, Metaflow's
+        ``@retry`` brings a new gang.
 
     MF Add To Current
     -----------------

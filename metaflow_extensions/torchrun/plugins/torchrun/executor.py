@@ -17,7 +17,7 @@ from .devices import Machine, Nproc, choose_nproc, this_machine
 from .errors import TorchNotFoundError
 from .events import Event, Subscriber, to_log
 from .joining import LOOPBACK, sit_alone
-from .launch_spec import Request, build_spec
+from .launch_spec import Request, build_spec, parse_retry_on
 from .membership import Membership
 from .result import TorchrunResult
 from .settings import DEFAULTS, StepSettings, parse_seconds, parse_settings
@@ -126,6 +126,7 @@ class TorchrunExecutor:
         timeout_s: float | None = None,
         master_port: int | str | None = None,
         max_restarts: int | None = None,
+        retry_on: str | Sequence[str] | None = None,
         push_results_dir_to_cloud: Any = None,
         local_output_dir: Any = None,
         cloud_output_dir: Any = None,
@@ -162,6 +163,9 @@ class TorchrunExecutor:
         max_restarts : int, optional
             How often all workers of all nodes are started again after one failed. Default: the
             attribute of ``@torchrun``.
+        retry_on : str or sequence of {"user", "killed", "start"}, optional
+            Which classes of causes restart the gang: an error of the script, a signal or lack of memory,
+            an agent that could not start. Default: the attribute of ``@torchrun``.
         push_results_dir_to_cloud, local_output_dir, cloud_output_dir : optional
             Accepted for ``metaflow-torchrun`` 0.2, which ignores them too.
 
@@ -212,7 +216,9 @@ class TorchrunExecutor:
         if not restarts_given and "max-restarts" not in request.options:
             spec = replace(spec, max_restarts=context.settings.max_restarts)
         limit = self._time_limit(parse_seconds(timeout_s, "run(timeout_s)"))
-        facts = {"torch": torch_version()}
+        retried = parse_retry_on(retry_on, "run(retry_on=...)")
+        retried = context.settings.retry_on if retried is None else retried
+        facts = {"torch": torch_version(), "retry_on": sorted(retried)}
         context.emit(Event("chosen", self.node_index, f"processes per node: {nproc.value} ({nproc.why})"))
         grace = context.settings.grace_s
         return Supervisor(spec, context.seat, self.main_addr, context.machine, grace, limit, facts, write_output).run()

@@ -48,6 +48,20 @@ _SIGNAL_HINTS = {
 }
 
 
+_CATEGORIES = {
+    "exception": "user",
+    "exit": "user",
+    "step": "user",
+    "signal": "killed",
+    "oom": "killed",
+    "agent": "start",
+    "setup": "start",
+    "lost": "node_lost",
+    "terminated": "preempted",
+    "timeout": "timeout",
+}
+
+
 @dataclass(frozen=True)
 class Cause:
     """One failure of the gang.
@@ -80,11 +94,24 @@ class Cause:
     exception: str | None = None
     detail: str = ""
 
+    @property
+    def category(self) -> str:
+        """The class of the cause, which decides about restarts.
+
+        ``"user"`` (an exception or an exit code), ``"killed"`` (by a signal or for lack of memory),
+        ``"start"`` (the agent gave up before or without its workers), ``"node_lost"``, ``"preempted"``
+        or ``"timeout"``.
+        """
+        if self.kind == "agent" and self.exit_code is not None and self.exit_code < 0:
+            return "killed"
+        return _CATEGORIES[self.kind]
+
     def to_wire(self) -> dict[str, Any]:
-        """Return the cause as JSON-able data of bounded size."""
-        return asdict(
-            replace(self, exception=self.exception and self.exception[:_MAX_TEXT], detail=self.detail[-_MAX_TEXT:])
+        """Return the cause as JSON-able data of bounded size, with its class."""
+        bounded = replace(
+            self, exception=self.exception and self.exception[:_MAX_TEXT], detail=self.detail[-_MAX_TEXT:]
         )
+        return {**asdict(bounded), "category": self.category}
 
     @staticmethod
     def from_wire(data: Mapping[str, Any]) -> Cause:

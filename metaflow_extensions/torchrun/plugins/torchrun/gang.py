@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from .errors import GangError, GangStartTimeout, LaunchFailed, LaunchTimeout, TorchrunError, to_wire
 from .failure import Cause, DatedCause, first_cause
+from .launch_spec import DEFAULT_RETRY_ON
 
 Message = dict[str, Any]
 Outgoing = tuple[int, Message]
@@ -39,8 +40,6 @@ _MUST_AGREE = {
     "python": "Python version",
     "digest": "entrypoint and torchrun options",
 }
-# Kinds of failures that a new generation on the same nodes can mend.
-_RESTARTABLE = frozenset({"exception", "exit", "signal", "oom", "agent"})
 _BACKOFF_LIMIT_S = 30.0
 # What an agent says when its store can't listen (TCPStore, torch 2.13).
 _PORT_TAKEN = re.compile("EADDRINUSE|address already in use", re.IGNORECASE)
@@ -86,6 +85,7 @@ class Launch:
     restart_at: float | None = None
     timeout_s: float | None = None
     max_restarts: int = 0
+    retry_on: frozenset[str] = DEFAULT_RETRY_ON
     remind_at: float = float("inf")
 
     @property
@@ -233,6 +233,7 @@ class Gang:
             else:
                 launch.timeout_s = launch.ready[0].get("timeout_s")
                 launch.max_restarts = int(launch.ready[0].get("max_restarts", 0))
+                launch.retry_on = frozenset(launch.ready[0].get("retry_on", DEFAULT_RETRY_ON))
                 launch.started_at = self._clock()
                 self._go(launch)
 
@@ -335,7 +336,7 @@ class Gang:
         self._go(launch)
 
     def _may_restart(self, launch: Launch, cause: Cause, silent: list[int]) -> bool:
-        return self._is_whole(silent) and cause.kind in _RESTARTABLE and launch.restarts < launch.max_restarts
+        return self._is_whole(silent) and cause.category in launch.retry_on and launch.restarts < launch.max_restarts
 
     def _restart(self, launch: Launch, cause: Cause) -> None:
         pause = min(2.0**launch.restarts, _BACKOFF_LIMIT_S)
@@ -482,5 +483,7 @@ def _launch_error(launch: Launch, cause: Cause | None, silent: list[int]) -> Tor
         return LaunchTimeout(text, cause.to_wire())
     count = f" after {launch.restarts} restarts" if launch.restarts else ""
     return LaunchFailed(
-        f"{cause.describe()}\nLaunch {launch.number} was stopped on all nodes{count}.{quiet}", cause.to_wire()
+        f"{cause.describe()}\nLaunch {launch.number} was stopped on all nodes{count} (class of the cause: "
+        f"{cause.category}).{quiet}",
+        cause.to_wire(),
     )

@@ -27,6 +27,14 @@ _VALUED = frozenset(
         *("master-port", "local-addr", "logs-specs", "numa-binding", "signals-to-handle", "shutdown-timeout"),
     }
 )
+# The classes of causes (see `failure.Cause.category`) that a new generation on the same nodes may mend.
+RETRY_CLASSES = ("user", "killed", "start")
+DEFAULT_RETRY_ON = frozenset({"user", "killed"})
+_NEVER_RETRIED = {
+    "node_lost": "the nodes that are left can't bring one back; use Metaflow's @retry",
+    "preempted": "the nodes that are left can't bring one back; use Metaflow's @retry",
+    "timeout": "timeout_s limits the launch with all its restarts",
+}
 _FLAGS = frozenset({"standalone", "module", "no-python", "run-path", "virtual-local-rank"})
 _SHORT = {"m": "module", "r": "redirects", "t": "tee"}
 _OWN_LOGGING = frozenset({"redirects", "tee"})
@@ -473,6 +481,33 @@ def _find_entrypoint(request: Request, module: bool, options: Mapping[str, str |
         f"The entrypoint {name!r} does not exist; looked for {looked}. Check the spelling; for a remote task, check that "
         "the file lies beside the flow, so that Metaflow packages it (see --package-suffixes)."
     )
+
+
+def parse_retry_on(value: Any, setting: str) -> frozenset[str] | None:
+    """Return the classes of causes that restart the gang; None stays None.
+
+    Parameters
+    ----------
+    value : str, sequence of str or None
+        Names out of `RETRY_CLASSES`; in a string with commas between.
+    setting : str
+        How to call the setting in an error.
+
+    Raises
+    ------
+    TorchrunConfigError
+        If a name is unknown, or of a class that a restart can't mend.
+    """
+    if value is None:
+        return None
+    words = value.split(",") if isinstance(value, str) else value
+    if not isinstance(words, (list, tuple, set, frozenset)) or not all(isinstance(word, str) for word in words):
+        raise TorchrunConfigError(f"{setting} is {value!r}, but it must be a list out of {', '.join(RETRY_CLASSES)}.")
+    names = frozenset(word.strip() for word in words if word.strip())
+    for name in sorted(names - set(RETRY_CLASSES)):
+        why = _NEVER_RETRIED.get(name, "there is no such class of causes")
+        raise TorchrunConfigError(f"{setting} has {name!r}, but {why}. Choose out of {', '.join(RETRY_CLASSES)}.")
+    return names
 
 
 def parse_port(value: Any, setting: str) -> int | None:

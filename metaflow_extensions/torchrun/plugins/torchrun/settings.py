@@ -13,7 +13,7 @@ from typing import Any
 
 from .devices import parse_nproc
 from .errors import TorchrunConfigError
-from .launch_spec import parse_port, parse_restarts
+from .launch_spec import DEFAULT_RETRY_ON, parse_port, parse_restarts, parse_retry_on
 
 DEFAULTS: dict[str, Any] = {
     "nproc_per_node": None,
@@ -23,6 +23,7 @@ DEFAULTS: dict[str, Any] = {
     "heartbeat_timeout_s": 30,
     "grace_s": 30,
     "max_restarts": 0,
+    "retry_on": None,
 }
 
 
@@ -37,6 +38,7 @@ class StepSettings:
     heartbeat_timeout_s: float
     grace_s: float
     max_restarts: int
+    retry_on: frozenset[str]
 
 
 def parse_settings(attributes: Mapping[str, Any], step: str) -> StepSettings:
@@ -55,6 +57,7 @@ def parse_settings(attributes: Mapping[str, Any], step: str) -> StepSettings:
         given = attributes.get(key, DEFAULTS[key])
         return None if isinstance(given, str) and given.strip().lower() in ("", "none") else given
 
+    retry_on = parse_retry_on(value("retry_on"), name("retry_on"))
     settings = StepSettings(
         nproc_per_node=parse_nproc(value("nproc_per_node"), name("nproc_per_node")),
         all_nodes_started_timeout=_seconds(value("all_nodes_started_timeout"), name("all_nodes_started_timeout")),
@@ -63,6 +66,7 @@ def parse_settings(attributes: Mapping[str, Any], step: str) -> StepSettings:
         heartbeat_timeout_s=_seconds(value("heartbeat_timeout_s"), name("heartbeat_timeout_s")),
         grace_s=_seconds(value("grace_s"), name("grace_s"), zero=True),
         max_restarts=parse_restarts(value("max_restarts"), name("max_restarts")) or 0,
+        retry_on=DEFAULT_RETRY_ON if retry_on is None else retry_on,
     )
     if settings.master_port is not None and settings.master_port == settings.channel_port:
         raise TorchrunConfigError(
