@@ -158,7 +158,7 @@ class TorchrunDecorator(ParallelDecorator):  # type: ignore[misc]  # Metaflow is
             ubf_context,
             inputs,
         )
-        if ubf_context is None and current.parallel.num_nodes == 1:
+        if ubf_context is None and flow._parallel_ubf_iter.num_parallel == 1:
             # An ordinary pod as the whole gang: say what Metaflow's join asks of a control task (2.19).
             flow._control_mapper_tasks = [f"{run_id}/{step_name}/{task_id}"]
             flow._control_task_is_mapper_zero = True
