@@ -185,9 +185,26 @@ def test_sigterm_of_a_task_stops_everything(start_flow, node):
     os.kill(flow.note(f"task-{node}")["pid"], signal.SIGTERM)
     assert flow.wait(60) == 1
     flow.await_gone(STOP_S)
-    by_class = {e["class"]: e["message"] for e in flow.errors()}
-    assert set(by_class) == {"TorchrunTerminated", "LaunchFailed"}
-    assert all(f"ode {node} (host" in message and "SIGTERM" in message for message in by_class.values())
+    error = same_errors(flow)
+    assert error["class"] == "TorchrunPreempted"
+    assert error["cause"]["category"] == "preempted"
+    assert f"Node {node} (host" in error["message"]
+    assert "was preempted: its Metaflow task got SIGTERM" in error["message"]
+    assert "exited with code 0 in time: none" in error["message"]
+
+
+def test_workers_that_save_when_preempted_count_as_saved(start_flow):
+    """Each worker gets the signal once and ends well after it, in its own time."""
+    flow = start_flow(runs_=TWO, do="*:save")
+    flow.await_notes("worker-*", 4)
+    flow.await_notes("saves-*", 4)
+    os.kill(flow.note("task-1")["pid"], signal.SIGTERM)
+    assert flow.wait(60) == 1
+    error = same_errors(flow)
+    assert error["class"] == "TorchrunPreempted"
+    assert "exited with code 0 in time: 0, 1, 2, 3" in error["message"]
+    assert [note["signals"] for note in flow.notes("saved-*")] == [1, 1, 1, 1]
+    flow.await_gone(1)
 
 
 @pytest.mark.parametrize("whole_group", [True, False], ids=["ctrl-c", "sigint-to-run-only"])

@@ -208,6 +208,12 @@ def test_a_pod_that_vanishes_is_named(start_remote, cluster, how):
     cluster.await_gone(flow)
 
 
+def test_a_spot_notice_stops_the_gang_in_time(run_remote, cluster):
+    flow = run_remote(expect=1, HOOK="before:1:spot", do="*:sleep", **on_kubernetes())
+    check_said(flow, "Node 1 (host", "was preempted: a spot notice says", "2026-11-21T10:00:00Z")
+    cluster.await_gone(flow)
+
+
 def test_an_interrupted_run_leaves_no_pod(start_remote, cluster):
     flow = start_remote(do="*:sleep", **on_kubernetes())
     # Of lines that come together, Metaflow's terminal shows one (2.19); the next with further output.

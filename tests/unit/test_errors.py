@@ -61,7 +61,7 @@ def test_the_tree_is_the_one_drawn():
         "GangStartTimeout": "GangError",
         "LaunchFailed": "TorchrunError",
         "LaunchTimeout": "LaunchFailed",
-        "TorchrunTerminated": "TorchrunError",
+        "TorchrunPreempted": "LaunchFailed",
     }
     assert issubclass(errors.GangStartTimeout, GangError)
     assert issubclass(errors.LaunchTimeout, LaunchFailed)

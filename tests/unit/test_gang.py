@@ -12,6 +12,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.errors import (
     GangStartTimeout,
     LaunchFailed,
     LaunchTimeout,
+    TorchrunPreempted,
     from_wire,
 )
 from metaflow_extensions.torchrun.plugins.torchrun.failure import Cause
@@ -63,9 +64,9 @@ class Table:
     def failed(self, node, *causes, launch=0, generation=0, age_s=0.0):
         self._report("failed", node, causes, launch, generation, age_s)
 
-    def ended(self, node, *causes, ok=None, launch=0, generation=0, age_s=0.0):
+    def ended(self, node, *causes, ok=None, launch=0, generation=0, age_s=0.0, **more):
         ok = not causes if ok is None else ok
-        self._report("ended", node, causes, launch, generation, age_s, ok=ok)
+        self._report("ended", node, causes, launch, generation, age_s, ok=ok, **more)
 
     def _report(self, kind, node, causes, launch, generation, age_s, **more):
         entries = [{"cause": cause.to_wire(), "age_s": age_s} for cause in causes]
@@ -649,7 +650,22 @@ def test_the_class_of_the_cause_decides_about_a_restart(cause, category, restart
             table.ended(node, *([cause] if node == 1 else []), ok=False)
         assert bool(table.got(0, "restart")) is restarts
         if not restarts:
-            assert f"(class of the cause: {category})" in str(table.same_verdict())
+            error = table.same_verdict()
+            assert error.cause["category"] == category
+            assert isinstance(error, TorchrunPreempted) is (category == "preempted")
+            assert category == "preempted" or f"(class of the cause: {category})" in str(error)
+
+
+def test_who_saved_before_a_preemption_is_told():
+    table = Table(2)
+    table.all_ready()
+    table.failed(1, crash(1, kind="terminated"))
+    assert all(table.got(node, "stop") for node in (0, 1))
+    table.ended(0, ok=False, ended_well=[1])
+    table.ended(1, ok=False, ended_well=[2, 3])
+    error = table.same_verdict()
+    assert isinstance(error, TorchrunPreempted)
+    assert "exited with code 0 in time: 1, 2, 3" in str(error)
 
 
 def test_restarts_end_and_the_last_failure_is_the_verdict():

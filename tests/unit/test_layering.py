@@ -32,6 +32,7 @@ ORDER = [
     "devices",
     "memory",
     "network",
+    "preemption",
     "task_log",
     "events",
     "console",

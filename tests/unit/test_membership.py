@@ -11,7 +11,7 @@ from metaflow_extensions.torchrun.plugins.torchrun import membership
 from metaflow_extensions.torchrun.plugins.torchrun.errors import (
     GangError,
     LaunchFailed,
-    TorchrunTerminated,
+    TorchrunPreempted,
     to_wire,
 )
 from metaflow_extensions.torchrun.plugins.torchrun.membership import Membership
@@ -312,7 +312,7 @@ def test_bad_news_after_a_failed_launch_does_not_interrupt_its_handling(seated):
 
 def test_sigterm_outside_of_a_launch_tells_the_gang_and_ends_the_step(seated):
     _, link, _ = seated
-    with pytest.raises(TorchrunTerminated, match="got SIGTERM") as caught:
+    with pytest.raises(TorchrunPreempted, match="got SIGTERM") as caught:
         signal.raise_signal(signal.SIGTERM)
     assert caught.value.cause["kind"] == "terminated"
     assert link.leaves() == [{"type": "leave", "cause": caught.value.cause}]

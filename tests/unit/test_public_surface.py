@@ -21,9 +21,9 @@ NAMES = (
     "TorchNotFoundError",
     "TorchrunConfigError",
     "TorchrunError",
+    "TorchrunPreempted",
     "TorchrunResult",
     "TorchrunSingleNodeMultiGPU",
-    "TorchrunTerminated",
 )
 RUN = (
     "self",

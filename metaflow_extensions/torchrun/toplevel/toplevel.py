@@ -9,7 +9,7 @@ from ..plugins.torchrun.errors import (
     TorchNotFoundError,
     TorchrunConfigError,
     TorchrunError,
-    TorchrunTerminated,
+    TorchrunPreempted,
 )
 from ..plugins.torchrun.executor import TorchrunSingleNodeMultiGPU
 from ..plugins.torchrun.result import TorchrunResult
@@ -27,7 +27,7 @@ __all__ = [
     "TorchNotFoundError",
     "TorchrunConfigError",
     "TorchrunError",
+    "TorchrunPreempted",
     "TorchrunResult",
     "TorchrunSingleNodeMultiGPU",
-    "TorchrunTerminated",
 ]

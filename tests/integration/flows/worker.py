@@ -27,6 +27,20 @@ def child() -> None:
     subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
 
 
+def save_when_told() -> None:
+    """Wait for SIGTERM, take a second to save, and end well."""
+    signals = []
+    signal.signal(signal.SIGTERM, lambda *_: signals.append(1))
+    note(f"saves-{RANK}", {})
+    while not signals:
+        time.sleep(0.05)
+    end = time.monotonic() + 1
+    while time.monotonic() < end:
+        time.sleep(0.05)
+    note(f"saved-{RANK}", {"signals": len(signals)})
+    sys.exit(0)
+
+
 def first_time(name: str) -> bool:
     try:
         os.close(os.open(os.path.join(OUT, name), os.O_CREAT | os.O_EXCL))
@@ -53,6 +67,8 @@ def act(action: str) -> None:
         time.sleep(300)
     if action == "child":
         child()
+    if action == "save":
+        save_when_told()
     if action == "once" and first_time(f"once-{RANK}"):
         raise RuntimeError("only the first time")
     if action == "first-attempt" and os.environ["GANG_ATTEMPT"] == "0":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,6 +22,7 @@ from .executor import Context, TorchrunExecutor, flow_folder
 from .joining import LOOPBACK, control_addresses, join_as_control, join_as_member, sit_alone
 from .local_nodes import SameInterpreter, await_local_nodes, watch_local_nodes
 from .membership import Membership
+from .preemption import watch_spot_notice
 from .settings import DEFAULTS, StepSettings, parse_settings, refuse_unknown
 from .submit_checks import Submission
 from .task_log import TaskLog
@@ -100,6 +102,7 @@ class TorchrunDecorator(ParallelDecorator):  # type: ignore[misc]  # Metaflow is
         self._siblings = decos
         self._seat: Membership | None = None
         self._channel: ControlChannel | None = None
+        self._spot_watch: threading.Event | None = None
         self.environment = SameInterpreter(environment)
         _take_over_plain_parallel(decos)
         metadata_type = getattr(flow_datastore.metadata, "TYPE", None)
@@ -226,6 +229,9 @@ class TorchrunDecorator(ParallelDecorator):  # type: ignore[misc]  # Metaflow is
     def _join(self, parallel: Any) -> tuple[Membership, str]:
         self._log = TaskLog(self._open_store)
         emit: Subscriber = to_log if _is_local() else self._log.after(to_log)
+        notice = None if _is_local() else current.get("spot_termination_notice")
+        if notice:
+            self._spot_watch = watch_spot_notice(notice, self._notice)
         if parallel.num_nodes == 1:
             return sit_alone(self._settings, emit), LOOPBACK
         control_task_id = parallel.control_task_id or self._task_id
@@ -237,6 +243,10 @@ class TorchrunDecorator(ParallelDecorator):  # type: ignore[misc]  # Metaflow is
                 watch_local_nodes(parallel.num_nodes, self._channel.report_gone)
             return seat, control_addresses(main_ip, here_only)[0]
         return join_as_member(book, parallel.node_index, parallel.num_nodes, self._settings, emit)
+
+    def _notice(self, text: str) -> None:
+        if self._seat is not None:
+            self._seat.notice(text)
 
     def _open_store(self) -> Any:
         return self._flow_datastore.get_task_datastore(
@@ -254,6 +264,8 @@ class TorchrunDecorator(ParallelDecorator):  # type: ignore[misc]  # Metaflow is
             self._seat.await_others(lambda: gang.members)
 
     def _leave(self, error: BaseException | None) -> None:
+        if self._spot_watch is not None:
+            self._spot_watch.set()
         if self._seat is not None:
             self._seat.leave(error, hold_s=0.0 if _is_local() or self._channel is not None else _HOLD_S)
 

@@ -8,9 +8,9 @@
     ├── TorchNotFoundError         PyTorch is not installed where the step runs
     ├── GangError                  the nodes could not work as one gang
     │   └── GangStartTimeout       some nodes never arrived
-    ├── LaunchFailed               a worker, an agent or a node failed; names the cause
-    │   └── LaunchTimeout          the launch took longer than it may
-    └── TorchrunTerminated         this task itself was told to stop (SIGTERM)
+    └── LaunchFailed               a worker, an agent or a node failed; names the cause
+        ├── LaunchTimeout          the launch took longer than it may
+        └── TorchrunPreempted      a node was told to stop, or its machine is taken away
 
 An error that stops a gang is made once, on the control node, and travels to every other node as
 data (`to_wire`, `from_wire`), so that all nodes raise the same class with the same text.
@@ -92,10 +92,10 @@ class LaunchTimeout(LaunchFailed):
     headline = "@torchrun: launch timed out"
 
 
-class TorchrunTerminated(TorchrunError):
-    """This task was told to stop (SIGTERM)."""
+class TorchrunPreempted(LaunchFailed):
+    """A node's task was told to stop (SIGTERM), or its machine is taken away (spot notice)."""
 
-    headline = "@torchrun: terminated"
+    headline = "@torchrun: preempted"
 
 
 _WIRE_CLASSES: dict[str, type[TorchrunError]] = {
@@ -109,7 +109,7 @@ _WIRE_CLASSES: dict[str, type[TorchrunError]] = {
         GangStartTimeout,
         LaunchFailed,
         LaunchTimeout,
-        TorchrunTerminated,
+        TorchrunPreempted,
     )
 }
 

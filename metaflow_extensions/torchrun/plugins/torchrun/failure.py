@@ -130,6 +130,8 @@ class Cause:
         """Say in one line how it ended."""
         if self.kind in ("agent", "lost"):
             return f"failed: {self.exception}"
+        if self.kind == "terminated":
+            return f"was preempted: {self.exception}"
         if self.kind == "oom":
             return f"ran {self.exception}"
         if self.exception is not None and self.kind != "signal":

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from .errors import GangError, GangStartTimeout, LaunchFailed, LaunchTimeout, TorchrunError, to_wire
+from .errors import GangError, GangStartTimeout, LaunchFailed, LaunchTimeout, TorchrunError, TorchrunPreempted, to_wire
 from .failure import Cause, DatedCause, first_cause
 from .launch_spec import DEFAULT_RETRY_ON
 
@@ -391,9 +391,9 @@ class Gang:
         """Stop everything, since a node failed outside of its workers."""
         launch = self._launch
         if launch is None or launch.phase == "over":
-            self._break(LaunchFailed(_between_launches(cause), cause.to_wire()))
+            self._break(_class_of(cause)(_between_launches(cause), cause.to_wire()))
         elif launch.phase == "gathering":
-            error = LaunchFailed(
+            error = _class_of(cause)(
                 f"{cause.describe()}\nIt happened before launch {launch.number} began.", cause.to_wire()
             )
             self._finish(launch, error)
@@ -467,6 +467,10 @@ def _port_error(port: int | None, host: str) -> GangError:
     )
 
 
+def _class_of(cause: Cause) -> type[LaunchFailed]:
+    return TorchrunPreempted if cause.category == "preempted" else LaunchFailed
+
+
 def _between_launches(cause: Cause) -> str:
     return f"{cause.describe()}\nIt happened outside of current.torch.run; the other nodes were stopped."
 
@@ -481,6 +485,13 @@ def _launch_error(launch: Launch, cause: Cause | None, silent: list[int]) -> Tor
             f"long it may run.{quiet}"
         )
         return LaunchTimeout(text, cause.to_wire())
+    if cause.category == "preempted":
+        saved = sorted(rank for message in launch.ended.values() for rank in message.get("ended_well", ()))
+        ended = (
+            f"exited with code 0 in time: {', '.join(map(str, saved))}" if saved else "exited with code 0 in time: none"
+        )
+        text = f"{cause.describe()}\nLaunch {launch.number} was stopped on all nodes. Ranks that {ended}.{quiet}"
+        return TorchrunPreempted(text, cause.to_wire())
     count = f" after {launch.restarts} restarts" if launch.restarts else ""
     return LaunchFailed(
         f"{cause.describe()}\nLaunch {launch.number} was stopped on all nodes{count} (class of the cause: "

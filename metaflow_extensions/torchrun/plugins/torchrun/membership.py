@@ -19,7 +19,7 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any, Protocol
 
-from .errors import GangError, LaunchFailed, TorchrunError, TorchrunTerminated, from_wire
+from .errors import GangError, LaunchFailed, TorchrunError, TorchrunPreempted, from_wire
 from .events import Event, Subscriber
 from .failure import Cause
 from .gang import CONTROL, Message
@@ -76,6 +76,7 @@ class Membership:
         self._broken: TorchrunError | None = None
         self._farewell = False
         self._verdict: TorchrunError | None = None
+        self._why_terminated = "its Metaflow task got SIGTERM"
         self._previous_handler: Any = None
         self._handler_set = False
 
@@ -143,14 +144,17 @@ class Membership:
             self.leave(error)
             raise error
 
-    def terminated(self) -> TorchrunTerminated:
+    def terminated(self) -> TorchrunPreempted:
         """Return the error for a task that was told to stop."""
-        cause = Cause("terminated", self.node, self.host, exception="SIGTERM to its Metaflow task")
-        text = (
-            f"The task of node {self.node} (host {self.host}) got SIGTERM: somebody, or the system that runs it, told it to "
-            "stop."
-        )
-        return TorchrunTerminated(text, cause.to_wire())
+        cause = Cause("terminated", self.node, self.host, exception=self._why_terminated)
+        who = cause.who[0].upper() + cause.who[1:]
+        return TorchrunPreempted(f"{who} {cause.what}.", cause.to_wire())
+
+    def notice(self, text: str) -> None:
+        """Take the news that this node's machine will be taken away; safe to call in any thread."""
+        if self._handler_set and self._broken is None and not self._said_goodbye:
+            self._why_terminated = f"a spot notice says that its machine will be taken away ({text or 'no date'})"
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
 
     def await_welcome(self, timeout_s: float) -> None:
         """Wait until the control node has taken us in.

@@ -63,6 +63,7 @@ class Generation:
     reaped: dict[int, int] = field(default_factory=dict)  # local rank -> pid, of ends that torchrun alone saw
     reaped_failed: bool = False
     stopping: bool = False
+    preempted: bool = False
     agent_exit: int | None = None
     error: str | None = None
 
@@ -179,7 +180,16 @@ class Supervisor:
             elif kind == "abort":
                 raise self._seat.broken or TorchrunError("The gang was stopped.")
             elif kind == "terminated":
-                raise self._seat.terminated()
+                self._preempted()
+
+    def _preempted(self) -> None:
+        """Tell the gang that this node must end, and go on until its verdict; the second time, end at once."""
+        generation, error = self._generation, self._seat.terminated()
+        if generation is None or generation.preempted:
+            raise error
+        generation.preempted = True
+        self._emit("stopping", f"{error.message} Stopping all nodes", preempted=True)
+        self._tell(error, generation)
 
     def _note_restart(self, message: Message) -> None:
         cause = Cause.from_wire(message["cause"])
@@ -351,6 +361,7 @@ class Supervisor:
         message["causes"] = list(self._causes(generation, final))[:_MAX_CAUSES]
         if kind == "ended":
             message["ok"] = generation.agent_exit == 0
+            message["ended_well"] = sorted(end.rank for end in generation.ends.values() if end.exit_code == 0)
         self._seat.send(message)
 
     def _causes(self, generation: Generation, final: bool) -> Iterator[dict[str, Any]]:
