@@ -23,6 +23,11 @@ FLOWS = Path(__file__).parent / "integration" / "flows"
 MARK = "GANG_TEST_MARK"
 
 
+def heed_ctrl_c() -> None:
+    """Make a flow deaf to nothing: a shell's background jobs, and all they start, ignore SIGINT."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 @dataclass
 class Line:
     """One line of a flow's output and when it arrived."""
@@ -149,6 +154,7 @@ def start_flow(tmp_path: Path) -> Iterator[StartFlow]:
             text=True,
             errors="replace",
             start_new_session=True,
+            preexec_fn=heed_ctrl_c,
         )
         run = FlowRun(process, out, home, mark, env=full)
         for stream in ("stdout", "stderr"):

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from flow_runs import heed_ctrl_c
 
 HERE = Path(__file__).parent
 FLOWS = HERE / "flows"
@@ -202,6 +203,7 @@ def start_remote(tmp_path: Path) -> Iterator[StartRemote]:
             text=True,
             errors="replace",
             start_new_session=True,
+            preexec_fn=heed_ctrl_c,
         )
         run = RemoteFlow(process, place, env, name)
         run.thread = threading.Thread(target=_collect, args=(run,), daemon=True)

@@ -108,17 +108,21 @@ def gpus(cluster) -> Iterator[None]:
     https://kubernetes.io/docs/tasks/administer-cluster/extended-resource-node/
     """
     nodes = cluster.core.list_node().items
-    if any(int(node.status.allocatable.get(GPU, "0")) >= 8 for node in nodes):
+    if any(int(node.status.capacity.get(GPU, "0")) >= 8 for node in nodes):
         yield
         return
     name, path = nodes[0].metadata.name, "/status/capacity/" + GPU.replace("/", "~1")
-    cluster.core.patch_node_status(name, [{"op": "add", "path": path, "value": "8"}])
-    deadline = time.monotonic() + 60
-    while GPU not in cluster.core.read_node_status(name).status.allocatable:
-        assert time.monotonic() < deadline, "the kubelet did not take the patched capacity over"
-        time.sleep(0.5)
+
+    def offer(change: dict[str, str], offered: bool) -> None:
+        cluster.core.patch_node_status(name, [{"path": path, **change}])
+        deadline = time.monotonic() + 60
+        while (GPU in cluster.core.read_node_status(name).status.allocatable) is not offered:
+            assert time.monotonic() < deadline, "the kubelet did not take the patched capacity over"
+            time.sleep(0.5)
+
+    offer({"op": "add", "value": "8"}, offered=True)
     yield
-    cluster.core.patch_node_status(name, [{"op": "remove", "path": path}])
+    offer({"op": "remove"}, offered=False)
 
 
 class Requests(threading.Thread):
