@@ -31,6 +31,13 @@ _numbers = itertools.count()
 needs_ipv6 = pytest.mark.skipif(not os.path.exists("/proc/net/if_inet6"), reason="this kernel has no IPv6")
 
 
+def cannot(reason: str) -> None:
+    """Skip the test, unless whoever runs it says that this machine can."""
+    if os.environ.get("NETWORKS_REQUIRED"):
+        pytest.fail(reason)
+    pytest.skip(reason)
+
+
 def ip(*words: str) -> str:
     done = subprocess.run(["ip", *words], capture_output=True, text=True, timeout=20, check=False)
     assert done.returncode == 0, f"ip {' '.join(words)}: {done.stderr}"
@@ -72,14 +79,14 @@ def connect(one: Host, other: Host, interface: str, *addresses: tuple[str, str])
 def make_host() -> Iterator[Callable[[str], Host]]:
     """Return a function that makes a host; afterwards they are gone, with all that runs on them."""
     if os.geteuid() != 0 or not shutil.which("ip") or not shutil.which("unshare"):
-        pytest.skip("making network namespaces needs root, ip (iproute2) and unshare (util-linux)")
+        cannot("making network namespaces needs root, ip (iproute2) and unshare (util-linux)")
     made: list[Host] = []
 
     def make(name: str) -> Host:
         host = Host(name, f"torchrun-test-{os.getpid()}-{next(_numbers)}")
         allowed = subprocess.run(["ip", "netns", "add", host.space], capture_output=True, text=True, check=False)
         if allowed.returncode != 0:
-            pytest.skip(f"this machine does not let us make network namespaces: {allowed.stderr.strip()}")
+            cannot(f"this machine does not let us make network namespaces: {allowed.stderr.strip()}")
         made.append(host)
         host.ip("link", "set", "lo", "up")
         return host

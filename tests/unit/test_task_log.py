@@ -68,13 +68,23 @@ def test_a_store_that_fails_or_hangs_is_not_waited_for(tmp_path):
 
 
 def test_the_newest_state_comes_last(tmp_path):
-    store = Store(takes_s=0.2)
+    begun, go_on = threading.Event(), threading.Event()
+
+    class Slow(Store):
+        def save_logs(self, source, data):
+            begun.set()
+            assert go_on.wait(10)
+            super().save_logs(source, data)
+
+    store = Slow()
     log = log_of(tmp_path, store, stdout="first")
     log.save()
-    time.sleep(0.4)
+    assert begun.wait(10)
     (tmp_path / "stdout").write_text("second")
-    log.save(wait_s=5)
-    assert [data["stdout"] for _, data in store.saved] == [b"first", b"second"]
+    log.save(wait_s=0.1)
+    go_on.set()
+    log.save(wait_s=10)
+    assert [data["stdout"] for _, data in store.saved] == [b"first", b"second", b"second"]
 
 
 def test_without_files_nothing_happens():

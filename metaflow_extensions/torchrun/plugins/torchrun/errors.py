@@ -96,6 +96,7 @@ class TorchrunPreempted(LaunchFailed):
     """A node's task was told to stop (SIGTERM), or its machine is taken away (spot notice)."""
 
     headline = "@torchrun: preempted"
+    remedy = "With Metaflow's @retry a new gang starts, and a script that loads its snapshot goes on."
 
 
 _WIRE_CLASSES: dict[str, type[TorchrunError]] = {

@@ -55,7 +55,6 @@ _CATEGORIES = {
     "signal": "killed",
     "oom": "killed",
     "agent": "start",
-    "setup": "start",
     "lost": "node_lost",
     "terminated": "preempted",
     "timeout": "timeout",
@@ -70,7 +69,7 @@ class Cause:
     ----------
     kind : str
         ``"exception"``, ``"exit"``, ``"signal"``, ``"oom"`` (out of memory), ``"agent"``, ``"lost"``, ``"step"``
-        (the step's own code), ``"terminated"``, ``"timeout"`` or ``"setup"``.
+        (the step's own code), ``"terminated"`` or ``"timeout"``.
     node : int
         Index of the node.
     host : str

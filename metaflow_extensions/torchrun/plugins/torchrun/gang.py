@@ -487,10 +487,11 @@ def _launch_error(launch: Launch, cause: Cause | None, silent: list[int]) -> Tor
         return LaunchTimeout(text, cause.to_wire())
     if cause.category == "preempted":
         saved = sorted(rank for message in launch.ended.values() for rank in message.get("ended_well", ()))
-        ended = (
-            f"exited with code 0 in time: {', '.join(map(str, saved))}" if saved else "exited with code 0 in time: none"
+        ended = ", ".join(map(str, saved)) or "none"
+        text = (
+            f"{cause.describe()}\nLaunch {launch.number} was stopped on all nodes. Ranks that exited with code 0 in time: "
+            f"{ended}.{quiet}\n{TorchrunPreempted.remedy}"
         )
-        text = f"{cause.describe()}\nLaunch {launch.number} was stopped on all nodes. Ranks that {ended}.{quiet}"
         return TorchrunPreempted(text, cause.to_wire())
     count = f" after {launch.restarts} restarts" if launch.restarts else ""
     return LaunchFailed(

@@ -54,7 +54,7 @@ def join_as_control(
     main_ip: str,
     settings: StepSettings,
     emit: Subscriber,
-    here_only: bool | None = None,
+    here_only: bool,
 ) -> tuple[Membership, ControlChannel]:
     """Open the gang's channel, publish where it is, and return it with the control node's seat.
 
@@ -70,12 +70,9 @@ def join_as_control(
         The step's settings.
     emit : callable
         Takes the events.
-    here_only : bool, optional
-        Whether all nodes run on this machine, so that the channel listens to nobody else. By default
-        they do if `main_ip` is the address that Metaflow uses for local runs.
+    here_only : bool
+        Whether all nodes run on this machine, so that the channel listens to nobody else.
     """
-    if here_only is None:
-        here_only = main_ip == LOOPBACK
     token = new_token()
     seat, channel = _open_channel(num_nodes, settings, emit, token)
     try:

@@ -148,7 +148,7 @@ class Membership:
         """Return the error for a task that was told to stop."""
         cause = Cause("terminated", self.node, self.host, exception=self._why_terminated)
         who = cause.who[0].upper() + cause.who[1:]
-        return TorchrunPreempted(f"{who} {cause.what}.", cause.to_wire())
+        return TorchrunPreempted(f"{who} {cause.what}. {TorchrunPreempted.remedy}", cause.to_wire())
 
     def notice(self, text: str) -> None:
         """Take the news that this node's machine will be taken away; safe to call in any thread."""

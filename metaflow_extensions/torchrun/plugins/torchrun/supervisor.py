@@ -188,7 +188,8 @@ class Supervisor:
         if generation is None or generation.preempted:
             raise error
         generation.preempted = True
-        self._emit("stopping", f"{error.message} Stopping all nodes", preempted=True)
+        what = Cause.from_wire(error.cause).what if error.cause else str(error)
+        self._emit("stopping", f"{what}; stopping all nodes", preempted=True)
         self._tell(error, generation)
 
     def _note_restart(self, message: Message) -> None:
