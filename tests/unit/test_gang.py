@@ -656,6 +656,25 @@ def test_the_class_of_the_cause_decides_about_a_restart(cause, category, restart
             assert category == "preempted" or f"(class of the cause: {category})" in str(error)
 
 
+@pytest.mark.parametrize("gathering", [True, False])
+def test_a_preemption_outside_of_a_launch_is_one_too(gathering):
+    table = Table(2)
+    if gathering:
+        table.ready(0)
+    table.leave(1, crash(1, kind="terminated"))
+    (abort,) = table.got(0, "abort")
+    assert isinstance(from_wire(abort["error"]), TorchrunPreempted)
+
+
+def test_every_node_is_told_how_often_the_gang_was_restarted():
+    table = Table(2)
+    table.all_ready(max_restarts=2)
+    fail_everywhere(table, 0)
+    table.pass_time(10.0)
+    for node in (0, 1):
+        assert [(go["restarts"], go["max_restarts"]) for go in table.got(node, "go")] == [(0, 2), (1, 2)]
+
+
 def test_who_saved_before_a_preemption_is_told():
     table = Table(2)
     table.all_ready()

@@ -67,24 +67,26 @@ def test_a_store_that_fails_or_hangs_is_not_waited_for(tmp_path):
     assert time.monotonic() - begin < 2
 
 
-def test_the_newest_state_comes_last(tmp_path):
-    begun, go_on = threading.Event(), threading.Event()
+def test_the_newest_state_comes_last(tmp_path, monkeypatch):
+    """One upload waits for the one before, or an older state of the log could overwrite a newer."""
+    monkeypatch.setattr(task_log, "_TEE_S", 0.0)
+    begun, go_on = [], threading.Event()
 
     class Slow(Store):
         def save_logs(self, source, data):
-            begun.set()
+            begun.append(data["stdout"])
             assert go_on.wait(10)
             super().save_logs(source, data)
 
     store = Slow()
     log = log_of(tmp_path, store, stdout="first")
     log.save()
-    assert begun.wait(10)
+    assert eventually(lambda: begun)
     (tmp_path / "stdout").write_text("second")
-    log.save(wait_s=0.1)
+    log.save(wait_s=0.3)
+    assert begun == [b"first"]
     go_on.set()
-    log.save(wait_s=10)
-    assert [data["stdout"] for _, data in store.saved] == [b"first", b"second", b"second"]
+    assert eventually(lambda: [data["stdout"] for _, data in store.saved] == [b"first", b"second"])
 
 
 def test_without_files_nothing_happens():
