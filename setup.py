@@ -13,7 +13,8 @@ VERSION = re.search(r'^__version__ = "(.+)"$', TOPLEVEL.read_text(encoding="utf-
 # torch is the user's choice of version and build, so it is no requirement of the package itself.
 EXAMPLES = ["torch>=2.1", "numpy"]
 # setuptools: a test installs this package in the ways that users do, without an index.
-TEST = [*EXAMPLES, "pytest>=8", "pytest-timeout", "hypothesis", "psutil", "setuptools>=70.1"]
+# py-spy: the evidence of a hang is collected with it where it is installed.
+TEST = [*EXAMPLES, "pytest>=8", "pytest-timeout", "hypothesis", "psutil", "py-spy", "setuptools>=70.1"]
 # The clients of the backends that tests/remote talk to.
 REMOTE = ["kubernetes", "boto3", "azure-identity", "azure-storage-blob", "google-cloud-storage", "google-auth"]
 DEV = [*TEST, "ruff", "mypy"]

@@ -8,7 +8,7 @@ import metaflow  # noqa: F401 - it imports our modules, so it must come before t
 import psutil
 import pytest
 
-pytest_plugins = ["flow_runs"]
+pytest_plugins = ["flow_runs", "hosts"]
 
 # How long what a test stopped has to be gone; a thread that was told to end needs a moment.
 _SETTLE_S = 3.0

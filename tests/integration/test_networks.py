@@ -1,107 +1,21 @@
-"""Gangs over networks that are not kind: hosts are network namespaces of this machine.
-
-Each host has its own interfaces, addresses, name and ``/etc/hosts``; nothing of it is left on the
-machine, since names and hosts files live in namespaces of the processes themselves.
-"""
+"""Gangs over networks that are not kind; what a host is here is in tests/hosts.py."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
-import shutil
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hosts import Host, connect, needs_ipv6
 
 NODES = Path(__file__).parent / "networks"
 MASTER_PORT, CHANNEL_PORT = 29612, 29613
-LISTEN = "0A"  # the state's number in /proc/net/tcp
-# `ip netns exec` gives the process mounts of its own, so that this /etc/hosts is seen by nobody else.
-AS_HOST = 'mount --bind "$1" /etc/hosts && echo "$2" > /proc/sys/kernel/hostname && shift 2 && exec "$@"'
-_numbers = itertools.count()
-needs_ipv6 = pytest.mark.skipif(not os.path.exists("/proc/net/if_inet6"), reason="this kernel has no IPv6")
-
-
-def cannot(reason: str) -> None:
-    """Skip the test, unless whoever runs it says that this machine can."""
-    if os.environ.get("NETWORKS_REQUIRED"):
-        pytest.fail(reason)
-    pytest.skip(reason)
-
-
-def ip(*words: str) -> str:
-    done = subprocess.run(["ip", *words], capture_output=True, text=True, timeout=20, check=False)
-    assert done.returncode == 0, f"ip {' '.join(words)}: {done.stderr}"
-    return done.stdout
-
-
-@dataclass
-class Host:
-    """A network namespace in the part of a host."""
-
-    name: str
-    space: str
-
-    def ip(self, *words: str) -> None:
-        ip("-n", self.space, *words)
-
-    def add_address(self, address: str, interface: str) -> None:
-        # Without duplicate address detection, an IPv6 address can be used at once.
-        self.ip("addr", "add", address, "dev", interface, *(["nodad"] if ":" in address else []))
-
-    def listening(self) -> list[int]:
-        """Return the TCP ports, IPv4 and IPv6, that anything on this host listens on."""
-        words = ["ip", "netns", "exec", self.space, "cat", "/proc/net/tcp", "/proc/net/tcp6"]
-        table = subprocess.run(words, capture_output=True, text=True, timeout=20, check=True).stdout
-        rows = [line.split() for line in table.splitlines() if ":" in line]
-        return sorted(int(row[1].rsplit(":", 1)[1], 16) for row in rows if row[3] == LISTEN)
-
-
-def connect(one: Host, other: Host, interface: str, *addresses: tuple[str, str]) -> None:
-    """Put a cable between two hosts; each pair of `addresses` is one for each end."""
-    ip("link", "add", interface, "netns", one.space, "type", "veth", "peer", "name", interface, "netns", other.space)
-    for host, own in zip((one, other), zip(*addresses, strict=True), strict=True):
-        host.ip("link", "set", interface, "up")
-        for address in own:
-            host.add_address(address, interface)
-
-
-@pytest.fixture
-def make_host() -> Iterator[Callable[[str], Host]]:
-    """Return a function that makes a host; afterwards they are gone, with all that runs on them."""
-    if os.geteuid() != 0 or not shutil.which("ip") or not shutil.which("unshare"):
-        cannot("making network namespaces needs root, ip (iproute2) and unshare (util-linux)")
-    made: list[Host] = []
-
-    def make(name: str) -> Host:
-        host = Host(name, f"torchrun-test-{os.getpid()}-{next(_numbers)}")
-        allowed = subprocess.run(["ip", "netns", "add", host.space], capture_output=True, text=True, check=False)
-        if allowed.returncode != 0:
-            cannot(f"this machine does not let us make network namespaces: {allowed.stderr.strip()}")
-        made.append(host)
-        host.ip("link", "set", "lo", "up")
-        return host
-
-    try:
-        yield make
-    finally:
-        for host in made:
-            for pid in ip("netns", "pids", host.space).split():
-                with suppress(ProcessLookupError):
-                    os.kill(int(pid), signal.SIGKILL)
-        for host in made:
-            subprocess.run(["ip", "netns", "del", host.space], check=False)
-    left = [host.space for host in made if host.space in ip("netns", "list")]
-    assert not left, f"left network namespaces: {left}"
 
 
 @pytest.fixture
@@ -139,11 +53,10 @@ class Gang:
                 self.await_files("book.json", 1)
             task = {"node": node, "out": str(self.out), "settings": full, "entrypoint": entrypoint, "main_ip": main_ip}
             command = [sys.executable, str(NODES / "node.py"), json.dumps(task)]
-            wrapper = ["sh", "-c", AS_HOST, "sh", str(self.out / "hosts"), host.name]
             with open(self.out / f"log-{node}.txt", "wb") as log:
                 self.processes.append(
                     subprocess.Popen(
-                        ["ip", "netns", "exec", host.space, "unshare", "--uts", *wrapper, *command],
+                        host.command(self.out / "hosts", *command),
                         cwd=self.out,
                         env={**os.environ, "PYTHONUNBUFFERED": "1"},
                         stdin=subprocess.DEVNULL,

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from metaflow_extensions.torchrun.plugins.torchrun.address_book import Address, AddressBook
-from metaflow_extensions.torchrun.plugins.torchrun.errors import GangStartTimeout
+from metaflow_extensions.torchrun.plugins.torchrun.errors import GangError, GangStartTimeout, TorchrunPreempted
 
 ADDRESS = Address(("10.0.0.7", "fd00::7"), 40123, "secret")
 
@@ -66,7 +66,7 @@ def test_a_reader_waits_with_growing_pauses_and_reads_once_it_is_there(flow):
         if len(pauses) == 8:
             book_of(flow).publish(ADDRESS)
 
-    assert book_of(flow).look_up(1000.0, sleep) == ADDRESS
+    assert book_of(flow).look_up(1000.0, sleep=sleep) == ADDRESS
     assert pauses == sorted(pauses)
     assert pauses[0] < 0.2
     assert max(pauses) <= 5.0
@@ -76,7 +76,7 @@ def test_a_reader_waits_with_growing_pauses_and_reads_once_it_is_there(flow):
 @pytest.mark.parametrize("so_far", ["", '{"addresses": ["10.0.', '{"addresses": ["h\u00f6'.encode()[:-1]])
 def test_a_record_that_is_half_written_is_read_again(flow, so_far):
     flow.stored["7", "train", "3", 0, "torchrun_gang.json"] = so_far
-    assert book_of(flow).look_up(1000.0, lambda _: book_of(flow).publish(ADDRESS)) == ADDRESS
+    assert book_of(flow).look_up(1000.0, sleep=lambda _: book_of(flow).publish(ADDRESS)) == ADDRESS
     assert flow.questions == 2
 
 
@@ -85,3 +85,53 @@ def test_a_control_node_that_never_comes_is_named_with_the_setting(flow):
         GangStartTimeout, match=r"Waited 0.1 s, but node 0 .*7/train/3, attempt 0.*all_nodes_started_timeout"
     ):
         book_of(flow).look_up(0.1)
+
+
+class Failing(FlowDatastore):
+    """Fails some times before it works."""
+
+    def __init__(self, times, error):
+        super().__init__()
+        self.left, self.error = times, error
+
+    def get_task_datastore(self, *words, **options):
+        store = super().get_task_datastore(*words, **options)
+        for name in ("save_metadata", "has_metadata", "load_metadata"):
+            setattr(store, name, self._failing(getattr(store, name)))
+        return store
+
+    def _failing(self, request):
+        def answer(*words):
+            if self.left > 0:
+                self.left -= 1
+                raise self.error
+            return request(*words)
+
+        return answer
+
+
+def test_a_datastore_that_fails_for_a_while_is_asked_again():
+    flow, pauses = Failing(2, OSError("503 Slow Down")), []
+    book_of(flow).publish(ADDRESS, sleep=pauses.append)
+    flow.left = 3
+    assert book_of(flow).look_up(1000.0, sleep=pauses.append) == ADDRESS
+    assert len(pauses) == 5
+    assert pauses[:2] == sorted(pauses[:2])
+
+
+def test_a_datastore_that_is_gone_is_named_as_the_reason():
+    flow = Failing(10**9, PermissionError("AccessDenied"))
+    for request in (lambda: book_of(flow).publish(ADDRESS, 0.1), lambda: book_of(flow).look_up(0.1)):
+        with pytest.raises(GangError, match=r"7/train/3, attempt 0: PermissionError: AccessDenied.*may read and write"):
+            request()
+
+
+def test_what_a_signals_handler_raises_is_no_failure_of_the_datastore():
+    flow = Failing(1, TorchrunPreempted("its task got SIGTERM"))
+    with pytest.raises(TorchrunPreempted):
+        book_of(flow).look_up(1000.0)
+
+
+def test_the_time_that_the_user_has_set_is_told(flow):
+    with pytest.raises(GangStartTimeout, match="Waited 600 s"):
+        book_of(flow).look_up(0.1, 600.0)

@@ -1,6 +1,8 @@
 """Who is in, who is ready, what was decided; with a clock that the test holds."""
 
 import math
+import signal
+from dataclasses import fields
 
 import pytest
 from hypothesis import settings as hypothesis_settings
@@ -11,14 +13,17 @@ from metaflow_extensions.torchrun.plugins.torchrun.errors import (
     GangError,
     GangStartTimeout,
     LaunchFailed,
+    LaunchHung,
     LaunchTimeout,
     TorchrunPreempted,
     from_wire,
 )
 from metaflow_extensions.torchrun.plugins.torchrun.failure import Cause
 from metaflow_extensions.torchrun.plugins.torchrun.gang import Gang, Settings
+from metaflow_extensions.torchrun.plugins.torchrun.policy import LaunchPolicy
 
-FACTS = {"nproc": 2, "torch": "2.13.0", "python": "3.11.7", "digest": "abc", "timeout_s": None, "max_restarts": 0}
+FACTS = {"nproc": 2, "torch": "2.13.0", "python": "3.11.7", "digest": "abc"}
+POLICY = {field.name for field in fields(LaunchPolicy)}
 GRACE_S = 30.0
 
 
@@ -54,8 +59,10 @@ class Table:
     def join(self, node):
         self.post(self.gang.handle(node, {"type": "join", "node": node, "host": f"host-{node}"}))
 
-    def ready(self, node, launch=0, **facts):
-        self.post(self.gang.handle(node, {"type": "ready", "launch": launch, **FACTS, **facts}))
+    def ready(self, node, launch=0, **said):
+        policy = {name: said.pop(name) for name in POLICY & said.keys()}
+        message = {"type": "ready", "launch": launch, **FACTS, "policy": LaunchPolicy(**policy).to_wire(), **said}
+        self.post(self.gang.handle(node, message))
 
     def all_ready(self, launch=0, **facts):
         for node in range(self.num_nodes):
@@ -636,16 +643,20 @@ def test_a_failure_is_restarted_on_all_nodes_with_a_new_port_after_a_pause():
         (crash(1, kind="signal", code=-9), "killed", True),
         (crash(1, kind="oom", code=-9), "killed", True),
         (crash(1, kind="agent", code=-9), "killed", True),
+        (crash(1, kind="timeout"), "timeout", True),
+        (crash(1, kind="hang"), "hang", True),
+        (crash(1, kind="frozen"), "hang", True),
         (crash(1, kind="agent"), "start", False),
+        (crash(1, kind="agent_ended"), "killed", True),
         (crash(1, kind="lost"), "node_lost", False),
         (crash(1, kind="terminated"), "preempted", False),
     ],
 )
 def test_the_class_of_the_cause_decides_about_a_restart(cause, category, restarts_by_default):
     assert cause.category == cause.to_wire()["category"] == category
-    for retry_on, restarts in [(None, restarts_by_default), ([category], True), ([], False)]:
+    for retry_on, restarts in [(None, restarts_by_default), ([category], category != "preempted"), ([], False)]:
         table = Table(2)
-        table.all_ready(max_restarts=1, **({} if retry_on is None else {"retry_on": retry_on}))
+        table.all_ready(max_restarts=1, **({} if retry_on is None else {"retry_on": frozenset(retry_on)}))
         for node in (0, 1):
             table.ended(node, *([cause] if node == 1 else []), ok=False)
         assert bool(table.got(0, "restart")) is restarts
@@ -653,7 +664,7 @@ def test_the_class_of_the_cause_decides_about_a_restart(cause, category, restart
             error = table.same_verdict()
             assert error.cause["category"] == category
             assert isinstance(error, TorchrunPreempted) is (category == "preempted")
-            assert category == "preempted" or f"(class of the cause: {category})" in str(error)
+            assert cause.kind in ("terminated", "timeout", "hang") or f"(class of the cause: {category})" in str(error)
 
 
 @pytest.mark.parametrize("gathering", [True, False])
@@ -740,13 +751,15 @@ def test_a_node_lost_in_the_pause_ends_the_launch():
     assert len(table.got(0, "go")) == 1
 
 
-def test_a_timeout_is_no_reason_to_restart():
+def test_the_end_of_the_steps_time_is_no_reason_to_restart():
     table = Table(2)
-    table.all_ready(max_restarts=3, timeout_s=5.0)
+    table.all_ready(max_restarts=3, left_s=5.0)
     table.pass_time(5.1)
     for node in (0, 1):
         table.ended(node, ok=False)
-    assert isinstance(table.same_verdict(), LaunchTimeout)
+    error = table.same_verdict()
+    assert isinstance(error, LaunchTimeout)
+    assert "longer than the step's @timeout allows" in str(error)
 
 
 # --- time limits ---------------------------------------------------------------------------------
@@ -768,14 +781,187 @@ def test_a_launch_that_takes_too_long_is_stopped_and_says_what_changes_that():
     assert "timeout_s" in str(error)
 
 
-def test_the_time_limit_counts_all_generations_together():
+def test_the_time_limit_counts_anew_for_each_restart():
     table = Table(2)
-    table.all_ready(max_restarts=5, timeout_s=60.0)
+    table.all_ready(max_restarts=1, timeout_s=60.0)
+    table.pass_time(50.0)
+    fail_everywhere(table, 0)
+    table.pass_time(5.0)
+    table.pass_time(59.0)
+    assert len(table.got(0, "stop")) == 1
+    table.pass_time(2.0)
+    assert len(table.got(0, "stop")) == 2
+
+
+def test_the_steps_time_counts_all_generations_together():
+    table = Table(2)
+    table.all_ready(max_restarts=5, left_s=60.0, timeout_s=59.0)
     table.pass_time(50.0)
     fail_everywhere(table, 0)
     table.pass_time(5.0)
     table.pass_time(10.0)
     assert len(table.got(0, "stop")) == 2
+
+
+# --- hangs ---------------------------------------------------------------------------------------
+
+
+def active(table, node, age_s=0.0, generation=0):
+    said = {"launch": 0, "generation": generation, "age_s": age_s}
+    table.post(table.gang.handle(node, {"type": "active", **said}))
+
+
+def test_silence_of_all_ranks_is_a_hang_and_evidence_is_asked_for():
+    table = Table(2)
+    table.all_ready(hang_timeout_s=30.0)
+    table.pass_time(29.0)
+    assert not table.got(0, "stop")
+    table.pass_time(1.5)
+    for node in (0, 1):
+        (stop,) = table.got(node, "stop")
+        assert stop["evidence"]
+        assert "no rank wrote anything or exited for 30 s" in stop["because"]
+    for node in (0, 1):
+        evidence = {
+            "host": f"host-{node}",
+            "file": f"/tmp/stacks-{node}",
+            "where": {str(node): f"train.py:{node}3 in step"},
+        }
+        table.ended(node, ok=False, evidence=evidence)
+    error = table.same_verdict()
+    assert isinstance(error, LaunchHung)
+    for words in (
+        "Rank 0 was at train.py:03 in step",
+        "Rank 1 was at train.py:13",
+        "node 1 (host host-1): /tmp/stacks-1",
+    ):
+        assert words in str(error)
+    assert "hang_timeout_s" in str(error)
+
+
+def test_output_of_any_rank_on_any_node_shows_that_nothing_hangs():
+    table = Table(2)
+    table.all_ready(hang_timeout_s=30.0)
+    for _ in range(3):
+        table.pass_time(20.0)
+        active(table, 1, age_s=1.0)
+    table.pass_time(28.0)
+    assert not table.got(0, "stop")
+    table.pass_time(1.5)  # the last output was 30.5 s ago
+    assert table.got(0, "stop")
+
+
+def test_output_of_a_former_generation_is_no_sign_of_life():
+    table = Table(2)
+    table.all_ready(hang_timeout_s=30.0, max_restarts=1)
+    fail_everywhere(table, 0)
+    table.pass_time(2.0)
+    table.pass_time(29.0)
+    active(table, 1, generation=0)
+    table.pass_time(2.0)
+    assert len(table.got(0, "stop")) == 2
+
+
+def test_without_the_option_nothing_hangs():
+    table = Table(2)
+    table.all_ready()
+    table.pass_time(1e6)
+    assert not table.got(0, "stop")
+
+
+def test_a_hang_leaves_time_for_the_evidence_before_silent_nodes_are_given_up():
+    table = Table(2)
+    table.all_ready(hang_timeout_s=30.0)
+    table.pass_time(31.0)
+    table.pass_time(GRACE_S + 20.0)
+    assert not table.got(0, "verdict")
+    table.pass_time(20.0)
+    assert "No word came from nodes 0, 1" in str(table.same_verdict())
+
+
+# --- preemption ----------------------------------------------------------------------------------
+
+
+def test_a_preemption_sends_the_users_signal_and_other_failures_do_not():
+    for kind, signals in (("terminated", [signal.SIGUSR1]), ("exception", [None])):
+        table = Table(2)
+        table.all_ready(preemption_signal=signal.SIGUSR1)
+        table.failed(1, crash(1, kind=kind))
+        assert [stop.get("signal") for stop in table.got(0, "stop")] == signals
+
+
+def test_a_failure_is_not_restarted_on_a_node_that_is_preempted_meanwhile():
+    table = Table(2)
+    table.all_ready(max_restarts=3)
+    table.failed(1, crash(1))
+    table.failed(0, Cause("terminated", 0, "host-0", exception="its Metaflow task got SIGTERM"), age_s=-0.1)
+    for node in (0, 1):
+        table.ended(node, ok=False)
+    error = table.same_verdict()
+    assert str(error).startswith("Rank 2 on node 1")
+    assert "Meanwhile node 0 (host host-0) was preempted" in str(error)
+
+
+# --- torchrun's own elasticity ---------------------------------------------------------------------
+
+
+def elastic(num_nodes=3, min_nodes=2):
+    table = Table(num_nodes)
+    table.all_ready(min_nodes=min_nodes)
+    return table
+
+
+@pytest.mark.parametrize("how", ["lost", "ended", "failed"])
+def test_an_elastic_launch_goes_on_without_a_node(how):
+    table = elastic()
+    if how == "lost":
+        table.lost(2)
+    else:
+        if how == "failed":
+            table.failed(2, crash(2))
+        table.ended(2, crash(2), ok=False)
+        assert "loss is nan" in str(table.verdict(2))
+        assert len(table.got(2, "stop")) == 1
+    assert not table.got(0, "stop")
+    assert any("goes on with 2 nodes" in note["text"] for note in table.got(1, "note"))
+    for node in (0, 1):
+        table.ended(node)
+    assert table.same_verdict(0, 1) is None
+    assert table.gang.broken is None
+
+
+def test_an_elastic_launch_stops_when_too_few_nodes_are_left():
+    table = elastic()
+    table.lost(2)
+    table.lost(1)
+    assert table.got(0, "stop")
+    table.ended(0, ok=False)
+    assert "Node 2" in str(table.verdict(0))
+
+
+def test_an_elastic_launch_needs_the_control_node():
+    table = elastic()
+    table.failed(0, crash(0))
+    assert all(table.got(node, "stop") for node in range(3))
+
+
+def test_a_preempted_node_of_an_elastic_launch_is_stopped_alone():
+    table = elastic()
+    table.failed(2, crash(2, kind="terminated"))
+    (stop,) = table.got(2, "stop")
+    assert stop["signal"] == signal.SIGTERM
+    assert not table.got(1, "stop")
+    table.ended(2, ok=False)
+    assert isinstance(table.verdict(2), TorchrunPreempted)
+
+
+def test_after_an_elastic_launch_has_lost_a_node_no_other_can_begin():
+    table = elastic()
+    table.lost(2)
+    for node in (0, 1):
+        table.ended(node)
+    table.ready(0, 1)
+    assert "already ended on node 2" in str(from_wire(table.got(0, "verdict")[-1]["error"]))
 
 
 # --- any order of anything -------------------------------------------------------------------------
@@ -784,16 +970,22 @@ def test_the_time_limit_counts_all_generations_together():
 class AnyInterleaving(RuleBasedStateMachine):
     """Nodes that behave, in any order, on a network that drops any of them at any time."""
 
-    @initialize(num_nodes=st.sampled_from([3, 2, 1]), max_restarts=st.integers(0, 2))
-    def begin(self, num_nodes, max_restarts):
+    @initialize(
+        num_nodes=st.sampled_from([3, 2, 1]),
+        max_restarts=st.integers(0, 2),
+        hang_timeout_s=st.sampled_from([None, 20.0]),
+    )
+    def begin(self, num_nodes, max_restarts, hang_timeout_s):
         self.table = Table(num_nodes, started_timeout_s=50.0, join=False)
-        self.max_restarts = max_restarts
+        self.max_restarts, self.hang_timeout_s = max_restarts, hang_timeout_s
         # A node: absent -> out (in its own code) <-> in (a launch) -> storing (its results) -> gone.
         self.state = dict.fromkeys(range(num_nodes), "absent")
         self.launches = dict.fromkeys(range(num_nodes), 0)  # as each node counts its calls
         self.running = dict.fromkeys(range(num_nodes))  # generation whose agent runs
         self.verdicts = {}  # launch -> node -> verdict
         self.read = dict.fromkeys(range(num_nodes), 0)
+        self.goes = {}  # (launch, generation) -> what the nodes were told
+        self.preempted = set()  # launches and generations in which some node was
 
     def nodes(self, *states):
         return [node for node, state in getattr(self, "state", {}).items() if state in states]
@@ -809,6 +1001,7 @@ class AnyInterleaving(RuleBasedStateMachine):
                 if message["type"] == "go":
                     assert self.state[node] == "in", "go for a node that did not ask for it"
                     assert self.running[node] is None, "two generations at once"
+                    self.note_go(node, message)
                     self.running[node] = message["generation"]
                 elif message["type"] == "verdict":
                     self.note_verdict(node, message)
@@ -816,6 +1009,13 @@ class AnyInterleaving(RuleBasedStateMachine):
                     assert self.state[node] != "storing", "news for a node that is done"
                     self.state[node] = "aborted"
                     self.running[node] = None
+
+    def note_go(self, node, message):
+        launch, generation = self.launches[node], message["generation"]
+        other = self.goes.setdefault((launch, generation), message)
+        assert message == other, "nodes were told to start differently"
+        assert not self.preempted & {(launch, before) for before in range(generation)}, "a restart after a preemption"
+        assert message["restarts"] <= self.max_restarts, "more restarts than allowed"
 
     def note_verdict(self, node, message):
         number = self.launches[node]
@@ -842,7 +1042,8 @@ class AnyInterleaving(RuleBasedStateMachine):
         node = data.draw(st.sampled_from(self.nodes("out")))
         self.state[node] = "in"
         facts = {"torch": "2.5.1"} if odd and node == 1 else {}
-        self.table.ready(node, self.launches[node], max_restarts=self.max_restarts, timeout_s=40.0, **facts)
+        limits = {"timeout_s": 40.0, "hang_timeout_s": self.hang_timeout_s}
+        self.table.ready(node, self.launches[node], max_restarts=self.max_restarts, **limits, **facts)
 
     @precondition(lambda self: self.busy())
     @rule(data=st.data(), how=st.sampled_from(["ok", "crash", "stopped"]))
@@ -857,6 +1058,29 @@ class AnyInterleaving(RuleBasedStateMachine):
     def fail(self, data):
         node = data.draw(st.sampled_from(self.busy()))
         self.table.failed(node, crash(node), launch=self.launches[node], generation=self.running[node])
+
+    @precondition(lambda self: self.busy())
+    @rule(data=st.data(), age_s=st.sampled_from([0.0, 15.0]))
+    def write(self, data, age_s):
+        node = data.draw(st.sampled_from(self.busy()))
+        said = {"launch": self.launches[node], "generation": self.running[node], "age_s": age_s}
+        self.table.post(self.table.gang.handle(node, {"type": "active", **said}))
+
+    @precondition(lambda self: self.busy())
+    @rule(data=st.data())
+    def preempt(self, data):
+        """The node's task gets SIGTERM, or its machine a spot notice, while its workers run."""
+        node = data.draw(st.sampled_from(self.busy()))
+        generation = self.running[node]
+        self.preempted.add((self.launches[node], generation))
+        self.table.failed(node, crash(node, kind="terminated"), launch=self.launches[node], generation=generation)
+
+    @precondition(lambda self: self.nodes("in"))
+    @rule(data=st.data(), kind=st.sampled_from(["failed", "ended", "active"]))
+    def say_again_what_is_long_over(self, data, kind):
+        node = data.draw(st.sampled_from(self.nodes("in")))
+        report = {"type": kind, "launch": self.launches[node] - 1, "generation": 0, "ok": False, "causes": []}
+        self.table.post(self.table.gang.handle(node, report))
 
     @precondition(lambda self: self.nodes("absent", "out", "in", "aborted", "storing"))
     @rule(data=st.data())

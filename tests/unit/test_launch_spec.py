@@ -24,8 +24,6 @@ from metaflow_extensions.torchrun.plugins.torchrun.launch_spec import (
     build_spec,
     entrypoint_arguments,
     parse_port,
-    parse_restarts,
-    parse_retry_on,
     shown,
     torchrun_options,
 )
@@ -263,7 +261,7 @@ def test_what_the_gang_does_anyway_may_be_said(agreeing, script):
         ("nnodes", "1:2", "num_parallel=2"),
         ("node_rank", 0, "node_index=1"),
         ("master_addr", "10.1.2.3", "control node"),
-        ("rdzv_backend", "c10d", "static"),
+        ("rdzv_backend", "etcd", "static"),
         ("rdzv_endpoint", "host:1234", "control node"),
     ],
 )
@@ -375,34 +373,6 @@ def test_restarts_are_the_gangs_and_not_torchruns(request_, restarts, script):
 def test_two_numbers_of_restarts_are_refused_with_both(script):
     with pytest.raises(TorchrunConfigError, match=r"max_restarts=0.*max-restarts=3"):
         build(script, max_restarts=0, torchrun_args={"max_restarts": 3})
-
-
-@pytest.mark.parametrize("wrong", [-1, "-1", "many", 1.5, True])
-def test_a_wrong_number_of_restarts_is_refused_by_name(wrong):
-    with pytest.raises(TorchrunConfigError, match="here is"):
-        parse_restarts(wrong, "here")
-
-
-@pytest.mark.parametrize(
-    ("value", "names"),
-    [(None, None), ("user", {"user"}), ("user,killed", {"user", "killed"}), (["start"], {"start"}), ("", set())],
-)
-def test_classes_that_restart_are_read_from_text_and_lists(value, names):
-    assert parse_retry_on(value, "here") == names
-
-
-@pytest.mark.parametrize(
-    ("wrong", "why"),
-    [
-        ("often", "no such class"),
-        ("user,node_lost", "Metaflow's @retry"),
-        (["timeout"], "limits the launch"),
-        (3, "a list"),
-    ],
-)
-def test_a_class_that_no_restart_mends_is_refused(wrong, why):
-    with pytest.raises(TorchrunConfigError, match=f"here.*{why}"):
-        parse_retry_on(wrong, "here")
 
 
 def test_local_ranks_filter_is_ours_to_do(script):

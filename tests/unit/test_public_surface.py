@@ -17,6 +17,7 @@ NAMES = (
     "GangError",
     "GangStartTimeout",
     "LaunchFailed",
+    "LaunchHung",
     "LaunchTimeout",
     "TorchNotFoundError",
     "TorchrunConfigError",
@@ -38,6 +39,8 @@ RUN = (
     "master_port",
     "max_restarts",
     "retry_on",
+    "hang_timeout_s",
+    "preemption_signal",
     "push_results_dir_to_cloud",
     "local_output_dir",
     "cloud_output_dir",
@@ -93,6 +96,9 @@ def test_the_attributes_are_these():
         "grace_s",
         "max_restarts",
         "retry_on",
+        "preemption_signal",
+        "hang_timeout_s",
+        "preflight",
     }
 
 

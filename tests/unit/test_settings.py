@@ -1,5 +1,7 @@
 """The attributes of @torchrun, as Python writes them and as `--with` sends them."""
 
+import signal
+
 import pytest
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import TorchrunConfigError
@@ -25,6 +27,9 @@ from metaflow_extensions.torchrun.plugins.torchrun.settings import (
         ("grace_s", "0", 0.0),
         ("max_restarts", "3", 3),
         ("retry_on", "user, start", {"user", "start"}),
+        ("preflight", "True", True),
+        ("preemption_signal", "usr1", signal.SIGUSR1),
+        ("hang_timeout_s", "90", 90.0),
     ],
 )
 def test_every_attribute_may_be_text(attribute, text, value):
@@ -48,7 +53,9 @@ def test_the_defaults_are_those_of_the_issue():
     assert settings.all_nodes_started_timeout == 600
     assert settings.master_port is None
     assert settings.max_restarts == 0
-    assert settings.retry_on == {"user", "killed"}
+    assert settings.retry_on == {"user", "killed", "timeout", "hang"}
+    assert settings.preemption_signal == signal.SIGTERM
+    assert settings.hang_timeout_s is None
 
 
 @pytest.mark.parametrize(
@@ -61,6 +68,8 @@ def test_the_defaults_are_those_of_the_issue():
         *(("grace_s", wrong) for wrong in (-1, "-0.1", "x", "")),
         *(("max_restarts", wrong) for wrong in (-1, "x", 1.5, True)),
         *(("retry_on", wrong) for wrong in ("never", ["user", 3], 7, "node_lost")),
+        *(("preemption_signal", wrong) for wrong in ("SIGNOPE", 0, True, "SIGKILL")),
+        *(("hang_timeout_s", wrong) for wrong in (0, -1, "x", True)),
     ],
 )
 def test_a_wrong_value_names_step_attribute_and_value(attribute, wrong):

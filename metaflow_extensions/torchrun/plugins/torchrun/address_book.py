@@ -12,10 +12,14 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from .errors import GangStartTimeout
+from metaflow.plugins.timeout_decorator import TimeoutException
+
+from .errors import GangError, GangStartTimeout, TorchrunError
 
 _RECORD = "torchrun_gang.json"
 _FIRST_PAUSE_S = 0.05
+# How long a datastore may fail without an interruption. It has patience of its own besides (S3: 7 tries).
+STORE_PATIENCE_S = 30.0
 _PAUSE_LIMIT_S = 2.0  # of S3 requests, a waiting node makes one in two seconds
 
 
@@ -66,30 +70,69 @@ class AddressBook:
         )
         self._writer = flow_datastore.get_task_datastore(run_id, step_name, control_task_id, attempt=attempt, mode="w")
 
-    def publish(self, address: Address) -> None:
-        """Write the record; only the control node does."""
-        self._writer.save_metadata({_RECORD: asdict(address)})
+    def publish(
+        self, address: Address, patience_s: float = STORE_PATIENCE_S, sleep: Callable[[float], None] = time.sleep
+    ) -> None:
+        """Write the record; only the control node does.
 
-    def look_up(self, timeout_s: float, sleep: Callable[[float], None] = time.sleep) -> Address:
+        Raises
+        ------
+        GangError
+            If the datastore fails `patience_s` seconds long.
+        """
+        self._request(lambda: self._writer.save_metadata({_RECORD: asdict(address)}), patience_s, sleep)
+
+    def look_up(
+        self, timeout_s: float, of_s: float | None = None, sleep: Callable[[float], None] = time.sleep
+    ) -> Address:
         """Return the record, waiting for it `timeout_s` seconds at most.
+
+        Parameters
+        ----------
+        timeout_s : float
+            What is left of the time.
+        of_s : float, optional
+            The time as the user has set it, for the error's text. Default: `timeout_s`.
+        sleep : callable, optional
+            Waits.
 
         Raises
         ------
         GangStartTimeout
             If it does not appear.
+        GangError
+            If the datastore fails all the time.
         """
         deadline = time.monotonic() + timeout_s
         pause = _FIRST_PAUSE_S
         while True:
-            record = self._read()
+            record = self._request(self._read, min(STORE_PATIENCE_S, deadline - time.monotonic()), sleep)
             if record is not None:
                 return Address(**{**record, "addresses": tuple(record["addresses"])})
             if time.monotonic() + pause > deadline:
                 raise GangStartTimeout(
-                    f"Waited {timeout_s:g} s, but node 0 (the control node) did not arrive: it wrote no address for "
-                    f"{self._where}. Look at the control task's log. @torchrun(all_nodes_started_timeout=...) changes how "
-                    "long to wait."
+                    f"Waited {timeout_s if of_s is None else of_s:g} s, but node 0 (the control node) did not arrive: it "
+                    f"wrote no address for {self._where}. Look at the control task's log. "
+                    "@torchrun(all_nodes_started_timeout=...) changes how long to wait."
                 )
+            sleep(pause)
+            pause = min(pause * 2, _PAUSE_LIMIT_S)
+
+    def _request(self, request: Callable[[], Any], patience_s: float, sleep: Callable[[float], None]) -> Any:
+        """Make a request of the datastore; while it fails, make it again, `patience_s` seconds long."""
+        give_up_at = time.monotonic() + patience_s
+        pause = _FIRST_PAUSE_S
+        while True:
+            try:
+                return request()
+            except (TorchrunError, TimeoutException):  # raised by a signal's handler, not by the datastore
+                raise
+            except Exception as error:
+                if time.monotonic() + pause > give_up_at:
+                    raise GangError(
+                        f"The nodes meet in Metaflow's datastore, but it failed for {self._where}: "
+                        f"{type(error).__name__}: {error}. Check that it is up and that this task may read and write there."
+                    ) from error
             sleep(pause)
             pause = min(pause * 2, _PAUSE_LIMIT_S)
 

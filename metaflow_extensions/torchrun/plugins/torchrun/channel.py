@@ -24,7 +24,8 @@ from contextlib import suppress
 from typing import Any
 
 from .errors import GangError
-from .gang import CONTROL, Gang, Message, Outgoing
+from .gang import Gang, Outgoing
+from .launch_state import CONTROL, Message
 from .network import PORT_TAKEN, plain_address
 
 _MAGIC = b"mf-torchrun/1\0\0\0"
@@ -33,7 +34,7 @@ _MAC_BYTES = hashlib.sha256().digest_size
 _LENGTH = struct.Struct(">I")
 MAX_FRAME_BYTES = 1024 * 1024
 _HANDSHAKE_S = 10.0
-# Strangers that connect and say nothing; more than these at once are turned away at the door.
+# Strangers that connect and say nothing; when there are more at once, the oldest has to go.
 _MAX_STRANGERS = 256
 _BACKLOG = 1024
 _TICK_S = 0.1
@@ -109,7 +110,7 @@ class ControlChannel:
         self._timeout_s = heartbeat_timeout_s
         self._writers: dict[int, asyncio.StreamWriter] = {}
         self._reached_at: str | None = None
-        self._strangers = 0
+        self._strangers: dict[asyncio.StreamWriter, None] = {}  # in the order of their coming
         self._server: asyncio.Server | None = None
         self.gang = gang
         self._thread = _LoopThread("torchrun-control")
@@ -196,16 +197,18 @@ class ControlChannel:
                 _write_frame(self._writers[node], message)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if self._strangers >= _MAX_STRANGERS:
-            writer.close()
-            return
-        self._strangers += 1
+        if len(self._strangers) >= _MAX_STRANGERS:
+            # Who has said nothing for longest: a member proves itself within milliseconds.
+            oldest = next(iter(self._strangers))
+            del self._strangers[oldest]
+            oldest.transport.abort()
+        self._strangers[writer] = None
         try:
             hello = await asyncio.wait_for(self._greet(reader, writer), _HANDSHAKE_S)
         except (OSError, EOFError, ValueError, asyncio.TimeoutError):
             hello = None  # no member of this gang, whatever it was
         finally:
-            self._strangers -= 1
+            self._strangers.pop(writer, None)
         if hello is not None and self.gang.may_join(hello["node"]):
             await self._attend(hello, reader, writer)
         writer.close()

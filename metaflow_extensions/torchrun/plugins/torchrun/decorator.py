@@ -59,10 +59,20 @@ class TorchrunDecorator(ParallelDecorator):  # type: ignore[misc]  # Metaflow is
         Seconds that workers have between SIGTERM and SIGKILL.
     max_restarts : int, default 0
         How often all workers are started again on all nodes after one of them failed.
-    retry_on : str or sequence of {"user", "killed", "start"}, optional, default ("user", "killed")
-        Which classes of causes restart them: an error of the script, a signal or lack of memory, an
-        agent that could not start. A lost node and an end from outside never do: for these, Metaflow's
-        ``@retry`` brings a new gang.
+    retry_on : str or sequence of {"user", "killed", "timeout", "hang", "start"}, optional
+        Which classes of causes restart them: an error of the script, a signal or lack of memory, a
+        launch over its time, a hang, an agent that could not start. Default: all but ``"start"``. A lost node
+        and a preemption never do: for these, Metaflow's ``@retry`` brings a new gang.
+    preemption_signal : str or int, default "SIGTERM"
+        What the workers get, once, when a node is told to stop or its machine is taken away. They have
+        ``grace_s`` seconds to save.
+    hang_timeout_s : float, optional, default None
+        Seconds without any output or exit of any rank after which a launch counts as hanging: the stacks
+        of all workers go to the logs and to files, then all is stopped. None does not look.
+    preflight : bool, default False
+        Whether to measure the network before the step's first launch: latency and bandwidth of each
+        node's links and of an all-reduce over all ranks. A slow node is named in a warning, one that can't take part in the
+        error. It is a launch of its own and takes the first number.
 
     MF Add To Current
     -----------------

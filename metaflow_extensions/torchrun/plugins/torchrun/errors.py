@@ -10,6 +10,7 @@
     │   └── GangStartTimeout       some nodes never arrived
     └── LaunchFailed               a worker, an agent or a node failed; names the cause
         ├── LaunchTimeout          the launch took longer than it may
+        ├── LaunchHung             no rank wrote or exited for longer than it may
         └── TorchrunPreempted      a node was told to stop, or its machine is taken away
 
 An error that stops a gang is made once, on the control node, and travels to every other node as
@@ -92,6 +93,12 @@ class LaunchTimeout(LaunchFailed):
     headline = "@torchrun: launch timed out"
 
 
+class LaunchHung(LaunchFailed):
+    """No rank of a launch wrote anything or exited for ``hang_timeout_s`` seconds."""
+
+    headline = "@torchrun: launch hangs"
+
+
 class TorchrunPreempted(LaunchFailed):
     """A node's task was told to stop (SIGTERM), or its machine is taken away (spot notice)."""
 
@@ -110,6 +117,7 @@ _WIRE_CLASSES: dict[str, type[TorchrunError]] = {
         GangStartTimeout,
         LaunchFailed,
         LaunchTimeout,
+        LaunchHung,
         TorchrunPreempted,
     )
 }

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from .console import write_output
 
-Kind = Literal["chosen", "command", "worker_failed", "stopping", "failed", "left_behind", "restart", "note"]
+Kind = Literal["chosen", "command", "worker_failed", "stopping", "failed", "left_behind", "restart", "evidence", "note"]
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
 import os
 import sys
 import threading
@@ -14,11 +12,14 @@ from typing import Any
 
 from .console import write_output
 from .devices import Machine, Nproc, choose_nproc, this_machine
-from .errors import TorchNotFoundError
+from .errors import LaunchFailed, TorchrunPreempted
 from .events import Event, Subscriber, to_log
+from .facts import node_facts
 from .joining import LOOPBACK, sit_alone
-from .launch_spec import Request, build_spec, parse_retry_on
+from .launch_spec import LaunchSpec, Request, build_spec
 from .membership import Membership
+from .policy import LaunchPolicy, parse_retry_on, parse_signal
+from .preflight import as_preflight, preflight_spec, shm_bytes, shm_warning
 from .result import TorchrunResult
 from .settings import DEFAULTS, StepSettings, parse_seconds, parse_settings
 from .supervisor import Supervisor
@@ -82,6 +83,7 @@ class TorchrunExecutor:
 
     def __init__(self, context: Context) -> None:
         self._context = context
+        self._preflight_due = context.settings.preflight
 
     @property
     def num_nodes(self) -> int:
@@ -127,6 +129,8 @@ class TorchrunExecutor:
         master_port: int | str | None = None,
         max_restarts: int | None = None,
         retry_on: str | Sequence[str] | None = None,
+        hang_timeout_s: float | None = None,
+        preemption_signal: str | int | None = None,
         push_results_dir_to_cloud: Any = None,
         local_output_dir: Any = None,
         cloud_output_dir: Any = None,
@@ -157,15 +161,23 @@ class TorchrunExecutor:
         cwd : str, optional
             Their working directory. Default: the task's own.
         timeout_s : float, optional
-            Seconds the launch may take once all nodes are ready. Default: no limit of its own.
+            Seconds the launch may take once all nodes are ready, counted anew for each restart. Default: no
+            limit of its own; the step's ``@timeout`` always bounds the whole.
         master_port : int, optional
             Port of the rendezvous on the control node. Default: the kernel chooses.
         max_restarts : int, optional
             How often all workers of all nodes are started again after one failed. Default: the
             attribute of ``@torchrun``.
-        retry_on : str or sequence of {"user", "killed", "start"}, optional
-            Which classes of causes restart the gang: an error of the script, a signal or lack of memory,
-            an agent that could not start. Default: the attribute of ``@torchrun``.
+        retry_on : str or sequence of {"user", "killed", "timeout", "hang", "start"}, optional
+            Which classes of causes restart the gang: an error of the script, a signal or lack of memory, a
+            launch over its time, a hang, an agent that could not start. Default: the attribute of
+            ``@torchrun``.
+        hang_timeout_s : float, optional
+            Seconds without any output or exit of any rank after which the launch counts as hanging: the
+            stacks of all workers go to the logs and to files, then all is stopped. Default: the
+            attribute of ``@torchrun``.
+        preemption_signal : str or int, optional
+            What the workers get, once, when a node is preempted. Default: the attribute of ``@torchrun``.
         push_results_dir_to_cloud, local_output_dir, cloud_output_dir : optional
             Accepted for ``metaflow-torchrun`` 0.2, which ignores them too.
 
@@ -203,6 +215,7 @@ class TorchrunExecutor:
             max_restarts,
             context.settings.master_port,
             context.flow_dir,
+            context.settings.all_nodes_started_timeout,
         )
         nproc = self._choose_nproc(request.nproc_settings())
         spec = build_spec(
@@ -215,33 +228,78 @@ class TorchrunExecutor:
         )
         if not restarts_given and "max-restarts" not in request.options:
             spec = replace(spec, max_restarts=context.settings.max_restarts)
-        limit = self._time_limit(parse_seconds(timeout_s, "run(timeout_s)"))
-        retried = parse_retry_on(retry_on, "run(retry_on=...)")
-        retried = context.settings.retry_on if retried is None else retried
-        facts = {"torch": torch_version(), "retry_on": sorted(retried)}
+        policy = self._policy(spec, timeout_s, retry_on, hang_timeout_s, preemption_signal)
+        facts = node_facts(spec, context.machine)
         context.emit(Event("chosen", self.node_index, f"processes per node: {nproc.value} ({nproc.why})"))
-        grace = context.settings.grace_s
-        return Supervisor(spec, context.seat, self.main_addr, context.machine, grace, limit, facts, write_output).run()
+        self._look_at_shm(nproc.value)
+        if self._preflight_due:
+            self._preflight(spec, facts, policy)
+            self._preflight_due = False
+        return self._launch(spec, facts, policy)
+
+    def _preflight(self, spec: LaunchSpec, facts: Mapping[str, Any], policy: LaunchPolicy) -> None:
+        """Measure the network that `spec` will use; a launch of its own, which restarts nothing."""
+        if spec.world_size == 1:
+            self._note("preflight: one process in all, so there is nothing to measure")
+            return
+        self._note(f"preflight: measures the network between {spec.world_size} ranks before the script starts")
+        try:
+            self._launch(preflight_spec(spec), facts, LaunchPolicy(preemption_signal=policy.preemption_signal))
+        except TorchrunPreempted:
+            raise
+        except LaunchFailed as error:
+            raise as_preflight(error) from error
+
+    def _launch(self, spec: LaunchSpec, facts: Mapping[str, Any], policy: LaunchPolicy) -> TorchrunResult:
+        context, deadline = self._context, self._context.deadline
+        left_s = None if deadline is None else max(0.1, deadline - time.monotonic())
+        return Supervisor(
+            spec,
+            context.seat,
+            self.main_addr,
+            context.machine,
+            replace(policy, left_s=left_s),
+            context.settings.grace_s,
+            context.settings.heartbeat_timeout_s,
+            facts,
+            write_output,
+        ).run()
+
+    def _look_at_shm(self, nproc: int) -> None:
+        """Warn once if this node's shared memory is small for what it runs."""
+        warning = shm_warning(shm_bytes(), nproc, self._context.machine.accelerators, os.environ)
+        if warning is not None and _is_first("/dev/shm"):  # noqa: S108 - a name, not a temporary file
+            self._note(warning)
+
+    def _note(self, text: str) -> None:
+        self._context.emit(Event("note", self.node_index, text))
+
+    def _policy(
+        self, spec: LaunchSpec, timeout_s: Any, retry_on: Any, hang_timeout_s: Any, preemption_signal: Any
+    ) -> LaunchPolicy:
+        """Return what this call says, and what it leaves out from the step's attributes."""
+        settings = self._context.settings
+        retried = parse_retry_on(retry_on, "run(retry_on=...)")
+        hang = parse_seconds(hang_timeout_s, "run(hang_timeout_s)")
+        return LaunchPolicy(
+            timeout_s=parse_seconds(timeout_s, "run(timeout_s)"),
+            hang_timeout_s=settings.hang_timeout_s if hang is None else hang,
+            max_restarts=spec.max_restarts if spec.min_nodes is None else 0,  # an elastic agent restarts by itself
+            min_nodes=spec.min_nodes,
+            retry_on=settings.retry_on if retried is None else retried,
+            preemption_signal=parse_signal(preemption_signal, "run(preemption_signal)") or settings.preemption_signal,
+        )
 
     def _choose_nproc(self, call_settings: Sequence[tuple[str, int | str | None]]) -> Nproc:
         context = self._context
         attribute = ("@torchrun(nproc_per_node)", context.settings.nproc_per_node)
         return choose_nproc([*call_settings, attribute], context.requested, context.machine)
 
-    def _time_limit(self, timeout_s: float | None) -> float | None:
-        """Return the smaller of the call's limit and what is left of the step's ``@timeout``."""
-        limits = [] if timeout_s is None else [timeout_s]
-        if self._context.deadline is not None:
-            limits.append(max(0.1, self._context.deadline - time.monotonic()))
-        return min(limits) if limits else None
-
     def _warn_of_ignored(self, given: Mapping[str, Any]) -> None:
-        with _warned_lock:
-            names = [name for name, value in given.items() if value and name not in _warned]
-            _warned.update(names)
+        names = [name for name, value in given.items() if value and _is_first(name)]
         if names:
             text = f"warning: run({', '.join(names)}) has no effect; store outputs as artifacts or with @checkpoint instead"
-            self._context.emit(Event("note", self.node_index, text))
+            self._note(text)
 
 
 class TorchrunSingleNodeMultiGPU:
@@ -292,23 +350,12 @@ class TorchrunSingleNodeMultiGPU:
             seat.leave(error)
 
 
-def torch_version() -> str:
-    """Return the version of the installed PyTorch without importing it.
-
-    Raises
-    ------
-    TorchNotFoundError
-        If it is not installed.
-    """
-    if importlib.util.find_spec("torch") is None:
-        raise TorchNotFoundError(
-            f"PyTorch is not installed for {sys.executable}, which runs this step. Install it there (pip install torch), "
-            "or give the step an environment that has it: @pypi(packages={'torch': '...'}), @conda, or an image."
-        )
-    try:
-        return importlib.metadata.version("torch")
-    except importlib.metadata.PackageNotFoundError:  # an installation without metadata, as some images have
-        return "unknown"
+def _is_first(warning: str) -> bool:
+    """Tell whether this task gives this warning for the first time."""
+    with _warned_lock:
+        known = warning in _warned
+        _warned.add(warning)
+    return not known
 
 
 def flow_folder() -> str | None:

@@ -55,9 +55,12 @@ _CATEGORIES = {
     "signal": "killed",
     "oom": "killed",
     "agent": "start",
+    "agent_ended": "killed",
     "lost": "node_lost",
     "terminated": "preempted",
     "timeout": "timeout",
+    "hang": "hang",
+    "frozen": "hang",
 }
 
 
@@ -68,8 +71,9 @@ class Cause:
     Attributes
     ----------
     kind : str
-        ``"exception"``, ``"exit"``, ``"signal"``, ``"oom"`` (out of memory), ``"agent"``, ``"lost"``, ``"step"``
-        (the step's own code), ``"terminated"`` or ``"timeout"``.
+        ``"exception"``, ``"exit"``, ``"signal"``, ``"oom"`` (out of memory), ``"agent"`` (could not start),
+        ``"agent_ended"`` (while its workers ran), ``"lost"``, ``"step"`` (the step's own code), ``"terminated"``,
+        ``"timeout"``, ``"hang"`` or ``"frozen"`` (stopped by a signal).
     node : int
         Index of the node.
     host : str
@@ -98,8 +102,8 @@ class Cause:
         """The class of the cause, which decides about restarts.
 
         ``"user"`` (an exception or an exit code), ``"killed"`` (by a signal or for lack of memory),
-        ``"start"`` (the agent gave up before or without its workers), ``"node_lost"``, ``"preempted"``
-        or ``"timeout"``.
+        ``"start"`` (the agent gave up before or without its workers), ``"node_lost"``, ``"preempted"``,
+        ``"timeout"`` or ``"hang"``.
         """
         if self.kind == "agent" and self.exit_code is not None and self.exit_code < 0:
             return "killed"
@@ -120,19 +124,25 @@ class Cause:
 
     @property
     def who(self) -> str:
-        """Name the failed worker or node."""
+        """Name the failed worker or node, or the launch as a whole."""
+        if self.kind in ("hang", "timeout"):
+            return "the launch"
         node = f"node {self.node} (host {self.host})"
         return node if self.rank is None else f"Rank {self.rank} on {node}"
 
     @property
     def what(self) -> str:
         """Say in one line how it ended."""
-        if self.kind in ("agent", "lost"):
+        if self.kind in ("agent", "agent_ended", "lost"):
             return f"failed: {self.exception}"
         if self.kind == "terminated":
             return f"was preempted: {self.exception}"
-        if self.kind == "oom":
+        if self.kind in ("oom", "timeout"):
             return f"ran {self.exception}"
+        if self.kind == "hang":
+            return f"hangs: {self.exception}"
+        if self.kind == "frozen":
+            return str(self.exception)
         if self.exception is not None and self.kind != "signal":
             return f"failed with {self.exception}"
         return describe_exit(self.exit_code) if self.exit_code is not None else "failed"
@@ -141,7 +151,11 @@ class Cause:
         """Return the full report: who, what, exit status, traceback or stderr."""
         who = self.who
         lines = [f"{who[0].upper()}{who[1:]} {self.what}" + ("" if self.what.endswith(".") else ".")]
-        if self.exception is not None and self.exit_code is not None and self.kind not in ("agent", "signal", "oom"):
+        if (
+            self.exception is not None
+            and self.exit_code is not None
+            and self.kind not in ("agent", "agent_ended", "signal", "oom")
+        ):
             lines.append(f"It {describe_exit(self.exit_code)}.")
         if self.detail:
             if _TRACEBACK not in self.detail:
@@ -322,6 +336,18 @@ def pids_stopped_by_agent(agent_stderr: str) -> set[int]:
     return {int(m[1]) for m in _AGENT_SIGNALS.finditer("\n".join(read_tail(agent_stderr)))}
 
 
+_AGENT_SIGNALLED = re.compile(r"SignalException: Process \d+ got signal: (\d+)")
+
+
+def signal_got_by_agent(tail: Sequence[str]) -> int | None:
+    """Return the signal that made torchrun give up, as it says on its stderr, or None.
+
+    (``_terminate_process_handler`` in ``torch/distributed/elastic/multiprocessing/api.py``, torch 2.13.)
+    """
+    found = _AGENT_SIGNALLED.search("\n".join(tail))
+    return None if found is None else int(found[1])
+
+
 @dataclass(frozen=True)
 class DatedCause:
     """A cause and the moment it happened, in seconds of the control node's monotonic clock."""
@@ -345,6 +371,6 @@ def _is_consequence(cause: Cause) -> int:
         return 1
     if cause.kind in ("exception", "exit") and _CONNECTION_ERRORS.search(cause.exception or cause.detail):
         return 1
-    if cause.kind == "agent":
+    if cause.kind in ("agent", "agent_ended"):
         return 1 if cause.exit_code == 1 else 0
     return 0

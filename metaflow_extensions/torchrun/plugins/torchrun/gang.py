@@ -13,33 +13,20 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
-from .errors import GangError, GangStartTimeout, LaunchFailed, LaunchTimeout, TorchrunError, TorchrunPreempted, to_wire
-from .failure import Cause, DatedCause, first_cause
-from .launch_spec import DEFAULT_RETRY_ON
+from .errors import GangError, GangStartTimeout, TorchrunError, to_wire
+from .failure import Cause, DatedCause
+from .launch_state import CONTROL, Launch, Message, class_of, headline, names
+from .policy import LaunchPolicy
 
-Message = dict[str, Any]
 Outgoing = tuple[int, Message]
 """A node's index and a message for it."""
-
-CONTROL = 0
-"""Index of the control node."""
 
 NodeState = Literal["absent", "joined", "done", "left", "lost"]
 """``done``: its step's code has ended well, its results are being stored. ``left``: nothing more will come of it."""
 
-Phase = Literal["gathering", "running", "stopping", "over"]
-
-# Facts of *ready* that must be the same on every node, and how to call them.
-_MUST_AGREE = {
-    "launch": "launch number",
-    "nproc": "processes per node",
-    "torch": "torch version",
-    "python": "Python version",
-    "digest": "entrypoint and torchrun options",
-}
 _BACKOFF_LIMIT_S = 30.0
 # What an agent says when its store can't listen (TCPStore, torch 2.13).
 _PORT_TAKEN = re.compile("EADDRINUSE|address already in use", re.IGNORECASE)
@@ -47,7 +34,8 @@ _MAX_MOVES = 3
 # What a node needs beyond the workers' grace to kill, reap and read the last bytes.
 _STOP_MARGIN_S = 15.0
 _REMIND_S = 60.0
-_HEADLINE = 300  # characters
+# How long the nodes may take to collect the evidence of a hang.
+EVIDENCE_S = 15.0
 
 
 @dataclass
@@ -67,31 +55,6 @@ class Settings:
     num_nodes: int
     started_timeout_s: float = 600.0
     grace_s: float = 30.0
-
-
-@dataclass
-class Launch:
-    """One launch as the control node knows it."""
-
-    number: int
-    phase: Phase = "gathering"
-    ready: dict[int, Message] = field(default_factory=dict)
-    generation: int = 0
-    moves: int = 0
-    ended: dict[int, Message] = field(default_factory=dict)
-    causes: list[DatedCause] = field(default_factory=list)
-    started_at: float = 0.0
-    stop_by: float = float("inf")
-    restart_at: float | None = None
-    timeout_s: float | None = None
-    max_restarts: int = 0
-    retry_on: frozenset[str] = DEFAULT_RETRY_ON
-    remind_at: float = float("inf")
-
-    @property
-    def restarts(self) -> int:
-        """How often the gang was restarted because of a failure; a move to another port is none."""
-        return self.generation - self.moves
 
 
 class Gang:
@@ -130,12 +93,13 @@ class Gang:
     def handle(self, node: int, message: Message) -> list[Outgoing]:
         """Take a message of a node and return what is to be sent.
 
-        Messages from members: ``join``, ``ready``, ``failed``, ``ended``, ``done``, ``leave``. Messages to
-        members: ``welcome``, ``go``, ``stop``, ``restart``, ``verdict``, ``abort``, ``ack``, ``note``, ``bye``.
+        Messages from members: ``join``, ``ready``, ``active``, ``failed``, ``ended``, ``done``, ``leave``. Messages
+        to members: ``welcome``, ``go``, ``stop``, ``restart``, ``verdict``, ``abort``, ``ack``, ``note``, ``bye``.
         """
         handler = {
             "join": self._on_join,
             "ready": self._on_ready,
+            "active": self._on_active,
             "failed": self._on_failed,
             "ended": self._on_ended,
             "done": self._on_done,
@@ -170,16 +134,21 @@ class Gang:
     def _tick_launch(self, launch: Launch, now: float) -> None:
         if launch.phase == "gathering" and now >= launch.remind_at:
             launch.remind_at = now + _REMIND_S
-            names = _names(node for node in self._nodes if node not in launch.ready)
-            self._say(launch.ready, f"launch {launch.number} waits for {names} to call current.torch.run")
-        if launch.phase == "running" and launch.timeout_s is not None and now - launch.started_at > launch.timeout_s:
-            text = f"it ran longer than {launch.timeout_s:g} s"
-            launch.causes.append(DatedCause(now, Cause("timeout", 0, self._hosts.get(0, "?"), exception=text)))
-            self._stop(launch)
+            waiting = names(node for node in self._nodes if node not in launch.ready)
+            self._say(launch.ready, f"launch {launch.number} waits for {waiting} to call current.torch.run")
+        if launch.phase == "running":
+            overrun = launch.overrun(now)
+            if overrun is not None:
+                self._overrun(launch, *overrun)
         if launch.phase == "stopping" and launch.restart_at is not None and now >= launch.restart_at:
             self._go(launch)
         elif launch.phase == "stopping" and launch.restart_at is None and now > launch.stop_by:
             self._decide(launch)
+
+    def _overrun(self, launch: Launch, kind: str, text: str) -> None:
+        cause = Cause(kind, CONTROL, self._hosts.get(CONTROL, "unknown"), exception=text)
+        launch.causes.append(DatedCause(self._clock(), cause))
+        self._stop(launch)
 
     # --- joining --------------------------------------------------------------------------------
 
@@ -227,48 +196,40 @@ class Gang:
         if gone:
             self._finish(launch, self._left_error(launch, gone))
         elif len(launch.ready) == self._settings.num_nodes:
-            error = self._contradiction(launch)
+            error = launch.contradiction()
             if error is not None:
                 self._finish(launch, error)
             else:
-                launch.timeout_s = launch.ready[0].get("timeout_s")
-                launch.max_restarts = int(launch.ready[0].get("max_restarts", 0))
-                launch.retry_on = frozenset(launch.ready[0].get("retry_on", DEFAULT_RETRY_ON))
-                launch.started_at = self._clock()
+                launch.policy = policy = LaunchPolicy.from_wire(launch.ready[CONTROL].get("policy", {}))
+                if policy.left_s is not None:
+                    launch.deadline = self._clock() + policy.left_s
                 self._go(launch)
-
-    def _contradiction(self, launch: Launch) -> TorchrunError | None:
-        """Return what keeps the nodes from working together, naming nodes and values, or None."""
-        for key, name in _MUST_AGREE.items():
-            values: dict[Any, list[int]] = {}
-            for node in sorted(launch.ready):
-                values.setdefault(launch.ready[node].get(key), []).append(node)
-            if len(values) > 1:
-                said = ", ".join(f"{_names(nodes)}: {value}" for value, nodes in values.items())
-                return GangError(
-                    f"The nodes differ in the {name} ({said}). Every node must call current.torch.run in the same order "
-                    "with the same settings, on the same software."
-                )
-        return None
 
     def _go(self, launch: Launch) -> None:
         pinned = launch.ready[0].get("master_port")
         port = self._pick_port(pinned)
         if port is None:
-            self._finish(launch, _port_error(pinned, self._hosts.get(0, "unknown")))
+            self._finish(launch, self._port_error(pinned))
             return
         launch.phase, launch.restart_at, launch.stop_by = "running", None, float("inf")
+        launch.went_at = launch.active_at = self._clock()
         launch.ended.clear()
         launch.causes.clear()
         go = {"type": "go", "launch": launch.number, "generation": launch.generation, "port": port}
-        self._broadcast({**go, "restarts": launch.restarts, "max_restarts": launch.max_restarts})
+        self._broadcast({**go, "restarts": launch.restarts, "max_restarts": launch.policy.max_restarts})
+
+    def _on_active(self, node: int, message: Message) -> None:
+        """A worker of `node` has written something or ended."""
+        launch = self._current(message)
+        if launch is not None:
+            launch.active_at = max(launch.active_at, self._clock() - float(message.get("age_s", 0.0)))
 
     def _on_failed(self, node: int, message: Message) -> None:
         """A worker or agent of `node` has failed; its full report follows with *ended*."""
         launch = self._current(message)
         if launch is not None:
             self._note_causes(launch, message)
-            self._stop(launch)
+            self._stop_or_drop(launch, node)
 
     def _on_ended(self, node: int, message: Message) -> None:
         launch = self._current(message)
@@ -277,7 +238,9 @@ class Gang:
         self._note_causes(launch, message)
         launch.ended[node] = message
         if not message.get("ok"):
-            self._stop(launch)
+            self._stop_or_drop(launch, node)
+        if node in launch.dropped:
+            self._send_verdict(launch, node, launch.error(launch.cause_of(node), []))
         self._decide_if_all_ended(launch)
 
     def _current(self, message: Message) -> Launch | None:
@@ -292,12 +255,33 @@ class Gang:
         for entry in message.get("causes", ()):
             launch.causes.append(DatedCause(now - float(entry.get("age_s", 0.0)), Cause.from_wire(entry["cause"])))
 
+    def _stop_or_drop(self, launch: Launch, node: int) -> None:
+        """Stop all because `node` fails; a launch with torchrun's own elasticity goes on while enough are left."""
+        others = [other for other in self._in_state("joined") if other != node and other not in launch.dropped]
+        if not launch.can_go_on_with(others):
+            self._stop(launch)
+        elif node not in launch.dropped:
+            launch.dropped.add(node)
+            stop = {"type": "stop", "launch": launch.number, "generation": launch.generation, "because": ""}
+            cause = launch.cause_of(node)
+            if cause is not None and cause.category == "preempted":
+                stop["signal"] = launch.policy.preemption_signal
+            self._send(node, stop)
+            what = f" ({cause.what.splitlines()[0]})" if cause is not None else ""
+            self._say(others, f"node {node} has dropped out{what}; the launch goes on with {len(others)} nodes")
+
     def _stop(self, launch: Launch) -> None:
         if launch.phase == "running":
             launch.phase = "stopping"
             launch.stop_by = self._clock() + self._settings.grace_s + _STOP_MARGIN_S
+            cause = launch.first_cause()
             stop = {"type": "stop", "launch": launch.number, "generation": launch.generation}
-            self._broadcast({**stop, "because": _headline(first_cause(launch.causes))})
+            if cause is not None and cause.category == "preempted":
+                stop["signal"] = launch.policy.preemption_signal
+            if cause is not None and cause.kind == "hang":
+                stop["evidence"] = True
+                launch.stop_by += EVIDENCE_S
+            self._broadcast({**stop, "because": headline(cause)})
 
     def _decide_if_all_ended(self, launch: Launch) -> None:
         waiting = [node for node in self._in_state("joined") if node not in launch.ended]
@@ -307,16 +291,16 @@ class Gang:
     def _decide(self, launch: Launch) -> None:
         """All nodes have ended, or their time is up: success, restart or failure."""
         silent = [node for node in self._in_state("joined") if node not in launch.ended]
-        cause = first_cause(launch.causes)
-        all_well = all(message.get("ok") for message in launch.ended.values())
-        if cause is None and not silent and all_well:
+        cause = launch.first_cause()
+        all_well = all(message.get("ok") for node, message in launch.ended.items() if node not in launch.dropped)
+        if (cause is None or launch.dropped) and not silent and all_well:
             self._finish(launch, None)
         elif cause is not None and self._may_move(launch, cause, silent):
             self._move(launch)
         elif cause is not None and self._may_restart(launch, cause, silent):
             self._restart(launch, cause)
         else:
-            self._finish(launch, _launch_error(launch, cause, silent))
+            self._finish(launch, launch.error(cause, silent))
 
     def _is_whole(self, silent: list[int]) -> bool:
         return not silent and len(self._in_state("joined")) == self._settings.num_nodes
@@ -325,7 +309,7 @@ class Gang:
         """Tell whether somebody took the chosen port before the agent did, and another may be chosen."""
         taken = cause.kind == "agent" and _PORT_TAKEN.search(cause.detail) is not None
         unpinned = launch.ready[CONTROL].get("master_port") is None
-        return self._is_whole(silent) and taken and unpinned and launch.moves < _MAX_MOVES
+        return self._is_whole(silent) and launch.preempted is None and taken and unpinned and launch.moves < _MAX_MOVES
 
     def _move(self, launch: Launch) -> None:
         launch.generation += 1
@@ -336,7 +320,9 @@ class Gang:
         self._go(launch)
 
     def _may_restart(self, launch: Launch, cause: Cause, silent: list[int]) -> bool:
-        return self._is_whole(silent) and cause.category in launch.retry_on and launch.restarts < launch.max_restarts
+        policy = launch.policy
+        wanted = cause.category in policy.retry_on and self._clock() < launch.deadline
+        return self._is_whole(silent) and launch.preempted is None and wanted and launch.restarts < policy.max_restarts
 
     def _restart(self, launch: Launch, cause: Cause) -> None:
         pause = min(2.0**launch.restarts, _BACKOFF_LIMIT_S)
@@ -344,7 +330,7 @@ class Gang:
         launch.restart_at = self._clock() + pause
         launch.ended.clear()
         restart = {"type": "restart", "launch": launch.number, "generation": launch.restarts, "pause_s": pause}
-        self._broadcast({**restart, "of": launch.max_restarts, "cause": cause.to_wire()})
+        self._broadcast({**restart, "of": launch.policy.max_restarts, "cause": cause.to_wire()})
 
     def _finish(self, launch: Launch, error: TorchrunError | None) -> None:
         launch.phase = "over"
@@ -352,10 +338,15 @@ class Gang:
         verdict["error"] = None if error is None else to_wire(error)
         self._verdicts[launch.number] = verdict
         for node in self._in_state("joined"):
-            if node in launch.ready:  # by the number the node itself gave it, which may be the contradiction
-                self._send(node, {**verdict, "launch": launch.ready[node]["launch"]})
+            if node not in launch.dropped:
+                self._send_verdict(launch, node, error)
         if error is not None and self._in_state("lost"):
             self._break(error)  # without all its nodes the gang can't launch again
+
+    def _send_verdict(self, launch: Launch, node: int, error: TorchrunError | None) -> None:
+        if node in launch.ready:  # by the number the node itself gave it, which may be the contradiction
+            number = launch.ready[node]["launch"]
+            self._send(node, {"type": "verdict", "launch": number, "error": None if error is None else to_wire(error)})
 
     # --- leaving --------------------------------------------------------------------------------
 
@@ -391,9 +382,10 @@ class Gang:
         """Stop everything, since a node failed outside of its workers."""
         launch = self._launch
         if launch is None or launch.phase == "over":
-            self._break(_class_of(cause)(_between_launches(cause), cause.to_wire()))
+            text = f"{cause.describe()}\nIt happened outside of current.torch.run; the other nodes were stopped."
+            self._break(class_of(cause)(text, cause.to_wire()))
         elif launch.phase == "gathering":
-            error = _class_of(cause)(
+            error = class_of(cause)(
                 f"{cause.describe()}\nIt happened before launch {launch.number} began.", cause.to_wire()
             )
             self._finish(launch, error)
@@ -404,7 +396,7 @@ class Gang:
                 launch.restart_at = None
                 self._decide(launch)
             else:
-                self._stop(launch)
+                self._stop_or_drop(launch, node)
                 self._decide_if_all_ended(launch)
 
     def _break(self, error: TorchrunError) -> None:
@@ -417,14 +409,20 @@ class Gang:
 
     def _missing_error(self, missing: list[int]) -> GangStartTimeout:
         return GangStartTimeout(
-            f"Waited {self._settings.started_timeout_s:g} s, but {_names(missing)} of {self._settings.num_nodes} did not "
+            f"Waited {self._settings.started_timeout_s:g} s, but {names(missing)} of {self._settings.num_nodes} did not "
             "arrive. Look at the logs of these tasks: they may wait for machines, fail to pull their image, or not reach "
             "the control node. @torchrun(all_nodes_started_timeout=...) changes how long to wait."
         )
 
+    def _port_error(self, port: int | None) -> GangError:
+        return GangError(
+            f"Port {port} is taken on the control node (host {self._hosts.get(CONTROL, 'unknown')}). Pin another with "
+            "master_port, or leave it out: the kernel then chooses a free one."
+        )
+
     def _left_error(self, launch: Launch, gone: list[int]) -> GangError:
         return GangError(
-            f"Launch {launch.number} can't begin: the step's code has already ended on {_names(gone)}. Every node must "
+            f"Launch {launch.number} can't begin: the step's code has already ended on {names(gone)}. Every node must "
             "call current.torch.run the same number of times."
         )
 
@@ -445,57 +443,3 @@ class Gang:
     def _flush(self) -> list[Outgoing]:
         out, self._out = self._out, []
         return out
-
-
-def _names(nodes: Iterable[int]) -> str:
-    listed = list(nodes)
-    return ("node " if len(listed) == 1 else "nodes ") + ", ".join(map(str, listed))
-
-
-def _headline(cause: Cause | None) -> str:
-    """Return who failed and how in one line, for the logs; empty if the control node has said so itself."""
-    if cause is None or (cause.node == CONTROL and cause.kind != "timeout"):
-        return ""
-    line = f"{cause.who} {cause.what}".splitlines()[0]
-    return line if len(line) <= _HEADLINE else line[:_HEADLINE] + "…"
-
-
-def _port_error(port: int | None, host: str) -> GangError:
-    return GangError(
-        f"Port {port} is taken on the control node (host {host}). Pin another with master_port, or leave it out: the "
-        "kernel then chooses a free one."
-    )
-
-
-def _class_of(cause: Cause) -> type[LaunchFailed]:
-    return TorchrunPreempted if cause.category == "preempted" else LaunchFailed
-
-
-def _between_launches(cause: Cause) -> str:
-    return f"{cause.describe()}\nIt happened outside of current.torch.run; the other nodes were stopped."
-
-
-def _launch_error(launch: Launch, cause: Cause | None, silent: list[int]) -> TorchrunError:
-    quiet = f"\nNo word came from {_names(silent)} about their end." if silent else ""
-    if cause is None:
-        return LaunchFailed(f"Launch {launch.number} failed.{quiet}")
-    if cause.kind == "timeout":
-        text = (
-            f"Launch {launch.number} was stopped: {cause.exception}. run(timeout_s=...) and the step's @timeout change how "
-            f"long it may run.{quiet}"
-        )
-        return LaunchTimeout(text, cause.to_wire())
-    if cause.category == "preempted":
-        saved = sorted(rank for message in launch.ended.values() for rank in message.get("ended_well", ()))
-        ended = ", ".join(map(str, saved)) or "none"
-        text = (
-            f"{cause.describe()}\nLaunch {launch.number} was stopped on all nodes. Ranks that exited with code 0 in time: "
-            f"{ended}.{quiet}\n{TorchrunPreempted.remedy}"
-        )
-        return TorchrunPreempted(text, cause.to_wire())
-    count = f" after {launch.restarts} restarts" if launch.restarts else ""
-    return LaunchFailed(
-        f"{cause.describe()}\nLaunch {launch.number} was stopped on all nodes{count} (class of the cause: "
-        f"{cause.category}).{quiet}",
-        cause.to_wire(),
-    )

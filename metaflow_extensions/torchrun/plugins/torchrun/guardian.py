@@ -8,9 +8,10 @@ because three things can't be done from inside the task:
   grandchildren that detached themselves are found, stopped and reaped;
 - it sees a worker die the moment it happens, before torchrun does, and reads how.
 
-Protocol: lines on stdin are commands (``stop GRACE_S``); lines on stdout are JSON events (``agent``,
-``worker``, ``worker_end``, ``worker_reaped``, ``agent_end``, ``stopping``, ``end``). Times are seconds of
-the machine's monotonic clock.
+Protocol: lines on stdin are commands: ``stop GRACE_S`` sends SIGTERM to the whole tree, ``preempt GRACE_S
+SIGNAL`` sends SIGNAL to the workers alone, so that what they have started still serves them while they save.
+Lines on stdout are JSON events (``agent``, ``worker``, ``worker_end``, ``worker_reaped``, ``frozen``, ``agent_end``,
+``stopping``, ``end``). Times are seconds of the machine's monotonic clock.
 
 Made for Linux. Elsewhere (untried; it needs ``os.waitid``, on macOS Python 3.13) the tree is found by
 walking parents, so processes that detach themselves *and* lose their parent are not seen; torchrun's
@@ -29,7 +30,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -61,6 +62,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--cwd")
     parser.add_argument("--grace", type=float, required=True)
     parser.add_argument("--workers", type=int, required=True)
+    parser.add_argument("--silence", type=float, required=True, help="seconds that a process may be stopped (state T)")
+    parser.add_argument("--restarts", action="store_true", help="the agent may start its workers again")
     parser.add_argument("--scratch", help="folder to remove if the task dies, which can't do it any more")
     parser.add_argument("argv", nargs="+")
     return parser.parse_args(argv)
@@ -79,6 +82,10 @@ class Guardian:
         self._await_report = False
         self._task_gone = False
         self._stop_grace: float | None = None
+        self._preempt_signal: int | None = None
+        self._task = os.getppid()
+        self._frozen_since: dict[int, float] = {}
+        self._looked_at = time.monotonic()
         self._commands = b""
 
     def request_stop(self, grace_s: float) -> None:
@@ -95,7 +102,7 @@ class Guardian:
             self._say("end", status=None, error=f"could not be started: {error}", left=[])
             return 1
         while self._agent_status is None and self._stop_grace is None:
-            self._wait(_SEARCH_S if len(self._workers) < self._options.workers else _WATCH_S)
+            self._wait(_SEARCH_S if self._expects_workers() else _WATCH_S)
             self._watch()
         left = self._stop_all()
         if self._task_gone and self._options.scratch:
@@ -139,17 +146,50 @@ class Guardian:
         self._commands += data
         *lines, self._commands = self._commands.split(b"\n")
         for line in lines:
-            verb, _, value = line.decode("ascii", "replace").partition(" ")
-            if verb == "stop":
-                self.request_stop(float(value))
+            verb, *values = line.decode("ascii", "replace").split()
+            if verb == "preempt" and self._stop_grace is None:
+                self._preempt_signal = int(values[1])
+            if verb in ("stop", "preempt"):
+                self.request_stop(float(values[0]))
 
     # --- watching ------------------------------------------------------------------------------
 
     def _watch(self) -> None:
         assert self._agent is not None
-        if len(self._workers) < self._options.workers:
+        if self._expects_workers():
             self._find_workers(self._agent.pid)
         self._reap_orphans()
+        self._look_for_frozen()
+
+    def _expects_workers(self) -> bool:
+        """Tell whether the agent has not started all its workers yet, or may start them again."""
+        known = [pid for pid in self._workers if not self._options.restarts or _alive(pid)]
+        return len(known) < int(self._options.workers)
+
+    def _look_for_frozen(self) -> None:
+        """Find processes that somebody else has stopped (SIGSTOP) and not continued in time.
+
+        A frozen worker keeps all others waiting, a frozen agent never ends, and a frozen task is deaf: the
+        gang takes its node for lost, so its workers must end. A debugger's stop is another state (t).
+        """
+        assert self._agent is not None
+        now, last = time.monotonic(), self._looked_at
+        self._looked_at = now
+        if now - last > 4 * _WATCH_S:  # we were frozen ourselves, perhaps as part of a whole container
+            self._frozen_since.clear()
+        for pid in (self._agent.pid, self._task, *self._workers):
+            state = _stat(pid)[2:3]
+            if state != ["T"]:
+                self._frozen_since.pop(pid, None)
+            elif now - self._frozen_since.setdefault(pid, now) >= self._options.silence:
+                self._frozen_since[pid] = float("inf")  # said once
+                self._say_frozen(pid)
+
+    def _say_frozen(self, pid: int) -> None:
+        if pid == self._task:
+            self.request_stop(self._options.grace)
+        else:
+            self._say("frozen", **{"rank": None, "local_rank": None, "pid": pid, **self._workers.get(pid, {})})
 
     def _find_workers(self, agent: int) -> None:
         """Look for the agent's children among the processes that are new since the last look."""
@@ -235,13 +275,22 @@ class Guardian:
         # The agent is frozen, not told: told, it would signal its workers a second time, reap them
         # before we see how they ended, or wait out its exit barrier (300 s, torch 2.13).
         _signal(self._agent.pid, signal.SIGSTOP)
-        for pid in living_descendants(os.getpid()):
-            if pid != self._agent.pid:
-                _signal(pid, signal.SIGTERM)
-                _signal(pid, signal.SIGCONT)
-        while time.monotonic() < deadline:
-            if not [pid for pid in living_descendants(os.getpid()) if pid != self._agent.pid]:
-                break
+        if self._preempt_signal is not None:
+            self._find_workers(self._agent.pid)
+            self._end_all(lambda: [pid for pid in self._workers if _alive(pid)], self._preempt_signal, deadline)
+            deadline = min(deadline, time.monotonic() + _STRAGGLER_GRACE_S)
+        self._end_all(self._below_agent, signal.SIGTERM, deadline)
+
+    def _below_agent(self) -> list[int]:
+        assert self._agent is not None
+        return [pid for pid in living_descendants(os.getpid()) if pid != self._agent.pid]
+
+    def _end_all(self, which: Callable[[], list[int]], number: int, deadline: float) -> None:
+        """Signal processes once and wait until they are gone, or the deadline has come."""
+        for pid in which():
+            _signal(pid, number)
+            _signal(pid, signal.SIGCONT)
+        while time.monotonic() < deadline and which():
             self._wait(_SEARCH_S)
             self._reap_orphans()
 

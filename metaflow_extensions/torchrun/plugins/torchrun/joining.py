@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 
 from .address_book import Address, AddressBook
 from .channel import ControlChannel, MemberChannel, new_token
 from .errors import GangError, from_wire, to_wire
 from .events import Subscriber
-from .gang import CONTROL, Gang, Settings
+from .gang import Gang, Settings
+from .launch_state import CONTROL
 from .membership import Membership
 from .network import addresses_for_others, free_port, port_is_free
 from .settings import StepSettings
@@ -90,7 +92,9 @@ def _tell_latecomers(book: AddressBook, address: Address, channel: ControlChanne
     """Leave word for nodes that have not arrived when the control node ends, so that none waits for it."""
     if channel.gang.absent:
         broken = channel.gang.broken
-        book.publish(replace(address, closed=True, error=None if broken is None else to_wire(broken)))
+        with suppress(GangError):  # without the word they wait until their time is up
+            last = replace(address, closed=True, error=None if broken is None else to_wire(broken))
+            book.publish(last, _LEAVE_WAIT_S)
 
 
 def _open_channel(
@@ -119,12 +123,11 @@ def join_as_member(
     GangError
         If it can't be reached.
     """
-    deadline = time.monotonic() + settings.all_nodes_started_timeout
     seat = Membership(node, num_nodes, emit)
     channel = MemberChannel(node, seat.deliver, settings.heartbeat_timeout_s)
     seat.sit_down(channel, channel.close)
     try:
-        main_addr = _connect(book, channel, seat, deadline)
+        main_addr = _connect(book, channel, seat, settings.all_nodes_started_timeout)
         seat.await_welcome(settings.heartbeat_timeout_s)
     except BaseException as error:
         seat.leave(error)
@@ -132,10 +135,11 @@ def join_as_member(
     return seat, main_addr
 
 
-def _connect(book: AddressBook, channel: MemberChannel, seat: Membership, deadline: float) -> str:
-    """Look the control node up and connect, until `deadline`; each failed try looks it up anew."""
+def _connect(book: AddressBook, channel: MemberChannel, seat: Membership, timeout_s: float) -> str:
+    """Look the control node up and connect, for `timeout_s` seconds; each failed try looks it up anew."""
+    deadline = time.monotonic() + timeout_s
     while True:
-        address = book.look_up(max(1.0, deadline - time.monotonic()))
+        address = book.look_up(max(1.0, deadline - time.monotonic()), timeout_s)
         if address.error is not None:
             raise from_wire(address.error)
         if address.closed:  # the control node's step launched nothing and has ended well

@@ -15,7 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .devices import parse_int, parse_nproc
+from .elastic import BACKEND, rendezvous_settings, take_min_nodes
 from .errors import EntrypointError, TorchrunConfigError
+from .policy import parse_restarts
 
 # torchrun's options, from `torch/distributed/run.py` of torch 2.13. Options that a newer torch adds
 # are passed on as they come; the table is needed for flags, short names and for what the gang owns.
@@ -27,14 +29,6 @@ _VALUED = frozenset(
         *("master-port", "local-addr", "logs-specs", "numa-binding", "signals-to-handle", "shutdown-timeout"),
     }
 )
-# The classes of causes (see `failure.Cause.category`) that a new generation on the same nodes may mend.
-RETRY_CLASSES = ("user", "killed", "start")
-DEFAULT_RETRY_ON = frozenset({"user", "killed"})
-_NEVER_RETRIED = {
-    "node_lost": "the nodes that are left can't bring one back; use Metaflow's @retry",
-    "preempted": "the nodes that are left can't bring one back; use Metaflow's @retry",
-    "timeout": "timeout_s limits the launch with all its restarts",
-}
 _FLAGS = frozenset({"standalone", "module", "no-python", "run-path", "virtual-local-rank"})
 _SHORT = {"m": "module", "r": "redirects", "t": "tee"}
 _OWN_LOGGING = frozenset({"redirects", "tee"})
@@ -83,6 +77,11 @@ class LaunchSpec:
         The interpreter that runs torchrun.
     log_dir : str or None
         Where the user wants torchrun's log files kept; None keeps none.
+    min_nodes : int or None
+        How few nodes torchrun's own elasticity may go on with (``nnodes="MIN:MAX"``, ``rdzv_backend="c10d"``); None
+        is the rule: the gang is of a fixed size and restarts as a whole.
+    elastic_timeout_s : int
+        How long elastic agents wait for each other.
     """
 
     entrypoint: str
@@ -99,6 +98,8 @@ class LaunchSpec:
     env: tuple[tuple[str, str], ...] = ()
     cwd: str | None = None
     log_dir: str | None = None
+    min_nodes: int | None = None
+    elastic_timeout_s: int = 600
 
     @property
     def world_size(self) -> int:
@@ -138,17 +139,13 @@ class Rendezvous:
 
 
 def agent_command(spec: LaunchSpec, rendezvous: Rendezvous, log_dir: str) -> list[str]:
-    """Return the argv of this node's agent: plain torchrun with a static rendezvous."""
+    """Return the argv of this node's agent: plain torchrun, with a static rendezvous unless the user wants its elasticity."""
     given = dict(spec.options)
     options: list[tuple[str, str | None]] = [
-        ("nnodes", str(spec.num_nodes)),
-        ("node-rank", str(spec.node_index)),
+        *_gang_options(spec, given),
         ("nproc-per-node", str(spec.nproc)),
-        ("rdzv-backend", _STATIC_BACKEND),
         ("rdzv-endpoint", f"{_bracketed(rendezvous.addr)}:{rendezvous.port}"),
         ("rdzv-id", given.pop("rdzv-id", None) or rendezvous.run_id),
-        # The gang restarts its generations as a whole; torchrun would restart one node alone.
-        ("max-restarts", "0"),
         # Files instead of pipes: complete to the last byte whatever dies, and no rank waits for another.
         ("redirects", "3"),
         ("log-dir", log_dir),
@@ -156,7 +153,7 @@ def agent_command(spec: LaunchSpec, rendezvous: Rendezvous, log_dir: str) -> lis
     command = [spec.python, "-m", "torch.distributed.run"]
     for name, value in [*options, *given.items()]:
         command.append(f"--{name}" if value is None else f"--{name}={value}")
-    if spec.max_restarts and "run-path" not in given:
+    if spec.max_restarts and spec.min_nodes is None and "run-path" not in given:
         return [*command, *_told_of_restarts(spec, rendezvous.restarts)]
     if spec.module:
         command.append("--module")
@@ -166,6 +163,22 @@ def agent_command(spec: LaunchSpec, rendezvous: Rendezvous, log_dir: str) -> lis
     entrypoint = spec.entrypoint if "no-python" in given else spec.entrypoint.replace("$", "$$")
     # "--" keeps torchrun's argparse from taking a script's "--d" for an ambiguous option of its own.
     return [*command, "--", entrypoint, *_escaped(spec.args)]
+
+
+def _gang_options(spec: LaunchSpec, given: dict[str, str | None]) -> list[tuple[str, str | None]]:
+    """Return the options that say how the agents find together; takes ``rdzv-conf`` out of `given` where it does."""
+    if spec.min_nodes is not None:
+        nodes, is_host = f"{spec.min_nodes}:{spec.num_nodes}", spec.node_index == 0
+        conf = rendezvous_settings(given.pop("rdzv-conf", None), is_host, spec.elastic_timeout_s)
+        restarts = str(spec.max_restarts)
+        return [("nnodes", nodes), ("rdzv-backend", BACKEND), ("rdzv-conf", conf), ("max-restarts", restarts)]
+    return [
+        ("nnodes", str(spec.num_nodes)),
+        ("node-rank", str(spec.node_index)),
+        ("rdzv-backend", _STATIC_BACKEND),
+        # The gang restarts its generations as a whole; torchrun would restart one node alone.
+        ("max-restarts", "0"),
+    ]
 
 
 def _told_of_restarts(spec: LaunchSpec, restarts: int) -> list[str]:
@@ -352,7 +365,8 @@ class Request:
     """What one `run` call asks for, before anything is decided.
 
     The fields are the arguments of `executor.TorchrunExecutor.run` of the same names; `flow_dir` is
-    the folder of the flow file, and `step_port` the port of ``@torchrun(master_port=...)``.
+    the folder of the flow file, `step_port` and `started_timeout_s` are the port and the
+    ``all_nodes_started_timeout`` of ``@torchrun``.
     """
 
     entrypoint: Any = None
@@ -366,6 +380,7 @@ class Request:
     max_restarts: Any = None
     step_port: int | None = None
     flow_dir: str | None = None
+    started_timeout_s: float = 600.0
     options: dict[str, str | None] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -404,6 +419,7 @@ def build_spec(
     """
     options = dict(request.options)
     options.pop("nproc-per-node", None)
+    min_nodes = take_min_nodes(options, num_nodes)
     _refuse_what_the_gang_owns(options, num_nodes, node_index, main_addr)
     module = bool(request.module) | (options.pop("module", "absent") is None)
     return LaunchSpec(
@@ -420,6 +436,8 @@ def build_spec(
         log_dir=options.pop("log-dir", None),
         env=_environment(request.env),
         cwd=_working_directory(request.cwd),
+        min_nodes=min_nodes,
+        elastic_timeout_s=int(request.started_timeout_s),
         options=tuple((name, value) for name, value in options.items() if name not in _OWN_LOGGING),
     )
 
@@ -483,33 +501,6 @@ def _find_entrypoint(request: Request, module: bool, options: Mapping[str, str |
     )
 
 
-def parse_retry_on(value: Any, setting: str) -> frozenset[str] | None:
-    """Return the classes of causes that restart the gang; None stays None.
-
-    Parameters
-    ----------
-    value : str, sequence of str or None
-        Names out of `RETRY_CLASSES`; in a string with commas between.
-    setting : str
-        How to call the setting in an error.
-
-    Raises
-    ------
-    TorchrunConfigError
-        If a name is unknown, or of a class that a restart can't mend.
-    """
-    if value is None:
-        return None
-    words = value.split(",") if isinstance(value, str) else value
-    if not isinstance(words, (list, tuple, set, frozenset)) or not all(isinstance(word, str) for word in words):
-        raise TorchrunConfigError(f"{setting} is {value!r}, but it must be a list out of {', '.join(RETRY_CLASSES)}.")
-    names = frozenset(word.strip() for word in words if word.strip())
-    for name in sorted(names - set(RETRY_CLASSES)):
-        why = _NEVER_RETRIED.get(name, "there is no such class of causes")
-        raise TorchrunConfigError(f"{setting} has {name!r}, but {why}. Choose out of {', '.join(RETRY_CLASSES)}.")
-    return names
-
-
 def parse_port(value: Any, setting: str) -> int | None:
     """Return a port setting as an int; None and ``""`` leave the choice to the kernel.
 
@@ -534,22 +525,6 @@ def _one_port(request: Request, option: str | None) -> int | None:
             f"run(master_port={argument}) and torchrun_args master-port={from_options} disagree; keep one of them."
         )
     return argument or from_options or request.step_port
-
-
-def parse_restarts(value: Any, setting: str) -> int | None:
-    """Return a number of restarts as an int; None stays None.
-
-    Raises
-    ------
-    TorchrunConfigError
-        If it is no whole number of at least 0.
-    """
-    if value is None:
-        return None
-    number = parse_int(value)
-    if number is None or number < 0:
-        raise TorchrunConfigError(f"{setting} is {value!r}, but it must be a whole number of at least 0.")
-    return number
 
 
 def _one_restarts(argument: Any, option: str | None) -> int:

@@ -12,6 +12,7 @@ import glob
 import os
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import BinaryIO
 
@@ -84,13 +85,13 @@ class FollowedFile:
     ----------
     path : str
         The file; it must exist.
-    label : str
-        Put before every line.
+    label : str or None
+        Put before every line; None shows nothing.
     stream : str
         ``"stdout"`` or ``"stderr"``.
     """
 
-    def __init__(self, path: str, label: str, stream: str) -> None:
+    def __init__(self, path: str, label: str | None, stream: str) -> None:
         self.path = path
         self._file: BinaryIO = open(path, "rb", buffering=0)  # noqa: SIM115 - closed by close()
         self._label = label
@@ -116,7 +117,7 @@ class FollowedFile:
 
     def _show(self, lines: Iterator[str], write: Write) -> None:
         text = "".join(f"{self._label}{line}\n" for line in lines)
-        if text:
+        if text and self._label is not None:
             write(self._stream, text)
 
 
@@ -135,6 +136,11 @@ class LogFollower:
         Label of the agent's own lines.
     write : callable
         Where the text goes, see `Write`.
+
+    Attributes
+    ----------
+    last_output_at : float or None
+        When a worker's output was last seen, in monotonic seconds; hidden ranks count.
     """
 
     def __init__(
@@ -149,6 +155,7 @@ class LogFollower:
         self._label = label
         self._write = write
         self._files = [FollowedFile(path, agent_label, stream) for stream, path in agent_logs.items()]
+        self._agent_files = list(self._files)
         self._known: set[str] = set()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="torchrun-logs", daemon=True)
@@ -178,15 +185,19 @@ class LogFollower:
         self._find_files()
         busy = True
         while busy:  # in turns, so that a loud rank does not silence the others
-            busy = sum(file.pump(self._write) for file in self._files) > 0
+            busy = sum(self._pump(file) for file in self._files) > 0
+
+    def _pump(self, file: FollowedFile) -> bool:
+        busy = file.pump(self._write)
+        if busy and file not in self._agent_files:
+            self.last_output_at = time.monotonic()
+        return busy
 
     def _find_files(self) -> None:
         for path, local_rank, stream in worker_logs(self._log_dir):
             if path not in self._known:
                 self._known.add(path)
-                label = self._label(local_rank)
-                if label is not None:
-                    self._files.append(FollowedFile(path, label, stream))
+                self._files.append(FollowedFile(path, self._label(local_rank), stream))
 
 
 def worker_logs(log_dir: str) -> Iterator[tuple[str, int, str]]:

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 from .errors import GangError, LaunchFailed, TorchrunError, TorchrunPreempted, from_wire
 from .events import Event, Subscriber
 from .failure import Cause
-from .gang import CONTROL, Message
+from .launch_state import CONTROL, Message
 
 # How long a leaving node waits for the control node to say that it has read the cause.
 _ACK_WAIT_S = 5.0

@@ -39,9 +39,14 @@ class AgentProcess:
         Seconds that workers have after SIGTERM if the task dies.
     on_event : callable
         Called in a thread of its own with every event of the guardian; the last one is ``end``,
-        whatever happens to the guardian.
+        whatever happens to the guardian. If that was killed itself, ``guardian`` is its exit code.
     workers : int
         How many workers the agent will start.
+    silence_s : float
+        Seconds that a worker, the agent or the task may be stopped by a signal before that counts as a
+        failure.
+    restarts : bool, default False
+        Whether the agent may start its workers again by itself.
     cwd : str, optional
         Working directory; default is the task's.
     scratch : str, optional
@@ -56,11 +61,14 @@ class AgentProcess:
         grace_s: float,
         on_event: Callable[[Event], None],
         workers: int,
+        silence_s: float,
+        restarts: bool = False,
         cwd: str | None = None,
         scratch: str | None = None,
     ) -> None:
         options = ["--stdout", logs["stdout"], "--stderr", logs["stderr"], "--grace", str(grace_s)]
-        options += ["--workers", str(workers)]
+        options += ["--workers", str(workers), "--silence", str(silence_s)]
+        options += ["--restarts"] if restarts else []
         options += ["--cwd", cwd] if cwd else []
         options += ["--scratch", scratch] if scratch else []
         self._argv = [sys.executable, "-I", "-S", _GUARDIAN, *options, "--", *command]
@@ -84,10 +92,17 @@ class AgentProcess:
 
         Returns at once; the ``end`` event tells when it is done. Safe to call more than once.
         """
+        self._command(f"stop {grace_s}")
+
+    def preempt(self, grace_s: float, number: int) -> None:
+        """As `stop`, but first the workers alone get signal `number` and up to `grace_s` seconds to save."""
+        self._command(f"preempt {grace_s} {number}")
+
+    def _command(self, line: str) -> None:
         guardian = self._guardian
         if guardian is not None and guardian.stdin is not None and guardian.poll() is None:
             with suppress(OSError, ValueError):  # it has ended meanwhile
-                guardian.stdin.write(f"stop {grace_s}\n".encode())
+                guardian.stdin.write(f"{line}\n".encode())
                 guardian.stdin.flush()
 
     def close(self, grace_s: float) -> None:
@@ -128,5 +143,5 @@ class AgentProcess:
         self._guardian.wait()
         # The agent's parent-death signal makes it stop its workers; what does not obey is killed.
         guardian.await_or_kill(self._tree, self._grace_s)
-        error = f"the guardian process was killed ({self._guardian.returncode})"
-        self._on_event({"event": "end", "t": time.monotonic(), "status": None, "error": error, "left": []})
+        end = {"event": "end", "t": time.monotonic(), "status": None, "error": None, "left": []}
+        self._on_event({**end, "guardian": self._guardian.returncode})

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import difflib
 import math
+import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from .devices import parse_nproc
 from .errors import TorchrunConfigError
-from .launch_spec import DEFAULT_RETRY_ON, parse_port, parse_restarts, parse_retry_on
+from .launch_spec import parse_port
+from .policy import DEFAULT_RETRY_ON, parse_restarts, parse_retry_on, parse_signal
 
 DEFAULTS: dict[str, Any] = {
     "nproc_per_node": None,
@@ -24,6 +26,9 @@ DEFAULTS: dict[str, Any] = {
     "grace_s": 30,
     "max_restarts": 0,
     "retry_on": None,
+    "preemption_signal": "SIGTERM",
+    "hang_timeout_s": None,
+    "preflight": False,
 }
 
 
@@ -39,6 +44,9 @@ class StepSettings:
     grace_s: float
     max_restarts: int
     retry_on: frozenset[str]
+    preemption_signal: int
+    hang_timeout_s: float | None
+    preflight: bool
 
 
 def parse_settings(attributes: Mapping[str, Any], step: str) -> StepSettings:
@@ -67,6 +75,9 @@ def parse_settings(attributes: Mapping[str, Any], step: str) -> StepSettings:
         grace_s=_seconds(value("grace_s"), name("grace_s"), zero=True),
         max_restarts=parse_restarts(value("max_restarts"), name("max_restarts")) or 0,
         retry_on=DEFAULT_RETRY_ON if retry_on is None else retry_on,
+        preemption_signal=parse_signal(value("preemption_signal"), name("preemption_signal")) or signal.SIGTERM,
+        hang_timeout_s=parse_seconds(value("hang_timeout_s"), name("hang_timeout_s")),
+        preflight=_switch(value("preflight"), name("preflight")),
     )
     if settings.master_port is not None and settings.master_port == settings.channel_port:
         raise TorchrunConfigError(
@@ -101,6 +112,14 @@ def parse_seconds(value: Any, setting: str) -> float | None:
         If it is no positive number.
     """
     return None if value is None else _seconds(value, setting)
+
+
+def _switch(value: Any, setting: str) -> bool:
+    """Return True or False; both may be text or a number, as `--with` sends them."""
+    word = "false" if value is None else str(value).strip().lower()
+    if word not in ("true", "1", "false", "0"):
+        raise TorchrunConfigError(f"{setting} is {value!r}, but it must be True or False.")
+    return word in ("true", "1")
 
 
 def _seconds(value: Any, setting: str, zero: bool = False) -> float:

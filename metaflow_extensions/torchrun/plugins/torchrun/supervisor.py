@@ -12,32 +12,25 @@ import os
 import platform
 import queue
 import shutil
-import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from .devices import Machine, omp_threads
 from .errors import TorchrunError, from_wire
 from .events import Event
-from .failure import (
-    TAIL_LINES,
-    Cause,
-    WorkerEnd,
-    describe_exit,
-    ends_reported_by_agent,
-    pids_stopped_by_agent,
-    read_tail,
-    worker_cause,
-)
-from .gang import CONTROL, Message
+from .evidence import collect, hook_environment
+from .failure import Cause
+from .gang import EVIDENCE_S
+from .generation import Generation, evidence_folder
 from .launch_spec import LaunchSpec, Rendezvous, agent_command, agent_environment, shown
-from .logs import LogFollower, worker_folder
+from .launch_state import CONTROL, Message
+from .logs import LogFollower
 from .membership import Membership
-from .memory import describe_oom, memory_limit, oom_kills
 from .network import interface_of, interface_towards
+from .policy import LaunchPolicy
 from .process import AgentProcess
 from .result import TorchrunResult
 
@@ -45,27 +38,8 @@ from .result import TorchrunResult
 _MAX_CAUSES = 8
 # How long to wait for the gang's verdict after the control node had to have decided.
 _VERDICT_MARGIN_S = 30.0
-
-
-@dataclass
-class Generation:
-    """The workers between one *go* and their end, on this node."""
-
-    number: int
-    folder: str
-    command: list[str]
-    agent: AgentProcess
-    follower: LogFollower
-    agent_stderr: str
-    oom_kills_before: int | None = None
-    ends: dict[int, WorkerEnd] = field(default_factory=dict)
-    ended_at: dict[int, float] = field(default_factory=dict)
-    reaped: dict[int, int] = field(default_factory=dict)  # local rank -> pid, of ends that torchrun alone saw
-    reaped_failed: bool = False
-    stopping: bool = False
-    preempted: bool = False
-    agent_exit: int | None = None
-    error: str | None = None
+# The gang hears of output once in this part of hang_timeout_s.
+_ACTIVE_PART = 0.1
 
 
 class Supervisor:
@@ -81,10 +55,12 @@ class Supervisor:
         Address of the control node as this node reaches it.
     machine : Machine
         What this node may use.
+    policy : LaunchPolicy
+        What is to be done when; the control node's counts.
     grace_s : float
         Seconds workers have between SIGTERM and SIGKILL.
-    timeout_s : float or None
-        How long the launch may take from *go*; the control node's value counts.
+    silence_s : float
+        Seconds that a process of this node may be stopped by a signal.
     facts : mapping
         What must agree besides the launch itself, for example the torch version.
     write : callable
@@ -97,8 +73,9 @@ class Supervisor:
         membership: Membership,
         main_addr: str,
         machine: Machine,
+        policy: LaunchPolicy,
         grace_s: float,
-        timeout_s: float | None,
+        silence_s: float,
         facts: Mapping[str, Any],
         write: Callable[[str, str], None],
     ) -> None:
@@ -106,14 +83,16 @@ class Supervisor:
         self._seat = membership
         self._main_addr = main_addr
         self._machine = machine
+        self._policy = policy
         self._grace_s = grace_s
-        self._timeout_s = timeout_s
+        self._silence_s = silence_s
         self._facts = dict(facts)
         self._write = write
         self._launch = -1
         self._generation: Generation | None = None
         self._verdict: TorchrunError | None = None
         self._went_at = 0.0
+        self._said_active_at = 0.0
         self._command: list[str] = []
         self._exit_codes: dict[int, int] = {}
         self._restarts: list[dict[str, Any]] = []
@@ -146,8 +125,7 @@ class Supervisor:
             "python": ".".join(platform.python_version_tuple()[:2]),
             "digest": spec.digest(),
             "master_port": spec.master_port,
-            "max_restarts": spec.max_restarts,
-            "timeout_s": self._timeout_s,
+            "policy": self._policy.to_wire(),
             **self._facts,
         }
 
@@ -169,10 +147,12 @@ class Supervisor:
             elif kind == "restart":
                 self._note_restart(message)
             elif kind == "stop" and self._generation is not None:
-                give_up_at = time.monotonic() + self._grace_s + _VERDICT_MARGIN_S
                 if self._seat.node == CONTROL and message.get("because"):
                     self._emit("stopping", f"{message['because']}; stopping all nodes")
-                self._stop("the gang stops")
+                if message.get("evidence") and not self._generation.stopping:
+                    self._collect_evidence(self._generation)
+                give_up_at = time.monotonic() + self._grace_s + _VERDICT_MARGIN_S
+                self._stop("the gang stops", message.get("signal"))
             elif kind == "agent_event":
                 self._on_agent_event(message["event"], message["generation"])
                 if self._generation is None:
@@ -206,7 +186,7 @@ class Supervisor:
                 # Waking up now and then also lets Python run its signal handlers.
                 return self._seat.inbox.get(timeout=0.5)
             except queue.Empty:
-                self._look_at_reaped()
+                self._look_around()
                 if give_up_at is not None and time.monotonic() > give_up_at:
                     raise TorchrunError(
                         f"The workers of node {self._seat.node} were told to stop but did not end within "
@@ -216,29 +196,63 @@ class Supervisor:
     # --- one generation -------------------------------------------------------------------------
 
     def _go(self, message: Message) -> None:
-        spec, number = self._spec, int(message["generation"])
+        number = int(message["generation"])
         if number == 0:
             self._went_at = time.monotonic()
+        try:
+            self._start(number, message)
+        except OSError as error:  # a full disk, no more processes, no memory
+            self._could_not_start(number, error)
+
+    def _could_not_start(self, number: int, error: OSError) -> None:
+        if self._generation is not None:
+            generation, self._generation = self._generation, None
+            generation.close(0.0)
+            generation.remove_files()
+        text = f"its torchrun agent could not be started: {error}"
+        self._emit("worker_failed", f"{text}; stopping all nodes")
+        causes = [{"cause": Cause("agent", self._seat.node, self._seat.host, exception=text).to_wire(), "age_s": 0.0}]
+        report = {"launch": self._launch, "generation": number, "ok": False, "causes": causes}
+        self._seat.send({"type": "ended", **report})
+
+    def _start(self, number: int, message: Message) -> None:
+        spec = self._spec
         folder = self._make_folder(number)
         run_id = f"launch{self._launch}-{number}"
         meeting = Rendezvous(self._main_addr, int(message["port"]), run_id, int(message["restarts"]))
-        # The control node's number counts, for all nodes.
-        command = agent_command(replace(spec, max_restarts=int(message["max_restarts"])), meeting, folder)
+        if spec.min_nodes is None:  # the control node's number counts, for all nodes
+            spec = replace(spec, max_restarts=int(message["max_restarts"]))
+        command = agent_command(spec, meeting, folder)
         # The connection to the others knows best which interface reaches them; a gang of one has none.
         own = message.get("own_address")
         interface = interface_of(own) if own else interface_towards(self._main_addr)
         env = agent_environment(spec, os.environ, omp_threads(self._machine, spec.nproc), interface)
+        if self._policy.hang_timeout_s is not None:
+            env = {**env, **hook_environment(evidence_folder(folder), env)}
         if self._machine.nodes_here > 1 and self._machine.accelerators:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(self._machine.own_accelerators)
         logs = {stream: os.path.join(folder, f"agent.{stream}") for stream in ("stdout", "stderr")}
-        for path in logs.values():
-            open(path, "wb").close()
+        try:
+            for path in logs.values():
+                open(path, "wb").close()
+        except OSError:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
         follower = LogFollower(folder, logs, self._label, f"[torchrun node {spec.node_index}] ", self._write)
         scratch = None if spec.log_dir is not None else folder
         agent = AgentProcess(
-            command, env, logs, self._grace_s, self._forward(number), workers=spec.nproc, cwd=spec.cwd, scratch=scratch
+            command,
+            env,
+            logs,
+            self._grace_s,
+            self._forward(number),
+            workers=spec.nproc,
+            silence_s=self._silence_s,
+            restarts=spec.min_nodes is not None,
+            cwd=spec.cwd,
+            scratch=scratch,
         )
-        self._generation = Generation(number, folder, command, agent, follower, logs["stderr"], oom_kills())
+        self._generation = Generation(spec, self._seat.host, number, folder, command, agent, follower, logs["stderr"])
         self._command = command
         self._emit("command", f"runs: {shown(command)}", command=command)
         follower.start()
@@ -254,6 +268,8 @@ class Supervisor:
         shown_ranks = self._spec.shown_local_ranks
         if shown_ranks is not None and local_rank not in shown_ranks:
             return None
+        if self._spec.min_nodes is not None:  # torchrun gives ranks out anew at each restart
+            return f"[node {self._spec.node_index} local rank {local_rank}] "
         return f"[rank {self._spec.global_rank(local_rank)}] "
 
     def _make_folder(self, number: int) -> str:
@@ -266,143 +282,111 @@ class Supervisor:
         generation = self._generation
         if generation is None or generation.number != number:
             return
-        if event["event"] == "worker_end":
+        kind = event["event"]
+        if kind == "worker":
+            generation.pids[event["rank"]] = event["pid"]
+        elif kind == "worker_end":
             self._worker_ended(generation, event)
-        elif event["event"] == "worker_reaped":
+        elif kind == "worker_reaped":
             generation.reaped[event["local_rank"]] = event["pid"]
             generation.ended_at[event["local_rank"]] = event["t"]
-        elif event["event"] == "agent_end":
+        elif kind == "frozen" and not generation.stopping:
+            generation.frozen = generation.frozen_cause(event["rank"], event["local_rank"], self._silence_s)
+            self._fail(generation, f"{generation.frozen.who} {generation.frozen.what}")
+        elif kind == "agent_end":
             self._agent_ended(generation, event["status"])
-        elif event["event"] == "end":
+        elif kind == "end":
             self._generation_ended(generation, event)
 
     def _worker_ended(self, generation: Generation, event: dict[str, Any]) -> None:
-        # If torchrun stops this one, it has seen another fail that we did not see.
-        by_agent = event["status"] != 0 and event["pid"] in pids_stopped_by_agent(generation.agent_stderr)
-        stopped = event["stopped"] or by_agent
-        end = WorkerEnd(event["local_rank"], event["rank"], event["status"], stopped, 0.0)
-        generation.ends[end.local_rank] = end
-        generation.ended_at[end.local_rank] = event["t"]
-        if by_agent and generation.reaped and not generation.stopping:
-            self._reaped_worker_failed(generation)
-        elif end.exit_code != 0 and not end.stopped and not generation.stopping:
-            text = f"rank {end.rank} {_how_ended(generation, end.exit_code)}; stopping all nodes"
-            self._emit("worker_failed", text, rank=end.rank, exit_code=end.exit_code)
-            self._report("failed", generation)
-            self._stop("a worker failed")
-
-    def _reaped_worker_failed(self, generation: Generation) -> None:
-        generation.reaped_failed = True
-        rank = self._spec.global_rank(_failed_unseen(generation))
-        self._emit("worker_failed", f"rank {rank} failed; stopping all nodes", rank=rank)
-        self._report("failed", generation)
-        self._stop("a worker failed")
-
-    def _look_at_reaped(self) -> None:
-        """See whether torchrun stops its workers because of an end that we did not see."""
-        generation = self._generation
-        if generation is None or not generation.reaped or generation.stopping:
+        end = generation.note_end(event)
+        self._say_active(generation, event["t"])
+        if generation.stopping or self._spec.min_nodes is not None:  # an elastic agent may start them again
             return
-        stopped = pids_stopped_by_agent(generation.agent_stderr)
-        seen = any(end.exit_code != 0 and not end.stopped for end in generation.ends.values())
-        if stopped and not seen and set(generation.reaped.values()) - stopped:
-            self._reaped_worker_failed(generation)
+        if generation.reaped and generation.stopped_by_agent(event):
+            self._failed_unseen(generation, generation.last_reaped())
+        elif end.exit_code != 0 and not end.stopped:
+            self._fail(generation, f"rank {end.rank} {generation.how_ended(end.exit_code)}", rank=end.rank)
+
+    def _failed_unseen(self, generation: Generation, local_rank: int) -> None:
+        generation.reaped_failed = True
+        rank = self._spec.global_rank(local_rank)
+        self._fail(generation, f"rank {rank} failed", rank=rank)
+
+    def _fail(self, generation: Generation, what: str, **facts: Any) -> None:
+        """Report a failure on this node at once and stop its workers."""
+        self._emit("worker_failed", f"{what}; stopping all nodes", **facts)
+        self._report("failed", generation)
+        self._stop(what)
+
+    def _look_around(self) -> None:
+        """See what no event tells: failures that only torchrun saw, and output."""
+        generation = self._generation
+        if generation is None or generation.stopping:
+            return
+        local_rank = generation.failed_unseen() if self._spec.min_nodes is None else None
+        if local_rank is not None:
+            self._failed_unseen(generation, local_rank)
+        elif generation.follower.last_output_at is not None:
+            self._say_active(generation, generation.follower.last_output_at)
+
+    def _say_active(self, generation: Generation, at: float) -> None:
+        """Tell the gang that a worker has written or ended, unless it knows of something about as recent."""
+        limit_s = self._policy.hang_timeout_s
+        if limit_s is not None and at > self._said_active_at + limit_s * _ACTIVE_PART:
+            self._said_active_at = at
+            age = {"age_s": time.monotonic() - at}
+            self._seat.send({"type": "active", "launch": self._launch, "generation": generation.number, **age})
 
     def _agent_ended(self, generation: Generation, status: int) -> None:
         """The agent ended by itself: fine, or before us it saw a worker fail, or it failed itself."""
         generation.agent_exit = status
         if status != 0 and not generation.stopping:
-            self._add_unseen_ends(generation)
-            self._emit(
-                "worker_failed", f"{self._first_failure(generation, status)}; stopping all nodes", exit_code=status
-            )
+            generation.add_unseen_ends()
+            text = f"{generation.first_failure(status)}; stopping all nodes"
+            self._emit("worker_failed", text, exit_code=status)
             self._report("failed", generation, final=True)
             generation.stopping = True
 
-    def _first_failure(self, generation: Generation, agent_status: int) -> str:
-        """Return what the log says of an agent that ended before the guardian saw why."""
-        failed = [end for end in generation.ends.values() if end.exit_code != 0 and not end.stopped]
-        if not failed:
-            return f"the torchrun agent {describe_exit(agent_status)}"
-        return f"rank {failed[0].rank} {_how_ended(generation, failed[0].exit_code)}"
-
-    def _stop(self, why: str) -> None:
+    def _stop(self, why: str, preemption_signal: int | None = None) -> None:
         generation = self._generation
         if generation is not None and not generation.stopping:
             generation.stopping = True
             self._emit("stopping", "", why=why)
-            generation.agent.stop(self._grace_s)
+            if preemption_signal is None:
+                generation.agent.stop(self._grace_s)
+            else:
+                generation.agent.preempt(self._grace_s, preemption_signal)
+
+    def _collect_evidence(self, generation: Generation) -> None:
+        """Write down where every worker of this node is, before they are stopped."""
+        running = {rank: pid for rank, pid in generation.pids.items() if not generation.has_ended(rank)}
+        name = f"node{self._seat.node}-launch{self._launch}-{generation.number}"
+        found = collect(running, generation.evidence_folder, self._spec.log_dir, name, EVIDENCE_S)
+        self._emit("evidence", f"what the workers were doing:\n{found.text}", file=found.file)
+        generation.evidence = {"host": self._seat.host, "file": found.file, "where": found.where}
 
     def _generation_ended(self, generation: Generation, event: dict[str, Any]) -> None:
         if generation.agent_exit is None:
             generation.agent_exit, generation.error = event["status"], event["error"]
-        self._add_unseen_ends(generation)
-        generation.follower.finish()
-        generation.agent.close(0.0)
+            generation.guardian_exit = event.get("guardian")
+        generation.add_unseen_ends()
+        generation.close(0.0)
         if event["left"]:
             self._emit("left_behind", f"stopped what the workers had left running: {', '.join(event['left'])}")
         self._exit_codes = {end.rank: end.exit_code for end in generation.ends.values()}
         self._report("ended", generation, final=True)
-        self._remove(generation)
+        generation.remove_files()
         self._generation = None
-
-    def _add_unseen_ends(self, generation: Generation) -> None:
-        """Fill in the workers whose end the guardian did not see from what torchrun says."""
-        reported = ends_reported_by_agent(generation.agent_stderr)
-        if generation.agent_exit == 0:
-            reported = dict.fromkeys(range(self._spec.nproc), 0)
-        for local_rank, code in reported.items():
-            if local_rank not in generation.ends:
-                rank = self._spec.global_rank(local_rank)
-                stopped = code == -signal.SIGTERM or (generation.stopping and local_rank not in generation.reaped)
-                generation.ends[local_rank] = WorkerEnd(local_rank, rank, code, stopped, 0.0)
 
     def _report(self, kind: str, generation: Generation, final: bool = False) -> None:
         message: Message = {"type": kind, "launch": self._launch, "generation": generation.number}
-        message["causes"] = list(self._causes(generation, final))[:_MAX_CAUSES]
+        message["causes"] = list(generation.causes(final))[:_MAX_CAUSES]
         if kind == "ended":
             message["ok"] = generation.agent_exit == 0
             message["ended_well"] = sorted(end.rank for end in generation.ends.values() if end.exit_code == 0)
+            message["evidence"] = generation.evidence
         self._seat.send(message)
-
-    def _causes(self, generation: Generation, final: bool) -> Iterator[dict[str, Any]]:
-        """Yield this node's failures with their age, the earliest first; the agent's own only when no worker's is known."""
-        seat, now = self._seat, time.monotonic()
-        found = False
-        # Of an end that we did not see, what the worker left may tell; its exit code is not known yet.
-        unseen = [
-            WorkerEnd(local_rank, self._spec.global_rank(local_rank), -signal.SIGTERM, True, 0.0)
-            for local_rank in generation.reaped.keys() - generation.ends.keys()
-        ]
-        ends = [*generation.ends.values(), *unseen]
-        for end in sorted(ends, key=lambda end: generation.ended_at.get(end.local_rank, now)):
-            folder = worker_folder(generation.folder, end.local_rank)
-            stderr, error_file = os.path.join(folder, "stderr.log"), os.path.join(folder, "error.json")
-            cause = worker_cause(end, seat.node, seat.host, stderr, error_file)
-            if cause is not None:
-                found = True
-                if cause.kind == "signal" and _out_of_memory(generation, end.exit_code):
-                    cause = replace(cause, kind="oom", exception=describe_oom(memory_limit()))
-                yield {"cause": cause.to_wire(), "age_s": now - generation.ended_at.get(end.local_rank, now)}
-        if generation.reaped_failed and not found:
-            found = True
-            yield {"cause": self._reaped_cause(generation).to_wire(), "age_s": 0.0}
-        agent_failed = final and not generation.stopping and generation.agent_exit != 0
-        if agent_failed and not found:
-            yield {"cause": self._agent_cause(generation).to_wire(), "age_s": 0.0}
-
-    def _reaped_cause(self, generation: Generation) -> Cause:
-        """Return what can be said of a worker that left no exception and whose exit code nobody told."""
-        local_rank = _failed_unseen(generation)
-        tail = read_tail(os.path.join(worker_folder(generation.folder, local_rank), "stderr.log"))
-        rank = self._spec.global_rank(local_rank)
-        return Cause("exit", self._seat.node, self._seat.host, rank, local_rank, detail="\n".join(tail[-TAIL_LINES:]))
-
-    def _agent_cause(self, generation: Generation) -> Cause:
-        tail = "\n".join(read_tail(generation.agent_stderr)[-TAIL_LINES:])
-        code = generation.agent_exit
-        how = generation.error or (_how_ended(generation, code) if code is not None else "vanished")
-        return Cause("agent", self._seat.node, self._seat.host, None, None, code, f"its torchrun agent {how}", tail)
 
     # --- the end --------------------------------------------------------------------------------
 
@@ -419,9 +403,8 @@ class Supervisor:
         finally:
             if self._generation is not None:
                 generation, self._generation = self._generation, None
-                generation.agent.close(self._grace_s)
-                generation.follower.finish()
-                self._remove(generation)
+                generation.close(self._grace_s)
+                generation.remove_files()
                 end = {"launch": self._launch, "generation": generation.number, "ok": False, "causes": []}
                 self._seat.send({"type": "ended", **end})
 
@@ -431,10 +414,6 @@ class Supervisor:
         cause = self._seat.cause_of(error)
         report = {"launch": self._launch, "generation": generation.number, "causes": [{"cause": cause, "age_s": 0.0}]}
         self._seat.send({"type": "failed", **report})
-
-    def _remove(self, generation: Generation) -> None:
-        if self._spec.log_dir is None:
-            shutil.rmtree(generation.folder, ignore_errors=True)
 
     def _emit(self, kind: Any, text: str, **facts: Any) -> None:
         self._seat.emit(Event(kind, self._seat.node, text, self._launch, facts))
@@ -452,24 +431,3 @@ class Supervisor:
             duration_s=time.monotonic() - self._went_at,
             exit_codes=dict(sorted(self._exit_codes.items())),
         )
-
-
-def _out_of_memory(generation: Generation, exit_code: int) -> bool:
-    """Tell whether it was the kernel's out-of-memory killer: its counter has moved since *go*."""
-    before, now = generation.oom_kills_before, oom_kills()
-    return exit_code == -signal.SIGKILL and before is not None and now is not None and now > before
-
-
-def _how_ended(generation: Generation, exit_code: int) -> str:
-    """Say how a process of this generation ended."""
-    return f"ran {describe_oom(memory_limit())}" if _out_of_memory(generation, exit_code) else describe_exit(exit_code)
-
-
-def _failed_unseen(generation: Generation) -> int:
-    """Return the local rank that failed unseen: the last to be reaped that torchrun had not stopped itself.
-
-    Ranks reaped before it ended well; torchrun stops the others at the first failure.
-    """
-    stopped = pids_stopped_by_agent(generation.agent_stderr)
-    own = [rank for rank, pid in generation.reaped.items() if pid not in stopped] or list(generation.reaped)
-    return max(own, key=generation.ended_at.__getitem__)

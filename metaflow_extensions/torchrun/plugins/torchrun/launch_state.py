@@ -1,0 +1,158 @@
+"""What the control node knows of one launch, and what it tells of its end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from .errors import GangError, LaunchFailed, LaunchHung, LaunchTimeout, TorchrunError, TorchrunPreempted
+from .failure import Cause, DatedCause, first_cause
+from .policy import LaunchPolicy
+
+Message = dict[str, Any]
+
+CONTROL = 0
+"""Index of the control node."""
+
+Phase = Literal["gathering", "running", "stopping", "over"]
+
+# Facts of *ready* that must be the same on every node, and how to call them.
+_MUST_AGREE = {
+    "launch": "launch number",
+    "devices": "kind of accelerators",
+    "nproc": "processes per node",
+    "torch": "torch version",
+    "cuda": "CUDA version that torch was built for",
+    "nccl": "NCCL version",
+    "python": "Python version",
+    "digest": "entrypoint and torchrun options",
+    "contents": "contents of the entrypoint",
+}
+_HEADLINE = 300  # characters
+
+
+@dataclass
+class Launch:
+    """One launch as the control node knows it."""
+
+    number: int
+    phase: Phase = "gathering"
+    ready: dict[int, Message] = field(default_factory=dict)
+    generation: int = 0
+    moves: int = 0
+    ended: dict[int, Message] = field(default_factory=dict)
+    causes: list[DatedCause] = field(default_factory=list)
+    dropped: set[int] = field(default_factory=set)  # nodes that an elastic launch goes on without
+    policy: LaunchPolicy = field(default_factory=LaunchPolicy)
+    went_at: float = 0.0
+    active_at: float = 0.0
+    deadline: float = float("inf")
+    stop_by: float = float("inf")
+    restart_at: float | None = None
+    remind_at: float = float("inf")
+
+    @property
+    def restarts(self) -> int:
+        """How often the gang was restarted because of a failure; a move to another port is none."""
+        return self.generation - self.moves
+
+    @property
+    def preempted(self) -> Cause | None:
+        """The first preemption of a node in this generation, be it the first cause or not; it will not come back."""
+        return first_cause(dated for dated in self.causes if dated.cause.category == "preempted")
+
+    def can_go_on_with(self, nodes: Sequence[int]) -> bool:
+        """Tell whether an elastic launch can do with `nodes` alone; the control node hosts its store."""
+        wanted = self.policy.min_nodes
+        return wanted is not None and self.phase == "running" and CONTROL in nodes and len(nodes) >= wanted
+
+    def cause_of(self, node: int) -> Cause | None:
+        """Return the failure of one node, or None."""
+        return first_cause(dated for dated in self.causes if dated.cause.node == node)
+
+    def contradiction(self) -> TorchrunError | None:
+        """Return what keeps the nodes from working together, naming nodes and values, or None."""
+        for key, name in _MUST_AGREE.items():
+            values: dict[Any, list[int]] = {}
+            for node in sorted(self.ready):
+                values.setdefault(self.ready[node].get(key), []).append(node)
+            if len(values) > 1:
+                said = ", ".join(f"{names(nodes)}: {value}" for value, nodes in values.items())
+                return GangError(
+                    f"The nodes differ in the {name} ({said}). Every node must call current.torch.run in the same order "
+                    "with the same settings, on the same software."
+                )
+        return None
+
+    def overrun(self, now: float) -> tuple[str, str] | None:
+        """Return kind and text of the limit that the generation has passed, or None."""
+        policy = self.policy
+        if now > self.deadline:
+            return "timeout", "longer than the step's @timeout allows"
+        if policy.timeout_s is not None and now - self.went_at > policy.timeout_s:
+            return "timeout", f"longer than {policy.timeout_s:g} s"
+        if policy.hang_timeout_s is not None and now - self.active_at > policy.hang_timeout_s:
+            return "hang", f"no rank wrote anything or exited for {policy.hang_timeout_s:g} s"
+        return None
+
+    def first_cause(self) -> Cause | None:
+        """Return the failure that started it all; of a hang with what the nodes have found."""
+        cause = first_cause(self.causes)
+        return replace(cause, detail=self._evidence()) if cause is not None and cause.kind == "hang" else cause
+
+    def _evidence(self) -> str:
+        """Return where every rank was when the launch hung, and where the evidence lies."""
+        found = {node: message["evidence"] for node, message in sorted(self.ended.items()) if message.get("evidence")}
+        where = {int(rank): place for evidence in found.values() for rank, place in evidence["where"].items()}
+        lines = [f"Rank {rank} was at {place}." for rank, place in sorted(where.items())]
+        for node, evidence in found.items():
+            file = evidence["file"] or "in its log only"
+            lines.append(f"Stacks of node {node} (host {evidence['host']}): {file}")
+        return "\n".join(lines)
+
+    def error(self, cause: Cause | None, silent: list[int]) -> LaunchFailed:
+        """Return what every node raises after a failed launch; `silent` nodes did not report their end."""
+        quiet = f"\nNo word came from {names(silent)} about their end." if silent else ""
+        if cause is None:
+            return LaunchFailed(f"Launch {self.number} failed.{quiet}")
+        cls, text = self._class_and_text(cause)
+        return cls(f"{text}{quiet}" + (f"\n{cls.remedy}" if cls is TorchrunPreempted else ""), cause.to_wire())
+
+    def _class_and_text(self, cause: Cause) -> tuple[type[LaunchFailed], str]:
+        stopped = f"Launch {self.number} was stopped"
+        if cause.kind == "timeout":
+            remedy = "run(timeout_s=...) and the step's @timeout change how long it may run."
+            return LaunchTimeout, f"{stopped}: it ran {cause.exception}. {remedy}"
+        if cause.kind == "hang":
+            remedy = "hang_timeout_s changes how long they may be silent."
+            return LaunchHung, f"{stopped}: {cause.exception}. {remedy}\n{cause.detail}"
+        if cause.category == "preempted":
+            saved = sorted(rank for message in self.ended.values() for rank in message.get("ended_well", ()))
+            ended = ", ".join(map(str, saved)) or "none"
+            text = f"{cause.describe()}\n{stopped} on all nodes. Ranks that exited with code 0 in time: {ended}."
+            return TorchrunPreempted, text
+        count = f" after {self.restarts} restarts" if self.restarts else ""
+        text = f"{cause.describe()}\n{stopped} on all nodes{count} (class of the cause: {cause.category})."
+        if self.preempted is not None:
+            text += f" Meanwhile {self.preempted.who} {self.preempted.what}."
+        return LaunchFailed, text
+
+
+def class_of(cause: Cause) -> type[LaunchFailed]:
+    """Return the error's class for a node that failed outside of its workers."""
+    return TorchrunPreempted if cause.category == "preempted" else LaunchFailed
+
+
+def names(nodes: Iterable[int]) -> str:
+    """Return ``"node 1"`` or ``"nodes 1, 2"``."""
+    listed = list(nodes)
+    return ("node " if len(listed) == 1 else "nodes ") + ", ".join(map(str, listed))
+
+
+def headline(cause: Cause | None) -> str:
+    """Return who failed and how in one line, for the logs; empty if the control node has said so itself."""
+    if cause is None or (cause.node == CONTROL and cause.kind not in ("timeout", "hang")):
+        return ""
+    line = f"{cause.who} {cause.what}".splitlines()[0]
+    return line if len(line) <= _HEADLINE else line[:_HEADLINE] + "…"

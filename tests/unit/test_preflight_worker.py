@@ -1,0 +1,314 @@
+"""The preflight's own script, as far as it goes without torch: what it makes of reports and figures."""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import closing
+from datetime import timedelta
+
+import pytest
+from unit_helpers import write
+
+from metaflow_extensions.torchrun.plugins.torchrun import preflight_worker
+from metaflow_extensions.torchrun.plugins.torchrun.preflight_worker import (
+    Board,
+    Figures,
+    Place,
+    PreflightError,
+    bus_bandwidth,
+    choose_backend,
+    connect_to,
+    judge_connections,
+    listen,
+    own_address,
+    ring_phases,
+    slow_nodes,
+    summary,
+)
+
+HOSTS = [f"host-{letter}" for letter in "abcdefgh"]
+GOOD, SLOW = Figures(0.0001, 2e9), Figures(0.1, 2e7)
+
+
+# --- the ring -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nodes", range(9))
+def test_every_link_is_measured_once_and_no_node_is_in_two_at_a_time(nodes):
+    phases = ring_phases(nodes)
+    links = [link for phase in phases for link in phase]
+    assert sorted(links) == list(range(nodes if nodes > 2 else max(0, nodes - 1)))
+    for phase in phases:
+        ends = [end for link in phase for end in (link, (link + 1) % nodes)]
+        assert len(ends) == len(set(ends))
+    assert len(phases) <= 3
+
+
+# --- who is slow ----------------------------------------------------------------------------------
+
+
+def ring(nodes, slow=(), good=GOOD, bad=SLOW):
+    """Return the links of each node of a ring in which all links of some nodes are slow."""
+    found = {node: [] for node in range(nodes)}
+    for one in range(nodes):
+        other = (one + 1) % nodes
+        figures = bad if {one, other} & set(slow) else good
+        found[one].append(figures)
+        found[other].append(figures)
+    return found
+
+
+@pytest.mark.parametrize("nodes", [3, 4, 5, 8])
+def test_a_slow_node_is_named_and_its_good_neighbours_are_not(nodes):
+    for slow in range(nodes):
+        warnings = slow_nodes(ring(nodes, {slow}), HOSTS)
+        assert len(warnings) == 1
+        assert (
+            f"warning: preflight: node {slow} (host {HOSTS[slow]}) is slow: its best link has 100 ms, 0.02 GB/s"
+            in warnings[0]
+        )
+        assert "that of the median node 0.1 ms, 2 GB/s" in warnings[0]
+
+
+def test_two_slow_nodes_are_both_named():
+    assert [re.findall(r"node (\d) \(host", text) for text in slow_nodes(ring(8, {2, 5}), HOSTS)] == [["2"], ["5"]]
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 3, 8])
+def test_nobody_is_named_where_all_are_alike(nodes):
+    assert slow_nodes(ring(nodes), HOSTS) == []
+    assert slow_nodes(ring(nodes, range(nodes)), HOSTS) == []
+
+
+def test_of_two_nodes_neither_can_be_told_from_the_other():
+    assert slow_nodes({0: [SLOW], 1: [SLOW]}, HOSTS) == []
+
+
+@pytest.mark.parametrize(
+    ("figures", "named"),
+    [
+        (Figures(0.0005, 2e9), False),  # five times slower, but a scheduler's whim
+        (Figures(0.0012, 2e9), True),
+        (Figures(0.0001, 0.7e9), False),
+        (Figures(0.0001, 0.6e9), True),
+    ],
+)
+def test_either_figure_may_show_it(figures, named):
+    assert bool(slow_nodes(ring(4, {1}, bad=figures), HOSTS)) is named
+
+
+def test_where_all_are_slow_a_little_slower_is_nobody():
+    assert slow_nodes(ring(4, {1}, good=Figures(0.01, 2e9), bad=Figures(0.02, 2e9)), HOSTS) == []
+
+
+# --- what is printed ------------------------------------------------------------------------------
+
+
+def test_the_line_of_a_node():
+    place = Place(rank=2, local_rank=0, node=1, nproc=2, world=4)
+    assert place.next_node == 0
+    text = summary(place, "b", Figures(0.00021, 1.3e9), Figures(0.0001, 1.1e9))
+    reduced = "all-reduce over 4 ranks: 0.21 ms, 1.3 GB/s (bus 1.9 GB/s)"
+    assert text == f"preflight: node 1 (host b): {reduced}; link to node 0: 0.1 ms, 1.1 GB/s"
+    assert summary(place, "b", Figures(0.00021, 1.3e9), None).endswith("(bus 1.9 GB/s)")
+
+
+def test_large_and_small_figures_are_written_without_powers_of_ten():
+    assert str(Figures(1.2345, 4.56e11)) == "1234 ms, 456 GB/s"
+    assert str(Figures(0.0000035, 1.8e7)) == "0.0035 ms, 0.018 GB/s"
+
+
+@pytest.mark.parametrize(("ranks", "bus"), [(2, 1.0), (4, 1.5), (8, 1.75)])
+def test_the_bus_bandwidth_is_that_of_nccl_tests(ranks, bus):
+    assert bus_bandwidth(1.0, ranks) == bus
+
+
+# --- devices and connections ----------------------------------------------------------------------
+
+
+def seen(*devices, nproc=2):
+    """Return the reports of a gang whose nodes see so many devices each."""
+    return [
+        {"host": HOSTS[node], "devices": count, "cuda": count >= nproc}
+        for node, count in enumerate(devices)
+        for _ in range(nproc)
+    ]
+
+
+def test_a_device_for_every_worker_means_nccl():
+    assert choose_backend(seen(2, 8), 2) == "nccl"
+
+
+@pytest.mark.parametrize("devices", [(0, 0), (1, 1), (1, 0)])
+def test_too_few_devices_on_every_node_mean_gloo(devices):
+    assert choose_backend(seen(*devices), 2) == "gloo"
+
+
+def test_a_node_that_differs_is_named():
+    with pytest.raises(PreflightError, match=r"^node 1 \(host host-b\) .*node 0: 2, node 1: 0, node 2: 2; .*each: 2"):
+        choose_backend(seen(2, 0, 2), 2)
+
+
+def tried(**failed):
+    """Return the reports of four nodes; `failed` says of a node, as n1, why it did not reach the next."""
+    return [{"why": failed.get(f"n{node}")} for node in range(4)]
+
+
+def test_nodes_that_reach_each_other_are_fine():
+    assert judge_connections(tried(), 1, HOSTS) == {}
+
+
+@pytest.mark.parametrize(
+    ("failed", "named"),
+    [
+        ({"n1": "timed out", "n2": "timed out"}, "node 2 (host host-c)"),
+        ({"n3": "timed out", "n0": "timed out"}, "node 0 (host host-a)"),
+        ({"n1": "timed out"}, "nodes 1 (host host-b), 2 (host host-c)"),
+        ({"n1": "timed out", "n2": "timed out", "n3": "timed out"}, "nodes 2 (host host-c), 3 (host host-d)"),
+    ],
+)
+def test_the_node_that_two_ways_fail_at_is_to_blame(failed, named):
+    with pytest.raises(PreflightError) as caught:
+        judge_connections(tried(**failed), 1, HOSTS)
+    assert str(caught.value).startswith(f"{named} can't be reached from a neighbour")
+
+
+def test_of_two_nodes_both_are_named():
+    with pytest.raises(
+        PreflightError, match=r"^nodes 0 \(host host-a\), 1 \(host host-b\) .*\(node 1 to node 0: no route"
+    ):
+        judge_connections([{"why": None}, {"why": None}, {"why": "no route"}, {"why": None}], 2, HOSTS)
+
+
+def test_connecting():
+    with closing(listen("10.0.0.1")) as listener:
+        port = listener.getsockname()[1]
+        assert connect_to((own_address("127.0.0.1"), port), 5) is None
+    assert "refused" in connect_to(("127.0.0.1", port), 5)
+
+
+def test_on_a_local_run_nobody_else_can_connect():
+    with closing(listen("127.0.0.1")) as listener:
+        host, port = listener.getsockname()
+        assert host == "127.0.0.1"
+        assert connect_to(("127.0.0.1", port), 5) is None
+        assert "refused" in connect_to(("127.0.0.2", port), 5)
+
+
+def test_own_address_is_the_one_that_leads_there():
+    assert own_address("127.0.0.1") == "127.0.0.1"
+    assert own_address(socket.gethostname())
+
+
+# --- the board ------------------------------------------------------------------------------------
+
+
+class Store:
+    """What the board needs of a torch store, in one process."""
+
+    def __init__(self):
+        self.values, self.changed = {}, threading.Condition()
+
+    def set(self, key, value):
+        with self.changed:
+            self.values[key] = value
+            self.changed.notify_all()
+
+    def get(self, key):
+        return self.values[key].encode()
+
+    def check(self, keys):
+        return all(key in self.values for key in keys)
+
+    def wait(self, keys, timeout: timedelta):
+        with self.changed:
+            if not self.changed.wait_for(lambda: self.check(keys), timeout.total_seconds()):
+                raise RuntimeError("wait timeout")
+
+
+def play(
+    works, judge=lambda reports: {"sum": sum(report["n"] for report in reports)}, nproc=1, wait_s=5.0, margin_s=5.0
+):
+    """Have each rank do its work, None is silent, and return what came of each."""
+    store, world, came = Store(), len(works), {}
+
+    def rank_does(rank, work):
+        board = Board(store, Place(rank, rank % nproc, rank // nproc, nproc, world))
+        board.hosts = HOSTS
+        try:
+            came[rank] = board.stage("the test", work, judge, wait_s, margin_s)
+        except PreflightError as error:
+            came[rank] = error
+
+    threads = [threading.Thread(target=rank_does, args=(rank, work)) for rank, work in enumerate(works) if work]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return came
+
+
+def says(number):
+    return lambda: {"n": number}
+
+
+def breaks():
+    raise ValueError("it's broken")
+
+
+def test_every_rank_gets_the_answer():
+    assert play([says(1), says(2), says(4)]) == {rank: {"sum": 7} for rank in range(3)}
+
+
+def test_rank_0_names_the_nodes_that_are_silent():
+    came = play([says(1), says(2), None, says(4)], nproc=2, wait_s=0.2, margin_s=0.2)
+    assert str(came[0]) == "node 1 (host host-b) did not take part in the test: no word within 0.2 s."
+    assert "node 0 did not answer" in str(came[1]), "rank 1 must not wait for ever"
+
+
+def test_rank_0_names_the_nodes_that_failed_and_why():
+    came = play([says(1), breaks, says(2), breaks], nproc=2, wait_s=0.5, margin_s=0.1)
+    why = "; ".join(f"rank {rank}: ValueError: it's broken" for rank in (1, 3))
+    assert str(came[0]) == f"the test failed on nodes 0 (host host-a), 1 (host host-b). {why}"
+
+
+def test_rank_0_waits_a_little_only_when_it_has_failed_itself():
+    begun = time.monotonic()
+    came = play([breaks, None], wait_s=20, margin_s=0.2)
+    assert "node 1 (host host-b) did not take part" in str(came[0])
+    assert time.monotonic() - begun < 10
+
+
+def test_without_rank_0_the_others_end_and_say_so():
+    came = play([None, says(1)], wait_s=0.1, margin_s=0.1)
+    assert str(came[1]) == "node 0 did not answer after the test: its rank 0 is stuck or slow."
+
+
+def test_what_rank_0_finds_wrong_it_raises():
+    def judge(reports):
+        raise PreflightError("node 1 is odd")
+
+    came = play([says(1), says(2)], judge, wait_s=0.1, margin_s=0.1)
+    assert str(came[0]) == "node 1 is odd"
+
+
+# --- as a script ----------------------------------------------------------------------------------
+
+
+def test_modules_beside_it_do_not_shadow_those_that_torch_needs(tmp_path):
+    """`import settings` in anybody's package must not find ours."""
+    write(tmp_path / "torch" / "__init__.py", "import sys, json\nprint(json.dumps(sys.path))\nraise SystemExit(0)\n")
+    script = preflight_worker.__file__
+    environ = {"PATH": os.environ["PATH"], "PYTHONPATH": str(tmp_path)}
+    names = {"RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0", "LOCAL_WORLD_SIZE": "1", "WORLD_SIZE": "1"}
+    done = subprocess.run(
+        [sys.executable, script], env={**environ, **names}, capture_output=True, text=True, check=True
+    )
+    path = json.loads(done.stdout)
+    assert str(tmp_path) in path
+    assert os.path.dirname(script) not in path
