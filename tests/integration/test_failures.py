@@ -193,9 +193,11 @@ def test_sigterm_of_a_task_stops_everything(start_flow, node):
     assert "exited with code 0 in time: none" in error["message"]
 
 
-def test_workers_that_save_when_preempted_count_as_saved(start_flow):
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+def test_workers_that_save_when_preempted_count_as_saved(start_flow, name):
     """Each worker gets the signal once and ends well after it, in its own time."""
-    flow = start_flow(runs_=TWO, do="*:save")
+    attrs = {} if name == "SIGTERM" else {"preemption_signal": name}
+    flow = start_flow(runs_=TWO, do="*:save", env={"SAVE_ON": name}, attrs=attrs)
     flow.await_notes("worker-*", 4)
     flow.await_notes("saves-*", 4)
     os.kill(flow.note("task-1")["pid"], signal.SIGTERM)

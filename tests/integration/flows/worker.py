@@ -28,9 +28,9 @@ def child() -> None:
 
 
 def save_when_told() -> None:
-    """Wait for SIGTERM, take a second to save, and end well."""
+    """Wait for the signal, take a second to save, and end well."""
     signals = []
-    signal.signal(signal.SIGTERM, lambda *_: signals.append(1))
+    signal.signal(getattr(signal, os.environ.get("SAVE_ON", "SIGTERM")), lambda *_: signals.append(1))
     note(f"saves-{RANK}", {})
     while not signals:
         time.sleep(0.05)

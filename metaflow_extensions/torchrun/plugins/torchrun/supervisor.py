@@ -228,6 +228,7 @@ class Supervisor:
         interface = interface_of(own) if own else interface_towards(self._main_addr)
         env = agent_environment(spec, os.environ, omp_threads(self._machine, spec.nproc), interface)
         if self._policy.hang_timeout_s is not None:
+            os.makedirs(evidence_folder(folder))
             env = {**env, **hook_environment(evidence_folder(folder), env)}
         if self._machine.nodes_here > 1 and self._machine.accelerators:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(self._machine.own_accelerators)
