@@ -87,6 +87,8 @@ def test_nobody_is_named_where_all_are_alike(nodes):
 
 def test_of_two_nodes_neither_can_be_told_from_the_other():
     assert slow_nodes({0: [SLOW], 1: [SLOW]}, HOSTS) == []
+    assert slow_nodes({0: [GOOD], 1: [SLOW]}, HOSTS) == [], "each end measures the link by itself"
+    assert slow_nodes({0: []}, HOSTS) == []
 
 
 @pytest.mark.parametrize(

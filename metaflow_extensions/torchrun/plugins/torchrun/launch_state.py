@@ -81,7 +81,7 @@ class Launch:
                 said = ", ".join(f"{names(nodes)}: {value}" for value, nodes in values.items())
                 return GangError(
                     f"The nodes differ in the {name} ({said}). Every node must call current.torch.run in the same order "
-                    "with the same settings, on the same software."
+                    "with the same settings, on the same software and kind of devices."
                 )
         return None
 

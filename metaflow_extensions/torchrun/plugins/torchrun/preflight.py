@@ -25,8 +25,12 @@ _SHM_DECORATORS = {"kubernetes": "kubernetes", "aws-batch": "batch"}
 
 
 def preflight_spec(spec: LaunchSpec) -> LaunchSpec:
-    """Return the launch that measures the network in which `spec` will run: same nodes, processes, port and variables."""
-    return replace(spec, entrypoint=_SCRIPT, args=(), module=False, options=(), shown_local_ranks=None, max_restarts=0)
+    """Return the launch that measures the network in which `spec` will run: same nodes, processes, port and variables.
+
+    All nodes take part and rank by their index, whatever torchrun's own elasticity is to do later.
+    """
+    own = replace(spec, entrypoint=_SCRIPT, args=(), module=False, options=(), shown_local_ranks=None)
+    return replace(own, max_restarts=0, min_nodes=None)
 
 
 def as_preflight(error: LaunchFailed) -> LaunchFailed:

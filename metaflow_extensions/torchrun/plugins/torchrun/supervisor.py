@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import platform
 import queue
 import shutil
 import tempfile
@@ -122,7 +121,6 @@ class Supervisor:
             "type": "ready",
             "launch": self._launch,
             "nproc": spec.nproc,
-            "python": ".".join(platform.python_version_tuple()[:2]),
             "digest": spec.digest(),
             "master_port": spec.master_port,
             "policy": self._policy.to_wire(),
@@ -230,7 +228,7 @@ class Supervisor:
         if self._policy.hang_timeout_s is not None:
             os.makedirs(evidence_folder(folder))
             env = {**env, **hook_environment(evidence_folder(folder), env)}
-        if self._machine.nodes_here > 1 and self._machine.accelerators:
+        if self._machine.nodes_here > 1 and self._machine.accelerators and "CUDA_VISIBLE_DEVICES" not in dict(spec.env):
             env["CUDA_VISIBLE_DEVICES"] = ",".join(self._machine.own_accelerators)
         logs = {stream: os.path.join(folder, f"agent.{stream}") for stream in ("stdout", "stderr")}
         try:
