@@ -186,8 +186,10 @@ class Generation:
             code, who = self.guardian_exit, "its guardian process"
         how = self.error or (self.how_ended(code) if code is not None else "vanished")
         number = signal_got_by_agent(tail)
-        if number is not None:
+        if self.guardian_exit is None and number is not None:  # without a guardian it gets SIGTERM from the kernel
             how = f"got {signal_name(number)}, which nobody of the gang has sent, and gave up"
+        if _is_full(self.folder):
+            how = f"{how}, on a full disk: nothing more can be written to {self.folder}"
         # One that has started its workers did start; it was ended, or lost its own connections.
         kind = "agent_ended" if self.pids or self.guardian_exit is not None else "agent"
         detail = "\n".join(tail[-TAIL_LINES:])

@@ -302,8 +302,9 @@ class Supervisor:
         self._say_active(generation, event["t"])
         if generation.stopping or self._spec.min_nodes is not None:  # an elastic agent may start them again
             return
-        if generation.reaped and generation.stopped_by_agent(event):
-            self._failed_unseen(generation, generation.last_reaped())
+        unseen = generation.failed_unseen()
+        if unseen is not None:
+            self._failed_unseen(generation, unseen)
         elif end.exit_code != 0 and not end.stopped:
             self._fail(generation, f"rank {end.rank} {generation.how_ended(end.exit_code)}", rank=end.rank)
 
