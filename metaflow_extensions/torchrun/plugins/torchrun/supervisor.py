@@ -290,8 +290,10 @@ class Supervisor:
             generation.reaped[event["local_rank"]] = event["pid"]
             generation.ended_at[event["local_rank"]] = event["t"]
         elif kind == "frozen" and not generation.stopping:
-            generation.frozen = generation.frozen_cause(event["rank"], event["local_rank"], self._silence_s)
-            self._fail(generation, f"{generation.frozen.who} {generation.frozen.what}")
+            fault = generation.frozen_cause(event["rank"], event["local_rank"], self._silence_s)
+            self._fail_because_of(fault, generation)
+        elif kind == "terminated" and not generation.stopping:
+            self._fail_because_of(generation.guardian_cause(), generation)
         elif kind == "agent_end":
             self._agent_ended(generation, event["status"])
         elif kind == "end":
@@ -312,6 +314,10 @@ class Supervisor:
         generation.reaped_failed = True
         rank = self._spec.global_rank(local_rank)
         self._fail(generation, f"rank {rank} failed", rank=rank)
+
+    def _fail_because_of(self, fault: Cause, generation: Generation) -> None:
+        generation.fault = fault
+        self._fail(generation, f"{fault.who} {fault.what}")
 
     def _fail(self, generation: Generation, what: str, **facts: Any) -> None:
         """Report a failure on this node at once and stop its workers."""
