@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import shlex
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -19,17 +21,27 @@ def commands(example: str) -> list[str]:
 
 
 @pytest.fixture
-def example(start_flow, tmp_path):
-    """Return a function that runs one command of a README in a copy of its folder."""
+def start_example(start_flow, tmp_path):
+    """Return a function that starts one command of a README in a copy of its folder."""
 
-    def run(name: str, command: str, expect: int = 0):
+    def start(name: str, command: str):
         assert command in commands(name), f"the README of {name} does not say so"
         folder = tmp_path / name
         if not folder.exists():
             shutil.copytree(EXAMPLES / name, folder)
         program, flow, verb, *arguments = shlex.split(command)
         assert (program, verb) == ("python", "run")
-        started = start_flow(*arguments, flow=flow, folder=folder)
+        return start_flow(*arguments, flow=flow, folder=folder)
+
+    return start
+
+
+@pytest.fixture
+def example(start_example):
+    """Return a function that runs one command of a README to its end."""
+
+    def run(name: str, command: str, expect: int = 0):
+        started = start_example(name, command)
         assert started.wait(170) == expect, started.text
         return started
 
@@ -51,20 +63,31 @@ def test_single_node(example):
     assert re.search(r"2 ranks.*ok", flow.text), flow.text
 
 
-def test_torch_ddp_goes_on_where_its_snapshot_ends(example):
+def test_torch_ddp_goes_on_where_its_snapshot_ends(example, start_example):
+    plain = start_example("torch-ddp", "python flow.py run")  # beside the others
     first = example("torch-ddp", "python flow.py run --epochs 3 --snapshot-dir snapshots")
     second = example("torch-ddp", "python flow.py run --epochs 6 --snapshot-dir snapshots")
     epoch = re.compile(r"\[rank 0\] epoch (\d+):")
     assert epoch.findall(first.text) == ["0", "1", "2"]
     assert "3 epochs are done already" in second.text
     assert epoch.findall(second.text) == ["3", "4", "5"]
+    assert plain.wait(60) == 0, plain.text
+    assert epoch.findall(plain.text) == ["0", "1", "2", "3", "4"]
+    assert "4 ranks over gloo ended with the same weights: ok" in plain.text
 
 
-def test_min_gpt_learns(example):
+def test_min_gpt_learns_and_writes_again_later(example, tmp_path):
     flow = example("min-gpt", "python flow.py run")
     losses = [float(x) for x in re.search(r"(\d\.\d+) before, (\d\.\d+) after training", flow.text).groups()]
     assert losses[1] < losses[0] - 1.5
     assert re.search(r"\| \S.{40}", flow.text.split("What it writes now:")[1]), flow.text
+
+    command = 'python generate.py --prompt "A function " --length 300 --seed 1'
+    assert command in commands("min-gpt")
+    words = [sys.executable, *shlex.split(command)[1:]]
+    written = subprocess.run(words, cwd=tmp_path / "min-gpt", env=flow.env, capture_output=True, text=True, timeout=60)
+    assert written.returncode == 0, written.stderr
+    assert re.fullmatch(r"A function (.|\n){300}\n", written.stdout), written.stdout
 
 
 def test_failing_node_names_the_rank(example):
