@@ -76,6 +76,13 @@ def test_torch_ddp_goes_on_where_its_snapshot_ends(example, start_example):
     assert "4 ranks over gloo ended with the same weights: ok" in plain.text
 
 
+def test_torch_ddp_goes_on_after_a_restart(example):
+    flow = example("torch-ddp", "python flow.py run --epochs 6 --snapshot-dir restarted --restarts 2 --fail-after 3")
+    assert "restart 1 of 2 in 1 s, because Rank 3 on node 1" in flow.text
+    assert "3 epochs are done already" in flow.text
+    assert re.findall(r"\[rank 0\] epoch (\d+):", flow.text) == ["0", "1", "2", "3", "4", "5"]
+
+
 def test_min_gpt_learns_and_writes_again_later(example, tmp_path):
     flow = example("min-gpt", "python flow.py run")
     losses = [float(x) for x in re.search(r"(\d\.\d+) before, (\d\.\d+) after training", flow.text).groups()]
