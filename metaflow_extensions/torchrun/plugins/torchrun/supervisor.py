@@ -415,8 +415,8 @@ class Supervisor:
                 self._seat.send({"type": "ended", **end})
 
     def _tell(self, error: BaseException, generation: Generation) -> None:
-        if error is self._seat.broken:
-            return  # the gang knows
+        if self._seat.gang_knows(error):
+            return
         cause = self._seat.cause_of(error)
         report = {"launch": self._launch, "generation": generation.number, "causes": [{"cause": cause, "age_s": 0.0}]}
         self._seat.send({"type": "failed", **report})
