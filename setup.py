@@ -29,7 +29,7 @@ setup(
     packages=find_namespace_packages(include=["metaflow_extensions", "metaflow_extensions.*"]),
     package_data={"metaflow_extensions.torchrun": ["py.typed"]},
     python_requires=">=3.10",
-    install_requires=["metaflow>=2.12"],
+    install_requires=["metaflow>=2.13"],
     extras_require={"examples": EXAMPLES, "test": TEST, "dev": DEV, "remote": [*TEST, *REMOTE]},
     classifiers=[
         "Development Status :: 4 - Beta",

@@ -38,6 +38,7 @@ ORDER = [
     "elastic",
     "devices",
     "memory",
+    "cgroup",
     "network",
     "preemption",
     "task_log",
