@@ -93,7 +93,7 @@ def test_the_others_are_waited_for_and_the_wait_is_told(seated, monkeypatch):
     seat.await_others(lambda: remaining.pop(0) if remaining else [])
     assert not remaining
     assert [event.text for event in events] == [
-        "done here; waiting for nodes 1, 2 to end their step and store its results"
+        "done here; waiting until nodes 1, 2 ended the step and stored the results"
     ]
 
 

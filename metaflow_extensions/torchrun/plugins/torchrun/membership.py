@@ -22,7 +22,7 @@ from typing import Any, Protocol
 from .errors import GangError, LaunchFailed, TorchrunError, TorchrunPreempted, from_wire
 from .events import Event, Subscriber
 from .failure import Cause
-from .launch_state import CONTROL, Message
+from .launch_state import CONTROL, Message, names
 
 # How long a leaving node waits for the control node to say that it has read the cause.
 _ACK_WAIT_S = 5.0
@@ -245,9 +245,7 @@ class Membership:
                 raise self._broken  # where no signal can tell: outside the main thread
             if time.monotonic() > say_at:
                 say_at += _REMIND_S
-                text = (
-                    f"done here; waiting for nodes {', '.join(map(str, nodes))} to end their step and store its results"
-                )
+                text = f"done here; waiting until {names(nodes)} ended the step and stored the results"
                 self.emit(Event("note", self.node, text))
             time.sleep(_LOOK_S)
         if self._broken is not None:
