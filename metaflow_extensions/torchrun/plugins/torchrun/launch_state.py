@@ -111,6 +111,14 @@ class Launch:
             lines.append(f"Stacks of node {node} (host {evidence['host']}): {file}")
         return "\n".join(lines)
 
+    def deposits(self) -> Message:
+        """Return where the values and exceptions of a function's ranks lie: kind -> global rank -> key."""
+        merged: Message = {}
+        for message in self.ended.values():
+            for kind, keys in (message.get("deposits") or {}).items():
+                merged.setdefault(kind, {}).update(keys)
+        return merged
+
     def error(self, cause: Cause | None, silent: list[int]) -> LaunchFailed:
         """Return what every node raises after a failed launch; `silent` nodes did not report their end."""
         quiet = f"\nNo word came from {names(silent)} about their end." if silent else ""
