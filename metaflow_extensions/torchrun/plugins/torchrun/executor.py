@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, overload
 
 from .console import write_output
 from .devices import Machine, Nproc, choose_nproc, this_machine
@@ -35,11 +35,9 @@ _warned_lock = threading.Lock()
 _warned: set[str] = set()
 
 
-class RunOptions(TypedDict, total=False):
-    """The keyword arguments of `TorchrunExecutor.run`, for type checkers; it tells what they mean."""
+class LaunchOptions(TypedDict, total=False):
+    """Keyword arguments that all kinds of `run` have, for type checkers; `TorchrunExecutor.run` tells what they mean."""
 
-    nproc_per_node: int | str | None
-    torchrun_args: Mapping[str, Any] | Sequence[Any] | None
     module: bool
     env: Mapping[str, Any] | None
     cwd: str | None
@@ -49,11 +47,18 @@ class RunOptions(TypedDict, total=False):
     retry_on: str | Sequence[str] | None
     hang_timeout_s: float | None
     preemption_signal: str | int | None
-    init: str | None
+    init: Literal["gloo", "nccl", "auto"] | None
     gather: bool
     push_results_dir_to_cloud: Any
     local_output_dir: Any
     cloud_output_dir: Any
+
+
+class RunOptions(LaunchOptions, total=False):
+    """The keyword arguments of `TorchrunExecutor.run`."""
+
+    nproc_per_node: int | str | None
+    torchrun_args: Mapping[str, Any] | Sequence[Any] | None
 
 
 @dataclass(frozen=True)
@@ -230,7 +235,7 @@ class TorchrunExecutor:
             What the workers get, once, when a node is preempted. Default: the attribute of ``@torchrun``.
         init : {"gloo", "nccl", "auto"}, optional
             Of a function: make this process group before the call and end it after, with the rank's own device
-            set; ``"auto"`` is nccl where there is CUDA, else gloo. Default: none is made.
+            set; ``"auto"`` is nccl where each rank has a CUDA device, else gloo. Default: none is made.
         gather : bool, default False
             Of a function: bring the values of all ranks to the control node's result, through Metaflow's
             datastore.
@@ -286,7 +291,7 @@ class TorchrunExecutor:
         with FunctionCall(entrypoint, entrypoint_args, init, gather, context.store) as call:
             request.entrypoint, request.entrypoint_args = call.command
             spec, nproc = self._spec(request)
-            spec = replace(spec, function=call.name, source=call.source)
+            spec = call.fit(spec)
             policy = self._policy(spec, timeout_s, retry_on, hang_timeout_s, preemption_signal)
             return self._run(spec, nproc, policy, call)
 
@@ -351,7 +356,7 @@ class TorchrunExecutor:
         except LaunchFailed as error:
             if call is None:
                 raise
-            original = call.original(error, supervisor.deposits.get("raised", {}))
+            original = call.original(error, supervisor.deposits)
             if original is error:
                 raise
             raise original from error
@@ -406,7 +411,7 @@ class TorchrunSingleNodeMultiGPU:
         entrypoint: Callable[..., T],
         entrypoint_args: Mapping[str, Any] | Sequence[Any] | None = None,
         nproc_per_node: int | str | None = None,
-        **options: Any,
+        **options: Unpack[LaunchOptions],
     ) -> TorchrunResult[T]: ...
 
     @overload
@@ -416,7 +421,7 @@ class TorchrunSingleNodeMultiGPU:
         entrypoint: Callable[..., T],
         entrypoint_args: Mapping[str, Any] | Sequence[Any] | None = None,
         nproc_per_node: int | str | None = None,
-        **options: Any,
+        **options: Unpack[LaunchOptions],
     ) -> TorchrunResult[T]: ...
 
     @overload
@@ -426,7 +431,7 @@ class TorchrunSingleNodeMultiGPU:
         entrypoint: str | os.PathLike[str] | None = None,
         entrypoint_args: Mapping[str, Any] | Sequence[Any] | None = None,
         nproc_per_node: int | str | None = None,
-        **options: Any,
+        **options: Unpack[LaunchOptions],
     ) -> TorchrunResult[None]: ...
 
     def run(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-import io
+import operator
 import os
 import pickle
 import shutil
@@ -17,17 +17,20 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from types import TracebackType
+from dataclasses import replace
+from types import FunctionType, TracebackType
 from typing import Any, Protocol
 
 from .errors import EntrypointError, LaunchFailed, TorchrunConfigError, WorkerFailed
-from .launch_spec import FUNCTION_WORKER, Request
+from .launch_spec import FUNCTION_WORKER, LaunchSpec, Request
 from .launch_state import CONTROL
 
 INITS = ("gloo", "nccl", "auto")
 # The names are agreed with function_worker.py.
 _CALL, _VALUES = "call.pkl", "values"
 _RETURNED, _RAISED = "returned-{}.pkl", "raised-{}.pkl"
+# How a worker ends that has raised: by its traceback, or by whatever spoilt the words or the exit after it.
+_RAISING = frozenset({"exception", "exit", "signal"})
 
 
 class ValueStore(Protocol):
@@ -77,7 +80,7 @@ class FunctionCall:
         self.folder = tempfile.mkdtemp(prefix="torchrun-call-")
         try:
             with open(os.path.join(self.folder, _CALL), "wb") as file:
-                pickle.dump({"path": _search_path(), "main": _main_file(), "init": init}, file)
+                pickle.dump({"path": _search_path(), "init": init, **_program()}, file)
                 _dump_call((function, args, kwargs), self.name, file)
         except BaseException:
             self.close()
@@ -100,6 +103,21 @@ class FunctionCall:
         """The script that makes the call in a worker, and its arguments."""
         return FUNCTION_WORKER, [self.folder]
 
+    def fit(self, spec: LaunchSpec) -> LaunchSpec:
+        """Return `spec` as the launch of this function.
+
+        Raises
+        ------
+        TorchrunConfigError
+            If it is torchrun's own elasticity that is asked for.
+        """
+        if spec.min_nodes is not None:
+            raise TorchrunConfigError(
+                "torchrun's own elasticity (nnodes='MIN:MAX') gives ranks out anew while it runs, so a function's values "
+                "would be nobody's. Launch a script with it, or the function with max_restarts."
+            )
+        return replace(spec, function=self.name, source=self.source)
+
     # --- called around each generation of workers -------------------------------------------------
 
     def begin(self) -> None:
@@ -107,34 +125,32 @@ class FunctionCall:
         shutil.rmtree(os.path.join(self.folder, _VALUES), ignore_errors=True)
         os.makedirs(os.path.join(self.folder, _VALUES))
 
-    def deposit(self, ranks: Sequence[int], node: int, ok: bool) -> dict[str, dict[str, str]]:
-        """Store what other nodes need: after a failure what was raised, with `gather` what was returned.
+    def deposit(self, rank: int, node: int, ok: bool) -> dict[str, str]:
+        """Store what other nodes need of a rank: after a failure what it raised, with `gather` what it returned.
 
         Returns
         -------
         dict
-            ``"raised"`` or ``"returned"``: global rank, as text -> key.
+            The global rank, as text -> its key; empty if there is nothing to store.
         """
         if self._store is None or (ok and (node == CONTROL or not self._gather)):
             return {}
-        keys = {}
-        for rank in ranks:
-            data = self._read(_RETURNED if ok else _RAISED, rank)
-            if data is None:
-                continue
-            try:
-                keys[str(rank)] = self._store.save(data)
-            except Exception:
-                if ok:
-                    raise  # values would be missing; of a failure there are words enough
-        return {"returned" if ok else "raised": keys}
+        data = self._read(_RETURNED if ok else _RAISED, rank)
+        if data is None:
+            return {}
+        try:
+            return {str(rank): self._store.save(data)}
+        except Exception:
+            if ok:
+                raise  # a value would be missing; of a failure there are words enough
+            return {}
 
     # --- called at the end ------------------------------------------------------------------------
 
-    def returned(self, ranks: Sequence[int], deposited: Mapping[str, str], is_control: bool) -> dict[int, bytes]:
-        """Return the pickled values: those of this node's `ranks`, and on the control node the gathered ones."""
+    def returned(self, ranks: Sequence[int], deposited: Mapping[str, str]) -> dict[int, bytes]:
+        """Return the pickled values of this node's `ranks` and of those that were deposited for this node."""
         values = {rank: self._read(_RETURNED, rank) for rank in ranks}
-        if is_control and self._gather and self._store is not None:
+        if self._store is not None:
             values.update({int(rank): self._store.load(key) for rank, key in deposited.items()})
         return {rank: value for rank, value in sorted(values.items()) if value is not None}
 
@@ -155,23 +171,21 @@ class FunctionCall:
             unpickled; `error` itself if the failure was no exception.
         """
         cause = error.cause or {}
-        if cause.get("kind") != "exception" or cause.get("rank") is None:
+        if type(error) is not LaunchFailed or cause.get("kind") not in _RAISING or cause.get("rank") is None:
             return error
         data, key = self._read(_RAISED, cause["rank"]), deposited.get(str(cause["rank"]))
         if data is None and key is not None and self._store is not None:
             with suppress(Exception):
                 data = self._store.load(key)
         if data is None:
-            return WorkerFailed(error.message, error.cause)
+            return WorkerFailed(error.message, error.cause) if cause["kind"] == "exception" else error
         report = pickle.loads(data)  # noqa: S301 - our own workers', through the run's datastore
         exception = _loaded(report["exception"])
         if exception is None:
             return WorkerFailed(f"{report['text']}\n{error.message}", error.cause)
-        notes = [
-            *getattr(exception, "__notes__", ()),
-            f"raised by rank {cause['rank']} on node {cause['node']} (host {cause['host']})",
-        ]
-        exception.__notes__ = notes  # add_note() came with Python 3.11
+        note = f"raised by rank {cause['rank']} on node {cause['node']} (host {cause['host']})"
+        # add_note() came with Python 3.11, and an exception may forbid to set attributes (frozen dataclasses).
+        vars(exception)["__notes__"] = [*getattr(exception, "__notes__", ()), note]
         return exception
 
     def _read(self, name: str, rank: int) -> bytes | None:
@@ -226,14 +240,18 @@ def _as_call(arguments: Any) -> tuple[list[Any], dict[str, Any]]:
     )
 
 
+def _inner(function: Callable[..., Any]) -> Any:
+    return function.func if isinstance(function, functools.partial) else function
+
+
 def _name_of(function: Callable[..., Any]) -> str:
-    inner = function.func if isinstance(function, functools.partial) else function
+    inner = _inner(function)
     return str(getattr(inner, "__qualname__", type(inner).__qualname__))
 
 
 def _source_of(function: Callable[..., Any]) -> str | None:
     """Return the file with the function's code; nodes whose files differ are refused."""
-    inner = function.func if isinstance(function, functools.partial) else function
+    inner = _inner(function)
     module = sys.modules.get(getattr(inner, "__module__", None) or type(inner).__module__)
     path = getattr(module, "__file__", None)
     return path if path is not None and os.path.isfile(path) else None
@@ -242,41 +260,44 @@ def _source_of(function: Callable[..., Any]) -> str | None:
 def _search_path() -> list[str]:
     """Return where this task looks for modules, so that workers find the same.
 
-    Not every entry is a folder: editable installations have markers there for their import hooks.
+    Not every entry is a file or folder: editable installations have markers there for their import hooks.
     """
-    return [os.path.abspath(entry) if os.path.isdir(entry or os.curdir) else entry for entry in sys.path]
+    return [os.path.abspath(entry) if os.path.exists(entry or os.curdir) else entry for entry in sys.path]
 
 
-def _main_file() -> str | None:
-    """Return the file of this program, the flow; None in a notebook or a shell."""
-    path = getattr(sys.modules.get("__main__"), "__file__", None)
-    return os.path.abspath(path) if path is not None and os.path.isfile(path) else None
+def _program() -> dict[str, str | None]:
+    """Return the file of this program, the flow, and its package; None in a notebook or a shell."""
+    main = sys.modules.get("__main__")
+    path: str | None = getattr(main, "__file__", None)
+    file = os.path.abspath(path) if path is not None and os.path.isfile(path) else None
+    return {"main": file, "package": getattr(main, "__package__", None)}
 
 
 def _dump_call(call: tuple[Any, ...], name: str, file: Any) -> None:
     """Pickle the call, by reference where that goes: a worker then imports what the task has imported."""
     start = file.tell()
-    problem: Exception | None = None
-    if _main_file() is not None or not _is_of_main(call[0]):
-        try:
-            pickle.dump(call, file, protocol=pickle.HIGHEST_PROTOCOL)
-            return
-        except Exception as error:
-            problem = error
-            file.seek(start)
-            file.truncate()
     try:
-        importlib.import_module("cloudpickle").dump(call, file)
+        _ByReference(file, protocol=pickle.HIGHEST_PROTOCOL).dump(call)
+        return
+    except OSError:
+        raise  # the disk's failure, not the function's
+    except Exception as error:
+        problem = error
+        file.seek(start)
+        file.truncate()
+    _refuse_flow(call[0], problem)
+    try:
+        pickler = _cloud_pickler()
     except ImportError:
-        reason = (
-            f"{type(problem).__name__}: {problem}"
-            if problem is not None
-            else "this program has no file to import it from"
-        )
         raise EntrypointError(
-            f"{name} and its arguments can't be pickled ({reason}). Define the function at the top level of the flow file or "
-            "of a module beside it, or install cloudpickle in the step's environment: it can carry lambdas and closures."
+            f"{name} and its arguments can't be pickled ({type(problem).__name__}: {problem}). Define the function at the "
+            "top level of the flow file or of a module beside it and pass it data, or install cloudpickle in the step's "
+            "environment: it can carry lambdas and closures."
         ) from problem
+    try:
+        pickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(call)
+    except OSError:
+        raise
     except Exception as error:
         raise EntrypointError(
             f"{name} and its arguments can't be pickled, with cloudpickle neither ({type(error).__name__}: {error}). Pass "
@@ -284,15 +305,58 @@ def _dump_call(call: tuple[Any, ...], name: str, file: Any) -> None:
         ) from error
 
 
-def _is_of_main(function: Any) -> bool:
-    inner = function.func if isinstance(function, functools.partial) else function
-    return getattr(inner, "__module__", None) == "__main__"
+def _refuse_flow(function: Callable[..., Any], problem: Exception) -> None:
+    """Raise for a method of the flow object, which nothing can carry.
+
+    Raises
+    ------
+    EntrypointError
+        If it is one.
+    """
+    owner = getattr(_inner(function), "__self__", None)
+    if any(base.__module__ == "metaflow.flowspec" for base in type(owner).__mro__):
+        raise EntrypointError(
+            f"{_name_of(function)} is a method of the flow, and a flow can't be sent to the workers. Make it a function at "
+            "the top level of the flow file, or a @staticmethod, and pass what it needs of self as arguments."
+        ) from problem
+
+
+class _ByReference(pickle.Pickler):
+    """Names functions and classes; refuses those of a program that has no file to import them from."""
+
+    def reducer_override(self, thing: Any) -> Any:
+        if isinstance(thing, (type, FunctionType)) and thing.__module__ == "__main__" and _program()["main"] is None:
+            raise pickle.PicklingError(f"{thing.__qualname__} is of this program, which has no file to import it from")
+        return NotImplemented
+
+
+def _cloud_pickler() -> Any:
+    """Return cloudpickle's pickler, save that what stands in the program's file goes by name.
+
+    So that it is the same in a worker as here: cloudpickle itself would take a copy of it along.
+    """
+    cloudpickle = importlib.import_module("cloudpickle")
+
+    class CloudPickler(cloudpickle.Pickler):  # type: ignore[misc, name-defined]
+        def reducer_override(self, thing: Any) -> Any:
+            return thing.__qualname__ if _is_of_file(thing) else super().reducer_override(thing)
+
+    return CloudPickler
+
+
+def _is_of_file(thing: Any) -> bool:
+    """Tell whether `thing` is a function or class that importing this program's file would give."""
+    is_of_main = isinstance(thing, (type, FunctionType)) and thing.__module__ == "__main__"
+    if not is_of_main or _program()["main"] is None:
+        return False
+    try:
+        return operator.attrgetter(thing.__qualname__)(sys.modules["__main__"]) is thing
+    except AttributeError:
+        return False
 
 
 def _loaded(data: bytes | None) -> BaseException | None:
-    if data is None:
-        return None
     with suppress(Exception):
-        exception = pickle.Unpickler(io.BytesIO(data)).load()  # noqa: S301 - as above
+        exception = pickle.loads(data or b"")  # noqa: S301 - as above
         return exception if isinstance(exception, BaseException) else None
     return None

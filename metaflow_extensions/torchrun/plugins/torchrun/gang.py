@@ -347,7 +347,7 @@ class Gang:
         if node in launch.ready:  # by the number the node itself gave it, which may be the contradiction
             number = launch.ready[node]["launch"]
             verdict: Message = {"type": "verdict", "launch": number, "error": None if error is None else to_wire(error)}
-            self._send(node, {**verdict, "deposits": launch.deposits()})
+            self._send(node, {**verdict, "deposits": launch.deposits(node, error)})
 
     # --- leaving --------------------------------------------------------------------------------
 

@@ -9,11 +9,11 @@ from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
-# What a stored result becomes when it is loaded: itself where this extension is installed, elsewhere a plain
+# What a stored result becomes when it is loaded: itself where Metaflow and this extension are installed, elsewhere a plain
 # namespace. A pickle can name functions only, and of these only the standard library's are everywhere.
 _REVIVED = (
     "(lambda name, find: object.__new__(__import__(name, fromlist=['']).TorchrunResult)"
-    " if all(find('.'.join(name.split('.')[:end + 1])) for end in range(name.count('.') + 1))"
+    " if find('metaflow') and all(find('.'.join(name.split('.')[:end + 1])) for end in range(name.count('.') + 1))"
     " else __import__('types').SimpleNamespace())"
 )
 
@@ -86,10 +86,10 @@ class TorchrunResult(Generic[T]):
         return (self.local_rank(local_rank) for local_rank in range(self.nproc_per_node))
 
     def _why_not(self, rank: int) -> str:
-        if not self.values:
-            return "This result has no values: its launch ran a script. run(function, ...) returns values."
         if not 0 <= rank < self.world_size:
             return f"There is no rank {rank}; the launch had 0 to {self.world_size - 1}."
+        if rank in self.exit_codes or not self.values:
+            return f"Rank {rank} returned no value: a script has none, nor has a function that ends by sys.exit()."
         have = ", ".join(map(str, self.values))
         return (
             f"This result, of node {self.node_index}, has the values of ranks {have}, not of {rank}. Look at the result of "

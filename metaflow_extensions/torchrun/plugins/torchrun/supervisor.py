@@ -71,7 +71,7 @@ class Supervisor:
     Attributes
     ----------
     deposits : dict
-        What the gang's verdict says of the function's values: kind -> global rank -> key.
+        Where the gang's verdict says that values of the function, or what it has raised, lie: global rank -> key.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Supervisor:
         self._facts = dict(facts)
         self._write = write
         self._call = call
-        self.deposits: dict[str, dict[str, str]] = {}
+        self.deposits: dict[str, str] = {}
         self._launch = -1
         self._generation: Generation | None = None
         self._verdict: TorchrunError | None = None
@@ -400,9 +400,17 @@ class Supervisor:
             message["ok"] = generation.agent_exit == 0
             message["ended_well"] = sorted(end.rank for end in generation.ends.values() if end.exit_code == 0)
             message["evidence"] = generation.evidence
-            if self._call is not None:
-                message["deposits"] = self._call.deposit(self._ranks(), self._seat.node, message["ok"])
+            message["deposits"] = self._deposit(generation, message["ok"])
         self._seat.send(message)
+
+    def _deposit(self, generation: Generation, ok: bool) -> dict[str, str]:
+        """Store what other nodes need of what this node's ranks have left; that takes time, but is no hang."""
+        keys: dict[str, str] = {}
+        if self._call is not None:
+            for rank in self._ranks():
+                self._say_active(generation, time.monotonic())
+                keys.update(self._call.deposit(rank, self._seat.node, ok))
+        return keys
 
     def _ranks(self) -> list[int]:
         return [self._spec.global_rank(local_rank) for local_rank in range(self._spec.nproc)]
@@ -441,7 +449,7 @@ class Supervisor:
         spec = self._spec
         values: dict[int, bytes] = {}
         if self._call is not None:
-            values = self._call.returned(self._ranks(), self.deposits.get("returned", {}), self._seat.node == CONTROL)
+            values = self._call.returned(self._ranks(), self.deposits)
         return TorchrunResult(
             launch=self._launch,
             num_nodes=spec.num_nodes,
