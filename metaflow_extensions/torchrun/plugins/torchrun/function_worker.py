@@ -44,10 +44,12 @@ def main() -> None:
             sys.path[:] = header["path"]
             sys.argv[:] = [header["main"] or ""]
             function, args, kwargs = CallUnpickler(file, header).load()
-        with process_group(header["init"]):
-            value = function(*args, **kwargs)
-            store(value, rank, os.path.join(values, _RETURNED.format(rank)))
-            del function, args, kwargs, value  # see the end of process_group
+        # No context managers around the call: contextlib can't pass on an exception that forbids changes of itself.
+        begin_process_group(header["init"])
+        value = function(*args, **kwargs)
+        store(value, rank, os.path.join(values, _RETURNED.format(rank)))
+        del function, args, kwargs, value  # see end_process_group
+        end_process_group(header["init"])
     except Exception as error:
         with suppress(OSError), whole(os.path.join(values, _RAISED.format(rank))) as file:
             pickle.dump(report_of(error), file)
@@ -133,11 +135,9 @@ def own_module(thing: Any) -> str | None:
     return module
 
 
-@contextmanager
-def process_group(init: str | None) -> Iterator[None]:
-    """Make the process group that was asked for, on this rank's own device, and end it after the call."""
+def begin_process_group(init: str | None) -> None:
+    """Make the process group that was asked for, on this rank's own device."""
     if init is None:
-        yield
         return
     import torch
     import torch.distributed as dist
@@ -148,7 +148,14 @@ def process_group(init: str | None) -> Iterator[None]:
     if init == "auto":  # NCCL wants a device of its own for each rank
         init = "nccl" if devices >= int(os.environ["LOCAL_WORLD_SIZE"]) else "gloo"
     dist.init_process_group(init)
-    yield
+
+
+def end_process_group(init: str | None) -> None:
+    """End the process group that was asked for, if the function has not."""
+    if init is None:
+        return
+    import torch.distributed as dist
+
     # A DistributedDataParallel object that is alive now can abort the interpreter's exit (torch 2.13, gloo).
     gc.collect()
     if dist.is_initialized():
