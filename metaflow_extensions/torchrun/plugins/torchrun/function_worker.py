@@ -91,9 +91,10 @@ def import_main(path: str, package: str | None = None) -> None:
 @contextmanager
 def flows_do_not_run() -> Iterator[None]:
     """End a flow file that runs its flow without ``if __name__ == "__main__"`` where it does, as in the task."""
-    try:
+    flow_class = None
+    with suppress(ImportError):
         flow_class = importlib.import_module("metaflow").FlowSpec
-    except ImportError:
+    if flow_class is None:
         yield
         return
     original = flow_class.__init__
