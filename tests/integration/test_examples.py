@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import shutil
+import socket
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,22 @@ def test_min_gpt_learns(example):
     losses = [float(x) for x in re.search(r"(\d\.\d+) before, (\d\.\d+) after training", flow.text).groups()]
     assert losses[1] < losses[0] - 1.5
     assert re.search(r"\| \S.{40}", flow.text.split("What it writes now:")[1]), flow.text
+
+
+def test_function_trains_and_evaluates(example):
+    flow = example("function", "python flow.py run")
+    accuracy = float(re.search(r"4 ranks trained; accuracy on 359 held-out digits: (\d+\.\d)%", flow.text)[1])
+    assert accuracy > 90
+    losses = [float(loss) for loss in re.findall(r"epoch \d: training loss (\d\.\d+)", flow.text)]
+    assert losses == sorted(losses, reverse=True)
+    assert len(losses) == 5
+
+
+def test_torchrunx_parity(example):
+    flow = example("torchrunx-parity", "python flow.py run")
+    page = (EXAMPLES / "torchrunx-parity" / "README.md").read_text().split("```\n1. ")[1].split("```")[0]
+    for line in f"1. {page}".splitlines():
+        assert line.replace("host vm", f"host {socket.gethostname()}") in flow.text, flow.text
 
 
 def test_failing_node_names_the_rank(example):
