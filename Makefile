@@ -1,13 +1,16 @@
-# `make demo` and `make test` need only Python (3.10 or newer) and make.
+# `make demo` and `make test` need only Python (3.10 or newer; on Debian and Ubuntu also python3-venv) and make.
 #
 #   TORCH=torch==2.13.0   what to install as PyTorch; see README.md for CUDA builds
 #   VENV=.venv            where the virtual environment goes
+#   CHAOS=                options for `make chaos`, such as --chaos-table=FILE
 #   RIGS=../shared/rigs   where `make test-remote` finds servers to test against
 
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
+# What was installed last; a sum, since a requirement may hold characters that a file's name or make does not take.
+INSTALLED := $(VENV)/.installed-$(shell printf %s '$(subst ','\'',$(TORCH))' | cksum | tr ' ' '-')
 RIGS ?= ../shared/rigs
 REMOTE ?= kubernetes batch storage
 DEMO_HOME ?= $(CURDIR)/.demo
@@ -18,7 +21,7 @@ export METAFLOW_SERVICE_URL =
 export METAFLOW_DEFAULT_METADATA = local
 export METAFLOW_DEFAULT_DATASTORE = local
 
-.PHONY: help venv demo test test-remote unit integration lint clean
+.PHONY: help venv demo test test-remote unit integration chaos lint clean
 
 help:
 	@echo "make demo         train a small GPT on 2 nodes x 2 processes of this machine"
@@ -26,16 +29,18 @@ help:
 	@echo "make test-remote  the tests on Kubernetes, Batch and object stores; see CONTRIBUTING.md"
 	@echo "make unit         the tests that take seconds"
 	@echo "make integration  the tests that run flows"
+	@echo "make chaos        hurt gangs of real processes, and show what it came to; see docs/chaos.md"
 	@echo "make lint         ruff, mypy"
 
 # PyTorch first: with it installed, no other package asks for another build.
-$(VENV)/.installed: setup.py Makefile
+$(INSTALLED): setup.py Makefile
 	$(PYTHON) -m venv $(VENV)
+	@rm -f $(VENV)/.installed*
 	$(BIN)/python -m pip install --quiet "$(TORCH)"
 	$(BIN)/python -m pip install --quiet --editable ".[dev]"
 	@touch $@
 
-venv: $(VENV)/.installed
+venv: $(INSTALLED)
 
 demo: venv
 	@mkdir -p "$(DEMO_HOME)"
@@ -54,16 +59,19 @@ unit: venv
 integration: venv
 	$(BIN)/python -m pytest tests/integration
 
+chaos: venv
+	$(BIN)/python -m pytest tests/chaos $(CHAOS)
+
 # Every part runs, even after one has failed; the worst exit status counts.
 test: venv
 	@status=0; \
 	$(BIN)/ruff check . || status=1; \
 	$(BIN)/ruff format --check . || status=1; \
 	$(BIN)/mypy || status=1; \
-	$(BIN)/python -m pytest tests/unit tests/integration || status=1; \
+	$(BIN)/python -m pytest tests/unit tests/integration tests/chaos || status=1; \
 	exit $$status
 
-$(VENV)/.remote: $(VENV)/.installed
+$(VENV)/.remote: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --editable ".[dev,remote]"
 	@touch $@
 

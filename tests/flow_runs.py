@@ -103,7 +103,12 @@ StartFlow = Callable[..., FlowRun]
 
 @pytest.fixture
 def start_flow(tmp_path: Path) -> Iterator[StartFlow]:
-    """Return a function that starts a flow; at the end of the test nothing of it may be left.
+    """Return a function that starts a flow; at the end of the test nothing of it may be left."""
+    yield from starting_flows(tmp_path)
+
+
+def starting_flows(tmp_path: Path) -> Iterator[StartFlow]:
+    """Yield a function that starts a flow with its files in `tmp_path`; after that nothing of it may be left.
 
     `before` are options that stand before the command; `keep_settings` hands on the ``METAFLOW_*`` of
     this process, save for where the user's own files are.

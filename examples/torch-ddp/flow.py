@@ -15,6 +15,8 @@ class DigitsFlow(FlowSpec):
     epochs = Parameter("epochs", type=int, default=5, help="epochs in all, those of a snapshot included")
     batch_size = Parameter("batch-size", type=int, default=32, help="images per process and step")
     lr = Parameter("lr", type=float, default=0.05, help="learning rate")
+    restarts = Parameter("restarts", type=int, default=0, help="how often to start all processes again after a failure")
+    fail_after = Parameter("fail-after", type=int, default=0, help="let the last rank fail once after so many epochs")
     snapshot_dir = Parameter("snapshot-dir", default="", help="keep a snapshot here and resume from it; empty: don't")
 
     @step
@@ -30,6 +32,7 @@ class DigitsFlow(FlowSpec):
                 entrypoint="train.py",
                 entrypoint_args=self.training_args(output_dir),
                 nproc_per_node=self.nproc,
+                max_restarts=self.restarts,
             )
             # Rank 0 lives on node 0, and only that node can see the files it wrote.
             if current.parallel.node_index == 0:
@@ -47,6 +50,8 @@ class DigitsFlow(FlowSpec):
             "lr": self.lr,
             "output-dir": output_dir,
         }
+        if self.fail_after:
+            args["fail-after"] = self.fail_after
         if self.snapshot_dir:
             args["snapshot-dir"] = str(Path(self.snapshot_dir).resolve())
         return args

@@ -72,12 +72,20 @@ def load_snapshot(folder: Path | None) -> dict[str, Any] | None:
     return found[0]
 
 
+def fail_once() -> None:
+    """Let the last rank fail, when nothing has failed before: to show what a restart does."""
+    dist.barrier()  # rank 0 has saved its snapshot
+    if dist.get_rank() == dist.get_world_size() - 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        raise RuntimeError("told to fail here")
+
+
 class Trainer:
     """Model, optimizer and the history of epochs: all that a snapshot must hold."""
 
     def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
         self.device = device
         self.snapshot_dir: Path | None = args.snapshot_dir
+        self.fail_after: int | None = args.fail_after
         self.history: list[dict[str, float]] = []
         self.training, self.held_out = load_data(args.data)
         self.sampler = DistributedSampler(self.training, shuffle=True, seed=0)
@@ -107,6 +115,8 @@ class Trainer:
                 print(f"epoch {epoch}: training loss {loss:.4f}, held-out accuracy {accuracy:.1%}")
                 if self.snapshot_dir:
                     save_snapshot(self.snapshot_dir, self.state())
+            if epoch + 1 == self.fail_after:
+                fail_once()
 
     def _train_epoch(self, epoch: int) -> float:
         # The shuffle depends on the epoch alone, so a resumed run sees the order the unbroken run would have seen.
@@ -186,6 +196,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=32, help="images per rank and step")
     parser.add_argument("--lr", type=float, default=0.05)
     parser.add_argument("--snapshot-dir", type=Path, help="keep a snapshot here, and resume from it when there is one")
+    parser.add_argument("--fail-after", type=int, help="let the last rank fail once after so many epochs")
     parser.add_argument("--output-dir", type=Path, help="rank 0 writes metrics.json and model.pt here")
     return parser.parse_args()
 

@@ -6,6 +6,8 @@ import re
 import shlex
 import shutil
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,14 @@ def commands(example: str) -> list[str]:
     """Return the commands of an example's README, as they stand there."""
     blocks = re.findall(r"```bash\n(.*?)```", (EXAMPLES / example / "README.md").read_text(), re.DOTALL)
     return [line for block in blocks for line in block.splitlines() if line.startswith("python ")]
+
+
+def outputs(example: str) -> list[str]:
+    """Return what an example's README shows as output, block by block."""
+    blocks = re.findall(
+        r"^```(\w*)\n(.*?)^```", (EXAMPLES / example / "README.md").read_text(), re.DOTALL | re.MULTILINE
+    )
+    return [text for language, text in blocks if not language]
 
 
 @pytest.fixture
@@ -59,13 +69,28 @@ def test_torch_ddp_goes_on_where_its_snapshot_ends(example):
     assert epoch.findall(first.text) == ["0", "1", "2"]
     assert "3 epochs are done already" in second.text
     assert epoch.findall(second.text) == ["3", "4", "5"]
+    assert "4 ranks over gloo ended with the same weights: ok" in second.text
 
 
-def test_min_gpt_learns(example):
+def test_torch_ddp_goes_on_after_a_restart(example):
+    flow = example("torch-ddp", "python flow.py run --epochs 6 --snapshot-dir restarted --restarts 2 --fail-after 3")
+    assert "restart 1 of 2 in 1 s, because Rank 3 on node 1" in flow.text
+    assert "3 epochs are done already" in flow.text
+    assert re.findall(r"\[rank 0\] epoch (\d+):", flow.text) == ["0", "1", "2", "3", "4", "5"]
+
+
+def test_min_gpt_learns_and_writes_again_later(example, tmp_path):
     flow = example("min-gpt", "python flow.py run")
     losses = [float(x) for x in re.search(r"(\d\.\d+) before, (\d\.\d+) after training", flow.text).groups()]
     assert losses[1] < losses[0] - 1.5
     assert re.search(r"\| \S.{40}", flow.text.split("What it writes now:")[1]), flow.text
+
+    command = 'python generate.py --prompt "A function " --length 300 --seed 1'
+    assert command in commands("min-gpt")
+    words = [sys.executable, *shlex.split(command)[1:]]
+    written = subprocess.run(words, cwd=tmp_path / "min-gpt", env=flow.env, capture_output=True, text=True, timeout=60)
+    assert written.returncode == 0, written.stderr
+    assert re.fullmatch(r"A function (.|\n){300}\n", written.stdout), written.stdout
 
 
 def test_function_trains_and_evaluates(example):
@@ -79,15 +104,26 @@ def test_function_trains_and_evaluates(example):
 
 def test_torchrunx_parity(example):
     flow = example("torchrunx-parity", "python flow.py run")
-    page = (EXAMPLES / "torchrunx-parity" / "README.md").read_text().split("```\n1. ")[1].split("```")[0]
-    for line in f"1. {page}".splitlines():
+    (page,) = outputs("torchrunx-parity")
+    for line in page.splitlines():
         assert line.replace("host vm", f"host {socket.gethostname()}") in flow.text, flow.text
 
 
-def test_failing_node_names_the_rank(example):
+def test_failing_node_names_the_rank(example, tmp_path):
+    by_exception, _, by_exit, _ = outputs("failing-node")
+
+    def shows(flow, block):
+        for line in block.splitlines():
+            if line.strip("|~^ "):  # how Python marks a place differs between its versions
+                pattern = re.escape(line).replace(re.escape("(host vm)"), r"\(host \S+\)")
+                pattern = pattern.replace(re.escape("/home/me/examples"), re.escape(str(tmp_path)))
+                assert re.search(pattern + "$", flow.text, re.MULTILINE), f"not printed: {line}\n{flow.text}"
+
     flow = example("failing-node", "python flow.py run", expect=1)
     # The report on both nodes, and the control node's notice that it stops all.
     assert len(re.findall(r"Rank 3 on node 1 \(host \S+\) failed with", flow.text)) == 3
     assert flow.text.count("Launch 0 was stopped on all nodes (class of the cause: user).") == 2
-    killed = example("failing-node", "python flow.py run --how exit --fail-rank 0", expect=1)
-    assert len(re.findall(r"Rank 0 on node 0 \(host \S+\) exited with", killed.text)) == 2
+    shows(flow, by_exception)
+    left = example("failing-node", "python flow.py run --how exit --fail-rank 0", expect=1)
+    assert len(re.findall(r"Rank 0 on node 0 \(host \S+\) exited with", left.text)) == 2
+    shows(left, by_exit)

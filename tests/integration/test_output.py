@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import statistics
 
 import psutil
 
@@ -22,12 +21,12 @@ def of_rank(flow, rank):
 def test_every_line_is_seen_within_half_a_second(run_flow):
     flow = run_flow(runs_=run("live"))
     delays = [line.at - float(m[1]) for line in flow.lines if (m := re.search(r"\] now ([\d.]+)", line.text))]
-    assert len(delays) == 4 * 8
-    # The machine may stall for a moment; the follower's pace shows in the median.
-    assert statistics.median(delays) < 0.5
+    assert len(delays) == 4 * 9
+    # The machine may stall for a moment: one burst of one rank may be late.
+    assert sum(delay > 0.5 for delay in delays) <= 3, sorted(delays)
 
 
-def test_output_of_any_shape_is_complete_and_in_order(run_flow):
+def test_output_of_any_shape_is_complete_in_order_and_on_its_stream(run_flow):
     flow = run_flow(runs_=run("shapes"))
     for rank in range(4):
         lines = of_rank(flow, rank)
@@ -43,11 +42,7 @@ def test_output_of_any_shape_is_complete_and_in_order(run_flow):
             "no newline at the end",
         ]
         assert lines.count("to stderr") == 1
-
-
-def test_stdout_and_stderr_stay_apart(run_flow):
-    # Metaflow's terminal joins them, its log store does not.
-    flow = run_flow(runs_=run("shapes"))
+    # Metaflow's terminal joins the streams, its log store does not.
     stored = {name: _stored(flow, name) for name in ("stdout", "stderr")}
     assert "[rank 3] to stderr" in stored["stderr"]
     assert "[rank 3] to stderr" not in stored["stdout"]
@@ -59,11 +54,6 @@ def _stored(flow, stream):
     files = [p for p in flow.home.rglob("*.log") if stream in p.name and "train" in p.parts]
     assert files, [str(p) for p in flow.home.rglob("*.log")]
     return b"".join(p.read_bytes() for p in files).decode(errors="replace")
-
-
-def test_last_words_before_death_are_not_lost(run_flow):
-    flow = run_flow(expect=1, do="1:kill", runs_=[{"entrypoint": "worker.py"}])
-    assert of_rank(flow, 1) == ["last words without newline"]
 
 
 def test_a_flood_does_not_grow_the_task(start_flow):
@@ -80,6 +70,6 @@ def test_a_flood_does_not_grow_the_task(start_flow):
         pass
     assert flow.wait(120) == 0, flow.text[-2000:]
     lines = of_rank(flow, 0)
-    assert len(lines) == 1_000_000
-    assert lines[-1].startswith("0009999 ")
+    assert len(lines) == 100_000
+    assert lines[-1].startswith("0000999 ")
     assert (peak - base) / MIB < 20

@@ -6,6 +6,11 @@ import shlex
 import subprocess
 from pathlib import Path
 
+import pytest
+from flow_runs import starting_flows
+
+from metaflow_extensions.torchrun.plugins.torchrun.devices import usable_cpus
+
 HOSTILE = {
     "spaces": "a b  c",
     "quotes": 'it\'s "quoted"',
@@ -53,7 +58,7 @@ def test_a_gang_runs_twice_with_hostile_arguments_and_paths(run_flow):
         assert env["WORLD_SIZE"] == "4"
         assert env["PYTHONUNBUFFERED"]
         assert env["GLOO_SOCKET_IFNAME"] == env["NCCL_SOCKET_IFNAME"] == "lo"
-        assert int(env["OMP_NUM_THREADS"]) >= 1
+        assert env["OMP_NUM_THREADS"] == str(max(1, usable_cpus() // 4))
         assert env["EXTRA"] == "a b"
         assert env["TORCHELASTIC_RESTART_COUNT"] == "0"
     assert all(worker["argv"] == words for worker in second.values())
@@ -103,21 +108,67 @@ def test_the_printed_command_can_be_pasted(run_flow, tmp_path):
     assert flow.note("worker-launch0-0-0")["argv"] == ["a b", "$HOME"]
 
 
-def test_two_local_nodes_never_share_a_gpu(run_flow):
-    flow = run_flow(env={"CUDA_VISIBLE_DEVICES": "0,1,2,3,4"})
-    seen = {w["env"]["GROUP_RANK"]: w["env"]["CUDA_VISIBLE_DEVICES"] for w in flow.notes("worker-*")}
+@pytest.fixture(scope="module")
+def together(tmp_path_factory):
+    """Run ten flows at the same time, and return them by names."""
+    folder = tmp_path_factory.mktemp("together")
+    (folder / "else where").mkdir()
+    twice = [{"entrypoint": "worker.py"}, {"entrypoint": "worker.py", "env": {"CUDA_VISIBLE_DEVICES": "3"}}]
+    elsewhere = [{"entrypoint": "worker.py", "cwd": str(folder / "else where")}]
+    starting = starting_flows(folder)
+    start = next(starting)
+    try:
+        flows = {
+            "gpus": start(runs_=twice, env={"CUDA_VISIBLE_DEVICES": "0,1,2,3,4"}),
+            "one gpu": start(env={"CUDA_VISIBLE_DEVICES": "0"}),
+            "with": start("--with", "torchrun:nproc_per_node=2", flow="plain.py"),
+            "legacy": start(flow="legacy.py"),
+            "single": start(flow="single.py"),
+            "foreach": start(flow="foreach.py"),
+            "cwd": start("--nodes", "1", runs_=elsewhere),
+            **{f"plain {number}": start() for number in range(3)},
+        }
+        for flow in flows.values():
+            flow.wait(160)
+        yield flows
+    finally:
+        next(starting, None)
+
+
+def well(flow):
+    """Return a flow that has ended well."""
+    assert flow.process.returncode == 0, flow.text
+    return flow
+
+
+def test_ten_flows_at_the_same_time(together):
+    assert len([well(flow) for flow in together.values()]) == 10
+    for number in range(3):
+        assert len(together[f"plain {number}"].notes("worker-*")) == 2
+
+
+def test_a_gpu_that_can_not_be_shared_out_is_seen_by_no_local_node(together):
+    flow = well(together["one gpu"])
+    assert [w["env"]["CUDA_VISIBLE_DEVICES"] for w in flow.notes("worker-*")] == ["", ""]
+    assert "processes per node: 1 (no setting and fewer accelerators (1) than nodes here (2): one process)" in flow.text
+
+
+def test_two_local_nodes_never_share_a_gpu_unless_the_call_says_so(together):
+    flow = well(together["gpus"])
+    first, second = flow.notes("worker-launch0-*"), flow.notes("worker-launch1-*")
+    seen = {w["env"]["GROUP_RANK"]: w["env"]["CUDA_VISIBLE_DEVICES"] for w in first}
     assert seen == {"0": "0,1", "1": "2,3"}
-    assert len(flow.notes("worker-*")) == 4
+    assert len(first) == 4
     assert "5 visible accelerators shared by 2 nodes" in flow.text
+    assert [w["env"]["CUDA_VISIBLE_DEVICES"] for w in second] == ["3"] * 4
 
 
-def test_with_on_the_command_line_decorates_the_parallel_step_only(run_flow):
-    flow = run_flow("--with", "torchrun:nproc_per_node=2", flow="plain.py")
-    assert len(flow.notes("worker-*")) == 4
+def test_with_on_the_command_line_decorates_the_parallel_step_only(together):
+    assert len(well(together["with"]).notes("worker-*")) == 4
 
 
-def test_a_flow_written_for_0_2_runs_unchanged(run_flow):
-    flow = run_flow(flow="legacy.py")
+def test_a_flow_written_for_0_2_runs_unchanged(together):
+    flow = well(together["legacy"])
     workers = flow.notes("worker-*")
     assert len(workers) == 4
     assert workers[0]["argv"] == ["--epochs", "3", "--flag", "--name", "a b"]
@@ -125,28 +176,18 @@ def test_a_flow_written_for_0_2_runs_unchanged(run_flow):
     assert len(warnings) == 1  # although it was called twice
 
 
-def test_single_node_multi_gpu_needs_no_gang(run_flow):
-    flow = run_flow(flow="single.py")
+def test_single_node_multi_gpu_needs_no_gang(together):
+    flow = well(together["single"])
     assert len(flow.notes("worker-*")) == 3
     assert flow.note("end") == {"world_size": 3, "exit_codes": {"0": 0, "1": 0, "2": 0}}
 
 
-def test_a_foreach_of_gangs(run_flow):
-    flow = run_flow(flow="foreach.py")
-    assert flow.note("end") == [["a", 0], ["a", 1], ["b", 0], ["b", 1]]
+def test_a_foreach_of_gangs(together):
+    assert well(together["foreach"]).note("end") == [["a", 0], ["a", 1], ["b", 0], ["b", 1]]
 
 
-def test_ten_flows_at_the_same_time(start_flow):
-    flows = [start_flow() for _ in range(10)]
-    for flow in flows:
-        assert flow.wait(300) == 0, flow.text
-        assert len(flow.notes("worker-*")) == 2
-
-
-def test_the_working_directory_can_be_chosen(run_flow, tmp_path: Path):
-    elsewhere = tmp_path / "else where"
-    elsewhere.mkdir()
-    flow = run_flow("--nodes", "1", runs_=[{"entrypoint": "worker.py", "cwd": str(elsewhere)}])
-    (worker,) = flow.notes("worker-*")
-    assert worker["cwd"] == str(elsewhere)
+def test_the_working_directory_can_be_chosen(together):
+    (worker,) = well(together["cwd"]).notes("worker-*")
+    assert Path(worker["cwd"]).name == "else where"
     assert Path(worker["file"]).name == "worker.py"  # found beside the flow
+    assert worker["env"]["OMP_NUM_THREADS"] == str(usable_cpus())

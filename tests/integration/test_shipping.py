@@ -297,7 +297,8 @@ def test_the_code_package_has_all_of_ours_and_nothing_else_of_the_project(kind, 
 
 def test_a_pod_with_pythons_own_library_and_requests_imports_all_of_ours(kind, pods, tmp_path):
     pod = pods(kind, sys.version_info.minor)
-    files = sorted(name for name in shipped_files() if name.endswith(".py"))
+    # Workers import their sitecustomize when they start; it hands on to the next one, which is not in this image.
+    files = sorted(n for n in shipped_files() if n.endswith(".py") and not n.endswith("/sitecustomize.py"))
     modules = [name.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for name in files]
     said = json.loads(output_of(pod.python, "-c", IMPORT_ALL, *modules, env=pod.env, cwd=pod.folder))
     code = pod.folder / ".mf_code"

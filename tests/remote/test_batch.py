@@ -80,7 +80,7 @@ def test_a_function_and_its_values(run_remote):
 def test_the_control_node_waits_until_the_others_results_are_stored(run_remote):
     flow = run_remote(HOOK="after:1:sleep:15", **on_batch())
     check_gang(flow, 2)
-    check_said(flow, "waiting for nodes 1 to end their step")
+    check_said(flow, "waiting until node 1 ended the step")
 
 
 class Submissions:

@@ -271,4 +271,4 @@ def test_nodes_that_start_20_s_apart_meet(run_remote, cluster):
 def test_the_control_node_waits_for_the_others(run_remote, cluster):
     flow = run_remote(HOOK="after:1:sleep:15", **on_kubernetes())
     check_gang(flow, 2)
-    check_said(flow, "waiting for nodes 1 to end their step")
+    check_said(flow, "waiting until node 1 ended the step")

@@ -106,6 +106,7 @@ def test_the_preflight_runs_where_the_script_will():
         shown_local_ranks=frozenset({1}),
         master_port=29500,
         max_restarts=3,
+        min_nodes=2,
         env=(("NCCL_SOCKET_IFNAME", "eth1"),),
         cwd="/somewhere",
     )
@@ -113,7 +114,7 @@ def test_the_preflight_runs_where_the_script_will():
     assert (found.nproc, found.num_nodes, found.node_index, found.python) == (4, 3, 1, "/usr/bin/python3")
     assert (found.master_port, found.env, found.cwd) == (29500, own.env, "/somewhere")
     assert (found.args, found.module, found.options, found.max_restarts) == ((), False, (), 0)
-    assert found.shown_local_ranks is None
+    assert (found.shown_local_ranks, found.min_nodes) == (None, None)
     assert Path(found.entrypoint).name == "preflight_worker.py"
     assert Path(found.entrypoint).is_file()
 

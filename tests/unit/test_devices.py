@@ -50,7 +50,8 @@ def settings_of(run=None, option=None, attribute=None):
         (settings_of("cpu"), None, Machine(2, nodes_here=4), 1, "shared by 4 nodes"),
         (settings_of(), None, Machine(8, EIGHT_GPUS, 3, 1), 2, "8 visible accelerators shared by 3 nodes"),
         (settings_of("auto"), None, Machine(8, ("0",), 2), 4, "8 usable CPUs"),
-        (settings_of(), None, Machine(8, ("0",), 2), 1, "one process"),
+        (settings_of(), None, BARE, 1, "no setting and no accelerator"),
+        (settings_of(), None, Machine(8, ("0",), 2), 1, "fewer accelerators (1) than nodes here (2): one process"),
     ],
 )
 def test_the_strongest_setting_decides_and_says_so(settings, requested, machine, value, said):
@@ -219,6 +220,43 @@ AFFINITY = len(os.sched_getaffinity(0))
     ],
 )
 def test_cpus_are_bounded_by_affinity_and_cgroup(files, cpus, tmp_path):
+    for name, text in files.items():
+        write(tmp_path / "sys/fs/cgroup" / name, text)
+    assert usable_cpus(str(tmp_path)) == cpus
+
+
+QUOTA_OF_4 = "400000 100000\n"
+QUOTA_OF_1 = "100000 100000\n"
+
+
+@pytest.mark.parametrize(
+    ("own", "files", "cpus"),
+    [
+        # As systemd has it for CPUQuota=.
+        ("0::/user.slice/my job\n", {"user.slice/my job/cpu.max": QUOTA_OF_1}, 1),
+        ("0::/a/b\n", {"a/b/cpu.max": QUOTA_OF_4, "a/cpu.max": QUOTA_OF_1}, 1),
+        ("0::/a/b\n", {"a/b/cpu.max": "max 100000\n", "a/cpu.max": QUOTA_OF_4, "cpu.max": QUOTA_OF_1}, 1),
+        ("0::/a/b\n", {"a/b/cpu.max": QUOTA_OF_1, "cpu.max": QUOTA_OF_4}, 1),
+        ("0::/a\n", {"a/cpu.max": QUOTA_OF_4, "ab/cpu.max": QUOTA_OF_1, "a/b/cpu.max": QUOTA_OF_1}, 4),
+        # A container's own cgroup is mounted, the path is the host's.
+        ("0::/docker/5f3a\n", {"cpu.max": QUOTA_OF_1}, 1),
+        ("0::/../outside\n", {"../outside/cpu.max": QUOTA_OF_1, "cpu.max": QUOTA_OF_4}, 4),
+        (
+            "5:cpuset:/c\n4:cpu,cpuacct:/b:c/d\n0::/a\n",
+            {"cpu/b:c/cpu.cfs_quota_us": "100000\n", "cpu/b:c/cpu.cfs_period_us": "100000\n"},
+            1,
+        ),
+        (
+            "4:cpuacct:/a\n2:cpu:/b\n",
+            {"cpu/a/cpu.cfs_quota_us": "100000\n", "cpu/a/cpu.cfs_period_us": "100000\n"},
+            8,
+        ),
+        ("nonsense\n", {"cpu.max": QUOTA_OF_1}, 1),
+    ],
+)
+def test_a_quota_of_any_cgroup_around_the_process_binds(own, files, cpus, tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    write(tmp_path / "proc/self/cgroup", own)
     for name, text in files.items():
         write(tmp_path / "sys/fs/cgroup" / name, text)
     assert usable_cpus(str(tmp_path)) == cpus

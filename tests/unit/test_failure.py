@@ -247,7 +247,7 @@ def test_a_broken_error_file_leaves_the_word_to_stderr(cause_of):
 def test_without_exception_the_end_of_stderr_is_shown(cause_of):
     cause = cause_of(3, stderr="".join(f"line {i}\n" for i in range(100)))
     assert (cause.kind, cause.exit_code, cause.exception) == ("exit", 3, None)
-    assert cause.detail.splitlines() == [f"line {i}" for i in range(100 - TAIL_LINES, 100)]
+    assert cause.detail.splitlines() == [f"line {i}" for i in range(70, 100)]
 
 
 def test_without_any_file_there_is_still_a_cause(cause_of):

@@ -921,6 +921,8 @@ def test_an_elastic_launch_goes_on_without_a_node(how):
             table.failed(2, crash(2))
         table.ended(2, crash(2), ok=False)
         assert "loss is nan" in str(table.verdict(2))
+        assert "goes on without it" in str(table.verdict(2))
+        assert "stopped" not in str(table.verdict(2))
         assert len(table.got(2, "stop")) == 1
     assert not table.got(0, "stop")
     assert any("goes on with 2 nodes" in note["text"] for note in table.got(1, "note"))

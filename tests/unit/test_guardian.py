@@ -441,6 +441,16 @@ def test_when_the_task_is_frozen_its_workers_are_stopped(tmp_path):
         task.wait()
 
 
+def test_a_guardian_that_is_told_to_end_says_so_and_stops_everything(tree):
+    one = tree(how="hang")
+    one.await_workers()
+    one.process._guardian.terminate()
+    one.expect("terminated")
+    one.expect("end")
+    assert {event["status"] for event in one.ends().values()} == {-signal.SIGTERM}
+    one.assert_gone()
+
+
 # --- frozen processes --------------------------------------------------------------------------------
 
 

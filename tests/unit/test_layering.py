@@ -40,6 +40,7 @@ ORDER = [
     "elastic",
     "devices",
     "memory",
+    "cgroup",
     "network",
     "preemption",
     "task_log",

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 from hypothesis import given
@@ -207,6 +208,17 @@ def test_ranks_without_label_are_hidden(follow, tmp_path):
         write(worker_file(tmp_path, rank, "stdout"), f"from {rank}\n")
     follower.finish()
     assert screen.streams["stdout"] == "[rank 1] from 1\n"
+
+
+def test_any_workers_output_is_a_sign_of_life_and_the_agents_is_none(follow, tmp_path):
+    follower, screen = follow(lambda rank: None if rank == 0 else f"[rank {rank}] ")
+    (tmp_path / "agent.stderr").write_text("the agent speaks\n")
+    eventually(lambda: "the agent speaks" in screen.streams["stderr"])
+    assert follower.last_output_at is None
+    begun = time.monotonic()
+    write(worker_file(tmp_path, 0, "stdout"), "hidden, but alive\n")
+    eventually(lambda: follower.last_output_at is not None)
+    assert begun <= follower.last_output_at <= time.monotonic()
 
 
 def test_what_exists_before_finish_is_shown_even_without_a_single_poll(tmp_path):

@@ -93,7 +93,7 @@ def test_the_others_are_waited_for_and_the_wait_is_told(seated, monkeypatch):
     seat.await_others(lambda: remaining.pop(0) if remaining else [])
     assert not remaining
     assert [event.text for event in events] == [
-        "done here; waiting for nodes 1, 2 to end their step and store its results"
+        "done here; waiting until nodes 1, 2 ended the step and stored the results"
     ]
 
 
@@ -268,6 +268,19 @@ def test_only_the_first_bad_news_counts(seated):
     seat.deliver(abort(LaunchFailed("another")))
     assert str(seat.broken) == "Rank 3 failed"
     seat.end_launch(seat.broken)
+
+
+def test_a_control_node_that_is_not_heard_any_more_is_told_so(seated):
+    """It may hear this node well, and would not know why it leaves."""
+    seat, link, _ = seated
+    seat.begin_launch()
+    seat.deliver({"type": "control_lost", "reason": "nothing was heard from it for 5 s"})
+    assert not seat.gang_knows(seat.broken)
+    seat.end_launch(None)
+    seat.leave(seat.broken)
+    (leave,) = link.leaves()
+    assert (leave["cause"]["kind"], leave["cause"]["node"]) == ("lost", 1)
+    assert "does not hear the control node any more: nothing was heard from it for 5 s" in leave["cause"]["exception"]
 
 
 def test_a_note_of_the_control_node_is_an_event(seated):

@@ -42,6 +42,28 @@ def test_the_limit_is_read(tmp_path, files, limit):
     assert memory_limit(machine(tmp_path, files)) == limit
 
 
+OWN = {"proc/self/cgroup": "4:memory:/a/b\n0::/a/b\n"}
+
+
+@pytest.mark.parametrize("limits", [(3, 2), (2, 3), ("max", 2), (2, "max")])
+def test_the_smallest_limit_of_all_cgroups_around_the_process_counts(tmp_path, limits):
+    files = {f"{V2}/a/b/memory.max": f"{limits[0]}\n", f"{V2}/a/memory.max": f"{limits[1]}\n"}
+    assert memory_limit(machine(tmp_path, {**OWN, **files})) == 2
+
+
+@pytest.mark.parametrize(
+    ("nearest", "above", "text"),
+    [(V2, "/a", "memory.events"), (V1, "/a", "memory.oom_control"), (V1, "", "memory.oom_control")],
+)
+def test_kills_are_counted_where_the_process_lies(tmp_path, nearest, above, text):
+    files = {f"{nearest}/a/b/{text}": "oom_kill 2\n", f"{nearest}{above}/{text}": "oom_kill 7\n"}
+    assert oom_kills(machine(tmp_path, {**OWN, **files})) == 2
+
+
+def test_a_cgroup_that_does_not_count_leaves_it_to_the_one_around(tmp_path):
+    assert oom_kills(machine(tmp_path, {**OWN, f"{V2}/a/memory.events": "oom_kill 7\n"})) == 7
+
+
 def test_the_text_names_the_limit_and_the_remedy():
     assert "memory limit of 1.5 GiB was reached" in describe_oom(3 * 2**29)
     assert "memory limit of 256 MiB" in describe_oom(2**28)

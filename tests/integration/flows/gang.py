@@ -18,8 +18,6 @@ OUT = os.environ.get("GANG_OUT", "")
 
 if HOOK == "never-arrives" and os.environ.get("MF_PARALLEL_NODE_INDEX") == "1":
     time.sleep(120)
-if HOOK == "dies-early" and os.environ.get("MF_PARALLEL_NODE_INDEX") == "1":
-    sys.exit(7)
 
 
 def note(name: str, what: object) -> None:
@@ -31,15 +29,26 @@ def note(name: str, what: object) -> None:
         os.replace(path + ".part", path)
 
 
+if HOOK == "dies-early" and os.environ.get("MF_PARALLEL_NODE_INDEX") == "1":
+    note("failed", {"at": time.time()})
+    sys.exit(7)
+
+
 def hook(moment: str) -> None:
     """Do what the test asks of the step's own code, as in ``before:1:raise``."""
     wanted = HOOK.split(":")
     if wanted[:2] != [moment, str(current.parallel.node_index)]:
         return
     if wanted[2] == "raise":
+        note("failed", {"at": time.time()})
         raise ValueError(f"step code failed {moment} run")
     if wanted[2] == "sleep":
         time.sleep(60)
+
+
+def note_error(name: str, error: TorchrunError) -> None:
+    """Leave what the test has to know of an error."""
+    note(name, {"class": type(error).__name__, "message": str(error), "cause": error.cause, "at": time.time()})
 
 
 def same(decorator):
@@ -66,12 +75,15 @@ class GangFlow(FlowSpec):
         self.node, self.attempt = node, current.retry_count
         note(f"task-{node}", {"pid": os.getpid(), "facts": self.facts, "torch": "torch" in sys.modules})
         hook("before")
-        try:
-            self.results = [torch.run(**kwargs) for kwargs in RUNS]
-        except TorchrunError as error:
-            what = {"class": type(error).__name__, "message": str(error), "cause": error.cause, "at": time.time()}
-            note(f"error-{node}-{current.retry_count}", what)
-            raise
+        self.results = []
+        for number, kwargs in enumerate(RUNS):
+            try:
+                self.results.append(torch.run(**kwargs))
+            except TorchrunError as error:
+                if HOOK != "go-on":
+                    note_error(f"error-{node}-{current.retry_count}", error)
+                    raise
+                note_error(f"error-{node}-{current.retry_count}.{number}", error)
         hook("after")
         self.next(self.join)
 

@@ -8,9 +8,10 @@ RANK = int(os.environ["RANK"])
 
 
 def live() -> None:
-    for _ in range(8):
-        print(f"now {time.time():.3f}")
-        time.sleep(0.25)
+    for _ in range(3):
+        for _ in range(3):  # together, then silence: a line that a reader on the way holds back shows
+            print(f"now {time.time():.3f}")
+        time.sleep(0.7)
 
 
 def shapes() -> None:
@@ -34,7 +35,7 @@ def shapes() -> None:
 
 
 def flood() -> None:
-    block = b"".join(b"%07d " % n + b"y" * 91 + b"\n" for n in range(10_000))
+    block = b"".join(b"%07d " % n + b"y" * 991 + b"\n" for n in range(1_000))
     for _ in range(100):
         sys.stdout.buffer.write(block)
 

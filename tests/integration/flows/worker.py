@@ -71,8 +71,6 @@ def act(action: str) -> None:
         save_when_told()
     if action == "once" and first_time(f"once-{RANK}"):
         raise RuntimeError("only the first time")
-    if action == "first-attempt" and os.environ["GANG_ATTEMPT"] == "0":
-        raise RuntimeError("only in the first attempt")
 
 
 def main() -> None:

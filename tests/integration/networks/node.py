@@ -28,7 +28,7 @@ class FileBook(AddressBook):
         self._path = path
         self._where = path
 
-    def publish(self, address):
+    def publish(self, address, *_):
         with open(self._path + ".part", "w") as file:
             json.dump(asdict(address), file)
         os.replace(self._path + ".part", self._path)

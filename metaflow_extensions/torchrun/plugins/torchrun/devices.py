@@ -9,11 +9,12 @@ from __future__ import annotations
 import glob
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from .cgroup import own_folders, read
 from .errors import TorchrunConfigError
 
 NPROC_WORDS = ("auto", "cpu", "gpu")
@@ -137,7 +138,7 @@ def choose_nproc(settings: Sequence[tuple[str, int | str | None]], requested: Np
             return _from_word(value, name, requested, machine)
     if requested is not None:
         return requested
-    return _from_accelerators(machine) or Nproc(1, "no setting and no accelerator: one process")
+    return _from_accelerators(machine) or Nproc(1, f"no setting and {_too_few(machine)}: one process")
 
 
 def _from_word(word: str, name: str, requested: Nproc | None, machine: Machine) -> Nproc:
@@ -158,6 +159,11 @@ def _from_accelerators(machine: Machine) -> Nproc | None:
     if not own:
         return None
     return Nproc(len(own), f"{len(machine.accelerators)} visible accelerators{_shared(machine)}")
+
+
+def _too_few(machine: Machine) -> str:
+    found = len(machine.accelerators)
+    return f"fewer accelerators ({found}) than nodes here ({machine.nodes_here})" if found else "no accelerator"
 
 
 def _whose(machine: Machine) -> str:
@@ -260,7 +266,7 @@ def _amd_gpus(root: str) -> int:
 
 
 def usable_cpus(root: str = "/") -> int:
-    """Return the CPUs this process may use: the smaller of its affinity and its cgroup's quota."""
+    """Return the CPUs this process may use: the smallest of its affinity and its cgroups' quotas."""
     try:
         cpus = len(os.sched_getaffinity(0))
     except AttributeError:  # not on macOS
@@ -270,19 +276,20 @@ def usable_cpus(root: str = "/") -> int:
 
 
 def _cgroup_cpus(root: str) -> float | None:
-    """Return the CPU quota of this process's cgroup in CPUs (version 2, then 1), or None."""
-    with suppress(OSError, ValueError):
-        quota, period = _read(root, "sys/fs/cgroup/cpu.max").split()
-        return None if quota == "max" else int(quota) / int(period)
-    with suppress(OSError, ValueError, ZeroDivisionError):
-        micros = int(_read(root, "sys/fs/cgroup/cpu/cpu.cfs_quota_us"))
-        return micros / int(_read(root, "sys/fs/cgroup/cpu/cpu.cfs_period_us")) if micros > 0 else None
-    return None
+    """Return the smallest CPU quota of this process's cgroups in CPUs, or None."""
+    return min((quota for folder in own_folders("cpu", root) for quota in _quotas(folder)), default=None)
 
 
-def _read(root: str, path: str) -> str:
-    with open(os.path.join(root, path), encoding="ascii") as file:
-        return file.read()
+def _quotas(folder: str) -> Iterator[float]:
+    """Yield the CPU quota of a cgroup, as version 2 writes it and as version 1 does, if there is one."""
+    version_2, *version_1 = (
+        read(os.path.join(folder, f"cpu.{name}")) for name in ("max", "cfs_quota_us", "cfs_period_us")
+    )
+    for text in (version_2, " ".join(version_1)):
+        with suppress(ValueError, ZeroDivisionError):  # without a limit it says "max" or "-1"
+            quota, period = map(int, text.split())
+            if quota > 0:
+                yield quota / period
 
 
 def omp_threads(machine: Machine, nproc: int) -> int:

@@ -1,4 +1,4 @@
-"""What a node says of itself before a launch; what must agree is listed in `gang`.
+"""What a node says of itself before a launch; what must agree is listed in `launch_state`.
 
 All of it is found without importing torch, so that the task stays small and a node that can't import it
 can still say so.

@@ -133,7 +133,9 @@ class Cause:
     @property
     def what(self) -> str:
         """Say in one line how it ended."""
-        if self.kind in ("agent", "agent_ended", "lost"):
+        if self.kind == "frozen" and self.rank is not None:
+            return str(self.exception)
+        if self.kind in ("agent", "agent_ended", "lost", "frozen"):
             return f"failed: {self.exception}"
         if self.kind == "terminated":
             return f"was preempted: {self.exception}"
@@ -141,8 +143,6 @@ class Cause:
             return f"ran {self.exception}"
         if self.kind == "hang":
             return f"hangs: {self.exception}"
-        if self.kind == "frozen":
-            return str(self.exception)
         if self.exception is not None and self.kind != "signal":
             return f"failed with {self.exception}"
         return describe_exit(self.exit_code) if self.exit_code is not None else "failed"

@@ -240,7 +240,7 @@ class Gang:
         if not message.get("ok"):
             self._stop_or_drop(launch, node)
         if node in launch.dropped:
-            self._send_verdict(launch, node, launch.error(launch.cause_of(node), []))
+            self._send_verdict(launch, node, launch.dropped_error(node))
         self._decide_if_all_ended(launch)
 
     def _current(self, message: Message) -> Launch | None:

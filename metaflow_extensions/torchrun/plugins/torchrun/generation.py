@@ -62,7 +62,7 @@ class Generation:
     ended_at: dict[int, float] = field(default_factory=dict)
     reaped: dict[int, int] = field(default_factory=dict)  # local rank -> pid, of ends that torchrun alone saw
     reaped_failed: bool = False
-    frozen: Cause | None = None
+    fault: Cause | None = None  # of a process that is no worker, or of one that was stopped
     evidence: dict[str, Any] | None = None
     stopping: bool = False
     preempted: bool = False
@@ -141,9 +141,9 @@ class Generation:
         The agent's own comes only in the `final` report, when no worker's is known.
         """
         now, found = time.monotonic(), False
-        if self.frozen is not None:
+        if self.fault is not None:
             found = True
-            yield {"cause": self.frozen.to_wire(), "age_s": 0.0}
+            yield {"cause": self.fault.to_wire(), "age_s": 0.0}
         for cause, ended_at in self._worker_causes(now):
             found = True
             yield {"cause": cause.to_wire(), "age_s": now - ended_at}
@@ -186,8 +186,10 @@ class Generation:
             code, who = self.guardian_exit, "its guardian process"
         how = self.error or (self.how_ended(code) if code is not None else "vanished")
         number = signal_got_by_agent(tail)
-        if number is not None:
+        if self.guardian_exit is None and number is not None:  # without a guardian it gets SIGTERM from the kernel
             how = f"got {signal_name(number)}, which nobody of the gang has sent, and gave up"
+        if _is_full(self.folder):
+            how = f"{how}, on a full disk: nothing more can be written to {self.folder}"
         # One that has started its workers did start; it was ended, or lost its own connections.
         kind = "agent_ended" if self.pids or self.guardian_exit is not None else "agent"
         detail = "\n".join(tail[-TAIL_LINES:])
@@ -198,6 +200,11 @@ class Generation:
         whose = "its torchrun agent " if rank is None else ""
         text = f"{whose}was stopped by a signal (SIGSTOP or the like) and not continued for {silence_s:g} s"
         return Cause("frozen", self.node, self.host, rank, local_rank, exception=text)
+
+    def guardian_cause(self) -> Cause:
+        """Return the cause for a guardian that somebody told to end."""
+        text = "its guardian process got SIGTERM, which nobody of the gang has sent"
+        return Cause("agent_ended", self.node, self.host, exception=text)
 
     def how_ended(self, exit_code: int) -> str:
         """Say how a process of this generation ended."""

@@ -10,8 +10,8 @@ because three things can't be done from inside the task:
 
 Protocol: lines on stdin are commands: ``stop GRACE_S`` sends SIGTERM to the whole tree, ``preempt GRACE_S
 SIGNAL`` sends SIGNAL to the workers alone, so that what they have started still serves them while they save.
-Lines on stdout are JSON events (``agent``, ``worker``, ``worker_end``, ``worker_reaped``, ``frozen``, ``agent_end``,
-``stopping``, ``end``). Times are seconds of the machine's monotonic clock.
+Lines on stdout are JSON events (``agent``, ``worker``, ``worker_end``, ``worker_reaped``, ``frozen``, ``terminated``,
+``agent_end``, ``stopping``, ``end``). Times are seconds of the machine's monotonic clock.
 
 Made for Linux. Elsewhere (untried; it needs ``os.waitid``, on macOS Python 3.13) the tree is found by
 walking parents, so processes that detach themselves *and* lose their parent are not seen; torchrun's
@@ -51,7 +51,7 @@ def main() -> int:
     # Ctrl-C is the task's to handle: it tells us. A handler, since workers would inherit SIG_IGN.
     signal.signal(signal.SIGINT, lambda *_: None)
     guardian = Guardian(options)
-    signal.signal(signal.SIGTERM, lambda *_: guardian.request_stop(options.grace))
+    signal.signal(signal.SIGTERM, lambda *_: guardian.on_sigterm())
     return guardian.run(options.argv)
 
 
@@ -81,6 +81,7 @@ class Guardian:
         self._pidfds: dict[int, int] = {}  # pidfd -> pid
         self._await_report = False
         self._task_gone = False
+        self._signalled = False
         self._stop_grace: float | None = None
         self._preempt_signal: int | None = None
         self._task = os.getppid()
@@ -93,6 +94,11 @@ class Guardian:
         if self._stop_grace is None:
             self._stop_grace = grace_s
 
+    def on_sigterm(self) -> None:
+        """Stop everything because somebody wants this process to end; the task hears why."""
+        self._signalled = self._stop_grace is None
+        self.request_stop(self._options.grace)
+
     def run(self, argv: list[str]) -> int:
         """Start the agent, watch, stop what must be stopped, and report the end."""
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
@@ -104,6 +110,8 @@ class Guardian:
         while self._agent_status is None and self._stop_grace is None:
             self._wait(_SEARCH_S if self._expects_workers() else _WATCH_S)
             self._watch()
+        if self._signalled:
+            self._say("terminated")
         left = self._stop_all()
         for folder in self._options.scratch or () if self._task_gone else ():
             shutil.rmtree(folder, ignore_errors=True)

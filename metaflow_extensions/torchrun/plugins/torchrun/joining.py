@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
-from .address_book import Address, AddressBook
+from .address_book import STORE_PATIENCE_S, Address, AddressBook
 from .channel import ControlChannel, MemberChannel, new_token
 from .errors import GangError, from_wire, to_wire
 from .events import Subscriber
@@ -20,6 +20,8 @@ from .settings import StepSettings
 LOOPBACK = "127.0.0.1"
 # After its own end the control node waits so long for the others', to hear of late failures.
 _LEAVE_WAIT_S = 5.0
+# The part of all_nodes_started_timeout that the control node may take to publish where it is.
+_PUBLISH_PART = 0.8
 # How long one address record is tried before it is read again: the control node may have ended.
 _TRY_S = 10.0
 
@@ -80,7 +82,8 @@ def join_as_control(
     try:
         port = channel.listen(settings.channel_port, LOOPBACK if here_only else "")
         address = Address(tuple(control_addresses(main_ip, here_only)), port, token)
-        book.publish(address)
+        # Before the gang's own time is up, or the others' absence would be blamed for it.
+        book.publish(address, min(STORE_PATIENCE_S, _PUBLISH_PART * settings.all_nodes_started_timeout))
         seat.at_end(lambda: _tell_latecomers(book, address, channel))
     except BaseException as error:
         seat.leave(error)

@@ -132,6 +132,14 @@ class Launch:
         cls, text = self._class_and_text(cause)
         return cls(f"{text}{quiet}" + (f"\n{cls.remedy}" if cls is TorchrunPreempted else ""), cause.to_wire())
 
+    def dropped_error(self, node: int) -> LaunchFailed:
+        """Return what a node raises that an elastic launch goes on without."""
+        goes_on = f"Launch {self.number} goes on without it, by torchrun's own elasticity."
+        cause = self.cause_of(node)
+        if cause is None:
+            return LaunchFailed(f"Node {node} failed. {goes_on}")
+        return class_of(cause)(f"{cause.describe()}\n{goes_on}", cause.to_wire())
+
     def _class_and_text(self, cause: Cause) -> tuple[type[LaunchFailed], str]:
         stopped = f"Launch {self.number} was stopped"
         if cause.kind == "timeout":

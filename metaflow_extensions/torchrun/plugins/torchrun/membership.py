@@ -22,7 +22,7 @@ from typing import Any, Protocol
 from .errors import GangError, LaunchFailed, TorchrunError, TorchrunPreempted, from_wire
 from .events import Event, Subscriber
 from .failure import Cause
-from .launch_state import CONTROL, Message
+from .launch_state import CONTROL, Message, names
 
 # How long a leaving node waits for the control node to say that it has read the cause.
 _ACK_WAIT_S = 5.0
@@ -74,6 +74,7 @@ class Membership:
         self._welcomed = threading.Event()
         self._control_gone = threading.Event()
         self._broken: TorchrunError | None = None
+        self._deafness: str | None = None  # why the control node is not heard, which it may not know
         self._farewell = False
         self._verdict: TorchrunError | None = None
         self._why_terminated = "its Metaflow task got SIGTERM"
@@ -108,6 +109,7 @@ class Membership:
             self._acknowledged.set()
             self._control_gone.set()
             if not self._farewell:
+                self._deafness = message["reason"]
                 self._break(self._control_lost(message["reason"]))
         elif kind == "abort":
             self._break(from_wire(message["error"]))
@@ -243,9 +245,7 @@ class Membership:
                 raise self._broken  # where no signal can tell: outside the main thread
             if time.monotonic() > say_at:
                 say_at += _REMIND_S
-                text = (
-                    f"done here; waiting for nodes {', '.join(map(str, nodes))} to end their step and store its results"
-                )
+                text = f"done here; waiting until {names(nodes)} ended the step and stored the results"
                 self.emit(Event("note", self.node, text))
             time.sleep(_LOOK_S)
         if self._broken is not None:
@@ -271,7 +271,7 @@ class Membership:
             self._acknowledged.set()  # nobody is there to answer
         self._said_goodbye = self._left = True
         try:
-            cause = None if error is None or self._is_known(error) else self.cause_of(error)
+            cause = None if error is None or self.gang_knows(error) else self.cause_of(error)
             self.send({"type": "leave", "cause": cause})
             self._acknowledged.wait(_ACK_WAIT_S)
             if error is not None:
@@ -287,16 +287,20 @@ class Membership:
             with suppress(TypeError):  # a handler not set from Python can't be set back
                 signal.signal(signal.SIGTERM, self._previous_handler)
 
-    def _is_known(self, error: BaseException | None) -> bool:
+    def gang_knows(self, error: BaseException) -> bool:
         """Tell whether the gang has this error already: it is its own verdict, bare or chained."""
-        while error is not None:
-            if error is self._verdict or error is self._broken:
+        link: BaseException | None = error
+        while link is not None:
+            if link is self._verdict or (link is self._broken and self._deafness is None):
                 return True
-            error = error.__cause__ or error.__context__
+            link = link.__cause__ or link.__context__
         return False
 
     def cause_of(self, error: BaseException) -> dict[str, Any]:
         """Return an exception of this node's own step as a cause, as plain data."""
+        if error is self._broken and self._deafness is not None:
+            text = f"it does not hear the control node any more: {self._deafness}"
+            return Cause("lost", self.node, self.host, exception=text).to_wire()
         if isinstance(error, TorchrunError) and error.cause is not None:
             return error.cause
         detail = "".join(traceback.format_exception(error)).rstrip()

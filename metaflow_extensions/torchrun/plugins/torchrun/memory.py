@@ -1,15 +1,16 @@
-"""What the kernel says of this container's memory: its limit, and whom it has killed for it."""
+"""What the kernel says of this node's memory: its limit, and whom it has killed for it."""
 
 from __future__ import annotations
 
 import os
 import re
-from contextlib import suppress
+from collections.abc import Iterator
 
-# Version 2 of cgroups, then version 1. Inside a container its own cgroup is mounted there; elsewhere
-# it is the machine's, whose root has no such files in version 2.
-_KILLS = ("sys/fs/cgroup/memory.events", "sys/fs/cgroup/memory/memory.oom_control")
-_LIMITS = ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory/memory.limit_in_bytes")
+from .cgroup import own_folders, read
+
+# Version 2 of cgroups, then version 1.
+_KILLS = ("memory.events", "memory.oom_control")
+_LIMITS = ("memory.max", "memory.limit_in_bytes")
 _NO_LIMIT = 2**60  # version 1 writes a number near 2**63 for "none"
 
 
@@ -29,20 +30,18 @@ def oom_kills(root: str = "/") -> int | None:
     int or None
         None where nothing counts.
     """
-    for path in _KILLS:
-        found = re.search(r"^oom_kill (\d+)$", _read(root, path), re.MULTILINE)
+    # The first that counts: a process counts where it lies and, in version 2 only, in all groups above.
+    for text in _texts(_KILLS, root):
+        found = re.search(r"^oom_kill (\d+)$", text, re.MULTILINE)
         if found:
             return int(found[1])
     return None
 
 
 def memory_limit(root: str = "/") -> int | None:
-    """Return the memory limit of this cgroup in bytes, or None if there is none."""
-    for path in _LIMITS:
-        text = _read(root, path).strip()
-        if text.isdigit() and int(text) < _NO_LIMIT:
-            return int(text)
-    return None
+    """Return the smallest memory limit of this process's cgroups in bytes, or None if there is none."""
+    limits = [int(text) for text in _texts(_LIMITS, root) if text.strip().isdigit()]
+    return min((limit for limit in limits if limit < _NO_LIMIT), default=None)
 
 
 def describe_oom(limit: int | None) -> str:
@@ -61,7 +60,8 @@ def _in_gib(size: int) -> str:
     return f"{size / 2**30:.4g} GiB" if size >= 2**30 else f"{size / 2**20:.4g} MiB"
 
 
-def _read(root: str, path: str) -> str:
-    with suppress(OSError), open(os.path.join(root, path), encoding="ascii", errors="replace") as file:
-        return file.read()
-    return ""
+def _texts(names: tuple[str, ...], root: str) -> Iterator[str]:
+    """Yield what the files of these names say, this process's own cgroup first."""
+    for folder in own_folders("memory", root):
+        for name in names:
+            yield read(os.path.join(folder, name))

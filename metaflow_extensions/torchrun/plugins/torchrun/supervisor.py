@@ -305,8 +305,10 @@ class Supervisor:
             generation.reaped[event["local_rank"]] = event["pid"]
             generation.ended_at[event["local_rank"]] = event["t"]
         elif kind == "frozen" and not generation.stopping:
-            generation.frozen = generation.frozen_cause(event["rank"], event["local_rank"], self._silence_s)
-            self._fail(generation, f"{generation.frozen.who} {generation.frozen.what}")
+            fault = generation.frozen_cause(event["rank"], event["local_rank"], self._silence_s)
+            self._fail_because_of(fault, generation)
+        elif kind == "terminated" and not generation.stopping:
+            self._fail_because_of(generation.guardian_cause(), generation)
         elif kind == "agent_end":
             self._agent_ended(generation, event["status"])
         elif kind == "end":
@@ -317,8 +319,9 @@ class Supervisor:
         self._say_active(generation, event["t"])
         if generation.stopping or self._spec.min_nodes is not None:  # an elastic agent may start them again
             return
-        if generation.reaped and generation.stopped_by_agent(event):
-            self._failed_unseen(generation, generation.last_reaped())
+        unseen = generation.failed_unseen()
+        if unseen is not None:
+            self._failed_unseen(generation, unseen)
         elif end.exit_code != 0 and not end.stopped:
             self._fail(generation, f"rank {end.rank} {generation.how_ended(end.exit_code)}", rank=end.rank)
 
@@ -326,6 +329,10 @@ class Supervisor:
         generation.reaped_failed = True
         rank = self._spec.global_rank(local_rank)
         self._fail(generation, f"rank {rank} failed", rank=rank)
+
+    def _fail_because_of(self, fault: Cause, generation: Generation) -> None:
+        generation.fault = fault
+        self._fail(generation, f"{fault.who} {fault.what}")
 
     def _fail(self, generation: Generation, what: str, **facts: Any) -> None:
         """Report a failure on this node at once and stop its workers."""
@@ -436,8 +443,8 @@ class Supervisor:
                 self._seat.send({"type": "ended", **end})
 
     def _tell(self, error: BaseException, generation: Generation) -> None:
-        if error is self._seat.broken:
-            return  # the gang knows
+        if self._seat.gang_knows(error):
+            return
         cause = self._seat.cause_of(error)
         report = {"launch": self._launch, "generation": generation.number, "causes": [{"cause": cause, "age_s": 0.0}]}
         self._seat.send({"type": "failed", **report})

@@ -1,0 +1,155 @@
+"""One node of a gang as a process of its own: what ``@torchrun`` does in a task, without Metaflow's task around it.
+
+Its only argument is a JSON object with the arguments of `main`; see `Gang.start` in ``chaos_gang.py``. What came
+of each launch, and of the node itself, is in ``node-N.json``.
+"""
+
+import functools
+import json
+import os
+import sys
+import time
+import traceback
+
+from metaflow.datastore import FlowDataStore
+from metaflow.plugins.datastores.local_storage import LocalStorage
+
+from metaflow_extensions.torchrun.plugins.torchrun import joining
+from metaflow_extensions.torchrun.plugins.torchrun.address_book import AddressBook
+from metaflow_extensions.torchrun.plugins.torchrun.devices import this_machine
+from metaflow_extensions.torchrun.plugins.torchrun.events import to_log
+from metaflow_extensions.torchrun.plugins.torchrun.executor import Context, TorchrunExecutor
+from metaflow_extensions.torchrun.plugins.torchrun.settings import parse_settings
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+# As the decorator has it, for tasks that are on machines of their own.
+HOLD_S = 10.0
+DEADLINE_S = 120.0
+
+
+def faulty_storage(fault):
+    """Return a local datastore whose every call is slow, or fails at first, or always."""
+    calls = []
+
+    def misbehave():
+        calls.append(fault)
+        if fault == "slow":
+            time.sleep(2)
+        if fault == "gone" or (fault == "fails twice" and len(calls) <= 2):
+            raise OSError(5, f"the datastore is not there (call {len(calls)})")
+
+    def wrapped(method):
+        @functools.wraps(method)
+        def call(*args, **kwargs):
+            misbehave()
+            return method(*args, **kwargs)
+
+        return call
+
+    names = ("is_file", "info_file", "size_file", "list_content", "save_bytes", "load_bytes")
+    methods = {name: wrapped(getattr(LocalStorage, name)) for name in names}
+    return type("FaultyStorage", (LocalStorage,), methods)
+
+
+def take_port_first(squatted):
+    """Make the control node choose a port first that somebody else takes before its agent does."""
+    choose, chosen = joining.pick_port, []
+
+    def pick_port(pinned):
+        chosen.append(choose(pinned) if chosen else squatted)
+        return chosen[-1]
+
+    joining.pick_port = pick_port
+
+
+class Notes:
+    """What came of this node, for the test to read."""
+
+    def __init__(self, path):
+        self._path = path
+        self.launches = []
+        self._facts = {"launches": self.launches, "error": None}
+
+    def save(self, **facts):
+        self._facts.update(facts)
+        with open(self._path + ".part", "w") as file:
+            json.dump(self._facts, file)
+        os.replace(self._path + ".part", self._path)
+
+    @staticmethod
+    def of(error):
+        return {"class": type(error).__name__, "text": str(error), "cause": getattr(error, "cause", None)}
+
+
+def join(node, num_nodes, book, settings, main_ip):
+    """Return this node's seat, the control node's channel or None, and the control node's address."""
+    here_only = main_ip is None
+    if node > 0:
+        seat, main_addr = joining.join_as_member(book, node, num_nodes, settings, to_log)
+        return seat, None, main_addr
+    seat, channel = joining.join_as_control(book, num_nodes, main_ip or "", settings, to_log, here_only)
+    return seat, channel, joining.control_addresses(main_ip or "", here_only)[0]
+
+
+def await_leave(number, out):
+    """Wait until the test wants this launch."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not os.path.exists(os.path.join(out, f"launch-{number}")):
+        assert time.monotonic() < deadline, f"nobody wants launch {number}"
+        time.sleep(0.01)
+
+
+def run_all(executor, launches, out, notes, options):
+    """Run one launch after the other, as a step's code may that catches what `run` raises; raise the last error."""
+    error = None
+    for number in range(launches):
+        if number > 0:
+            await_leave(number, out)
+        begun = time.monotonic()
+        try:
+            result = executor.run("worker.py", **options)
+            error = None
+            notes.launches.append({"restarts": result.restarts, "command": result.command})
+        except BaseException as caught:
+            error = caught
+            notes.launches.append(notes.of(caught))
+        notes.launches[-1]["seconds"] = time.monotonic() - begun
+        notes.save()
+    if error is not None:
+        raise error
+
+
+def main(node, num_nodes, out, settings, main_ip, gang, launches, options, start_after_s, datastore, squatted):
+    time.sleep(start_after_s)
+    if squatted is not None:
+        take_port_first(squatted)
+    notes = Notes(os.path.join(out, f"node-{node}.json"))
+    parsed = parse_settings(settings, "train")
+    seat = channel = None
+    begun = time.monotonic()
+    try:
+        flow_datastore = FlowDataStore(
+            "ChaosFlow", storage_impl=faulty_storage(datastore), ds_root=os.path.join(out, "datastore")
+        )
+        book = AddressBook(flow_datastore, "1", "train", gang, 0)
+        seat, channel, main_addr = join(node, num_nodes, book, parsed, main_ip)
+        notes.save(join_s=time.monotonic() - begun)
+        executor = TorchrunExecutor(Context(seat, main_addr, this_machine(), parsed, flow_dir=HERE))
+        run_all(executor, launches, out, notes, options)
+        if channel is not None:
+            seat.await_others(lambda: channel.gang.members)
+    except BaseException as error:
+        notes.save(error=notes.of(error), seconds=time.monotonic() - begun)
+        traceback.print_exc()
+        if seat is not None:
+            seat.leave(error, hold_s=0.0 if main_ip is None or channel is not None else HOLD_S)
+        return 1
+    if channel is None:
+        seat.finish()
+    seat.leave(None)
+    notes.save(ended_well=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(**json.loads(sys.argv[1])))

@@ -1,0 +1,67 @@
+"""Gangs that do not come together as they should: nodes, ports and datastores that are late, taken or gone."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+
+import pytest
+
+STARTED_S = 3
+WITHIN_S = 15
+DATASTORE_S = 2  # a slow datastore takes so long for a call
+
+
+def test_a_node_that_never_starts(gang, recorder):
+    begun_at = time.monotonic()
+    gang.start(3, absent=[1], settings={"all_nodes_started_timeout": STARTED_S})
+    outcome = gang.await_end(begun_at, [0, 2], WITHIN_S)
+    recorder.silent("a node never starts (all_nodes_started_timeout is 3 s)", outcome, STARTED_S)
+    assert outcome.error["class"] == "GangStartTimeout"
+    assert f"Waited {STARTED_S} s, but node 1 of 3 did not arrive" in outcome.error["text"]
+
+
+def test_a_control_node_that_never_starts(gang, recorder):
+    begun_at = time.monotonic()
+    gang.start(3, absent=[0], settings={"all_nodes_started_timeout": STARTED_S})
+    outcome = gang.await_end(begun_at, [1, 2], WITHIN_S)
+    recorder.silent("the control node never starts (all_nodes_started_timeout is 3 s)", outcome, STARTED_S)
+    assert outcome.error["class"] == "GangStartTimeout"
+    assert f"Waited {STARTED_S} s, but node 0 (the control node) did not arrive" in outcome.error["text"]
+
+
+def test_a_port_that_is_taken_at_go(gang, recorder):
+    """Somebody takes the chosen port before the agent listens on it; the launch moves, which is no restart."""
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as squatter:
+        port = squatter.getsockname()[1]
+        gang.start(squatted=port)
+        gang.await_workers("launch0-1")
+        recorder.lasted("the port chosen for the rendezvous is taken at go", gang.end_well())
+    for node in range(2):
+        assert gang.launch(node)["restarts"] == []
+        assert f":{port} " not in gang.launch(node)["command"]
+        assert f"--rdzv-endpoint=127.0.0.1:{port} " in gang.log(node)
+        assert "was taken meanwhile; starting on another" in gang.log(node)
+
+
+@pytest.mark.parametrize("fault", ["slow", "fails twice"])
+def test_a_datastore_that_is(fault, gang, recorder):
+    gang.start(datastore=fault)
+    gang.await_workers()
+    name = f"the datastore takes {DATASTORE_S} s a call" if fault == "slow" else "the datastore fails twice, then works"
+    recorder.lasted(name, gang.end_well())
+    assert fault != "slow" or gang.note("node-1.json")["join_s"] > DATASTORE_S  # it was slow indeed
+
+
+def test_a_datastore_that_is_gone(gang, recorder):
+    """Nobody can find anybody: every node says what it could not do, and none waits longer than for missing nodes."""
+    begun_at = time.monotonic()
+    gang.start(datastore="gone", settings={"all_nodes_started_timeout": STARTED_S})
+    outcome = gang.await_end(begun_at, [0, 1], WITHIN_S)
+    assert all(error is not None for error in outcome.errors.values()), gang.told
+    for error in outcome.errors.values():
+        assert error["class"] in ("GangError", "GangStartTimeout")
+        assert "datastore" in error["text"]
+        assert "the datastore is not there" in error["text"]  # what it said itself
+    recorder.silent("the datastore is gone (all_nodes_started_timeout is 3 s)", outcome, STARTED_S)

@@ -1,0 +1,113 @@
+"""Gangs whose network is cut, loses and delays; each node runs on a host of its own, see tests/hosts.py."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from chaos_gang import Gang
+from hosts import Host, Switch, cannot
+
+HEARTBEAT_S = 2
+WITHIN_S = 15
+DELAY_S, LOSS = 0.2, 0.05
+BAD_HEARTBEAT_S = 10
+
+
+@pytest.fixture
+def hosts(make_host: Callable[[str], Host]) -> list[Host]:
+    return [make_host(f"host-{letter}") for letter in "abc"]
+
+
+@pytest.fixture
+def switch(hosts: list[Host], make_host: Callable[[str], Host]) -> Switch:
+    """Return the bridge that connects the hosts."""
+    return Switch(make_host("switch"), hosts)
+
+
+@pytest.mark.parametrize("cut", [0, 2], ids=["control node", "member"])
+def test_a_cut_that_is_mended_too_late(cut, make_gang, hosts, switch, recorder):
+    """Both sides give up within the time that silence may last, and stay so when they can talk again."""
+    gang = make_gang(hosts)
+    gang.start(3, settings={"heartbeat_timeout_s": HEARTBEAT_S}, launches=2)
+    gang.await_workers()
+    struck_at = time.monotonic()
+    switch.cut(cut)
+    together = [node for node in range(3) if node != cut]
+    gang.await_launch(0)  # both sides give up
+    switch.mend(cut)
+    gang.begin_launch(1)  # now all call run() again, with nothing between them
+    outcome = gang.await_end(struck_at, together, WITHIN_S)
+    recorder.silent(f"cut of {'the control node' if cut == 0 else 'one node'}, mended too late", outcome, HEARTBEAT_S)
+    silence = f"nothing was heard from it for {HEARTBEAT_S} s (heartbeat_timeout_s)"
+    for launch in range(2):
+        said = [gang.launch(node, launch)["text"] for node in together]
+        alone = gang.launch(cut, launch)["text"]
+        if cut == 0:
+            assert said[0] == said[1]
+            assert f"Node 0 (the control node) is lost: {silence}" in said[0]
+            assert f"(host host-b) failed: {silence}" in alone or f"(host host-c) failed: {silence}" in alone
+        else:
+            assert said[0] == said[1]
+            assert f"Node 2 (host host-c) failed: {silence}" in said[0]
+            assert f"Node 0 (the control node) is lost: {silence}" in alone
+    assert gang.lost_bytes([cut]) == 0
+
+
+def test_a_cut_shorter_than_the_heartbeat_timeout(make_gang, hosts, switch, recorder):
+    gang = make_gang(hosts[:2])
+    gang.start(2, settings={"heartbeat_timeout_s": HEARTBEAT_S + 1})
+    gang.await_workers()
+    struck_at = time.monotonic()
+    switch.cut(1)
+    gang.await_that(lambda: gang.age(struck_at) > HEARTBEAT_S - 0.5, "most of the time")
+    switch.mend(1)
+    gang.await_that(lambda: gang.age(struck_at) > HEARTBEAT_S + 1.5, "more than the time")
+    recorder.lasted("cut of one node, shorter than the heartbeat timeout", gang.end_well())
+
+
+@contextmanager
+def bad_cable(one: Host, other: Host) -> Iterator[None]:
+    if not os.path.exists("/dev/net/tun"):
+        cannot("a cable that delays and loses frames needs TAP devices (/dev/net/tun)")
+    words = [str(DELAY_S), str(LOSS), "eth0", one.space, other.space]
+    wire = subprocess.Popen(
+        [sys.executable, str(Path(__file__).parent / "wire.py"), *words], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert wire.stdout is not None
+        assert wire.stdout.readline() == "open\n"
+        for number, host in enumerate((one, other), start=1):
+            host.ip("link", "set", "eth0", "up")
+            host.add_address(f"10.77.0.{number}/24", "eth0")
+        yield
+    finally:
+        wire.kill()
+        wire.communicate()
+
+
+def test_loss_and_delay(make_gang, hosts, recorder):
+    """Every frame takes 200 ms, one in twenty vanishes: the gang starts, works and ends; a failure is told in time."""
+    with bad_cable(*hosts[:2]):
+        gang: Gang = make_gang(hosts[:2])
+        gang.start(2, settings={"heartbeat_timeout_s": BAD_HEARTBEAT_S}, launches=2)
+        gang.await_workers()
+        gang.let_go()
+        gang.await_launch(0)
+        assert [gang.launch(node).get("restarts") for node in range(2)] == [[], []]
+        (gang.out / "finish").unlink()
+        gang.begin_launch(1)
+        gang.await_workers("launch1-0")
+        gang.tell(1, "exit 3", "launch1-0")
+        outcome = gang.await_end(gang.struck_at(1, "launch1-0"), [0, 1], WITHIN_S)
+        # What is lost is sent again after longer and longer pauses; no bound for dead processes holds here.
+        recorder.silent(
+            "a worker fails while 5 % of all packets are lost and all take 200 ms", outcome, BAD_HEARTBEAT_S
+        )
+    assert "Rank 1 on node 1 (host host-b) exited with code 3" in outcome.error["text"]

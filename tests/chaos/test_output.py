@@ -1,0 +1,104 @@
+"""Workers that write, spawn and cling to life as they should not."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from chaos_gang import GRACE_S, Gang
+from hosts import cannot
+
+WITHIN_S = 15
+LINE_BYTES = 10_000_000
+DISK_BYTES = 100 * 4096
+# A file system of its own, that only this process and what it starts can see.
+SMALL_DISK = 'mount -t tmpfs -o "$1" none "$2" && shift 2 && exec "$@"'
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Callable[[str], list[str]]:
+    """Return a function that makes what must stand before a command, so that its logs go to a disk that is too small."""
+    if os.geteuid() != 0 or not shutil.which("unshare"):
+        cannot("mounting a small disk for one process needs root and unshare (util-linux)")
+    (tmp_path / "disk").mkdir()
+
+    def wrapper(options: str) -> list[str]:
+        words = ["unshare", "--mount", "--propagation", "private", "sh", "-c", SMALL_DISK, "sh"]
+        wrapper = [*words, options, str(tmp_path / "disk")]
+        tried = subprocess.run([*wrapper, "true"], capture_output=True, text=True, check=False)
+        if tried.returncode != 0:
+            cannot(f"this machine does not let us mount a small disk: {tried.stderr.strip()}")
+        return wrapper
+
+    return wrapper
+
+
+def test_a_disk_that_fills_up(gang, small_disk, recorder, tmp_path):
+    """Where logs and temporary files go nothing more fits, because of the workers' own output."""
+    disk = [*small_disk(f"size={DISK_BYTES}"), "env", f"TMPDIR={tmp_path / 'disk'}"]
+    gang.start(do="1:fill-disk", wrap={1: disk})
+    outcome = gang.await_end(gang.struck_at(1), [0, 1], WITHIN_S)
+    recorder.died("the disk for logs and temporary files fills up", outcome)
+    shown = sum(len(line) - len("[rank 1] ") for line in gang.log(1).splitlines(True) if line.startswith("[rank 1] x"))
+    assert DISK_BYTES / 2 < shown <= DISK_BYTES  # what fitted on the disk is in the log
+    assert "ode 1 (host" in outcome.error["text"]  # the agent may be the first to die of it
+    # Neither could say it itself: their stderr goes to that disk.
+    assert re.search("No space left on device|full disk", outcome.error["text"])
+
+
+def test_a_disk_that_is_full_from_the_start(gang, small_disk, recorder, tmp_path):
+    """Not even a folder can be made for the logs."""
+    gang.start(wrap={1: small_disk("nr_inodes=1")}, torchrun_args={"log-dir": str(tmp_path / "disk")})
+    outcome = gang.await_end(gang.await_command(0), [0, 1], WITHIN_S)
+    recorder.died("the disk for logs is full from the start", outcome)
+    begin = f"Node 1 (host {socket.gethostname()}) failed: its torchrun agent could not be started: [Errno 28] No space left"
+    assert outcome.error["text"].startswith(begin)
+
+
+def test_a_worker_that_ignores_sigterm(gang, recorder):
+    gang.start(nproc=2, do="0:ignore-sigterm,2:ignore-sigterm")
+    gang.await_workers()
+    gang.tell(3, "exit 3")
+    outcome = gang.await_end(gang.struck_at(3), [0, 1], WITHIN_S)
+    recorder.died("a worker fails, others ignore SIGTERM (without the grace)", outcome, GRACE_S)
+    assert outcome.seconds >= GRACE_S  # they had their time
+    assert "Rank 3 on node 1" in outcome.error["text"]
+
+
+def test_a_worker_that_forks_grandchildren(gang, recorder):
+    """Forked twice, in a session of their own, deaf to SIGTERM: they end with the launch all the same."""
+    gang.start(do="*:detach")
+    gang.await_workers()
+    grandchildren = {gang.await_note(f"grandchild-launch0-0-{rank}") for rank in range(2)}
+    assert grandchildren <= gang.living()
+    gang.tell(1, "exit 3")
+    outcome = gang.await_end(gang.struck_at(1), [0, 1], WITHIN_S)
+    recorder.died("a worker with detached grandchildren fails (without the grace)", outcome, GRACE_S)
+    assert outcome.seconds >= GRACE_S  # they had their time
+    assert "Rank 1 on node 1" in outcome.error["text"]
+
+
+def test_ten_megabytes_in_one_line(gang, recorder):
+    """Nothing of it may be missing although its writer dies at once, nor may other workers' lines get mixed up with it."""
+    gang.start(nproc=2)
+    gang.await_workers()
+    gang.tell(1, f"no-newline {LINE_BYTES}")
+    outcome = gang.await_end(gang.struck_at(1), [0, 1], WITHIN_S)
+    wanted, shown = range(LINE_BYTES // 8), shown_numbers(gang)
+    outcome.lost_bytes += 8 * len(set(wanted) - set(shown))
+    recorder.died("a worker writes 10 MB in one line without a newline, and dies", outcome)
+    assert shown == list(wanted)
+    assert "Rank 1 on node 0" in outcome.error["text"]
+
+
+def shown_numbers(gang: Gang) -> list[int]:
+    """Return the numbers of rank 1's long line, from the labelled pieces in which the log shows it."""
+    pieces = [line for line in gang.log(0).splitlines() if line.startswith("[rank 1] ") and "," in line]
+    text = "".join(piece.removeprefix("[rank 1] ") for piece in pieces)
+    return [int(number) for number in re.findall(r"(\d{7}),", text)]

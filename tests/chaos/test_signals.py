@@ -1,0 +1,137 @@
+"""One process of a gang gets a signal; every process of every node must go, and all nodes must say which it was."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+
+import pytest
+from chaos_gang import Gang
+
+# Silence is declared after so long in these tests; where a process dies, nobody may wait for silence.
+HEARTBEAT_S = 2
+HOST = socket.gethostname()
+WITHIN_S = 12
+NAMES = {
+    "worker": "a worker",
+    "agent": "an agent",
+    "guardian": "a guardian",
+    "task": "a task",
+    "control task": "the control task",
+}
+
+
+def _first(value: str) -> str:
+    return value if value in NAMES else ""
+
+
+def pid_of(gang: Gang, victim: str) -> int:
+    """Return a process of node 1, or the control node's task."""
+    rank = gang.nproc
+    return {
+        "worker": lambda: gang.worker(rank),
+        "agent": lambda: gang.agent(rank),
+        "guardian": lambda: gang.guardian(rank),
+        "task": lambda: gang.task(1),
+        "control task": lambda: gang.task(0),
+    }[victim]()
+
+
+def start(gang: Gang, victim: str, **settings: float) -> int:
+    """Start a gang, with three nodes where one can't tell afterwards, and return the pid of the process to hurt."""
+    nodes, nproc = (3, 1) if "task" in victim else (2, 2)
+    gang.start(nodes, nproc, settings=settings)
+    gang.await_workers()
+    return pid_of(gang, victim)
+
+
+def others(gang: Gang, victim: str) -> list[int]:
+    """Return the nodes whose task is not the victim."""
+    gone = {"task": 1, "control task": 0}.get(victim)
+    return [node for node in gang.processes if node != gone]
+
+
+@pytest.mark.parametrize(
+    ("victim", "category", "said"),
+    [
+        ("worker", "killed", f"Rank 2 on node 1 (host {HOST}) was killed by SIGKILL"),
+        ("agent", "killed", f"Node 1 (host {HOST}) failed: its torchrun agent was killed by SIGKILL"),
+        (
+            "guardian",
+            "killed",
+            f"Node 1 (host {HOST}) failed: its guardian process was killed by SIGKILL",
+        ),
+        ("task", "node_lost", f"Node 1 (host {HOST}) failed: its connection to the control node was closed"),
+        ("control task", "node_lost", "Node 0 (the control node) is lost: its connection was closed"),
+    ],
+    ids=_first,
+)
+def test_sigkill(victim, category, said, gang, recorder):
+    pid = start(gang, victim)
+    outcome = gang.await_end(gang.send(pid, signal.SIGKILL), others(gang, victim), WITHIN_S)
+    recorder.died(f"SIGKILL of {NAMES[victim]}", outcome)
+    assert said in outcome.error["text"]
+    assert outcome.error["cause"]["category"] == category
+
+
+@pytest.mark.parametrize(
+    ("victim", "category", "said"),
+    [
+        ("worker", "killed", f"Rank 2 on node 1 (host {HOST}) was killed by SIGTERM"),
+        ("agent", "killed", f"Node 1 (host {HOST}) failed: its torchrun agent got SIGTERM"),
+        ("guardian", "killed", f"Node 1 (host {HOST}) failed: its guardian process"),
+        ("task", "preempted", f"Node 1 (host {HOST}) was preempted: its Metaflow task got SIGTERM"),
+        ("control task", "preempted", f"Node 0 (host {HOST}) was preempted: its Metaflow task got SIGTERM"),
+    ],
+    ids=_first,
+)
+def test_sigterm(victim, category, said, gang, recorder):
+    pid = start(gang, victim)
+    outcome = gang.await_end(gang.send(pid, signal.SIGTERM), gang.processes, WITHIN_S)
+    recorder.died(f"SIGTERM of {NAMES[victim]}", outcome)
+    assert said in outcome.error["text"]
+    assert outcome.error["cause"]["category"] == category
+
+
+@pytest.mark.parametrize(
+    ("victim", "said"),
+    [
+        ("worker", f"Rank 2 on node 1 (host {HOST}) was stopped by a signal (SIGSTOP or the like)"),
+        ("agent", f"Node 1 (host {HOST}) failed: its torchrun agent was stopped by a signal (SIGSTOP or the like)"),
+    ],
+    ids=_first,
+)
+def test_sigstop(victim, said, gang, recorder):
+    pid = start(gang, victim, heartbeat_timeout_s=HEARTBEAT_S)
+    outcome = gang.await_end(gang.send(pid, signal.SIGSTOP), gang.processes, WITHIN_S)
+    recorder.silent(f"SIGSTOP of {NAMES[victim]}", outcome, HEARTBEAT_S)
+    assert f"{said} and not continued for {HEARTBEAT_S} s" in outcome.error["text"]
+    assert outcome.error["cause"]["category"] == "hang"
+
+
+@pytest.mark.parametrize(
+    ("victim", "said"),
+    [
+        ("task", f"Node 1 (host {HOST}) failed: nothing was heard from it for {HEARTBEAT_S} s"),
+        ("control task", f"Node 0 (the control node) is lost: nothing was heard from it for {HEARTBEAT_S} s"),
+    ],
+    ids=_first,
+)
+def test_sigstop_of_a_task(victim, said, gang, recorder):
+    """Its workers must go without it: it can't stop them, and nobody else can reach them."""
+    pid = start(gang, victim, heartbeat_timeout_s=HEARTBEAT_S)
+    outcome = gang.await_end(gang.send(pid, signal.SIGSTOP), others(gang, victim), WITHIN_S, ignore=[pid])
+    recorder.silent(f"SIGSTOP of {NAMES[victim]}", outcome, HEARTBEAT_S)
+    assert gang.living() == {pid}  # stopped as it is, it holds nothing but itself
+    assert said in outcome.error["text"]
+    assert outcome.error["cause"]["category"] == "node_lost"
+
+
+def test_a_stopped_worker_that_goes_on_in_time_is_no_failure(gang, recorder):
+    pid = start(gang, "worker", heartbeat_timeout_s=HEARTBEAT_S)
+    struck_at = gang.send(pid, signal.SIGSTOP)
+    gang.await_that(lambda: gang.age(struck_at) > HEARTBEAT_S / 2, "half the time")
+    os.kill(pid, signal.SIGCONT)
+    gang.await_that(lambda: gang.age(struck_at) > HEARTBEAT_S * 1.5, "more than the time")
+    recorder.lasted("SIGSTOP of a worker for half the heartbeat timeout", gang.end_well())
