@@ -202,14 +202,13 @@ def test_a_function_without_a_file_has_the_workers_contents(make):
 
 def test_values_are_stored_only_where_they_are_to_be_gathered_and_not_by_the_control_node(make):
     store = Store()
-    for call in (make(gather=True, store=store), make(store=store)):
+    for call in (make(gather=True), make(store=store)):
         leave(call, "returned-2.pkl", "value")
-    assert make(gather=True).deposit(2, 1, True) == {}
-    assert make(store=store).deposit(2, 1, True) == {}
-    assert make(gather=True, store=store).deposit(2, 0, True) == {}
-    assert not store.data
+        assert call.deposit(2, 1, True) == {}
     call = make(gather=True, store=store)
     data = leave(call, "returned-2.pkl", "value")
+    assert call.deposit(2, 0, True) == {}
+    assert not store.data
     assert call.deposit(2, 1, True) == {"2": "0"}
     assert call.deposit(3, 1, True) == {}  # it has ended by sys.exit(0)
     assert store.data == {"0": data}

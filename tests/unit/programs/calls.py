@@ -278,7 +278,9 @@ def case_a_value_that_nothing_can_carry_names_rank_and_type():
 
 
 def case_a_generator_is_no_value():
-    assert "returned a builtins.generator" in str(launch(iter_numbers).error)
+    error = launch(iter_numbers).error
+    assert type(error) is task.WorkerFailed
+    assert "returned a builtins.generator" in str(error)
 
 
 def iter_numbers():
