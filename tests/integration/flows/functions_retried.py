@@ -1,19 +1,15 @@
-"""Nodes with different sources, then a step that fails by what a function raises, and comes again; then one node alone."""
+"""Nodes with different sources, then a step that fails by what a function raises, and comes again."""
 
 import os
 import sys
 
-from metaflow import FlowSpec, GangError, TorchrunSingleNodeMultiGPU, current, retry, step, torchrun
+from metaflow import FlowSpec, GangError, current, retry, step, torchrun
 
 
 def attempt_of(attempt):
     if attempt == 0 and os.environ["RANK"] == "1":
         raise KeyError("only in the first attempt")
     return attempt
-
-
-def rank(base):
-    return base + int(os.environ["LOCAL_RANK"])
 
 
 class RetriedFlow(FlowSpec):
@@ -40,15 +36,6 @@ class RetriedFlow(FlowSpec):
     def join(self, inputs):
         self.refusals = [task.refusal for task in inputs]
         self.attempts = [task.result.local_rank(0) for task in inputs]
-        self.next(self.alone)
-
-    @step
-    def alone(self):
-        self.result = TorchrunSingleNodeMultiGPU().run(entrypoint=rank, entrypoint_args={"base": 40}, nproc_per_node=2)
-        try:
-            TorchrunSingleNodeMultiGPU().run(entrypoint=attempt_of, entrypoint_args=[0], nproc_per_node=2)
-        except KeyError as error:
-            self.raised = [str(error), *error.__notes__]
         self.next(self.end)
 
     @step
@@ -56,7 +43,6 @@ class RetriedFlow(FlowSpec):
         for refusal in self.refusals:
             print("refused:", refusal)
         print("attempts:", self.attempts)
-        print("alone:", list(self.result), self.raised)
 
 
 if __name__ == "__main__":
