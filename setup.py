@@ -14,10 +14,13 @@ VERSION = re.search(r'^__version__ = "(.+)"$', TOPLEVEL.read_text(encoding="utf-
 EXAMPLES = ["torch>=2.1", "numpy"]
 # setuptools: a test installs this package in the ways that users do, without an index.
 # py-spy: the evidence of a hang is collected with it where it is installed.
-TEST = [*EXAMPLES, "pytest>=8", "pytest-timeout", "hypothesis", "psutil", "py-spy", "setuptools>=70.1"]
+# cloudpickle, ipykernel, nbclient: functions without a name to go by are launched, and functions from a notebook.
+# mypy: a test reads what it makes of a sample.
+FUNCTIONS = ["cloudpickle", "ipykernel", "nbclient", "mypy"]
+TEST = [*EXAMPLES, *FUNCTIONS, "pytest>=8", "pytest-timeout", "hypothesis", "psutil", "py-spy", "setuptools>=70.1"]
 # The clients of the backends that tests/remote talk to.
 REMOTE = ["kubernetes", "boto3", "azure-identity", "azure-storage-blob", "google-cloud-storage", "google-auth"]
-DEV = [*TEST, "ruff", "mypy"]
+DEV = [*TEST, "ruff"]
 
 setup(
     name="metaflow-torchrun",

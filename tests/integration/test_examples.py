@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -90,6 +91,22 @@ def test_min_gpt_learns_and_writes_again_later(example, tmp_path):
     written = subprocess.run(words, cwd=tmp_path / "min-gpt", env=flow.env, capture_output=True, text=True, timeout=60)
     assert written.returncode == 0, written.stderr
     assert re.fullmatch(r"A function (.|\n){300}\n", written.stdout), written.stdout
+
+
+def test_function_trains_and_evaluates(example):
+    flow = example("function", "python flow.py run")
+    accuracy = float(re.search(r"4 ranks trained; accuracy on 359 held-out digits: (\d+\.\d)%", flow.text)[1])
+    assert accuracy > 90
+    losses = [float(loss) for loss in re.findall(r"epoch \d: training loss (\d\.\d+)", flow.text)]
+    assert losses == sorted(losses, reverse=True)
+    assert len(losses) == 5
+
+
+def test_torchrunx_parity(example):
+    flow = example("torchrunx-parity", "python flow.py run")
+    (page,) = outputs("torchrunx-parity")
+    for line in page.splitlines():
+        assert line.replace("host vm", f"host {socket.gethostname()}") in flow.text, flow.text
 
 
 def test_failing_node_names_the_rank(example, tmp_path):

@@ -62,6 +62,7 @@ print(json.dumps({"files": files, "foreign": sorted(foreign), "metaflow": metafl
 """
 
 # Runs in a pod, on the datastore of another: reads the results with Metaflow's client.
+RESULT = "metaflow_extensions.torchrun.plugins.torchrun.result"
 READ_RESULTS = """
 import json
 from metaflow import Flow, namespace
@@ -328,9 +329,7 @@ def test_a_gang_runs_from_the_package_and_every_python_reads_its_results(kind_, 
         other = pods("pip install", reader)
         env = {**other.env, "METAFLOW_DATASTORE_SYSROOT_LOCAL": str(flow.home)}
         read = json.loads(output_of(other.python, "-c", READ_RESULTS, env=env, cwd=other.folder))
-        assert read == [
-            ["types", "SimpleNamespace", node, 4, {str(2 * node + i): 0 for i in (0, 1)}] for node in (0, 1)
-        ]
+        assert read == [[RESULT, "TorchrunResult", node, 4, {str(2 * node + i): 0 for i in (0, 1)}] for node in (0, 1)]
 
 
 def test_all_sources_are_written_for_the_oldest_python():

@@ -70,6 +70,13 @@ def test_the_decorator_in_the_flow(run_remote, queue):
     queue.await_over(flow)
 
 
+def test_a_function_and_its_values(run_remote):
+    flow = run_remote(flow="remote_function.py", name="RemoteFunction", **on_batch())
+    check_said(flow, "VALUES 0/0/0 1/0/1 2/1/2 3/1/3")
+    for node in (0, 1):
+        check_said(flow, f"CAUGHT on node {node}: 'rank 3 misses a key' LaunchFailed raised by rank 3 on node 1 (host ")
+
+
 def test_the_control_node_waits_until_the_others_results_are_stored(run_remote):
     flow = run_remote(HOOK="after:1:sleep:15", **on_batch())
     check_gang(flow, 2)

@@ -99,6 +99,14 @@ def test_the_decorator_in_the_flow(run_remote, cluster, nodes):
     cluster.await_gone(flow)
 
 
+def test_a_function_and_its_values(run_remote, cluster):
+    flow = run_remote(flow="remote_function.py", name="RemoteFunction", **on_kubernetes())
+    check_said(flow, "VALUES 0/0/0 1/0/1 2/1/2 3/1/3")
+    for node in (0, 1):
+        check_said(flow, f"CAUGHT on node {node}: 'rank 3 misses a key' LaunchFailed raised by rank 3 on node 1 (host ")
+    cluster.await_gone(flow)
+
+
 # --- processes per node ---------------------------------------------------------------------------
 
 

@@ -144,9 +144,9 @@ class Stage:
         context = Context(seat, "10.0.0.1", Machine(2), settings, emit=self.events.append)
         self.executor = TorchrunExecutor(context)
 
-    def launch(self, spec, seat, main_addr, machine, policy, grace_s, silence_s, facts, write):
+    def launch(self, spec, seat, main_addr, machine, policy, grace_s, silence_s, facts, write, call=None):
         self.launches.append((spec, policy, facts))
-        return SimpleNamespace(run=self.end)
+        return SimpleNamespace(run=self.end, deposits={})
 
     def end(self):
         if self.fail is not None:

@@ -61,6 +61,7 @@ def test_the_tree_is_the_one_drawn():
         "GangStartTimeout": "GangError",
         "LaunchFailed": "TorchrunError",
         "LaunchTimeout": "LaunchFailed",
+        "WorkerFailed": "LaunchFailed",
         "LaunchHung": "LaunchFailed",
         "TorchrunPreempted": "LaunchFailed",
     }

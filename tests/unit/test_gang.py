@@ -1146,3 +1146,50 @@ class AnyInterleaving(RuleBasedStateMachine):
 
 TestAnyInterleaving = AnyInterleaving.TestCase
 TestAnyInterleaving.settings = hypothesis_settings(max_examples=300, stateful_step_count=25, deadline=None)
+
+
+# --- functions: what lies in the datastore ------------------------------------------------------------
+
+
+def deposits(table, node):
+    (verdict,) = table.got(node, "verdict")
+    return verdict["deposits"]
+
+
+def test_the_control_node_alone_hears_where_the_gathered_values_lie():
+    table = Table(3)
+    table.all_ready()
+    table.ended(1, deposits={"2": "key of 2", "3": "key of 3"})
+    table.ended(2, deposits={"4": "key of 4"})
+    table.ended(0, deposits={})
+    assert deposits(table, 0) == {"2": "key of 2", "3": "key of 3", "4": "key of 4"}
+    assert deposits(table, 1) == deposits(table, 2) == {}
+
+
+def test_all_nodes_hear_where_the_causes_exception_lies_and_of_no_other():
+    table = Table(2)
+    table.all_ready()
+    table.failed(1, crash(1, "ValueError: origin"))
+    table.ended(0, crash(0, "RuntimeError: Connection closed by peer"), deposits={"0": "follows", "1": "follows"})
+    table.ended(1, crash(1, "ValueError: origin"), deposits={"2": "origin", "3": "follows"})
+    assert table.same_verdict().cause["rank"] == 2
+    assert deposits(table, 0) == deposits(table, 1) == {"2": "origin"}
+
+
+def test_a_cause_that_left_nothing_has_no_key():
+    table = Table(2)
+    table.all_ready()
+    table.ended(0, ok=False)
+    table.ended(1, crash(1, kind="signal", code=-9))
+    assert deposits(table, 0) == {}
+
+
+def test_a_restart_forgets_what_the_last_generation_stored():
+    table = Table(2)
+    table.all_ready(max_restarts=1)
+    table.ended(1, crash(1), deposits={"2": "old", "3": "old"})
+    table.ended(0, ok=False)
+    table.pass_time(1.1)
+    table.ended(0, generation=1)
+    table.ended(1, generation=1, deposits={"2": "new"})
+    assert deposits(table, 0) == {"2": "new"}

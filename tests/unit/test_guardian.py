@@ -390,7 +390,10 @@ sys.path[:0] = {path!r}
 from metaflow_extensions.torchrun.plugins.torchrun.process import AgentProcess
 root, grace, command = sys.argv[1], float(sys.argv[2]), sys.argv[3:]
 logs = {{stream: os.path.join(root, "agent." + stream) for stream in ("stdout", "stderr")}}
-task = AgentProcess(command, {{**os.environ, "NOTES": root}}, logs, grace, lambda event: None, 2, {silence!r})
+scratch = [os.path.join(root, name) for name in ("scratch of logs", "scratch of a call")]
+for folder in scratch:
+    os.makedirs(os.path.join(folder, "values"))
+task = AgentProcess(command, {{**os.environ, "NOTES": root}}, logs, grace, print, 2, {silence!r}, scratch=scratch)
 task.start()
 time.sleep(600)
 """
@@ -415,7 +418,9 @@ def test_when_the_task_is_killed_nothing_of_it_stays(worker, grace_s, tmp_path):
     finally:
         task.kill()
         task.wait()
+    assert len(list(tmp_path.glob("scratch of *"))) == 2  # while it lived, they were the task's own affair
     eventually(lambda: not [pid for pid in tree if is_running(pid)], "the end of everything", 10.0)
+    assert not list(tmp_path.glob("scratch of *"))
 
 
 def test_when_the_task_is_frozen_its_workers_are_stopped(tmp_path):

@@ -16,8 +16,10 @@ ORDER = [
     "executor",
     "joining",
     "local_nodes",
+    "value_store",
     "supervisor",
     "result",
+    "function_call",
     "membership",
     "channel",
     "address_book",
@@ -47,13 +49,19 @@ ORDER = [
     "errors",
 ]
 KNOW_METAFLOW = {"address_book", "task_log", "decorator", "submit_checks", "errors"}
-# torchrun runs it as a script, so it stands in no order: it imports none of ours, and none imports it.
-WORKER = "preflight_worker"
+# torchrun runs them as scripts, so they stand in no order: they import none of ours, and none imports them.
+WORKERS = {"preflight_worker", "function_worker"}
 
 
 def imports_of(name):
-    """Return our own modules and the foreign top-level packages that a module imports, anywhere in it."""
+    """Return our own modules and the foreign top-level packages that a module imports, anywhere in it.
+
+    What stands there for type checkers alone does not count.
+    """
     tree = ast.parse((FOLDER / f"{name}.py").read_text(encoding="utf-8"))
+    for node in [node for node in ast.walk(tree) if isinstance(node, ast.If)]:
+        if isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            node.body = [ast.Pass()]
     ours, foreign = set(), set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -67,7 +75,7 @@ def imports_of(name):
 
 
 def test_every_module_has_its_place():
-    assert {path.stem for path in FOLDER.glob("*.py")} - {"__init__", WORKER} == set(ORDER)
+    assert {path.stem for path in FOLDER.glob("*.py")} - {"__init__", *WORKERS} == set(ORDER)
     assert len(ORDER) == len(set(ORDER))
 
 
@@ -89,10 +97,16 @@ def test_the_guardian_imports_nothing_of_ours():
     assert imports_of("guardian")[0] == set()
 
 
-def test_the_preflights_worker_imports_nothing_of_ours_and_is_the_only_one_to_import_torch():
-    ours, foreign = imports_of(WORKER)
+@pytest.mark.parametrize("name", sorted(WORKERS))
+def test_a_workers_script_imports_nothing_of_ours_and_they_alone_import_torch(name):
+    ours, foreign = imports_of(name)
     assert ours == set()
     assert foreign - set(sys.stdlib_module_names) == {"torch"}
+
+
+def test_a_workers_script_takes_no_module_of_ours_for_one_of_pythons():
+    """Its folder stands first on its ``sys.path`` while it imports what it needs itself."""
+    assert not {path.stem for path in FOLDER.glob("*.py")} & set(sys.stdlib_module_names)
 
 
 def test_the_package_itself_imports_nothing_of_ours():

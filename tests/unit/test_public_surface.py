@@ -8,7 +8,12 @@ import pytest
 
 from metaflow_extensions.torchrun.plugins import mfextinit_torchrun
 from metaflow_extensions.torchrun.plugins.torchrun.decorator import TorchrunDecorator
-from metaflow_extensions.torchrun.plugins.torchrun.executor import TorchrunExecutor, TorchrunSingleNodeMultiGPU
+from metaflow_extensions.torchrun.plugins.torchrun.executor import (
+    LaunchOptions,
+    RunOptions,
+    TorchrunExecutor,
+    TorchrunSingleNodeMultiGPU,
+)
 from metaflow_extensions.torchrun.plugins.torchrun.result import TorchrunResult
 from metaflow_extensions.torchrun.toplevel import toplevel
 
@@ -25,6 +30,7 @@ NAMES = (
     "TorchrunPreempted",
     "TorchrunResult",
     "TorchrunSingleNodeMultiGPU",
+    "WorkerFailed",
 )
 RUN = (
     "self",
@@ -41,6 +47,8 @@ RUN = (
     "retry_on",
     "hang_timeout_s",
     "preemption_signal",
+    "init",
+    "gather",
     "push_results_dir_to_cloud",
     "local_output_dir",
     "cloud_output_dir",
@@ -66,6 +74,11 @@ def test_runs_parameters_are_these():
     assert tuple(parameters) == RUN
     assert all(parameters[name].kind is parameters[name].KEYWORD_ONLY for name in RUN[3:])
     assert all(parameter.default is not parameter.empty for name, parameter in parameters.items() if name != "self")
+
+
+def test_type_checkers_know_the_same_keyword_arguments():
+    assert set(RunOptions.__annotations__) == set(RUN[3:])
+    assert set(LaunchOptions.__annotations__) == set(RUN[5:])
 
 
 def test_the_single_node_class_keeps_the_order_of_0_2():
@@ -118,6 +131,7 @@ def test_the_result_has_these_fields():
         "restarts",
         "duration_s",
         "exit_codes",
+        "values",
     )
 
 

@@ -1,13 +1,16 @@
-"""What `run` returns can be stored, and loaded where the extension is not installed."""
+"""What `run` returns: values of ranks, and an artifact that loads where the extension is not installed."""
 
 import json
+import os
 import pickle
 import subprocess
 import sys
-from types import SimpleNamespace
+from pathlib import Path
 
 import pytest
+from unit_helpers import write
 
+import metaflow_extensions.torchrun as ours
 from metaflow_extensions.torchrun.plugins.torchrun.result import TorchrunResult
 
 FIELDS = {
@@ -21,22 +24,107 @@ FIELDS = {
     "duration_s": 1.5,
     "exit_codes": {2: 0, 3: 0},
 }
+VALUES = {2: pickle.dumps({"loss": 0.5}), 3: pickle.dumps(None)}
+OF_FUNCTION = TorchrunResult(**FIELDS, values=VALUES)
+OF_SCRIPT = TorchrunResult(**FIELDS)
+
+
+# --- values ---------------------------------------------------------------------------------------
+
+
+def test_values_are_found_by_rank_and_local_rank_and_in_order():
+    assert OF_FUNCTION.rank(2) == OF_FUNCTION.local_rank(0) == {"loss": 0.5}
+    assert OF_FUNCTION.rank(3) is OF_FUNCTION.local_rank(1) is None
+    assert list(OF_FUNCTION) == [{"loss": 0.5}, None]
+
+
+def test_iteration_stays_on_this_node_even_if_all_values_were_gathered():
+    gathered = TorchrunResult(**{**FIELDS, "node_index": 0}, values={rank: pickle.dumps(rank) for rank in range(4)})
+    assert list(gathered) == [0, 1]
+    assert [gathered.rank(rank) for rank in range(4)] == [0, 1, 2, 3]
+
+
+def test_every_look_gives_a_value_of_its_own():
+    OF_FUNCTION.rank(2)["loss"] = 9
+    assert OF_FUNCTION.rank(2) == {"loss": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("result", "look", "words"),
+    [
+        (OF_FUNCTION, lambda r: r.rank(0), ["of node 1", "values of ranks 2, 3, not of 0", "gather=True"]),
+        (OF_FUNCTION, lambda r: r.rank(4), ["no rank 4", "0 to 3"]),
+        (OF_FUNCTION, lambda r: r.rank(-1), ["no rank -1"]),
+        (OF_FUNCTION, lambda r: r.local_rank(2), ["no local rank 2", "0 to 1"]),
+        (OF_FUNCTION, lambda r: r.local_rank(-1), ["no local rank -1"]),
+        (OF_SCRIPT, lambda r: r.rank(2), ["Rank 2 returned no value", "a script has none"]),
+        (OF_SCRIPT, lambda r: r.rank(0), ["Rank 0 returned no value"]),
+        (OF_SCRIPT, list, ["a script has none"]),
+        (TorchrunResult(**FIELDS, values={2: VALUES[2]}), lambda r: r.rank(3), ["Rank 3", "sys.exit()"]),
+    ],
+)
+def test_a_value_that_is_not_there_says_why(result, look, words):
+    with pytest.raises(LookupError) as caught:
+        look(result)
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_values_do_not_flood_what_is_printed():
+    assert "values" not in repr(OF_FUNCTION)
+
+
+# --- as an artifact ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
-def test_a_result_is_pickled_as_a_plain_namespace(protocol):
-    loaded = pickle.loads(pickle.dumps(TorchrunResult(**FIELDS), protocol))
-    assert type(loaded) is SimpleNamespace
-    assert vars(loaded) == FIELDS
+def test_a_result_is_stored_and_loaded_as_what_it_is(protocol):
+    loaded = pickle.loads(pickle.dumps(OF_FUNCTION, protocol))
+    assert type(loaded) is TorchrunResult
+    assert loaded == OF_FUNCTION
+    assert loaded.rank(2) == {"loss": 0.5}
+    assert pickle.loads(pickle.dumps(loaded, protocol)) == OF_FUNCTION
 
 
-def test_a_result_is_loaded_by_a_python_without_any_package():
-    script = "import json, pickle, sys; print(json.dumps(vars(pickle.load(sys.stdin.buffer))))"
-    data = pickle.dumps(TorchrunResult(**FIELDS))
-    done = subprocess.run([sys.executable, "-I", "-S", "-c", script], input=data, capture_output=True, check=True)
-    assert json.loads(done.stdout) == {**FIELDS, "exit_codes": {"2": 0, "3": 0}}
+READ = (
+    "import json, pickle, sys; r = pickle.load(sys.stdin.buffer); values = r.__dict__.pop('values')\n"
+    "print(json.dumps([type(r).__name__, {k: pickle.loads(v) for k, v in values.items()}, vars(r)]))"
+)
 
 
-def test_a_loaded_result_can_be_stored_again():
-    once = pickle.loads(pickle.dumps(TorchrunResult(**FIELDS)))
-    assert pickle.loads(pickle.dumps(once)) == once
+def read(*python, path=""):
+    """Return what another Python makes of a result: its class, its values, the rest."""
+    env = {**os.environ, "PYTHONPATH": str(path), "METAFLOW_USER": "tester"}
+    data = pickle.dumps(OF_FUNCTION)
+    done = subprocess.run([*python, "-c", READ], input=data, capture_output=True, env=env, cwd=path or None)
+    assert done.returncode == 0, done.stderr.decode()
+    return json.loads(done.stdout)
+
+
+PLAIN = ["SimpleNamespace", {"2": {"loss": 0.5}, "3": None}, {**FIELDS, "exit_codes": {"2": 0, "3": 0}}]
+
+
+def test_a_python_without_any_package_gets_a_plain_namespace():
+    assert read(sys.executable, "-I", "-S") == PLAIN
+
+
+def test_a_python_with_other_extensions_of_metaflow_gets_a_plain_namespace(tmp_path):
+    write(tmp_path / "metaflow_extensions" / "other" / "plugins" / "__init__.py", "")
+    assert read(sys.executable, "-S", path=tmp_path) == PLAIN
+
+
+def test_a_python_with_another_version_of_ours_gets_a_plain_namespace(tmp_path):
+    """As metaflow-torchrun 0.2 is laid out: the same package with other modules."""
+    for name in ("__init__", "plugins/__init__", "plugins/torchrun_libs/__init__"):
+        write(tmp_path / "metaflow_extensions" / "torchrun" / f"{name}.py", "")
+    write(tmp_path / "metaflow" / "__init__.py", "")
+    assert read(sys.executable, "-S", path=tmp_path) == PLAIN
+
+
+def test_a_python_with_this_extension_but_no_metaflow_gets_a_plain_namespace(tmp_path):
+    extensions = Path(next(iter(ours.__path__))).parent
+    (tmp_path / "metaflow_extensions").symlink_to(extensions)
+    assert read(sys.executable, "-S", path=tmp_path) == PLAIN
+
+
+def test_a_python_with_this_extension_gets_the_result():
+    assert read(sys.executable) == ["TorchrunResult", *PLAIN[1:]]

@@ -11,6 +11,7 @@ from ..plugins.torchrun.errors import (
     TorchrunConfigError,
     TorchrunError,
     TorchrunPreempted,
+    WorkerFailed,
 )
 from ..plugins.torchrun.executor import TorchrunSingleNodeMultiGPU
 from ..plugins.torchrun.result import TorchrunResult
@@ -32,4 +33,5 @@ __all__ = [
     "TorchrunPreempted",
     "TorchrunResult",
     "TorchrunSingleNodeMultiGPU",
+    "WorkerFailed",
 ]

@@ -93,7 +93,7 @@ class GangFlow(FlowSpec):
             {"node": i.node, "attempt": i.attempt, "facts": i.facts, "results": [vars(r) for r in i.results]}
             for i in inputs
         ]
-        self.kinds = [type(r).__module__ for i in inputs for r in i.results]
+        self.kinds = [type(r).__name__ for i in inputs for r in i.results]
         self.next(self.end)
 
     @step

@@ -26,6 +26,7 @@ from .preemption import watch_spot_notice
 from .settings import DEFAULTS, StepSettings, parse_settings, refuse_unknown
 from .submit_checks import Submission
 from .task_log import TaskLog
+from .value_store import DatastoreValues
 
 # How long a failed node holds its end until the control node's log has the cause, and how long that may
 # take to upload it: on Kubernetes the first pod that ends takes all with it.
@@ -233,6 +234,7 @@ class TorchrunDecorator(ParallelDecorator):  # type: ignore[misc]  # Metaflow is
             requested=None if _is_local() else self._requested,
             flow_dir=flow_folder(),
             deadline=deadline,
+            store=DatastoreValues(self._flow_datastore) if parallel.num_nodes > 1 else None,
         )
         current._update_env({"torch": TorchrunExecutor(context)})
 

@@ -10,6 +10,7 @@
     │   └── GangStartTimeout       some nodes never arrived
     └── LaunchFailed               a worker, an agent or a node failed; names the cause
         ├── LaunchTimeout          the launch took longer than it may
+        ├── WorkerFailed           a function raised what can't be brought here as it was
         ├── LaunchHung             no rank wrote or exited for longer than it may
         └── TorchrunPreempted      a node was told to stop, or its machine is taken away
 
@@ -93,6 +94,12 @@ class LaunchTimeout(LaunchFailed):
     headline = "@torchrun: launch timed out"
 
 
+class WorkerFailed(LaunchFailed):
+    """A function raised an exception, or returned a value, that can't be pickled; the message holds its text."""
+
+    headline = "@torchrun: function failed"
+
+
 class LaunchHung(LaunchFailed):
     """No rank of a launch wrote anything or exited for ``hang_timeout_s`` seconds."""
 
@@ -117,6 +124,7 @@ _WIRE_CLASSES: dict[str, type[TorchrunError]] = {
         GangStartTimeout,
         LaunchFailed,
         LaunchTimeout,
+        WorkerFailed,
         LaunchHung,
         TorchrunPreempted,
     )

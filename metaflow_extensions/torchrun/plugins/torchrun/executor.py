@@ -6,15 +6,16 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, overload
 
 from .console import write_output
 from .devices import Machine, Nproc, choose_nproc, this_machine
 from .errors import LaunchFailed, TorchrunPreempted
 from .events import Event, Subscriber, to_log
 from .facts import node_facts
+from .function_call import FunctionCall, ValueStore, refuse_for_functions, refuse_for_scripts
 from .joining import LOOPBACK, sit_alone
 from .launch_spec import LaunchSpec, Request, build_spec
 from .membership import Membership
@@ -24,10 +25,40 @@ from .result import TorchrunResult
 from .settings import DEFAULTS, StepSettings, parse_seconds, parse_settings
 from .supervisor import Supervisor
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack  # in typing since Python 3.11
+
 # Arguments of metaflow-torchrun 0.2 that it took and ignored.
 _IGNORED = ("push_results_dir_to_cloud", "local_output_dir", "cloud_output_dir")
+T = TypeVar("T")
 _warned_lock = threading.Lock()
 _warned: set[str] = set()
+
+
+class LaunchOptions(TypedDict, total=False):
+    """Keyword arguments that all kinds of `run` have, for type checkers; `TorchrunExecutor.run` tells what they mean."""
+
+    module: bool
+    env: Mapping[str, Any] | None
+    cwd: str | None
+    timeout_s: float | None
+    master_port: int | str | None
+    max_restarts: int | None
+    retry_on: str | Sequence[str] | None
+    hang_timeout_s: float | None
+    preemption_signal: str | int | None
+    init: Literal["gloo", "nccl", "auto"] | None
+    gather: bool
+    push_results_dir_to_cloud: Any
+    local_output_dir: Any
+    cloud_output_dir: Any
+
+
+class RunOptions(LaunchOptions, total=False):
+    """The keyword arguments of `TorchrunExecutor.run`."""
+
+    nproc_per_node: int | str | None
+    torchrun_args: Mapping[str, Any] | Sequence[Any] | None
 
 
 @dataclass(frozen=True)
@@ -50,6 +81,8 @@ class Context:
         Folder of the flow file.
     deadline : float or None
         When the step's ``@timeout`` ends, in monotonic seconds; only the control node needs it.
+    store : ValueStore or None
+        Carries the values of functions between nodes; None for a gang of one.
     """
 
     seat: Membership
@@ -60,6 +93,7 @@ class Context:
     flow_dir: str | None = None
     deadline: float | None = None
     emit: Subscriber = to_log
+    store: ValueStore | None = None
 
 
 class TorchrunExecutor:
@@ -115,9 +149,25 @@ class TorchrunExecutor:
         """Whether this is the control node, which hosts rank 0."""
         return self.node_index == 0
 
+    @overload
+    def run(
+        self,
+        entrypoint: Callable[..., T],
+        entrypoint_args: Mapping[str, Any] | Sequence[Any] | None = None,
+        **options: Unpack[RunOptions],
+    ) -> TorchrunResult[T]: ...
+
+    @overload
     def run(
         self,
         entrypoint: str | os.PathLike[str] | None = None,
+        entrypoint_args: Mapping[str, Any] | Sequence[Any] | None = None,
+        **options: Unpack[RunOptions],
+    ) -> TorchrunResult[None]: ...
+
+    def run(
+        self,
+        entrypoint: str | os.PathLike[str] | Callable[..., Any] | None = None,
         entrypoint_args: Mapping[str, Any] | Sequence[Any] | None = None,
         *,
         nproc_per_node: int | str | None = None,
@@ -131,23 +181,28 @@ class TorchrunExecutor:
         retry_on: str | Sequence[str] | None = None,
         hang_timeout_s: float | None = None,
         preemption_signal: str | int | None = None,
+        init: str | None = None,
+        gather: bool = False,
         push_results_dir_to_cloud: Any = None,
         local_output_dir: Any = None,
         cloud_output_dir: Any = None,
-    ) -> TorchrunResult:
-        """Run a script under torchrun on all nodes and wait until all of them are done.
+    ) -> TorchrunResult[Any]:
+        """Run a script or a function under torchrun on all nodes and wait until all of them are done.
 
         Every node must call it, in the same order, with settings that agree.
 
         Parameters
         ----------
-        entrypoint : str or path
+        entrypoint : str, path or callable
             The script; a relative path is looked for in `cwd` (or the working directory), then
-            beside the flow file. With `module`, the name of a module.
+            beside the flow file. With `module`, the name of a module. Or a function, which every rank calls:
+            one of the flow file or of a module, a method, a `functools.partial`; with cloudpickle
+            installed, a lambda or closure, too.
         entrypoint_args : dict or list, optional
             The script's arguments. In a dict, None or ``""`` makes a bare flag, True and False are
             ``true`` and ``false``, lists and dicts are JSON, everything else is its `str`. A list is
-            passed as it is.
+            passed as it is. For a function: a dict of its keyword arguments or a list of its positional ones,
+            anything that can be pickled.
         nproc_per_node : int or {"auto", "cpu", "gpu"}, optional
             Processes on each node. Default: ``torchrun_args``, the attribute of ``@torchrun``, the
             accelerators requested by ``@kubernetes`` or ``@batch``, those visible on this machine,
@@ -178,16 +233,27 @@ class TorchrunExecutor:
             attribute of ``@torchrun``.
         preemption_signal : str or int, optional
             What the workers get, once, when a node is preempted. Default: the attribute of ``@torchrun``.
+        init : {"gloo", "nccl", "auto"}, optional
+            Of a function: make this process group before the call and end it after, with the rank's own device
+            set; ``"auto"`` is nccl where each rank has a CUDA device, else gloo. Default: none is made.
+        gather : bool, default False
+            Of a function: bring the values of all ranks to the control node's result, through Metaflow's
+            datastore.
         push_results_dir_to_cloud, local_output_dir, cloud_output_dir : optional
             Accepted for ``metaflow-torchrun`` 0.2, which ignores them too.
 
         Returns
         -------
         TorchrunResult
-            Facts of the launch.
+            Facts of the launch, and what a function has returned on this node's ranks.
 
         Raises
         ------
+        Exception
+            Of a function: what the first rank to fail has raised, as it was, on every node, with the gang's
+            verdict as its cause and rank and node in its notes.
+        WorkerFailed
+            If that can't be pickled, or a returned value can't.
         TorchrunConfigError
             If an argument is wrong or contradicts another.
         EntrypointError
@@ -202,7 +268,6 @@ class TorchrunExecutor:
         legacy = (push_results_dir_to_cloud, local_output_dir, cloud_output_dir)
         self._warn_of_ignored(dict(zip(_IGNORED, legacy, strict=True)))
         context = self._context
-        restarts_given = max_restarts is not None
         request = Request(
             entrypoint,
             entrypoint_args,
@@ -217,6 +282,21 @@ class TorchrunExecutor:
             context.flow_dir,
             context.settings.all_nodes_started_timeout,
         )
+        if not callable(entrypoint):
+            refuse_for_scripts(init, gather)
+            spec, nproc = self._spec(request)
+            policy = self._policy(spec, timeout_s, retry_on, hang_timeout_s, preemption_signal)
+            return self._run(spec, nproc, policy)
+        refuse_for_functions(request)
+        with FunctionCall(entrypoint, entrypoint_args, init, gather, context.store) as call:
+            request.entrypoint, request.entrypoint_args = call.command
+            spec, nproc = self._spec(request)
+            spec = call.fit(spec)
+            policy = self._policy(spec, timeout_s, retry_on, hang_timeout_s, preemption_signal)
+            return self._run(spec, nproc, policy, call)
+
+    def _spec(self, request: Request) -> tuple[LaunchSpec, Nproc]:
+        """Return the launch that is asked for, and why it has so many processes."""
         nproc = self._choose_nproc(request.nproc_settings())
         spec = build_spec(
             request,
@@ -226,16 +306,20 @@ class TorchrunExecutor:
             python=sys.executable,
             main_addr=self.main_addr,
         )
-        if not restarts_given and "max-restarts" not in request.options:
-            spec = replace(spec, max_restarts=context.settings.max_restarts)
-        policy = self._policy(spec, timeout_s, retry_on, hang_timeout_s, preemption_signal)
-        facts = node_facts(spec, context.machine)
-        context.emit(Event("chosen", self.node_index, f"processes per node: {nproc.value} ({nproc.why})"))
+        if request.max_restarts is None and "max-restarts" not in request.options:
+            spec = replace(spec, max_restarts=self._context.settings.max_restarts)
+        return spec, nproc
+
+    def _run(
+        self, spec: LaunchSpec, nproc: Nproc, policy: LaunchPolicy, call: FunctionCall | None = None
+    ) -> TorchrunResult[Any]:
+        facts = node_facts(spec, self._context.machine)
+        self._context.emit(Event("chosen", self.node_index, f"processes per node: {nproc.value} ({nproc.why})"))
         self._look_at_shm(nproc.value)
         if self._preflight_due:
             self._preflight(spec, facts, policy)
             self._preflight_due = False
-        return self._launch(spec, facts, policy)
+        return self._launch(spec, facts, policy, call)
 
     def _preflight(self, spec: LaunchSpec, facts: Mapping[str, Any], policy: LaunchPolicy) -> None:
         """Measure the network that `spec` will use; a launch of its own, which restarts nothing."""
@@ -250,10 +334,12 @@ class TorchrunExecutor:
         except LaunchFailed as error:
             raise as_preflight(error) from error
 
-    def _launch(self, spec: LaunchSpec, facts: Mapping[str, Any], policy: LaunchPolicy) -> TorchrunResult:
+    def _launch(
+        self, spec: LaunchSpec, facts: Mapping[str, Any], policy: LaunchPolicy, call: FunctionCall | None = None
+    ) -> TorchrunResult[Any]:
         context, deadline = self._context, self._context.deadline
         left_s = None if deadline is None else max(0.1, deadline - time.monotonic())
-        return Supervisor(
+        supervisor = Supervisor(
             spec,
             context.seat,
             self.main_addr,
@@ -263,7 +349,17 @@ class TorchrunExecutor:
             context.settings.heartbeat_timeout_s,
             facts,
             write_output,
-        ).run()
+            call,
+        )
+        try:
+            return supervisor.run()
+        except LaunchFailed as error:
+            if call is None:
+                raise
+            original = call.original(error, supervisor.deposits)
+            if original is error:
+                raise
+            raise original from error
 
     def _look_at_shm(self, nproc: int) -> None:
         """Warn once if this node's shared memory is small for what it runs."""
@@ -308,15 +404,45 @@ class TorchrunSingleNodeMultiGPU:
     It is the same machinery as ``current.torch``, with a gang of one node.
     """
 
+    @overload
+    def run(
+        self,
+        torchrun_args: Mapping[str, Any] | Sequence[Any] | None,
+        entrypoint: Callable[..., T],
+        entrypoint_args: Mapping[str, Any] | Sequence[Any] | None = None,
+        nproc_per_node: int | str | None = None,
+        **options: Unpack[LaunchOptions],
+    ) -> TorchrunResult[T]: ...
+
+    @overload
+    def run(
+        self,
+        *,
+        entrypoint: Callable[..., T],
+        entrypoint_args: Mapping[str, Any] | Sequence[Any] | None = None,
+        nproc_per_node: int | str | None = None,
+        **options: Unpack[LaunchOptions],
+    ) -> TorchrunResult[T]: ...
+
+    @overload
     def run(
         self,
         torchrun_args: Mapping[str, Any] | Sequence[Any] | None = None,
         entrypoint: str | os.PathLike[str] | None = None,
         entrypoint_args: Mapping[str, Any] | Sequence[Any] | None = None,
         nproc_per_node: int | str | None = None,
+        **options: Unpack[LaunchOptions],
+    ) -> TorchrunResult[None]: ...
+
+    def run(
+        self,
+        torchrun_args: Mapping[str, Any] | Sequence[Any] | None = None,
+        entrypoint: str | os.PathLike[str] | Callable[..., Any] | None = None,
+        entrypoint_args: Mapping[str, Any] | Sequence[Any] | None = None,
+        nproc_per_node: int | str | None = None,
         **options: Any,
-    ) -> TorchrunResult:
-        """Run a script under torchrun on this machine and wait for its end.
+    ) -> TorchrunResult[Any]:
+        """Run a script or a function under torchrun on this machine and wait for its end.
 
         Parameters
         ----------
@@ -340,7 +466,8 @@ class TorchrunSingleNodeMultiGPU:
         error: BaseException | None = None
         try:
             executor = TorchrunExecutor(Context(seat, LOOPBACK, this_machine(), settings, flow_dir=flow_folder()))
-            return executor.run(
+            run: Callable[..., TorchrunResult[Any]] = executor.run  # which overload is this class's caller's to know
+            return run(
                 entrypoint, entrypoint_args, nproc_per_node=nproc_per_node, torchrun_args=torchrun_args, **options
             )
         except BaseException as caught:

@@ -147,7 +147,7 @@ def contents_digest(spec: LaunchSpec) -> str:
         return _NONE
     digest = hashlib.sha256()
     try:
-        with open(spec.entrypoint, "rb") as file:
+        with open(spec.source or spec.entrypoint, "rb") as file:
             while chunk := file.read(1024 * 1024):
                 digest.update(chunk)
     except OSError:

@@ -346,7 +346,8 @@ class Gang:
     def _send_verdict(self, launch: Launch, node: int, error: TorchrunError | None) -> None:
         if node in launch.ready:  # by the number the node itself gave it, which may be the contradiction
             number = launch.ready[node]["launch"]
-            self._send(node, {"type": "verdict", "launch": number, "error": None if error is None else to_wire(error)})
+            verdict: Message = {"type": "verdict", "launch": number, "error": None if error is None else to_wire(error)}
+            self._send(node, {**verdict, "deposits": launch.deposits(node, error)})
 
     # --- leaving --------------------------------------------------------------------------------
 

@@ -64,7 +64,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--workers", type=int, required=True)
     parser.add_argument("--silence", type=float, required=True, help="seconds that a process may be stopped (state T)")
     parser.add_argument("--restarts", action="store_true", help="the agent may start its workers again")
-    parser.add_argument("--scratch", help="folder to remove if the task dies, which can't do it any more")
+    parser.add_argument("--scratch", action="append", help="folder to remove if the task dies, which can't any more")
     parser.add_argument("argv", nargs="+")
     return parser.parse_args(argv)
 
@@ -113,8 +113,8 @@ class Guardian:
         if self._signalled:
             self._say("terminated")
         left = self._stop_all()
-        if self._task_gone and self._options.scratch:
-            shutil.rmtree(self._options.scratch, ignore_errors=True)
+        for folder in self._options.scratch or () if self._task_gone else ():
+            shutil.rmtree(folder, ignore_errors=True)
         self._say("end", status=self._agent_status, error=None, left=left)
         return 0
 

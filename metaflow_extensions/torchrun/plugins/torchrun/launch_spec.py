@@ -19,6 +19,9 @@ from .elastic import BACKEND, rendezvous_settings, take_min_nodes
 from .errors import EntrypointError, TorchrunConfigError
 from .policy import parse_restarts
 
+# What torchrun runs where the entrypoint is a function.
+FUNCTION_WORKER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "function_worker.py")
+
 # torchrun's options, from `torch/distributed/run.py` of torch 2.13. Options that a newer torch adds
 # are passed on as they come; the table is needed for flags, short names and for what the gang owns.
 _VALUED = frozenset(
@@ -82,6 +85,10 @@ class LaunchSpec:
         is the rule: the gang is of a fixed size and restarts as a whole.
     elastic_timeout_s : int
         How long elastic agents wait for each other.
+    function : str or None
+        Name of the Python function that is called instead of a script.
+    source : str or None
+        The file whose contents must be the same on all nodes; None: the entrypoint's.
     """
 
     entrypoint: str
@@ -100,6 +107,8 @@ class LaunchSpec:
     log_dir: str | None = None
     min_nodes: int | None = None
     elastic_timeout_s: int = 600
+    function: str | None = None
+    source: str | None = None
 
     @property
     def world_size(self) -> int:
@@ -112,7 +121,11 @@ class LaunchSpec:
 
     def digest(self) -> str:
         """Return a fingerprint of what must be the same on every node."""
-        what = [os.path.basename(self.entrypoint), self.module, [o for o in self.options if o[0] != "rdzv-id"]]
+        what = [
+            self.function or os.path.basename(self.entrypoint),
+            self.module,
+            [o for o in self.options if o[0] != "rdzv-id"],
+        ]
         return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
 
 

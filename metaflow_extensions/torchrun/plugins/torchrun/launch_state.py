@@ -111,6 +111,19 @@ class Launch:
             lines.append(f"Stacks of node {node} (host {evidence['host']}): {file}")
         return "\n".join(lines)
 
+    def deposits(self, node: int, error: TorchrunError | None) -> dict[str, str]:
+        """Return what `node` needs to find of what a function's ranks have left in the datastore: global rank -> key.
+
+        That is what the cause has raised or, on the control node alone, what all ranks have returned.
+        """
+        if error is None and node != CONTROL:
+            return {}
+        keys = {rank: key for message in self.ended.values() for rank, key in (message.get("deposits") or {}).items()}
+        if error is None:
+            return keys
+        rank = str((error.cause or {}).get("rank"))
+        return {rank: keys[rank]} if rank in keys else {}
+
     def error(self, cause: Cause | None, silent: list[int]) -> LaunchFailed:
         """Return what every node raises after a failed launch; `silent` nodes did not report their end."""
         quiet = f"\nNo word came from {names(silent)} about their end." if silent else ""

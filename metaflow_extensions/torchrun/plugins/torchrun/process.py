@@ -49,8 +49,8 @@ class AgentProcess:
         Whether the agent may start its workers again by itself.
     cwd : str, optional
         Working directory; default is the task's.
-    scratch : str, optional
-        A folder to remove if the task dies; while it lives, that is its own duty.
+    scratch : sequence of str, optional
+        Folders to remove if the task dies; while it lives, that is its own duty.
     """
 
     def __init__(
@@ -64,13 +64,13 @@ class AgentProcess:
         silence_s: float,
         restarts: bool = False,
         cwd: str | None = None,
-        scratch: str | None = None,
+        scratch: Sequence[str] = (),
     ) -> None:
         options = ["--stdout", logs["stdout"], "--stderr", logs["stderr"], "--grace", str(grace_s)]
         options += ["--workers", str(workers), "--silence", str(silence_s)]
         options += ["--restarts"] if restarts else []
         options += ["--cwd", cwd] if cwd else []
-        options += ["--scratch", scratch] if scratch else []
+        options += [word for folder in scratch for word in ("--scratch", folder)]
         self._argv = [sys.executable, "-I", "-S", _GUARDIAN, *options, "--", *command]
         self._env = dict(env)
         self._grace_s = grace_s

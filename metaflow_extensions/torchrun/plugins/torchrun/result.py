@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from types import SimpleNamespace
-from typing import Any
+import pickle
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+
+# What a stored result becomes when it is loaded: itself where Metaflow and this extension are installed, elsewhere a plain
+# namespace. A pickle can name functions only, and of these only the standard library's are everywhere.
+_REVIVED = (
+    "(lambda name, find: object.__new__(__import__(name, fromlist=['']).TorchrunResult)"
+    " if find('metaflow') and all(find('.'.join(name.split('.')[:end + 1])) for end in range(name.count('.') + 1))"
+    " else __import__('types').SimpleNamespace())"
+)
 
 
 @dataclass(frozen=True)
-class TorchrunResult:
+class TorchrunResult(Generic[T]):
     """One finished launch, seen from one node.
 
-    Stored as an artifact, it is pickled as a `types.SimpleNamespace` with the same attributes, so
-    that it can be loaded where this extension is not installed.
+    It can be stored as an artifact. Loaded where this extension is not installed, it is a
+    `types.SimpleNamespace` with the same attributes.
 
     Attributes
     ----------
@@ -34,6 +45,9 @@ class TorchrunResult:
         Seconds from *go* to the last node's end, by this node's clock.
     exit_codes : dict of int to int
         Global rank -> exit code of this node's workers.
+    values : dict of int to bytes
+        Global rank -> pickled value that a function has returned; empty for a script. `rank`, `local_rank` and
+        iteration unpickle them.
     """
 
     launch: int
@@ -45,7 +59,43 @@ class TorchrunResult:
     restarts: list[dict[str, Any]]
     duration_s: float
     exit_codes: dict[int, int]
+    values: dict[int, bytes] = field(default_factory=dict, repr=False)
+
+    def rank(self, rank: int) -> T:
+        """Return what the function returned on a global rank.
+
+        Raises
+        ------
+        LookupError
+            If this result does not have it: it is of a script, or the rank is another node's and the values were
+            not gathered.
+        """
+        if rank not in self.values:
+            raise LookupError(self._why_not(rank))
+        value: T = pickle.loads(self.values[rank])  # noqa: S301 - an artifact of the user's own run
+        return value
+
+    def local_rank(self, local_rank: int) -> T:
+        """Return what the function returned on a local rank of this node; raises as `rank`."""
+        if not 0 <= local_rank < self.nproc_per_node:
+            raise LookupError(f"There is no local rank {local_rank}; a node has 0 to {self.nproc_per_node - 1}.")
+        return self.rank(self.node_index * self.nproc_per_node + local_rank)
+
+    def __iter__(self) -> Iterator[T]:
+        """Iterate over what the function returned on this node's ranks, in their order."""
+        return (self.local_rank(local_rank) for local_rank in range(self.nproc_per_node))
+
+    def _why_not(self, rank: int) -> str:
+        if not 0 <= rank < self.world_size:
+            return f"There is no rank {rank}; the launch had 0 to {self.world_size - 1}."
+        if rank in self.exit_codes or not self.values:
+            return f"Rank {rank} returned no value: a script has none, nor has a function that ends by sys.exit()."
+        have = ", ".join(map(str, self.values))
+        return (
+            f"This result, of node {self.node_index}, has the values of ranks {have}, not of {rank}. Look at the result of "
+            "that rank's node, or bring all values to the control node with run(..., gather=True)."
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Only names of the standard library may stand in the pickle.
-        return SimpleNamespace, (), asdict(self)
+        expression = f"{_REVIVED}({__name__!r}, __import__('importlib.util').util.find_spec)"
+        return eval, (expression,), dict(vars(self))

@@ -22,6 +22,7 @@ from .errors import TorchrunError, from_wire
 from .events import Event
 from .evidence import collect, hook_environment
 from .failure import Cause
+from .function_call import FunctionCall
 from .gang import EVIDENCE_S
 from .generation import Generation, evidence_folder
 from .launch_spec import LaunchSpec, Rendezvous, agent_command, agent_environment, shown
@@ -64,6 +65,13 @@ class Supervisor:
         What must agree besides the launch itself, for example the torch version.
     write : callable
         Takes the workers' output: stream name and text.
+    call : FunctionCall, optional
+        The function that the workers call, where they do.
+
+    Attributes
+    ----------
+    deposits : dict
+        Where the gang's verdict says that values of the function, or what it has raised, lie: global rank -> key.
     """
 
     def __init__(
@@ -77,6 +85,7 @@ class Supervisor:
         silence_s: float,
         facts: Mapping[str, Any],
         write: Callable[[str, str], None],
+        call: FunctionCall | None = None,
     ) -> None:
         self._spec = spec
         self._seat = membership
@@ -87,6 +96,8 @@ class Supervisor:
         self._silence_s = silence_s
         self._facts = dict(facts)
         self._write = write
+        self._call = call
+        self.deposits: dict[str, str] = {}
         self._launch = -1
         self._generation: Generation | None = None
         self._verdict: TorchrunError | None = None
@@ -96,7 +107,7 @@ class Supervisor:
         self._exit_codes: dict[int, int] = {}
         self._restarts: list[dict[str, Any]] = []
 
-    def run(self) -> TorchrunResult:
+    def run(self) -> TorchrunResult[Any]:
         """Run the launch to its end on all nodes.
 
         Raises
@@ -136,6 +147,7 @@ class Supervisor:
                 continue  # late news of a launch that the step's code gave up
             kind = message["type"]
             if kind == "verdict":
+                self.deposits = message.get("deposits") or {}
                 if message["error"] is not None:
                     self._verdict = from_wire(message["error"])
                     raise self._verdict
@@ -215,6 +227,8 @@ class Supervisor:
 
     def _start(self, number: int, message: Message) -> None:
         spec = self._spec
+        if self._call is not None:
+            self._call.begin()
         folder = self._make_folder(number)
         run_id = f"launch{self._launch}-{number}"
         meeting = Rendezvous(self._main_addr, int(message["port"]), run_id, int(message["restarts"]))
@@ -238,7 +252,8 @@ class Supervisor:
             shutil.rmtree(folder, ignore_errors=True)
             raise
         follower = LogFollower(folder, logs, self._label, f"[torchrun node {spec.node_index}] ", self._write)
-        scratch = None if spec.log_dir is not None else folder
+        scratch = [] if spec.log_dir is not None else [folder]
+        scratch += [] if self._call is None else [self._call.folder]
         agent = AgentProcess(
             command,
             env,
@@ -392,7 +407,20 @@ class Supervisor:
             message["ok"] = generation.agent_exit == 0
             message["ended_well"] = sorted(end.rank for end in generation.ends.values() if end.exit_code == 0)
             message["evidence"] = generation.evidence
+            message["deposits"] = self._deposit(generation, message["ok"])
         self._seat.send(message)
+
+    def _deposit(self, generation: Generation, ok: bool) -> dict[str, str]:
+        """Store what other nodes need of what this node's ranks have left; that takes time, but is no hang."""
+        keys: dict[str, str] = {}
+        if self._call is not None:
+            for rank in self._ranks():
+                self._say_active(generation, time.monotonic())
+                keys.update(self._call.deposit(rank, self._seat.node, ok))
+        return keys
+
+    def _ranks(self) -> list[int]:
+        return [self._spec.global_rank(local_rank) for local_rank in range(self._spec.nproc)]
 
     # --- the end --------------------------------------------------------------------------------
 
@@ -424,8 +452,11 @@ class Supervisor:
     def _emit(self, kind: Any, text: str, **facts: Any) -> None:
         self._seat.emit(Event(kind, self._seat.node, text, self._launch, facts))
 
-    def _result(self) -> TorchrunResult:
+    def _result(self) -> TorchrunResult[Any]:
         spec = self._spec
+        values: dict[int, bytes] = {}
+        if self._call is not None:
+            values = self._call.returned(self._ranks(), self.deposits)
         return TorchrunResult(
             launch=self._launch,
             num_nodes=spec.num_nodes,
@@ -436,4 +467,5 @@ class Supervisor:
             restarts=self._restarts,
             duration_s=time.monotonic() - self._went_at,
             exit_codes=dict(sorted(self._exit_codes.items())),
+            values=values,
         )

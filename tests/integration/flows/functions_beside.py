@@ -1,0 +1,5 @@
+"""What node 0 calls."""
+
+
+def step():
+    return "one step"

@@ -1,0 +1,158 @@
+"""Python functions as entrypoints, in real flows; tests/unit/test_function_worker.py looks at single workers."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import nbclient
+import nbformat
+from flow_runs import FLOWS
+
+
+def test_functions_of_a_flow_in_launches_of_different_widths(run_flow):
+    """One flow, many assertions: torch makes every launch expensive."""
+    flow = run_flow(flow="functions.py")
+    end = flow.note("end")
+    losses = [1.0, 1 / 2, 1 / 3]
+    assert end["trained"] == [
+        *([rank, rank // 2, losses, 0, ""] for rank in range(3)),
+        [3, 1, losses, 64 << 20, "03"],
+    ]
+    assert end["same"] == [True] * 4, "a class of the flow is another one in the workers"
+    assert end["own"] == [[0, 1], [2, 3]]
+    assert end["local"] == [1, 3]
+    assert "of node 1, has the values of ranks 2, 3, not of 0" in end["missing"]
+
+    # Widths change from launch to launch, and no worker outlives its own.
+    assert end["worlds"] == [2, 2]
+    assert end["alive"] == [[], []]
+
+    for failure in end["failures"]:
+        assert (failure["class"], failure["is"], failure["batch"]) == ("BadBatch", True, 17)
+        (note,) = failure["notes"]
+        assert re.fullmatch(r"raised by rank 3 on node 1 \(host \S+\)", note)
+        kind, rank, text = failure["cause"]
+        assert (kind, rank, failure["is ours"]) == ("LaunchFailed", 3, True)
+        assert "Traceback (most recent call last)" in text
+        assert "in fail_on" in text
+        assert "batch 17 is bad" in text
+
+    assert end["restarted"] == [[1, 1], [1, 1]]
+    assert "restart 1 of 1" in flow.text
+
+    # The gradient is the mean of 0 and 1: both ranks took part.
+    assert end["reduced"] == [[2, "gloo", [[0.5, 0.5, 0.5]], "Linear"]] * 2
+    assert len(re.findall(r"process group at the end: False", flow.text)) == 2
+    # Values stay what they are until somebody looks: no torch in the task for functions that have none.
+    assert [task["torch"] for task in flow.notes("task-*")] == [False, False]
+
+
+def test_different_sources_are_refused_and_what_a_function_raises_is_retried(run_flow):
+    flow = run_flow(flow="functions_retried.py")
+    refusals = [line.text for line in flow.lines if "refused: " in line.text]
+    assert len(refusals) == 2
+    assert all("The nodes differ in the contents of the entrypoint (node 0: " in line for line in refusals)
+    assert "attempts: [1, 1]" in flow.text
+    # The first attempt ended on both nodes by the function's own exception.
+    assert len(re.findall(r"KeyError: 'only in the first attempt'", flow.text)) >= 2
+
+
+def test_tensors_and_modules_go_there_and_back(tmp_path):
+    """In single workers; `programs` of the unit tests make them without torchrun."""
+    programs = Path(__file__).parents[1] / "unit" / "programs"
+    env = {**os.environ, "METAFLOW_USER": "tester", "NO_METAFLOW_IN_WORKERS": "1"}
+    command = [sys.executable, programs / "tensors.py"]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=170, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "all as it was\n"
+
+
+CELLS = [
+    """
+from metaflow import FlowSpec, NBRunner, current, step, torchrun
+
+def work(base):
+    import os
+    return Answer(base + int(os.environ["RANK"]))
+
+class Answer:
+    def __init__(self, number):
+        self.number = number
+
+class CellFlow(FlowSpec):
+    @step
+    def start(self):
+        self.next(self.train, num_parallel=2)
+
+    @torchrun
+    @step
+    def train(self):
+        self.result = current.torch.run(work, {"base": 40}, gather=True)
+        assert all(isinstance(answer, Answer) for answer in self.result)
+        self.numbers = [answer.number for answer in self.result]
+        self.next(self.join)
+
+    @step
+    def join(self, inputs):
+        self.numbers = [number for task in inputs for number in task.numbers]
+        self.results = [task.result for task in inputs]
+        self.next(self.end)
+
+    @step
+    def end(self):
+        pass
+
+run = NBRunner(CellFlow).nbrun()
+print("NBRunner:", sorted(run.data.numbers), run.data.results[0].rank(1).number)
+""",
+    """
+from metaflow import Runner
+with Runner("functions_alone.py", pylint=False).run() as running:
+    print("Runner:", running.status, running.run.data.values, running.run.data.raised)
+""",
+    """
+import os
+from metaflow import TorchrunSingleNodeMultiGPU
+
+class CellError(Exception):
+    pass
+
+def half(answer):
+    if os.environ["RANK"] == "1":
+        return Answer(answer.number / 2)
+    if answer.number > 99:
+        raise CellError(answer.number)
+
+result = TorchrunSingleNodeMultiGPU().run(entrypoint=half, entrypoint_args=[Answer(84)], nproc_per_node=2)
+print("cell:", result.rank(0), type(result.rank(1)) is Answer, result.rank(1).number)
+try:
+    TorchrunSingleNodeMultiGPU().run(entrypoint=half, entrypoint_args=[Answer(100)])
+except CellError as error:
+    print("caught:", error.args)
+""",
+]
+
+
+def test_functions_from_a_notebook(tmp_path, monkeypatch):
+    """A real kernel: a flow in a cell, a flow in a file, and a function of a cell without any flow."""
+    folder = tmp_path / "notes"
+    shutil.copytree(FLOWS, folder)
+    monkeypatch.setenv("METAFLOW_USER", "tester")
+    monkeypatch.setenv("METAFLOW_DATASTORE_SYSROOT_LOCAL", str(tmp_path / "home"))
+    monkeypatch.setenv("METAFLOW_HOME", str(tmp_path / "config"))
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in CELLS])
+    client = nbclient.NotebookClient(
+        notebook, timeout=170, kernel_name="python3", resources={"metadata": {"path": folder}}
+    )
+    client.execute()
+    text = "".join(output.get("text", "") for cell in notebook.cells for output in cell.outputs)
+    assert "NBRunner: [40, 41] 41" in text, text
+    assert re.search(r"Runner: successful \[40, 41\] .*below zero.*raised by rank 0 on node 0", text), text
+    assert "cell: None True 42.0" in text, text
+    assert "caught: (100,)" in text, text

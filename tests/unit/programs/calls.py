@@ -1,0 +1,420 @@
+"""A program that launches what stands in it; every ``case_`` is one test of test_function_worker.py."""
+
+import dataclasses
+import enum
+import functools
+import multiprocessing
+import os
+import sys
+import threading
+from typing import Any, NamedTuple
+
+import beside
+
+# --- what a flow file may hold --------------------------------------------------------------------
+
+
+def add(a, b=2):
+    return a + b
+
+
+def give(value):
+    return value
+
+
+@beside.logged
+def decorated(x):
+    return x + 1
+
+
+@functools.lru_cache
+def cached(x):
+    return x * 10
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    x: float
+    y: float = 0.0
+
+    class Unit(enum.Enum):
+        METRE = "m"
+
+
+class Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+class Slotted:
+    __slots__ = ("x",)
+
+    def __init__(self, x):
+        self.x = x
+
+
+class Tools:
+    def __init__(self, factor):
+        self.factor = factor
+
+    @staticmethod
+    def static(x):
+        return x + 100
+
+    @classmethod
+    def made(cls, x):
+        return cls(x)
+
+    def scaled(self, x):
+        return self.factor * x
+
+    def __call__(self, x):
+        return -self.factor * x
+
+
+class BadLoss(Exception):
+    def __init__(self, text, step):
+        super().__init__(text, step)
+        self.step = step
+        self.point = Point(step)
+
+
+class Frozen(Exception):
+    def __setattr__(self, name, value):
+        raise AttributeError("not to be changed")
+
+
+class Unloadable(Exception):
+    def __init__(self, one, two):
+        super().__init__(f"{one} and {two}")
+
+
+class Undumpable(Exception):
+    def __init__(self):
+        super().__init__("holds a lock")
+        self.lock = threading.Lock()
+
+
+# Objects, not definitions: an import must leave them as they are, whatever they forbid.
+ORIGIN, TOOLS, SLOTTED, EMPTY_PAIR = Point(0), Tools(7), Slotted(1), Pair(None, None)
+CONFIG = {"of the worker": "RANK" in os.environ}
+
+
+def surroundings():
+    main = sys.modules["__main__"]
+    return {
+        "argv": sys.argv,
+        "file": __file__,
+        "name": __name__,
+        "rank": os.environ["RANK"],
+        "config": CONFIG,
+        "main": main.add is add,
+        "untouched": [vars(ORIGIN), vars(TOOLS)],
+        "first": sys.path[0],
+    }
+
+
+def define():
+    """Define a class while the function runs."""
+
+    class Local:
+        pass
+
+    return Local.__module__
+
+
+def spawn(numbers):
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.map(Tools.static, numbers), pool.map(Point, numbers)
+
+
+def fail(how):
+    if how == "custom":
+        raise BadLoss("loss is nan", step=4)
+    if how == "module":
+        raise beside.Elsewhere("in a module")
+    if how == "frozen":
+        raise Frozen(5)
+    if how == "unloadable":
+        raise Unloadable("this", "that")
+    if how == "undumpable":
+        raise Undumpable
+    if how == "chained":
+        try:
+            {}["missing key"]
+        except KeyError as error:
+            raise ValueError("bad config") from error
+    if how == "noted":
+        error = ValueError("noted")
+        error.__notes__ = ["in epoch 3"]
+        raise error
+    if how == "local":
+
+        class Local(Exception):
+            pass
+
+        raise Local("defined on the way")
+    if how == "interrupt":
+        raise KeyboardInterrupt
+    if how == "silent":
+        sys.stderr.close()
+        raise ValueError("said to nobody")
+    sys.exit(how)
+
+
+if __name__ != "__main__":
+    task = None
+else:
+    import task
+    from task import launch, refusal_of, value_of
+
+# --- what can be called ---------------------------------------------------------------------------
+
+
+def case_a_function_of_the_program():
+    assert value_of(add, {"a": 1}) == 3
+    assert value_of(add, {"b": 5, "a": 1}) == 6
+    assert value_of(add, [1, 5]) == 6
+    assert value_of(add, ("a", "b")) == "ab"
+
+
+def case_a_function_without_arguments():
+    assert value_of(define) == "__main__"
+
+
+def case_a_function_of_a_module_beside():
+    assert value_of(beside.double, [21]) == 42
+
+
+def case_a_builtin():
+    assert value_of(len, [[1, 2, 3]]) == 3
+
+
+def case_methods():
+    assert value_of(Tools.static, [1]) == 101
+    assert value_of(Tools.made, [5]).factor == 5
+    assert value_of(Tools(3).scaled, [2]) == 6
+    assert value_of(Tools(4), [2]) == -8
+
+
+def case_partials():
+    assert value_of(functools.partial(add, b=40), [2]) == 42
+    assert value_of(functools.partial(Tools(3).scaled, 5)) == 15
+
+
+def case_wrapped_functions():
+    assert value_of(decorated, {"x": 1}) == ("logged", 2)
+    assert value_of(cached, [4]) == 40
+
+
+def case_a_class():
+    assert value_of(Point, {"x": 1, "y": 2}) == Point(1, 2)
+
+
+# --- what it finds ----------------------------------------------------------------------------------
+
+
+def case_the_worker_looks_like_the_program():
+    seen = value_of(surroundings, rank=12)
+    assert seen["argv"] == [__file__]
+    assert seen["file"] == __file__
+    assert seen["name"] == "__main__"
+    assert seen["rank"] == "12"
+    assert seen["config"] == {"of the worker": True}
+    assert seen["main"] is True
+    assert seen["untouched"] == [{"x": 0, "y": 0.0}, {"factor": 7}]
+    assert seen["first"] == sys.path[0]
+
+
+def case_a_program_that_nothing_refers_to_is_not_imported():
+    assert "beside" not in value_of(eval, ["list(__import__('sys').modules)"])
+
+
+def case_processes_that_the_function_spawns_find_the_program_too():
+    assert value_of(spawn, [[1, 2]]) == ([101, 102], [Point(1), Point(2)])
+
+
+# --- arguments and values ---------------------------------------------------------------------------
+
+
+def case_classes_of_the_program_are_the_same_there_and_here():
+    things = {"point": Point(1, 2), "pair": Pair(Point(3), Tools(4)), "unit": Point.Unit.METRE}
+    back = value_of(give, {"value": things})
+    assert isinstance(back["point"], Point)
+    assert isinstance(back["pair"], Pair)
+    assert isinstance(back["pair"].right, Tools)
+    assert back["unit"] is Point.Unit.METRE
+
+
+def case_functions_and_classes_go_by_name():
+    for thing in (add, decorated, cached, Point, Point.Unit, Tools.scaled, Tools.static, beside.double):
+        assert value_of(give, [thing]) is thing, thing
+        assert value_of(lambda thing=thing: thing) is thing, thing
+
+
+def case_a_closure_sees_what_the_program_defines():
+    offset = 5
+    assert value_of(lambda x: Point(add(x, offset)), [1]) == Point(6)
+    assert type(value_of(lambda: [Point(1), lambda: None])[0]) is Point
+
+
+def case_a_value_that_cloudpickle_alone_can_carry():
+    assert value_of(lambda: lambda x: x + 1)(1) == 2
+
+
+def case_64_mib_there_and_back():
+    data = os.urandom(1024) * 64 * 1024
+    assert value_of(give, [data]) == data
+
+
+def case_a_value_that_nothing_can_carry_names_rank_and_type():
+    outcome = launch(threading.Lock, rank=5)
+    assert outcome.done.returncode == 1
+    assert not outcome.values
+    assert type(outcome.error) is task.WorkerFailed
+    assert "Rank 5 returned a _thread.lock, which can't be pickled: TypeError" in str(outcome.error)
+    assert "the gang's words" in str(outcome.error)
+    assert "Rank 5 returned a _thread.lock" in outcome.done.stderr
+
+
+def case_a_generator_is_no_value():
+    error = launch(iter_numbers).error
+    assert type(error) is task.WorkerFailed
+    assert "returned a builtins.generator" in str(error)
+
+
+def iter_numbers():
+    yield 1
+
+
+# --- what can't be sent -----------------------------------------------------------------------------
+
+
+def case_what_nothing_can_carry_is_refused():
+    text = refusal_of(add, [threading.Lock(), 1])
+    assert "add and its arguments can't be pickled, with cloudpickle neither (TypeError: cannot pickle" in text
+    assert "Pass data instead of open files, locks, connections" in text
+
+
+def case_without_cloudpickle_a_closure_is_refused_with_what_to_do():
+    kept, sys.modules["cloudpickle"] = sys.modules.get("cloudpickle"), None
+    try:
+        text = refusal_of(lambda: 1)
+        assert value_of(add, [1, 1]) == 2
+    finally:
+        del sys.modules["cloudpickle"]
+        if kept:
+            sys.modules["cloudpickle"] = kept
+    assert "<lambda> and its arguments can't be pickled (" in text
+    assert "top level of the flow file" in text
+    assert "install cloudpickle in the step's environment" in text
+
+
+def case_without_cloudpickle_in_the_worker_a_value_says_so():
+    sys.path.insert(0, os.path.join(task.FOLDER, "no cloudpickle"))
+    try:
+        outcome = launch(define_lambda)
+    finally:
+        del sys.path[0]
+    assert "Rank 3 returned a builtins.function, which can't be pickled" in str(outcome.error)
+    assert "cloudpickle, which can carry more, is not installed" in str(outcome.error)
+
+
+def define_lambda():
+    return lambda: 1
+
+
+# --- exceptions ---------------------------------------------------------------------------------------
+
+
+def case_an_exception_comes_as_what_it_was():
+    outcome = launch(fail, ["custom"])
+    error = outcome.error
+    assert type(error) is BadLoss
+    assert (error.args, error.step, error.point) == (("loss is nan", 4), 4, Point(4))
+    assert error.__notes__ == ["raised by rank 3 on node 1 (host h)"]
+    assert outcome.done.returncode == 1
+    assert "BadLoss: ('loss is nan', 4)" in outcome.done.stderr
+    assert type(launch(fail, ["module"]).error) is beside.Elsewhere
+
+
+def case_an_exception_that_forbids_to_be_changed_gets_its_note():
+    error = launch(fail, ["frozen"]).error
+    assert type(error) is Frozen
+    assert error.args == (5,)
+    assert error.__notes__ == ["raised by rank 3 on node 1 (host h)"]
+
+
+def case_an_exceptions_own_notes_stay():
+    assert launch(fail, ["noted"]).error.__notes__ == ["in epoch 3", "raised by rank 3 on node 1 (host h)"]
+
+
+def case_a_chained_exception_shows_its_chain():
+    outcome = launch(fail, ["chained"])
+    assert type(outcome.error) is ValueError
+    assert "KeyError: 'missing key'" in outcome.done.stderr
+    assert "direct cause" in outcome.done.stderr
+
+
+def case_an_exception_that_cannot_travel_comes_in_words():
+    for how, words in (("unloadable", "Unloadable: this and that"), ("undumpable", "Undumpable: holds a lock")):
+        error = launch(fail, [how]).error
+        assert type(error) is task.WorkerFailed, error
+        assert words in str(error)
+        assert "the gang's words" in str(error)
+        assert error.cause["rank"] == 3
+
+
+def case_an_exception_that_can_be_loaded_nowhere_else_comes_in_words():
+    """As one of a module that only the workers have."""
+    with open(os.path.join(os.path.dirname(__file__), "theirs.py"), "w") as file:
+        file.write("class Theirs(Exception):\n    pass\ndef fail():\n    raise Theirs('far away')\n")
+    import theirs
+
+    before, theirs.Theirs = theirs.Theirs, None
+    error = launch(theirs.fail).error
+    theirs.Theirs = before
+    assert type(error) is task.WorkerFailed
+    assert "Theirs: far away" in str(error)
+
+
+def case_a_local_exception_comes_by_cloudpickle():
+    error = launch(fail, ["local"]).error
+    assert type(error).__name__ == "Local"
+    assert isinstance(error, Exception)
+    assert str(error) == "defined on the way"
+
+
+def case_an_exception_whose_words_are_lost_comes_all_the_same():
+    assert type(launch(fail, ["silent"]).error) is ValueError
+
+
+def case_an_exit_code_is_no_exception_and_no_value():
+    for code in (0, 3):
+        outcome = launch(fail, [code])
+        assert outcome.done.returncode == code
+        assert not outcome.went_wrong
+        assert not outcome.values
+
+
+def case_ctrl_c_is_no_exception_of_the_function():
+    outcome = launch(fail, ["interrupt"])
+    assert outcome.done.returncode != 0
+    assert not outcome.went_wrong
+
+
+def case_an_import_that_fails_in_the_worker_is_its_exception():
+    os.environ["FAIL_IMPORT"] = "1"
+    try:
+        outcome = launch(add, [1])
+    finally:
+        del os.environ["FAIL_IMPORT"]
+    assert type(outcome.error) is ImportError
+    assert str(outcome.error) == "no such library on this node"
+    assert f'File "{__file__}"' in outcome.done.stderr
+
+
+if __name__ == "__main__":
+    task.main(globals())
+elif os.environ.get("FAIL_IMPORT"):
+    raise ImportError("no such library on this node")

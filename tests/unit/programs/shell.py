@@ -1,0 +1,74 @@
+"""Run by ``python -``, so that it is a program without a file, as a notebook is."""
+
+import sys
+
+import beside
+import task
+
+
+class Cell:
+    def __init__(self, x):
+        self.x = x
+
+
+class CellError(Exception):
+    pass
+
+
+def square(cell):
+    return Cell(cell.x**2)
+
+
+def fail(x):
+    raise CellError(x)
+
+
+def give(thing):
+    return thing
+
+
+def case_what_a_cell_defines_is_the_same_there_and_here():
+    back = task.value_of(square, [Cell(3)])
+    assert type(back) is Cell
+    assert back.x == 9
+
+
+def case_a_modules_function_takes_what_a_cell_defines():
+    back = task.value_of(beside.logged(give), [Cell(2)])
+    assert type(back[1]) is Cell
+
+
+def case_a_modules_function_needs_no_cloudpickle():
+    without(lambda: check(task.value_of(beside.double, [4]) == 8))
+
+
+def case_a_cells_exception_is_caught_by_its_class():
+    assert type(task.launch(fail, [7]).error) is CellError
+
+
+def case_without_cloudpickle_it_says_that_the_program_has_no_file():
+    for function, arguments in ((square, [Cell(1)]), (beside.double, [Cell(1)])):
+        without(lambda function=function, arguments=arguments: refused(function, arguments))
+
+
+def refused(function, arguments):
+    text = task.refusal_of(function, arguments)
+    assert "is of this program, which has no file to import it from" in text
+    assert "install cloudpickle" in text
+
+
+def check(truth):
+    assert truth
+
+
+def without(case):
+    kept, sys.modules["cloudpickle"] = sys.modules.get("cloudpickle"), None
+    try:
+        case()
+    finally:
+        del sys.modules["cloudpickle"]
+        if kept:
+            sys.modules["cloudpickle"] = kept
+
+
+task.main(globals())

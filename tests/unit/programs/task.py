@@ -1,0 +1,84 @@
+"""What the programs here need to be a task: it launches functions in real workers, without torchrun, and checks."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import traceback
+
+FOLDER = os.path.dirname(os.path.abspath(__file__))
+
+
+class Outcome:
+    """What came of one function in one worker."""
+
+    def __init__(self, call, done, rank):
+        verdict = LaunchFailed("the gang's words", {"kind": "exception", "node": 1, "rank": rank, "host": "h"})
+        self.done = done
+        self.values = call.returned([rank], {})
+        self.error = call.original(verdict, {})
+        self.went_wrong = self.error is not verdict and not isinstance(self.error, WorkerFailed)
+        self.rank = rank
+
+    @property
+    def value(self):
+        assert self.done.returncode == 0, self.done.stderr
+        return pickle.loads(self.values[self.rank])
+
+
+def launch(function, arguments=None, rank=3, env=None, **options):
+    """Call a function in a worker; return its `Outcome`."""
+    with FunctionCall(function, arguments, None, False, None, **options) as call:
+        call.begin()
+        script, words = call.command
+        done = subprocess.run(
+            [sys.executable, "-u", script, *words],
+            env={**os.environ, "RANK": str(rank), **(env or {})},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        return Outcome(call, done, rank)
+
+
+def value_of(function, arguments=None, **options):
+    return launch(function, arguments, **options).value
+
+
+def refusal_of(function, arguments=None):
+    """Return the words of the error that a launch ends with before it begins."""
+    before = set(os.listdir(tempfile.gettempdir()))
+    try:
+        launch(function, arguments)
+    except EntrypointError as error:
+        assert set(os.listdir(tempfile.gettempdir())) == before, "files are left"
+        return str(error)
+    raise AssertionError("it was launched")
+
+
+def main(program):
+    """Run every case of a program; tell on stdout which failed, and how."""
+    failed = {}
+    for name, case in program.items():
+        if name.startswith("case_"):
+            try:
+                case()
+            except BaseException:
+                failed[name] = traceback.format_exc()
+    print(json.dumps(failed))
+
+
+# Metaflow takes a second to import, and most programs here are none of its flows: so it comes from where it is
+# installed into the task, and a module that can't be imported stands for it in the workers.
+import pickle  # noqa: E402
+
+from metaflow_extensions.torchrun.plugins.torchrun.errors import (  # noqa: E402
+    EntrypointError,
+    LaunchFailed,
+    WorkerFailed,
+)
+from metaflow_extensions.torchrun.plugins.torchrun.function_call import FunctionCall  # noqa: E402
+
+if os.environ.get("NO_METAFLOW_IN_WORKERS"):
+    sys.path.insert(0, os.path.join(FOLDER, "absent"))

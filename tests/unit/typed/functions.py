@@ -1,0 +1,53 @@
+"""What a type checker makes of `run`; test_typing.py runs mypy over it and reads its comments."""
+# ruff: noqa: F821
+
+import functools
+from pathlib import Path
+
+from metaflow_extensions.torchrun.plugins.torchrun.executor import TorchrunExecutor, TorchrunSingleNodeMultiGPU
+
+
+def train(epochs: int, lr: float = 0.1) -> float:
+    return epochs * lr
+
+
+def evaluate() -> dict[str, list[int]]:
+    return {}
+
+
+def silent() -> None:
+    pass
+
+
+class Trainer:
+    def fit(self) -> bytes:
+        return b""
+
+
+def launches(torch: TorchrunExecutor, alone: TorchrunSingleNodeMultiGPU) -> None:
+    reveal_type(torch.run(train, {"epochs": 3}))  # is TorchrunResult[float]
+    reveal_type(torch.run(train, {"epochs": 3}, nproc_per_node=2, init="gloo", gather=True))  # is TorchrunResult[float]
+    reveal_type(torch.run(entrypoint=train, entrypoint_args=[3, 0.2]))  # is TorchrunResult[float]
+    reveal_type(torch.run(train).rank(0))  # is float
+    reveal_type(list(torch.run(evaluate)))  # is list[dict[str, list[int]]]
+    reveal_type(torch.run(silent))  # is TorchrunResult[None]
+    reveal_type(torch.run(Trainer().fit))  # is TorchrunResult[bytes]
+    reveal_type(torch.run(Trainer))  # is TorchrunResult[Trainer]
+    reveal_type(torch.run(functools.partial(train, 3)))  # is TorchrunResult[float]
+    reveal_type(torch.run(lambda: 3))  # is TorchrunResult[int]
+    reveal_type(torch.run("train.py", {"epochs": 3}, module=False))  # is TorchrunResult[None]
+    reveal_type(torch.run(entrypoint=Path("train.py"), nproc_per_node="gpu"))  # is TorchrunResult[None]
+    reveal_type(alone.run(entrypoint=train, nproc_per_node=2))  # is TorchrunResult[float]
+    reveal_type(alone.run(None, train, {"epochs": 3}, 2, init="auto"))  # is TorchrunResult[float]
+    reveal_type(alone.run(entrypoint="train.py", timeout_s=3))  # is TorchrunResult[None]
+
+
+def mistakes(torch: TorchrunExecutor, alone: TorchrunSingleNodeMultiGPU) -> None:
+    torch.run(train, init="mpi")  # wrong
+    torch.run(train, init=True)  # wrong
+    torch.run(train, gather="yes")  # wrong
+    torch.run(train, gathr=True)  # wrong
+    torch.run(3)  # wrong
+    torch.run("train.py", timeout_s="long")  # wrong
+    alone.run(entrypoint=train, init="mpi")  # wrong
+    alone.run(entrypoint=train, gathr=True)  # wrong
