@@ -17,7 +17,17 @@ EXAMPLES = ["torch>=2.1", "numpy"]
 # cloudpickle, ipykernel, nbclient: functions without a name to go by are launched, and functions from a notebook.
 # mypy: a test reads what it makes of a sample.
 FUNCTIONS = ["cloudpickle", "ipykernel", "nbclient", "mypy"]
-TEST = [*EXAMPLES, *FUNCTIONS, "pytest>=8", "pytest-timeout", "hypothesis", "psutil", "py-spy", "setuptools>=70.1"]
+TEST = [
+    *EXAMPLES,
+    *FUNCTIONS,
+    "pytest>=8",
+    "pytest-timeout",
+    "pytest-xdist",
+    "hypothesis",
+    "psutil",
+    "py-spy",
+    "setuptools>=70.1",
+]
 # The clients of the backends that tests/remote talk to.
 REMOTE = ["kubernetes", "boto3", "azure-identity", "azure-storage-blob", "google-cloud-storage", "google-auth"]
 DEV = [*TEST, "ruff"]

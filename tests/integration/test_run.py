@@ -11,6 +11,9 @@ from flow_runs import starting_flows
 
 from metaflow_extensions.torchrun.plugins.torchrun.devices import usable_cpus
 
+# One process runs all of these, since most of them share ten flows.
+pytestmark = pytest.mark.xdist_group("together")
+
 HOSTILE = {
     "spaces": "a b  c",
     "quotes": 'it\'s "quoted"',
