@@ -70,7 +70,7 @@ test: venv
 	$(BIN)/ruff format --check . || status=1; \
 	$(BIN)/mypy || status=1; \
 	$(BIN)/python -m pytest -n 3 tests/unit || status=1; \
-	$(BIN)/python -m pytest -n 2 --dist loadgroup tests/integration || status=1; \
+	$(BIN)/python -m pytest -n 2 --dist loadfile tests/integration || status=1; \
 	$(BIN)/python -m pytest tests/chaos || status=1; \
 	exit $$status
 
