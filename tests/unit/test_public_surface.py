@@ -132,6 +132,7 @@ def test_the_result_has_these_fields():
         "duration_s",
         "exit_codes",
         "values",
+        "gathered",
     )
 
 

@@ -38,10 +38,43 @@ def test_values_are_found_by_rank_and_local_rank_and_in_order():
     assert list(OF_FUNCTION) == [{"loss": 0.5}, None]
 
 
-def test_iteration_stays_on_this_node_even_if_all_values_were_gathered():
-    gathered = TorchrunResult(**{**FIELDS, "node_index": 0}, values={rank: pickle.dumps(rank) for rank in range(4)})
-    assert list(gathered) == [0, 1]
-    assert [gathered.rank(rank) for rank in range(4)] == [0, 1, 2, 3]
+def test_iteration_gives_all_ranks_if_they_were_gathered_else_this_nodes():
+    values = {rank: pickle.dumps(rank) for rank in range(4)}
+    gathered = TorchrunResult(**{**FIELDS, "node_index": 0}, values=values, gathered=True)
+    assert list(gathered) == [0, 1, 2, 3]
+    assert [gathered.local_rank(rank) for rank in range(2)] == [0, 1]
+    assert (len(gathered), len(OF_FUNCTION), len(OF_SCRIPT)) == (4, 2, 0)
+
+
+def test_a_gathered_value_that_is_missing_is_told_and_not_left_out():
+    fields = {**FIELDS, "node_index": 0, "exit_codes": {0: 0, 1: 0}}
+    gathered = TorchrunResult(**fields, values={0: VALUES[2], 1: VALUES[3]}, gathered=True)
+    with pytest.raises(LookupError, match="Rank 2 returned no value"):
+        list(gathered)
+
+
+def test_a_result_is_true_even_if_it_is_a_scripts():
+    assert OF_SCRIPT
+    assert OF_FUNCTION
+
+
+def test_a_result_that_was_stored_before_it_could_be_gathered_is_loaded():
+    function, arguments, state = OF_FUNCTION.__reduce__()
+    del state["gathered"]
+    loaded = pickle.loads(pickle.dumps(Stored(function, arguments, state)))
+    assert list(loaded) == [{"loss": 0.5}, None]
+    assert len(loaded) == 2
+    assert loaded == OF_FUNCTION
+
+
+class Stored:
+    """Is pickled as what a former version has stored."""
+
+    def __init__(self, *reduced):
+        self.reduced = reduced
+
+    def __reduce__(self):
+        return self.reduced
 
 
 def test_every_look_gives_a_value_of_its_own():
@@ -100,7 +133,11 @@ def read(*python, path=""):
     return json.loads(done.stdout)
 
 
-PLAIN = ["SimpleNamespace", {"2": {"loss": 0.5}, "3": None}, {**FIELDS, "exit_codes": {"2": 0, "3": 0}}]
+PLAIN = [
+    "SimpleNamespace",
+    {"2": {"loss": 0.5}, "3": None},
+    {**FIELDS, "exit_codes": {"2": 0, "3": 0}, "gathered": False},
+]
 
 
 def test_a_python_without_any_package_gets_a_plain_namespace():

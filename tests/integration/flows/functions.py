@@ -124,7 +124,8 @@ class FunctionsFlow(FlowSpec):
         self.end_note = {
             "trained": [[one.rank, one.node, one.losses, len(one.weights), one.weights[:1].hex()] for one in metrics],
             "same": same,
-            "own": [[one.rank for one in task.trained] for task in tasks],
+            "iterated": [[one.rank for one in task.trained] for task in tasks],
+            "lengths": [len(task.trained) for task in tasks],
             "local": [task.trained.local_rank(1).rank for task in tasks],
             "missing": missing,
             "alive": [task.alive.local_rank(0) for task in tasks],

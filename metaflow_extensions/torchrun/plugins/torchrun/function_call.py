@@ -73,7 +73,7 @@ class FunctionCall:
         if init is not None and init not in INITS:
             raise TorchrunConfigError(f"run(init={init!r}) must be one of {', '.join(INITS)}, or left out.")
         args, kwargs = _as_call(arguments)
-        self._gather = gather
+        self.gather = gather
         self._store = store
         self.name = _name_of(function)
         self.source = _source_of(function)
@@ -133,7 +133,7 @@ class FunctionCall:
         dict
             The global rank, as text -> its key; empty if there is nothing to store.
         """
-        if self._store is None or (ok and (node == CONTROL or not self._gather)):
+        if self._store is None or (ok and (node == CONTROL or not self.gather)):
             return {}
         data = self._read(_RETURNED if ok else _RAISED, rank)
         if data is None:

@@ -48,6 +48,8 @@ class TorchrunResult(Generic[T]):
     values : dict of int to bytes
         Global rank -> pickled value that a function has returned; empty for a script. `rank`, `local_rank` and
         iteration unpickle them.
+    gathered : bool
+        Whether `values` are those of all nodes, which ``gather=True`` brings to the control node alone.
     """
 
     launch: int
@@ -60,6 +62,7 @@ class TorchrunResult(Generic[T]):
     duration_s: float
     exit_codes: dict[int, int]
     values: dict[int, bytes] = field(default_factory=dict, repr=False)
+    gathered: bool = False  # a default, because results were stored that know nothing of it
 
     def rank(self, rank: int) -> T:
         """Return what the function returned on a global rank.
@@ -82,13 +85,26 @@ class TorchrunResult(Generic[T]):
         return self.rank(self.node_index * self.nproc_per_node + local_rank)
 
     def __iter__(self) -> Iterator[T]:
-        """Iterate over what the function returned on this node's ranks, in their order."""
-        return (self.local_rank(local_rank) for local_rank in range(self.nproc_per_node))
+        """Iterate over what the function returned, in the order of ranks: this node's or, if `gathered`, all."""
+        return map(self.rank, self._ranks())
+
+    def __len__(self) -> int:
+        """Return how many values iteration gives; 0 for a script."""
+        return len(self._ranks()) if self.values else 0
+
+    def __bool__(self) -> bool:
+        """Return True: a launch has ended well, even if it has no values."""
+        return True
+
+    def _ranks(self) -> range:
+        if self.gathered:
+            return range(self.world_size)
+        return range(self.node_index * self.nproc_per_node, (self.node_index + 1) * self.nproc_per_node)
 
     def _why_not(self, rank: int) -> str:
         if not 0 <= rank < self.world_size:
             return f"There is no rank {rank}; the launch had 0 to {self.world_size - 1}."
-        if rank in self.exit_codes or not self.values:
+        if rank in self.exit_codes or self.gathered or not self.values:
             return f"Rank {rank} returned no value: a script has none, nor has a function that ends by sys.exit()."
         have = ", ".join(map(str, self.values))
         return (

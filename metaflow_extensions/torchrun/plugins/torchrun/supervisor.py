@@ -468,4 +468,5 @@ class Supervisor:
             duration_s=time.monotonic() - self._went_at,
             exit_codes=dict(sorted(self._exit_codes.items())),
             values=values,
+            gathered=self._call is not None and self._call.gather and self._seat.node == CONTROL,
         )
