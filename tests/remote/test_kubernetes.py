@@ -227,13 +227,18 @@ def test_a_spot_notice_stops_the_gang_in_time(run_remote, cluster):
     cluster.await_gone(flow)
 
 
-def test_an_interrupted_run_leaves_no_pod(start_remote, cluster):
+@pytest.mark.parametrize("how", ["ctrl-c", "sigterm", "sigterm-to-all"])
+def test_an_interrupted_run_leaves_no_pod(start_remote, cluster, how):
+    """Schedulers send SIGTERM to the run alone; `timeout` and systemd to all its processes."""
     flow = start_remote(do="*:sleep", **on_kubernetes())
     # Of lines that come together, Metaflow's terminal shows one (2.19); the next with further output.
     flow.await_line(" of 4 runs")
     cluster.await_pods(flow, 2)
-    os.killpg(flow.process.pid, signal.SIGINT)
-    flow.wait(60)
+    if how == "sigterm":
+        flow.process.terminate()
+    else:
+        os.killpg(flow.process.pid, signal.SIGINT if how == "ctrl-c" else signal.SIGTERM)
+    assert flow.wait(60) == 1
     cluster.await_gone(flow)
 
 

@@ -43,6 +43,7 @@ ORDER = [
     "cgroup",
     "network",
     "preemption",
+    "interrupts",
     "task_log",
     "events",
     "console",

@@ -19,6 +19,7 @@ from .devices import Nproc, requested_accelerators, this_machine
 from .errors import TorchrunError
 from .events import Event, Subscriber, to_log
 from .executor import Context, TorchrunExecutor, flow_folder
+from .interrupts import heed_signals_to_job, heed_signals_to_run
 from .joining import LOOPBACK, control_addresses, join_as_control, join_as_member, sit_alone
 from .local_nodes import SameInterpreter, await_local_nodes, watch_local_nodes
 from .membership import Membership
@@ -119,6 +120,7 @@ class TorchrunDecorator(ParallelDecorator):  # type: ignore[misc]  # Metaflow is
         metadata_type = getattr(flow_datastore.metadata, "TYPE", None)
         self._submission = Submission(flow, graph, step_name, self._settings.master_port, metadata_type)
         self._submission.check_kubernetes()
+        heed_signals_to_job()
 
     def package_init(self, flow: Any, step_name: str, environment: Any) -> None:
         """Check again; `argo-workflows create` adds ``@kubernetes`` after `step_init` (Metaflow 2.19)."""
@@ -129,6 +131,7 @@ class TorchrunDecorator(ParallelDecorator):  # type: ignore[misc]  # Metaflow is
     def runtime_init(self, flow: Any, graph: Any, package: Any, run_id: str) -> None:
         """Check what only a run can do; deployments, tasks and commands such as ``show`` don't come here."""
         super().runtime_init(flow, graph, package, run_id)
+        heed_signals_to_run()
         if self._submission is not None:
             self._submission.check_batch()
 

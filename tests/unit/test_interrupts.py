@@ -1,0 +1,142 @@
+"""What signals do to the submitting processes: real processes, each a script that uses the module as the decorator does."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from metaflow_extensions.torchrun.plugins.torchrun import interrupts
+
+# Says what reaches it; a child that is told to go in the background is in a session of its own.
+CHILD = """
+import os, signal, sys
+for number in (signal.SIGINT, signal.SIGTERM):
+    if signal.getsignal(number) != signal.SIG_IGN:
+        signal.signal(number, lambda n, f: sys.exit(signal.Signals(n).name))
+os.write(1, b"child\\n")
+signal.pause()
+"""
+RUN = f"""
+import os, signal, subprocess, sys
+import interrupts
+interrupts.heed_signals_to_run()
+children = [
+    subprocess.Popen([sys.executable, "-c", {CHILD!r}], stdout=1, stderr=subprocess.PIPE, text=True, start_new_session=own)
+    for own in (False, True)
+]
+try:
+    while True:
+        signal.pause()
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+    sys.stdin.readline()  # meanwhile the test sends another signal
+    print("near", children[0].communicate(timeout=20)[1].strip(), "far", children[1].poll(), flush=True)
+    children[1].kill()
+    children[1].communicate()
+    sys.exit(7)
+"""
+JOB = """
+import atexit, signal, sys
+import interrupts
+atexit.register(lambda: print("job ended", sys.stdin.readline().strip(), flush=True))
+interrupts.heed_signals_to_job(sys.argv)
+print("ready", flush=True)
+signal.pause()
+"""
+
+
+def start(code, *arguments, ignored=()):
+    """Start a script as a shell starts a command, with some signals ignored."""
+
+    def prepare():
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN if number in ignored else signal.SIG_DFL)
+
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *arguments],
+        env={**os.environ, "PYTHONPATH": str(Path(interrupts.__file__).parent)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=prepare,
+        start_new_session=True,
+    )
+
+
+def await_lines(process, *lines):
+    for line in lines:
+        assert process.stdout.readline().strip() == line
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(("ignored", "passed_on"), [((), "SIGINT"), ((signal.SIGINT,), "SIGTERM")])
+def test_a_run_and_its_tasks_are_interrupted_once(number, ignored, passed_on):
+    run = start(RUN, ignored=ignored)
+    await_lines(run, "child", "child")
+    run.send_signal(number)
+    await_lines(run, "interrupted")
+    run.send_signal(signal.SIGTERM)
+    out, err = run.communicate("go on\n", timeout=30)
+    assert out.strip() == f"near {passed_on} far None"
+    assert f"{number.name}: the run is interrupted" in err
+    assert run.returncode == 7
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+@pytest.mark.parametrize("command", [["kubernetes", "step"], ["batch", "step"]])
+def test_who_looks_after_a_remote_job_ends_it_undisturbed(number, command):
+    job = start(JOB, "--quiet", *command, "train")
+    await_lines(job, "ready")
+    job.send_signal(number)
+    assert "interrupted" in job.stderr.readline()
+    for again in (signal.SIGTERM, signal.SIGINT):
+        job.send_signal(again)
+    assert job.communicate("well\n", timeout=30)[0].strip() == "job ended well"
+
+
+def test_other_processes_keep_their_own_ways():
+    task = start(JOB, "step", "train")
+    await_lines(task, "ready")
+    task.terminate()
+    task.communicate(timeout=30)
+    assert task.returncode == -signal.SIGTERM
+
+
+def test_nohup_and_handlers_of_others_stay():
+    code = """
+import signal
+import interrupts
+signal.signal(signal.SIGTERM, print)
+interrupts.heed_signals_to_run()
+print([signal.getsignal(n) in (print, signal.SIG_IGN) for n in (signal.SIGTERM, signal.SIGHUP)])
+"""
+    run = start(code, ignored=(signal.SIGHUP,))
+    assert run.communicate(timeout=30)[0].strip() == "[True, True]"
+
+
+def test_a_forked_child_dies_as_it_would_have():
+    code = """
+import os, signal
+import interrupts
+interrupts.heed_signals_to_run()
+ready, say = os.pipe()
+child = os.fork()
+if not child:  # what comes in the midst of a fork, Python forgets
+    os.write(say, b"!")
+    signal.pause()
+os.read(ready, 1)
+os.kill(child, signal.SIGTERM)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    assert start(code).communicate(timeout=30)[0].strip() == "-15"
+
+
+def test_processes_are_known_without_proc(monkeypatch):
+    """As on macOS, where most runs are submitted."""
+    seen = interrupts._processes()
+    monkeypatch.setattr(interrupts.os.path, "isdir", lambda path: False)
+    assert (os.getpid(), os.getppid(), os.getpgrp()) in set(seen) & set(interrupts._processes())
