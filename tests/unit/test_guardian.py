@@ -576,15 +576,6 @@ def test_a_command_with_odd_characters_in_its_name_is_read(tmp_path):
         child.kill()
 
 
-def test_children_are_found_by_their_environment():
-    env = {**os.environ, "MF_PARALLEL_NODE_INDEX": "3"}
-    with subprocess.Popen(["sleep", "600"], env=env) as marked, subprocess.Popen(["sleep", "600"]) as other:
-        found = eventually(lambda: guardian.children_with_environment("MF_PARALLEL_NODE_INDEX"))
-        assert found == {marked.pid: "3"}
-        for child in (marked, other):
-            child.kill()
-
-
 def test_await_or_kill_waits_for_those_that_end_and_kills_those_that_do_not():
     quick, slow = subprocess.Popen(["sleep", "0.2"]), subprocess.Popen(["sleep", "600"])
     reapers = [threading.Thread(target=child.wait) for child in (quick, slow)]

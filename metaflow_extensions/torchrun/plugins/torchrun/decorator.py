@@ -21,7 +21,7 @@ from .events import Event, Subscriber, to_log
 from .executor import Context, TorchrunExecutor, flow_folder
 from .interrupts import heed_signals_to_job, heed_signals_to_run
 from .joining import LOOPBACK, control_addresses, join_as_control, join_as_member, sit_alone
-from .local_nodes import SameInterpreter, await_local_nodes, watch_local_nodes
+from .local_nodes import LocalNodes, SameInterpreter
 from .membership import Membership
 from .preemption import watch_spot_notice
 from .settings import DEFAULTS, StepSettings, parse_settings, refuse_unknown
@@ -114,6 +114,7 @@ class TorchrunDecorator(ParallelDecorator):  # type: ignore[misc]  # Metaflow is
         self._siblings = decos
         self._seat: Membership | None = None
         self._channel: ControlChannel | None = None
+        self._local_nodes: LocalNodes | None = None
         self._spot_watch: threading.Event | None = None
         self.environment = SameInterpreter(environment)
         _take_over_plain_parallel(decos)
@@ -194,7 +195,8 @@ class TorchrunDecorator(ParallelDecorator):  # type: ignore[misc]  # Metaflow is
         if retry_count > max_user_code_retries:
             return step_func  # @catch's fallback runs instead of the step's code, on no gang
         inner = super().task_decorate(step_func, flow, graph, retry_count, max_user_code_retries, ubf_context)
-        spawns_nodes = ubf_context == UBF_CONTROL and _is_local()
+        if ubf_context == UBF_CONTROL and _is_local():
+            self._local_nodes = LocalNodes(str(self._run_id), str(self._task_id), flow._parallel_ubf_iter.num_parallel)
 
         def with_gang() -> None:
             try:
@@ -203,9 +205,9 @@ class TorchrunDecorator(ParallelDecorator):  # type: ignore[misc]  # Metaflow is
             except BaseException as error:
                 self._tell(error)
                 self._leave(error)
-                if spawns_nodes:
+                if self._local_nodes is not None:
                     absent = self._channel.gang.absent if self._channel is not None else ()
-                    await_local_nodes(self._settings.grace_s + _LOCAL_NODE_MARGIN_S, absent)
+                    self._local_nodes.stop(self._settings.grace_s + _LOCAL_NODE_MARGIN_S, absent)
                 raise
             if self._channel is not None:
                 self._leave(None)
@@ -254,8 +256,8 @@ class TorchrunDecorator(ParallelDecorator):  # type: ignore[misc]  # Metaflow is
         if parallel.node_index == 0:
             main_ip, here_only = parallel.main_ip, _is_local()
             seat, self._channel = join_as_control(book, parallel.num_nodes, main_ip, self._settings, emit, here_only)
-            if here_only:
-                watch_local_nodes(parallel.num_nodes, self._channel.report_gone)
+            if self._local_nodes is not None:
+                self._local_nodes.watch(self._channel.report_gone)
             return seat, control_addresses(main_ip, here_only)[0]
         return join_as_member(book, parallel.node_index, parallel.num_nodes, self._settings, emit)
 

@@ -417,11 +417,10 @@ def await_or_kill(pids: set[int], grace_s: float) -> None:
         time.sleep(_SEARCH_S)
 
 
-def children_with_environment(variable: str) -> dict[int, str]:
-    """Return pid -> value of `variable`, for this process's living children that have it."""
+def children() -> list[int]:
+    """Return the pids of this process's living children."""
     own = os.getpid()
-    environments = {pid: _environment(pid) for pid, parent, alive in _table() if alive and parent == own}
-    return {pid: env[variable] for pid, env in environments.items() if variable in env}
+    return [pid for pid, parent, alive in _table() if alive and parent == own]
 
 
 def _alive(pid: int) -> bool:
@@ -438,10 +437,15 @@ def _environment(pid: int) -> dict[str, str]:
     return dict(entry.split("=", 1) for entry in entries if "=" in entry)
 
 
+def command_line(pid: int) -> list[str]:
+    """Return a process's argv; empty if it is gone."""
+    with suppress(OSError), open(f"/proc/{pid}/cmdline", encoding="utf-8", errors="surrogateescape") as file:
+        return file.read().split("\0")[:-1]
+    return []
+
+
 def _name(pid: int) -> str:
-    with suppress(OSError), open(f"/proc/{pid}/cmdline", encoding="utf-8", errors="replace") as file:
-        return f"{pid} ({file.read().replace(chr(0), ' ').strip()[:200]})"
-    return str(pid)
+    return f"{pid} ({' '.join(command_line(pid))[:200]})"
 
 
 if __name__ == "__main__":

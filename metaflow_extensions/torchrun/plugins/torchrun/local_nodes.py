@@ -1,9 +1,14 @@
-"""The other nodes of a gang whose tasks all run on this machine, as the control task sees them.
+"""A gang whose tasks all run on this machine: what becomes of the others, and of who started them.
 
 On a local run Metaflow's control task starts the other nodes' tasks as its children
 (``_local_multinode_control_task_step_func`` in ``metaflow.plugins.parallel_decorator``, 2.19): with
 whatever ``python`` is first on the PATH, without looking at them while its own step runs, and without
-stopping them when that fails. This module mends the three.
+stopping them when that fails. And no task of Metaflow looks whether the process lives that started it.
+This module mends the four.
+
+A node's task is known by its command line, among the children of the control task: other children,
+such as the ones that make cards, may have the environment of a node. It is held by a pidfd from then
+on, so that no other process that gets its number later is taken for it.
 """
 
 from __future__ import annotations
@@ -15,12 +20,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import pairwise
 from typing import Any
 
 from .failure import describe_exit
-from .guardian import await_or_kill, children_with_environment
+from .guardian import await_or_kill, children, command_line
 
-_INDEX = "MF_PARALLEL_NODE_INDEX"
 _POLL_S = 0.25
 # Enough to start Python and Metaflow and read one record; less than the 5 s that Metaflow's runtime
 # leaves an interrupted task (`_killall` in runtime.py, 2.19).
@@ -46,62 +51,122 @@ class SameInterpreter:
         return sys.executable if asked in ("python", "python3") else asked
 
 
-def local_nodes() -> dict[int, int]:
-    """Return node index -> pid of the nodes that this control task has started and that live."""
-    found = children_with_environment(_INDEX)
-    return {int(value): pid for pid, value in found.items() if value.isdigit() and int(value) > 0}
-
-
-def watch_local_nodes(num_nodes: int, on_gone: Callable[[int, str], None]) -> None:
-    """Call `on_gone` with index and reason for every local node whose task ends; returns at once.
+class LocalNodes:
+    """The tasks of the other nodes, as their control task sees them.
 
     Parameters
     ----------
+    run_id, control_task_id : str
+        Which gang.
     num_nodes : int
-        The gang's size.
-    on_gone : callable
-        Called in a daemon thread; hears of normal ends, too.
+        Its size.
     """
-    running = local_nodes()
-    threading.Thread(target=_watch, args=(num_nodes, running, on_gone), name="torchrun-nodes", daemon=True).start()
 
+    def __init__(self, run_id: str, control_task_id: str, num_nodes: int) -> None:
+        self._run = ("--run-id", run_id)
+        self._options = {("--task-id", f"{control_task_id}_node_{node}"): node for node in range(1, num_nodes)}
+        self._tasks: dict[int, _Task] = {}
+        self._lock = threading.Lock()  # the watching thread and the main thread both look for tasks
 
-def _watch(num_nodes: int, running: dict[int, int], on_gone: Callable[[int, str], None]) -> None:
-    pause = threading.Event()
-    for node in range(1, num_nodes):
-        if node not in running:
+    def watch(self, on_gone: Callable[[int, str], None]) -> None:
+        """Call `on_gone` with index and reason for every node whose task ends; returns at once.
+
+        Parameters
+        ----------
+        on_gone : callable
+            Called in a daemon thread; hears of normal ends, too.
+        """
+        self.tasks()
+        threading.Thread(target=self._watch, args=(on_gone,), name="torchrun-nodes", daemon=True).start()
+
+    def _watch(self, on_gone: Callable[[int, str], None]) -> None:
+        pause = threading.Event()
+        if len(self.tasks()) < len(self._options):
+            pause.wait(_POLL_S)  # for a moment in its exec a process has no command line
+        running = dict(self.tasks())
+        for node in set(self._options.values()) - set(running):
             on_gone(node, "its task ended at once, before it joined")
-    while running:
-        for node, pid in list(running.items()):
-            how = _end_of(pid)
-            if how is not None:
-                del running[node]
-                on_gone(node, f"its task {how}")
-        pause.wait(_POLL_S)
+        while running:
+            for node, task in list(running.items()):
+                how = task.end()
+                if how is not None:
+                    del running[node]
+                    on_gone(node, f"its task {how}")
+            pause.wait(_POLL_S)
 
+    def tasks(self) -> dict[int, _Task]:
+        """Return node index -> task of all that have been seen, ended ones included."""
+        with self._lock:
+            if len(self._tasks) < len(self._options):
+                known = {task.pid for task in self._tasks.values()}
+                for task in [_Task(pid) for pid in children() if pid not in known]:
+                    node = self._node_of(task)
+                    if node is None:
+                        task.release()
+                    else:
+                        self._tasks[node] = task
+            return self._tasks
 
-def _end_of(pid: int) -> str | None:
-    """Say how a child ended, or None while it runs; its status is left for whoever waits for it."""
-    with suppress(ChildProcessError):
-        end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        if end is None:
+    def _node_of(self, task: _Task) -> int | None:
+        words = command_line(task.pid)
+        options = set(pairwise(words))
+        if self._run not in options or task.end() is not None:
             return None
-        return describe_exit(end.si_status if end.si_code == os.CLD_EXITED else -end.si_status)
-    return "ended"  # Metaflow has waited for it already
+        return next((node for option, node in self._options.items() if option in options), None)
+
+    def stop(self, wait_s: float, absent: Sequence[int]) -> None:
+        """Wait until all tasks have ended; after `wait_s` seconds kill them.
+
+        Those of `absent` nodes have not joined the gang. One that is just starting finds the word that the
+        control node left and ends by itself; one that hangs gets SIGTERM after a moment.
+        """
+        begin = time.monotonic()
+        late = [task for node, task in self.tasks().items() if node in absent]
+        _await_ends(late, begin + min(wait_s, _LATECOMER_S))
+        for task in late:
+            task.terminate()
+        left = _await_ends(list(self.tasks().values()), begin + wait_s)
+        await_or_kill({task.pid for task in left}, 0.0)
 
 
-def await_local_nodes(wait_s: float, absent: Sequence[int]) -> None:
-    """Wait until the local nodes' tasks have ended; after `wait_s` seconds kill them.
+class _Task:
+    """A child of this process, held so that it can't be mistaken for another."""
 
-    Those of `absent` nodes have not joined the gang. One that is just starting finds the word that the
-    control node left and ends by itself; one that hangs gets SIGTERM after a moment.
-    """
-    nodes = local_nodes()
-    deadline = time.monotonic() + min(wait_s, _LATECOMER_S)
-    while set(absent) & set(nodes) and time.monotonic() < deadline:
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._handle = _open_pidfd(pid)
+
+    def release(self) -> None:
+        """Give the handle back; a node's is kept as long as this process lives."""
+        if self._handle is not None:
+            os.close(self._handle)
+
+    def end(self) -> str | None:
+        """Say how it ended, or None while it runs; its status is left for whoever waits for it."""
+        which = (os.P_PID, self.pid) if self._handle is None else (os.P_PIDFD, self._handle)
+        with suppress(ChildProcessError):
+            end = os.waitid(*which, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if end is None:
+                return None
+            return describe_exit(end.si_status if end.si_code == os.CLD_EXITED else -end.si_status)
+        return "ended"  # Metaflow has waited for it already, or the step ignores SIGCHLD
+
+    def terminate(self) -> None:
+        """Send SIGTERM, if it still runs."""
+        if self.end() is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGTERM)
+
+
+def _await_ends(tasks: Sequence[_Task], deadline: float) -> list[_Task]:
+    """Wait until `tasks` have ended or the deadline has come; return those that run."""
+    while (left := [task for task in tasks if task.end() is None]) and time.monotonic() < deadline:
         time.sleep(_POLL_S)
-        nodes = local_nodes()
-    for node in set(absent) & set(nodes):
-        with suppress(ProcessLookupError):
-            os.kill(nodes[node], signal.SIGTERM)
-    await_or_kill(set(nodes.values()), wait_s)
+    return left
+
+
+def _open_pidfd(pid: int) -> int | None:
+    """Return a handle of a process; None where the system has none (Linux before 5.3) or it is gone."""
+    with suppress(OSError, AttributeError):
+        return os.pidfd_open(pid)
+    return None

@@ -1,0 +1,113 @@
+"""Which of the control task's children are its nodes' tasks, and what becomes of them."""
+
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from unit_helpers import is_running
+
+from metaflow_extensions.torchrun.plugins.torchrun.local_nodes import LocalNodes
+
+RUN, CONTROL = "1700000000000001", "3"
+SLEEP = "import time; print(flush=True); time.sleep(600)"
+
+
+@pytest.fixture
+def start():
+    """Return a function that starts a child and waits until its program runs."""
+    started = []
+
+    def start(*words, code=SLEEP, **options):
+        child = subprocess.Popen([sys.executable, "-I", "-S", "-c", code, *words], stdout=subprocess.PIPE, **options)
+        started.append(child)
+        child.stdout.readline()
+        return child
+
+    yield start
+    for child in started:
+        child.kill()
+        child.wait()
+        child.stdout.close()
+
+
+def task(node, run=RUN, control=CONTROL):
+    """Return the part of the command line that Metaflow 2.19 gives a node's task."""
+    options = ["--run-id", run, "--task-id", f"{control}_node_{node}", "--input-paths", f"{run}/start/1"]
+    return ["flow.py", "--quiet", "step", "train", *options, "--split-index", str(node), "--ubf-context", "ubf_task"]
+
+
+LOOK_ALIKES = {
+    "a card": ["flow.py", "card", "create", f"{RUN}/train/{CONTROL}_node_1", "--type", "default"],
+    "the control task's own": ["flow.py", "step", "train", "--run-id", RUN, "--task-id", CONTROL],
+    "another gang's node": task(1, control="4"),
+    "another run's node": task(1, run="1700000000000002"),
+    "a node too many": task(9),
+}
+
+
+def ends(nodes):
+    """Watch, and return the queue of what is told."""
+    told = queue.SimpleQueue()
+    nodes.watch(lambda node, reason: told.put((node, reason)))
+    return told
+
+
+def test_only_a_nodes_task_is_watched_and_stopped(start, monkeypatch):
+    monkeypatch.setenv("MF_PARALLEL_NODE_INDEX", "1")  # as Metaflow has it while it starts node 1
+    others = [start(*words) for words in LOOK_ALIKES.values()]
+    nodes = LocalNodes(RUN, CONTROL, 3)
+    first, second = start(*task(1)), start(*task(2))
+    told = ends(nodes)
+    for other in others[:2]:
+        other.send_signal(signal.SIGTERM)
+        other.wait()
+    second.terminate()
+    node, reason = told.get(timeout=10)
+    assert node == 2
+    assert reason.startswith("its task was killed by SIGTERM")
+    nodes.stop(0.3, absent=[])
+    assert told.get(timeout=10)[0] == 1
+    assert first.wait(10) == -signal.SIGKILL
+    assert [is_running(other.pid) for other in others] == [False, False, True, True, True]
+
+
+def test_a_node_below_another_child_is_not_ours(start):
+    command = ["/bin/sh", "-c", "echo; sleep 600", *task(1)]
+    parent = start(code=f"import subprocess; subprocess.run({command!r})", start_new_session=True)
+    nodes = LocalNodes(RUN, CONTROL, 2)
+    assert ends(nodes).get(timeout=10) == (1, "its task ended at once, before it joined")
+    nodes.stop(0.3, absent=[1])
+    assert parent.poll() is None
+    os.killpg(parent.pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("ignored", [False, True], ids=["children-are-reaped", "sigchld-ignored"])
+def test_the_end_is_heard_whoever_reaps(start, ignored):
+    former = signal.signal(signal.SIGCHLD, signal.SIG_IGN if ignored else signal.SIG_DFL)
+    try:
+        node = start(*task(1))
+        told = ends(LocalNodes(RUN, CONTROL, 2))
+        reaper = threading.Thread(target=node.wait)
+        reaper.start()
+        node.terminate()
+        index, reason = told.get(timeout=10)
+        reaper.join(10)
+    finally:
+        signal.signal(signal.SIGCHLD, former)
+    assert index == 1
+    assert reason == "its task ended" or reason.startswith("its task was killed by SIGTERM")
+
+
+def test_a_node_that_did_not_join_gets_sigterm_and_the_others_their_time(start):
+    saves = "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(5)); " + SLEEP
+    late = start(*task(1), code=saves)
+    ending = start(*task(2), code="import time; print(flush=True); time.sleep(0.5)")
+    begin = time.monotonic()
+    LocalNodes(RUN, CONTROL, 3).stop(30.0, absent=[1])
+    assert time.monotonic() - begin < 10
+    assert (late.wait(10), ending.wait(10)) == (5, 0)
