@@ -301,11 +301,14 @@ def test_a_script_that_uses_record_is_honoured(run_flow):
 
 
 def test_the_origin_is_named_although_others_fail_faster(run_flow):
-    """Real collectives: the peers of the failed rank die of broken connections."""
+    """Real collectives: the peers of the failed rank die of broken connections. All is said once, as it was raised."""
     flow = run_flow(expect=1, runs_=[{"entrypoint": "collective.py", "nproc_per_node": 2}])
     error = same_errors(flow)
     assert "Rank 3 on node 1" in error["message"]
-    assert "ValueError: bad loss" in error["message"]
+    assert "ValueError: bad loss: *0*  *1 🙂" in error["message"]
+    # Its own traceback, with the source line, and the report of one node.
+    assert flow.text.count("bad loss: *0*  *1 🙂") == flow.text.count("bad loss") == 3
+    assert len(flow.lines) < 40, flow.text
 
 
 # --- what is wrong from the start ---------------------------------------------------------------

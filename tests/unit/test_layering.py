@@ -17,6 +17,7 @@ ORDER = [
     "joining",
     "local_nodes",
     "value_store",
+    "report",
     "supervisor",
     "result",
     "function_call",
@@ -31,6 +32,7 @@ ORDER = [
     "logs",
     "evidence",
     "failure",
+    "tracebacks",
     "submit_checks",
     "settings",
     "facts",
@@ -49,7 +51,7 @@ ORDER = [
     "console",
     "errors",
 ]
-KNOW_METAFLOW = {"address_book", "task_log", "decorator", "submit_checks", "errors"}
+KNOW_METAFLOW = {"address_book", "task_log", "decorator", "submit_checks", "report", "errors"}
 # torchrun runs them as scripts, so they stand in no order: they import none of ours, and none imports them.
 WORKERS = {"preflight_worker", "function_worker"}
 

@@ -16,7 +16,6 @@ from metaflow.user_configs.config_parameters import UNPACK_KEY
 from .address_book import AddressBook
 from .channel import ControlChannel
 from .devices import Nproc, requested_accelerators, this_machine
-from .errors import TorchrunError
 from .events import Event, Subscriber, to_log
 from .executor import Context, TorchrunExecutor, flow_folder
 from .interrupts import heed_signals_to_job, heed_signals_to_run
@@ -24,9 +23,11 @@ from .joining import LOOPBACK, control_addresses, join_as_control, join_as_membe
 from .local_nodes import LocalNodes, SameInterpreter
 from .membership import Membership
 from .preemption import watch_spot_notice
+from .report import View, end_with, print_errors_ourselves, report
 from .settings import DEFAULTS, StepSettings, parse_settings, refuse_unknown
 from .submit_checks import Submission
 from .task_log import TaskLog
+from .tracebacks import cut_frames_around
 from .value_store import DatastoreValues
 
 # How long a failed node holds its end until the control node's log has the cause, and how long that may
@@ -105,6 +106,7 @@ class TorchrunDecorator(ParallelDecorator):  # type: ignore[misc]  # Metaflow is
         self, flow: Any, graph: Any, step_name: str, decos: Any, environment: Any, flow_datastore: Any, logger: Any
     ) -> None:
         """Check everything that can be checked before anything is scheduled."""
+        print_errors_ourselves(in_task=False)
         super().step_init(flow, graph, step_name, decos, environment, flow_datastore, logger)
         self._flow_datastore = flow_datastore
         refuse_unknown(self._unknown, step_name)
@@ -180,6 +182,7 @@ class TorchrunDecorator(ParallelDecorator):  # type: ignore[misc]  # Metaflow is
             # An ordinary pod as the whole gang: say what Metaflow's join asks of a control task (2.19).
             flow._control_mapper_tasks = [f"{run_id}/{step_name}/{task_id}"]
             flow._control_task_is_mapper_zero = True
+        print_errors_ourselves(in_task=True)
         self._run_id, self._step, self._task_id, self._attempt = run_id, step_name, task_id, retry_count
 
     def task_decorate(
@@ -203,7 +206,7 @@ class TorchrunDecorator(ParallelDecorator):  # type: ignore[misc]  # Metaflow is
                 inner()
                 self._await_others()
             except BaseException as error:
-                self._tell(error)
+                self._report(error)
                 self._leave(error)
                 if self._local_nodes is not None:
                     absent = self._channel.gang.absent if self._channel is not None else ()
@@ -215,6 +218,19 @@ class TorchrunDecorator(ParallelDecorator):  # type: ignore[misc]  # Metaflow is
                 self._seat.finish()
 
         return with_gang
+
+    def task_exception(
+        self,
+        exception: BaseException,
+        step_name: str,
+        flow: Any,
+        graph: Any,
+        retry_count: int,
+        max_user_code_retries: int,
+    ) -> Any:
+        """Leave frames of ours out of what Metaflow keeps of the exception; it is handled by others."""
+        cut_frames_around(exception)
+        return super().task_exception(exception, step_name, flow, graph, retry_count, max_user_code_retries)
 
     def task_finished(
         self, step_name: str, flow: Any, graph: Any, is_task_ok: bool, retry_count: int, max_user_code_retries: int
@@ -286,12 +302,21 @@ class TorchrunDecorator(ParallelDecorator):  # type: ignore[misc]  # Metaflow is
         if self._seat is not None:
             self._seat.leave(error, hold_s=0.0 if _is_local() or self._channel is not None else _HOLD_S)
 
-    def _tell(self, error: BaseException) -> None:
-        """Have the error in the control node's log at once; Metaflow shows it only after storing all artifacts."""
-        if self._seat is not None and self._channel is not None and not _is_local():
-            text = str(error) if isinstance(error, TorchrunError) else f"{type(error).__name__}: {error}"
-            self._seat.emit(Event("failed", self._seat.node, text))
+    def _report(self, error: BaseException) -> None:
+        """Say what is to be shown of the error; a remote control node has it in its log at once.
+
+        Metaflow prints it only after storing all artifacts, which can be too late there.
+        """
+        node = current.parallel.node_index
+        known = self._seat is not None and self._seat.gang_knows(error)
+        live = self._seat is not None and self._seat.shows_output
+        text = report(error, View(node, _is_local(), known, live))
+        if text is not None and self._channel is not None and self._seat is not None and not _is_local():
+            self._seat.emit(Event("failed", node, text))
             self._log.save(_UPLOAD_S)
+            text = f"{type(error).__name__}: see the report of [torchrun node {node}] above."
+        if text is not None:
+            end_with(error, text)
 
 
 def _is_local() -> bool:

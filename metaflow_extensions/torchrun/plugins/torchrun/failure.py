@@ -52,6 +52,7 @@ _CATEGORIES = {
     "exception": "user",
     "exit": "user",
     "step": "user",
+    "call": "user",
     "signal": "killed",
     "oom": "killed",
     "agent": "start",
@@ -72,8 +73,8 @@ class Cause:
     ----------
     kind : str
         ``"exception"``, ``"exit"``, ``"signal"``, ``"oom"`` (out of memory), ``"agent"`` (could not start),
-        ``"agent_ended"`` (while its workers ran), ``"lost"``, ``"step"`` (the step's own code), ``"terminated"``,
-        ``"timeout"``, ``"hang"`` or ``"frozen"`` (stopped by a signal).
+        ``"agent_ended"`` (while its workers ran), ``"lost"``, ``"step"`` (the step's own code), ``"call"`` (`run`
+        refused it), ``"terminated"``, ``"timeout"``, ``"hang"`` or ``"frozen"`` (stopped by a signal).
     node : int
         Index of the node.
     host : str

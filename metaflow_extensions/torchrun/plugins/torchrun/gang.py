@@ -18,7 +18,7 @@ from typing import Literal
 
 from .errors import GangError, GangStartTimeout, TorchrunError, to_wire
 from .failure import Cause, DatedCause
-from .launch_state import CONTROL, Launch, Message, class_of, headline, names
+from .launch_state import CONTROL, Launch, Message, class_of, headline, names, teller
 from .policy import LaunchPolicy
 
 Outgoing = tuple[int, Message]
@@ -281,7 +281,7 @@ class Gang:
             if cause is not None and cause.kind == "hang":
                 stop["evidence"] = True
                 launch.stop_by += EVIDENCE_S
-            self._broadcast({**stop, "because": headline(cause)})
+            self._broadcast({**stop, "because": headline(cause), "teller": teller(cause)})
 
     def _decide_if_all_ended(self, launch: Launch) -> None:
         waiting = [node for node in self._in_state("joined") if node not in launch.ended]
@@ -383,7 +383,8 @@ class Gang:
         """Stop everything, since a node failed outside of its workers."""
         launch = self._launch
         if launch is None or launch.phase == "over":
-            text = f"{cause.describe()}\nIt happened outside of current.torch.run; the other nodes were stopped."
+            place = "in the call of" if cause.kind == "call" else "outside of"
+            text = f"{cause.describe()}\nIt happened {place} current.torch.run; the other nodes were stopped."
             self._break(class_of(cause)(text, cause.to_wire()))
         elif launch.phase == "gathering":
             error = class_of(cause)(

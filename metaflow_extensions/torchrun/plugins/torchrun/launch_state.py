@@ -171,6 +171,11 @@ def names(nodes: Iterable[int]) -> str:
     return ("node " if len(listed) == 1 else "nodes ") + ", ".join(map(str, listed))
 
 
+def teller(cause: Cause | None) -> int:
+    """Return the node whose log tells the most of a failure: its own, unless it can't or all are concerned."""
+    return CONTROL if cause is None or cause.kind in ("lost", "timeout", "hang") else cause.node
+
+
 def headline(cause: Cause | None) -> str:
     """Return who failed and how in one line, for the logs; empty if the control node has said so itself."""
     if cause is None or (cause.node == CONTROL and cause.kind not in ("timeout", "hang")):

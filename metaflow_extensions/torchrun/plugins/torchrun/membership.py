@@ -13,7 +13,6 @@ import signal
 import socket
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
@@ -23,6 +22,7 @@ from .errors import GangError, LaunchFailed, TorchrunError, TorchrunPreempted, f
 from .events import Event, Subscriber
 from .failure import Cause
 from .launch_state import CONTROL, Message, names
+from .tracebacks import user_traceback
 
 # How long a leaving node waits for the control node to say that it has read the cause.
 _ACK_WAIT_S = 5.0
@@ -55,6 +55,8 @@ class Membership:
     ----------
     inbox : queue.SimpleQueue
         Messages for the launch that runs; `put` is safe in signal handlers.
+    shows_output : bool
+        Whether the last launch shows all that its workers write on this node.
     """
 
     def __init__(self, node: int, num_nodes: int, emit: Subscriber) -> None:
@@ -63,6 +65,7 @@ class Membership:
         self.host = socket.gethostname()
         self.inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self.emit = emit
+        self.shows_output = True
         self._link: Link | None = None
         self._close_link: Callable[[], None] = lambda: None
         self._last_deed: Callable[[], None] = lambda: None
@@ -303,6 +306,6 @@ class Membership:
             return Cause("lost", self.node, self.host, exception=text).to_wire()
         if isinstance(error, TorchrunError) and error.cause is not None:
             return error.cause
-        detail = "".join(traceback.format_exception(error)).rstrip()
+        kind = "call" if isinstance(error, TorchrunError) else "step"
         text = f"{type(error).__name__}: {error}"
-        return Cause("step", self.node, self.host, exception=text, detail=detail).to_wire()
+        return Cause(kind, self.node, self.host, exception=text, detail=user_traceback(error)).to_wire()

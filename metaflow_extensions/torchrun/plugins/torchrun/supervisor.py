@@ -116,6 +116,7 @@ class Supervisor:
             The gang's verdict, the same on every node.
         """
         self._launch = self._seat.begin_launch()
+        self._seat.shows_output = self._spec.shown_local_ranks is None
         try:
             with self._clean_up():
                 self._seat.send(self._ready())
@@ -157,7 +158,7 @@ class Supervisor:
             elif kind == "restart":
                 self._note_restart(message)
             elif kind == "stop" and self._generation is not None:
-                if self._seat.node == CONTROL and message.get("because"):
+                if self._seat.node == CONTROL and message.get("because") and not self._is_told(message["teller"]):
                     self._emit("stopping", f"{message['because']}; stopping all nodes")
                 if message.get("evidence") and not self._generation.stopping:
                     self._collect_evidence(self._generation)
@@ -171,6 +172,10 @@ class Supervisor:
                 raise self._seat.broken or TorchrunError("The gang was stopped.")
             elif kind == "terminated":
                 self._preempted()
+
+    def _is_told(self, teller: int) -> bool:
+        """Tell whether another node has said in this same terminal why all are stopped."""
+        return teller != CONTROL and self._machine.nodes_here > 1
 
     def _preempted(self) -> None:
         """Tell the gang that this node must end, and go on until its verdict; the second time, end at once."""

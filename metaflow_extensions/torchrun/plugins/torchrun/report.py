@@ -1,0 +1,133 @@
+"""What is shown of the error that ends a task, or that keeps a run from starting.
+
+Metaflow's own printing (`print_metaflow_exception` and `print_unknown_exception` in ``metaflow/cli.py``, 2.19) takes
+every ``*`` for a mark of bold and drops it, and shows each frame between its command line and the step's code. So we
+print our errors ourselves, and in a task of a ``@torchrun`` step what the step's code has raised, too.
+
+All nodes raise the same error. On a local run they share one terminal, so one of them tells it and the others point
+there, and what a worker has written itself is not said again.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from metaflow.exception import MetaflowException
+
+from .console import write_output
+from .errors import TorchrunError
+from .failure import Cause
+from .launch_state import teller
+from .tracebacks import user_traceback
+
+_INDENT = "    "  # as Metaflow has it
+
+
+@dataclass(frozen=True)
+class View:
+    """What a node's report can leave to others.
+
+    Attributes
+    ----------
+    node : int
+        Whose report it is.
+    shared : bool
+        Whether all nodes write to one terminal.
+    known : bool
+        Whether the gang has this error, so that all nodes raise it.
+    live : bool
+        Whether all that the workers wrote was shown while they ran.
+    """
+
+    node: int
+    shared: bool
+    known: bool
+    live: bool
+
+
+def report(error: BaseException, view: View) -> str | None:
+    """Return the lines that tell `error` at the end of a node's task; None leaves it to Metaflow, as its own errors."""
+    verdict = error if isinstance(error, TorchrunError) else error.__cause__
+    if not isinstance(verdict, TorchrunError):
+        return None if isinstance(error, MetaflowException) else _barred(user_traceback(error))
+    cause = None if verdict.cause is None else Cause.from_wire(verdict.cause)
+    if view.shared and view.known and teller(cause) != view.node:
+        return _pointer(verdict, cause)
+    trace = "" if error is verdict else _barred(user_traceback(error, with_cause=False))
+    if view.shared and view.live and cause is not None and cause.rank is not None:
+        if not trace:
+            return _headed(verdict, _without_detail(verdict, cause))
+        # The traceback ends with what was raised, and by whom.
+        return f"{trace}\n{verdict.message.replace(cause.describe(), '').strip()}"
+    return f"{_headed(verdict, verdict.message)}\n{trace}".rstrip("\n")
+
+
+def _pointer(verdict: TorchrunError, cause: Cause | None) -> str:
+    """Return where the report stands that this node does not repeat."""
+    place = f"see the report of node {teller(cause)}."
+    if cause is not None and cause.kind in ("step", "call"):
+        return _headed(verdict, f"{_without_detail(verdict, cause)}\n{place.capitalize()}")
+    return f"{verdict.headline}:{'' if cause is None else f' {cause.who};'} {place}"
+
+
+def _without_detail(verdict: TorchrunError, cause: Cause) -> str:
+    brief = replace(cause, detail="").describe()
+    if cause.detail and cause.rank is not None:
+        brief += " What it wrote itself stands above."
+    message: str = verdict.message
+    return message.replace(cause.describe(), brief)
+
+
+def _headed(error: TorchrunError, message: str) -> str:
+    return "\n".join([f"{_INDENT}{error.headline}:", *(f"{_INDENT}{line}" for line in message.split("\n"))])
+
+
+def _barred(text: str) -> str:
+    # Metaflow's console strips leading spaces; behind the bar the indentation survives.
+    return "\n".join(f"  | {line}" for line in text.split("\n"))
+
+
+# --- Metaflow's printing --------------------------------------------------------------------------
+
+# The error that ends this task and what to show of it; set and read in the main thread.
+_end: tuple[BaseException, str] | None = None
+
+
+def end_with(error: BaseException, text: str) -> None:
+    """Have `text` shown when Metaflow comes to print `error`."""
+    global _end
+    _end = (error, text)
+
+
+def print_errors_ourselves(in_task: bool) -> None:
+    """Take our errors' printing over from Metaflow; in a task of ours that of all others, too.
+
+    Where Metaflow has no such functions, it goes on to print them its own way. Safe to call more than once.
+    """
+    cli = sys.modules.get("metaflow.cli")
+    for name in ("print_metaflow_exception", "print_unknown_exception"):
+        printer = getattr(cli, name, None)
+        if printer is not None:
+            original = getattr(printer, "original", printer)
+            others = in_task and name == "print_unknown_exception"
+            setattr(cli, name, _printer(original, others))
+
+
+def _printer(original: Callable[[Any], None], others: bool) -> Callable[[Any], None]:
+    """Return what prints errors instead of `original`; `others` tells whether also those that are not ours."""
+
+    def print_error(error: Any) -> None:
+        if _end is not None and _end[0] is error:
+            write_output("stderr", f"{_end[1]}\n")
+        elif isinstance(error, TorchrunError):
+            write_output("stderr", f"{_headed(error, error.message)}\n")
+        elif others:
+            write_output("stderr", f"{_barred(user_traceback(error))}\n")
+        else:
+            original(error)
+
+    print_error.original = original  # type: ignore[attr-defined]
+    return print_error

@@ -1,0 +1,74 @@
+"""Where the user's own code begins in a traceback: what Metaflow and we do around it tells a user nothing."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from traceback import TracebackException
+
+from .errors import TorchrunError
+
+_OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_METAFLOW = os.path.dirname(os.path.abspath(sys.modules["metaflow.exception"].__file__ or "")) + os.sep
+
+
+def user_traceback(error: BaseException, with_cause: bool = True) -> str:
+    """Return an exception's traceback from the first line of the user's code on.
+
+    Of an error without any such line all is kept: it is needed to find a mistake of ours or of Metaflow's.
+
+    Parameters
+    ----------
+    error : BaseException
+        What was raised.
+    with_cause : bool, default True
+        Whether to include the exception that it was raised from.
+    """
+    report = TracebackException.from_exception(error)
+    if not with_cause:
+        report.__cause__, report.__suppress_context__ = None, True
+    for part in _chain(report):
+        _cut(part.stack, _is_handed_on(error))
+    return "".join(report.format()).rstrip("\n")
+
+
+def cut_frames_around(error: BaseException) -> None:
+    """Take our frames and those of Metaflow's ``@parallel`` out of an exception that passes through Metaflow.
+
+    Its own frames, nearer to the command line, stay; what `format_exc` makes of it is shown by ``@catch`` and kept
+    as the task's exception. Safe to call more than once.
+    """
+    before = error.__traceback__
+    while before is not None:
+        after = before.tb_next
+        while after is not None and _is_wrapper(after.tb_frame.f_code.co_filename):
+            after = after.tb_next
+        if after is not None or _is_handed_on(error):
+            before.tb_next = after
+        before = after
+
+
+def _is_handed_on(error: BaseException) -> bool:
+    """Tell whether `error` is our word for what happened elsewhere, or was raised in a worker: not where we raise it."""
+    return isinstance(error, TorchrunError) or isinstance(error.__cause__, TorchrunError)
+
+
+def _is_wrapper(filename: str) -> bool:
+    return filename.startswith(_OURS) or filename == os.path.join(_METAFLOW, "plugins", "parallel_decorator.py")
+
+
+def _chain(report: TracebackException | None) -> Iterator[TracebackException]:
+    while report is not None:
+        yield report
+        report = report.__cause__ or report.__context__
+
+
+def _cut(stack: traceback.StackSummary, handed_on: bool) -> None:
+    """Leave out the frames before the user's first, and after the last those that only handed the error on."""
+    users = [i for i, frame in enumerate(stack) if not frame.filename.startswith((_OURS, _METAFLOW))]
+    if users:
+        stack[:] = stack[users[0] : users[-1] + 1 if handed_on else len(stack)]
+    elif handed_on:
+        stack.clear()

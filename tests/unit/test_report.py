@@ -1,0 +1,171 @@
+"""What a node's terminal shows of the error that ends its task."""
+
+import types
+
+import metaflow.cli
+import pytest
+from metaflow.exception import MetaflowException
+
+from metaflow_extensions.torchrun.plugins.torchrun import report as module
+from metaflow_extensions.torchrun.plugins.torchrun.errors import EntrypointError, LaunchFailed, TorchrunConfigError
+from metaflow_extensions.torchrun.plugins.torchrun.failure import Cause
+from metaflow_extensions.torchrun.plugins.torchrun.launch_state import Launch
+from metaflow_extensions.torchrun.plugins.torchrun.report import View, end_with, print_errors_ourselves, report
+from metaflow_extensions.torchrun.plugins.torchrun.tracebacks import cut_frames_around, user_traceback
+
+TEXT = "ValueError: expected 2*3*4 values 🙂\n  *second* line"
+TRACE = f"Traceback (most recent call last):\n  File 'train.py', line 1\n{TEXT}"
+RAISED = Cause("exception", 1, "b", 3, 1, 1, TEXT, TRACE)
+
+
+def verdict(cause=RAISED):
+    return Launch(0).error(cause, [])
+
+
+def view(node, shared=True, known=True, live=True):
+    return View(node, shared, known, live)
+
+
+@pytest.fixture
+def printing(monkeypatch):
+    """Metaflow's printing, with what a test makes of it taken back at its end."""
+    for name in ("print_metaflow_exception", "print_unknown_exception"):
+        monkeypatch.setattr(metaflow.cli, name, getattr(metaflow.cli, name))
+    monkeypatch.setattr(module, "_end", None)
+    return metaflow.cli
+
+
+def code_in(filename, body, **names):
+    """Return a function of the file `filename`."""
+    exec(compile(f"def function():\n    {body}\n", filename, "exec"), names)
+    return names["function"]
+
+
+def call(filename, inner):
+    """Return a function of the file `filename` that calls `inner`."""
+    return code_in(filename, "inner()", inner=inner)
+
+
+def raised(function):
+    with pytest.raises(Exception) as info:  # noqa: PT011 - whatever it raises
+        function()
+    return info.value.with_traceback(info.value.__traceback__.tb_next)  # without the frame here
+
+
+# --- who tells what -------------------------------------------------------------------------------
+
+
+def test_on_one_terminal_the_node_of_the_cause_tells_it_and_the_others_point_there():
+    told, pointer = report(verdict(), view(1)), report(verdict(), view(0))
+    assert told.count("expected 2*3*4 values 🙂") == 1
+    assert "*second* line" in told
+    assert "Launch 0 was stopped on all nodes" in told
+    assert pointer == "@torchrun: launch failed: Rank 3 on node 1 (host b); see the report of node 1."
+
+
+def test_what_a_rank_wrote_unseen_is_in_the_report():
+    assert "File 'train.py', line 1" not in report(verdict(), view(1))
+    assert "File 'train.py', line 1" in report(verdict(), view(1, live=False))
+
+
+def test_each_remote_nodes_log_keeps_the_whole():
+    for node in (0, 1):
+        assert "File 'train.py', line 1" in report(verdict(), view(node, shared=False))
+
+
+@pytest.mark.parametrize("kind", ["lost", "timeout", "hang"])
+def test_the_control_node_tells_what_no_other_can(kind):
+    error = verdict(Cause(kind, 1, "b", exception="why"))
+    assert "why" in report(error, view(0))
+    assert report(error, view(1)).endswith("see the report of node 0.")
+
+
+def test_an_error_that_the_gang_does_not_know_is_told_where_it_is():
+    assert report(EntrypointError("no a*b.py"), view(1, known=False)) == "    @torchrun: entrypoint:\n    no a*b.py"
+
+
+def test_a_failure_of_a_steps_own_code_is_named_by_the_others_without_its_traceback():
+    cause = Cause("step", 1, "b", exception=TEXT, detail=TRACE)
+    pointer = report(LaunchFailed(f"{cause.describe()}\nIt happened outside.", cause.to_wire()), view(0))
+    assert "expected 2*3*4" in pointer
+    assert "It happened outside." in pointer
+    assert "See the report of node 1." in pointer
+    assert "train.py" not in pointer
+
+
+def test_what_a_function_raised_is_shown_from_the_users_line_on_without_the_verdict_before_it():
+    hand_on = code_in(module.__file__, "raise ValueError('a*b') from verdict", verdict=verdict())
+    error = raised(call("/users/flow.py", call(module.__file__, hand_on)))
+    told = report(error, view(1))
+    assert "/users/flow.py" in told
+    assert "Launch 0 was stopped on all nodes" in told
+    assert "ValueError: a*b" in told
+    assert TEXT not in told
+    assert module.__file__ not in told
+    assert report(error, view(0)).endswith("see the report of node 1.")
+    assert "File 'train.py', line 1" in report(error, view(0, shared=False))
+
+
+def test_metaflows_own_errors_are_left_to_metaflow():
+    assert report(MetaflowException("Step *train*"), view(0)) is None
+
+
+# --- tracebacks -----------------------------------------------------------------------------------
+
+
+def fail():
+    raise ValueError("a*b")
+
+
+def test_a_traceback_begins_at_the_users_first_line():
+    around = call(module.__file__, call("/users/flow.py", fail))
+    error = raised(call(metaflow.cli.__file__, around))
+    text = user_traceback(error)
+    assert text.splitlines()[1].strip().startswith('File "/users/flow.py"')
+    assert text.endswith("ValueError: a*b")
+    wrapped = raised(call(metaflow.cli.__file__, around))
+    cut_frames_around(wrapped)
+    files = []
+    trace = wrapped.__traceback__
+    while trace is not None:
+        files.append(trace.tb_frame.f_code.co_filename)
+        trace = trace.tb_next
+    assert module.__file__ not in files
+    assert {"/users/flow.py", metaflow.cli.__file__, __file__} <= set(files)
+
+
+def test_an_error_in_our_own_code_keeps_its_frames():
+    error = raised(call("/users/flow.py", code_in(module.__file__, "raise LookupError")))
+    assert module.__file__ in user_traceback(error)
+    cut_frames_around(error)
+    assert module.__file__ in user_traceback(error)
+
+
+# --- Metaflow's printing --------------------------------------------------------------------------
+
+
+def test_on_the_submitting_machine_our_errors_are_shown_as_they_are(printing, capfd):
+    print_errors_ourselves(in_task=False)
+    printing.print_metaflow_exception(TorchrunConfigError("nproc_per_node='2*3*4'"))
+    assert capfd.readouterr().err == "    @torchrun: wrong setting:\n    nproc_per_node='2*3*4'\n"
+    printing.print_metaflow_exception(MetaflowException("Step *train* is wrong"))  # its own marks stay marks
+    assert "Step train is wrong" in capfd.readouterr().err
+
+
+def test_in_a_task_any_error_is_shown_as_it_is_and_its_report_where_there_is_one(printing, capfd):
+    print_errors_ourselves(in_task=False)
+    print_errors_ourselves(in_task=True)
+    error = raised(fail)
+    printing.print_unknown_exception(error)
+    assert "  | ValueError: a*b\n" in capfd.readouterr().err
+    end_with(error, "told")
+    printing.print_unknown_exception(error)
+    printing.print_metaflow_exception(verdict())
+    shown = capfd.readouterr().err
+    assert shown.startswith("told\n")
+    assert shown.count("expected 2*3*4") == 2  # of another error, whole
+
+
+def test_a_metaflow_without_such_printing_goes_its_own_way(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "metaflow.cli", types.ModuleType("metaflow.cli"))
+    print_errors_ourselves(in_task=True)
