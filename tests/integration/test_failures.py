@@ -320,7 +320,8 @@ def test_the_origin_is_named_although_others_fail_faster(run_flow):
 )
 def test_wrong_attributes_are_refused_before_any_task(run_flow, attribute, value):
     """Which values are wrong is a matter of tests/unit/test_settings.py."""
-    flow = run_flow(expect=1, attrs={attribute: value})
+    flow = run_flow("--with", "torchrun:nproc_per_node=1", expect=1, attrs={attribute: value})
+    assert "Step train: --with torchrun:nproc_per_node=1 is ignored" in flow.text
     assert re.search(rf"[Ss]tep train: @torchrun.*{attribute}", flow.text), flow.text
     assert "Task is starting" not in flow.text
 

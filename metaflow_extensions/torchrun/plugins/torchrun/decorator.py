@@ -25,7 +25,7 @@ from .membership import Membership
 from .preemption import watch_spot_notice
 from .report import View, end_with, print_errors_ourselves, report
 from .settings import DEFAULTS, StepSettings, parse_settings, refuse_unknown
-from .submit_checks import Submission
+from .submit_checks import Submission, ignored_by_with
 from .task_log import TaskLog
 from .tracebacks import cut_frames_around
 from .value_store import DatastoreValues
@@ -109,6 +109,10 @@ class TorchrunDecorator(ParallelDecorator):  # type: ignore[misc]  # Metaflow is
         print_errors_ourselves(in_task=False)
         super().step_init(flow, graph, step_name, decos, environment, flow_datastore, logger)
         self._flow_datastore = flow_datastore
+        for option in ignored_by_with(self.name) if self.statically_defined else ():
+            logger(
+                f"Step {step_name}: {option} is ignored, because its @torchrun stands in the source. Change it there."
+            )
         refuse_unknown(self._unknown, step_name)
         self._settings: StepSettings = parse_settings(self.attributes, step_name)
         self._requested: Nproc | None = requested_accelerators([(d.name, d.attributes) for d in decos])

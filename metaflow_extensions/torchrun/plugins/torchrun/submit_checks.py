@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from metaflow._vendor import click
 from metaflow.lint import LintWarn, linter
 from metaflow.metaflow_config import AWS_SANDBOX_ENABLED, KUBERNETES_PORT
 from metaflow.plugins.aws.aws_client import get_aws_client
@@ -250,6 +251,16 @@ def machines_of_queue(queue: str) -> str | None:
 def _shown(name: str, decorators: Decorators, attribute: str) -> str:
     value = decorators[name].get(attribute)
     return f"@{name}" if value is None else f"@{name}({attribute}={value!r})"
+
+
+def ignored_by_with(name: str) -> list[str]:
+    """Return what ``--with`` says of the decorator `name`, which Metaflow drops where a step has it in its source (2.19)."""
+    specs: list[str] = []
+    context = click.get_current_context(silent=True)
+    while context is not None:  # an option of the command, and of the program before it
+        specs += context.params.get("decospecs") or ()
+        context = context.parent
+    return [f"--with {spec}" for spec in specs if spec.startswith(f"{name}:")]
 
 
 def check_entered_with_num_parallel(graph: Any) -> None:
