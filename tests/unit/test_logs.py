@@ -232,6 +232,22 @@ def test_what_exists_before_finish_is_shown_even_without_a_single_poll(tmp_path)
     assert screen.streams["stdout"] == "[rank 0] late\n"
 
 
+@pytest.mark.parametrize("explained", [True, False])
+def test_the_agents_report_of_a_failure_is_shown_where_nobody_knows_better(tmp_path, explained):
+    screen = Screen()
+    box = [
+        "E1121 18:00:00.123456 77 torch/api.py:1010] failed (exitcode: 1)",
+        "Traceback (most recent call last):",
+        "===",
+    ]
+    agent = {"stderr": str(write(tmp_path / "agent.stderr", "\n".join(["W1121 a warning", *box])))}
+    follower = LogFollower(str(tmp_path), agent, str, "", screen.write, hold_report=True)
+    follower.start()
+    eventually(lambda: screen.streams["stderr"] == "W1121 a warning\n")
+    follower.finish(explained)
+    assert screen.streams["stderr"].splitlines() == ["W1121 a warning", *([] if explained else box)]
+
+
 def test_only_workers_logs_are_taken_for_workers_logs(tmp_path):
     for name in ("stdout.log", "stderr.log"):
         write(tmp_path / "run_x" / "attempt_0" / "11" / name, "")

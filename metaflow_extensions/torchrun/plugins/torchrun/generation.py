@@ -220,7 +220,9 @@ class Generation:
     def close(self, grace_s: float) -> None:
         """Stop what still runs and show the last output."""
         self.agent.close(grace_s)
-        self.follower.finish()
+        known = self.fault is not None or any(self._worker_causes(time.monotonic()))
+        # What torchrun says of an end that was good or is known would hide the cause (a box that names our script).
+        self.follower.finish(explained=self.agent_exit == 0 or known)
 
     def remove_files(self) -> None:
         """Remove the log files, unless the user keeps them."""

@@ -13,7 +13,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import BinaryIO
 
 # Well under the half second in which a line must be seen.
@@ -21,6 +21,9 @@ POLL_S = 0.1
 _CHUNK_BYTES = 256 * 1024
 # A longer line is shown in several pieces, each labelled, so that memory stays bounded.
 MAX_LINE_CHARS = 1024 * 1024
+# How torchrun begins to report its own failure or a worker's (torch 2.13), and how much of it is held back.
+_AGENT_REPORT = re.compile(r"E\d{4} |Traceback \(most recent call last\):")
+_HELD_LINES = 1000
 
 Write = Callable[[str, str], None]
 """Takes a stream's name (``"stdout"`` or ``"stderr"``) and a text that ends with a line end."""
@@ -89,10 +92,14 @@ class FollowedFile:
         Put before every line; None shows nothing.
     stream : str
         ``"stdout"`` or ``"stderr"``.
+    hold_from : re.Pattern, optional
+        What the first line begins with that is held back until the end, with all after it.
     """
 
-    def __init__(self, path: str, label: str | None, stream: str) -> None:
+    def __init__(self, path: str, label: str | None, stream: str, hold_from: re.Pattern[str] | None = None) -> None:
         self.path = path
+        self._hold_from = hold_from
+        self._held: list[str] = []
         self._file: BinaryIO = open(path, "rb", buffering=0)  # noqa: SIM115 - closed by close()
         self._label = label
         self._stream = stream
@@ -104,11 +111,13 @@ class FollowedFile:
         self._show(self._splitter.feed(data), write)
         return bool(data)
 
-    def finish(self, write: Write) -> None:
+    def finish(self, write: Write, show_held: bool = True) -> None:
         """Show everything up to the end, an unfinished last line too, and close the file."""
         while self.pump(write):
             pass
         self._show(self._splitter.feed(b"", final=True), write)
+        if show_held:
+            self._write(self._held, write)
         self.close()
 
     def close(self) -> None:
@@ -116,6 +125,16 @@ class FollowedFile:
         self._file.close()
 
     def _show(self, lines: Iterator[str], write: Write) -> None:
+        self._write(lines if self._hold_from is None else self._not_held(lines), write)
+
+    def _not_held(self, lines: Iterator[str]) -> Iterator[str]:
+        for line in lines:
+            if len(self._held) < _HELD_LINES and (self._held or (self._hold_from and self._hold_from.match(line))):
+                self._held.append(line)
+            else:
+                yield line
+
+    def _write(self, lines: Iterable[str], write: Write) -> None:
         text = "".join(f"{self._label}{line}\n" for line in lines)
         if text and self._label is not None:
             write(self._stream, text)
@@ -136,6 +155,8 @@ class LogFollower:
         Label of the agent's own lines.
     write : callable
         Where the text goes, see `Write`.
+    hold_report : bool, default False
+        Whether the agent's report of a failure is held back until `finish`.
 
     Attributes
     ----------
@@ -150,14 +171,17 @@ class LogFollower:
         label: Callable[[int], str | None],
         agent_label: str,
         write: Write,
+        hold_report: bool = False,
     ) -> None:
         self._log_dir = log_dir
         self._label = label
         self._write = write
-        self._files = [FollowedFile(path, agent_label, stream) for stream, path in agent_logs.items()]
+        hold = _AGENT_REPORT if hold_report else None
+        self._files = [FollowedFile(path, agent_label, stream, hold) for stream, path in agent_logs.items()]
         self._agent_files = list(self._files)
         self._known: set[str] = set()
         self._stop = threading.Event()
+        self._explained = False  # set before `_stop`, read after
         self._thread = threading.Thread(target=self._follow, name="torchrun-logs", daemon=True)
         self.last_output_at: float | None = None
 
@@ -165,8 +189,15 @@ class LogFollower:
         """Begin to follow."""
         self._thread.start()
 
-    def finish(self) -> None:
-        """Show all that is left and end. Call it when no process writes any more."""
+    def finish(self, explained: bool = False) -> None:
+        """Show all that is left and end. Call it when no process writes any more.
+
+        Parameters
+        ----------
+        explained : bool, default False
+            Whether the agent's report of a failure would say less than what is known already.
+        """
+        self._explained = explained
         self._stop.set()
         self._thread.join()
 
@@ -176,7 +207,7 @@ class LogFollower:
                 self._pump_all()
             self._find_files()
             for file in self._files:
-                file.finish(self._write)
+                file.finish(self._write, show_held=not self._explained)
         finally:
             for file in self._files:
                 file.close()

@@ -256,7 +256,8 @@ class Supervisor:
         except OSError:
             shutil.rmtree(folder, ignore_errors=True)
             raise
-        follower = LogFollower(folder, logs, self._label, f"[torchrun node {spec.node_index}] ", self._write)
+        own_label, whole = f"[torchrun node {spec.node_index}] ", spec.min_nodes is None  # an elastic agent goes on
+        follower = LogFollower(folder, logs, self._label, own_label, self._write, hold_report=whole)
         scratch = [] if spec.log_dir is not None else [folder]
         scratch += [] if self._call is None else [self._call.folder]
         agent = AgentProcess(
