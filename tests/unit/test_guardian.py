@@ -25,12 +25,13 @@ import os, signal, subprocess, sys, time
 worker, count, how = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 if how == "hang":
     signal.signal(signal.SIGTERM, lambda *_: None)
+notes = os.environ["NOTES"]
+os.makedirs(os.path.join(notes, "launch0-0_x", "attempt_0"))
 workers = [
     subprocess.Popen([sys.executable, "-I", "-S", worker], start_new_session=True,
                      env={**os.environ, "RANK": str(10 + i), "LOCAL_RANK": str(i)})
     for i in range(count)
 ]
-notes = os.environ["NOTES"]
 open(os.path.join(notes, "agent.pid"), "w").write(str(os.getpid()))
 while how == "exit" and not all(os.path.exists(os.path.join(notes, f"{i}.pid")) for i in range(count)):
     time.sleep(0.01)
@@ -259,6 +260,75 @@ def test_workers_hear_signals_as_any_program_does(tree, tmp_path):
     assert "SIGTERM" not in ignored
 
 
+# A step whose code ignores signals, as many do with SIGCHLD, and starts a launch in a thread that blocks all.
+INSENSITIVE = """
+import json, os, signal, sys
+sys.path[:0] = {path!r}
+from metaflow_extensions.torchrun.plugins.torchrun.process import AgentProcess
+for number in signal.valid_signals() - {{signal.SIGKILL, signal.SIGSTOP}}:
+    signal.signal(number, signal.SIG_IGN)
+signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+logs = {{stream: os.path.join(sys.argv[1], "agent." + stream) for stream in ("stdout", "stderr")}}
+say = lambda event: print(json.dumps(event), flush=True)
+process = AgentProcess(sys.argv[2:], {{**os.environ, "NOTES": sys.argv[1]}}, logs, 1.0, say, 1, 30.0)
+process.start()
+print(json.dumps({{"event": "guardian", "pid": process._guardian.pid}}), flush=True)
+process._reader.join()
+"""
+SENSITIVE = (
+    NOTE
+    + """
+status = dict(line.split(":", 1) for line in open("/proc/self/status") if line.startswith("Sig"))
+note("signals", status["SigIgn"].strip() + " " + status["SigBlk"].strip())
+ready()
+"""
+)
+
+
+@pytest.fixture
+def insensitive(tmp_path):
+    """Return a function that starts such a step's process."""
+    started = []
+
+    def start(worker):
+        agent, script = write(tmp_path / "agent.py", AGENT), write(tmp_path / "worker.py", worker)
+        code = INSENSITIVE.format(path=[path for path in sys.path if path])
+        command = [sys.executable, "-c", code, str(tmp_path), *PYTHON, str(agent), str(script), "1", "wait"]
+        started.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def test_what_the_step_ignores_and_blocks_reaches_neither_guardian_nor_workers(insensitive, tmp_path):
+    output, _ = insensitive(SENSITIVE).communicate(timeout=30)
+    events = [json.loads(line) for line in output.splitlines()]
+    assert [(event["event"], event.get("status")) for event in events][-3:] == [
+        *([("worker_end", 0)]),
+        ("agent_end", 0),
+        ("end", 0),
+    ]
+    ignored, blocked = (int(word, 16) for word in (tmp_path / "signals").read_text().split())
+    own = 1 << signal.SIGPIPE - 1 | 1 << signal.SIGXFSZ - 1  # Python's own
+    assert (ignored & ~own, blocked) == (0, 0)
+
+
+def test_a_guardian_whose_end_nobody_can_learn_is_not_said_to_have_ended_well(insensitive, tmp_path):
+    task = insensitive(ENDLESS)
+    guardian_pid = None
+    for line in task.stdout:
+        event = json.loads(line)
+        guardian_pid = event["pid"] if event["event"] == "guardian" else guardian_pid
+        if event["event"] == "worker":
+            os.kill(guardian_pid, signal.SIGKILL)
+        if event["event"] == "end":
+            assert "how is not known" in event["error"]
+    assert not is_running(int((tmp_path / "0.pid").read_text()))
+
+
 @pytest.mark.parametrize("missing", ["/no such/python", "nowhere-to-be-found"])
 def test_a_command_that_does_not_exist_is_an_end_with_an_error(missing, tree):
     end = tree(command=[missing, "x"]).expect("end")
@@ -384,6 +454,37 @@ def test_when_the_guardian_is_killed_the_task_cleans_up_and_says_so(worker, tree
     one.assert_gone()
 
 
+def test_a_child_of_the_step_that_holds_the_guardians_pipes_does_not_hide_its_end(tree, monkeypatch):
+    """It was forked in the very moment in which the guardian started, so that it has both ends of both pipes."""
+    get_handles, held = subprocess.Popen._get_handles, []
+
+    def get_and_hold(*args):
+        handles = get_handles(*args)
+        held.extend(os.dup(fd) for fd in handles[:4])
+        return handles
+
+    monkeypatch.setattr(subprocess.Popen, "_get_handles", get_and_hold)
+    one = tree(how="hang", grace_s=0.5)
+    monkeypatch.undo()
+    one.await_workers()
+    one.process._guardian.kill()
+    assert one.expect("end", 10.0)["guardian"] == -signal.SIGKILL
+    for fd in held:
+        os.close(fd)
+
+
+def test_whoever_has_got_the_number_of_a_process_that_is_gone_is_left_alone(tree):
+    one = tree(how="hang", grace_s=0.2)
+    one.await_workers()
+    with subprocess.Popen(["sleep", "600"]) as stranger:
+        one.process._tree[stranger.pid] = "1"  # as if a worker had had it, in the first 10 ms of this machine
+        one.process._guardian.kill()
+        one.expect("end")
+        assert stranger.poll() is None
+        stranger.kill()
+    one.assert_gone()
+
+
 TASK = """
 import os, sys, time
 sys.path[:0] = {path!r}
@@ -395,6 +496,10 @@ for folder in scratch:
     os.makedirs(os.path.join(folder, "values"))
 task = AgentProcess(command, {{**os.environ, "NOTES": root}}, logs, grace, print, 2, {silence!r}, scratch=scratch)
 task.start()
+if {forks}:  # as data loaders and preprocessing of a step's own do; it has our pipes as well
+    if os.fork() == 0:
+        os.setsid()
+        open(os.path.join(root, "forked"), "w").write(str(os.getpid()))
 time.sleep(600)
 """
 
@@ -407,7 +512,7 @@ time.sleep(600)
 def test_when_the_task_is_killed_nothing_of_it_stays(worker, grace_s, tmp_path):
     agent, script = write(tmp_path / "agent.py", AGENT), write(tmp_path / "worker.py", worker)
     command = [*PYTHON, str(agent), str(script), "2", "hang"]
-    code = TASK.format(path=[path for path in sys.path if path], silence=30.0)
+    code = TASK.format(path=[path for path in sys.path if path], silence=30.0, forks=False)
     task = subprocess.Popen([sys.executable, "-c", code, str(tmp_path), str(grace_s), *command])
     try:
         notes = [tmp_path / name for name in ("0.pid", "1.pid", "agent.pid")]
@@ -423,9 +528,29 @@ def test_when_the_task_is_killed_nothing_of_it_stays(worker, grace_s, tmp_path):
     assert not list(tmp_path.glob("scratch of *"))
 
 
+def test_when_the_task_is_killed_a_child_that_it_forked_does_not_keep_its_workers(tmp_path):
+    agent, script = write(tmp_path / "agent.py", AGENT), write(tmp_path / "worker.py", ENDLESS)
+    code = TASK.format(path=[path for path in sys.path if path], silence=30.0, forks=True)
+    task = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path), "5", *PYTHON, str(agent), str(script), "2", "hang"]
+    )
+    notes = [tmp_path / name for name in ("0.pid", "1.pid", "agent.pid", "forked")]
+    try:
+        eventually(lambda: all(note.exists() and note.read_text() for note in notes), "the workers", 20.0)
+    finally:
+        task.kill()
+        task.wait()
+    *pids, forked = [int(note.read_text()) for note in notes]
+    try:
+        eventually(lambda: not [pid for pid in pids if is_running(pid)], "the end of agent and workers", 3.0)
+        assert is_running(forked)  # that is the step's own
+    finally:
+        os.kill(forked, signal.SIGKILL)
+
+
 def test_when_the_task_is_frozen_its_workers_are_stopped(tmp_path):
     agent, script = write(tmp_path / "agent.py", AGENT), write(tmp_path / "worker.py", ENDLESS)
-    code = TASK.format(path=[path for path in sys.path if path], silence=1.0)
+    code = TASK.format(path=[path for path in sys.path if path], silence=1.0, forks=False)
     task = subprocess.Popen(
         [sys.executable, "-c", code, str(tmp_path), "5", *PYTHON, str(agent), str(script), "2", "hang"]
     )
@@ -485,6 +610,35 @@ def test_a_process_that_is_continued_in_time_is_nothing_to_tell(tree):
     one.process.stop(5.0)
     one.expect("end")
     assert "frozen" not in [event["event"] for event in one.seen]
+
+
+# --- looking for workers ------------------------------------------------------------------------------
+
+
+def test_the_guardian_looks_ever_more_seldom_until_torchrun_makes_its_folders(tmp_path):
+    """The agent imports torch meanwhile, which takes minutes where both have a tenth of a CPU."""
+    words = ["--stdout", str(tmp_path / "out"), "--stderr", str(tmp_path / "err"), "--grace", "1"]
+    words += ["--task", str(os.getpid()), "--workers", "1", "--silence", "30", "--", "sleep", "600"]
+    one = guardian.Guardian(guardian._parse(words))
+    one._start(one._options.argv)
+    one._task_gone = True  # no commands are read here
+    try:
+        for _ in range(100):
+            one._find_workers(one._agent.pid)
+        assert one._search_s == guardian._WATCH_S
+        for folder in ("launch0-0_x", "launch0-0_x/attempt_1"):  # of a first start, and of a restart
+            one._wait(0.0)
+            one._search_s = guardian._WATCH_S
+            (tmp_path / folder).mkdir()
+            begun = time.monotonic()
+            one._wait(20.0)
+            assert time.monotonic() - begun < 10.0
+            assert one._search_s == guardian._SEARCH_S
+    finally:
+        one._agent.kill()
+        one._agent.wait()
+        for fd in (one._inotify, *one._pidfds):
+            os.close(fd)
 
 
 # --- preemption --------------------------------------------------------------------------------------

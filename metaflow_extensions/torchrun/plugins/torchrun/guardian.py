@@ -3,10 +3,12 @@
 It runs as a process of its own (``python -I -S guardian.py OPTIONS -- ARGV``), standard library only,
 because three things can't be done from inside the task:
 
-- when the task dies, by SIGKILL even, its end of our stdin closes, and the whole tree is stopped;
+- when the task dies, by SIGKILL even, we see it, and the whole tree is stopped;
 - as a child subreaper it inherits every orphan of the tree, so workers of a killed agent and
   grandchildren that detached themselves are found, stopped and reaped;
 - it sees a worker die the moment it happens, before torchrun does, and reads how.
+
+Whatever signals the step's code ignores or blocks, we and all that we start begin with the defaults.
 
 Protocol: lines on stdin are commands: ``stop GRACE_S`` sends SIGTERM to the whole tree, ``preempt GRACE_S
 SIGNAL`` sends SIGNAL to the workers alone, so that what they have started still serves them while they save.
@@ -36,23 +38,39 @@ from typing import Any
 
 _PR_SET_PDEATHSIG = 1  # Linux, <linux/prctl.h>
 _PR_SET_CHILD_SUBREAPER = 36
-_SEARCH_S = 0.05  # between looks while workers are yet to appear, and while processes are to go
-_WATCH_S = 0.5  # between looks once all are known; every end wakes us at once
+_IN_CREATE = 0x100  # Linux, <linux/inotify.h>
+_SEARCH_S = 0.05  # between looks while workers appear, and while processes are to go
+_WATCH_S = 0.5  # between looks while none appear, or all are known; every end wakes us at once
+_SLOWER = 1.05  # a factor that makes of the former the latter within 10 s
 _KILL_WAIT_S = 10.0  # after SIGKILL only a process in uninterruptible sleep stays
 _REPORT_S = 1.0  # torchrun polls every 0.1 s; workers that obey SIGTERM are gone soon after
 _STRAGGLER_GRACE_S = 2.0  # for what the agent left behind when it ended by itself
 _HAS_PROC = os.path.isdir("/proc/self")
-_STAT_EXIT_CODE = 51  # index in /proc/PID/stat, see proc(5); readable while it is a zombie
+_STAT_BEGAN = 21  # indices in /proc/PID/stat, see proc(5)
+_STAT_EXIT_CODE = 51  # readable while it is a zombie
 
 
 def main() -> int:
     """Run one agent; return 0 unless it could not be started."""
     options = _parse(sys.argv[1:])
+    guardian = Guardian(options)
+    _reset_signals()
     # Ctrl-C is the task's to handle: it tells us. A handler, since workers would inherit SIG_IGN.
     signal.signal(signal.SIGINT, lambda *_: None)
-    guardian = Guardian(options)
     signal.signal(signal.SIGTERM, lambda *_: guardian.on_sigterm())
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # last: what was blocked may be waiting
     return guardian.run(options.argv)
+
+
+def _reset_signals() -> None:
+    """Set back what the step's code ignores: it came through exec, and would reach the workers.
+
+    With SIGCHLD ignored, the kernel reaps our children and nobody hears of their ends.
+    """
+    # Python ignores these two for itself; a Popen sets them back in its child.
+    for number in signal.valid_signals() - {signal.SIGPIPE, signal.SIGXFSZ}:
+        with suppress(OSError):  # SIGKILL and SIGSTOP
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
@@ -61,6 +79,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--stderr", required=True)
     parser.add_argument("--cwd")
     parser.add_argument("--grace", type=float, required=True)
+    parser.add_argument("--task", type=int, required=True, help="pid of the task, whose child this is")
     parser.add_argument("--workers", type=int, required=True)
     parser.add_argument("--silence", type=float, required=True, help="seconds that a process may be stopped (state T)")
     parser.add_argument("--restarts", action="store_true", help="the agent may start its workers again")
@@ -78,13 +97,15 @@ class Guardian:
         self._agent_status: int | None = None
         self._workers: dict[int, dict[str, Any]] = {}  # pid -> what was said of it
         self._strangers: set[int] = set()
+        self._search_s = _SEARCH_S
+        self._inotify = -1
         self._pidfds: dict[int, int] = {}  # pidfd -> pid
         self._await_report = False
         self._task_gone = False
         self._signalled = False
         self._stop_grace: float | None = None
         self._preempt_signal: int | None = None
-        self._task = os.getppid()
+        self._task: int = options.task
         self._frozen_since: dict[int, float] = {}
         self._looked_at = time.monotonic()
         self._commands = b""
@@ -108,7 +129,7 @@ class Guardian:
             self._say("end", status=None, error=f"could not be started: {error}", left=[])
             return 1
         while self._agent_status is None and self._stop_grace is None:
-            self._wait(_SEARCH_S if self._expects_workers() else _WATCH_S)
+            self._wait(self._search_s if self._expects_workers() else _WATCH_S)
             self._watch()
         if self._signalled:
             self._say("terminated")
@@ -131,17 +152,24 @@ class Guardian:
                 preexec_fn=_die_with_parent,
             )
         self._observe(self._agent.pid)
-        self._say("agent", pid=self._agent.pid)
+        if sys.platform == "linux":
+            self._inotify = _libc().inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
+            self._watch_folders()
+        self._say("agent", pid=self._agent.pid, began=began(self._agent.pid))
 
     def _wait(self, seconds: float) -> None:
         """Sleep until a command, a worker's end, or `seconds` have passed."""
-        fds: list[int] = list(self._pidfds)
+        fds: list[int] = [*self._pidfds, *([self._inotify] if self._inotify >= 0 else [])]
         if not self._task_gone:
             fds.append(sys.stdin.fileno())
         with suppress(InterruptedError):
             ready, _, _ = select.select(fds, [], [], seconds)
-            if sys.stdin.fileno() in ready:
+            if not self._task_gone and sys.stdin.fileno() in ready:
                 self._read_commands()
+            if self._inotify in ready:
+                os.read(self._inotify, 65536)
+                self._watch_folders()  # a restart's is below that of the first start
+                self._search_s = _SEARCH_S
             for fd in ready:
                 if fd in self._pidfds:
                     self._worker_ended(fd)
@@ -149,8 +177,7 @@ class Guardian:
     def _read_commands(self) -> None:
         data = os.read(sys.stdin.fileno(), 4096)
         if not data:
-            self._task_gone = True
-            self.request_stop(self._options.grace)
+            self._task_ended()
         self._commands += data
         *lines, self._commands = self._commands.split(b"\n")
         for line in lines:
@@ -160,19 +187,30 @@ class Guardian:
             if verb in ("stop", "preempt"):
                 self.request_stop(float(values[0]))
 
+    def _task_ended(self) -> None:
+        self._task_gone = True
+        self.request_stop(self._options.grace)
+
     # --- watching ------------------------------------------------------------------------------
 
     def _watch(self) -> None:
         assert self._agent is not None
+        # Its pipe alone does not tell: a process that the step has forked may hold the other end.
+        if os.getppid() != self._task:
+            self._task_ended()
         if self._expects_workers():
             self._find_workers(self._agent.pid)
         self._reap_orphans()
-        self._look_for_frozen()
+        if time.monotonic() - self._looked_at >= _WATCH_S / 2:
+            self._look_for_frozen()
 
     def _expects_workers(self) -> bool:
         """Tell whether the agent has not started all its workers yet, or may start them again."""
-        known = [pid for pid in self._workers if not self._options.restarts or _alive(pid)]
+        known = self._living_workers() if self._options.restarts else self._workers
         return len(known) < int(self._options.workers)
+
+    def _living_workers(self) -> list[int]:
+        return [pid for pid, worker in self._workers.items() if _alive(pid, worker["began"])]
 
     def _look_for_frozen(self) -> None:
         """Find processes that somebody else has stopped (SIGSTOP) and not continued in time.
@@ -185,9 +223,8 @@ class Guardian:
         self._looked_at = now
         if now - last > 4 * _WATCH_S:  # we were frozen ourselves, perhaps as part of a whole container
             self._frozen_since.clear()
-        for pid in (self._agent.pid, self._task, *self._workers):
-            state = _stat(pid)[2:3]
-            if state != ["T"]:
+        for pid in (self._agent.pid, self._task, *self._living_workers()):
+            if _stat(pid)[2:3] != ["T"]:
                 self._frozen_since.pop(pid, None)
             elif now - self._frozen_since.setdefault(pid, now) >= self._options.silence:
                 self._frozen_since[pid] = float("inf")  # said once
@@ -201,22 +238,35 @@ class Guardian:
 
     def _find_workers(self, agent: int) -> None:
         """Look for the agent's children among the processes that are new since the last look."""
-        for pid in _pids():
-            if pid in self._strangers or pid in self._workers:
-                continue
-            fields = _stat(pid)
-            if fields and int(fields[3]) == agent:
-                self._discover(pid)
-            else:
+        # An agent takes minutes to import torch where a pod has a tenth of a CPU, and we share that.
+        self._search_s = min(self._search_s * _SLOWER, _WATCH_S)
+        pids = set(_pids())
+        self._strangers &= pids  # whoever gets the number of one that is gone is somebody else
+        for pid in pids - self._strangers:
+            if _parent(pid) != agent:
                 self._strangers.add(pid)
+            elif pid not in self._workers or not _alive(pid, self._workers[pid]["began"]):
+                self._discover(pid)
+
+    def _watch_folders(self) -> None:
+        """Be woken when torchrun makes folders for its workers' output.
+
+        It does that right before it starts them (`reify` in ``torch/distributed/elastic/multiprocessing/api.py``, 2.13).
+        Where that can't be watched, or another version does it otherwise, we find them a moment later.
+        """
+        root = os.path.dirname(self._options.stdout)
+        with suppress(OSError), os.scandir(root) as entries:
+            for folder in [root, *(entry.path for entry in entries if entry.is_dir())]:
+                _libc().inotify_add_watch(self._inotify, os.fsencode(folder), _IN_CREATE)
 
     def _discover(self, pid: int) -> None:
         env = _environment(pid)
         # Between fork and exec a child still shows its parent's environment, without a rank.
         if "RANK" not in env or "LOCAL_RANK" not in env:
             return
-        worker = {"rank": int(env["RANK"]), "local_rank": int(env["LOCAL_RANK"]), "pid": pid}
+        worker = {"rank": int(env["RANK"]), "local_rank": int(env["LOCAL_RANK"]), "pid": pid, "began": began(pid)}
         self._workers[pid] = worker
+        self._search_s = _SEARCH_S  # its siblings come now
         self._observe(pid)
         self._say("worker", **worker)
 
@@ -285,7 +335,7 @@ class Guardian:
         _signal(self._agent.pid, signal.SIGSTOP)
         if self._preempt_signal is not None:
             self._find_workers(self._agent.pid)
-            self._end_all(lambda: [pid for pid in self._workers if _alive(pid)], self._preempt_signal, deadline)
+            self._end_all(self._living_workers, self._preempt_signal, deadline)
             deadline = min(deadline, time.monotonic() + _STRAGGLER_GRACE_S)
         self._end_all(self._below_agent, signal.SIGTERM, deadline)
 
@@ -331,9 +381,13 @@ class Guardian:
 # --- the process table ------------------------------------------------------------------------
 
 
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
+
+
 def _prctl(option: int, value: int) -> None:
     if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
+        _libc().prctl(option, value, 0, 0, 0)
 
 
 def _die_with_parent() -> None:
@@ -378,6 +432,16 @@ def _stat(pid: int) -> list[str]:
     return [pid_text.strip(), name, *rest.split()]
 
 
+def began(pid: int) -> str:
+    """Return when a process began: with its pid it names one process, whoever gets that number later."""
+    return "".join(_stat(pid)[_STAT_BEGAN : _STAT_BEGAN + 1])
+
+
+def _parent(pid: int) -> int | None:
+    fields = _stat(pid)
+    return int(fields[3]) if fields else None
+
+
 def _zombie_status(pid: int) -> int | None:
     """Return a dead but unreaped process's exit code, negative for a signal; None if it is gone."""
     fields = _stat(pid)
@@ -405,8 +469,11 @@ def living_descendants(ancestor: int) -> list[int]:
 def await_or_kill(pids: set[int], grace_s: float) -> None:
     """Wait until `pids` and what descends from them are gone; after `grace_s` seconds kill them."""
     deadline = time.monotonic() + grace_s
+    tree = {pid: began(pid) for pid in pids}
     while True:
-        tree = {pid for root in pids for pid in [root, *living_descendants(root)] if _alive(pid)}
+        tree = {pid: at for pid, at in tree.items() if _alive(pid, at)}
+        # Those of a root that ends first are remembered: they get another parent then.
+        tree.update({pid: began(pid) for root in tree for pid in living_descendants(root)})
         if not tree:
             return
         if time.monotonic() > deadline:
@@ -423,9 +490,10 @@ def children() -> list[int]:
     return [pid for pid, parent, alive in _table() if alive and parent == own]
 
 
-def _alive(pid: int) -> bool:
+def _alive(pid: int, since: str) -> bool:
+    """Tell whether the process lives that had this pid and began then."""
     fields = _stat(pid)
-    return bool(fields) and fields[2] not in ("Z", "X")
+    return bool(fields) and fields[2] not in ("Z", "X") and fields[_STAT_BEGAN] == since
 
 
 def _environment(pid: int) -> dict[str, str]:

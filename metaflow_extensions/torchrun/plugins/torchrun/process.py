@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -20,6 +21,7 @@ from . import guardian
 _GUARDIAN = os.path.abspath(guardian.__file__)
 # The guardian waits 10 s at most after SIGKILL; then it reports what it has.
 _END_WAIT_S = 15.0
+_LOOK_S = 0.5  # between looks whether a silent guardian still lives
 
 Event = dict[str, Any]
 
@@ -39,7 +41,8 @@ class AgentProcess:
         Seconds that workers have after SIGTERM if the task dies.
     on_event : callable
         Called in a thread of its own with every event of the guardian; the last one is ``end``,
-        whatever happens to the guardian. If that was killed itself, ``guardian`` is its exit code.
+        whatever happens to the guardian. If that was killed itself, ``guardian`` is its exit code; where this
+        process lets nobody know that, it is 0 and ``error`` says so.
     workers : int
         How many workers the agent will start.
     silence_s : float
@@ -67,7 +70,7 @@ class AgentProcess:
         scratch: Sequence[str] = (),
     ) -> None:
         options = ["--stdout", logs["stdout"], "--stderr", logs["stderr"], "--grace", str(grace_s)]
-        options += ["--workers", str(workers), "--silence", str(silence_s)]
+        options += ["--task", str(os.getpid()), "--workers", str(workers), "--silence", str(silence_s)]
         options += ["--restarts"] if restarts else []
         options += ["--cwd", cwd] if cwd else []
         options += [word for folder in scratch for word in ("--scratch", folder)]
@@ -77,7 +80,7 @@ class AgentProcess:
         self._on_event = on_event
         self._guardian: subprocess.Popen[bytes] | None = None
         self._reader: threading.Thread | None = None
-        self._tree: set[int] = set()
+        self._tree: dict[int, str] = {}  # pid -> when it began
 
     def start(self) -> None:
         """Start the agent; what becomes of it arrives as events."""
@@ -123,25 +126,47 @@ class AgentProcess:
                 self._reader.join(_END_WAIT_S)
 
     def _read(self) -> None:
-        assert self._guardian is not None
-        assert self._guardian.stdout is not None
         ended = False
-        with self._guardian.stdout as events:
-            for line in events:
-                with suppress(ValueError):
-                    event = json.loads(line)
-                    ended = ended or event["event"] == "end"
-                    if "pid" in event:
-                        self._tree.add(event["pid"])
-                    self._on_event(event)
+        for line in self._lines():
+            with suppress(ValueError):
+                event = json.loads(line)
+                ended = ended or event["event"] == "end"
+                if "began" in event:
+                    self._tree[event["pid"]] = event["began"]
+                self._on_event(event)
         if not ended:
             self._guardian_was_killed()
+
+    def _lines(self) -> Iterator[bytes]:
+        """Yield what the guardian says, to its end.
+
+        That is seen by its process as well: one that the step's code has forked meanwhile can hold the pipe open.
+        """
+        assert self._guardian is not None
+        assert self._guardian.stdout is not None
+        with self._guardian.stdout as events:
+            poll, rest = select.poll(), b""
+            poll.register(events, select.POLLIN)
+            while True:
+                gone = self._guardian.poll() is not None  # asked first: what it has said is in the pipe by then
+                if poll.poll(0 if gone else _LOOK_S * 1000):
+                    data = os.read(events.fileno(), 65536)
+                    *lines, rest = (rest + data).split(b"\n")
+                    yield from lines
+                    gone = not data
+                if gone:
+                    return
 
     def _guardian_was_killed(self) -> None:
         """Stop in the guardian's place what it had told of, then report the end."""
         assert self._guardian is not None
-        self._guardian.wait()
+        code, error = self._guardian.wait(), None
+        if code == 0:  # so it is for Popen where the kernel, or the step's code, has reaped it
+            error = (
+                "ended, and how is not known: the step's code ignores SIGCHLD, or waits for all children of its process"
+            )
         # The agent's parent-death signal makes it stop its workers; what does not obey is killed.
-        guardian.await_or_kill(self._tree, self._grace_s)
-        end = {"event": "end", "t": time.monotonic(), "status": None, "error": None, "left": []}
-        self._on_event({**end, "guardian": self._guardian.returncode})
+        same = {pid for pid, began in self._tree.items() if guardian.began(pid) == began}
+        guardian.await_or_kill(same, self._grace_s)
+        end = {"event": "end", "t": time.monotonic(), "status": None, "error": error, "left": []}
+        self._on_event({**end, "guardian": code})
