@@ -139,7 +139,7 @@ class Stage:
         monkeypatch.setattr(executor, "Supervisor", self.launch)
         monkeypatch.setattr(executor, "node_facts", lambda spec, machine: {"contents": spec.entrypoint})
         monkeypatch.setattr(executor, "_warned", set())
-        seat = SimpleNamespace(num_nodes=num_nodes, node=0)
+        seat = SimpleNamespace(num_nodes=num_nodes, node=0, refuse_in_child=lambda: None)
         settings = parse_settings({"preflight": preflight, "max_restarts": 2, "preemption_signal": "SIGUSR1"}, "train")
         context = Context(seat, "10.0.0.1", Machine(2), settings, emit=self.events.append)
         self.executor = TorchrunExecutor(context)

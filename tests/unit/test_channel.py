@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 import hmac
 import json
+import os
 import queue
 import socket
 import struct
@@ -530,6 +531,39 @@ def test_a_connection_that_closes_is_noticed_at_once(control):
     assert time.monotonic() - begun < 2.0
     assert "Node 1 (host host-1)" in message
     assert "connection to the control node was closed" in message
+
+
+@contextmanager
+def forked_child():
+    """Have a child of this process, forked as `multiprocessing` does it, that lives on."""
+    mine, its = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(its)
+        os.read(mine, 1)
+        os._exit(0)
+    os.close(mine)
+    try:
+        yield
+    finally:
+        os.close(its)
+        os.waitpid(pid, 0)
+
+
+def test_a_child_that_a_task_has_forked_does_not_hold_its_connection(control, member):
+    made = control(3, heartbeat_s=20.0)
+    first, second = member(made, 1), member(made, 2)
+    with forked_child():
+        begun = time.monotonic()
+        first.close()  # as the kernel does for a task that is killed
+        abort = second.inbox.expect("abort")
+        assert "its connection to the control node was closed" in abort["error"]["message"]
+        second.send({"type": "leave", "cause": None})  # the task itself still hears and is heard
+        second.inbox.expect("ack")
+        made.close()
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection((HOST, made.port), timeout=5.0)
+        assert time.monotonic() - begun < 5
 
 
 def test_a_member_that_falls_silent_is_lost_after_the_heartbeat_timeout(control):

@@ -1,8 +1,13 @@
 """A node's seat: the news reaches its code wherever it is, and it leaves once."""
 
+import json
+import os
 import signal
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from unit_helpers import eventually
@@ -16,6 +21,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.errors import (
 )
 from metaflow_extensions.torchrun.plugins.torchrun.membership import Membership
 
+POOL = Path(__file__).parent / "programs" / "pool.py"
 CRASH = LaunchFailed("Rank 3 failed", {"kind": "exception", "node": 1, "host": "host-1"})
 
 
@@ -276,11 +282,110 @@ def test_a_control_node_that_is_not_heard_any_more_is_told_so(seated):
     seat.begin_launch()
     seat.deliver({"type": "control_lost", "reason": "nothing was heard from it for 5 s"})
     assert not seat.gang_knows(seat.broken)
-    seat.end_launch(None)
+    seat.end_launch(None, failing=True)
     seat.leave(seat.broken)
     (leave,) = link.leaves()
     assert (leave["cause"]["kind"], leave["cause"]["node"]) == ("lost", 1)
     assert "does not hear the control node any more: nothing was heard from it for 5 s" in leave["cause"]["exception"]
+
+
+NEWS = {
+    "abort": lambda seat: seat.deliver(abort()),
+    "control lost": lambda seat: seat.deliver({"type": "control_lost", "reason": "its task was killed"}),
+    "SIGTERM": lambda seat: signal.raise_signal(signal.SIGTERM),
+    "notice": lambda seat: seat.notice("a spot notice says so"),
+}
+
+
+def with_news_at(moment, function, news):
+    """Call a function, with news in the middle of it: before its `moment`th line; return how many lines it ran."""
+    lines = 0
+
+    def trace(frame, event, _):
+        nonlocal lines
+        if frame.f_code.co_filename != membership.__file__ or frame.f_code.co_name in ("deliver", "notice"):
+            return None
+        if event == "line":
+            lines += 1
+            if lines == moment:
+                sys.settrace(None)
+                news()
+        return trace
+
+    sys.settrace(trace)
+    try:
+        function()
+    finally:
+        sys.settrace(None)
+    return lines
+
+
+@pytest.mark.parametrize("kind", NEWS)
+@pytest.mark.parametrize("what", ["begin_launch", "end_launch", "finish"])
+def test_news_at_any_moment_is_never_lost(what, kind):
+    """It is raised, or is in the launch's inbox; `finish` is the control node's, which then waits for the others."""
+    moment, ended = 0, False
+    while not ended:
+        moment += 1
+        link = Link()
+        link.seat = seat = Membership(0, 3, print)
+        seat.sit_down(link, link.close)
+        seat.deliver({"type": "welcome"})
+        calls = {
+            "begin_launch": seat.begin_launch,
+            "end_launch": lambda seat=seat: seat.end_launch(None),
+            "finish": seat.finish,
+        }
+        if what == "end_launch":
+            seat.begin_launch()
+        told = False
+        try:
+            ran = with_news_at(moment, calls[what], lambda seat=seat: NEWS[kind](seat))
+            ended = ran < moment
+            deadline = time.monotonic() + 0.5
+            told = what == "begin_launch" and not seat.inbox.empty()
+            while not told and not ended and time.monotonic() < deadline:
+                time.sleep(0.01)  # the wake may still be on its way
+        except LaunchFailed:
+            told = True
+        finally:
+            seat.leave()
+        assert told or ended, f"lost before line {moment}"
+    assert moment > 8
+
+
+def test_only_one_thread_at_a_time_is_in_a_launch(seated):
+    seat, link, _ = seated
+    assert seat.begin_launch() == 0
+    said = []
+
+    def second():
+        try:
+            seat.begin_launch()
+        except GangError as error:
+            said.append(str(error))
+
+    thread = threading.Thread(target=second)
+    thread.start()
+    thread.join(5)
+    assert "while launch 0 still ran there, in another thread" in said[0]
+    seat.deliver({"type": "go"})  # the first is unharmed
+    assert seat.inbox.get(timeout=1) == {"type": "go"}
+    seat.end_launch(None)
+    assert seat.begin_launch() == 1
+    seat.end_launch(None)
+    assert link.sent == []
+
+
+def test_a_step_that_ends_before_a_launch_in_another_thread_is_an_error(seated):
+    seat, link, _ = seated
+    seat.begin_launch()
+    with pytest.raises(GangError, match="launch 0 still ran there in another thread") as caught:
+        seat.finish()
+    seat.leave(caught.value)
+    assert seat.inbox.get(timeout=1) == {"type": "abort"}  # the launch ends, too
+    seat.end_launch(None, failing=True)
+    assert link.leaves()[0]["cause"]["kind"] == "call"
 
 
 def test_a_note_of_the_control_node_is_an_event(seated):
@@ -387,3 +492,145 @@ def test_without_an_error_nobody_is_held(seated):
     begin = time.monotonic()
     seat.leave(None, hold_s=20)
     assert time.monotonic() - begin < 1
+
+
+# --- what is the task's, and not its children's ---------------------------------------------------
+
+
+def in_child(function):
+    """Call a function in a forked child and return what it returns, or the text of what it raises."""
+    mine, its = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            said = str(function())
+        except BaseException as error:
+            said = f"{type(error).__name__}: {error}"
+        os.write(its, said.encode())
+        os._exit(0)
+    os.close(its)
+    with os.fdopen(mine) as answer:
+        said = answer.read()
+    os.waitpid(pid, 0)
+    return said
+
+
+@pytest.mark.parametrize("where", ["main", "thread"])
+def test_pools_of_the_steps_end_at_once_and_tell_nobody(where):
+    """Some of their processes get SIGTERM in the moment in which they are forked."""
+    done = subprocess.run([sys.executable, POOL, where], capture_output=True, text=True, timeout=30, check=True)
+    assert done.stderr == ""
+    said = json.loads(done.stdout)
+    assert said["sent"] == []
+    assert said["longest_s"] < 2
+
+
+def test_a_child_that_is_told_to_end_in_the_moment_of_the_fork_ends(seated):
+    pid = os.fork()
+    if pid == 0:
+        time.sleep(20)
+        os._exit(0)
+    os.kill(pid, signal.SIGTERM)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGTERM
+
+
+def test_a_forked_child_has_the_former_handlers_and_the_task_has_ours(seated):
+    _, _, _ = seated
+    child = in_child(lambda: [signal.getsignal(signal.SIGTERM), signal.getsignal(membership._WAKE)])
+    assert child == str([signal.SIG_DFL, signal.SIG_DFL])
+    with pytest.raises(TorchrunPreempted):
+        signal.raise_signal(signal.SIGTERM)
+
+
+def test_a_handler_that_the_step_has_set_is_its_own_in_a_child_and_after_the_end(seated):
+    seat, _, _ = seated
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    assert in_child(lambda: signal.getsignal(signal.SIGTERM)) == str(signal.SIG_IGN)
+    seat.leave()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def test_a_forked_child_can_not_launch_finish_or_leave(seated):
+    seat, link, _ = seated
+    assert "was forked from the task" in in_child(seat.begin_launch)
+    for deed in (seat.finish, seat.leave, lambda: seat.leave(ValueError("x")), lambda: seat.await_others(lambda: [2])):
+        assert in_child(deed) == "None"
+    assert link.sent == []
+    assert seat.begin_launch() == 0
+    seat.end_launch(None)
+
+
+# --- waking ---------------------------------------------------------------------------------------
+
+
+def work(limit_s=10.0):
+    """Do what a step does that blocks in no call."""
+    deadline = time.monotonic() + limit_s
+    while time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("way", [signal.SIG_DFL, signal.SIG_IGN])
+def test_a_step_that_resets_sigterm_is_woken_all_the_same(way, seated):
+    seat, _, _ = seated
+    signal.signal(signal.SIGTERM, way)
+    timer = threading.Timer(0.1, seat.deliver, [abort()])
+    timer.start()
+    try:
+        with pytest.raises(LaunchFailed, match="Rank 3 failed"):
+            sleep_through()
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    timer.join()
+
+
+def test_a_step_that_blocks_all_signals_is_woken_between_its_calls_and_lives_on(seated):
+    seat, _, _ = seated
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    try:
+        timer = threading.Timer(0.1, seat.deliver, [abort()])
+        timer.start()
+        with pytest.raises(LaunchFailed, match="Rank 3 failed"):
+            work()
+        timer.join()
+        assert membership._WAKE in signal.sigpending()
+        seat.leave()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)  # what is pending would kill now
+
+
+def test_news_is_raised_once(seated):
+    seat, _, _ = seated
+    with pytest.raises(LaunchFailed):
+        seat.deliver(abort())
+    work(0.2)  # further wakes would rise here
+
+
+def test_the_news_of_a_gang_reach_its_step_inside_of_a_seat_of_one_node(seated):
+    """`TorchrunSingleNodeMultiGPU` in a gang's step."""
+    seat, _, _ = seated
+    link = Link()
+    link.seat = inner = Membership(0, 1, print)
+    inner.sit_down(link, link.close)
+    inner.deliver({"type": "welcome"})
+    inner.begin_launch()
+    with pytest.raises(LaunchFailed, match="Rank 3 failed"):
+        seat.deliver(abort())
+    assert inner.inbox.empty()  # nobody was preempted
+    signal.raise_signal(signal.SIGTERM)
+    assert inner.inbox.get(timeout=1) == {"type": "terminated"}
+    inner.end_launch(None, failing=True)
+    inner.leave()
+
+
+def test_a_notice_reaches_the_launch_that_runs(seated):
+    seat, link, _ = seated
+    seat.begin_launch()
+    seat.notice("a spot notice says so")
+    assert seat.inbox.get(timeout=1) == {"type": "terminated"}
+    assert "was preempted: a spot notice says so" in str(seat.terminated())
+    seat.end_launch(None, failing=True)
+    with pytest.raises(TorchrunPreempted, match="was preempted: its machine goes"):
+        seat.notice("its machine goes")
+    assert link.leaves()[0]["cause"]["exception"] == "its machine goes"

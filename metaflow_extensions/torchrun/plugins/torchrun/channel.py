@@ -14,11 +14,14 @@ import asyncio
 import hashlib
 import hmac
 import json
+import os
 import secrets
+import selectors
 import socket
 import struct
 import threading
 import time
+import weakref
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any
@@ -59,7 +62,10 @@ class _LoopThread:
     """An asyncio loop in a daemon thread."""
 
     def __init__(self, name: str) -> None:
-        self.loop = asyncio.new_event_loop()
+        # Not the kind that the step may have set as its policy: we must know the selector.
+        self._selector = selectors.DefaultSelector()
+        self.loop = asyncio.SelectorEventLoop(self._selector)
+        _loops.add(self)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -82,6 +88,34 @@ class _LoopThread:
         self.post(self.loop.stop)
         if threading.current_thread() is not self._thread:
             self._thread.join(_CLOSE_S)
+
+    def descriptors(self) -> list[int]:
+        """Return what the loop listens to, and with what."""
+        if self.loop.is_closed():
+            return []
+        own = getattr(self._selector, "fileno", None)  # epoll has one
+        return [*self._selector.get_map(), *([own()] if own is not None else [])]
+
+
+_loops: weakref.WeakSet[_LoopThread] = weakref.WeakSet()
+
+
+def _in_forked_child() -> None:
+    """Let go of all channels in a child that the task has forked.
+
+    It may outlive the task, whose end is seen by its closed connections. Nothing is unregistered, since the task
+    goes on with the same epoll instance. The numbers stay taken, by the null device, since objects that believe
+    to own them may yet close them.
+    """
+    numbers = [number for thread in _loops for number in thread.descriptors()]
+    if numbers:
+        null = os.open(os.devnull, os.O_RDWR)
+        for number in numbers:
+            os.dup2(null, number, inheritable=False)
+        os.close(null)
+
+
+os.register_at_fork(after_in_child=_in_forked_child)
 
 
 class ControlChannel:

@@ -283,7 +283,7 @@ class TorchrunDecorator(ParallelDecorator):  # type: ignore[misc]  # Metaflow is
 
     def _notice(self, text: str) -> None:
         if self._seat is not None:
-            self._seat.notice(text)
+            self._seat.notice(f"a spot notice says that its machine will be taken away ({text or 'no date'})")
 
     def _open_store(self) -> Any:
         return self._flow_datastore.get_task_datastore(

@@ -265,6 +265,7 @@ class TorchrunExecutor:
         GangError
             If the nodes could not agree or not all of them came.
         """
+        self._context.seat.refuse_in_child()  # before any lock, which a thread of the task may hold for ever here
         legacy = (push_results_dir_to_cloud, local_output_dir, cloud_output_dir)
         self._warn_of_ignored(dict(zip(_IGNORED, legacy, strict=True)))
         context = self._context

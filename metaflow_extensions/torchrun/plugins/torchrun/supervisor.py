@@ -121,8 +121,10 @@ class Supervisor:
             with self._clean_up():
                 self._seat.send(self._ready())
                 self._obey()
-        finally:
-            self._seat.end_launch(self._verdict)
+        except BaseException:
+            self._seat.end_launch(self._verdict, failing=True)
+            raise
+        self._seat.end_launch(None)
         return self._result()
 
     # --- the gang's words -----------------------------------------------------------------------
@@ -169,7 +171,8 @@ class Supervisor:
                 if self._generation is None:
                     give_up_at = None
             elif kind == "abort":
-                raise self._seat.broken or TorchrunError("The gang was stopped.")
+                text = "The step's code has ended while another thread was still in current.torch.run."
+                raise self._seat.broken or TorchrunError(text)
             elif kind == "terminated":
                 self._preempted()
 
@@ -279,8 +282,10 @@ class Supervisor:
         agent.start()
 
     def _forward(self, generation: int) -> Callable[[dict[str, Any]], None]:
+        inbox = self._seat.inbox  # this launch's
+
         def put(event: dict[str, Any]) -> None:
-            self._seat.inbox.put({"type": "agent_event", "generation": generation, "event": event})
+            inbox.put({"type": "agent_event", "generation": generation, "event": event})
 
         return put
 
