@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from setuptools import find_namespace_packages
-from unit_helpers import eventually, is_running, write
+from unit_helpers import eventually, is_running, worker_environment, write
 
 from metaflow_extensions.torchrun.plugins.torchrun import evidence
 
@@ -50,6 +50,7 @@ def start(folder):
     def begin(argv, env=None):
         inherited = {**os.environ, **(env or {})}
         inherited |= evidence.hook_environment(str(folder), inherited)
+        inherited = worker_environment(inherited, folder.parent)
         worker = subprocess.Popen(argv, env=inherited, start_new_session=True, stdout=subprocess.PIPE)
         started.append(worker)
         assert worker.stdout.readline() == b"ready\n"
@@ -289,7 +290,8 @@ OUR_HANDLER = 1 << (evidence._SIGNAL - 1)
 
 def run_hooked(argv, folder, env=None, hooked=True):
     inherited = {**os.environ, **(env or {})}
-    inherited |= evidence.hook_environment(str(folder), inherited) if hooked else {}
+    if hooked:
+        inherited = worker_environment(inherited | evidence.hook_environment(str(folder), inherited), folder.parent)
     return subprocess.run([sys.executable, *argv], env=inherited, capture_output=True, text=True, timeout=30)
 
 
@@ -303,7 +305,7 @@ def test_a_script_finds_everything_as_it_would_without_us(env, folder, tmp_path)
     assert hooked.stderr == plain.stderr == ""
     before, after = json.loads(plain.stdout), json.loads(hooked.stdout)
     assert after.pop("handlers") == before.pop("handlers") | OUR_HANDLER
-    assert set(after.pop("modules")) - set(before.pop("modules")) <= {"faulthandler"}
+    assert set(after.pop("modules")) - set(before.pop("modules")) <= {"faulthandler", "atexit"}
     assert after == before
     assert (after["mark"] == "own") is ("own" in env.get("PYTHONPATH", ""))
 
@@ -326,9 +328,11 @@ def test_a_user_of_both_is_asked_all_the_same(start, script, folder, tmp_path):
     assert collect({0: pid}, folder).where == {0: "train.py:4 in train"}
 
 
-def test_the_hook_does_nothing_where_nobody_asked_for_it(folder, tmp_path):
-    hooks = evidence.hook_environment(str(folder), {})["PYTHONPATH"]
-    shown = run_hooked(["-c", "__file__ = ''" + SHOW], folder, {"PYTHONPATH": hooks}, hooked=False)
+@pytest.mark.parametrize("agent", [None, "", "1"], ids=["nobody asked", "the agent", "not our parent"])
+def test_the_hook_does_nothing_in_what_is_no_worker(agent, folder):
+    env = worker_environment(evidence.hook_environment(str(folder), {}), folder)
+    env |= {"TORCHRUN_AGENT_PID": agent} if agent is not None else {"TORCHRUN_STACKS_FOLDER": ""}
+    shown = run_hooked(["-c", "__file__ = ''" + SHOW], folder, env, hooked=False)
     assert not json.loads(shown.stdout)["handlers"] & OUR_HANDLER
     assert list(folder.iterdir()) == []
 
@@ -337,7 +341,7 @@ def test_the_hook_does_nothing_where_nobody_asked_for_it(folder, tmp_path):
 @pytest.mark.parametrize("number", ["58", "no number", "9", "1000"])
 def test_a_worker_starts_whatever_becomes_of_the_hook(folder_name, number, tmp_path, folder):
     (tmp_path / "file").touch()
-    env = evidence.hook_environment(str(folder), {})
+    env = worker_environment(evidence.hook_environment(str(folder), {}), folder)
     env |= {"TORCHRUN_STACKS_FOLDER": str(tmp_path / folder_name), "TORCHRUN_STACKS_SIGNAL": number}
     done = run_hooked(["-c", "print('ran')"], folder, env, hooked=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "ran\n", "")
@@ -411,7 +415,12 @@ pipe = f"{os.environ['TORCH_NCCL_DEBUG_INFO_PIPE_FILE']}{rank}.pipe"
 os.mkfifo(pipe)
 fd = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
 print("ready", flush=True)
-while not os.read(fd, 128):
+while True:
+    try:
+        if os.read(fd, 128):
+            break
+    except BlockingIOError:  # it has been opened, but not written to yet
+        pass
     time.sleep(0.05)
 if says:
     with open(os.environ["TORCH_FR_DUMP_TEMP_FILE"] + rank, "w") as file:

@@ -2,23 +2,21 @@
 
 import json
 import signal
-import subprocess
-import sys
+import time
 
 import pytest
 from unit_helpers import write
 
 from metaflow_extensions.torchrun.plugins.torchrun.channel import MAX_FRAME_BYTES
 from metaflow_extensions.torchrun.plugins.torchrun.failure import (
-    TAIL_LINES,
     Cause,
     DatedCause,
+    Record,
     WorkerEnd,
     describe_exit,
     ends_reported_by_agent,
-    find_exception,
     first_cause,
-    read_error_file,
+    read_record,
     read_tail,
     signal_name,
     worker_cause,
@@ -32,20 +30,6 @@ Traceback (most recent call last):
   File "train.py", line 2, in main
     raise ValueError("loss is nan")
 ValueError: loss is nan""".splitlines()
-
-CHAINED = """\
-Traceback (most recent call last):
-  File "train.py", line 2, in <module>
-    {}["k"]
-KeyError: 'k'
-
-During handling of the above exception, another exception occurred:
-
-Traceback (most recent call last):
-  File "train.py", line 4, in <module>
-    raise RuntimeError("no config") from None
-RuntimeError: no config""".splitlines()
-
 
 # --- exit statuses -------------------------------------------------------------------------------
 
@@ -73,99 +57,9 @@ def test_a_signal_has_a_name():
     assert signal_name(4242) == "signal 4242"
 
 
-# --- tracebacks ----------------------------------------------------------------------------------
-
-
-def test_a_plain_exception_is_found():
-    assert find_exception(PLAIN) == ("ValueError: loss is nan", "\n".join(PLAIN))
-
-
-def test_noise_before_and_after_is_left_out():
-    noise = ["[W1121 05:21:55] something", "", "epoch 1"]
-    assert find_exception([*noise, *PLAIN, "", "noise"]) == ("ValueError: loss is nan", "\n".join(PLAIN))
-
-
-@pytest.mark.parametrize(
-    "noise",
-    [
-        "[rank0]:[W1121 ProcessGroupNCCL.cpp] destroy_process_group() was not called",
-        "Exception ignored in: <x>",
-        "E1121 x",
-    ],
-)
-def test_foreign_lines_right_behind_are_left_out(noise):
-    assert find_exception([*PLAIN, noise]) == ("ValueError: loss is nan", "\n".join(PLAIN))
-
-
-def test_a_chained_exception_is_shown_with_its_chain():
-    assert find_exception(["before", *CHAINED]) == ("RuntimeError: no config", "\n".join(CHAINED))
-
-
-def test_a_direct_cause_belongs_to_the_chain():
-    lines = [
-        line.replace("During handling of the above exception, another exception occurred:", BECAUSE) for line in CHAINED
-    ]
-    assert find_exception(lines)[1] == "\n".join(lines)
-
-
-BECAUSE = "The above exception was the direct cause of the following exception:"
-
-
-def test_an_earlier_unrelated_traceback_is_not_part_of_it():
-    assert find_exception([*CHAINED, "", "recovered", *PLAIN]) == ("ValueError: loss is nan", "\n".join(PLAIN))
-
-
-def test_a_message_of_many_lines_is_whole():
-    lines = [*PLAIN[:-1], "RuntimeError: sizes differ:", "  got 3", "  want 4"]
-    assert find_exception([*lines, "", "later"])[0] == "RuntimeError: sizes differ:\n  got 3\n  want 4"
-
-
-@pytest.mark.parametrize(
-    "last",
-    ["KeyboardInterrupt", "torch.cuda.OutOfMemoryError: CUDA out of memory", "my_pkg.sub.Größe: 模型", "_Private: x"],
-)
-def test_exceptions_of_any_name_are_found(last):
-    assert find_exception([*PLAIN[:-1], last])[0] == last
-
-
-@pytest.mark.parametrize("lines", [[], ["just noise"], ["Traceback (most recent call last):"], PLAIN[:3]])
-def test_without_a_whole_traceback_there_is_none(lines):
-    assert find_exception(lines) is None
-
-
-def run_python(script, tmp_path):
-    path = write(tmp_path / "it's a script.py", script)
-    done = subprocess.run([sys.executable, "-I", "-S", str(path)], capture_output=True, text=True, check=False)
-    return done.stderr.splitlines()
-
-
-@pytest.mark.parametrize(
-    ("script", "exception"),
-    [
-        ("def f(n): return f(n + 1)\nf(0)", "RecursionError: maximum recursion depth exceeded"),
-        ("compile('def f(', 'x', 'exec')", "SyntaxError: '(' was never closed (x, line 1)"),
-        ("try:\n    1 / 0\nexcept ZeroDivisionError as e:\n    raise ValueError('größe') from e", "ValueError: größe"),
-        ("assert 1 == 2", "AssertionError"),
-        ("raise SystemError", "SystemError"),
-        ("class Odd(Exception): pass\nraise Odd('two\\nlines')", "__main__.Odd: two\nlines"),
-    ],
-)
-def test_what_python_really_prints_is_understood(script, exception, tmp_path):
-    found, trace = find_exception(run_python(script, tmp_path))
-    assert exception.split(" (x")[0] in found or found in exception
-    assert trace.startswith("Traceback (most recent call last):")
-
-
-def test_a_syntax_error_of_the_script_itself_is_named(tmp_path):
-    # Python prints it without "Traceback (most recent call last):".
-    found = find_exception(["noise", *run_python("def f(", tmp_path)])
-    assert found is not None
-    assert found[0] == "SyntaxError: '(' was never closed"
-
-
 def test_torchs_rank_prefixes_are_taken_off(tmp_path):
-    log = write(tmp_path / "stderr.log", "".join(f"[rank3]: {line}\n" for line in CHAINED))
-    assert find_exception(read_tail(str(log))) == ("RuntimeError: no config", "\n".join(CHAINED))
+    log = write(tmp_path / "stderr.log", "".join(f"[rank3]: {line}\n" for line in PLAIN))
+    assert read_tail(str(log)) == PLAIN
 
 
 # --- files ---------------------------------------------------------------------------------------
@@ -189,64 +83,105 @@ def elastic_error(message, trace="Traceback: here\n"):
     )
 
 
-def test_torchelastics_error_file_is_read(tmp_path):
-    file = write(tmp_path / "error.json", elastic_error("ValueError: größe"))
-    assert read_error_file(str(file)) == ("ValueError: größe", "Traceback: here")
+def own_record(at, exception="RuntimeError: recorded", trace="Traceback: ours\n"):
+    return json.dumps({"exception": exception, "traceback": trace, "at": at})
 
 
-def test_an_error_file_with_a_bare_message_is_read(tmp_path):
-    assert read_error_file(str(write(tmp_path / "e", '{"message": "gone"}'))) == ("gone", "gone")
+@pytest.fixture
+def leave(tmp_path):
+    """Write files into a worker's folder, and return it."""
+
+    def make(stderr=None, error=None, record=None):
+        for name, text in (("stderr.log", stderr), ("error.json", error), ("exception.json", record)):
+            if text is not None:
+                write(tmp_path / name, text)
+        return str(tmp_path)
+
+    return make
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["", "{", '{"message": {"mess', "[]", "null", "3", "{}", '{"message": null}', '{"message": {}}', '{"message": 3}'],
-)
-def test_a_broken_error_file_counts_as_none(text, tmp_path):
-    assert read_error_file(str(write(tmp_path / "error.json", text))) is None
+def test_torchelastics_error_file_is_read(leave):
+    before = time.monotonic()
+    record = read_record(leave(error=elastic_error("ValueError: größe")))
+    assert (record.exception, record.traceback) == ("ValueError: größe", "Traceback: here")
+    assert before - 0.1 < record.at <= time.monotonic(), "when it was written"
 
 
-def test_a_missing_error_file_counts_as_none(tmp_path):
-    assert read_error_file(str(tmp_path / "error.json")) is None
+def test_an_error_file_with_a_bare_message_is_read(leave):
+    record = read_record(leave(error='{"message": "gone"}'))
+    assert (record.exception, record.traceback) == ("gone", "gone")
+
+
+def test_what_ended_the_worker_counts_more_than_what_was_recorded_before(leave):
+    both = leave(error=elastic_error("ValueError: before"), record=own_record(7.5))
+    assert read_record(both) == Record("RuntimeError: recorded", "Traceback: ours", 7.5)
+
+
+BROKEN = [
+    "",
+    "{",
+    '{"message": {"mess',
+    "[]",
+    "null",
+    "3",
+    "{}",
+    '{"message": null}',
+    '{"message": {}}',
+    '{"message": 3}',
+]
+
+
+@pytest.mark.parametrize("text", [*BROKEN, '{"exception": 1, "traceback": 2, "at": 3}', '{"exception": "E", "at": 1}'])
+def test_a_broken_record_counts_as_none(text, leave):
+    assert read_record(leave(error=text)) is None
+    assert read_record(leave(record=text)) is None
+    assert read_record(leave(record=text, error=elastic_error("KeyError: 1"))).exception == "KeyError: 1"
+
+
+def test_what_no_log_could_take_is_escaped(leave):
+    assert read_record(leave(record=own_record(1, "E: \udcff", "🙂 \ud800"))) == Record("E: \\udcff", "🙂 \\ud800", 1.0)
+    assert read_record(leave(error=elastic_error("E: \ud800"), record="")).exception == "E: \\ud800"
 
 
 # --- a worker's end -> cause -----------------------------------------------------------------------
 
 
 @pytest.fixture
-def cause_of(tmp_path):
-    def make(exit_code, stderr=None, error=None, stopped=False):
-        log, file = tmp_path / "stderr.log", tmp_path / "error.json"
-        if stderr is not None:
-            write(log, stderr)
-        if error is not None:
-            write(file, error)
-        return worker_cause(WorkerEnd(1, 5, exit_code, stopped, 0.0), 2, "host-2", str(log), str(file))
+def cause_of(leave):
+    def make(exit_code, stopped=False, stopped_at=float("inf"), **files):
+        found = worker_cause(WorkerEnd(1, 5, exit_code, stopped, 0.0), 2, "host-2", leave(**files), stopped_at)
+        return found and found[0]
 
     return make
 
 
 def test_success_has_no_cause(cause_of):
-    assert cause_of(0, stderr="\n".join(PLAIN)) is None
+    assert cause_of(0, stderr="\n".join(PLAIN), record=own_record(1.0)) is None
 
 
-def test_an_exception_is_the_cause(cause_of):
-    expected = Cause("exception", 2, "host-2", 5, 1, 1, "ValueError: loss is nan", "\n".join(PLAIN))
-    assert cause_of(1, stderr="\n".join(PLAIN)) == expected
+def test_an_exception_is_the_cause_since_it_was_raised(leave):
+    end = WorkerEnd(1, 5, 1, False, 0.0)
+    expected = Cause("exception", 2, "host-2", 5, 1, 1, "RuntimeError: recorded", "Traceback: ours")
+    assert worker_cause(end, 2, "host-2", leave(stderr="x", record=own_record(7.5))) == (expected, 7.5)
 
 
-def test_the_error_file_says_more_than_stderr(cause_of):
-    cause = cause_of(1, stderr="\n".join(PLAIN), error=elastic_error("RuntimeError: recorded"))
-    assert (cause.kind, cause.exception, cause.detail) == ("exception", "RuntimeError: recorded", "Traceback: here")
+@pytest.mark.parametrize("code", [3, -6, -11])
+def test_what_ended_the_main_thread_is_the_cause_however_the_process_ended_after_it(code, cause_of):
+    cause = cause_of(code, record=own_record(1.0))
+    assert (cause.kind, cause.exit_code, cause.exception) == ("exception", code, "RuntimeError: recorded")
 
 
-def test_a_broken_error_file_leaves_the_word_to_stderr(cause_of):
-    assert cause_of(1, stderr="\n".join(PLAIN), error='{"message":').exception == "ValueError: loss is nan"
+@pytest.mark.parametrize("code", [3, -9])
+def test_a_traceback_on_stderr_is_shown_but_is_no_exception(code, cause_of):
+    """It may be of a logger, a thread or a destructor."""
+    cause = cause_of(code, stderr="\n".join(["before", *PLAIN, "[rank0]: after"]))
+    assert (cause.kind, cause.exit_code, cause.exception) == ("exit" if code > 0 else "signal", code, None)
+    assert cause.detail.splitlines() == ["before", *PLAIN, "after"]
+    assert "Last lines of its stderr:\n  | before" in cause.describe()
 
 
 def test_without_exception_the_end_of_stderr_is_shown(cause_of):
     cause = cause_of(3, stderr="".join(f"line {i}\n" for i in range(100)))
-    assert (cause.kind, cause.exit_code, cause.exception) == ("exit", 3, None)
     assert cause.detail.splitlines() == [f"line {i}" for i in range(70, 100)]
 
 
@@ -260,14 +195,16 @@ def test_a_signal_is_the_cause(cause_of):
     assert "Rank 5 on node 2 (host host-2) was killed by SIGKILL" in cause.describe()
 
 
-@pytest.mark.parametrize("code", [-15, -9, 1, 143])
-def test_a_worker_that_obeyed_is_no_cause(code, cause_of):
-    assert cause_of(code, stderr="bye\n", stopped=True) is None
+@pytest.mark.parametrize("code", [-15, -9, -6, 1, 143])
+@pytest.mark.parametrize("record", [None, own_record(7.5)])
+def test_a_worker_that_obeyed_is_no_cause_whatever_it_raised_then(code, record, cause_of):
+    assert cause_of(code, stopped=True, stopped_at=7.0, stderr="\n".join(PLAIN), record=record) is None
 
 
-def test_a_worker_that_was_failing_while_we_stopped_it_is_a_cause(cause_of):
-    cause = cause_of(-15, stderr="\n".join(PLAIN), stopped=True)
-    assert (cause.kind, cause.exit_code, cause.exception) == ("exception", None, "ValueError: loss is nan")
+@pytest.mark.parametrize(("code", "shown"), [(-15, None), (1, 1)])
+def test_a_worker_that_was_failing_before_we_stopped_it_is_a_cause(code, shown, cause_of):
+    cause = cause_of(code, stopped=True, stopped_at=8.0, record=own_record(7.5))
+    assert (cause.kind, cause.exit_code, cause.exception) == ("exception", shown, "RuntimeError: recorded")
 
 
 # --- torchrun's own report -------------------------------------------------------------------------
@@ -399,7 +336,7 @@ def test_a_report_says_who_what_and_where():
 def test_a_report_without_traceback_shows_stderr():
     text = Cause("exit", 2, "host-2", 5, 1, 3, None, "last words").describe()
     assert "Rank 5 on node 2 (host host-2) exited with code 3." in text
-    assert f"Last {TAIL_LINES} lines of its stderr" in text
+    assert "Last lines of its stderr:" in text
     assert "last words" in text
 
 

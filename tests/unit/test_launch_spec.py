@@ -16,6 +16,7 @@ from unit_helpers import HOSTILE, write
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import EntrypointError, TorchrunConfigError
 from metaflow_extensions.torchrun.plugins.torchrun.launch_spec import (
+    WORKER_HOOKS,
     LaunchSpec,
     Rendezvous,
     Request,
@@ -609,6 +610,8 @@ def test_variables_that_only_look_alike_are_kept():
 def test_defaults_fill_what_is_not_set():
     env = agent_environment(spec_of(), {}, 6, "eth0")
     assert env == {
+        "PYTHONPATH": WORKER_HOOKS,
+        "TORCHRUN_AGENT_PID": "",
         "OMP_NUM_THREADS": "6",
         "PYTHONUNBUFFERED": "1",
         "GLOO_SOCKET_IFNAME": "eth0",
@@ -630,6 +633,16 @@ def test_the_launchs_own_environment_wins_over_everything():
     spec = spec_of(env=(("OMP_NUM_THREADS", "9"), ("PATH", "/mine"), ("MASTER_ADDR", "me")))
     env = agent_environment(spec, {"OMP_NUM_THREADS": "1", "PATH": "/bin"}, 6, None)
     assert (env["OMP_NUM_THREADS"], env["PATH"], env["MASTER_ADDR"]) == ("9", "/mine", "me")
+
+
+def test_our_hooks_are_first_on_the_path_and_add_no_working_directory_to_it():
+    env = agent_environment(spec_of(env=(("PYTHONPATH", "/mine:/too"),)), {"PYTHONPATH": "/task"}, 6, None)
+    assert env["PYTHONPATH"] == f"{WORKER_HOOKS}:/mine:/too"
+    assert agent_environment(spec_of(), {"PYTHONPATH": ""}, 6, None)["PYTHONPATH"] == WORKER_HOOKS
+
+
+def test_an_outer_launchs_agent_is_not_taken_for_this_ones():
+    assert agent_environment(spec_of(), {"TORCHRUN_AGENT_PID": "7"}, 6, None)["TORCHRUN_AGENT_PID"] == ""
 
 
 def test_the_tasks_own_environment_is_untouched():

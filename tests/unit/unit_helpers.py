@@ -6,6 +6,8 @@ from pathlib import Path
 
 import psutil
 
+from metaflow_extensions.torchrun.plugins.torchrun.launch_spec import WORKER_HOOKS
+
 PACKAGE = "metaflow_extensions.torchrun.plugins.torchrun"
 
 # Names and texts that a shell, a template or a careless join would damage.
@@ -53,6 +55,13 @@ def is_running(pid: int) -> bool:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def worker_environment(inherited, folder):
+    """Return the environment in which this process starts a worker that leaves its files in `folder`."""
+    path = os.pathsep.join(filter(None, [WORKER_HOOKS, inherited.get("PYTHONPATH")]))
+    own = {"TORCHRUN_AGENT_PID": str(os.getpid()), "TORCHELASTIC_ERROR_FILE": str(folder / "error.json")}
+    return {**inherited, **own, "PYTHONPATH": path}
 
 
 def write(path: Path, text: str) -> Path:

@@ -1,6 +1,6 @@
 """What the workers of one node were doing when the gang was found to hang.
 
-Two parts meet here. Before the start, `hook_environment` arranges that the workers can be asked: a
+Two parts meet here. Before the start, `hook_environment` arranges that the workers can be asked: the
 ``sitecustomize`` of ours (`worker_hooks`) registers a handler that writes their Python stacks, and NCCL's
 flight recorder gets a pipe through which a dump can be requested. After the decision, `collect` asks all
 workers at once: with py-spy where it is installed, else by the signal.
@@ -24,7 +24,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-_HOOKS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "worker_hooks")
 # A real-time signal: SIGUSR1 and SIGUSR2 belong to scripts, schedulers and torch itself (FatalSignalHandler in
 # c10/util/signal_handler.h, torch 2.13). Who needs any real-time signal counts up from SIGRTMIN, and Valgrind
 # takes SIGRTMAX, so this one is far from both. Counted from the top since C libraries differ in SIGRTMIN.
@@ -92,16 +91,10 @@ def hook_environment(folder: str, inherited: Mapping[str, str]) -> dict[str, str
     if _holds_pipes(folder):  # or NCCL's monitor thread would throw, which ends the worker
         defaults[_PIPE_VARIABLE] = os.path.join(folder, _DUMP_STEM)
     env = {name: value for name, value in defaults.items() if name not in inherited}
-    if _SIGNAL is not None and os.pathsep not in _HOOKS:
+    if _SIGNAL is not None:
         env[_FOLDER_VARIABLE] = folder
         env[_SIGNAL_VARIABLE] = str(_SIGNAL)
-        env["PYTHONPATH"] = _python_path(inherited.get("PYTHONPATH", ""))
     return env
-
-
-def _python_path(inherited: str) -> str:
-    # An empty entry would mean the working directory, so there must be none of ours.
-    return os.pathsep.join([_HOOKS, inherited]) if inherited else _HOOKS
 
 
 def _holds_pipes(folder: str) -> bool:

@@ -1,7 +1,8 @@
 """From what a failed worker left behind to a cause that can be named.
 
-A worker leaves an exit status, perhaps torchelastic's error file (scripts that use ``@record``), and
-the end of its stderr. Each becomes a `Cause`; `first_cause` picks the one that started it all.
+A worker leaves an exit status, the record of the exception that ended it (`worker_hooks`, or torchelastic's error
+file of scripts that use ``@record``), and the end of its stderr, which is shown, but from which nothing is guessed.
+Each becomes a `Cause`; `first_cause` picks the one that started it all.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 import os
 import re
 import signal
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
@@ -30,11 +32,9 @@ _CONNECTION_ERRORS = re.compile(
 )
 _STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 
-_TRACEBACK = "Traceback (most recent call last):"
 # torch prefixes an uncaught exception with its rank once a process group exists
 # (torch/distributed/distributed_c10d.py, _distributed_excepthook, torch 2.13).
 _RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?")
-_EXCEPTION_LINE = re.compile(r"^[A-Za-z_][\w.]*(:|$)")
 
 _SIGNAL_HINTS = {
     "SIGKILL": "often the out-of-memory killer; try fewer processes, smaller batches or more memory",
@@ -159,8 +159,8 @@ class Cause:
         ):
             lines.append(f"It {describe_exit(self.exit_code)}.")
         if self.detail:
-            if _TRACEBACK not in self.detail:
-                lines.append(f"Last {TAIL_LINES} lines of its stderr:")
+            if self.kind not in ("exception", "step"):  # theirs is a traceback
+                lines.append("Last lines of its stderr:")
             # Metaflow's console strips leading spaces; behind the bar the indentation survives.
             lines += [f"  | {line}" for line in self.detail.splitlines()]
         return "\n".join(lines)
@@ -206,8 +206,27 @@ class WorkerEnd:
     age_s: float
 
 
-def worker_cause(end: WorkerEnd, node: int, host: str, stderr_path: str, error_file: str) -> Cause | None:
-    """Return why a worker failed, or None if it did not fail by itself.
+@dataclass(frozen=True)
+class Record:
+    """The exception that ended a worker, as it said itself.
+
+    Attributes
+    ----------
+    exception, traceback : str
+        Type and message; the traceback.
+    at : float
+        When it was raised, in this machine's monotonic seconds.
+    """
+
+    exception: str
+    traceback: str
+    at: float
+
+
+def worker_cause(
+    end: WorkerEnd, node: int, host: str, folder: str, stopped_at: float = float("inf")
+) -> tuple[Cause, float | None] | None:
+    """Return why a worker failed, and when if it said so; None if it did not fail by itself.
 
     Parameters
     ----------
@@ -215,37 +234,57 @@ def worker_cause(end: WorkerEnd, node: int, host: str, stderr_path: str, error_f
         Its end.
     node, host : int, str
         Where it ran.
-    stderr_path, error_file : str
-        Its stderr log and torchelastic's error file; either may be missing.
+    folder : str
+        The folder with its stderr log and what it recorded; anything may be missing.
+    stopped_at : float
+        When the workers were told to stop. What one that `end` says was stopped has raised after it, is no cause.
     """
     if end.exit_code == 0:
         return None
-    recorded = read_error_file(error_file)
-    tail = read_tail(stderr_path)
-    exception, detail = recorded or find_exception(tail) or (None, "\n".join(tail[-TAIL_LINES:]))
-    if end.stopped and exception is None:
+    record = read_record(folder)
+    who = (node, host, end.rank, end.local_rank)
+    if record is not None:
+        if end.stopped and record.at > stopped_at:
+            return None
+        exit_code = None if end.stopped and end.exit_code < 0 else end.exit_code
+        return Cause("exception", *who, exit_code, record.exception, record.traceback), record.at
+    if end.stopped:
         return None  # it obeyed
-    kind = "signal" if end.exit_code < 0 and not end.stopped else "exception" if exception else "exit"
-    exit_code = None if end.stopped and end.exit_code < 0 else end.exit_code
-    return Cause(kind, node, host, end.rank, end.local_rank, exit_code, exception, detail)
+    tail = "\n".join(read_tail(os.path.join(folder, "stderr.log"))[-TAIL_LINES:])
+    return Cause("signal" if end.exit_code < 0 else "exit", *who, end.exit_code, None, tail), None
 
 
-def read_error_file(path: str) -> tuple[str, str] | None:
-    """Return exception and traceback from torchelastic's error file, or None.
+def read_record(folder: str) -> Record | None:
+    """Return what the worker with this folder recorded of its end; None if it recorded nothing, or not all of it."""
+    with suppress(OSError, ValueError, AttributeError, TypeError, KeyError):
+        data = _read_json(os.path.join(folder, "exception.json"))
+        return Record(_printable(data["exception"]), _printable(data["traceback"]).rstrip(), float(data["at"]))
+    return _read_error_file(os.path.join(folder, "error.json"))
 
-    The format is that of ``torch/distributed/elastic/multiprocessing/errors/error_handler.py``
-    (torch 2.13); an unreadable or unfinished file counts as none.
+
+def _read_error_file(path: str) -> Record | None:
+    """Return what ``@record`` left, or None.
+
+    The format is that of ``torch/distributed/elastic/multiprocessing/errors/error_handler.py`` (torch 2.13).
     """
-    with (
-        suppress(OSError, ValueError, AttributeError, TypeError, KeyError),
-        open(path, encoding="utf-8", errors="replace") as file,
-    ):
-        message = json.load(file)["message"]
+    with suppress(OSError, ValueError, AttributeError, TypeError, KeyError):
+        message = _read_json(path)["message"]
+        at = time.monotonic() - max(0.0, time.time() - os.path.getmtime(path))
         if isinstance(message, str):
-            return message, message
+            return Record(_printable(message), _printable(message), at)
         trace = str(message.get("extraInfo", {}).get("py_callstack", ""))
-        return str(message["message"]), trace.rstrip()
+        return Record(_printable(str(message["message"])), _printable(trace).rstrip(), at)
     return None
+
+
+def _read_json(path: str) -> Any:
+    with open(path, encoding="utf-8", errors="replace") as file:
+        return json.load(file)
+
+
+def _printable(text: str) -> str:
+    """Escape lone surrogates, as Python's stderr does: no log could take them."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def read_tail(path: str) -> list[str]:
@@ -257,57 +296,6 @@ def read_tail(path: str) -> list[str]:
     except OSError:
         return []
     return [_RANK_PREFIX.sub("", line) for line in text.splitlines()]
-
-
-def find_exception(lines: Sequence[str]) -> tuple[str, str] | None:
-    """Return type-and-message and traceback of the last uncaught exception in `lines`, or None.
-
-    The traceback includes the exceptions that it was chained to.
-    """
-    starts = [i for i, line in enumerate(lines) if line.strip() == _TRACEBACK]
-    if not starts:
-        return _find_syntax_error(lines)
-    end = _exception_line(lines, starts[-1])
-    if end is None:
-        return None
-    last = _end_of_message(lines, end)
-    first = starts[-1]
-    for start in reversed(starts[:-1]):
-        if not _is_chained(lines, start, first):
-            break
-        first = start
-    return "\n".join(lines[end:last]).strip(), "\n".join(lines[first:last])
-
-
-def _find_syntax_error(lines: Sequence[str]) -> tuple[str, str] | None:
-    """Find the report of a script that could not even be compiled; it has no traceback."""
-    for index in range(len(lines) - 1, -1, -1):
-        if re.match(r"^(SyntaxError|IndentationError|TabError)\b", lines[index]):
-            for start in range(index - 1, max(-1, index - 6), -1):
-                if re.match(r'^  File ".*", line \d+', lines[start]):
-                    return lines[index], "\n".join(lines[start : index + 1])
-    return None
-
-
-def _exception_line(lines: Sequence[str], start: int) -> int | None:
-    for index in range(start + 1, len(lines)):
-        if lines[index] and not lines[index][0].isspace():
-            return index if _EXCEPTION_LINE.match(lines[index]) else None
-    return None
-
-
-def _end_of_message(lines: Sequence[str], end: int) -> int:
-    """Return where the exception's message ends: it may have more lines, up to an empty or foreign one."""
-    for index in range(end + 1, min(len(lines), end + 20)):
-        line = lines[index]
-        if not line.strip() or re.match(r"^(\[|Exception ignored|E\d{4} |W\d{4} |sys:\d)", line):
-            return index
-    return min(len(lines), end + 20)
-
-
-def _is_chained(lines: Sequence[str], start: int, following: int) -> bool:
-    between = " ".join(lines[start:following])
-    return "During handling of the above exception" in between or "was the direct cause of the following" in between
 
 
 _AGENT_FAILURE = re.compile(

@@ -80,7 +80,8 @@ def import_main(path: str, package: str | None = None) -> None:
     module.__file__, module.__package__ = path, package
     sys.modules[_MAIN] = sys.modules["__main__"] = module
     with open(path, "rb") as file:
-        code = compile(file.read(), path, "exec")
+        # Without the future imports of this file here, or the flow's annotations would become texts.
+        code = compile(file.read(), path, "exec", dont_inherit=True)
     with suppress(FlowStarts), flows_do_not_run():
         exec(code, vars(module))  # noqa: S102 - what running the file would do
     rename(module)

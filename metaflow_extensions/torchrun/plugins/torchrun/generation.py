@@ -64,7 +64,7 @@ class Generation:
     reaped_failed: bool = False
     fault: Cause | None = None  # of a process that is no worker, or of one that was stopped
     evidence: dict[str, Any] | None = None
-    stopping: bool = False
+    stopped_at: float = float("inf")  # when we began to stop it
     preempted: bool = False
     agent_exit: int | None = None
     guardian_exit: int | None = None
@@ -79,6 +79,11 @@ class Generation:
     def evidence_folder(self) -> str:
         """Where workers leave their stacks when asked for them."""
         return evidence_folder(self.folder)
+
+    @property
+    def stopping(self) -> bool:
+        """Whether we have begun to stop it."""
+        return self.stopped_at < float("inf")
 
     def has_ended(self, rank: int) -> bool:
         """Tell whether a worker's end is known."""
@@ -160,17 +165,33 @@ class Generation:
             WorkerEnd(local_rank, self.spec.global_rank(local_rank), -signal.SIGTERM, True, 0.0)
             for local_rank in self.reaped.keys() - self.ends.keys()
         ]
-        for end in sorted([*self.ends.values(), *unseen], key=lambda end: self.ended_at.get(end.local_rank, now)):
+        stopped_at, found = self._told_to_stop_at(), []
+        for end in [*self.ends.values(), *unseen]:
             folder = worker_folder(self.folder, end.local_rank)
-            stderr, error_file = os.path.join(folder, "stderr.log"), os.path.join(folder, "error.json")
-            cause = worker_cause(end, self.node, self.host, stderr, error_file)
-            if cause is not None:
-                if cause.exception is None and _is_full(self.folder):
-                    text = f"a full disk: nothing more can be written to {self.folder}, where its output goes"
-                    cause = replace(cause, exception=text)
-                if cause.kind == "signal" and self._out_of_memory(end.exit_code):
-                    cause = replace(cause, kind="oom", exception=describe_oom(memory_limit()))
-                yield cause, self.ended_at.get(end.local_rank, now)
+            failed = worker_cause(end, self.node, self.host, folder, stopped_at)
+            if failed is not None:
+                cause, raised_at = failed
+                at = self.ended_at.get(end.local_rank, now) if raised_at is None else raised_at
+                found.append((self._explained(cause, end), at))
+        yield from sorted(found, key=lambda each: each[1])
+
+    def _told_to_stop_at(self) -> float:
+        """Return the first moment at which a worker of this node can have been told to stop.
+
+        torchrun does so, too, but not before a worker has failed.
+        """
+        failed = [end.local_rank for end in self.ends.values() if end.exit_code != 0 and not end.stopped]
+        failed += [self.last_reaped()] if self.reaped_failed else []
+        return min([self.stopped_at, *(self.ended_at[rank] for rank in failed if rank in self.ended_at)])
+
+    def _explained(self, cause: Cause, end: WorkerEnd) -> Cause:
+        """Return `cause` with what the machine knows of it, where the worker itself has said nothing."""
+        if cause.exception is None and _is_full(self.folder):
+            text = f"a full disk: nothing more can be written to {self.folder}, where its output goes"
+            cause = replace(cause, exception=text)
+        if cause.kind == "signal" and self._out_of_memory(end.exit_code):
+            cause = replace(cause, kind="oom", exception=describe_oom(memory_limit()))
+        return cause
 
     def _reaped_cause(self) -> Cause:
         """Return what can be said of a worker that left no exception and whose exit code nobody told."""

@@ -22,6 +22,11 @@ from .policy import parse_restarts
 # What torchrun runs where the entrypoint is a function.
 FUNCTION_WORKER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "function_worker.py")
 
+# First on the path of agent and workers: what a worker says of its end comes from there.
+WORKER_HOOKS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "worker_hooks")
+# The agent, which is the first Python of a launch, puts its pid there; by that a worker knows that it is one.
+_AGENT_VARIABLE = "TORCHRUN_AGENT_PID"
+
 # torchrun's options, from `torch/distributed/run.py` of torch 2.13. Options that a newer torch adds
 # are passed on as they come; the table is needed for flags, short names and for what the gang owns.
 _VALUED = frozenset(
@@ -220,7 +225,7 @@ def agent_environment(
     Parameters
     ----------
     spec : LaunchSpec
-        The launch; its `env` wins over everything.
+        The launch; its `env` wins over everything, save that our hooks stay first on the path.
     inherited : mapping
         The task's environment. Variables of an outer torchrun are dropped.
     omp_threads : int
@@ -235,6 +240,10 @@ def agent_environment(
         env.setdefault("GLOO_SOCKET_IFNAME", interface)
         env.setdefault("NCCL_SOCKET_IFNAME", interface)
     env.update(spec.env)
+    if os.pathsep not in WORKER_HOOKS:
+        env[_AGENT_VARIABLE] = ""
+        # An empty entry would mean the working directory, so there must be none of ours.
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, [WORKER_HOOKS, env.get("PYTHONPATH")]))
     return env
 
 

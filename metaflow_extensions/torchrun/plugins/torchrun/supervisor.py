@@ -321,7 +321,7 @@ class Supervisor:
         elif kind == "terminated" and not generation.stopping:
             self._fail_because_of(generation.guardian_cause(), generation)
         elif kind == "agent_end":
-            self._agent_ended(generation, event["status"])
+            self._agent_ended(generation, event)
         elif kind == "end":
             self._generation_ended(generation, event)
 
@@ -370,20 +370,20 @@ class Supervisor:
             age = {"age_s": time.monotonic() - at}
             self._seat.send({"type": "active", "launch": self._launch, "generation": generation.number, **age})
 
-    def _agent_ended(self, generation: Generation, status: int) -> None:
+    def _agent_ended(self, generation: Generation, event: dict[str, Any]) -> None:
         """The agent ended by itself: fine, or before us it saw a worker fail, or it failed itself."""
-        generation.agent_exit = status
+        generation.agent_exit = status = event["status"]
         if status != 0 and not generation.stopping:
             generation.add_unseen_ends()
             text = f"{generation.first_failure(status)}; stopping all nodes"
             self._emit("worker_failed", text, exit_code=status)
             self._report("failed", generation, final=True)
-            generation.stopping = True
+            generation.stopped_at = event["t"]
 
     def _stop(self, why: str, preemption_signal: int | None = None) -> None:
         generation = self._generation
         if generation is not None and not generation.stopping:
-            generation.stopping = True
+            generation.stopped_at = time.monotonic()
             self._emit("stopping", "", why=why)
             if preemption_signal is None:
                 generation.agent.stop(self._grace_s)

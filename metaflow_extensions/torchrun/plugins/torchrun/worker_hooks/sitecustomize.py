@@ -1,13 +1,148 @@
-"""Lets a worker tell its Python stacks when it is asked to by a signal, even while it hangs.
+"""Lets a worker say what ended it, and where it is when it is asked by a signal, even while it hangs.
 
-Python imports the first module of this name on its path before it runs a script; `evidence.py` puts this
-folder first. It registers the handler, steps aside, and lets the ``sitecustomize`` be imported that would
-have been without it. It imports nothing that Python has not loaded already, and does nothing at all in a
-process without the two variables.
+Python imports the first module of this name on its path before it runs a script; `launch_spec` puts this
+folder first. It arranges both, steps aside, and lets the ``sitecustomize`` be imported that would have been
+without it. It imports nothing at start that costs anything, and in a process that is no worker it does nothing:
+a worker is a child of the agent, so what a worker starts, and what has only inherited its variables, is none.
+
+- ``exception.json`` beside torchelastic's error file says which exception has ended the main thread, and when. That
+  file itself is left to the user's ``@record``; torchrun would also print what it holds once more.
+- ``stacks-PID.txt`` gets the Python stacks at the signal that `evidence` sends.
 """
 
 import os
 import sys
+
+TYPE_CHECKING = False  # typing is not loaded yet
+if TYPE_CHECKING:
+    from types import FrameType, TracebackType
+
+_AGENT = "TORCHRUN_AGENT_PID"
+_RECORD = "exception.json"
+_FUNCTION_WORKER = os.path.join(os.path.dirname(os.path.dirname(__file__)), "function_worker.py")
+_MAX_CHARS = 4096  # of a message, and of each frame or message in a traceback
+_MAX_TRACEBACK_CHARS = 32 * 1024
+
+
+def _is_worker() -> bool:
+    agent = os.environ.get(_AGENT)
+    if agent == "":  # the first Python of a launch is its agent
+        os.environ[_AGENT] = str(os.getpid())
+    return agent == str(os.getppid())
+
+
+# --- what ended it ----------------------------------------------------------------------------
+
+
+def _record_the_end() -> None:
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not error_file:
+        return
+    import _thread
+    import atexit
+
+    path = os.path.join(os.path.dirname(os.path.abspath(error_file)), _RECORD)
+    getpid, get_ident = os.getpid, _thread.get_ident
+    here = getpid(), get_ident()
+    show = sys.__excepthook__
+
+    def look(error: "BaseException | None", trace: "TracebackType | None") -> "TracebackType | None":
+        """Record `error` if it ends this worker, not a fork of it or a thread; what the user sees comes first."""
+        try:
+            if error is not None and _nobody_catches(error):
+                trace = _from_users_line(error, trace)
+                # KeyboardInterrupt is how Python dies of SIGINT, unless its hook has compiled anything (3.10 to 3.13).
+                if (
+                    (getpid(), get_ident()) == here
+                    and type(error) is not KeyboardInterrupt
+                    and not os.path.exists(path)
+                ):
+                    _record(path, error, trace)
+        except BaseException:  # noqa: S110 - no room, no memory, a __str__ of the user's
+            pass
+        return trace
+
+    def excepthook(kind: "type[BaseException]", error: BaseException, trace: "TracebackType | None") -> None:
+        show(kind, error, look(error, trace))
+
+    # Both, since a hook of the user's own may call either. If it calls none, there is the end: what is registered
+    # first runs last.
+    sys.excepthook = sys.__excepthook__ = excepthook
+    atexit.register(lambda: look(getattr(sys, "last_value", None), getattr(sys, "last_traceback", None)))
+
+
+def _nobody_catches(error: BaseException) -> bool:
+    """Tell whether Python prints `error` because the program is over.
+
+    Before that it sets ``sys.last_value``. Others set it, too (pytest, pdb, `code`), or call the hook by hand; but of
+    what they have caught, the first frame was called by another.
+    """
+    trace = getattr(sys, "last_traceback", None)
+    return getattr(sys, "last_value", None) is error and (trace is None or trace.tb_frame.f_back is None)
+
+
+def _from_users_line(error: BaseException, trace: "TracebackType | None") -> "TracebackType | None":
+    """Take the frames before the user's first line off `error`, its causes and `trace`."""
+    seen = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        BaseException.with_traceback(link, _without_ours(link.__traceback__))
+        link = link.__context__ if link.__cause__ is None else link.__cause__
+    return _without_ours(trace)
+
+
+def _without_ours(trace: "TracebackType | None") -> "TracebackType | None":
+    while trace is not None and _is_ours(trace.tb_frame):
+        trace = trace.tb_next
+    return trace
+
+
+def _is_ours(frame: "FrameType") -> bool:
+    return frame.f_code.co_filename == _FUNCTION_WORKER or frame.f_globals.get("__name__") == "runpy"
+
+
+def _record(path: str, error: BaseException, trace: "TracebackType | None") -> None:
+    import time
+
+    at = time.monotonic()  # the same clock in all processes of the machine
+    import json
+
+    with open(path + ".part", "w", encoding="ascii") as file:
+        json.dump({"exception": _name(error), "traceback": _traceback(error, trace), "at": at}, file)
+    os.replace(path + ".part", path)
+
+
+def _name(error: BaseException) -> str:
+    """Return type and message, as Python prints them."""
+    kind = type(error)
+    module = kind.__module__ if isinstance(kind.__module__, str) else "<unknown>"
+    name = kind.__qualname__ if module in ("__main__", "builtins") else module + "." + kind.__qualname__
+    try:
+        text = str(error)
+    except BaseException:
+        text = "<exception str() failed>"
+    return name + ": " + _shortened(text, _MAX_CHARS) if text else name
+
+
+def _traceback(error: BaseException, trace: "TracebackType | None") -> str:
+    try:
+        import traceback
+
+        parts = traceback.format_exception(type(error), error, trace)
+        return _shortened("".join(_shortened(part, _MAX_CHARS) for part in parts), _MAX_TRACEBACK_CHARS)
+    except BaseException:  # then there is the name
+        return ""
+
+
+def _shortened(text: str, limit: int) -> str:
+    if len(text) <= limit:
+        return text
+    half = limit // 2
+    return f"{text[:half]}\n... {len(text) - 2 * half} characters left out ...\n{text[-half:]}"
+
+
+# --- where it hangs ---------------------------------------------------------------------------
 
 
 def _answer_with_stacks() -> None:
@@ -30,8 +165,10 @@ def _step_aside() -> None:
     __import__("sitecustomize")
 
 
-try:  # noqa: SIM105 - contextlib is not loaded yet
-    _answer_with_stacks()
-except Exception:  # noqa: S110 - a worker must start, whatever becomes of its stacks
-    pass
+if _is_worker():
+    for _arrange in (_record_the_end, _answer_with_stacks):
+        try:  # noqa: SIM105 - as above
+            _arrange()
+        except Exception:  # noqa: S110 - a worker must start, whatever becomes of this
+            pass
 _step_aside()

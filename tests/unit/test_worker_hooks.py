@@ -1,0 +1,251 @@
+"""What ended a worker is told by its own interpreter: real ones, in hostile neighbourhoods."""
+
+import os
+import resource
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+from unit_helpers import worker_environment, write
+
+from metaflow_extensions.torchrun.plugins.torchrun.failure import read_record
+from metaflow_extensions.torchrun.plugins.torchrun.launch_spec import WORKER_HOOKS
+
+RAISES = "raise ValueError('the end')"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    path = tmp_path / "it's größe" / "attempt_0" / "0"
+    path.mkdir(parents=True)
+    return path
+
+
+@pytest.fixture
+def work(folder, tmp_path):
+    """Run a script as a worker of this process; return its end and its record."""
+
+    def run(body, argv=(sys.executable,), name="train.py", **env):
+        script = write(tmp_path / name, textwrap.dedent(body))
+        done = subprocess.run(
+            [*argv, str(script)],
+            env=worker_environment({**os.environ, **env}, folder),
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            errors="surrogateescape",
+            timeout=60,
+        )
+        return done, read_record(str(folder))
+
+    return run
+
+
+def test_the_exception_that_ends_a_worker_is_recorded_with_its_moment(work):
+    before = time.monotonic()
+    done, record = work("import sys\ndef main():\n    raise ValueError('loss is nan')\nmain()\n")
+    assert record.exception == "ValueError: loss is nan"
+    assert record.traceback == done.stderr.rstrip()
+    assert record.traceback.startswith("Traceback (most recent call last):\n  File")
+    assert before < record.at < time.monotonic()
+    assert done.returncode == 1
+
+
+HANDLED = "try:\n    open('/none')\nexcept OSError as error:\n    {}\n"
+
+NO_CAUSE = {
+    "a good end": "",
+    "a code": "import sys; sys.exit(3)",
+    "words": "raise SystemExit('bad --lr')",
+    "a code within a handler": HANDLED.format("raise SystemExit(3)"),
+    "a log entry": "import logging, sys\n" + HANDLED.format("logging.exception('lost')") + "sys.exit(3)",
+    "a hook called by hand": "import sys\n" + HANDLED.format("sys.excepthook(*sys.exc_info())") + "sys.exit(3)",
+    "the first hook called by hand": "import sys\n" + HANDLED.format("sys.__excepthook__(*sys.exc_info())"),
+    "an exception in __del__": "class A:\n    def __del__(self): raise OSError('ignored')\na = A()",
+    "an exception in a thread": "import threading as t\nx = t.Thread(target=lambda: 1 / 0); x.start(); x.join()\nexit(3)",
+    "a bare thread": "import _thread, time\n_thread.start_new_thread(lambda: 1 / 0, ()); time.sleep(0.2); exit(3)",
+    "an exception at exit": "import atexit; atexit.register(lambda: 1 / 0)",
+    "a test runner's": "import sys\ndef run():\n    " + HANDLED.format("sys.last_value = error").replace("\n", "\n    ")
+    + "    sys.last_traceback = sys.last_value.__traceback__\nrun(); sys.exit(3)",
+    "a console's": "import code, sys\ncode.InteractiveInterpreter().runsource('1 / 0')\nsys.exit(3)",
+    "a fork's": "import os\nif os.fork() == 0:\n    raise ValueError\nos.wait(); exit(3)",
+    "a forked process's": "import multiprocessing as m\np = m.get_context('fork').Process(target=lambda: 1 / 0)\n"
+    "p.start(); p.join(); exit(3)",
+    "a spawned process's": "import multiprocessing as m\ndef f(): 1 / 0\n"
+    "if __name__ == '__main__':\n    p = m.get_context('spawn').Process(target=f); p.start(); p.join(); exit(3)",
+    "a subprocess's": "import subprocess, sys\nsubprocess.run([sys.executable, '-c', '1 / 0']); exit(3)",
+    "a warning": "import warnings; warnings.warn('Traceback (most recent call last):'); exit(3)",
+    "a quick exit": "import os, traceback\n" + HANDLED.format("traceback.print_exc()") + "os._exit(3)",
+    "a signal": "import os; os.kill(os.getpid(), 9)",
+    "an interrupt": "import os; os.kill(os.getpid(), 2)",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", NO_CAUSE)
+def test_what_does_not_end_the_main_thread_is_no_cause(what, work, folder):
+    done, record = work(NO_CAUSE[what])
+    assert record is None
+    assert list(folder.iterdir()) == []
+    assert done.returncode == {"a signal": -9, "an interrupt": -2}.get(what, done.returncode)
+
+
+@pytest.mark.parametrize("what", ["a log entry", "an exception in a thread", "a hook called by hand", "a fork's"])
+def test_what_came_before_does_not_hide_the_end(what, work):
+    _, record = work(NO_CAUSE[what].replace("sys.exit(3)", "").replace("exit(3)", "") + "\n" + RAISES)
+    assert record.exception == "ValueError: the end"
+
+
+def test_an_exception_in_del_at_exit_does_not_hide_the_end(work):
+    done, record = work(NO_CAUSE["an exception in __del__"] + "\n" + RAISES)
+    assert "OSError: ignored" in done.stderr.split("ValueError: the end")[1]
+    assert record.exception == "ValueError: the end"
+
+
+# Hooks as libraries have them: they call the one before, the first one, or none; they end the process themselves.
+HOOKS = {
+    "one that calls the one before": "old = sys.excepthook\nsys.excepthook = lambda *a: (print('mine'), old(*a))",
+    "one that calls the first": "def hook(*a):\n    sys.__excepthook__(*a)\n    os._exit(7)\nsys.excepthook = hook",
+    "one that calls none": "sys.excepthook = lambda *a: print('mine', file=sys.stderr)",
+    "one that fails": "sys.excepthook = lambda *a: 1 / 0",
+    "none": "del sys.excepthook",
+    "one that is no function": "sys.excepthook = None",
+    "torch's": "import io\nold = sys.excepthook\ndef hook(*a):\n    err, sys.stderr = sys.stderr, io.StringIO()\n"
+    "    try: old(*a)\n    finally: text, sys.stderr = sys.stderr.getvalue(), err\n"
+    "    sys.stderr.write('[rank0]: ' + text)\nsys.excepthook = hook",
+}
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_the_end_is_recorded_whatever_hook_the_user_has(hook, work):
+    done, record = work(f"import os, sys\n{HOOKS[hook]}\n{RAISES}")
+    assert record.exception == "ValueError: the end"
+    assert RAISES in record.traceback
+    assert done.returncode == (7 if "first" in hook else 1)
+    assert "the end" in done.stderr or "mine" in done.stderr
+
+
+def test_a_sitecustomize_of_the_users_own_may_set_a_hook_too(work, tmp_path):
+    write(tmp_path / "own" / "sitecustomize.py", "import sys; sys.excepthook = lambda *a: print('mine')\n")
+    done, record = work(RAISES, PYTHONPATH=str(tmp_path / "own"))
+    assert (done.stdout, done.stderr) == ("mine\n", "")
+    assert record.exception == "ValueError: the end"
+
+
+ODD = {
+    "def f(n): return f(n + 1)\nf(0)": "RecursionError: maximum recursion depth exceeded",
+    "raise MemoryError": "MemoryError",
+    "def f(": "SyntaxError: ",
+    "if 1:\nx = 1": "IndentationError: expected an indented block",
+    "class E(Exception): pass\nE.__module__ = None\nraise E('odd')": "<unknown>.E: odd",
+    "class E(Exception):\n    def __str__(self): raise KeyError(1)\nraise E": "E: <exception str() failed>",
+    "class E(Exception):\n    def __str__(self): raise SystemExit(9)\nraise E": "E: <exception str() failed>",
+    "class E(Exception):\n    def __bool__(self): raise KeyError\n    def __setattr__(self, *a): raise KeyError\n"
+    "try: raise E(1)\nexcept E as e: raise E(2) from e": "E: 2",
+    "class E(Exception): pass\nraise E('two\\nlines')": "E: two\nlines",
+    "import json\njson.loads('{')": "json.decoder.JSONDecodeError: Expecting property name",
+    "raise ValueError('größe 模型 🙂 \\x00 \\x1b[1m')": "ValueError: größe 模型 🙂 \x00 \x1b[1m",
+    "raise ValueError('\\udcff \\ud800')": "ValueError: \\udcff \\ud800",
+    "assert 1 == 2": "AssertionError",
+    "import no_such_module": "ModuleNotFoundError: No module named 'no_such_module'",
+    "import os, shutil\nos.chdir('/')\nraise ValueError('elsewhere')": "ValueError: elsewhere",
+    "import sys\nsys.stderr = None\nraise ValueError('mute')": "ValueError: mute",
+}
+
+
+@pytest.mark.parametrize("body", ODD)
+def test_an_odd_exception_is_recorded_and_shown_as_without_us(body, work):
+    done, record = work(body)
+    assert record.exception.startswith(ODD[body])
+    plain = subprocess.run(done.args, env={**os.environ, "PYTHONPATH": ""}, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (plain.returncode, plain.stderr)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="groups came with Python 3.11")
+def test_a_group_is_recorded_with_all_that_is_in_it(work):
+    _, record = work("raise ExceptionGroup('some', [ValueError('a'), KeyError('b')])")
+    assert record.exception == "ExceptionGroup: some (2 sub-exceptions)"
+    assert "ValueError: a" in record.traceback
+    assert "KeyError: 'b'" in record.traceback
+
+
+def test_a_chain_is_recorded_whole(work):
+    done, record = work("try:\n    1 / 0\nexcept ZeroDivisionError as e:\n    raise ValueError('größe') from e")
+    assert record.traceback == done.stderr.rstrip()
+    assert "direct cause" in record.traceback
+
+
+def test_a_message_of_any_size_leaves_room_for_the_traceback(work, folder):
+    _, record = work("def train():\n    raise ValueError('🙂' * 10_000_000 + 'END')\ntrain()")
+    assert os.path.getsize(folder / "exception.json") < 256 * 1024
+    assert record.exception.startswith("ValueError: 🙂")
+    assert record.exception.endswith("END")
+    assert "in train" in record.traceback
+
+
+@pytest.mark.parametrize("spoil", ["os.rmdir(place)", "os.chmod(place, 0)", "os.mkdir(place + '/exception.json.part')"])
+def test_a_record_that_can_not_be_written_costs_nothing_else(spoil, work, folder):
+    head = "import os\nplace = os.path.dirname(os.environ['TORCHELASTIC_ERROR_FILE'])\n"
+    done, _ = work(f"{head}{spoil}\n{RAISES}")
+    os.makedirs(folder, exist_ok=True)
+    folder.chmod(0o700)
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (1, "ValueError: the end")
+
+
+def test_on_a_full_disk_there_is_no_half_record(work, folder):
+    limit = f"import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (0, {resource.RLIM_INFINITY}))\n"
+    done, record = work(limit + RAISES)
+    assert record is None
+    assert done.returncode == 1
+    assert "ValueError: the end" in done.stderr
+
+
+def test_a_module_is_recorded_from_its_own_first_line(work, tmp_path):
+    done, record = work("raise ValueError('m')", [sys.executable, "-m", "train", "--"])
+    assert "runpy" not in done.stderr
+    assert record.traceback.splitlines()[1].startswith(f'  File "{tmp_path / "train.py"}", line 1')
+
+
+def test_a_worker_that_becomes_another_python_is_still_the_worker(work):
+    body = (
+        f"import os, sys\nif len(sys.argv) == 1: os.execv(sys.executable, [sys.executable, *sys.argv, 'x'])\n{RAISES}"
+    )
+    assert work(body)[1].exception == "ValueError: the end"
+    assert work(RAISES, ["env", "A=1", sys.executable, "-u"])[1].exception == "ValueError: the end"
+
+
+@pytest.mark.parametrize("option", ["-I", "-E", "-S"])
+def test_a_python_without_our_hook_records_nothing(option, work):
+    done, record = work(RAISES, [sys.executable, option])
+    assert record is None
+    assert "ValueError: the end" in done.stderr
+
+
+def test_only_a_child_of_the_launchs_first_python_is_a_worker(folder, tmp_path):
+    """As it is with torchrun: an agent starts workers, which start others."""
+    agent = (
+        "import os, subprocess, sys\n"
+        "assert os.environ['TORCHRUN_AGENT_PID'] == str(os.getpid())\n"
+        f"env = {{**os.environ, 'TORCHELASTIC_ERROR_FILE': {str(folder / 'error.json')!r}}}\n"
+        "sys.exit(subprocess.run([sys.executable, *sys.argv[1:]], env=env).returncode)\n"
+    )
+    script = write(tmp_path / "agent.py", agent)
+    env = {**os.environ, "PYTHONPATH": WORKER_HOOKS, "TORCHRUN_AGENT_PID": ""}
+    nested = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {RAISES!r}]); sys.exit(3)"
+    for code, record in ((nested, None), (RAISES, "ValueError: the end")):
+        done = subprocess.run([sys.executable, str(script), "-c", code], env=env, capture_output=True, timeout=60)
+        assert done.stderr.splitlines()[-1] == b"ValueError: the end"
+        assert getattr(read_record(str(folder)), "exception", None) == record
+
+
+def test_a_signal_while_the_end_is_told_is_survived(work):
+    body = """
+        import os, signal
+        signal.signal(signal.SIGTERM, lambda *_: exit(9))
+        class E(Exception):
+            def __str__(self):
+                os.kill(os.getpid(), signal.SIGTERM)
+        raise E
+    """
+    assert work(body)[1].exception == "E: <exception str() failed>"
