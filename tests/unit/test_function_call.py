@@ -13,7 +13,7 @@ import pytest
 from metaflow.datastore import FlowDataStore
 from metaflow.metaflow_environment import MetaflowEnvironment
 from metaflow.plugins import DATASTORES
-from unit_helpers import write
+from unit_helpers import eventually, write
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import (
     EntrypointError,
@@ -31,6 +31,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.function_call import (
     refuse_for_scripts,
 )
 from metaflow_extensions.torchrun.plugins.torchrun.launch_spec import FUNCTION_WORKER, LaunchSpec, Request
+from metaflow_extensions.torchrun.plugins.torchrun.transfer import TransferFailed
 from metaflow_extensions.torchrun.plugins.torchrun.value_store import DatastoreValues
 
 SPEC = LaunchSpec(FUNCTION_WORKER, ("folder",), False, nproc=2, num_nodes=2, node_index=1, python="python3")
@@ -52,8 +53,10 @@ class Trainer:
 class Store:
     """A datastore in a dict."""
 
+    where = "the local datastore /home"
+
     def __init__(self):
-        self.data, self.broken = {}, False
+        self.data, self.broken, self.loads = {}, False, []
 
     def save(self, data):
         if self.broken:
@@ -62,8 +65,13 @@ class Store:
         self.data[key] = data
         return key
 
-    def load(self, key):
-        return self.data[key]
+    def load(self, keys):
+        self.loads.append(list(keys))
+        for key in reversed(keys):
+            yield key, self.data[key]
+
+    def trouble(self, thread):
+        return None
 
 
 @pytest.fixture
@@ -200,17 +208,30 @@ def test_a_function_without_a_file_has_the_workers_contents(make):
 # --- what goes to other nodes -------------------------------------------------------------------------
 
 
+def uploaded(call, ranks, node, ok):
+    """Return what an upload results in, or its problem; None if there is nothing to upload."""
+    upload = call.upload(ranks, node, ok)
+    if upload is None:
+        return None
+    upload.start()
+    eventually(lambda: upload.over)
+    return upload.problem() or upload.results
+
+
 def test_values_are_stored_only_where_they_are_to_be_gathered_and_not_by_the_control_node(make):
     store = Store()
     for call in (make(gather=True), make(store=store)):
         leave(call, "returned-2.pkl", "value")
-        assert call.deposit(2, 1, True) == {}
+        assert call.upload([2, 3], 1, True) is None
     call = make(gather=True, store=store)
     data = leave(call, "returned-2.pkl", "value")
-    assert call.deposit(2, 0, True) == {}
+    assert call.upload([2, 3], 0, True) is None
+    assert call.upload([3], 1, True) is None  # it has ended by sys.exit(0)
+    upload = call.upload([2, 3], 1, True)
+    assert (upload.vital, upload.step.rank) == (True, 2)
+    assert upload.what() == f"rank 2's value ({len(data)} bytes)"
     assert not store.data
-    assert call.deposit(2, 1, True) == {"2": "0"}
-    assert call.deposit(3, 1, True) == {}  # it has ended by sys.exit(0)
+    assert uploaded(call, [2, 3], 1, True) == {"2": "0"}
     assert store.data == {"0": data}
 
 
@@ -220,23 +241,20 @@ def test_what_was_raised_is_stored_by_every_node_that_is_not_alone(node, make):
     call = make(store=store)
     data = leave(call, "raised-2.pkl", raised())
     leave(call, "returned-3.pkl", "value")
-    assert call.deposit(2, node, False) == {"2": "0"}
-    assert call.deposit(3, node, False) == {}
+    assert not call.upload([2, 3], node, False).vital
+    assert uploaded(call, [2, 3], node, False) == {"2": "0"}
     assert store.data == {"0": data}
     alone = make()
     leave(alone, "raised-2.pkl", raised())
-    assert alone.deposit(2, node, False) == {}
+    assert alone.upload([2, 3], node, False) is None
 
 
-def test_a_broken_store_loses_no_value_silently_and_no_verdict(make):
+def test_a_broken_store_loses_no_value_silently(make):
     store = Store()
-    store.broken = True
     call = make(gather=True, store=store)
     leave(call, "returned-2.pkl", 1)
-    leave(call, "raised-2.pkl", raised())
-    with pytest.raises(RuntimeError, match="no bucket"):
-        call.deposit(2, 1, True)
-    assert call.deposit(2, 1, False) == {}
+    store.broken = True
+    assert uploaded(call, [2], 1, True) == "after 0 s: RuntimeError: no bucket"
 
 
 def test_values_are_this_nodes_and_the_gathered_ones_in_order(make):
@@ -244,11 +262,27 @@ def test_values_are_this_nodes_and_the_gathered_ones_in_order(make):
     call = make(gather=True, store=store)
     own = {rank: leave(call, f"returned-{rank}.pkl", rank) for rank in (1, 0)}
     keys = {str(rank): store.save(pickle.dumps(rank)) for rank in (3, 2)}
-    values = call.returned([0, 1], keys)
-    assert list(values) == [0, 1, 2, 3]
+    keys["4"] = keys["2"]  # what is the same has the same key
+    values = call.returned([0, 1], keys, print)
+    call.close()  # values outlive the files' names
+    assert list(values) == [0, 1, 2, 3, 4]
     assert {rank: values[rank] for rank in own} == own
-    assert [pickle.loads(value) for value in values.values()] == [0, 1, 2, 3]
-    assert make().returned([0, 1], {}) == {}
+    assert [pickle.loads(value) for value in values.values()] == [0, 1, 2, 3, 2]
+    assert store.loads == [[keys["3"], keys["2"]]], "one list, each key once"
+    assert make().returned([0, 1], {}, print) == {}
+
+
+def test_many_values_are_loaded_in_a_few_lists(make):
+    store = Store()
+    keys = {str(rank): store.save(bytes([rank])) for rank in range(150)}
+    assert dict(make(store=store).returned([], keys, print)) == {rank: bytes([rank]) for rank in range(150)}
+    assert [len(some) for some in store.loads] == [64, 64, 22]
+
+
+def test_values_that_can_not_be_loaded_say_where_they_should_be(make):
+    words = "rank 2's value could not be loaded from the local datastore /home after 0 s: KeyError"
+    with pytest.raises(TransferFailed, match=words):
+        make(store=Store()).returned([], {"2": "no such key"}, print)
 
 
 def test_a_new_generation_forgets_what_the_last_one_left(make):
@@ -256,7 +290,7 @@ def test_a_new_generation_forgets_what_the_last_one_left(make):
     leave(call, "returned-0.pkl", 1)
     leave(call, "raised-1.pkl", raised(ValueError()))
     call.begin()
-    assert call.returned([0, 1], {}) == {}
+    assert call.returned([0, 1], {}, print) == {}
     verdict = LaunchFailed("the gang's words", {**CAUSE, "rank": 1, "kind": "exit"})
     assert call.original(verdict, {}) is verdict
 
@@ -271,7 +305,8 @@ def test_values_go_through_metaflows_own_datastore(tmp_path, monkeypatch):
     keys = [values.save(one) for one in data]
     assert all(type(key) is str and len(key) == 40 for key in keys)
     assert values.save(data[2]) == keys[2]
-    assert [values.load(key) for key in keys] == data
+    assert dict(values.load(keys)) == dict(zip(keys, data, strict=True))
+    assert values.where == f"the local datastore {tmp_path / 'store'}"
     assert list((tmp_path / "store").glob("SomeFlow/data/*/*"))
 
 

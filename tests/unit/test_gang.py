@@ -75,6 +75,9 @@ class Table:
         ok = not causes if ok is None else ok
         self._report("ended", node, causes, launch, generation, age_s, ok=ok, **more)
 
+    def stored(self, node, keys, *causes, launch=0, generation=0):
+        self._report("stored", node, causes, launch, generation, 0.0, keys=keys)
+
     def _report(self, kind, node, causes, launch, generation, age_s, **more):
         entries = [{"cause": cause.to_wire(), "age_s": age_s} for cause in causes]
         message = {"type": kind, "launch": launch, "generation": generation, "causes": entries, **more}
@@ -984,6 +987,7 @@ class AnyInterleaving(RuleBasedStateMachine):
         self.state = dict.fromkeys(range(num_nodes), "absent")
         self.launches = dict.fromkeys(range(num_nodes), 0)  # as each node counts its calls
         self.running = dict.fromkeys(range(num_nodes))  # generation whose agent runs
+        self.stores = {}  # node -> generation whose values it stores
         self.verdicts = {}  # launch -> node -> verdict
         self.read = dict.fromkeys(range(num_nodes), 0)
         self.goes = {}  # (launch, generation) -> what the nodes were told
@@ -1005,6 +1009,7 @@ class AnyInterleaving(RuleBasedStateMachine):
                     assert self.running[node] is None, "two generations at once"
                     self.note_go(node, message)
                     self.running[node] = message["generation"]
+                    self.stores.pop(node, None)
                 elif message["type"] == "verdict":
                     self.note_verdict(node, message)
                 elif message["type"] == "abort":
@@ -1026,6 +1031,7 @@ class AnyInterleaving(RuleBasedStateMachine):
         assert node not in got, "a second verdict for one launch"
         assert message["launch"] == number, "a verdict for another launch"
         got[node] = message["error"]
+        self.stores.pop(node, None)
         if self.state[node] == "in":
             self.state[node], self.running[node] = "out", None
             self.launches[node] += 1
@@ -1054,6 +1060,23 @@ class AnyInterleaving(RuleBasedStateMachine):
         generation, self.running[node] = self.running[node], None
         causes = [crash(node)] if how == "crash" else []
         self.table.ended(node, *causes, ok=how == "ok", launch=self.launches[node], generation=generation)
+
+    @precondition(lambda self: self.busy())
+    @rule(data=st.data(), ok=st.booleans())
+    def end_and_store(self, data, ok):
+        node = data.draw(st.sampled_from(self.busy()))
+        generation, self.running[node] = self.running[node], None
+        self.stores[node] = generation
+        causes = [] if ok else [crash(node)]
+        self.table.ended(node, *causes, launch=self.launches[node], generation=generation, storing=VALUE)
+
+    @precondition(lambda self: getattr(self, "stores", None))
+    @rule(data=st.data(), how=st.sampled_from(["ok", "fails"]))
+    def store(self, data, how):
+        node = data.draw(st.sampled_from(sorted(self.stores)))
+        generation = self.stores.pop(node)
+        causes = [store_failure(node)] if how == "fails" else []
+        self.table.stored(node, {}, *causes, launch=self.launches[node], generation=generation)
 
     @precondition(lambda self: self.busy())
     @rule(data=st.data())
@@ -1132,6 +1155,9 @@ class AnyInterleaving(RuleBasedStateMachine):
                 self.state[node] = "gone"
                 self.table.lost(node)
         self.read_mail()
+        for node, generation in list(self.stores.items()):
+            self.table.stored(node, {}, launch=self.launches[node], generation=generation)
+        self.read_mail()
         for _ in range(2 * (self.max_restarts + 2)):
             for node in self.busy():
                 generation, self.running[node] = self.running[node], None
@@ -1148,32 +1174,48 @@ TestAnyInterleaving = AnyInterleaving.TestCase
 TestAnyInterleaving.settings = hypothesis_settings(max_examples=300, stateful_step_count=25, deadline=None)
 
 
-# --- functions: what lies in the datastore ------------------------------------------------------------
+# --- functions: what goes to the datastore ------------------------------------------------------------
+
+VALUE = "rank 2's value (2.1 GB)"
 
 
-def deposits(table, node):
+def keys(table, node):
     (verdict,) = table.got(node, "verdict")
     return verdict["deposits"]
+
+
+def notes(table, node):
+    return [message["text"] for message in table.got(node, "note")]
+
+
+def store_failure(node=1):
+    return Cause("store", node, f"host-{node}", 2, 0, exception="has ended well, but its value could not be stored")
 
 
 def test_the_control_node_alone_hears_where_the_gathered_values_lie():
     table = Table(3)
     table.all_ready()
-    table.ended(1, deposits={"2": "key of 2", "3": "key of 3"})
-    table.ended(2, deposits={"4": "key of 4"})
-    table.ended(0, deposits={})
-    assert deposits(table, 0) == {"2": "key of 2", "3": "key of 3", "4": "key of 4"}
-    assert deposits(table, 1) == deposits(table, 2) == {}
+    table.ended(1, storing=VALUE)
+    table.ended(2, storing="rank 4's value (1 bytes)")
+    table.stored(1, {"2": "key of 2", "3": "key of 3"})
+    table.ended(0)
+    assert not table.got(0, "verdict")
+    table.stored(2, {"4": "key of 4"})
+    assert table.same_verdict() is None
+    assert keys(table, 0) == {"2": "key of 2", "3": "key of 3", "4": "key of 4"}
+    assert keys(table, 1) == keys(table, 2) == {}
 
 
 def test_all_nodes_hear_where_the_causes_exception_lies_and_of_no_other():
     table = Table(2)
     table.all_ready()
     table.failed(1, crash(1, "ValueError: origin"))
-    table.ended(0, crash(0, "RuntimeError: Connection closed by peer"), deposits={"0": "follows", "1": "follows"})
-    table.ended(1, crash(1, "ValueError: origin"), deposits={"2": "origin", "3": "follows"})
+    table.ended(0, crash(0, "RuntimeError: Connection closed by peer"), storing="what its ranks raised")
+    table.ended(1, crash(1, "ValueError: origin"), storing="what its ranks raised")
+    table.stored(0, {"0": "follows", "1": "follows"})
+    table.stored(1, {"2": "origin", "3": "follows"})
     assert table.same_verdict().cause["rank"] == 2
-    assert deposits(table, 0) == deposits(table, 1) == {"2": "origin"}
+    assert keys(table, 0) == keys(table, 1) == {"2": "origin"}
 
 
 def test_a_cause_that_left_nothing_has_no_key():
@@ -1181,15 +1223,125 @@ def test_a_cause_that_left_nothing_has_no_key():
     table.all_ready()
     table.ended(0, ok=False)
     table.ended(1, crash(1, kind="signal", code=-9))
-    assert deposits(table, 0) == {}
+    assert keys(table, 0) == {}
 
 
 def test_a_restart_forgets_what_the_last_generation_stored():
     table = Table(2)
     table.all_ready(max_restarts=1)
-    table.ended(1, crash(1), deposits={"2": "old", "3": "old"})
+    table.ended(1, crash(1), storing="what its ranks raised")
     table.ended(0, ok=False)
+    table.stored(1, {"2": "old", "3": "old"})
     table.pass_time(1.1)
     table.ended(0, generation=1)
-    table.ended(1, generation=1, deposits={"2": "new"})
-    assert deposits(table, 0) == {"2": "new"}
+    table.ended(1, generation=1, storing=VALUE)
+    table.stored(1, {"4": "late"})  # of the generation before
+    table.stored(1, {"2": "new"}, generation=1)
+    assert keys(table, 0) == {"2": "new"}
+
+
+def test_workers_that_have_ended_are_neither_too_slow_nor_do_they_hang():
+    table = Table(2)
+    table.all_ready(hang_timeout_s=20.0, timeout_s=40.0, max_restarts=3)
+    table.ended(0)
+    table.ended(1, storing=VALUE)
+    table.pass_time(3600.0)
+    assert not table.got(0, "stop")
+    table.stored(1, {"2": "key"})
+    assert table.same_verdict() is None
+
+
+@pytest.mark.parametrize("limit", ["hang_timeout_s", "timeout_s"])
+def test_a_node_that_stores_does_not_hide_that_others_hang(limit):
+    table = Table(2)
+    table.all_ready(**{limit: 20.0})
+    table.ended(1, storing=VALUE)
+    table.pass_time(20.1)
+    assert table.got(1, "stop")
+    table.ended(0, ok=False)  # node 1 need not store any more
+    assert isinstance(table.same_verdict(), LaunchHung if limit == "hang_timeout_s" else LaunchTimeout)
+
+
+def test_the_control_node_says_every_30_s_who_stores_what():
+    table = Table(7)
+    table.all_ready()
+    for node in range(6):
+        table.ended(node, storing=f"rank {node * 2}'s value" if node != 1 else VALUE)
+    table.pass_time(29.0)
+    assert not notes(table, 0)
+    table.pass_time(1.1)  # while node 6 computes on
+    assert notes(table, 0) == [
+        f"node 1 stores {VALUE}; node 2 stores rank 4's value; node 3 stores rank 6's value; so do 2 other nodes "
+        "(for 30 s so far)"
+    ]
+    for node in (0, 2, 3, 4, 5):
+        table.stored(node, {})
+    table.post(table.gang.handle(1, {"type": "storing", "launch": 0, "generation": 0, "what": "another value"}))
+    table.pass_time(30.1)
+    assert notes(table, 0)[1:] == ["node 1 stores another value (for 60 s so far)"]
+    assert not notes(table, 1)
+
+
+def test_the_steps_timeout_bounds_storing_and_says_so():
+    table = Table(2)
+    table.all_ready(left_s=100.0)
+    table.ended(0)
+    table.ended(1, storing=VALUE)
+    table.pass_time(100.1)
+    error = table.same_verdict()
+    assert isinstance(error, LaunchTimeout)
+    assert f"node 1 stores {VALUE} (for 100 s so far)" in str(error)
+    assert table.got(1, "stop")
+
+
+def test_a_value_that_can_not_be_stored_fails_the_launch_and_restarts_nothing():
+    table = Table(3)
+    table.all_ready(max_restarts=3, retry_on=frozenset({"user", "killed", "timeout", "hang", "start"}))
+    table.ended(0)
+    table.ended(1, storing=VALUE)
+    table.ended(2, storing=VALUE)
+    table.stored(1, {}, store_failure())
+    error = table.same_verdict()
+    assert type(error) is LaunchFailed
+    assert error.cause["category"] == "store"
+    assert "Rank 2 on node 1 (host host-1) has ended well, but its value could not be stored." in str(error)
+    assert "its workers had ended well" in str(error)
+    assert all(table.got(node, "stop") for node in range(3))
+    table.stored(2, {"4": "late"})
+    assert table.same_verdict()
+
+
+def test_a_value_that_can_not_be_stored_stops_those_that_still_compute():
+    table = Table(2)
+    table.all_ready()
+    table.ended(1, storing=VALUE)
+    table.stored(1, {}, store_failure())
+    assert table.got(0, "stop")
+    table.ended(0, ok=False)
+    assert table.same_verdict().cause["category"] == "store"
+
+
+@pytest.mark.parametrize("how", ["lost", "terminated", "left"])
+def test_a_node_that_goes_while_it_stores_ends_the_launch_at_once(how):
+    table = Table(3)
+    table.all_ready(max_restarts=1)
+    for node in range(3):
+        table.ended(node, storing=VALUE if node else None)
+    if how == "lost":
+        table.lost(1)
+    elif how == "terminated":
+        table.failed(1, crash(1, kind="terminated"))
+    else:
+        table.leave(1, crash(1, kind="terminated"))
+    error = table.same_verdict(0, 2)
+    assert error.cause["category"] == ("node_lost" if how == "lost" else "preempted")
+
+
+def test_a_store_that_is_away_delays_no_verdict_of_a_failure_for_long():
+    table = Table(2)
+    table.all_ready()
+    table.ended(1, crash(1), storing="what its ranks raised")
+    table.ended(0, ok=False)
+    table.pass_time(GRACE_S + 15.1)
+    assert table.same_verdict().cause["rank"] == 2
+    assert "No word" not in str(table.same_verdict())

@@ -21,6 +21,8 @@ ORDER = [
     "supervisor",
     "result",
     "function_call",
+    "transfer",
+    "values",
     "membership",
     "channel",
     "address_book",

@@ -16,7 +16,7 @@ class Outcome:
     def __init__(self, call, done, rank):
         verdict = LaunchFailed("the gang's words", {"kind": "exception", "node": 1, "rank": rank, "host": "h"})
         self.done = done
-        self.values = call.returned([rank], {})
+        self.values = call.returned([rank], {}, print)
         self.error = call.original(verdict, {})
         self.went_wrong = self.error is not verdict and not isinstance(self.error, WorkerFailed)
         self.rank = rank

@@ -15,7 +15,7 @@ from .devices import Machine, Nproc, choose_nproc, this_machine
 from .errors import LaunchFailed, TorchrunPreempted
 from .events import Event, Subscriber, to_log
 from .facts import node_facts
-from .function_call import FunctionCall, ValueStore, refuse_for_functions, refuse_for_scripts
+from .function_call import FunctionCall, refuse_for_functions, refuse_for_scripts
 from .joining import LOOPBACK, sit_alone
 from .launch_spec import LaunchSpec, Request, build_spec
 from .membership import Membership
@@ -24,6 +24,7 @@ from .preflight import as_preflight, preflight_spec, shm_bytes, shm_warning
 from .result import TorchrunResult
 from .settings import DEFAULTS, StepSettings, parse_seconds, parse_settings
 from .supervisor import Supervisor
+from .transfer import ValueStore
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # in typing since Python 3.11

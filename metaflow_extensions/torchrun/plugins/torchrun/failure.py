@@ -62,6 +62,7 @@ _CATEGORIES = {
     "timeout": "timeout",
     "hang": "hang",
     "frozen": "hang",
+    "store": "store",
 }
 
 
@@ -74,7 +75,8 @@ class Cause:
     kind : str
         ``"exception"``, ``"exit"``, ``"signal"``, ``"oom"`` (out of memory), ``"agent"`` (could not start),
         ``"agent_ended"`` (while its workers ran), ``"lost"``, ``"step"`` (the step's own code), ``"call"`` (`run`
-        refused it), ``"terminated"``, ``"timeout"``, ``"hang"`` or ``"frozen"`` (stopped by a signal).
+        refused it), ``"terminated"``, ``"timeout"``, ``"hang"``, ``"frozen"`` (stopped by a signal) or ``"store"`` (the
+        datastore).
     node : int
         Index of the node.
     host : str
@@ -104,7 +106,7 @@ class Cause:
 
         ``"user"`` (an exception or an exit code), ``"killed"`` (by a signal or for lack of memory),
         ``"start"`` (the agent gave up before or without its workers), ``"node_lost"``, ``"preempted"``,
-        ``"timeout"`` or ``"hang"``.
+        ``"timeout"``, ``"hang"`` or ``"store"`` (a returned value could not be stored or loaded).
         """
         if self.kind == "agent" and self.exit_code is not None and self.exit_code < 0:
             return "killed"
@@ -134,7 +136,7 @@ class Cause:
     @property
     def what(self) -> str:
         """Say in one line how it ended."""
-        if self.kind == "frozen" and self.rank is not None:
+        if self.kind == "store" or (self.kind == "frozen" and self.rank is not None):
             return str(self.exception)
         if self.kind in ("agent", "agent_ended", "lost", "frozen"):
             return f"failed: {self.exception}"

@@ -18,29 +18,33 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from types import FunctionType, TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 from .errors import EntrypointError, LaunchFailed, TorchrunConfigError, WorkerFailed
 from .launch_spec import FUNCTION_WORKER, LaunchSpec, Request
 from .launch_state import CONTROL
+from .transfer import (
+    PATIENCE_S,
+    RAISED_PATIENCE_S,
+    Step,
+    Transfer,
+    TransferFailed,
+    ValueStore,
+    patience_for,
+    size_text,
+)
+from .values import ValuesOnDisk
 
 INITS = ("gloo", "nccl", "auto")
 # The names are agreed with function_worker.py.
 _CALL, _VALUES = "call.pkl", "values"
 _RETURNED, _RAISED = "returned-{}.pkl", "raised-{}.pkl"
+# Values that a store may load at the same time; all at once would need disk space for all twice.
+_LOADED_AT_ONCE = 64
 # How a worker ends that has raised: by its traceback, or by whatever spoilt the words or the exit after it.
 _RAISING = frozenset({"exception", "exit", "signal"})
-
-
-class ValueStore(Protocol):
-    """What carries values from node to node."""
-
-    def save(self, data: bytes) -> str:
-        """Store `data` and return its key."""
-
-    def load(self, key: str) -> bytes:
-        """Return what was stored under `key`."""
 
 
 class FunctionCall:
@@ -125,34 +129,69 @@ class FunctionCall:
         shutil.rmtree(os.path.join(self.folder, _VALUES), ignore_errors=True)
         os.makedirs(os.path.join(self.folder, _VALUES))
 
-    def deposit(self, rank: int, node: int, ok: bool) -> dict[str, str]:
-        """Store what other nodes need of a rank: after a failure what it raised, with `gather` what it returned.
+    def upload(self, ranks: Sequence[int], node: int, ok: bool) -> Transfer | None:
+        """Return what stores what other nodes need of `ranks`; None if there is nothing to store.
 
-        Returns
-        -------
-        dict
-            The global rank, as text -> its key; empty if there is nothing to store.
+        After a failure that is what they raised, with `gather` what they returned. Its results are a key for each
+        global rank, which is text as in all messages.
         """
-        if self._store is None or (ok and (node == CONTROL or not self.gather)):
-            return {}
-        data = self._read(_RETURNED if ok else _RAISED, rank)
-        if data is None:
-            return {}
-        try:
-            return {str(rank): self._store.save(data)}
-        except Exception:
-            if ok:
-                raise  # a value would be missing; of a failure there are words enough
-            return {}
+        store = self._store
+        if store is None or (ok and (node == CONTROL or not self.gather)):
+            return None
+        sizes = {}
+        for rank in ranks:
+            with suppress(FileNotFoundError):
+                sizes[rank] = os.path.getsize(self._path(_RETURNED if ok else _RAISED, rank))
+        if not sizes:
+            return None
+
+        def save(rank: int) -> dict[str, str]:
+            with open(self._path(_RETURNED if ok else _RAISED, rank), "rb") as file:
+                return {str(rank): store.save(file.read())}
+
+        def save_all() -> dict[str, str]:
+            return {name: key for rank in sizes for name, key in save(rank).items()}
+
+        steps = [Step(f"what its ranks raised ({size_text(sum(sizes.values()))})", save_all, RAISED_PATIENCE_S)]
+        if ok:
+            steps = [
+                Step(f"rank {rank}'s value ({size_text(size)})", partial(save, rank), patience_for(size), rank)
+                for rank, size in sizes.items()
+            ]
+        return Transfer(store, "stores", steps, vital=ok)
 
     # --- called at the end ------------------------------------------------------------------------
 
-    def returned(self, ranks: Sequence[int], deposited: Mapping[str, str]) -> dict[int, bytes]:
-        """Return the pickled values of this node's `ranks` and of those that were deposited for this node."""
-        values = {rank: self._read(_RETURNED, rank) for rank in ranks}
-        if self._store is not None:
-            values.update({int(rank): self._store.load(key) for rank, key in deposited.items()})
-        return {rank: value for rank, value in sorted(values.items()) if value is not None}
+    def returned(
+        self, ranks: Sequence[int], uploaded: Mapping[str, str], note: Callable[[str], None]
+    ) -> Mapping[int, bytes]:
+        """Return the pickled values of this node's `ranks` and of those that were uploaded for this node.
+
+        Raises
+        ------
+        TransferFailed
+            If they can't be had from the datastore; `note` is told what takes long.
+        """
+        values = ValuesOnDisk()
+        for rank in ranks:
+            values.take(rank, self._path(_RETURNED, rank))
+        store, ranks_of = self._store, dict[str, list[int]]()
+        for name, key in uploaded.items():
+            ranks_of.setdefault(key, []).append(int(name))
+        if store is None or not ranks_of:
+            return values
+
+        def load(keys: Sequence[str]) -> dict[str, str]:
+            for key, data in store.load(keys):
+                values.add(ranks_of[key], data)
+            return {}
+
+        keys = list(ranks_of)
+        lists = [keys[start : start + _LOADED_AT_ONCE] for start in range(0, len(keys), _LOADED_AT_ONCE)]
+        what = f"the values of {len(uploaded)} ranks" if len(uploaded) > 1 else f"rank {next(iter(uploaded))}'s value"
+        steps = [Step(what, partial(load, some), len(some) * PATIENCE_S) for some in lists]
+        Transfer(store, "loads", steps).wait(note)
+        return values
 
     def original(self, error: LaunchFailed, deposited: Mapping[str, str]) -> BaseException:
         """Return what the failed worker has raised, as it was, or the reason why that can't be had.
@@ -175,8 +214,7 @@ class FunctionCall:
             return error
         data, key = self._read(_RAISED, cause["rank"]), deposited.get(str(cause["rank"]))
         if data is None and key is not None and self._store is not None:
-            with suppress(Exception):
-                data = self._store.load(key)
+            data = self._loaded(key)
         if data is None:
             return WorkerFailed(error.message, error.cause) if cause["kind"] == "exception" else error
         report = pickle.loads(data)  # noqa: S301 - our own workers', through the run's datastore
@@ -188,8 +226,20 @@ class FunctionCall:
         vars(exception)["__notes__"] = [*getattr(exception, "__notes__", ()), note]
         return exception
 
+    def _loaded(self, key: str) -> bytes | None:
+        """Return what was stored under `key`, unless the store takes long."""
+        store = self._store
+        assert store is not None
+        step = Step("what a rank raised", lambda: dict(store.load([key])), RAISED_PATIENCE_S)
+        with suppress(TransferFailed):
+            return bytes(Transfer(store, "loads", [step]).wait(lambda line: None)[key])
+        return None
+
+    def _path(self, name: str, rank: int) -> str:
+        return os.path.join(self.folder, _VALUES, name.format(rank))
+
     def _read(self, name: str, rank: int) -> bytes | None:
-        with suppress(OSError), open(os.path.join(self.folder, _VALUES, name.format(rank)), "rb") as file:
+        with suppress(OSError), open(self._path(name, rank), "rb") as file:
             return file.read()
         return None
 

@@ -4,7 +4,8 @@
 socket and never sleeps, so every interleaving can be tried in a test. One object decides, so there is
 one decision, and every node gets the same.
 
-A launch goes through ``gathering -> running -> stopping -> over``; a failure before *go* leads from
+A launch goes through ``gathering -> running -> over``, after a failure through ``stopping``, and through
+``storing`` where values are stored for others when all workers have ended well. A failure before *go* leads from
 ``gathering`` to ``over`` at once, and a restart from ``stopping`` back to ``running``.
 """
 
@@ -34,6 +35,7 @@ _MAX_MOVES = 3
 # What a node needs beyond the workers' grace to kill, reap and read the last bytes.
 _STOP_MARGIN_S = 15.0
 _REMIND_S = 60.0
+_SAY_STORES_S = 30.0
 # How long the nodes may take to collect the evidence of a hang.
 EVIDENCE_S = 15.0
 
@@ -93,8 +95,9 @@ class Gang:
     def handle(self, node: int, message: Message) -> list[Outgoing]:
         """Take a message of a node and return what is to be sent.
 
-        Messages from members: ``join``, ``ready``, ``active``, ``failed``, ``ended``, ``done``, ``leave``. Messages
-        to members: ``welcome``, ``go``, ``stop``, ``restart``, ``verdict``, ``abort``, ``ack``, ``note``, ``bye``.
+        Messages from members: ``join``, ``ready``, ``active``, ``failed``, ``ended``, ``storing``, ``stored``, ``done``,
+        ``leave``. Messages to members: ``welcome``, ``go``, ``stop``, ``restart``, ``verdict``, ``abort``, ``ack``,
+        ``note``, ``bye``.
         """
         handler = {
             "join": self._on_join,
@@ -102,6 +105,8 @@ class Gang:
             "active": self._on_active,
             "failed": self._on_failed,
             "ended": self._on_ended,
+            "storing": self._on_storing,
+            "stored": self._on_stored,
             "done": self._on_done,
             "leave": self._on_leave,
         }.get(str(message.get("type")))
@@ -136,7 +141,11 @@ class Gang:
             launch.remind_at = now + _REMIND_S
             waiting = names(node for node in self._nodes if node not in launch.ready)
             self._say(launch.ready, f"launch {launch.number} waits for {waiting} to call current.torch.run")
-        if launch.phase == "running":
+        if launch.stores and now >= launch.say_stores_at:
+            launch.say_stores_at = now + _SAY_STORES_S
+            if text := launch.who_stores(now, besides=CONTROL):  # which says so itself
+                self._say([CONTROL], text)
+        if launch.phase in ("running", "storing"):
             overrun = launch.overrun(now)
             if overrun is not None:
                 self._overrun(launch, *overrun)
@@ -214,6 +223,8 @@ class Gang:
         launch.phase, launch.restart_at, launch.stop_by = "running", None, float("inf")
         launch.went_at = launch.active_at = self._clock()
         launch.ended.clear()
+        launch.stores.clear()
+        launch.uploaded.clear()
         launch.causes.clear()
         go = {"type": "go", "launch": launch.number, "generation": launch.generation, "port": port}
         self._broadcast({**go, "restarts": launch.restarts, "max_restarts": launch.policy.max_restarts})
@@ -237,10 +248,34 @@ class Gang:
             return
         self._note_causes(launch, message)
         launch.ended[node] = message
+        if message.get("storing") and not (message.get("ok") and launch.phase == "stopping"):
+            self._note_storing(launch, node, message["storing"])
         if not message.get("ok"):
             self._stop_or_drop(launch, node)
         if node in launch.dropped:
             self._send_verdict(launch, node, launch.dropped_error(node))
+        self._decide_if_all_ended(launch)
+
+    def _note_storing(self, launch: Launch, node: int, what: str) -> None:
+        if not launch.stores:
+            launch.stores_since = self._clock()
+            launch.say_stores_at = launch.stores_since + _SAY_STORES_S
+        launch.stores[node] = what
+
+    def _on_storing(self, node: int, message: Message) -> None:
+        """A node whose workers have ended goes on to store another value, or knows how the datastore fails."""
+        launch = self._current(message)
+        if launch is not None and node in launch.stores:
+            launch.stores[node] = message["what"]
+
+    def _on_stored(self, node: int, message: Message) -> None:
+        launch = self._current(message)
+        if launch is None or launch.stores.pop(node, None) is None:
+            return
+        launch.uploaded.update(message["keys"])
+        self._note_causes(launch, message)
+        if message.get("causes"):
+            self._stop(launch)
         self._decide_if_all_ended(launch)
 
     def _current(self, message: Message) -> Launch | None:
@@ -271,8 +306,10 @@ class Gang:
             self._say(others, f"node {node} has dropped out{what}; the launch goes on with {len(others)} nodes")
 
     def _stop(self, launch: Launch) -> None:
-        if launch.phase == "running":
+        if launch.phase in ("running", "storing"):
             launch.phase = "stopping"
+            for node in [node for node in launch.stores if launch.ended[node].get("ok")]:
+                del launch.stores[node]  # after a failure, only what was raised is wanted
             launch.stop_by = self._clock() + self._settings.grace_s + _STOP_MARGIN_S
             cause = launch.first_cause()
             stop = {"type": "stop", "launch": launch.number, "generation": launch.generation}
@@ -282,11 +319,16 @@ class Gang:
                 stop["evidence"] = True
                 launch.stop_by += EVIDENCE_S
             self._broadcast({**stop, "because": headline(cause), "teller": teller(cause)})
+            self._decide_if_all_ended(launch)  # no word of the workers' ends will come, if there are none
 
     def _decide_if_all_ended(self, launch: Launch) -> None:
-        waiting = [node for node in self._in_state("joined") if node not in launch.ended]
-        if not waiting and launch.phase in ("running", "stopping"):
+        joined = self._in_state("joined")
+        if launch.phase not in ("running", "storing", "stopping") or not launch.ended.keys() >= set(joined):
+            return
+        if launch.stores.keys().isdisjoint(joined):
             self._decide(launch)
+        elif launch.phase == "running":
+            launch.phase = "storing"
 
     def _decide(self, launch: Launch) -> None:
         """All nodes have ended, or their time is up: success, restart or failure."""

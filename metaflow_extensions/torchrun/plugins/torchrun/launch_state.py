@@ -15,7 +15,8 @@ Message = dict[str, Any]
 CONTROL = 0
 """Index of the control node."""
 
-Phase = Literal["gathering", "running", "stopping", "over"]
+Phase = Literal["gathering", "running", "storing", "stopping", "over"]
+"""``storing``: all workers have ended well, and what they have returned is on its way to the datastore."""
 
 # Facts of *ready* that must be the same on every node, and how to call them.
 _MUST_AGREE = {
@@ -30,6 +31,7 @@ _MUST_AGREE = {
     "contents": "contents of the entrypoint",
 }
 _HEADLINE = 300  # characters
+_NODES_SAID = 3
 
 
 @dataclass
@@ -51,6 +53,10 @@ class Launch:
     stop_by: float = float("inf")
     restart_at: float | None = None
     remind_at: float = float("inf")
+    stores: dict[int, str] = field(default_factory=dict)  # nodes whose workers have ended -> what they store
+    stores_since: float = 0.0
+    say_stores_at: float = float("inf")
+    uploaded: dict[str, str] = field(default_factory=dict)  # global rank -> key
 
     @property
     def restarts(self) -> int:
@@ -89,7 +95,10 @@ class Launch:
         """Return kind and text of the limit that the generation has passed, or None."""
         policy = self.policy
         if now > self.deadline:
-            return "timeout", "longer than the step's @timeout allows"
+            stores = self.who_stores(now) if self.phase == "storing" else ""
+            return "timeout", "longer than the step's @timeout allows" + (f"; {stores}" if stores else "")
+        if self.phase == "storing":
+            return None  # no worker is left that could hang or take too long
         if policy.timeout_s is not None and now - self.went_at > policy.timeout_s:
             return "timeout", f"longer than {policy.timeout_s:g} s"
         if policy.hang_timeout_s is not None and now - self.active_at > policy.hang_timeout_s:
@@ -111,18 +120,22 @@ class Launch:
             lines.append(f"Stacks of node {node} (host {evidence['host']}): {file}")
         return "\n".join(lines)
 
+    def who_stores(self, now: float, besides: int | None = None) -> str:
+        """Say which nodes store what."""
+        said = [f"node {node} stores {what}" for node, what in sorted(self.stores.items()) if node != besides]
+        more = f"; so do {len(said) - _NODES_SAID} other nodes" if len(said) > _NODES_SAID else ""
+        since = f" (for {now - self.stores_since:.0f} s so far)"
+        return "; ".join(said[:_NODES_SAID]) + more + since if said else ""
+
     def deposits(self, node: int, error: TorchrunError | None) -> dict[str, str]:
         """Return what `node` needs to find of what a function's ranks have left in the datastore: global rank -> key.
 
         That is what the cause has raised or, on the control node alone, what all ranks have returned.
         """
-        if error is None and node != CONTROL:
-            return {}
-        keys = {rank: key for message in self.ended.values() for rank, key in (message.get("deposits") or {}).items()}
         if error is None:
-            return keys
+            return self.uploaded if node == CONTROL else {}
         rank = str((error.cause or {}).get("rank"))
-        return {rank: keys[rank]} if rank in keys else {}
+        return {rank: self.uploaded[rank]} if rank in self.uploaded else {}
 
     def error(self, cause: Cause | None, silent: list[int]) -> LaunchFailed:
         """Return what every node raises after a failed launch; `silent` nodes did not report their end."""
@@ -148,6 +161,11 @@ class Launch:
         if cause.kind == "hang":
             remedy = "hang_timeout_s changes how long they may be silent."
             return LaunchHung, f"{stopped}: {cause.exception}. {remedy}\n{cause.detail}"
+        if cause.kind == "store":
+            remedy = (
+                "If the datastore is well, return less: a function can store large results itself and return where."
+            )
+            return LaunchFailed, f"{cause.describe()}\n{stopped} on all nodes; its workers had ended well. {remedy}"
         if cause.category == "preempted":
             saved = sorted(rank for message in self.ended.values() for rank in message.get("ended_well", ()))
             ended = ", ".join(map(str, saved)) or "none"

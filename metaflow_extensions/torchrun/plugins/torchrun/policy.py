@@ -16,6 +16,7 @@ DEFAULT_RETRY_ON = frozenset({"user", "killed", "timeout", "hang"})
 _NEVER_RETRIED = {
     "node_lost": "the nodes that are left can't bring one back; use Metaflow's @retry",
     "preempted": "the nodes that are left can't bring one back; use Metaflow's @retry",
+    "store": "the function has ended well, and to run it again mends no datastore; use Metaflow's @retry",
 }
 
 

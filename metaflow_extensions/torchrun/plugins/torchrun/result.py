@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
+
+from .values import ValuesOnDisk
 
 T = TypeVar("T")
 
@@ -45,9 +47,9 @@ class TorchrunResult(Generic[T]):
         Seconds from *go* to the last node's end, by this node's clock.
     exit_codes : dict of int to int
         Global rank -> exit code of this node's workers.
-    values : dict of int to bytes
+    values : mapping of int to bytes
         Global rank -> pickled value that a function has returned; empty for a script. `rank`, `local_rank` and
-        iteration unpickle them.
+        iteration unpickle them. In the task that made them they lie on disk, in a stored result in a dict.
     gathered : bool
         Whether `values` are those of all nodes, which ``gather=True`` brings to the control node alone.
     """
@@ -61,7 +63,7 @@ class TorchrunResult(Generic[T]):
     restarts: list[dict[str, Any]]
     duration_s: float
     exit_codes: dict[int, int]
-    values: dict[int, bytes] = field(default_factory=dict, repr=False)
+    values: Mapping[int, bytes] = field(default_factory=dict, repr=False)
     gathered: bool = False  # a default, because results were stored that know nothing of it
 
     def rank(self, rank: int) -> T:
@@ -75,7 +77,11 @@ class TorchrunResult(Generic[T]):
         """
         if rank not in self.values:
             raise LookupError(self._why_not(rank))
-        value: T = pickle.loads(self.values[rank])  # noqa: S301 - an artifact of the user's own run
+        if isinstance(self.values, ValuesOnDisk):
+            with self.values.open(rank) as file:
+                value: T = pickle.load(file)  # noqa: S301 - what this task's own workers have left
+        else:
+            value = pickle.loads(self.values[rank])  # noqa: S301 - an artifact of the user's own run
         return value
 
     def local_rank(self, local_rank: int) -> T:
@@ -114,4 +120,4 @@ class TorchrunResult(Generic[T]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         expression = f"{_REVIVED}({__name__!r}, __import__('importlib.util').util.find_spec)"
-        return eval, (expression,), dict(vars(self))
+        return eval, (expression,), {**vars(self), "values": dict(self.values)}

@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 from .devices import Machine, omp_threads
-from .errors import TorchrunError, from_wire
+from .errors import LaunchFailed, TorchrunError, from_wire
 from .events import Event
 from .evidence import collect, hook_environment
 from .failure import Cause
@@ -33,6 +33,7 @@ from .network import interface_of, interface_towards
 from .policy import LaunchPolicy
 from .process import AgentProcess
 from .result import TorchrunResult
+from .transfer import Transfer, TransferFailed
 
 # Reports stay far below the channel's frame limit; eight failures say enough of one node.
 _MAX_CAUSES = 8
@@ -74,6 +75,9 @@ class Supervisor:
         Where the gang's verdict says that values of the function, or what it has raised, lie: global rank -> key.
     """
 
+    # What is stored is carried by a thread of its own (`transfer`), which speaks through the inbox only; everything here
+    # belongs to the thread that calls `run`.
+
     def __init__(
         self,
         spec: LaunchSpec,
@@ -100,6 +104,8 @@ class Supervisor:
         self.deposits: dict[str, str] = {}
         self._launch = -1
         self._generation: Generation | None = None
+        self._upload: Transfer | None = None  # after the end of the generation `_upload_of`
+        self._upload_of = -1
         self._verdict: TorchrunError | None = None
         self._went_at = 0.0
         self._said_active_at = 0.0
@@ -159,6 +165,11 @@ class Supervisor:
                 self._go(message)
             elif kind == "restart":
                 self._note_restart(message)
+            elif kind == "upload":
+                self._on_upload(message["upload"])
+            elif kind == "stop" and self._upload is not None:
+                if self._upload.vital:
+                    self._give_up_upload()
             elif kind == "stop" and self._generation is not None:
                 if self._seat.node == CONTROL and message.get("because") and not self._is_told(message["teller"]):
                     self._emit("stopping", f"{message['because']}; stopping all nodes")
@@ -188,7 +199,7 @@ class Supervisor:
         generation.preempted = True
         what = Cause.from_wire(error.cause).what if error.cause else str(error)
         self._emit("stopping", f"{what}; stopping all nodes", preempted=True)
-        self._tell(error, generation)
+        self._tell(error, generation.number)
 
     def _note_restart(self, message: Message) -> None:
         cause = Cause.from_wire(message["cause"])
@@ -214,6 +225,7 @@ class Supervisor:
     # --- one generation -------------------------------------------------------------------------
 
     def _go(self, message: Message) -> None:
+        self._give_up_upload()
         number = int(message["generation"])
         if number == 0:
             self._went_at = time.monotonic()
@@ -352,7 +364,9 @@ class Supervisor:
         self._stop(what)
 
     def _look_around(self) -> None:
-        """See what no event tells: failures that only torchrun saw, and output."""
+        """See what no event tells: failures that only torchrun saw, output, and an upload that takes long."""
+        if self._upload is not None:
+            self._look_at_upload(self._upload)
         generation = self._generation
         if generation is None or generation.stopping:
             return
@@ -407,31 +421,72 @@ class Supervisor:
         if event["left"]:
             self._emit("left_behind", f"stopped what the workers had left running: {', '.join(event['left'])}")
         self._exit_codes = {end.rank: end.exit_code for end in generation.ends.values()}
-        self._report("ended", generation, final=True)
+        upload = self._make_upload(generation)
+        self._report("ended", generation, final=True, storing=None if upload is None else upload.step.what)
         generation.remove_files()
         self._generation = None
+        if upload is not None:
+            self._begin_upload(upload, generation.number)
 
-    def _report(self, kind: str, generation: Generation, final: bool = False) -> None:
+    def _report(self, kind: str, generation: Generation, final: bool = False, storing: str | None = None) -> None:
         message: Message = {"type": kind, "launch": self._launch, "generation": generation.number}
         message["causes"] = list(generation.causes(final))[:_MAX_CAUSES]
         if kind == "ended":
             message["ok"] = generation.agent_exit == 0
             message["ended_well"] = sorted(end.rank for end in generation.ends.values() if end.exit_code == 0)
             message["evidence"] = generation.evidence
-            message["deposits"] = self._deposit(generation, message["ok"])
+            message["storing"] = storing
         self._seat.send(message)
-
-    def _deposit(self, generation: Generation, ok: bool) -> dict[str, str]:
-        """Store what other nodes need of what this node's ranks have left; that takes time, but is no hang."""
-        keys: dict[str, str] = {}
-        if self._call is not None:
-            for rank in self._ranks():
-                self._say_active(generation, time.monotonic())
-                keys.update(self._call.deposit(rank, self._seat.node, ok))
-        return keys
 
     def _ranks(self) -> list[int]:
         return [self._spec.global_rank(local_rank) for local_rank in range(self._spec.nproc)]
+
+    # --- what other nodes need of this node's ranks ---------------------------------------------
+
+    def _make_upload(self, generation: Generation) -> Transfer | None:
+        well = generation.agent_exit == 0
+        if self._call is None or (well and generation.stopping):
+            return None
+        return self._call.upload(self._ranks(), self._seat.node, well)
+
+    def _begin_upload(self, upload: Transfer, generation: int) -> None:
+        self._upload, self._upload_of = upload, generation
+        upload.start(lambda: self._seat.inbox.put({"type": "upload", "launch": self._launch, "upload": upload}))
+
+    def _on_upload(self, upload: Transfer) -> None:
+        """It has come to another value, or to its end; one that was given up has no news."""
+        if upload is self._upload:
+            self._say_storing(upload)
+            self._look_at_upload(upload)
+
+    def _look_at_upload(self, upload: Transfer) -> None:
+        if upload.over:
+            self._upload_ended(upload)
+        elif (line := upload.line()) is not None:
+            self._emit("note", line)
+            self._say_storing(upload)
+
+    def _say_storing(self, upload: Transfer) -> None:
+        about = {"launch": self._launch, "generation": self._upload_of}
+        self._seat.send({"type": "storing", **about, "what": upload.what()})
+
+    def _upload_ended(self, upload: Transfer) -> None:
+        self._give_up_upload()
+        stored: Message = {"type": "stored", "launch": self._launch, "generation": self._upload_of, "causes": []}
+        problem = upload.problem()
+        if problem is not None and upload.vital:
+            rank = upload.step.rank or 0
+            text = f"has ended well, but {upload.step.what} could not be stored in {upload.where} {problem}"
+            local_rank = rank - self._spec.global_rank(0)
+            cause = Cause("store", self._seat.node, self._seat.host, rank, local_rank, exception=text)
+            self._emit("worker_failed", f"{cause.who} {cause.what}; stopping all nodes", rank=rank)
+            stored["causes"] = [{"cause": cause.to_wire(), "age_s": 0.0}]
+        self._seat.send({**stored, "keys": dict(upload.results)})
+
+    def _give_up_upload(self) -> None:
+        if self._upload is not None:
+            self._upload.give_up()
+            self._upload = None
 
     # --- the end --------------------------------------------------------------------------------
 
@@ -441,11 +496,13 @@ class Supervisor:
         try:
             yield
         except BaseException as error:
-            generation = self._generation
-            if generation is not None:
-                self._tell(error, generation)
+            if self._generation is not None:
+                self._tell(error, self._generation.number)
+            elif self._upload is not None:
+                self._tell(error, self._upload_of)
             raise
         finally:
+            self._give_up_upload()
             if self._generation is not None:
                 generation, self._generation = self._generation, None
                 generation.close(self._grace_s)
@@ -453,11 +510,11 @@ class Supervisor:
                 end = {"launch": self._launch, "generation": generation.number, "ok": False, "causes": []}
                 self._seat.send({"type": "ended", **end})
 
-    def _tell(self, error: BaseException, generation: Generation) -> None:
+    def _tell(self, error: BaseException, generation: int) -> None:
         if self._seat.gang_knows(error):
             return
         cause = self._seat.cause_of(error)
-        report = {"launch": self._launch, "generation": generation.number, "causes": [{"cause": cause, "age_s": 0.0}]}
+        report = {"launch": self._launch, "generation": generation, "causes": [{"cause": cause, "age_s": 0.0}]}
         self._seat.send({"type": "failed", **report})
 
     def _emit(self, kind: Any, text: str, **facts: Any) -> None:
@@ -465,9 +522,7 @@ class Supervisor:
 
     def _result(self) -> TorchrunResult[Any]:
         spec = self._spec
-        values: dict[int, bytes] = {}
-        if self._call is not None:
-            values = self._call.returned(self._ranks(), self.deposits)
+        values: Mapping[int, bytes] = {} if self._call is None else self._values(self._call)
         return TorchrunResult(
             launch=self._launch,
             num_nodes=spec.num_nodes,
@@ -481,3 +536,11 @@ class Supervisor:
             values=values,
             gathered=self._call is not None and self._call.gather and self._seat.node == CONTROL,
         )
+
+    def _values(self, call: FunctionCall) -> Mapping[int, bytes]:
+        try:
+            return call.returned(self._ranks(), self.deposits, lambda line: self._emit("note", line))
+        except TransferFailed as error:
+            cause = Cause("store", self._seat.node, self._seat.host, exception=f"has no result: {error}")
+            text = f"{cause.describe()}\nThe workers of launch {self._launch} had ended well on all nodes."
+            raise LaunchFailed(text, cause.to_wire()) from error
