@@ -6,6 +6,7 @@ import hmac
 import json
 import os
 import queue
+import resource
 import socket
 import struct
 import threading
@@ -247,16 +248,18 @@ def test_of_many_addresses_that_work_one_connection_stays(control, member, monke
     assert "abort" not in table.inbox.seen
 
 
-def test_a_connection_that_opens_when_another_has_won_is_closed(control):
+def test_a_connection_that_opens_when_another_has_won_is_closed(control, rooms):
     table = control(2)
+    one = MemberChannel(1, Inbox(), 20.0)
+    rooms.callback(one.close)
 
     async def open_and_give_up():
-        knock = asyncio.ensure_future(channel_module._knock(HOST, table.port, table.token))
-        _, writer = await knock
+        knock = asyncio.ensure_future(one._knock(HOST, table.port, table.token))
+        link = await knock
         await channel_module._give_up({knock})
-        return writer.is_closing()
+        return link.is_closing()
 
-    assert asyncio.run(open_and_give_up())
+    assert one._thread.call(open_and_give_up(), 10.0)
 
 
 def test_a_control_node_that_is_nowhere_is_given_up_in_time(rooms):
@@ -513,9 +516,10 @@ def test_a_second_task_on_the_same_seat_is_refused_and_the_first_stays(control, 
     table = control(2)
     first = member(table, 1)
     first.inbox.expect("welcome")
-    second = member(table, 1)
-    second.inbox.expect("control_lost")
-    assert "welcome" not in second.inbox.seen
+    begun = time.monotonic()
+    with pytest.raises(GangError, match=r"Node 1 .* was turned away.*another task .* the same node index"):
+        member(table, 1)
+    assert time.monotonic() - begun < 5.0
     first.send({"type": "leave", "cause": None})
     first.inbox.expect("ack")
 
@@ -550,7 +554,15 @@ def forked_child():
         os.waitpid(pid, 0)
 
 
-def test_a_child_that_a_task_has_forked_does_not_hold_its_connection(control, member):
+@pytest.fixture(params=[None, 256], ids=["limit of files as it is", "connections above the limit of files"])
+def limited_files(request):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (request.param or soft, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_child_that_a_task_has_forked_does_not_hold_its_connection(control, member, limited_files):
     made = control(3, heartbeat_s=20.0)
     first, second = member(made, 1), member(made, 2)
     with forked_child():
@@ -584,7 +596,8 @@ def test_members_notice_at_once_that_the_control_node_is_gone(control, member):
     assert "connection was closed" in one.inbox.expect("control_lost", 3.0)["reason"]
 
 
-def test_a_control_node_that_falls_silent_is_lost(rooms):
+@pytest.mark.parametrize("welcome", [True, False], ids=["after its welcome", "before"])
+def test_a_control_node_that_falls_silent_is_lost(welcome, rooms):
     token = new_token()
     with socket.create_server((HOST, 0)) as fake:
         one, inbox, done = MemberChannel(1, Inbox(), 0.3), None, threading.Event()
@@ -600,13 +613,19 @@ def test_a_control_node_that_falls_silent_is_lost(rooms):
                 said = receive(sock, 64)
                 assert said[32:] == mac(token, b"member", nonce)
                 sock.sendall(mac(token, b"control", said[:32]))
+                if welcome:
+                    sock.sendall(frame({"type": "welcome"}))
                 done.wait(10.0)
 
         thread = threading.Thread(target=answer)
         thread.start()
         try:
-            one.connect([HOST], fake.getsockname()[1], token, 5.0)
-            assert "nothing was heard from it for 0.3 s" in inbox.expect("control_lost", 5.0)["reason"]
+            if welcome:
+                one.connect([HOST], fake.getsockname()[1], token, 5.0)
+                assert "nothing was heard from it for 0.3 s" in inbox.expect("control_lost", 5.0)["reason"]
+            else:
+                with pytest.raises(GangError, match=r"got no answer within 0\.3 s \(heartbeat_timeout_s\)"):
+                    one.connect([HOST], fake.getsockname()[1], token, 5.0)
         finally:
             done.set()
             thread.join()
@@ -616,6 +635,66 @@ def test_a_task_known_to_be_dead_is_reported_without_waiting_for_its_silence(con
     table = control(3)
     table.channel.report_gone(2, "its task was killed by SIGKILL")
     assert "its task was killed by SIGKILL" in table.inbox.expect("abort", 3.0)["error"]["message"]
+
+
+def test_what_is_raised_in_the_control_nodes_loop_breaks_the_gang_with_its_text(control, member):
+    table = control(2)
+    one = member(table, 1)
+    one.send({"type": "ready"})  # without the launch's number, which no node of ours leaves out
+    for inbox in (table.inbox, one.inbox):
+        text = inbox.expect("abort", 5.0)["error"]["message"]
+        assert "channel failed on the control node" in text
+        assert "KeyError: 'launch'" in text
+
+
+def test_a_message_that_can_not_be_sent_is_told_to_all(control, member):
+    table = control(2)
+    one = member(table, 1)
+    one.inbox.expect("welcome")
+    one.send({"type": "ended", "deposits": {str(rank): "k" * 100 for rank in range(20_000)}})
+    assert "a 'ended' message of" in one.inbox.expect("control_lost", 5.0)["reason"]
+    assert "Node 1" in table.inbox.expect("abort", 5.0)["error"]["message"]
+
+
+def test_even_when_nothing_can_be_sent_any_more_all_hear_of_it(control, member, monkeypatch):
+    table = control(2)
+    one = member(table, 1)
+    one.inbox.expect("welcome")
+
+    def full(message):
+        raise MemoryError("no memory")
+
+    monkeypatch.setattr(channel_module, "encode", full)
+    table.channel.send({"type": "leave", "cause": None})  # which says *bye* to the member
+    assert "MemoryError: no memory" in table.inbox.expect("abort", 5.0)["error"]["message"]
+    one.inbox.expect("control_lost", 5.0)
+
+
+def test_a_member_that_is_cut_off_before_its_welcome_knocks_again(control, member, monkeypatch):
+    table = control(2)
+    take_in, cut = table.channel._take_in, []
+
+    def cut_once(link, hello):
+        if cut:
+            return take_in(link, hello)
+        cut.append(link)
+        return False
+
+    monkeypatch.setattr(table.channel, "_take_in", cut_once)
+    begun = time.monotonic()
+    one = member(table, 1)
+    one.inbox.expect("welcome")
+    assert time.monotonic() - begun < 3.0
+    assert len(cut) == 1
+    assert "control_lost" not in one.inbox.seen
+
+
+def test_a_frame_that_is_refused_says_so(control, rooms):
+    table = control(2)
+    sock = rooms.enter_context(stranger(table))
+    shake_hands(sock, table.token)
+    sock.sendall(frame({"type": "join", "node": 1, "host": "host-1"}) + struct.pack(">I", 1024 * 1024 + 1))
+    assert "a frame of 1048577 bytes is over the limit" in table.inbox.expect("abort", 5.0)["error"]["message"]
 
 
 def test_time_passes_without_any_message(control):

@@ -7,7 +7,6 @@ import time
 import pytest
 from unit_helpers import write
 
-from metaflow_extensions.torchrun.plugins.torchrun.channel import MAX_FRAME_BYTES
 from metaflow_extensions.torchrun.plugins.torchrun.failure import (
     Cause,
     DatedCause,
@@ -21,6 +20,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.failure import (
     signal_name,
     worker_cause,
 )
+from metaflow_extensions.torchrun.plugins.torchrun.frames import MAX_FRAME_BYTES
 from metaflow_extensions.torchrun.plugins.torchrun.memory import describe_oom
 
 PLAIN = """\

@@ -25,6 +25,8 @@ ORDER = [
     "values",
     "membership",
     "channel",
+    "frames",
+    "open_files",
     "address_book",
     "gang",
     "launch_state",

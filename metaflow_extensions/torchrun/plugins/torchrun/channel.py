@@ -2,10 +2,13 @@
 
 A connection begins with a fixed-length handshake in which both sides prove that they know the
 gang's token, by HMAC-SHA256 over the other's nonce; nothing else is read from a stranger. Then
-frames follow: four bytes of length, big endian, and so many bytes of JSON.
+frames follow, see `frames`. A member says *join* and is in when the control node says *welcome*; if
+the connection ends before, it knocks again.
 
-Each side runs one asyncio loop in a thread of its own. The control node's own supervisor talks to
-the same `Gang` through the same loop, without a socket, so there is one code path for all nodes.
+Each side runs one asyncio loop in a thread of its own, and only that thread touches the connections.
+The control node's own supervisor talks to the same `Gang` through the same loop, without a socket, so
+there is one code path for all nodes. What is raised in such a loop breaks the gang, with its text:
+nobody would hear of it otherwise.
 """
 
 from __future__ import annotations
@@ -13,33 +16,38 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
-import json
 import os
+import random
 import secrets
 import selectors
 import socket
-import struct
 import threading
 import time
+import traceback
 import weakref
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Generator, Sequence
 from contextlib import suppress
 from typing import Any
 
-from .errors import GangError
+from .errors import GangError, from_wire, to_wire
+from .frames import LENGTH, decode, encode, length_of
 from .gang import Gang, Outgoing
 from .launch_state import CONTROL, Message
 from .network import PORT_TAKEN, plain_address
+from .open_files import OpenFiles, limit_of_at_least
 
 _MAGIC = b"mf-torchrun/1\0\0\0"
 _NONCE_BYTES = 32
 _MAC_BYTES = hashlib.sha256().digest_size
-_LENGTH = struct.Struct(">I")
-MAX_FRAME_BYTES = 1024 * 1024
+_BEAT = encode({"type": "beat"})
+_BEATS = 5  # in the time after which silence means loss
+# How long those who connect may take to prove that they are members, and how long when all places are taken.
 _HANDSHAKE_S = 10.0
-# Strangers that connect and say nothing; when there are more at once, the oldest has to go.
-_MAX_STRANGERS = 256
-_BACKLOG = 1024
+_HURRY_S = 2.0
+# How many may do so at the same moment besides the members themselves; more have to wait in the kernel's queue.
+_MAX_STRANGERS = 2048
+_BACKLOG = 65535  # the kernel's own limit counts (net.core.somaxconn)
+_ACCEPT_AT_ONCE = 256
 _TICK_S = 0.1
 _CONNECT_S = 5.0
 # How long an address is tried before the next one is tried beside it (RFC 8305), and within what
@@ -48,9 +56,10 @@ _STAGGER_S = 0.25
 _ALL_TRIED_S = 2.0
 _RETRY_LIMIT_S = 2.0
 _CLOSE_S = 5.0
+_FLUSH_S = 1.0
 
 Deliver = Callable[[Message], None]
-_Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+Talk = Generator[int, bytes, None]
 
 
 def new_token() -> str:
@@ -59,15 +68,21 @@ def new_token() -> str:
 
 
 class _LoopThread:
-    """An asyncio loop in a daemon thread."""
+    """An asyncio loop in a daemon thread; `on_error` is called there with what a callback has raised."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, on_error: Callable[[BaseException], None]) -> None:
         # Not the kind that the step may have set as its policy: we must know the selector.
         self._selector = selectors.DefaultSelector()
         self.loop = asyncio.SelectorEventLoop(self._selector)
+        self.loop.set_exception_handler(lambda _, context: self._raised(context, on_error))
         _loops.add(self)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
+
+    @staticmethod
+    def _raised(context: dict[str, Any], on_error: Callable[[BaseException], None]) -> None:
+        if context.get("exception") is not None:
+            on_error(context["exception"])
 
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)
@@ -110,12 +125,80 @@ def _in_forked_child() -> None:
     numbers = [number for thread in _loops for number in thread.descriptors()]
     if numbers:
         null = os.open(os.devnull, os.O_RDWR)
-        for number in numbers:
-            os.dup2(null, number, inheritable=False)
+        with limit_of_at_least(max(numbers) + 1):
+            for number in numbers:
+                os.dup2(null, number, inheritable=False)
         os.close(null)
 
 
 os.register_at_fork(after_in_child=_in_forked_child)
+
+
+class _Link(asyncio.Protocol):
+    """One connection.
+
+    What arrives goes, piece by piece, into a talk: a generator that yields how many bytes it needs next.
+    Its end hangs up, and so does a ValueError, which says what was wrong with the last piece.
+    """
+
+    def __init__(self, talk: Callable[[_Link], Talk], on_end: Callable[[_Link], None]) -> None:
+        self._talk = talk(self)
+        self._on_end = on_end
+        self._buffer = bytearray()
+        self._needed = 0
+        self._transport: asyncio.Transport | None = None
+        self.opened_at = self.heard_at = time.monotonic()
+        self.beat_at = 0.0
+        self.node: int | None = None  # who it is, when that is proven
+        self.why: str | None = None  # why we have hung up, if we have
+        self.has_ended = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        self._needed = next(self._talk)
+
+    def data_received(self, data: bytes) -> None:
+        self.heard_at = time.monotonic()
+        self._buffer += data
+        try:
+            while len(self._buffer) >= self._needed and not self.is_closing():
+                piece = bytes(self._buffer[: self._needed])
+                del self._buffer[: self._needed]
+                self._needed = self._talk.send(piece)
+        except StopIteration:
+            self.close()
+        except ValueError as error:
+            self.hang_up(f"its connection was closed, because what came over it can't be understood: {error}")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.has_ended = True
+        self._on_end(self)
+
+    def is_closing(self) -> bool:
+        """Tell whether nothing can be sent any more."""
+        return self._transport is None or self._transport.is_closing()
+
+    def write(self, data: bytes) -> None:
+        """Send bytes, unless the connection is ending."""
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(data)
+
+    def close(self) -> None:
+        """Send what is still to be sent, then end."""
+        if self._transport is not None:
+            self._transport.close()
+
+    def hang_up(self, why: str) -> None:
+        """End at once."""
+        if self._transport is not None:
+            self.why = self.why or why
+            self._transport.abort()
+
+    def address(self, whose: str) -> str:
+        """Return the IP address of this side (``"sockname"``) or of the other (``"peername"``)."""
+        assert self._transport is not None
+        return plain_address(self._transport.get_extra_info(whose)[0])
 
 
 class ControlChannel:
@@ -142,13 +225,22 @@ class ControlChannel:
         self._deliver = deliver
         self._token = token
         self._timeout_s = heartbeat_timeout_s
-        self._writers: dict[int, asyncio.StreamWriter] = {}
+        self._listening: socket.socket | None = None
+        self._is_accepting = False
+        self._files: OpenFiles | None = None
+        self._places = 0
+        self._links: set[_Link] = set()
+        self._strangers: dict[
+            _Link, None
+        ] = {}  # those of them that have proven nothing yet, in the order of their coming
+        self._members: dict[int, _Link] = {}
+        self._opening: set[asyncio.Task[Any]] = set()
         self._reached_at: str | None = None
-        self._strangers: dict[asyncio.StreamWriter, None] = {}  # in the order of their coming
-        self._server: asyncio.Server | None = None
+        self._has_failed = False
+        self._is_closing = False
         self.gang = gang
-        self._thread = _LoopThread("torchrun-control")
-        self._thread.post(self._start_ticking)
+        self._thread = _LoopThread("torchrun-control", self._fail)
+        self._thread.post(self._tick)
 
     def listen(self, port: int | None, host: str = "") -> int:
         """Open the channel and return its port.
@@ -163,7 +255,7 @@ class ControlChannel:
         Raises
         ------
         GangError
-            If the port can't be listened on.
+            If the port can't be listened on, or there can't be a connection for each node.
         """
         try:
             return int(self._thread.call(self._listen(port, host), _CLOSE_S))
@@ -186,7 +278,7 @@ class ControlChannel:
         self._thread.loop.call_later(_TICK_S * 2, self._gone, node, reason)
 
     def _gone(self, node: int, reason: str) -> None:
-        self._dispatch(self.gang.lost(node, reason))
+        self._do(lambda: self.gang.lost(node, reason))
 
     def close(self, wait_s: float) -> None:
         """Wait until the members have left, `wait_s` seconds at most, and close."""
@@ -197,90 +289,169 @@ class ControlChannel:
             self._thread.call(self._shut(), _CLOSE_S)
         self._thread.stop()
 
-    # --- in the channel's thread ----------------------------------------------------------------
+    # --- in the channel's thread: the gang ------------------------------------------------------
 
-    def _start_ticking(self) -> None:
-        self._ticking = asyncio.ensure_future(self._tick())
-
-    async def _tick(self) -> None:
-        while True:
-            self._dispatch(self.gang.tick())
-            await asyncio.sleep(_TICK_S)
-
-    async def _listen(self, port: int | None, host: str) -> int:
-        sock = _listening_socket(port or 0, host)
-        self._server = await asyncio.start_server(self._serve, sock=sock, backlog=_BACKLOG)
-        return int(sock.getsockname()[1])
-
-    async def _shut(self) -> None:
-        if self._server is not None:
-            self._server.close()
-        for writer in list(self._writers.values()):
-            with suppress(OSError, asyncio.TimeoutError):
-                await asyncio.wait_for(writer.drain(), 1.0)
-            writer.close()
+    def _tick(self) -> None:
+        try:
+            self._do(self.gang.tick)
+            self._look_after_links()
+            self._look_after_strangers()
+        finally:
+            self._thread.loop.call_later(_TICK_S, self._tick)
 
     def _handle(self, node: int, message: Message) -> None:
-        self._dispatch(self.gang.handle(node, message))
+        self._do(lambda: self.gang.handle(node, message))
+
+    def _do(self, step: Callable[[], Sequence[Outgoing]]) -> None:
+        """Let the gang take a step and send what it says; what is raised there must not vanish."""
+        try:
+            self._dispatch(step())
+        except Exception as error:
+            self._fail(error)
 
     def _dispatch(self, outgoing: Sequence[Outgoing]) -> None:
+        encoded: Message | None = None
+        frame = b""
         for node, message in outgoing:
             if node == CONTROL:
                 self._deliver(_with_own_address(message, self._reached_at))
-            elif node in self._writers:
-                _write_frame(self._writers[node], message)
+            elif node in self._members:
+                if message is not encoded:  # the same message for all is made into bytes once
+                    encoded, frame = message, encode(message)
+                self._members[node].write(frame)
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if len(self._strangers) >= _MAX_STRANGERS:
-            # Who has said nothing for longest: a member proves itself within milliseconds.
-            oldest = next(iter(self._strangers))
-            del self._strangers[oldest]
-            oldest.transport.abort()
-        self._strangers[writer] = None
+    def _fail(self, error: BaseException) -> None:
+        """Tell all nodes that the channel itself has failed, which is a mistake of ours; the first time only."""
+        if self._has_failed or self._is_closing:
+            return
+        self._has_failed = True
+        trace = "".join(traceback.format_exception(error)).rstrip()
+        told = GangError(
+            f"The gang's channel failed on the control node (host {socket.gethostname()}). This is a mistake of the torchrun "
+            f"extension; please report it.\n{trace}"
+        )
         try:
-            hello = await asyncio.wait_for(self._greet(reader, writer), _HANDSHAKE_S)
-        except (OSError, EOFError, ValueError, asyncio.TimeoutError):
-            hello = None  # no member of this gang, whatever it was
-        finally:
-            self._strangers.pop(writer, None)
-        if hello is not None and self.gang.may_join(hello["node"]):
-            await self._attend(hello, reader, writer)
-        writer.close()
+            self._dispatch(self.gang.give_up(told))
+        except Exception:  # not even that can be sent: the members see their connections end
+            for link in self._members.values():
+                link.hang_up("the channel failed")
+            self._deliver({"type": "abort", "error": to_wire(told)})
 
-    async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Message | None:
-        """Let a newcomer prove that it knows the token; return its *join*, or None."""
+    # --- in the channel's thread: connections ---------------------------------------------------
+
+    async def _listen(self, port: int | None, host: str) -> int:
+        self._files = OpenFiles(self.gang.num_nodes - 1, _MAX_STRANGERS)
+        self._places = self._files.places
+        self._listening = _listening_socket(port or 0, host)
+        self._listening.setblocking(False)
+        self._accept_from_now_on(True)
+        return int(self._listening.getsockname()[1])
+
+    def _accept_from_now_on(self, accepting: bool) -> None:
+        if self._listening is not None and accepting != self._is_accepting:
+            self._is_accepting = accepting
+            if accepting:
+                self._thread.loop.add_reader(self._listening, self._accept)
+            else:
+                self._thread.loop.remove_reader(self._listening)
+
+    def _accept(self) -> None:
+        assert self._listening is not None
+        assert self._files is not None
+        accepted = self._files.accept(self._listening, min(self._places - len(self._links), _ACCEPT_AT_ONCE))
+        if not accepted:
+            self._accept_from_now_on(False)  # no place, or none in the whole system; the next tick tries again
+        for sock in accepted:
+            sock.setblocking(False)
+            link = _Link(self._talk, self._ended)
+            self._links.add(link)
+            self._strangers[link] = None
+            opening = self._thread.loop.create_task(self._open(sock, link))
+            self._opening.add(opening)
+            opening.add_done_callback(self._opening.discard)
+
+    async def _open(self, sock: socket.socket, link: _Link) -> None:
+        try:
+            await self._thread.loop.connect_accepted_socket(lambda: link, sock)
+        except OSError:  # it is gone already
+            self._ended(link)
+
+    def _talk(self, link: _Link) -> Talk:
+        """Let a newcomer prove that it knows the token, and serve it."""
         nonce = secrets.token_bytes(_NONCE_BYTES)
-        writer.write(_MAGIC + nonce)
-        answer = await reader.readexactly(_NONCE_BYTES + _MAC_BYTES)
+        link.write(_MAGIC + nonce)
+        answer = yield _NONCE_BYTES + _MAC_BYTES
         theirs, proof = answer[:_NONCE_BYTES], answer[_NONCE_BYTES:]
         if not hmac.compare_digest(proof, _mac(self._token, b"member", nonce)):
-            return None
-        writer.write(_mac(self._token, b"control", theirs))
-        hello = await _read_frame(reader)
-        return hello if hello.get("type") == "join" and isinstance(hello.get("node"), int) else None
+            return
+        del self._strangers[link]
+        link.write(_mac(self._token, b"control", theirs))
+        hello = yield from _frame()
+        if hello.get("type") != "join" or not isinstance(hello.get("node"), int) or not self._take_in(link, hello):
+            return
+        while True:
+            message = yield from _frame()
+            if message.get("type") != "beat":
+                self._handle(hello["node"], message)
 
-    async def _attend(self, hello: Message, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serve a member until it goes."""
+    def _take_in(self, link: _Link, hello: Message) -> bool:
+        """Give a newcomer that has proven itself its place, or tell it why not."""
         node = hello["node"]
-        self._writers[node] = writer
-        self._reached_at = self._reached_at or _local_address(writer)
-        _keep_alive(writer)
+        if not self.gang.may_join(node):
+            error = GangError(
+                f"Node {node} (host {hello.get('host')}) was turned away by the control node: its place is not free. Does "
+                "another task of this attempt run with the same node index?"
+            )
+            link.write(encode({"type": "refused", "error": to_wire(error)}))
+            return False
+        link.node = node
+        link.beat_at = time.monotonic() + random.random() * self._timeout_s / _BEATS  # noqa: S311 - not all at once
+        self._members[node] = link
+        self._reached_at = self._reached_at or link.address("sockname")
         self._handle(node, hello)
-        beats = asyncio.ensure_future(_beat(writer, self._timeout_s))
-        reason = "its connection to the control node was closed: its task ended or was killed"
-        try:
-            while True:
-                message = await asyncio.wait_for(_read_frame(reader), self._timeout_s)
-                if message.get("type") != "beat":
-                    self._handle(node, message)
-        except asyncio.TimeoutError:
-            reason = f"nothing was heard from it for {self._timeout_s:g} s (heartbeat_timeout_s)"
-        except (OSError, EOFError, ValueError):
-            pass
-        finally:
-            beats.cancel()
-            self._writers.pop(node, None)
-            self._dispatch(self.gang.lost(node, reason))
+        return True
+
+    def _ended(self, link: _Link) -> None:
+        self._links.discard(link)
+        self._strangers.pop(link, None)
+        node = link.node
+        if node is not None and self._members.get(node) is link:
+            del self._members[node]
+            if not self._is_closing:
+                closed = "its connection to the control node was closed: its task ended or was killed"
+                self._do(lambda: self.gang.lost(node, link.why or closed))
+
+    def _look_after_links(self) -> None:
+        now = time.monotonic()
+        for link in self._links:
+            if now - link.heard_at > self._timeout_s:
+                link.hang_up(_silence(self._timeout_s))
+            elif link.node is not None and now >= link.beat_at:
+                link.beat_at = now + self._timeout_s / _BEATS
+                link.write(_BEAT)
+
+    def _look_after_strangers(self) -> None:
+        """Hang up on those who say nothing. A member's words that have arrived were read before, however busy we are."""
+        has_places = len(self._links) < self._places
+        patience_s = _HANDSHAKE_S if has_places else _HURRY_S
+        for link in self._strangers:
+            if time.monotonic() - link.opened_at < patience_s:
+                break  # the others came later
+            link.hang_up("it has not proven that it is a member")
+        self._accept_from_now_on(has_places)
+
+    async def _shut(self) -> None:
+        self._is_closing = True
+        if self._listening is not None:
+            self._accept_from_now_on(False)
+            self._listening.close()
+        for link in self._links:
+            link.close()
+        deadline = time.monotonic() + _FLUSH_S
+        while self._links and time.monotonic() < deadline:
+            await asyncio.sleep(_FLUSH_S / 100)
+        for link in self._links:
+            link.hang_up("the gang is over")
 
 
 class MemberChannel:
@@ -295,28 +466,38 @@ class MemberChannel:
         connection ends; called in the channel's thread.
     heartbeat_timeout_s : float
         A control node silent for so long is lost.
+
+    Attributes
+    ----------
+    turned_away : bool
+        Whether the control node has refused to take this node in, so that it makes no sense to try again.
     """
 
     def __init__(self, node: int, deliver: Deliver, heartbeat_timeout_s: float) -> None:
         self._node = node
         self._deliver = deliver
         self._timeout_s = heartbeat_timeout_s
-        self._writer: asyncio.StreamWriter | None = None
-        self._thread = _LoopThread("torchrun-member")
+        self._link: _Link | None = None  # the one of which the control node knows who we are
+        self._answer: asyncio.Future[bool] | None = None
+        self._is_over = False
+        self.turned_away = False
+        self._thread = _LoopThread("torchrun-member", self._fail)
 
     def connect(self, addresses: Sequence[str], port: int, token: str, timeout_s: float) -> str:
-        """Connect to the control node and return the address that worked.
+        """Connect to the control node, be taken in, and return the address that worked.
 
         Addresses are tried in order, each a moment after the one before and beside it, again and again,
         until one proves that it knows the token.
 
         Raises
         ------
-        GangError
-            If none did within `timeout_s` seconds.
+        TorchrunError
+            If none did within `timeout_s` seconds, or if the control node does not take this node in.
         """
         try:
-            return str(self._thread.call(self._connect(addresses, port, token, timeout_s), timeout_s + _CLOSE_S))
+            # The control node has longer than that for its answer to *join*.
+            patience_s = timeout_s + self._timeout_s + _CLOSE_S
+            return str(self._thread.call(self._connect(addresses, port, token, timeout_s), patience_s))
         except (TimeoutError, asyncio.TimeoutError) as error:
             raise GangError(
                 f"Node {self._node} (host {socket.gethostname()}) can't reach the control node: tried "
@@ -340,29 +521,22 @@ class MemberChannel:
         deadline = time.monotonic() + timeout_s
         pause = 0.05
         while True:
-            found = await self._first_to_open(addresses, port, token, deadline)
-            if found is not None:
-                reader, writer = found
-                self._writer = writer
-                _keep_alive(writer)
-                _write_frame(writer, {"type": "join", "node": self._node, "host": socket.gethostname()})
-                self._listening = asyncio.ensure_future(self._listen(reader, writer))
-                return plain_address(writer.get_extra_info("peername")[0])
+            link = await self._first_to_open(addresses, port, token, deadline)
+            if link is not None and await self._is_taken_in(link):
+                return link.address("peername")
             if time.monotonic() + pause > deadline:
                 raise TimeoutError
-            await asyncio.sleep(pause)
+            await asyncio.sleep(pause * random.uniform(0.5, 1.0))  # noqa: S311 - or thousands would come again as one
             pause = min(pause * 2, _RETRY_LIMIT_S)
 
-    async def _first_to_open(
-        self, addresses: Sequence[str], port: int, token: str, deadline: float
-    ) -> _Connection | None:
+    async def _first_to_open(self, addresses: Sequence[str], port: int, token: str, deadline: float) -> _Link | None:
         """Knock at all addresses, each a moment after the one before, and return the first connection that stands."""
         stagger_s = min(_STAGGER_S, _ALL_TRIED_S / len(addresses))
-        left, knocking = list(addresses), set[asyncio.Task[_Connection | None]]()
+        left, knocking = list(addresses), set[asyncio.Task[_Link | None]]()
         try:
             while left or knocking:
                 if left:
-                    knocking.add(asyncio.ensure_future(_knock(left.pop(0), port, token)))
+                    knocking.add(asyncio.ensure_future(self._knock(left.pop(0), port, token)))
                 wait_s = max(0.0, deadline - time.monotonic())
                 done, _ = await asyncio.wait(
                     knocking, timeout=min(wait_s, stagger_s) if left else wait_s, return_when=asyncio.FIRST_COMPLETED
@@ -377,106 +551,139 @@ class MemberChannel:
         finally:
             await _give_up(knocking)
 
-    async def _listen(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        own_address = _local_address(writer)
-        beats = asyncio.ensure_future(_beat(writer, self._timeout_s))
-        reason = "its connection was closed: its task ended or was killed"
+    async def _knock(self, address: str, port: int, token: str) -> _Link | None:
+        """Connect and let both sides prove that they know the token; return None if that fails."""
+        loop = asyncio.get_running_loop()
+        proven: asyncio.Future[bool] = loop.create_future()
+        link = _Link(lambda link: self._talk(link, token, proven), lambda link: self._ended(link, proven))
+        is_proven = False
         try:
-            while True:
-                message = await asyncio.wait_for(_read_frame(reader), self._timeout_s)
-                if message.get("type") != "beat":
-                    self._deliver(_with_own_address(message, own_address))
-        except asyncio.TimeoutError:
-            reason = f"nothing was heard from it for {self._timeout_s:g} s (heartbeat_timeout_s)"
-        except (OSError, EOFError, ValueError):
-            pass
+            with suppress(OSError, ValueError, asyncio.TimeoutError):
+                await asyncio.wait_for(loop.create_connection(lambda: link, address, port), _CONNECT_S)
+                is_proven = await asyncio.wait_for(proven, _CONNECT_S)
         finally:
-            beats.cancel()
+            if not is_proven:
+                link.hang_up("")
+        return link if is_proven else None
+
+    def _talk(self, link: _Link, token: str, proven: asyncio.Future[bool]) -> Talk:
+        greeting = yield len(_MAGIC) + _NONCE_BYTES
+        if not greeting.startswith(_MAGIC):
+            return  # another service answers there
+        nonce = secrets.token_bytes(_NONCE_BYTES)
+        link.write(nonce + _mac(token, b"member", greeting[len(_MAGIC) :]))
+        if not hmac.compare_digest((yield _MAC_BYTES), _mac(token, b"control", nonce)):
+            return  # it does not know this gang's token
+        if not proven.done():
+            proven.set_result(True)
+        while True:
+            message = yield from _frame()
+            if message.get("type") != "beat":
+                self._hear(link, message)
+
+    async def _is_taken_in(self, link: _Link) -> bool:
+        """Say who we are, and tell whether the control node takes us in; if the connection ends first, it has not.
+
+        From here on there is no other try beside this one, or the control node would see its member vanish.
+        """
+        self._link, self._answer = link, asyncio.get_running_loop().create_future()
+        link.write(encode({"type": "join", "node": self._node, "host": socket.gethostname()}))
+        if link.is_closing():
+            return False
+        try:
+            taken_in = await asyncio.wait_for(self._answer, self._timeout_s)
+        except asyncio.TimeoutError:
+            self._link = None
+            link.hang_up("")
+            raise GangError(
+                f"Node {self._node} (host {socket.gethostname()}) reached the control node, but got no answer within "
+                f"{self._timeout_s:g} s (heartbeat_timeout_s). See the control node's log."
+            ) from None
+        if taken_in:
+            # From a random moment on, or thousands that came at once would beat at once.
+            delay_s = random.random() * self._timeout_s / _BEATS  # noqa: S311 - no secret
+            self._thread.loop.call_later(delay_s, self._beat, link)
+        return taken_in
+
+    def _hear(self, link: _Link, message: Message) -> None:
+        if link is not self._link or self._answer is None:
+            return  # nothing is said before *join*
+        if message.get("type") == "refused":
+            self.turned_away = self._is_over = True
+            if not self._answer.done():
+                self._answer.set_exception(from_wire(message["error"]))
+            return
+        if not self._answer.done():
+            self._answer.set_result(True)
+        self._deliver(_with_own_address(message, link.address("sockname")))
+
+    def _beat(self, link: _Link) -> None:
+        if time.monotonic() - link.heard_at > self._timeout_s:
+            link.hang_up(_silence(self._timeout_s))
+        elif not link.is_closing():
+            link.write(_BEAT)
+            self._thread.loop.call_later(self._timeout_s / _BEATS, self._beat, link)
+
+    def _ended(self, link: _Link, proven: asyncio.Future[bool]) -> None:
+        if not proven.done():
+            proven.set_result(False)
+        if link is self._link and self._answer is not None:
+            if self._answer.done():
+                self._lose_control(link.why or "its connection was closed: its task ended or was killed")
+            else:
+                self._answer.set_result(False)
+
+    def _lose_control(self, reason: str) -> None:
+        if not self._is_over:
+            self._is_over = True
             self._deliver({"type": "control_lost", "reason": reason})
 
+    def _fail(self, error: BaseException) -> None:
+        """Something of ours has failed in the channel's thread: the step must hear of it, and the control node, too."""
+        what = "".join(traceback.format_exception_only(error)).strip()
+        self._lose_control(f"this node's own channel failed, which is a mistake of the torchrun extension: {what}")
+        if self._link is not None:
+            self._link.hang_up("the channel failed")
+
     def _send(self, message: Message) -> None:
-        if self._writer is not None:
-            _write_frame(self._writer, message)
+        if self._link is not None:
+            self._link.write(encode(message))
 
     async def _shut(self) -> None:
-        if self._writer is not None:
-            with suppress(OSError, asyncio.TimeoutError):
-                await asyncio.wait_for(self._writer.drain(), 1.0)
-            self._writer.close()
+        self._is_over = True
+        if self._link is not None:
+            self._link.close()
+            deadline = time.monotonic() + _FLUSH_S
+            while not self._link.has_ended and time.monotonic() < deadline:
+                await asyncio.sleep(_FLUSH_S / 100)
+            self._link.hang_up("the gang is over")
 
 
-# --- knocking ---------------------------------------------------------------------------------
-
-
-async def _knock(address: str, port: int, token: str) -> _Connection | None:
-    """Connect and let both sides prove that they know the token; return None if that fails."""
-    with suppress(OSError, EOFError, ValueError, asyncio.TimeoutError):
-        return await asyncio.wait_for(_shake_hands(address, port, token), _CONNECT_S)
-    return None
-
-
-async def _shake_hands(address: str, port: int, token: str) -> _Connection:
-    reader, writer = await asyncio.open_connection(address, port)
-    try:
-        greeting = await reader.readexactly(len(_MAGIC) + _NONCE_BYTES)
-        if not greeting.startswith(_MAGIC):
-            raise ValueError("another service answers there")
-        nonce = secrets.token_bytes(_NONCE_BYTES)
-        writer.write(nonce + _mac(token, b"member", greeting[len(_MAGIC) :]))
-        if not hmac.compare_digest(await reader.readexactly(_MAC_BYTES), _mac(token, b"control", nonce)):
-            raise ValueError("it does not know this gang's token")
-    except BaseException:
-        writer.close()
-        raise
-    return reader, writer
-
-
-async def _give_up(knocking: set[asyncio.Task[_Connection | None]]) -> None:
+async def _give_up(knocking: set[asyncio.Task[_Link | None]]) -> None:
     """Stop knocking, and close what has opened at the same moment as another."""
     for knock in knocking:
         knock.cancel()
     for opened in await asyncio.gather(*knocking, return_exceptions=True):
-        if isinstance(opened, tuple):
-            opened[1].close()
+        if isinstance(opened, _Link):
+            opened.hang_up("")
 
 
-# --- frames -----------------------------------------------------------------------------------
+def _frame() -> Generator[int, bytes, Message]:
+    """Read one frame, as a part of a talk."""
+    return decode((yield length_of((yield LENGTH.size))))
 
 
 def _mac(token: str, role: bytes, nonce: bytes) -> bytes:
     return hmac.new(token.encode(), role + b"\0" + nonce, hashlib.sha256).digest()
 
 
-def _write_frame(writer: asyncio.StreamWriter, message: Message) -> None:
-    data = json.dumps(message, separators=(",", ":")).encode()
-    if len(data) > MAX_FRAME_BYTES:
-        raise ValueError(f"a {message.get('type')} message of {len(data)} bytes is over the limit of {MAX_FRAME_BYTES}")
-    writer.write(_LENGTH.pack(len(data)) + data)
-
-
-async def _read_frame(reader: asyncio.StreamReader) -> Message:
-    (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
-    if length > MAX_FRAME_BYTES:
-        raise ValueError(f"a frame of {length} bytes is over the limit of {MAX_FRAME_BYTES}")
-    message = json.loads(await reader.readexactly(length))
-    if not isinstance(message, dict):
-        raise ValueError("a frame must hold a JSON object")
-    return message
-
-
-async def _beat(writer: asyncio.StreamWriter, timeout_s: float) -> None:
-    while True:
-        await asyncio.sleep(timeout_s / 5)
-        _write_frame(writer, {"type": "beat"})
+def _silence(timeout_s: float) -> str:
+    return f"nothing was heard from it for {timeout_s:g} s (heartbeat_timeout_s)"
 
 
 def _with_own_address(message: Message, address: str | None) -> Message:
     """Add to *go* this host's address between it and the others, which a connection alone tells for sure."""
     return {**message, "own_address": address} if address and message.get("type") == "go" else message
-
-
-def _local_address(writer: asyncio.StreamWriter) -> str:
-    return plain_address(writer.get_extra_info("sockname")[0])
 
 
 def _listening_socket(port: int, host: str) -> socket.socket:
@@ -490,9 +697,3 @@ def _listening_socket(port: int, host: str) -> socket.socket:
             # IPv6 can be compiled in and switched off
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, port), family=family, backlog=_BACKLOG)
-
-
-def _keep_alive(writer: asyncio.StreamWriter) -> None:
-    sock = writer.get_extra_info("socket")
-    if sock is not None:
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

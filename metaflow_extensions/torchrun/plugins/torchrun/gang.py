@@ -125,6 +125,11 @@ class Gang:
             self._node_is_gone(node, cause)
         return self._flush()
 
+    def give_up(self, error: TorchrunError) -> list[Outgoing]:
+        """Break the gang because of something that is no node's fault."""
+        self._break(error)
+        return self._flush()
+
     def tick(self) -> list[Outgoing]:
         """Look at the clock; call it a few times a second."""
         now = self._clock()
@@ -171,6 +176,11 @@ class Gang:
     def may_join(self, node: int) -> bool:
         """Tell whether a newcomer may take the seat `node`: it exists and nobody sits there."""
         return self._nodes.get(node) == "absent"
+
+    @property
+    def num_nodes(self) -> int:
+        """Size of the gang."""
+        return self._settings.num_nodes
 
     @property
     def absent(self) -> list[int]:

@@ -80,7 +80,7 @@ def join_as_control(
     token = new_token()
     seat, channel = _open_channel(num_nodes, settings, emit, token)
     try:
-        port = channel.listen(settings.channel_port, LOOPBACK if here_only else "")
+        port = _listen(book, channel, settings, LOOPBACK if here_only else "", token)
         address = Address(tuple(control_addresses(main_ip, here_only)), port, token)
         # Before the gang's own time is up, or the others' absence would be blamed for it.
         book.publish(address, min(STORE_PATIENCE_S, _PUBLISH_PART * settings.all_nodes_started_timeout))
@@ -89,6 +89,16 @@ def join_as_control(
         seat.leave(error)
         raise
     return seat, channel
+
+
+def _listen(book: AddressBook, channel: ControlChannel, settings: StepSettings, host: str, token: str) -> int:
+    """Open the channel; if that can't be, leave word for the others, which would wait for it."""
+    try:
+        return channel.listen(settings.channel_port, host)
+    except GangError as error:
+        with suppress(GangError):
+            book.publish(Address((), 0, token, closed=True, error=to_wire(error)), _LEAVE_WAIT_S)
+        raise
 
 
 def _tell_latecomers(book: AddressBook, address: Address, channel: ControlChannel) -> None:
@@ -131,7 +141,6 @@ def join_as_member(
     seat.sit_down(channel, channel.close)
     try:
         main_addr = _connect(book, channel, seat, settings.all_nodes_started_timeout)
-        seat.await_welcome(settings.heartbeat_timeout_s)
     except BaseException as error:
         seat.leave(error)
         raise
@@ -153,5 +162,5 @@ def _connect(book: AddressBook, channel: MemberChannel, seat: Membership, timeou
         try:
             return channel.connect(address.addresses, address.port, address.token, max(1.0, min(left_s, _TRY_S)))
         except GangError:
-            if left_s <= _TRY_S:
+            if left_s <= _TRY_S or channel.turned_away:
                 raise

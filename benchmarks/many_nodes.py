@@ -1,0 +1,235 @@
+"""Run one control node and thousands of members over real sockets, and tell how long they wait and what it costs.
+
+Every member is the real `MemberChannel`; those of one process share a thread. See README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import logging
+import queue
+import resource
+import socket
+import subprocess
+import sys
+import time
+from typing import Any
+
+import metaflow  # noqa: F401 - it imports our modules, so it must come before them
+
+from metaflow_extensions.torchrun.plugins.torchrun import channel as channel_module
+from metaflow_extensions.torchrun.plugins.torchrun.channel import ControlChannel, MemberChannel, new_token
+from metaflow_extensions.torchrun.plugins.torchrun.failure import Cause
+from metaflow_extensions.torchrun.plugins.torchrun.gang import Gang, Settings
+from metaflow_extensions.torchrun.plugins.torchrun.network import free_port
+
+HOST = "127.0.0.1"
+HEARTBEAT_S = 60.0
+WAIT_S = 300.0
+RANKS = 8
+_TRACE = 'Traceback (most recent call last):\n  File "train.py", line 12, in <module>\n' + "    step(batch)\n" * 100
+READY = {
+    "type": "ready",
+    "launch": 0,
+    "nproc": RANKS,
+    "digest": "d" * 64,
+    "torch": "2.13.0",
+    "python": "3.11.7",
+    "policy": {"left_s": 3600.0, "retry_on": []},
+}
+
+
+def causes(node: int, age_s: float) -> list[dict[str, Any]]:
+    """Return what a node with eight failed ranks reports."""
+    made = [
+        Cause(
+            "exception",
+            node,
+            f"host-{node}",
+            node * RANKS + i,
+            i,
+            1,
+            "ConnectionError: Connection reset by peer",
+            _TRACE,
+        )
+        for i in range(RANKS)
+    ]
+    return [{"cause": cause.to_wire(), "age_s": age_s} for cause in made]
+
+
+# --- a process of members ---------------------------------------------------------------------------
+
+
+class Member:
+    """One member: joins, is ready, fails when told to stop, and notes when it heard what."""
+
+    def __init__(self, node: int) -> None:
+        self.node = node
+        self.heard: dict[str, float] = {}
+        self.error: str | None = None
+        self.channel = MemberChannel(node, self.deliver, HEARTBEAT_S)
+
+    def deliver(self, message: dict[str, Any]) -> None:
+        """Take a message, in the channel's thread."""
+        kind = message["type"]
+        self.heard.setdefault(kind, time.monotonic())
+        if kind == "welcome":
+            self.channel.send({**READY, "policy": {**READY["policy"], "left_s": 3600.0 + self.node}})
+        elif kind == "stop":
+            report = {"launch": 0, "generation": 0, "causes": causes(self.node, 0.1)}
+            self.channel.send({"type": "ended", "ok": False, "ended_well": [], **report})
+        elif kind == "verdict":
+            self.channel.send({"type": "leave", "cause": None})
+
+    async def join(self, port: int, token: str, begin_at: float) -> None:
+        """Connect at the same moment as all others."""
+        await asyncio.sleep(begin_at - time.monotonic())
+        try:
+            await self.channel._connect([HOST], port, token, WAIT_S)
+        except Exception as error:
+            self.error = repr(error)
+
+
+def members(first: int, last: int, port: int, token: str, begin_at: float) -> None:
+    """Run members until all have heard their verdict, and print when they heard what."""
+    shared = channel_module._LoopThread("members", print)
+    channel_module._LoopThread = lambda *_: shared  # type: ignore[assignment,misc]  # one thread for all
+    all_members = [Member(node) for node in range(first, last)]
+    for member in all_members:
+        asyncio.run_coroutine_threadsafe(member.join(port, token, begin_at), shared.loop)
+    deadline = time.monotonic() + WAIT_S
+    while not all("ack" in m.heard or "control_lost" in m.heard or m.error for m in all_members):
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.1)
+    print(json.dumps([{"node": m.node, "heard": m.heard, "error": m.error} for m in all_members]))
+
+
+# --- strangers --------------------------------------------------------------------------------------
+
+
+def strangers(count: int, port: int, begin_at: float) -> None:
+    """Connect, say nothing, and come again when hung up on; until stdin closes."""
+
+    async def one() -> None:
+        while True:
+            try:
+                reader, _ = await asyncio.open_connection(HOST, port)
+                while await reader.read(1000):
+                    pass
+            except OSError:
+                await asyncio.sleep(0.1)
+
+    async def all_of_them() -> None:
+        await asyncio.sleep(begin_at - time.monotonic())
+        tasks = [asyncio.ensure_future(one()) for _ in range(count)]
+        await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
+        for task in tasks:
+            task.cancel()
+
+    asyncio.run(all_of_them())
+
+
+# --- the control node -------------------------------------------------------------------------------
+
+
+def resident_mb() -> float:
+    """Return this process's memory now."""
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * resource.getpagesize() / 1e6
+
+
+def expect(inbox: queue.SimpleQueue[dict[str, Any]], kind: str, parts: list[subprocess.Popen[str]]) -> dict[str, Any]:
+    """Return the next message of a kind."""
+    deadline = time.monotonic() + WAIT_S
+    while True:
+        try:
+            message = inbox.get(timeout=1.0)
+        except queue.Empty:
+            if time.monotonic() > deadline or any(part.poll() not in (None, 0) for part in parts):
+                sys.exit(f"waited in vain for {kind}")
+            continue
+        if message["type"] == kind:
+            return message
+        if message["type"] == "abort":
+            sys.exit(f"the gang broke: {message['error']['message'][:500]}")
+
+
+def start(*words: object) -> subprocess.Popen[str]:
+    """Start this file again in another part."""
+    command = [sys.executable, __file__, *map(str, words)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def control(count: int, strangers_count: int, processes: int) -> dict[str, float]:
+    """Run a gang of `count` members from its first join to its last verdict; return the figures."""
+    inbox: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    gang = Gang(Settings(count + 1, WAIT_S, 30.0), lambda pinned: pinned or free_port(HOST))
+    token = new_token()
+    channel = ControlChannel(gang, inbox.put, token, HEARTBEAT_S)
+    port = channel.listen(None, HOST)
+    channel.send({"type": "join", "node": 0, "host": socket.gethostname()})
+    channel.send(READY)
+    time.sleep(0.2)
+    memory_before, cpu_before = resident_mb(), time.process_time()
+    begin_at = time.monotonic() + 3.0
+    edges = [1 + count * i // processes for i in range(processes + 1)]
+    parts = [start("members", a, b, port, token, begin_at) for a, b in itertools.pairwise(edges)]
+    crowd = start("strangers", strangers_count, port, begin_at) if strangers_count else None
+    expect(inbox, "go", parts)
+    went_at, cpu_joined = time.monotonic(), time.process_time() - cpu_before
+    time.sleep(2.0)
+    memory_joined = resident_mb()
+    failed_at = time.monotonic()
+    mine = Cause("exception", 0, "host-0", 0, 0, 1, "ValueError: the first", _TRACE).to_wire()
+    report = {"launch": 0, "generation": 0, "causes": [{"cause": mine, "age_s": 0.5}]}
+    channel.send({"type": "failed", **report})
+    channel.send({"type": "ended", "ok": False, **report})
+    verdict = expect(inbox, "verdict", parts)
+    assert "ValueError: the first" in verdict["error"]["message"], verdict["error"]["message"][:500]
+    cpu_all = time.process_time() - cpu_before
+    seen = [member for part in parts for member in json.loads(part.communicate()[0])]
+    memory_after = resident_mb()
+    channel.send({"type": "leave", "cause": None})
+    channel.close(10.0)
+    if crowd is not None:
+        crowd.communicate()
+    heard = {kind: [m["heard"].get(kind) for m in seen] for kind in ("welcome", "stop", "verdict")}
+    lost = [m for m in seen if m["error"] or "verdict" not in m["heard"]]
+    if lost:
+        sys.exit(f"{len(lost)} members are lost, for example {lost[0]}")
+    return {
+        "members": len(seen),
+        "last is in (s)": max(heard["welcome"]) - begin_at,
+        "go (s)": went_at - begin_at,
+        "stop has reached all (s)": max(heard["stop"]) - failed_at,
+        "verdict has reached all (s)": max(heard["verdict"]) - failed_at,
+        "memory of the joined (MB)": memory_joined - memory_before,
+        "memory at the end (MB)": memory_after - memory_before,
+        "cpu until all are in (s)": cpu_joined,
+        "cpu in all (s)": cpu_all,
+    }
+
+
+def main() -> None:
+    """Read the arguments and run one part."""
+    logging.basicConfig(level=logging.WARNING)
+    if sys.argv[1:2] == ["members"]:
+        members(*map(int, sys.argv[2:5]), sys.argv[5], float(sys.argv[6]))
+    elif sys.argv[1:2] == ["strangers"]:
+        strangers(int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]))
+    else:
+        parser = argparse.ArgumentParser(description=__doc__)
+        parser.add_argument("--members", type=int, default=4000)
+        parser.add_argument("--strangers", type=int, default=0)
+        parser.add_argument("--processes", type=int, default=2, help="how many share the members")
+        given = parser.parse_args()
+        for name, value in control(given.members, given.strangers, given.processes).items():
+            print(f"{name:<30} {value:8.2f}")
+
+
+if __name__ == "__main__":
+    main()
