@@ -70,8 +70,10 @@ class Outcome:
     lost_bytes: int
 
     @property
-    def same(self) -> bool:
-        """Whether every node that was there to tell says the same."""
+    def same(self) -> bool | None:
+        """Whether every node that was there to tell says the same; None if none was."""
+        if not self.errors:
+            return None
         said = {json.dumps(error, sort_keys=True) for error in self.errors.values()}
         return len(said) == 1 and None not in self.errors.values()
 

@@ -262,11 +262,13 @@ def test_a_local_node_that_dies_before_joining_is_noticed_at_once(start_flow):
     assert error["at"] - flow.note("failed")["at"] < STOP_S
 
 
-def test_retry_sees_nothing_of_the_first_attempt(run_flow):
-    flow = run_flow(hook="retry", do="3:once", runs_=TWO)
+def test_retry_sees_nothing_of_the_attempts_before(run_flow):
+    """The first one ends by SIGKILL of the control task, before node 1, which it has started, can join it."""
+    flow = run_flow(hook="before:0:kill:retry", do="3:once", runs_=TWO, timeout_s=60)
+    assert re.search(r"node 1\] the control task \(pid \d+\), which has started this one, is gone", flow.text)
     assert len(flow.errors()) == 2
     assert "only the first time" in flow.errors()[0]["message"]
-    assert [task["attempt"] for task in flow.note("end")["tasks"]] == [1, 1]
+    assert [task["attempt"] for task in flow.note("end")["tasks"]] == [2, 2]
     assert flow.note("end")["tasks"][0]["results"][0]["launch"] == 0
 
 

@@ -1,4 +1,4 @@
-"""Which of the control task's children are its nodes' tasks, and what becomes of them."""
+"""Which of the control task's children are its nodes' tasks, and what becomes of them; whom no task outlives."""
 
 import os
 import queue
@@ -8,10 +8,11 @@ import sys
 import threading
 import time
 
+import psutil
 import pytest
-from unit_helpers import is_running
+from unit_helpers import PACKAGE, eventually, is_running
 
-from metaflow_extensions.torchrun.plugins.torchrun.local_nodes import LocalNodes
+from metaflow_extensions.torchrun.plugins.torchrun.local_nodes import LocalNodes, name_as_starter, starters
 
 RUN, CONTROL = "1700000000000001", "3"
 SLEEP = "import time; print(flush=True); time.sleep(600)"
@@ -111,3 +112,47 @@ def test_a_node_that_did_not_join_gets_sigterm_and_the_others_their_time(start):
     LocalNodes(RUN, CONTROL, 3).stop(30.0, absent=[1])
     assert time.monotonic() - begin < 10
     assert (late.wait(10), ending.wait(10)) == (5, 0)
+
+
+# --- who started a task ---------------------------------------------------------------------------
+
+TASK = f"""
+import os, signal, sys, time
+from {PACKAGE} import local_nodes
+if sys.argv[2] == "no-pidfd":
+    del os.pidfd_open
+local_nodes.end_after(int(sys.argv[1]), lambda pid: print("gone:", pid, flush=True) or 0.2)
+signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+print("runs", flush=True)
+time.sleep(600)
+"""
+# Starts the task as its child, says its pid, and waits for it.
+STARTER = "import os, subprocess, sys; p = subprocess.Popen([*sys.argv[1:4], str(os.getpid()), sys.argv[4]]); p.wait()"
+
+
+@pytest.mark.parametrize("kind", ["pidfd", "no-pidfd"])
+def test_a_task_ends_when_the_process_that_started_it_is_killed(kind):
+    command = [sys.executable, "-c", STARTER, sys.executable, "-c", TASK, kind]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as starter:
+        assert starter.stdout.readline() == "runs\n"
+        (task,) = psutil.Process(starter.pid).children()
+        starter.kill()
+        begin = time.monotonic()
+        assert starter.stdout.readline() == f"gone: {starter.pid}\n"
+        eventually(lambda: not is_running(task.pid), "the task's end")
+        assert time.monotonic() - begin < 2
+
+
+def test_a_task_ends_whose_starter_was_gone_before_it_looked():
+    with subprocess.Popen(["true"]) as starter:
+        starter.wait()
+    command = [sys.executable, "-c", TASK, str(starter.pid), "pidfd"]
+    assert subprocess.run(command, stdout=subprocess.DEVNULL, check=False, timeout=30).returncode == 1
+
+
+def test_starters_are_told_in_the_environment():
+    env = {}
+    assert starters(env) == {}
+    name_as_starter(env, "run")
+    name_as_starter(env, "control")
+    assert starters(env) == {"run": os.getpid(), "control": os.getpid()}

@@ -6,6 +6,7 @@
 
 import json
 import os
+import signal
 import sys
 import time
 
@@ -44,6 +45,8 @@ def hook(moment: str) -> None:
         raise ValueError(f"step code failed {moment} run")
     if wanted[2] == "sleep":
         time.sleep(60)
+    if wanted[2] == "kill" and current.retry_count == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def note_error(name: str, error: TorchrunError) -> None:
@@ -64,7 +67,7 @@ class GangFlow(FlowSpec):
     def start(self):
         self.next(self.train, num_parallel=self.nodes)
 
-    @(retry(times=1, minutes_between_retries=0) if "retry" in HOOK else same)
+    @(retry(times=2, minutes_between_retries=0) if "retry" in HOOK else same)
     @(timeout(seconds=6) if "timeout" in HOOK else same)
     @torchrun(**ATTRS)
     @step

@@ -20,7 +20,7 @@ from .events import Event, Subscriber, to_log
 from .executor import Context, TorchrunExecutor, flow_folder
 from .interrupts import heed_signals_to_job, heed_signals_to_run
 from .joining import LOOPBACK, control_addresses, join_as_control, join_as_member, sit_alone
-from .local_nodes import LocalNodes, SameInterpreter
+from .local_nodes import STARTED_BY, LocalNodes, SameInterpreter, end_after, name_as_starter, starters
 from .membership import Membership
 from .preemption import watch_spot_notice
 from .report import View, end_with, print_errors_ourselves, report
@@ -36,6 +36,8 @@ _HOLD_S = 10.0
 _UPLOAD_S = 5.0
 # What a node's task needs beyond its workers' grace to end by itself.
 _LOCAL_NODE_MARGIN_S = 10.0
+# What a local task has to end by itself when the run's process is gone. Nobody reads its output any more.
+_ORPHAN_S = 1.5
 
 
 class TorchrunDecorator(ParallelDecorator):  # type: ignore[misc]  # Metaflow is not typed
@@ -153,6 +155,7 @@ class TorchrunDecorator(ParallelDecorator):  # type: ignore[misc]  # Metaflow is
         if on_kubernetes and cli_args.command_options.get("num-parallel") == "1":
             # Metaflow 2.19 refuses to make a job set of one (kubernetes_cli.py); an ordinary pod will do.
             del cli_args.command_options["num-parallel"]
+        name_as_starter(cli_args.env, "run")
 
     def task_pre_step(
         self,
@@ -188,6 +191,22 @@ class TorchrunDecorator(ParallelDecorator):  # type: ignore[misc]  # Metaflow is
             flow._control_task_is_mapper_zero = True
         print_errors_ourselves(in_task=True)
         self._run_id, self._step, self._task_id, self._attempt = run_id, step_name, task_id, retry_count
+        if _is_local():
+            followed = {"run": self._run_is_gone, "control": self._control_task_is_gone}
+            for role, pid in starters(os.environ).items():
+                end_after(pid, followed[role])
+
+    def _run_is_gone(self, pid: int) -> float:
+        """Take the news that nobody waits for this task any more, or reads its output."""
+        self._notice(f"the process of the run (pid {pid}) is gone")
+        return 0.0 if self._seat is None else _ORPHAN_S
+
+    def _control_task_is_gone(self, pid: int) -> float:
+        if self._seat is not None:  # its channel tells it; what its workers still write is read
+            return self._settings.grace_s + _LOCAL_NODE_MARGIN_S
+        text = f"the control task (pid {pid}), which has started this one, is gone; this one ends, too"
+        to_log(Event("note", current.parallel.node_index, text))
+        return 0.0
 
     def task_decorate(
         self,
@@ -206,6 +225,8 @@ class TorchrunDecorator(ParallelDecorator):  # type: ignore[misc]  # Metaflow is
             self._local_nodes = LocalNodes(str(self._run_id), str(self._task_id), flow._parallel_ubf_iter.num_parallel)
 
         def with_gang() -> None:
+            if self._local_nodes is not None:
+                name_as_starter(os.environ, "control")
             try:
                 inner()
                 self._await_others()
@@ -245,6 +266,7 @@ class TorchrunDecorator(ParallelDecorator):  # type: ignore[misc]  # Metaflow is
 
     def setup_distributed_env(self, flow: Any) -> None:
         """Join the gang and offer ``current.torch``; called right before the step's code."""
+        os.environ.pop(STARTED_BY, None)  # meant for tasks alone, not for what the step's code starts
         parallel = current.parallel
         here = parallel.num_nodes if _is_local() else 1
         machine = this_machine(here, parallel.node_index if here > 1 else 0)

@@ -14,18 +14,21 @@ on, so that no other process that gets its number later is taken for it.
 from __future__ import annotations
 
 import os
+import select
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 from .failure import describe_exit
 from .guardian import await_or_kill, children, command_line
 
+# Tells a task which processes it is not to outlive: ``run=PID``, and to a node also ``control=PID``.
+STARTED_BY = "METAFLOW_TORCHRUN_STARTED_BY"
 _POLL_S = 0.25
 # Enough to start Python and Metaflow and read one record; less than the 5 s that Metaflow's runtime
 # leaves an interrupted task (`_killall` in runtime.py, 2.19).
@@ -49,6 +52,58 @@ class SameInterpreter:
         """Return the interpreter for a step."""
         asked: str = self._environment.executable(step_name, default)
         return sys.executable if asked in ("python", "python3") else asked
+
+
+def name_as_starter(env: MutableMapping[str, str], role: Literal["run", "control"]) -> None:
+    """Have tasks that are started with `env` know this process as one that they are not to outlive."""
+    env[STARTED_BY] = f"{env.get(STARTED_BY, '')} {role}={os.getpid()}".strip()
+
+
+def starters(env: Mapping[str, str]) -> dict[str, int]:
+    """Return role -> pid of the processes that this one is not to outlive.
+
+    There is no ``run`` where somebody has started the control task by hand, with the command ``step``;
+    they may want it to outlive the shell.
+    """
+    named = [word.partition("=") for word in env.get(STARTED_BY, "").split()]
+    return {role: int(pid) for role, _, pid in named if pid.isdigit()}
+
+
+def end_after(pid: int, on_gone: Callable[[int], float]) -> None:
+    """End this process when process `pid` is gone, whatever it is doing then; returns at once.
+
+    Parameters
+    ----------
+    pid : int
+        The one that has started it, or an ancestor.
+    on_gone : callable
+        Called with `pid`, in a daemon thread, when it is gone. It starts what is to be done, and returns
+        after how many seconds this process ends, if it has not ended by itself.
+    """
+
+    def follow() -> None:
+        _await_end(pid)
+        time.sleep(on_gone(pid))
+        os._exit(1)  # the main thread may be in a call that nothing interrupts
+
+    threading.Thread(target=follow, name="torchrun-starter", daemon=True).start()
+
+
+def _await_end(pid: int) -> None:
+    parent = os.getppid()
+    with suppress(ProcessLookupError):
+        handle = _open_pidfd(pid)
+        if handle is None:
+            # Not to be confused with another process that gets the number later, the parent is all that is left.
+            while os.getppid() == parent:
+                time.sleep(_POLL_S)
+            return
+        try:
+            end = select.poll()
+            end.register(handle, select.POLLIN)
+            end.poll()
+        finally:
+            os.close(handle)
 
 
 class LocalNodes:
@@ -134,7 +189,9 @@ class _Task:
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
-        self._handle = _open_pidfd(pid)
+        self._handle: int | None = None
+        with suppress(ProcessLookupError):
+            self._handle = _open_pidfd(pid)
 
     def release(self) -> None:
         """Give the handle back; a node's is kept as long as this process lives."""
@@ -166,7 +223,16 @@ def _await_ends(tasks: Sequence[_Task], deadline: float) -> list[_Task]:
 
 
 def _open_pidfd(pid: int) -> int | None:
-    """Return a handle of a process; None where the system has none (Linux before 5.3) or it is gone."""
-    with suppress(OSError, AttributeError):
+    """Return a handle of a process, or None where the system has none (Linux before 5.3).
+
+    Raises
+    ------
+    ProcessLookupError
+        If it is gone.
+    """
+    try:
         return os.pidfd_open(pid)
-    return None
+    except ProcessLookupError:
+        raise
+    except (OSError, AttributeError):
+        return None

@@ -1,0 +1,29 @@
+"""The process of a local run is killed, as ``timeout``, systemd and schedulers do; its tasks are not to outlive it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+from chaos_gang import Outcome
+
+GRACE_S = 2
+TASKS_S = 2.0
+WITHIN_S = 10.0
+
+
+def test_the_process_of_the_run_is_killed(start_flow, recorder):
+    flow = start_flow(attrs={"grace_s": GRACE_S}, do="*:stubborn")
+    flow.await_notes("worker-*", 2)
+    tasks = {note["pid"] for note in flow.notes("task-*")}
+    os.kill(flow.process.pid, signal.SIGKILL)
+    begin = time.monotonic()
+    while tasks & {process.pid for process in flow.processes()}:
+        assert time.monotonic() - begin < TASKS_S
+        time.sleep(0.05)
+    flow.process.wait()
+    flow.await_gone(WITHIN_S)
+    seconds = time.monotonic() - begin
+    recorder.died("SIGKILL of the process of a local run", Outcome(seconds, {}, [], 0), GRACE_S)
+    assert seconds > GRACE_S  # the workers, which ignore SIGTERM, had their time
