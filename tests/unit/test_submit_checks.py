@@ -234,7 +234,7 @@ def test_the_run_tells_it_before_the_gang_is_started():
 
     def start(num_nodes):
         iterator = SimpleNamespace(num_parallel=num_nodes)
-        cli_args = SimpleNamespace(task=SimpleNamespace(ubf_iter=iterator), command_options={})
+        cli_args = SimpleNamespace(task=SimpleNamespace(ubf_iter=iterator), command_options={}, env={})
         decorator.runtime_step_cli(cli_args, 0, 0, "ubf_control")
 
     start(1)
@@ -250,7 +250,7 @@ def test_a_gang_of_one_is_an_ordinary_pod(beside, num_nodes, told):
     decorator = TorchrunDecorator()
     decorator._siblings = [SimpleNamespace(name=beside), decorator]
     iterator = SimpleNamespace(num_parallel=num_nodes)
-    cli_args = SimpleNamespace(task=SimpleNamespace(ubf_iter=iterator), command_options={})
+    cli_args = SimpleNamespace(task=SimpleNamespace(ubf_iter=iterator), command_options={}, env={})
     decorator.runtime_step_cli(cli_args, 0, 0, "ubf_control")
     assert cli_args.command_options.get("num-parallel") == told
 
