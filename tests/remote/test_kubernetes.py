@@ -227,6 +227,18 @@ def test_a_spot_notice_stops_the_gang_in_time(run_remote, cluster):
     cluster.await_gone(flow)
 
 
+@pytest.mark.parametrize("node", [1, 0])
+def test_a_pod_that_is_deleted_with_some_grace_lets_all_ranks_save(start_remote, cluster, node):
+    """As a drain does it; the kubelet's SIGTERM reaches nothing but process 1, a shell of Metaflow's."""
+    flow = start_remote(do="*:save", **on_kubernetes())
+    flow.await_line(" of 4 runs")
+    victim = next(pod for pod in cluster.await_pods(flow, 2) if cluster.node_of(pod) == node)
+    cluster.core.delete_namespaced_pod(victim.metadata.name, cluster.namespace, grace_period_seconds=30)
+    assert flow.wait(60) == 1
+    check_said(flow, f"Node {node} (host", "was preempted: its pod got SIGTERM", "code 0 in time: 0, 1, 2, 3")
+    cluster.await_gone(flow)
+
+
 @pytest.mark.parametrize("how", ["ctrl-c", "sigterm", "sigterm-to-all"])
 def test_an_interrupted_run_leaves_no_pod(start_remote, cluster, how):
     """Schedulers send SIGTERM to the run alone; `timeout` and systemd to all its processes."""

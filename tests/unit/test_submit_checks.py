@@ -253,6 +253,8 @@ def test_a_gang_of_one_is_an_ordinary_pod(beside, num_nodes, told):
     cli_args = SimpleNamespace(task=SimpleNamespace(ubf_iter=iterator), command_options={}, env={})
     decorator.runtime_step_cli(cli_args, 0, 0, "ubf_control")
     assert cli_args.command_options.get("num-parallel") == told
+    # What lets the task see SIGTERM; only a pod's shell knows it.
+    assert ("METAFLOW_KUBERNETES_SANDBOX_INIT_SCRIPT" in cli_args.env) is (beside == "kubernetes")
 
 
 def test_a_step_that_is_no_gang_is_not_checked():

@@ -31,6 +31,9 @@ def act(action: str) -> None:
         eat_memory()
     if action == "sleep":
         time.sleep(300)
+    if action == "save":  # takes its time, as a checkpoint does, and ends well
+        signal.signal(signal.SIGTERM, lambda *_: (time.sleep(3), os._exit(0)))
+        time.sleep(300)
     if action == "nap":
         time.sleep(2)
     if action == "first-attempt" and os.environ["ATTEMPT"] == "0":

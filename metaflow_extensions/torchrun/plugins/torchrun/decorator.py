@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from metaflow import current
+from metaflow.metaflow_config import KUBERNETES_SANDBOX_INIT_SCRIPT
 from metaflow.plugins.parallel_decorator import ParallelDecorator
 from metaflow.unbounded_foreach import UBF_CONTROL
 from metaflow.user_configs.config_parameters import UNPACK_KEY
@@ -22,7 +23,7 @@ from .interrupts import heed_signals_to_job, heed_signals_to_run
 from .joining import LOOPBACK, control_addresses, join_as_control, join_as_member, sit_alone
 from .local_nodes import STARTED_BY, LocalNodes, SameInterpreter, end_after, name_as_starter, starters
 from .membership import Membership
-from .preemption import watch_spot_notice
+from .preemption import heed_sigterm_in_pod, pod_is_told_to_stop, pod_script, spot_notice, watch
 from .report import View, end_with, print_errors_ourselves, report
 from .settings import DEFAULTS, StepSettings, parse_settings, refuse_unknown
 from .submit_checks import Submission, ignored_by_with
@@ -34,10 +35,14 @@ from .value_store import DatastoreValues
 # take to upload it: on Kubernetes the first pod that ends takes all with it.
 _HOLD_S = 10.0
 _UPLOAD_S = 5.0
+# What a pod's shell runs first (KUBERNETES_SANDBOX_INIT_SCRIPT in metaflow_config.py, 2.19).
+_POD_SCRIPT = "METAFLOW_KUBERNETES_SANDBOX_INIT_SCRIPT"
 # What a node's task needs beyond its workers' grace to end by itself.
 _LOCAL_NODE_MARGIN_S = 10.0
 # What a local task has to end by itself when the run's process is gone. Nobody reads its output any more.
 _ORPHAN_S = 1.5
+
+heed_sigterm_in_pod()  # here, since Metaflow imports this before it starts any process
 
 
 class TorchrunDecorator(ParallelDecorator):  # type: ignore[misc]  # Metaflow is not typed
@@ -123,7 +128,7 @@ class TorchrunDecorator(ParallelDecorator):  # type: ignore[misc]  # Metaflow is
         self._seat: Membership | None = None
         self._channel: ControlChannel | None = None
         self._local_nodes: LocalNodes | None = None
-        self._spot_watch: threading.Event | None = None
+        self._preemption_watch: threading.Event | None = None
         self.environment = SameInterpreter(environment)
         _take_over_plain_parallel(decos)
         metadata_type = getattr(flow_datastore.metadata, "TYPE", None)
@@ -155,6 +160,8 @@ class TorchrunDecorator(ParallelDecorator):  # type: ignore[misc]  # Metaflow is
         if on_kubernetes and cli_args.command_options.get("num-parallel") == "1":
             # Metaflow 2.19 refuses to make a job set of one (kubernetes_cli.py); an ordinary pod will do.
             del cli_args.command_options["num-parallel"]
+        if on_kubernetes:
+            cli_args.env[_POD_SCRIPT] = pod_script(KUBERNETES_SANDBOX_INIT_SCRIPT or "")
         name_as_starter(cli_args.env, "run")
 
     def task_pre_step(
@@ -272,6 +279,10 @@ class TorchrunDecorator(ParallelDecorator):  # type: ignore[misc]  # Metaflow is
         machine = this_machine(here, parallel.node_index if here > 1 else 0)
         seat, main_addr = self._join(parallel)
         self._seat = seat
+        if not _is_local():
+            notice = current.get("spot_termination_notice")
+            signs = [pod_is_told_to_stop] + ([spot_notice(notice)] if notice else [])
+            self._preemption_watch = watch(signs, seat.notice)
         deadline = None if self._timeout_s is None else time.monotonic() + self._timeout_s
         context = Context(
             seat,
@@ -288,9 +299,6 @@ class TorchrunDecorator(ParallelDecorator):  # type: ignore[misc]  # Metaflow is
     def _join(self, parallel: Any) -> tuple[Membership, str]:
         self._log = TaskLog(self._open_store)
         emit: Subscriber = to_log if _is_local() else self._log.after(to_log)
-        notice = None if _is_local() else current.get("spot_termination_notice")
-        if notice:
-            self._spot_watch = watch_spot_notice(notice, self._notice)
         if parallel.num_nodes == 1:
             return sit_alone(self._settings, emit), LOOPBACK
         control_task_id = parallel.control_task_id or self._task_id
@@ -302,10 +310,6 @@ class TorchrunDecorator(ParallelDecorator):  # type: ignore[misc]  # Metaflow is
                 self._local_nodes.watch(self._channel.report_gone)
             return seat, control_addresses(main_ip, here_only)[0]
         return join_as_member(book, parallel.node_index, parallel.num_nodes, self._settings, emit)
-
-    def _notice(self, text: str) -> None:
-        if self._seat is not None:
-            self._seat.notice(f"a spot notice says that its machine will be taken away ({text or 'no date'})")
 
     def _open_store(self) -> Any:
         return self._flow_datastore.get_task_datastore(
@@ -323,8 +327,8 @@ class TorchrunDecorator(ParallelDecorator):  # type: ignore[misc]  # Metaflow is
             self._seat.await_others(lambda: gang.members)
 
     def _leave(self, error: BaseException | None) -> None:
-        if self._spot_watch is not None:
-            self._spot_watch.set()
+        if self._preemption_watch is not None:
+            self._preemption_watch.set()
         if self._seat is not None:
             self._seat.leave(error, hold_s=0.0 if _is_local() or self._channel is not None else _HOLD_S)
 

@@ -231,7 +231,7 @@ class Membership:
         """
         # As with a signal, the innermost launch stops in order, and what it raises reaches this node's step.
         seat = _seats[-1] if self in _seats else self
-        if seat._broken is None:
+        if seat._broken is None and seat._order is None:  # the second order means: at once, and signs may repeat
             seat._take_order(why)
             seat._wake()
 
