@@ -117,7 +117,8 @@ def together(tmp_path_factory):
     folder = tmp_path_factory.mktemp("together")
     (folder / "else where").mkdir()
     twice = [{"entrypoint": "worker.py"}, {"entrypoint": "worker.py", "env": {"CUDA_VISIBLE_DEVICES": "3"}}]
-    elsewhere = [{"entrypoint": "worker.py", "cwd": str(folder / "else where")}]
+    elsewhere = [{"entrypoint": "worker.py", "cwd": str(folder / "else where"), "torchrun_args": {"log_dir": "logs"}}]
+    elsewhere[0]["env"] = {"WORKER_DO": "0:talk"}
     starting = starting_flows(folder)
     start = next(starting)
     try:
@@ -193,4 +194,7 @@ def test_the_working_directory_can_be_chosen(together):
     (worker,) = well(together["cwd"]).notes("worker-*")
     assert Path(worker["cwd"]).name == "else where"
     assert Path(worker["file"]).name == "worker.py"  # found beside the flow
+    (log,) = Path(worker["cwd"]).glob("logs/torchrun-node0-*/*/attempt_0/0/stdout.log")
+    assert log.read_text() == "heard from afar\n"
+    assert "[rank 0] heard from afar" in together["cwd"].text
     assert worker["env"]["OMP_NUM_THREADS"] == str(usable_cpus())

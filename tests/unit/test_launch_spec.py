@@ -479,6 +479,17 @@ def test_a_working_folder_must_exist(script, tmp_path):
         build(script, cwd=str(tmp_path / "gone"))
 
 
+def test_a_folder_for_logs_is_what_torchrun_would_take_it_for(script, tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path)
+    asked = {"torchrun_args": {"log_dir": "my logs"}}
+    assert build(script, **asked).log_dir == str(tmp_path / "my logs")
+    for cwd in ("here", str(tmp_path / "here")):
+        assert build(script, cwd=cwd, **asked).log_dir == str(tmp_path / "here" / "my logs")
+    assert build(script, cwd="here", torchrun_args={"log_dir": "/logs"}).log_dir == "/logs"
+    assert build(script).log_dir is None
+
+
 def test_ranks_are_counted_over_the_nodes():
     spec = spec_of(nproc=4, num_nodes=3, node_index=2)
     assert spec.world_size == 12

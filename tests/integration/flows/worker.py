@@ -58,6 +58,8 @@ def act(action: str) -> None:
     if action == "kill":
         os.write(1, b"last words without newline")
         os.kill(os.getpid(), signal.SIGKILL)
+    if action == "talk":
+        print("heard from afar")
     if action == "sleep":
         time.sleep(300)
     if action == "nap":

@@ -81,7 +81,7 @@ class FunctionCall:
         self._store = store
         self.name = _name_of(function)
         self.source = _source_of(function)
-        self.folder = tempfile.mkdtemp(prefix="torchrun-call-")
+        self.folder = os.path.abspath(tempfile.mkdtemp(prefix="torchrun-call-"))
         try:
             with open(os.path.join(self.folder, _CALL), "wb") as file:
                 pickle.dump({"path": _search_path(), "init": init, **_program()}, file)

@@ -84,7 +84,7 @@ class LaunchSpec:
     python : str
         The interpreter that runs torchrun.
     log_dir : str or None
-        Where the user wants torchrun's log files kept; None keeps none.
+        Absolute path of where the user wants torchrun's log files kept; None keeps none.
     min_nodes : int or None
         How few nodes torchrun's own elasticity may go on with (``nnodes="MIN:MAX"``, ``rdzv_backend="c10d"``); None
         is the rule: the gang is of a fixed size and restarts as a whole.
@@ -455,7 +455,7 @@ def build_spec(
         master_port=_one_port(request, options.pop("master-port", None)),
         max_restarts=_one_restarts(request.max_restarts, options.pop("max-restarts", None)),
         shown_local_ranks=_local_ranks(options.pop("local-ranks-filter", None)),
-        log_dir=options.pop("log-dir", None),
+        log_dir=_log_folder(options.pop("log-dir", None), request.cwd),
         env=_environment(request.env),
         cwd=_working_directory(request.cwd),
         min_nodes=min_nodes,
@@ -588,3 +588,8 @@ def _working_directory(cwd: str | None) -> str | None:
     if not os.path.isdir(folder):
         raise TorchrunConfigError(f"run(cwd={cwd!r}): {folder} is not a folder on this node.")
     return folder
+
+
+def _log_folder(name: str | None, cwd: str | None) -> str | None:
+    """Return what torchrun, which runs in `cwd`, would take this name for; we run elsewhere and read there, too."""
+    return None if name is None else os.path.abspath(os.path.join(cwd or "", name))

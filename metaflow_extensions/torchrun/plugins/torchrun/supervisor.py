@@ -313,7 +313,8 @@ class Supervisor:
         name = f"torchrun-node{self._spec.node_index}-launch{self._launch}-{number}-"
         if self._spec.log_dir is not None:
             os.makedirs(self._spec.log_dir, exist_ok=True)
-        return tempfile.mkdtemp(prefix=name, dir=self._spec.log_dir)
+        # Relative where the system has no temporary folder but the working one, which can be another for the agent.
+        return os.path.abspath(tempfile.mkdtemp(prefix=name, dir=self._spec.log_dir))
 
     def _on_agent_event(self, event: dict[str, Any], number: int) -> None:
         generation = self._generation
