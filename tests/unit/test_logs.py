@@ -1,8 +1,10 @@
 """Output is complete, in order, labelled, live, and does not fill the memory."""
 
+import atexit
 import itertools
 import os
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -122,6 +124,7 @@ class Screen:
             assert text.endswith("\n")
             self.writes.append(text)
             self.streams[stream] += text
+        return True
 
     def lines(self, stream, label):
         return [line[len(label) :] for line in self.streams[stream].split("\n") if line.startswith(label)]
@@ -221,6 +224,58 @@ def test_any_workers_output_is_a_sign_of_life_and_the_agents_is_none(follow, tmp
     assert begun <= follower.last_output_at <= time.monotonic()
 
 
+class PausedScreen(Screen):
+    """Takes over one text, as a pipe that is full then, and nothing more until it is continued."""
+
+    def __init__(self):
+        super().__init__()
+        self.asked, self.continued = threading.Event(), threading.Event()
+
+    def write(self, stream, text):
+        if text:
+            super().write(stream, text)
+        self.asked.set()
+        return self.continued.wait(0.05)
+
+
+def test_a_reader_that_does_not_read_holds_up_nobody_and_can_have_all_later(tmp_path):
+    screen, folder = PausedScreen(), tmp_path / "logs"
+    agent = {stream: str(write(folder / f"agent.{stream}", "")) for stream in ("stdout", "stderr")}
+    follower = LogFollower(str(folder), agent, lambda rank: f"[rank {rank}] ", "", screen.write)
+    path = write(worker_file(folder, 0, "stdout"), "first\n")
+    follower.start()
+    assert screen.asked.wait(10)
+    with path.open("a") as file:
+        file.write("second\n")
+    write(worker_file(folder, 1, "stderr"), "of a file that nobody has opened yet\n")
+    begun = time.monotonic()
+    eventually(lambda: (follower.last_output_at or 0.0) >= begun, "a sign of life")  # it is no hang
+    follower.finish()
+    assert screen.streams == {"stdout": "[rank 0] first\n", "stderr": ""}
+    shutil.rmtree(folder)
+    screen.continued.set()
+    eventually(lambda: not follower._thread.is_alive(), "the end of the thread")
+    assert screen.streams["stdout"] == "[rank 0] first\n[rank 0] second\n"
+    assert screen.streams["stderr"] == "[rank 1] of a file that nobody has opened yet\n"
+    atexit.unregister(follower._await_thread)
+
+
+def test_a_file_that_can_not_be_opened_for_a_while_is_read_later(follow, tmp_path, monkeypatch):
+    follower, screen = follow()
+    made, tried = logs.FollowedFile, threading.Event()
+
+    def too_many(*_):
+        tried.set()
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(logs, "FollowedFile", too_many)
+    write(worker_file(tmp_path, 0, "stdout"), "patience\n")
+    assert tried.wait(10)
+    monkeypatch.setattr(logs, "FollowedFile", made)
+    follower.finish()
+    assert screen.streams == {"stdout": "[rank 0] patience\n", "stderr": ""}
+
+
 def test_what_exists_before_finish_is_shown_even_without_a_single_poll(tmp_path):
     screen = Screen()
     agent = {stream: str(write(tmp_path / f"agent.{stream}", "")) for stream in ("stdout", "stderr")}
@@ -277,6 +332,7 @@ seen = 0
 def count(stream, text):
     global seen
     seen += len(text.replace("\\n", ""))
+    return True
 follower = LogFollower(sys.argv[1], {{}}, lambda rank: "", "", count)
 follower.start()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -46,8 +46,12 @@ class Event:
 
 Subscriber = Callable[[Event], None]
 
+# With a reader that takes nothing; threads that tell of something have more to do than to wait for it.
+_PATIENCE_S = 0.5
+
 
 def to_log(event: Event) -> None:
     """Write an event that has a text to the node's log, on stderr as Metaflow's own words are."""
     if event.text:
-        write_output("stderr", "".join(f"[torchrun node {event.node}] {line}\n" for line in event.text.splitlines()))
+        text = "".join(f"[torchrun node {event.node}] {line}\n" for line in event.text.splitlines())
+        write_output("stderr", text, _PATIENCE_S)

@@ -7,6 +7,7 @@ everything up to the last byte is read.
 
 from __future__ import annotations
 
+import atexit
 import codecs
 import glob
 import os
@@ -14,6 +15,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from typing import BinaryIO
 
 # Well under the half second in which a line must be seen.
@@ -25,8 +27,12 @@ MAX_LINE_CHARS = 1024 * 1024
 _AGENT_REPORT = re.compile(r"E\d{4} |Traceback \(most recent call last\):")
 _HELD_LINES = 1000
 
-Write = Callable[[str, str], None]
-"""Takes a stream's name (``"stdout"`` or ``"stderr"``) and a text that ends with a line end."""
+Write = Callable[[str, str], bool]
+"""Takes a stream's name (``"stdout"`` or ``"stderr"``) and a text that ends with a line end, or an empty one.
+
+Returns False after a while with a reader that takes nothing; what it has taken over by then is written later.
+"""
+Show = Callable[[str, str], None]
 
 
 class LineSplitter:
@@ -105,13 +111,13 @@ class FollowedFile:
         self._stream = stream
         self._splitter = LineSplitter()
 
-    def pump(self, write: Write) -> bool:
+    def pump(self, write: Show) -> bool:
         """Show what was added, at most one chunk; tell whether there was anything."""
         data = self._file.read(_CHUNK_BYTES)
         self._show(self._splitter.feed(data), write)
         return bool(data)
 
-    def finish(self, write: Write, show_held: bool = True) -> None:
+    def finish(self, write: Show, show_held: bool = True) -> None:
         """Show everything up to the end, an unfinished last line too, and close the file."""
         while self.pump(write):
             pass
@@ -124,7 +130,7 @@ class FollowedFile:
         """Close the file."""
         self._file.close()
 
-    def _show(self, lines: Iterator[str], write: Write) -> None:
+    def _show(self, lines: Iterator[str], write: Show) -> None:
         self._write(lines if self._hold_from is None else self._not_held(lines), write)
 
     def _not_held(self, lines: Iterator[str]) -> Iterator[str]:
@@ -134,7 +140,7 @@ class FollowedFile:
             else:
                 yield line
 
-    def _write(self, lines: Iterable[str], write: Write) -> None:
+    def _write(self, lines: Iterable[str], write: Show) -> None:
         text = "".join(f"{self._label}{line}\n" for line in lines)
         if text and self._label is not None:
             write(self._stream, text)
@@ -142,6 +148,9 @@ class FollowedFile:
 
 class LogFollower:
     """Follows all logs of one generation of workers in a thread of its own.
+
+    A reader of our output that stops to read stops this thread, and nobody else: what is not read yet is safe in
+    the files. If it is still so at the end, the thread goes on alone, with files that are open and perhaps removed.
 
     Parameters
     ----------
@@ -158,10 +167,6 @@ class LogFollower:
     hold_report : bool, default False
         Whether the agent's report of a failure is held back until `finish`.
 
-    Attributes
-    ----------
-    last_output_at : float or None
-        When a worker's output was last seen, in monotonic seconds; hidden ranks count.
     """
 
     def __init__(
@@ -178,12 +183,24 @@ class LogFollower:
         self._write = write
         hold = _AGENT_REPORT if hold_report else None
         self._files = [FollowedFile(path, agent_label, stream, hold) for stream, path in agent_logs.items()]
-        self._agent_files = list(self._files)
-        self._known: set[str] = set()
+        self._known: set[str] = set()  # written by this object's thread, read by others, too
         self._stop = threading.Event()
+        self._released = threading.Event()  # whoever waits for this object's thread, by it
         self._explained = False  # set before `_stop`, read after
         self._thread = threading.Thread(target=self._follow, name="torchrun-logs", daemon=True)
-        self.last_output_at: float | None = None
+        self._seen_bytes = 0
+        self._grew_at: float | None = None
+
+    @property
+    def last_output_at(self) -> float | None:
+        """When workers were last found to have written, in monotonic seconds; hidden ranks count.
+
+        It is the files that tell: the thread that reads them may be waiting for the reader of our output.
+        """
+        written = sum(map(_size, list(self._known)))
+        if written > self._seen_bytes:
+            self._seen_bytes, self._grew_at = written, time.monotonic()
+        return self._grew_at
 
     def start(self) -> None:
         """Begin to follow."""
@@ -192,6 +209,8 @@ class LogFollower:
     def finish(self, explained: bool = False) -> None:
         """Show all that is left and end. Call it when no process writes any more.
 
+        A reader that takes nothing is not waited for; until the process's end it can still have all.
+
         Parameters
         ----------
         explained : bool, default False
@@ -199,7 +218,15 @@ class LogFollower:
         """
         self._explained = explained
         self._stop.set()
-        self._thread.join()
+        self._await_thread()
+        if self._thread.is_alive():
+            self._released.clear()
+            atexit.register(self._await_thread)
+
+    def _await_thread(self) -> None:
+        """Wait for the end of this object's thread, or until it has waited in vain for the reader of our output."""
+        while self._thread.is_alive() and not self._released.is_set():
+            self._thread.join(POLL_S)
 
     def _follow(self) -> None:
         try:
@@ -207,10 +234,19 @@ class LogFollower:
                 self._pump_all()
             self._find_files()
             for file in self._files:
-                file.finish(self._write, show_held=not self._explained)
+                with suppress(OSError):  # a disk's fault; the others' output is to be had
+                    file.finish(self._show, show_held=not self._explained)
         finally:
             for file in self._files:
                 file.close()
+
+    def _show(self, stream: str, text: str) -> None:
+        """Write, and wait for the reader as long as it takes."""
+        while not self._write(stream, text):
+            text = ""
+            if self._stop.is_set():
+                self._find_files()  # the folder may be removed once nobody waits
+                self._released.set()
 
     def _pump_all(self) -> None:
         self._find_files()
@@ -219,16 +255,26 @@ class LogFollower:
             busy = sum(self._pump(file) for file in self._files) > 0
 
     def _pump(self, file: FollowedFile) -> bool:
-        busy = file.pump(self._write)
-        if busy and file not in self._agent_files:
-            self.last_output_at = time.monotonic()
-        return busy
+        with suppress(OSError):
+            return file.pump(self._show)
+        return False
 
     def _find_files(self) -> None:
         for path, local_rank, stream in worker_logs(self._log_dir):
             if path not in self._known:
+                try:
+                    self._files.append(FollowedFile(path, self._label(local_rank), stream))
+                except OSError as error:  # too many open files, perhaps not for long
+                    if not self._stop.is_set():
+                        continue
+                    self._write("stderr", f"[torchrun] {path} can't be read: {error}\n")
                 self._known.add(path)
-                self._files.append(FollowedFile(path, self._label(local_rank), stream))
+
+
+def _size(path: str) -> int:
+    with suppress(OSError):
+        return os.stat(path).st_size
+    return 0
 
 
 def worker_logs(log_dir: str) -> Iterator[tuple[str, int, str]]:

@@ -27,7 +27,7 @@ from .gang import EVIDENCE_S
 from .generation import Generation, evidence_folder
 from .launch_spec import LaunchSpec, Rendezvous, agent_command, agent_environment, shown
 from .launch_state import CONTROL, Message
-from .logs import LogFollower
+from .logs import LogFollower, Write
 from .membership import Membership
 from .network import interface_of, interface_towards
 from .policy import LaunchPolicy
@@ -65,7 +65,7 @@ class Supervisor:
     facts : mapping
         What must agree besides the launch itself, for example the torch version.
     write : callable
-        Takes the workers' output: stream name and text.
+        Takes the workers' output, see `logs.Write`.
     call : FunctionCall, optional
         The function that the workers call, where they do.
 
@@ -88,7 +88,7 @@ class Supervisor:
         grace_s: float,
         silence_s: float,
         facts: Mapping[str, Any],
-        write: Callable[[str, str], None],
+        write: Write,
         call: FunctionCall | None = None,
     ) -> None:
         self._spec = spec
