@@ -108,6 +108,7 @@ class Gang:
         gang: str = "1",
         datastore: str | None = None,
         squatted: int | None = None,
+        step: dict[int, str] | None = None,
         wrap: dict[int, list[str]] | None = None,
         detached: bool = False,
         agent_env: dict[str, str] | None = None,
@@ -115,7 +116,8 @@ class Gang:
     ) -> None:
         """Start the nodes that are not `absent`.
 
-        `late` says how many seconds after its begin a node joins; `gang` is the control task's id; `wrap` is what
+        `late` says how many seconds after its begin a node joins; `step` what the step's own code does before it calls
+        ``run`` (see ``node.py``); `gang` is the control task's id; `wrap` is what
         stands before a node's command; `detached` nodes are no children of ours; `options` are those of ``run``.
         """
         self.out.mkdir(exist_ok=True)
@@ -134,14 +136,15 @@ class Gang:
             "datastore": datastore,
             "squatted": squatted,
         }
-        self._late, self._wrap, self._detached = late or {}, wrap or {}, detached
+        self._late, self._wrap, self._detached, self._step = late or {}, wrap or {}, detached, step or {}
         for node in range(num_nodes):
             if node not in absent:
                 self.start_node(node)
 
     def start_node(self, node: int) -> None:
         """Start one node."""
-        task = {**self._task, "node": node, "start_after_s": self._late.get(node, 0)}
+        own = {"start_after_s": self._late.get(node, 0), "step": self._step.get(node)}
+        task = {**self._task, "node": node, **own}
         command = [*self._wrap.get(node, []), sys.executable, str(HERE / "node.py"), json.dumps(task)]
         if self.hosts:
             command = self.hosts[node].command(self.out / "hosts", *command)
@@ -196,12 +199,14 @@ class Gang:
             assert time.monotonic() < deadline, f"waited {timeout_s} s for {what}\n{self.told}"
             time.sleep(0.01)
 
-    def await_workers(self, run_id: str = "launch0-0", timeout_s: float = START_S) -> None:
+    def lines_of(self, rank: int, run_id: str = "launch0-0") -> int:
+        """Return how many lines a worker has written."""
+        return self._count(self.out / f"ledger-{run_id}-{rank}")
+
+    def await_workers(self, run_id: str = "launch0-0", timeout_s: float = START_S, lines: int = 3) -> None:
         """Wait until every worker of a generation has written a few lines."""
         ranks = range(self._num_nodes * self.nproc)
-        self.await_that(
-            lambda: all(self._count(self.out / f"ledger-{run_id}-{rank}") >= 3 for rank in ranks), run_id, timeout_s
-        )
+        self.await_that(lambda: all(self.lines_of(rank, run_id) >= lines for rank in ranks), run_id, timeout_s)
 
     def await_command(self, node: int) -> float:
         """Wait until a node says what it runs, which it does at *go*, and return when it did."""

@@ -135,3 +135,15 @@ def test_a_stopped_worker_that_goes_on_in_time_is_no_failure(gang, recorder):
     os.kill(pid, signal.SIGCONT)
     gang.await_that(lambda: gang.age(struck_at) > HEARTBEAT_S * 1.5, "more than the time")
     recorder.lasted("SIGSTOP of a worker for half the heartbeat timeout", gang.end_well())
+
+
+def test_sigkill_of_a_task_whose_child_lives_on(gang, recorder):
+    """A child that the step has forked, for its data say, holds open whatever the task had open."""
+    gang.start(3, 1, step={1: "fork-when-told"})
+    gang.await_workers()
+    (gang.out / "fork").touch()
+    child = gang.await_note("forked-1")
+    outcome = gang.await_end(gang.send(gang.task(1), signal.SIGKILL), [0, 2], WITHIN_S, ignore=[child])
+    recorder.died("SIGKILL of a task whose forked child lives on", outcome)
+    assert gang.living() == {child}  # it is the step's own
+    assert f"Node 1 (host {HOST}) failed: its connection to the control node was closed" in outcome.error["text"]

@@ -18,6 +18,16 @@ WITHIN_S = 15
 LINE_BYTES = 10_000_000
 DISK_BYTES = 100 * 4096
 # A file system of its own, that only this process and what it starts can see.
+# A reader that does not read for a while, of a pipe that is full soon.
+PAUSING = """
+import fcntl, os, sys, time
+fcntl.fcntl(0, fcntl.F_SETPIPE_SZ, 4096)
+while not os.path.exists(sys.argv[1]):
+    time.sleep(0.01)
+while data := os.read(0, 1000):
+    os.write(1, data)
+"""
+PIPED = 'reader=$1 until=$2; shift 2; exec "$@" > >(exec python3 -c "$reader" "$until") 2>&1'
 SMALL_DISK = 'mount -t tmpfs -o "$1" none "$2" && shift 2 && exec "$@"'
 
 
@@ -59,6 +69,19 @@ def test_a_disk_that_is_full_from_the_start(gang, small_disk, recorder, tmp_path
     recorder.died("the disk for logs is full from the start", outcome)
     begin = f"Node 1 (host {socket.gethostname()}) failed: its torchrun agent could not be started: [Errno 28] No space left"
     assert outcome.error["text"].startswith(begin)
+
+
+def test_a_reader_of_the_log_that_pauses_and_a_step_that_ignores_the_ends_of_its_children(gang, recorder):
+    """Both are to go on as if nothing had been."""
+    read = gang.out / "read"
+    piped = ["bash", "-c", PIPED, "bash", PAUSING, str(read)]
+    gang.start(step={0: "ignore-sigchld", 1: "do-not-block"}, wrap={1: piped})
+    gang.await_workers(lines=250)  # three times as much as the pipe holds
+    assert len(gang.log(1)) == 0
+    read.touch()
+    outcome = gang.end_well()
+    recorder.lasted("who reads a node's output pauses while it is written, without blocking", outcome)
+    recorder.lasted("the step's own code ignores SIGCHLD", outcome)
 
 
 def test_a_worker_that_ignores_sigterm(gang, recorder):
