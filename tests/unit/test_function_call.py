@@ -70,7 +70,7 @@ class Store:
         for key in reversed(keys):
             yield key, self.data[key]
 
-    def trouble(self, thread):
+    def trouble(self):
         return None
 
 

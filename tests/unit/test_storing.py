@@ -8,9 +8,13 @@ import subprocess
 import sys
 import threading
 import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
+import boto3
 import pytest
+from botocore.config import Config
 from unit_helpers import eventually
 
 from metaflow_extensions.torchrun.plugins.torchrun import function_call, transfer
@@ -23,8 +27,10 @@ from metaflow_extensions.torchrun.plugins.torchrun.policy import LaunchPolicy
 from metaflow_extensions.torchrun.plugins.torchrun.settings import DEFAULTS, parse_settings
 from metaflow_extensions.torchrun.plugins.torchrun.supervisor import Supervisor
 from metaflow_extensions.torchrun.plugins.torchrun.transfer import Step, Transfer, size_text
+from metaflow_extensions.torchrun.plugins.torchrun.value_store import DatastoreValues
 
 DEADLINE_S = 30.0
+KEY = {"region_name": "us-east-1", "aws_access_key_id": "id", "aws_secret_access_key": "key"}
 AGENT = """#!{python} -IS
 import os, pickle, sys, time
 _, _, *_, folder = sys.argv
@@ -68,7 +74,7 @@ class Store:
         for key in keys:
             yield key, self.data[key]
 
-    def trouble(self, thread):
+    def trouble(self):
         return self.last_error
 
 
@@ -273,7 +279,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.transfer import Step, Transfe
 
 class Store:
     where = "the s3 datastore"
-    def trouble(self, thread):
+    def trouble(self):
         return None
 
 def save():  # as boto3 does it: in threads of a pool, which the interpreter waits for
@@ -294,6 +300,35 @@ def test_a_transfer_that_was_given_up_holds_up_no_exit():
     done = subprocess.run([sys.executable, "-c", ABANDONED], timeout=DEADLINE_S, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert time.monotonic() - begun < DEADLINE_S
+
+
+class Busy(BaseHTTPRequestHandler):
+    """An S3 that answers as it does when it has too much to do."""
+
+    def do_PUT(self):
+        body = b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"
+        self.send_response(503)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *args):
+        pass
+
+
+def test_what_the_s3_client_meets_is_known_while_it_tries_again():
+    store = DatastoreValues(SimpleNamespace(TYPE="s3", datastore_root="s3://bucket"))
+    assert store.trouble() is None
+    with ThreadingHTTPServer(("127.0.0.1", 0), Busy) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_address[1]}"
+        client = boto3.client("s3", endpoint_url=url, config=Config(retries={"mode": "adaptive"}), **KEY)
+        step = Step("a value", lambda: client.put_object(Bucket="b", Key="k", Body=b"v"), 100.0)
+        upload = Transfer(store, "stores", [step])
+        upload.start()
+        words = "a value (the datastore fails: SlowDown: Please reduce your request rate.)"
+        eventually(lambda: upload.what() == words, deadline_s=DEADLINE_S)
+        server.shutdown()
 
 
 @pytest.mark.parametrize(

@@ -33,8 +33,8 @@ class ValueStore(Protocol):
     def load(self, keys: Sequence[str]) -> Any:
         """Yield each of `keys` with what was stored under it, in any order."""
 
-    def trouble(self, thread: int) -> str | None:
-        """Return what `thread`, which saves or loads something now, has met so far; None if nothing is known."""
+    def trouble(self) -> str | None:
+        """Return with what the last try has failed of what is saved or loaded now; None if nothing is known."""
 
 
 class TransferFailed(Exception):
@@ -128,7 +128,7 @@ class Transfer:
 
     def what(self) -> str:
         """Return what is being carried, and how the store fails if it does."""
-        trouble = self._store.trouble(self._thread.ident or 0)
+        trouble = self._store.trouble()
         return self._step.what + (f" (the datastore fails: {trouble[:_TROUBLE_TEXT]})" if trouble else "")
 
     def problem(self) -> str | None:
@@ -138,7 +138,7 @@ class Transfer:
             return f"{passed}: {type(self._error).__name__}: {self._error}"
         if self._ended.is_set():
             return None
-        trouble = self._store.trouble(self._thread.ident or 0) or "it has not answered, or is too slow"
+        trouble = self._store.trouble() or "it has not answered, or is too slow"
         return f"{passed}: {trouble[:_TROUBLE_TEXT]}"
 
     def give_up(self) -> None:

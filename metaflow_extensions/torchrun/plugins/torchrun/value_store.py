@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from types import FrameType
 from typing import Any
 
 
@@ -33,15 +35,29 @@ class DatastoreValues:
         """Yield each of `keys` with what was stored under it; a list, because some stores load many at once."""
         yield from self._store.load_data(list(keys))
 
-    def trouble(self, thread: int) -> str | None:
-        """Return with what the S3 client's last try in `thread` has failed.
+    def trouble(self) -> str | None:
+        """Return with what the S3 client's last try has failed, if it tries again now.
 
-        It tries again for over an hour and says nothing meanwhile (``S3._one_boto_op``, Metaflow 2.19); what it
-        knows is in the local variable of a frame that waits.
+        It does so for over an hour, and says nothing meanwhile: botocore in threads of its own
+        (``Endpoint._send_request``, 1.44), and Metaflow around it (``S3._one_boto_op``, 2.19). What they know is in
+        the variables of functions that wait.
         """
-        frame = sys._current_frames().get(thread)
-        while frame is not None:
-            if frame.f_code.co_name == "_one_boto_op":
-                return frame.f_locals.get("error") or None
-            frame = frame.f_back
+        for innermost in sys._current_frames().values():
+            frame: FrameType | None = innermost
+            while frame is not None:
+                name, known = frame.f_code.co_name, frame.f_locals
+                if name == "_one_boto_op" and known.get("error"):
+                    return str(known["error"])
+                if name == "_send_request" and known.get("attempts", 0) > 1:
+                    return _answer(known.get("success_response"), known.get("exception"))
+                frame = frame.f_back
         return None
+
+
+def _answer(response: Any, exception: Any) -> str | None:
+    """Return what botocore made of the answer to a request."""
+    if exception is not None:
+        return f"{type(exception).__name__}: {exception}"
+    with suppress(TypeError, IndexError, KeyError):
+        return "{Code}: {Message}".format_map(response[1]["Error"])
+    return None
