@@ -54,26 +54,27 @@ class TorchrunDecorator(ParallelDecorator):  # type: ignore[misc]  # Metaflow is
 
     Parameters
     ----------
-    nproc_per_node : int or {"auto", "cpu", "gpu"}, optional, default None
-        Processes on each node. By default the GPUs that ``@kubernetes``, ``@batch`` and
-        ``@resources`` request, or those visible on this machine, or 1.
-    all_nodes_started_timeout : int, default 600
+    nproc_per_node : Union[int, str], optional, default None
+        Processes on each node, or ``"auto"``, ``"cpu"`` or ``"gpu"``. By default the GPUs that
+        ``@kubernetes``, ``@batch`` and ``@resources`` request, or those visible on this machine, or 1.
+    all_nodes_started_timeout : float, default 600
         Seconds to wait until all nodes have started.
     master_port : int, optional, default None
         Port of the rendezvous on the control node. By default the kernel chooses a free one.
     channel_port : int, optional, default None
         Port on the control node through which the nodes agree. By default the kernel chooses.
-    heartbeat_timeout_s : int, default 30
+    heartbeat_timeout_s : float, default 30
         Seconds of silence after which a node counts as lost.
-    grace_s : int, default 30
+    grace_s : float, default 30
         Seconds that workers have between SIGTERM and SIGKILL.
     max_restarts : int, default 0
         How often all workers are started again on all nodes after one of them failed.
-    retry_on : str or sequence of {"user", "killed", "timeout", "hang", "start"}, optional
-        Which classes of causes restart them: an error of the script, a signal or lack of memory, a
-        launch over its time, a hang, an agent that could not start. Default: all but ``"start"``. A lost node
-        and a preemption never do: for these, Metaflow's ``@retry`` brings a new gang.
-    preemption_signal : str or int, default "SIGTERM"
+    retry_on : Union[str, Iterable[str]], optional, default None
+        Which classes of causes restart them: ``"user"``, an error of the script; ``"killed"``, a signal or
+        lack of memory; ``"timeout"``, a launch over its time; ``"hang"``; ``"start"``, an agent that could
+        not start. By default all but ``"start"``. A lost node and a preemption never do: for these,
+        Metaflow's ``@retry`` brings a new gang.
+    preemption_signal : Union[int, str], default "SIGTERM"
         What the workers get, once, when a node is told to stop or its machine is taken away. They have
         ``grace_s`` seconds to save.
     hang_timeout_s : float, optional, default None

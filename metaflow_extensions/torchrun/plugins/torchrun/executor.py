@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, overload
 
@@ -45,7 +45,7 @@ class LaunchOptions(TypedDict, total=False):
     timeout_s: float | None
     master_port: int | str | None
     max_restarts: int | None
-    retry_on: str | Sequence[str] | None
+    retry_on: str | Iterable[str] | None
     hang_timeout_s: float | None
     preemption_signal: str | int | None
     init: Literal["gloo", "nccl", "auto"] | None
@@ -179,10 +179,10 @@ class TorchrunExecutor:
         timeout_s: float | None = None,
         master_port: int | str | None = None,
         max_restarts: int | None = None,
-        retry_on: str | Sequence[str] | None = None,
+        retry_on: str | Iterable[str] | None = None,
         hang_timeout_s: float | None = None,
         preemption_signal: str | int | None = None,
-        init: str | None = None,
+        init: Literal["gloo", "nccl", "auto"] | None = None,
         gather: bool = False,
         push_results_dir_to_cloud: Any = None,
         local_output_dir: Any = None,
@@ -194,47 +194,47 @@ class TorchrunExecutor:
 
         Parameters
         ----------
-        entrypoint : str, path or callable
+        entrypoint : Union[str, os.PathLike[str], Callable[..., Any]]
             The script; a relative path is looked for in `cwd` (or the working directory), then
             beside the flow file. With `module`, the name of a module. Or a function, which every rank calls:
             one of the flow file or of a module, a method, a `functools.partial`; with cloudpickle
             installed, a lambda or closure, too.
-        entrypoint_args : dict or list, optional
+        entrypoint_args : Union[Mapping[str, Any], Sequence[Any]], optional
             The script's arguments. In a dict, None or ``""`` makes a bare flag, True and False are
             ``true`` and ``false``, lists and dicts are JSON, everything else is its `str`. A list is
             passed as it is. For a function: a dict of its keyword arguments or a list of its positional ones,
             anything that can be pickled.
-        nproc_per_node : int or {"auto", "cpu", "gpu"}, optional
-            Processes on each node. Default: ``torchrun_args``, the attribute of ``@torchrun``, the
-            accelerators requested by ``@kubernetes`` or ``@batch``, those visible on this machine,
-            or 1.
-        torchrun_args : dict or list, optional
+        nproc_per_node : Union[int, str], optional
+            Processes on each node, or ``"auto"``, ``"cpu"`` or ``"gpu"``. Default: ``torchrun_args``, the
+            attribute of ``@torchrun``, the accelerators requested by ``@kubernetes`` or ``@batch``, those
+            visible on this machine, or 1.
+        torchrun_args : Union[Mapping[str, Any], Sequence[Any]], optional
             Further options of torchrun, as in ``{"max_restarts": 3}`` or ``["--max-restarts=3"]``.
         module : bool, default False
             Run `entrypoint` as ``python -m``.
-        env : dict, optional
+        env : Mapping[str, Any], optional
             Environment variables for the workers.
         cwd : str, optional
             Their working directory. Default: the task's own.
         timeout_s : float, optional
             Seconds the launch may take once all nodes are ready, counted anew for each restart. Default: no
             limit of its own; the step's ``@timeout`` always bounds the whole.
-        master_port : int, optional
+        master_port : Union[int, str], optional
             Port of the rendezvous on the control node. Default: the kernel chooses.
         max_restarts : int, optional
             How often all workers of all nodes are started again after one failed. Default: the
             attribute of ``@torchrun``.
-        retry_on : str or sequence of {"user", "killed", "timeout", "hang", "start"}, optional
-            Which classes of causes restart the gang: an error of the script, a signal or lack of memory, a
-            launch over its time, a hang, an agent that could not start. Default: the attribute of
-            ``@torchrun``.
+        retry_on : Union[str, Iterable[str]], optional
+            Which classes of causes restart the gang: ``"user"``, an error of the script; ``"killed"``, a
+            signal or lack of memory; ``"timeout"``, a launch over its time; ``"hang"``; ``"start"``, an
+            agent that could not start. Default: the attribute of ``@torchrun``.
         hang_timeout_s : float, optional
             Seconds without any output or exit of any rank after which the launch counts as hanging: the
             stacks of all workers go to the logs and to files, then all is stopped. Default: the
             attribute of ``@torchrun``.
-        preemption_signal : str or int, optional
+        preemption_signal : Union[int, str], optional
             What the workers get, once, when a node is preempted. Default: the attribute of ``@torchrun``.
-        init : {"gloo", "nccl", "auto"}, optional
+        init : Literal["gloo", "nccl", "auto"], optional
             Of a function: make this process group before the call and end it after, with the rank's own device
             set; ``"auto"`` is nccl where each rank has a CUDA device, else gloo. Default: none is made.
         gather : bool, default False

@@ -1,0 +1,48 @@
+"""What a type checker makes of a flow with Metaflow's stubs; test_typing.py runs mypy over it and reads its comments.
+
+Metaflow's generator (2.19) knows neither overloads nor the parameters of generic classes.
+"""
+# ruff: noqa: F821
+
+from metaflow import FlowSpec, TorchrunSingleNodeMultiGPU, current, step, torchrun
+
+
+def train(epochs: int) -> float:
+    return epochs * 0.1
+
+
+class Flow(FlowSpec):
+    @torchrun
+    @step
+    def start(self) -> None:
+        reveal_type(current.torch)  # is TorchrunExecutor
+        reveal_type(current.torch.run("train.py", {"epochs": 3}, timeout_s=60))  # is TorchrunResult
+        reveal_type(current.torch.run(train, [3], nproc_per_node="gpu", init="auto"))  # is TorchrunResult
+        reveal_type(current.torch.world_size)  # is int
+        reveal_type(TorchrunSingleNodeMultiGPU().run(entrypoint="train.py"))  # is TorchrunResult
+
+    @torchrun(nproc_per_node="gpu", all_nodes_started_timeout=60, retry_on={"user", "hang"}, preemption_signal=10)
+    @step
+    def middle(self) -> None:
+        current.torch.run(3)  # wrong
+        current.torch.run("train.py", timeout_s="long")  # wrong
+        current.torch.run(train, init="mpi")  # wrong
+        current.torch.run(train, gathr=True)  # wrong
+        current.torch.launch()  # wrong
+
+    @torchrun(nproc_per_node=2, retry_on="user,hang", preemption_signal="SIGUSR1", hang_timeout_s=7.5, preflight=True)
+    @step
+    def more(self) -> None:
+        reveal_type(len(current.torch.run(train)))  # is int
+
+    @torchrun(nproc=2)  # wrong
+    @step
+    def end(self) -> None: ...
+
+    @torchrun(grace_s="long")  # wrong
+    @step
+    def other(self) -> None: ...
+
+    @torchrun(retry_on=3)  # wrong
+    @step
+    def another(self) -> None: ...
