@@ -26,13 +26,13 @@ def spec_of(monkeypatch, tmp_path):
     monkeypatch.setattr(executor, "Supervisor", Recorder)
     monkeypatch.setattr(executor, "node_facts", lambda *_: {})
 
-    def call(attributes=None, requested=None, gpus=(), **arguments):
+    def call(attributes=None, requested=None, gpus=(), positional=("train.py",), **arguments):
         seat = Membership(0, 2, lambda _: None)
         settings = parse_settings(attributes or {}, "train")
         machine = Machine(8, gpus)
         said: list[Event] = []
         context = Context(seat, "127.0.0.1", machine, settings, requested, str(tmp_path), emit=said.append)
-        TorchrunExecutor(context).run("train.py", **arguments)
+        TorchrunExecutor(context).run(*positional, **arguments)
         return launches[-1], said[-1].text
 
     return call
@@ -72,3 +72,14 @@ def test_the_port_of_the_call_comes_before_the_attributes(spec_of, run, attribut
 )
 def test_the_restarts_of_the_call_come_before_the_attributes(spec_of, arguments, restarts):
     assert spec_of({"max_restarts": "2"}, **arguments)[0].max_restarts == restarts
+
+
+def test_positional_arguments_may_stand_in_the_order_of_0_2(spec_of):
+    options, args = {"max_restarts": 3, "tee": "3"}, {"epochs": 1}
+    today, _ = spec_of(positional=("train.py", args), torchrun_args=options, nproc_per_node=2)
+    assert spec_of(positional=(options, "train.py", args, 2))[0] == today
+    assert spec_of(positional=(options, "train.py", args, 2, True, "out", None))[0] == today
+    assert spec_of(positional=(options, "train.py"), entrypoint_args=args, nproc_per_node=2)[0] == today
+    assert spec_of(positional=([], "train.py", args))[0] == spec_of(positional=("train.py", args))[0]
+    with pytest.raises(TypeError, match="entrypoint"):
+        spec_of(positional=(options, "train.py"), entrypoint="other.py")

@@ -15,6 +15,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.executor import (
     TorchrunSingleNodeMultiGPU,
 )
 from metaflow_extensions.torchrun.plugins.torchrun.result import TorchrunResult
+from metaflow_extensions.torchrun.plugins.torchrun_libs import exceptions
 from metaflow_extensions.torchrun.toplevel import toplevel
 
 NAMES = (
@@ -84,6 +85,13 @@ def test_type_checkers_know_the_same_keyword_arguments():
 def test_the_single_node_class_keeps_the_order_of_0_2():
     parameters = inspect.signature(TorchrunSingleNodeMultiGPU.run).parameters
     assert tuple(parameters) == ("self", "torchrun_args", "entrypoint", "entrypoint_args", "nproc_per_node", "options")
+
+
+def test_the_exceptions_of_0_2_lead_to_todays():
+    assert exceptions.TorchrunException is metaflow.TorchrunError
+    assert exceptions.TorchNotInstalledException is metaflow.TorchNotFoundError
+    assert exceptions.AllNodesStartupTimeoutException is metaflow.GangStartTimeout
+    assert exceptions.BarrierTimeoutException is metaflow.GangError
 
 
 def test_no_default_can_be_changed_by_a_call():

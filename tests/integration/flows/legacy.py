@@ -2,6 +2,11 @@
 
 from metaflow import FlowSpec, current, step, torchrun
 
+from metaflow_extensions.torchrun.plugins.torchrun_libs.exceptions import TorchrunException
+
+OPTIONS = {"max_restarts": 0, "nproc_per_node": "2", "rdzv_id": "mine", "tee": "3"}
+ARGS = {"epochs": 3, "flag": None, "name": "a b"}
+
 
 class LegacyFlow(FlowSpec):
     @step
@@ -11,14 +16,18 @@ class LegacyFlow(FlowSpec):
     @torchrun(all_nodes_started_timeout=60, nproc_per_node=2)
     @step
     def train(self):
-        for _ in range(2):
+        try:
             current.torch.run(
-                torchrun_args={"max_restarts": 0, "nproc_per_node": "2", "rdzv_id": "mine", "tee": "3"},
+                torchrun_args=OPTIONS,
                 entrypoint="worker.py",
-                entrypoint_args={"epochs": 3, "flag": None, "name": "a b"},
+                entrypoint_args=ARGS,
                 push_results_dir_to_cloud=True,
                 local_output_dir="out",
             )
+            current.torch.run(OPTIONS, "worker.py", ARGS, 2, True, "out")
+            current.torch.run(OPTIONS, "missing.py")
+        except TorchrunException as error:
+            print("caught:", error)
         self.next(self.join)
 
     @step

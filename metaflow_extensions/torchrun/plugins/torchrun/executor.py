@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, cast, overload
 
 from .console import write_output
 from .devices import Machine, Nproc, choose_nproc, this_machine
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 # Arguments of metaflow-torchrun 0.2 that it took and ignored.
 _IGNORED = ("push_results_dir_to_cloud", "local_output_dir", "cloud_output_dir")
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 _warned_lock = threading.Lock()
 _warned: set[str] = set()
 
@@ -95,6 +97,19 @@ class Context:
     deadline: float | None = None
     emit: Subscriber = to_log
     store: ValueStore | None = None
+
+
+def _also_as_in_0_2(run: F) -> F:
+    """Take positional arguments in the order of metaflow-torchrun 0.2, too, where torchrun_args came first."""
+    names = ("torchrun_args", "entrypoint", "entrypoint_args", "nproc_per_node", *_IGNORED)
+
+    @functools.wraps(run)
+    def either(self: TorchrunExecutor, *args: Any, **options: Any) -> Any:
+        if args and isinstance(args[0], Mapping | list | tuple) and len(args) <= len(names):
+            return run(self, **dict(zip(names, args, strict=False)), **options)
+        return run(self, *args, **options)
+
+    return cast("F", either)
 
 
 class TorchrunExecutor:
@@ -166,6 +181,7 @@ class TorchrunExecutor:
         **options: Unpack[RunOptions],
     ) -> TorchrunResult[None]: ...
 
+    @_also_as_in_0_2
     def run(
         self,
         entrypoint: str | os.PathLike[str] | Callable[..., Any] | None = None,
