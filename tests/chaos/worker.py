@@ -12,7 +12,8 @@ import signal
 import sys
 import time
 
-RANK, RUN_ID = os.environ["RANK"], os.environ["TORCHELASTIC_RUN_ID"]
+RANK = os.environ["RANK"]
+RUN_ID = "-".join(os.environ["TORCHELASTIC_RUN_ID"].split("-")[:2])  # without the gang's name
 OUT = os.environ["CHAOS_OUT"]
 NAME = f"{RUN_ID}-{RANK}"
 LINE_S = 0.01

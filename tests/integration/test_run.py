@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import subprocess
 from pathlib import Path
@@ -47,6 +48,9 @@ def test_a_gang_runs_twice_with_hostile_arguments_and_paths(run_flow):
     second = {w["env"]["RANK"]: w for w in flow.notes("worker-launch1-0-*")}
     assert sorted(first) == ["0", "1", "2", "3"]
     assert sorted(second) == ["0", "1"]
+    ids = {w["env"]["TORCHELASTIC_RUN_ID"] for w in (*first.values(), *second.values())}
+    (gang,) = {re.fullmatch(r"launch[01]-0-([0-9a-f]{8})", name)[1] for name in ids}
+    assert ids == {f"launch0-0-{gang}", f"launch1-0-{gang}"}
 
     expected = [
         *("--spaces", "a b  c", "--quotes", 'it\'s "quoted"', "--backslash", "a\\b\\\\n", "--newline", "one\ntwo"),
@@ -178,6 +182,7 @@ def test_a_flow_written_for_0_2_runs_unchanged(together):
     assert workers[0]["argv"] == ["--epochs", "3", "--flag", "--name", "a b"]
     warnings = [line.text for line in flow.lines if "has no effect" in line.text and "node 0" in line.text]
     assert len(warnings) == 1  # although it was called twice
+    assert sum("caught: " in line.text and "missing.py" in line.text for line in flow.lines) == 2
 
 
 def test_single_node_multi_gpu_needs_no_gang(together):

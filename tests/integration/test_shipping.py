@@ -285,6 +285,16 @@ def shipped_files() -> set[str]:
     }
 
 
+def test_python_starts_in_the_clone_after_the_readmes_installation(laptops, repository):
+    readme = (repository / "README.md").read_text(encoding="utf-8")
+    command = readme.partition("## Install")[2].partition("```bash\n")[2].partition("\n```")[0]
+    assert command == "pip install --editable ."
+    laptop = laptops("pip install -e")
+    assert "torchrun" in output_of(
+        laptop.python, "-c", "from metaflow import torchrun; print(torchrun)", env=laptop.env, cwd=repository
+    )
+
+
 def test_the_code_package_has_all_of_ours_and_nothing_else_of_the_project(kind, pods):
     folder = pods(kind, sys.version_info.minor).folder
     code = folder / ".mf_code"

@@ -78,7 +78,7 @@ def act(action: str) -> None:
 def main() -> None:
     if OUT:
         seen = {"argv": sys.argv[1:], "env": dict(os.environ), "pid": os.getpid(), "cwd": os.getcwd(), "file": __file__}
-        launch = os.environ.get("TORCHELASTIC_RUN_ID", "")
+        launch = "-".join(os.environ.get("TORCHELASTIC_RUN_ID", "").split("-")[:2])  # without the gang's name
         note(f"worker-{launch}-{RANK}", seen)
     for wanted in filter(None, os.environ.get("WORKER_DO", "").split(",")):
         rank, action = wanted.split(":")

@@ -42,7 +42,7 @@ EVIDENCE_S = 15.0
 
 @dataclass
 class Settings:
-    """How patient the gang is.
+    """What the gang is called, and how patient it is.
 
     Attributes
     ----------
@@ -52,11 +52,15 @@ class Settings:
         ``all_nodes_started_timeout``.
     grace_s : float
         Seconds workers have between SIGTERM and SIGKILL.
+    name : str
+        Its own in the world: part of every rendezvous' id, so that two gangs with the same pinned port
+        can't meet in one store.
     """
 
     num_nodes: int
     started_timeout_s: float = 600.0
     grace_s: float = 30.0
+    name: str = "gang"
 
 
 class Gang:
@@ -237,6 +241,7 @@ class Gang:
         launch.uploaded.clear()
         launch.causes.clear()
         go = {"type": "go", "launch": launch.number, "generation": launch.generation, "port": port}
+        go["gang"] = self._settings.name
         self._broadcast({**go, "restarts": launch.restarts, "max_restarts": launch.policy.max_restarts})
 
     def _on_active(self, node: int, message: Message) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -114,7 +115,7 @@ def _open_channel(
     num_nodes: int, settings: StepSettings, emit: Subscriber, token: str
 ) -> tuple[Membership, ControlChannel]:
     seat = Membership(CONTROL, num_nodes, emit)
-    gang_settings = Settings(num_nodes, settings.all_nodes_started_timeout, settings.grace_s)
+    gang_settings = Settings(num_nodes, settings.all_nodes_started_timeout, settings.grace_s, secrets.token_hex(4))
     gang = Gang(gang_settings, pick_port)
     channel = ControlChannel(gang, seat.deliver, token, settings.heartbeat_timeout_s)
     close: Callable[[], None] = lambda: channel.close(_LEAVE_WAIT_S)  # noqa: E731 - bound to this channel

@@ -250,7 +250,7 @@ class Supervisor:
         if self._call is not None:
             self._call.begin()
         folder = self._make_folder(number)
-        run_id = f"launch{self._launch}-{number}"
+        run_id = f"launch{self._launch}-{number}-{message['gang']}"
         meeting = Rendezvous(self._main_addr, int(message["port"]), run_id, int(message["restarts"]))
         if spec.min_nodes is None:  # the control node's number counts, for all nodes
             spec = replace(spec, max_restarts=int(message["max_restarts"]))
