@@ -42,22 +42,10 @@ READY = {
 }
 
 
-def causes(node: int, age_s: float) -> list[dict[str, Any]]:
-    """Return what a node with eight failed ranks reports."""
-    made = [
-        Cause(
-            "exception",
-            node,
-            f"host-{node}",
-            node * RANKS + i,
-            i,
-            1,
-            "ConnectionError: Connection reset by peer",
-            _TRACE,
-        )
-        for i in range(RANKS)
-    ]
-    return [{"cause": cause.to_wire(), "age_s": age_s} for cause in made]
+def report(node: int, exception: str, age_s: float) -> dict[str, Any]:
+    """Return what a node says of its failure."""
+    cause = Cause("exception", node, f"host-{node}", node * RANKS, 0, 1, exception, _TRACE)
+    return {"launch": 0, "generation": 0, "causes": [{"cause": cause.to_wire(), "age_s": age_s}]}
 
 
 # --- a process of members ---------------------------------------------------------------------------
@@ -79,8 +67,8 @@ class Member:
         if kind == "welcome":
             self.channel.send({**READY, "policy": {**READY["policy"], "left_s": 3600.0 + self.node}})
         elif kind == "stop":
-            report = {"launch": 0, "generation": 0, "causes": causes(self.node, 0.1)}
-            self.channel.send({"type": "ended", "ok": False, "ended_well": [], **report})
+            lost_peer = report(self.node, "ConnectionError: Connection reset by peer", 0.1)
+            self.channel.send({"type": "ended", "ok": False, "ended_well": [], **lost_peer})
         elif kind == "verdict":
             self.channel.send({"type": "leave", "cause": None})
 
@@ -93,11 +81,18 @@ class Member:
             self.error = repr(error)
 
 
-def members(first: int, last: int, port: int, token: str, begin_at: float) -> None:
+def await_begin() -> float:
+    """Say that this process is ready, and return when all begin."""
+    print("ready", flush=True)
+    return float(sys.stdin.readline())
+
+
+def members(first: int, last: int, port: int, token: str) -> None:
     """Run members until all have heard their verdict, and print when they heard what."""
     shared = channel_module._LoopThread("members", print)
     channel_module._LoopThread = lambda *_: shared  # type: ignore[assignment,misc]  # one thread for all
     all_members = [Member(node) for node in range(first, last)]
+    begin_at = await_begin()
     for member in all_members:
         asyncio.run_coroutine_threadsafe(member.join(port, token, begin_at), shared.loop)
     deadline = time.monotonic() + WAIT_S
@@ -111,7 +106,7 @@ def members(first: int, last: int, port: int, token: str, begin_at: float) -> No
 # --- strangers --------------------------------------------------------------------------------------
 
 
-def strangers(count: int, port: int, begin_at: float) -> None:
+def strangers(count: int, port: int) -> None:
     """Connect, say nothing, and come again when hung up on; until stdin closes."""
 
     async def one() -> None:
@@ -124,7 +119,7 @@ def strangers(count: int, port: int, begin_at: float) -> None:
                 await asyncio.sleep(0.1)
 
     async def all_of_them() -> None:
-        await asyncio.sleep(begin_at - time.monotonic())
+        await asyncio.sleep(await_begin() - time.monotonic())
         tasks = [asyncio.ensure_future(one()) for _ in range(count)]
         await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
         for task in tasks:
@@ -164,6 +159,19 @@ def start(*words: object) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
+def begin(parts: list[subprocess.Popen[str]]) -> float:
+    """Have all parts begin at the same moment, once they are ready."""
+    for part in parts:
+        assert part.stdout is not None
+        assert part.stdout.readline() == "ready\n"
+    begin_at = time.monotonic() + 0.2
+    for part in parts:
+        assert part.stdin is not None
+        part.stdin.write(f"{begin_at}\n")
+        part.stdin.flush()
+    return begin_at
+
+
 def control(count: int, strangers_count: int, processes: int) -> dict[str, float]:
     """Run a gang of `count` members from its first join to its last verdict; return the figures."""
     inbox: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
@@ -175,19 +183,18 @@ def control(count: int, strangers_count: int, processes: int) -> dict[str, float
     channel.send(READY)
     time.sleep(0.2)
     memory_before, cpu_before = resident_mb(), time.process_time()
-    begin_at = time.monotonic() + 3.0
     edges = [1 + count * i // processes for i in range(processes + 1)]
-    parts = [start("members", a, b, port, token, begin_at) for a, b in itertools.pairwise(edges)]
-    crowd = start("strangers", strangers_count, port, begin_at) if strangers_count else None
+    parts = [start("members", a, b, port, token) for a, b in itertools.pairwise(edges)]
+    crowd = start("strangers", strangers_count, port) if strangers_count else None
+    begin_at = begin(parts if crowd is None else [*parts, crowd])
     expect(inbox, "go", parts)
     went_at, cpu_joined = time.monotonic(), time.process_time() - cpu_before
-    time.sleep(2.0)
+    time.sleep(1.0)  # until the last has heard it, too
     memory_joined = resident_mb()
     failed_at = time.monotonic()
-    mine = Cause("exception", 0, "host-0", 0, 0, 1, "ValueError: the first", _TRACE).to_wire()
-    report = {"launch": 0, "generation": 0, "causes": [{"cause": mine, "age_s": 0.5}]}
-    channel.send({"type": "failed", **report})
-    channel.send({"type": "ended", "ok": False, **report})
+    first = report(0, "ValueError: the first", 0.5)
+    channel.send({"type": "failed", **first})
+    channel.send({"type": "ended", "ok": False, **first})
     verdict = expect(inbox, "verdict", parts)
     assert "ValueError: the first" in verdict["error"]["message"], verdict["error"]["message"][:500]
     cpu_all = time.process_time() - cpu_before
@@ -214,19 +221,29 @@ def control(count: int, strangers_count: int, processes: int) -> dict[str, float
     }
 
 
+def set_soft_limit(files: int | None) -> None:
+    """Set how many files this process may open; None is as many as it can."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard if files is None else files, hard))
+
+
 def main() -> None:
     """Read the arguments and run one part."""
     logging.basicConfig(level=logging.WARNING)
+    if sys.argv[1:2] in (["members"], ["strangers"]):
+        set_soft_limit(None)
     if sys.argv[1:2] == ["members"]:
-        members(*map(int, sys.argv[2:5]), sys.argv[5], float(sys.argv[6]))
+        members(*map(int, sys.argv[2:5]), sys.argv[5])
     elif sys.argv[1:2] == ["strangers"]:
-        strangers(int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]))
+        strangers(int(sys.argv[2]), int(sys.argv[3]))
     else:
         parser = argparse.ArgumentParser(description=__doc__)
         parser.add_argument("--members", type=int, default=4000)
         parser.add_argument("--strangers", type=int, default=0)
         parser.add_argument("--processes", type=int, default=2, help="how many share the members")
+        parser.add_argument("--files", type=int, default=1024, help="the control node's soft limit of open files")
         given = parser.parse_args()
+        set_soft_limit(given.files)
         for name, value in control(given.members, given.strangers, given.processes).items():
             print(f"{name:<30} {value:8.2f}")
 

@@ -485,19 +485,23 @@ def test_another_service_on_the_port_is_no_control_node(rooms):
         thread.join()
 
 
-def test_many_who_say_nothing_do_not_keep_members_out(control, member, rooms):
+def test_who_says_nothing_is_hung_up_on_in_time(control, rooms, monkeypatch):
+    monkeypatch.setattr(channel_module, "_HANDSHAKE_S", 0.3)
     table = control()
-    for _ in range(200):
-        rooms.enter_context(stranger(table))
-    member(table, 1).inbox.expect("welcome")
+    assert is_closed(rooms.enter_context(stranger(table)))
 
 
-def test_even_more_who_say_nothing_are_turned_away_and_time_out(control, member, rooms, monkeypatch):
-    monkeypatch.setattr(channel_module, "_HANDSHAKE_S", 0.5)
+def test_when_strangers_hold_all_places_they_have_to_hurry_and_a_member_gets_in(control, member, rooms, monkeypatch):
+    monkeypatch.setattr(channel_module, "_MAX_STRANGERS", 10)
+    monkeypatch.setattr(channel_module, "_HURRY_S", 0.3)
     table = control()
-    for _ in range(300):
-        rooms.enter_context(stranger(table))
-    member(table, 1).inbox.expect("welcome")
+    crowd = [rooms.enter_context(stranger(table)) for _ in range(50)]
+    one = member(table, 1)
+    one.inbox.expect("welcome")
+    assert is_closed(crowd[0])
+    one.send({"type": "leave", "cause": None})
+    one.inbox.expect("ack")
+    assert "abort" not in table.inbox.seen
 
 
 def test_hundreds_may_knock_at_the_same_moment(control, rooms):

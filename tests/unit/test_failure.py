@@ -15,6 +15,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.failure import (
     describe_exit,
     ends_reported_by_agent,
     first_cause,
+    first_reported,
     read_record,
     read_tail,
     signal_name,
@@ -357,3 +358,17 @@ def test_an_out_of_memory_kill_says_so_once():
         "Rank 3 on node 1 (host host-1) ran out of memory: the node's memory limit of 1 GiB was reached"
     )
     assert text.count("SIGKILL") == 1
+
+
+def test_of_a_nodes_failures_the_origin_is_reported_however_many_saw_only_their_peer_vanish():
+    lost_peer = [
+        {
+            "cause": Cause("exception", 1, "h", rank, rank, 1, "ConnectionError: Connection reset by peer").to_wire(),
+            "age_s": 2.0,
+        }
+        for rank in range(20)
+    ]
+    origin = {"cause": Cause("exception", 1, "h", 20, 20, 1, "ValueError: x").to_wire(), "age_s": 0.5}
+    assert first_reported([*lost_peer, origin]) == [origin]
+    assert first_reported(lost_peer[3:]) == [lost_peer[3]]
+    assert first_reported([]) == []

@@ -20,6 +20,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.errors import (
 )
 from metaflow_extensions.torchrun.plugins.torchrun.failure import Cause
 from metaflow_extensions.torchrun.plugins.torchrun.gang import Gang, Settings
+from metaflow_extensions.torchrun.plugins.torchrun.launch_state import names
 from metaflow_extensions.torchrun.plugins.torchrun.policy import LaunchPolicy
 
 FACTS = {"nproc": 2, "torch": "2.13.0", "python": "3.11.7", "digest": "abc"}
@@ -1345,3 +1346,102 @@ def test_a_store_that_is_away_delays_no_verdict_of_a_failure_for_long():
     table.pass_time(GRACE_S + 15.1)
     assert table.same_verdict().cause["rank"] == 2
     assert "No word" not in str(table.same_verdict())
+
+
+# --- thousands -----------------------------------------------------------------------------------
+
+MANY = 300
+
+
+def test_no_message_of_one_node_makes_the_gang_look_through_all_nodes(monkeypatch):
+    """With thousands of nodes that would be millions of looks, while all of them wait."""
+    table, looks = Table(MANY), []
+    in_state = Gang._in_state
+    monkeypatch.setattr(Gang, "_in_state", lambda gang, *states: looks.append(states) or in_state(gang, *states))
+    table.all_ready()
+    for node in range(MANY):
+        table.ended(node, storing="a value of 1 MB")
+    for node in range(MANY):
+        table.stored(node, {str(node): "key"})
+    assert table.same_verdict() is None
+    table.all_ready(1)
+    for node in range(MANY):
+        table.failed(node, crash(node), launch=1)
+    for node in range(MANY):
+        table.ended(node, crash(node), launch=1)
+    for node in range(MANY):
+        assert len(table.got(node, "verdict")) == 2
+        table.done(node)
+        table.pass_time(0.1)
+    for node in reversed(range(MANY)):
+        table.leave(node)
+    assert len(looks) < 30
+
+
+def test_what_all_nodes_get_is_one_message_that_is_made_into_bytes_once():
+    table = Table(4)
+    table.all_ready()
+    table.failed(2, crash(2))
+    for node in range(4):
+        table.ended(node, crash(node))
+    for kind in ("go", "stop", "verdict"):
+        assert table.got(1, kind)[0] is table.got(2, kind)[0] is table.got(3, kind)[0]
+
+
+def test_of_thousands_of_reports_little_is_kept():
+    table = Table(MANY)
+    for node in range(MANY):
+        table.ready(node, left_s=float(node))
+    origin = crash(7, "ValueError: the first")
+    for node in range(MANY):
+        table.failed(node, crash(node, "ConnectionError: Connection reset by peer"), age_s=5.0)
+        table.failed(
+            node, *([origin] if node == 7 else [crash(node, "KeyError: later")]), age_s=1.0 if node == 7 else 0.5
+        )
+    preempted = Cause("terminated", 9, "host-9", exception="its Metaflow task got SIGTERM")
+    table.failed(9, preempted)
+    launch = table.gang._launch
+    assert [dated.cause for dated in launch.causes] == [Cause.from_wire(origin.to_wire()), preempted]
+    assert len({id(message) for message in launch.ready.values()}) == 2  # the control node's and everybody's
+    for node in range(MANY):
+        table.ended(node, crash(node))
+    assert "ValueError: the first" in str(table.same_verdict())
+    assert not any("causes" in message for message in launch.ended.values())
+
+
+def test_a_contradiction_of_thousands_is_told_in_short():
+    table = Table(MANY)
+    for node in range(MANY):
+        table.ready(node, digest=f"digest-{node}")
+    error = str(table.same_verdict())
+    assert "node 0: digest-0, node 1: digest-1" in error
+    assert f"and {MANY - 8} more values" in error
+    assert len(error) < 1000
+
+
+@pytest.mark.parametrize(
+    ("nodes", "said"),
+    [
+        ([3], "node 3"),
+        ([1, 2], "nodes 1, 2"),
+        (range(8), "nodes 0, 1, 2, 3, 4, 5, 6, 7"),
+        ([*range(1, 38), 40, 42], "nodes 1-37, 40, 42"),
+        (range(0, 4000, 2), "nodes 0, 2, 4, 6, 8, 10, 12, 14 and 1992 more"),
+    ],
+)
+def test_many_nodes_are_named_in_short(nodes, said):
+    assert names(nodes) == said
+
+
+def test_where_thousands_of_ranks_hang_is_told_by_place():
+    table = Table(MANY)
+    table.all_ready(hang_timeout_s=5.0)
+    table.pass_time(6.0)
+    for node in range(MANY):
+        place = "train.py:9 in load" if node == 17 else "train.py:12 in step"
+        where = {str(node * 2 + local_rank): place for local_rank in range(2)}
+        table.ended(node, evidence={"host": f"host-{node}", "file": f"/logs/{node}.txt", "where": where})
+    error = str(table.same_verdict())
+    assert "Ranks 0-33, 36-599 were at train.py:12 in step.\nRanks 34, 35 were at train.py:9 in load." in error
+    assert "Stacks of node 0 (host host-0): /logs/0.txt" in error
+    assert f"{MANY - 64} more such lines are left out." in error

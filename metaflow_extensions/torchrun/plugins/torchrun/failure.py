@@ -15,11 +15,12 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
 from typing import Any
 
 TAIL_LINES = 30
 _TAIL_BYTES = 64 * 1024
-# Eight causes, every character escaped to six bytes, stay below the channel's frame limit of 1 MiB.
+# Far below the channel's limit of 1 MiB for a message, which has a text twice: as the cause and as the error.
 _MAX_TEXT = 8 * 1024
 
 # Failures that follow from another node's failure: the peer was gone, so the collective failed.
@@ -346,15 +347,33 @@ class DatedCause:
     at: float
     cause: Cause
 
+    @cached_property
+    def is_consequence(self) -> bool:
+        """Whether it may follow from another failure; looked for once, since that takes milliseconds in a long text."""
+        return bool(_is_consequence(self.cause))
+
 
 def first_cause(candidates: Iterable[DatedCause]) -> Cause | None:
-    """Return the failure that started it all, or None without candidates.
+    """Return the failure that started it all, or None without candidates; see `first_dated`."""
+    found = first_dated(candidates)
+    return None if found is None else found.cause
+
+
+def first_dated(candidates: Iterable[DatedCause]) -> DatedCause | None:
+    """Return the failure that started it all with its moment, or None without candidates.
 
     The earliest wins, but a failure that only says "my peer is gone" or "I was told to stop"
     yields to one that does not: its origin, slower to exit, may be seen a moment later.
     """
-    ordered = sorted(candidates, key=lambda dated: (_is_consequence(dated.cause), dated.at))
-    return ordered[0].cause if ordered else None
+    ordered = sorted(candidates, key=lambda dated: dated.at)
+    return next((dated for dated in ordered if not dated.is_consequence), ordered[0] if ordered else None)
+
+
+def first_reported(entries: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return, of the failures that a node would report, the one that can be the gang's; none if there is none."""
+    dated = {DatedCause(-entry["age_s"], Cause.from_wire(entry["cause"])): entry for entry in entries}
+    first = first_dated(dated)
+    return [] if first is None else [dated[first]]
 
 
 def _is_consequence(cause: Cause) -> int:

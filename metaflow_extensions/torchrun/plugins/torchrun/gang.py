@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
@@ -63,6 +64,19 @@ class Settings:
     name: str = "gang"
 
 
+class _Nodes(dict[int, NodeState]):
+    """The state of every node, and how many have which: thousands are not to be looked through at each message."""
+
+    def __init__(self, num_nodes: int) -> None:
+        super().__init__(dict.fromkeys(range(num_nodes), "absent"))
+        self.count: Counter[NodeState] = Counter(self.values())
+
+    def __setitem__(self, node: int, state: NodeState) -> None:
+        self.count[self[node]] -= 1
+        self.count[state] += 1
+        super().__setitem__(node, state)
+
+
 class Gang:
     """The gang's state machine.
 
@@ -86,7 +100,7 @@ class Gang:
         self._settings = settings
         self._pick_port = pick_port
         self._clock = clock
-        self._nodes: dict[int, NodeState] = dict.fromkeys(range(settings.num_nodes), "absent")
+        self._nodes = _Nodes(settings.num_nodes)
         self._hosts: dict[int, str] = {}
         self._started_at = clock()
         self._launch: Launch | None = None
@@ -137,9 +151,9 @@ class Gang:
     def tick(self) -> list[Outgoing]:
         """Look at the clock; call it a few times a second."""
         now = self._clock()
-        missing = self._in_state("absent")
-        if missing and self._broken is None and now - self._started_at > self._settings.started_timeout_s:
-            self._break(self._missing_error(missing))
+        overdue = self._nodes.count["absent"] and now - self._started_at > self._settings.started_timeout_s
+        if overdue and self._broken is None:
+            self._break(self._missing_error(self._in_state("absent")))
         launch = self._launch
         if launch is not None:
             self._tick_launch(launch, now)
@@ -165,7 +179,7 @@ class Gang:
 
     def _overrun(self, launch: Launch, kind: str, text: str) -> None:
         cause = Cause(kind, CONTROL, self._hosts.get(CONTROL, "unknown"), exception=text)
-        launch.causes.append(DatedCause(self._clock(), cause))
+        launch.note_cause(DatedCause(self._clock(), cause))
         self._stop(launch)
 
     # --- joining --------------------------------------------------------------------------------
@@ -214,10 +228,10 @@ class Gang:
         if self._launch is None or self._launch.phase == "over":
             self._launch = Launch(number, remind_at=self._clock() + _REMIND_S)
         launch = self._launch
-        launch.ready[node] = message
-        gone = self._in_state("done", "left", "lost")
-        if gone:
-            self._finish(launch, self._left_error(launch, gone))
+        launch.note_ready(node, message)
+        count = self._nodes.count
+        if count["done"] + count["left"] + count["lost"]:
+            self._finish(launch, self._left_error(launch, self._in_state("done", "left", "lost")))
         elif len(launch.ready) == self._settings.num_nodes:
             error = launch.contradiction()
             if error is not None:
@@ -262,13 +276,13 @@ class Gang:
         if launch is None or launch.phase not in ("running", "stopping"):
             return
         self._note_causes(launch, message)
-        launch.ended[node] = message
+        launch.ended[node] = {key: value for key, value in message.items() if key != "causes"}
         if message.get("storing") and not (message.get("ok") and launch.phase == "stopping"):
             self._note_storing(launch, node, message["storing"])
         if not message.get("ok"):
             self._stop_or_drop(launch, node)
         if node in launch.dropped:
-            self._send_verdict(launch, node, launch.dropped_error(node))
+            self._send_verdict(launch, [node], launch.dropped_error(node))
         self._decide_if_all_ended(launch)
 
     def _note_storing(self, launch: Launch, node: int, what: str) -> None:
@@ -303,10 +317,13 @@ class Gang:
     def _note_causes(self, launch: Launch, message: Message) -> None:
         now = self._clock()
         for entry in message.get("causes", ()):
-            launch.causes.append(DatedCause(now - float(entry.get("age_s", 0.0)), Cause.from_wire(entry["cause"])))
+            launch.note_cause(DatedCause(now - float(entry.get("age_s", 0.0)), Cause.from_wire(entry["cause"])))
 
     def _stop_or_drop(self, launch: Launch, node: int) -> None:
         """Stop all because `node` fails; a launch with torchrun's own elasticity goes on while enough are left."""
+        if launch.policy.min_nodes is None:
+            self._stop(launch)
+            return
         others = [other for other in self._in_state("joined") if other != node and other not in launch.dropped]
         if not launch.can_go_on_with(others):
             self._stop(launch)
@@ -337,13 +354,16 @@ class Gang:
             self._decide_if_all_ended(launch)  # no word of the workers' ends will come, if there are none
 
     def _decide_if_all_ended(self, launch: Launch) -> None:
-        joined = self._in_state("joined")
-        if launch.phase not in ("running", "storing", "stopping") or not launch.ended.keys() >= set(joined):
+        # Each node's message leads here, so what is quickly known comes first.
+        if launch.phase not in ("running", "storing", "stopping") or len(launch.ended) < self._nodes.count["joined"]:
             return
-        if launch.stores.keys().isdisjoint(joined):
-            self._decide(launch)
-        elif launch.phase == "running":
+        is_storing = any(self._nodes[node] == "joined" for node in launch.stores)
+        if (is_storing and launch.phase != "running") or not launch.ended.keys() >= set(self._in_state("joined")):
+            return
+        if is_storing:
             launch.phase = "storing"
+        else:
+            self._decide(launch)
 
     def _decide(self, launch: Launch) -> None:
         """All nodes have ended, or their time is up: success, restart or failure."""
@@ -360,7 +380,7 @@ class Gang:
             self._finish(launch, launch.error(cause, silent))
 
     def _is_whole(self, silent: list[int]) -> bool:
-        return not silent and len(self._in_state("joined")) == self._settings.num_nodes
+        return not silent and self._nodes.count["joined"] == self._settings.num_nodes
 
     def _may_move(self, launch: Launch, cause: Cause, silent: list[int]) -> bool:
         """Tell whether somebody took the chosen port before the agent did, and another may be chosen."""
@@ -394,17 +414,20 @@ class Gang:
         verdict: Message = {"type": "verdict", "launch": launch.number}
         verdict["error"] = None if error is None else to_wire(error)
         self._verdicts[launch.number] = verdict
-        for node in self._in_state("joined"):
-            if node not in launch.dropped:
-                self._send_verdict(launch, node, error)
+        self._send_verdict(launch, [node for node in self._in_state("joined") if node not in launch.dropped], error)
         if error is not None and self._in_state("lost"):
             self._break(error)  # without all its nodes the gang can't launch again
 
-    def _send_verdict(self, launch: Launch, node: int, error: TorchrunError | None) -> None:
-        if node in launch.ready:  # by the number the node itself gave it, which may be the contradiction
-            number = launch.ready[node]["launch"]
-            verdict: Message = {"type": "verdict", "launch": number, "error": None if error is None else to_wire(error)}
-            self._send(node, {**verdict, "deposits": launch.deposits(node, error)})
+    def _send_verdict(self, launch: Launch, nodes: Iterable[int], error: TorchrunError | None) -> None:
+        verdict: Message = {"type": "verdict", "error": None if error is None else to_wire(error)}
+        made: dict[tuple[int, bool], Message] = {}  # one message for all that get the same
+        for node in nodes:
+            if node in launch.ready:  # by the number the node itself gave it, which may be the contradiction
+                number = launch.ready[node]["launch"]
+                key = (number, node == CONTROL)
+                if key not in made:
+                    made[key] = {**verdict, "launch": number, "deposits": launch.deposits(node, error)}
+                self._send(node, made[key])
 
     # --- leaving --------------------------------------------------------------------------------
 
@@ -450,7 +473,7 @@ class Gang:
             self._finish(launch, error)
             self._break(error)
         else:
-            launch.causes.append(DatedCause(self._clock(), cause))
+            launch.note_cause(DatedCause(self._clock(), cause))
             if launch.restart_at is not None:  # between two generations nothing runs
                 launch.restart_at = None
                 self._decide(launch)
@@ -489,8 +512,9 @@ class Gang:
         return [node for node, state in self._nodes.items() if state in states]
 
     def _say(self, nodes: Iterable[int], text: str) -> None:
+        note = {"type": "note", "text": text}
         for node in nodes:
-            self._send(node, {"type": "note", "text": text})
+            self._send(node, note)
 
     def _broadcast(self, message: Message) -> None:
         for node in self._in_state("joined"):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from .errors import GangError, LaunchFailed, LaunchHung, LaunchTimeout, TorchrunError, TorchrunPreempted
-from .failure import Cause, DatedCause, first_cause
+from .failure import Cause, DatedCause, first_cause, first_dated
 from .policy import LaunchPolicy
 
 Message = dict[str, Any]
@@ -31,6 +31,8 @@ _MUST_AGREE = {
     "contents": "contents of the entrypoint",
 }
 _HEADLINE = 300  # characters
+_LISTED = 8  # numbers, ranges of numbers, or values
+_EVIDENCE_LINES = 64
 _NODES_SAID = 3
 
 
@@ -63,6 +65,21 @@ class Launch:
         """How often the gang was restarted because of a failure; a move to another port is none."""
         return self.generation - self.moves
 
+    def note_ready(self, node: int, message: Message) -> None:
+        """Take a node's *ready*. Of thousands that say the same, which they should, it is kept once."""
+        if node != CONTROL:
+            message = {key: value for key, value in message.items() if key != "policy"}  # the control node's counts
+        last = next(reversed(self.ready.values()), None)
+        self.ready[node] = last if last == message else message
+
+    def note_cause(self, dated: DatedCause) -> None:
+        """Take a failure. Of thousands, whose texts take hundreds of megabytes, those are kept that may be wanted."""
+        self.causes.append(dated)
+        if self.policy.min_nodes is None:  # where the launch may go on, each node's own is wanted
+            preempted = first_dated(each for each in self.causes if each.cause.category == "preempted")
+            kept = (first_dated(self.causes), preempted)
+            self.causes = [each for each in dict.fromkeys(kept) if each is not None]
+
     @property
     def preempted(self) -> Cause | None:
         """The first preemption of a node in this generation, be it the first cause or not; it will not come back."""
@@ -84,9 +101,11 @@ class Launch:
             for node in sorted(self.ready):
                 values.setdefault(self.ready[node].get(key), []).append(node)
             if len(values) > 1:
-                said = ", ".join(f"{names(nodes)}: {value}" for value, nodes in values.items())
+                said = [f"{names(nodes)}: {value}" for value, nodes in values.items()]
+                more = f" and {len(said) - _LISTED} more values" if len(said) > _LISTED else ""
+                listed = ", ".join(said[:_LISTED]) + more
                 return GangError(
-                    f"The nodes differ in the {name} ({said}). Every node must call current.torch.run in the same order "
+                    f"The nodes differ in the {name} ({listed}). Every node must call current.torch.run in the same order "
                     "with the same settings, on the same software and kind of devices."
                 )
         return None
@@ -113,12 +132,12 @@ class Launch:
     def _evidence(self) -> str:
         """Return where every rank was when the launch hung, and where the evidence lies."""
         found = {node: message["evidence"] for node, message in sorted(self.ended.items()) if message.get("evidence")}
-        where = {int(rank): place for evidence in found.values() for rank, place in evidence["where"].items()}
-        lines = [f"Rank {rank} was at {place}." for rank, place in sorted(where.items())]
-        for node, evidence in found.items():
-            file = evidence["file"] or "in its log only"
-            lines.append(f"Stacks of node {node} (host {evidence['host']}): {file}")
-        return "\n".join(lines)
+        where = sorted((int(rank), place) for evidence in found.values() for rank, place in evidence["where"].items())
+        files = [
+            f"Stacks of node {node} (host {evidence['host']}): {evidence['file'] or 'in its log only'}"
+            for node, evidence in found.items()
+        ]
+        return "\n".join(_first_lines(_places(where)) + _first_lines(files))
 
     def who_stores(self, now: float, besides: int | None = None) -> str:
         """Say which nodes store what."""
@@ -168,7 +187,7 @@ class Launch:
             return LaunchFailed, f"{cause.describe()}\n{stopped} on all nodes; its workers had ended well. {remedy}"
         if cause.category == "preempted":
             saved = sorted(rank for message in self.ended.values() for rank in message.get("ended_well", ()))
-            ended = ", ".join(map(str, saved)) or "none"
+            ended = shortened(saved) or "none"
             text = f"{cause.describe()}\n{stopped} on all nodes. Ranks that exited with code 0 in time: {ended}."
             return TorchrunPreempted, text
         count = f" after {self.restarts} restarts" if self.restarts else ""
@@ -183,10 +202,41 @@ def class_of(cause: Cause) -> type[LaunchFailed]:
     return TorchrunPreempted if cause.category == "preempted" else LaunchFailed
 
 
-def names(nodes: Iterable[int]) -> str:
-    """Return ``"node 1"`` or ``"nodes 1, 2"``."""
-    listed = list(nodes)
-    return ("node " if len(listed) == 1 else "nodes ") + ", ".join(map(str, listed))
+def names(numbers: Iterable[int], what: str = "node") -> str:
+    """Return ``"node 1"``, ``"nodes 1, 2"``, or of many ``"nodes 1-37, 40 and 12 more"``."""
+    given = list(numbers)
+    return f"{what} {shortened(given)}" if len(given) == 1 else f"{what}s {shortened(given)}"
+
+
+def shortened(numbers: Iterable[int]) -> str:
+    """Return a list of numbers for people, with those that follow each other as a range if they are many."""
+    given = sorted(numbers)
+    if len(given) <= _LISTED:
+        return ", ".join(map(str, given))
+    ranges: list[list[int]] = []
+    for number in given:
+        if ranges and number == ranges[-1][1] + 1:
+            ranges[-1][1] = number
+        else:
+            ranges.append([number, number])
+    said = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges[:_LISTED])
+    more = sum(last - first + 1 for first, last in ranges[_LISTED:])
+    return f"{said} and {more} more" if more else said
+
+
+def _places(where: list[tuple[int, str]]) -> list[str]:
+    """Say where each rank was; of many, those at the same place together."""
+    if len(where) <= _EVIDENCE_LINES:
+        return [f"Rank {rank} was at {place}." for rank, place in where]
+    at: dict[str, list[int]] = {}
+    for rank, place in where:
+        at.setdefault(place, []).append(rank)
+    return [f"{names(at[place], 'Rank')} {'was' if len(at[place]) == 1 else 'were'} at {place}." for place in at]
+
+
+def _first_lines(lines: list[str]) -> list[str]:
+    more = len(lines) - _EVIDENCE_LINES
+    return [*lines[:_EVIDENCE_LINES], f"{more} more such lines are left out."] if more > 0 else lines
 
 
 def teller(cause: Cause | None) -> int:

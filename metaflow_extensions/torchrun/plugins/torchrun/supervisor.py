@@ -21,7 +21,7 @@ from .devices import Machine, omp_threads
 from .errors import LaunchFailed, TorchrunError, from_wire
 from .events import Event
 from .evidence import collect, hook_environment
-from .failure import Cause
+from .failure import Cause, first_reported
 from .function_call import FunctionCall
 from .gang import EVIDENCE_S
 from .generation import Generation, evidence_folder
@@ -35,8 +35,6 @@ from .process import AgentProcess
 from .result import TorchrunResult
 from .transfer import Transfer, TransferFailed
 
-# Reports stay far below the channel's frame limit; eight failures say enough of one node.
-_MAX_CAUSES = 8
 # How long to wait for the gang's verdict after the control node had to have decided.
 _VERDICT_MARGIN_S = 30.0
 # The gang hears of output once in this part of hang_timeout_s.
@@ -431,7 +429,7 @@ class Supervisor:
 
     def _report(self, kind: str, generation: Generation, final: bool = False, storing: str | None = None) -> None:
         message: Message = {"type": kind, "launch": self._launch, "generation": generation.number}
-        message["causes"] = list(generation.causes(final))[:_MAX_CAUSES]
+        message["causes"] = first_reported(generation.causes(final))
         if kind == "ended":
             message["ok"] = generation.agent_exit == 0
             message["ended_well"] = sorted(end.rank for end in generation.ends.values() if end.exit_code == 0)
