@@ -98,7 +98,8 @@ class Node(threading.Thread):
         super().__init__(daemon=True)
         self.number, self.book, self.store, self.agent, self.policy = number, book, store, agent, policy
         self.lines, self.result, self.error, self.seat = [], None, None, None
-        self.ended = threading.Event()
+        self.ended, self.may_leave = threading.Event(), threading.Event()
+        self.may_leave.set()
         self.start()
 
     def run(self):
@@ -115,6 +116,7 @@ class Node(threading.Thread):
             self.error = error
         finally:
             self.ended.set()
+            self.may_leave.wait(DEADLINE_S)
             self.seat.leave(self.error)
 
     def launch(self, call):
@@ -222,6 +224,7 @@ def test_a_node_that_stores_obeys_at_once(gang, how):
     assert store.begun.get(timeout=DEADLINE_S) == "save"
     begun = time.monotonic()
     if how == "terminated":
+        member.may_leave.clear()  # as a step that catches the error and goes on
         member.seat.inbox.put({"type": "terminated"})  # as the handler of SIGTERM does
     elif how == "abort":
         control.seat.inbox.put({"type": "terminated"})
@@ -230,6 +233,7 @@ def test_a_node_that_stores_obeys_at_once(gang, how):
     assert member.ended.wait(DEADLINE_S)
     assert control.ended.wait(DEADLINE_S)
     assert time.monotonic() - begun < 5.0
+    member.may_leave.set()
     assert isinstance(member.error, LaunchFailed if how == "control lost" else TorchrunPreempted)
     assert isinstance(control.error, LaunchFailed)
 
