@@ -17,6 +17,7 @@ from hosts import cannot
 WITHIN_S = 15
 LINE_BYTES = 10_000_000
 DISK_BYTES = 100 * 4096
+RANKS, MESSAGE_CHARACTERS = 6, 20_000
 # A file system of its own, that only this process and what it starts can see.
 # A reader that does not read for a while, of a pipe that is full soon.
 PAUSING = """
@@ -60,6 +61,14 @@ def test_a_disk_that_fills_up(gang, small_disk, recorder, tmp_path):
     assert "ode 1 (host" in outcome.error["text"]  # the agent may be the first to die of it
     # Neither could say it itself: their stderr goes to that disk.
     assert re.search("No space left on device|full disk", outcome.error["text"])
+
+
+def test_reports_that_are_too_long_for_a_message(gang, recorder):
+    """Together, what the ranks of a node have to say is longer than a message may be."""
+    gang.start(nproc=RANKS, do=f"*:shout {MESSAGE_CHARACTERS}")
+    outcome = gang.await_end(gang.struck_at(RANKS), [0, 1], WITHIN_S)
+    recorder.died(f"{RANKS} workers on each node raise messages and tracebacks of {MESSAGE_CHARACTERS} emoji", outcome)
+    assert "RuntimeError: 🙂🙂🙂" in outcome.error["text"]
 
 
 def test_a_disk_that_is_full_from_the_start(gang, small_disk, recorder, tmp_path):

@@ -100,6 +100,12 @@ def write_without_newline(size):
     strike(lambda: os.kill(os.getpid(), signal.SIGKILL))
 
 
+def shout(size):
+    """Fail with a message of `size` characters that take four bytes each, or twelve where they are escaped."""
+    note(f"struck-{NAME}", time.monotonic())
+    raise RuntimeError("🙂" * size)
+
+
 def talk_for(seconds):
     global talk_s
     talk_s = seconds
@@ -115,6 +121,7 @@ ACTIONS = {
     "detach": detach,
     "fail-at-once": lambda begin: fail_at_once(float(begin)),
     "fill-disk": fill_disk,
+    "shout": lambda size: shout(int(size)),
     "no-newline": lambda size: write_without_newline(int(size)),
 }
 
