@@ -17,6 +17,7 @@ from unit_helpers import eventually, is_running, worker_environment, write
 from metaflow_extensions.torchrun.plugins.torchrun import evidence
 
 PY_SPY = shutil.which("py-spy", path=os.path.dirname(sys.executable))
+TORCH = "2.13.0+cpu"
 BY_SIGNAL = None  # what is found where py-spy is not installed
 
 # Where kernel.yama.ptrace_scope is 1, py-spy may look at what it has not started only if that allows it.
@@ -49,7 +50,7 @@ def start(folder):
 
     def begin(argv, env=None):
         inherited = {**os.environ, **(env or {})}
-        inherited |= evidence.hook_environment(str(folder), inherited)
+        inherited |= evidence.hook_environment(str(folder), inherited, TORCH)
         inherited = worker_environment(inherited, folder.parent)
         worker = subprocess.Popen(argv, env=inherited, start_new_session=True, stdout=subprocess.PIPE)
         started.append(worker)
@@ -291,7 +292,9 @@ OUR_HANDLER = 1 << (evidence._SIGNAL - 1)
 def run_hooked(argv, folder, env=None, hooked=True):
     inherited = {**os.environ, **(env or {})}
     if hooked:
-        inherited = worker_environment(inherited | evidence.hook_environment(str(folder), inherited), folder.parent)
+        inherited = worker_environment(
+            inherited | evidence.hook_environment(str(folder), inherited, TORCH), folder.parent
+        )
     return subprocess.run([sys.executable, *argv], env=inherited, capture_output=True, text=True, timeout=30)
 
 
@@ -330,7 +333,7 @@ def test_a_user_of_both_is_asked_all_the_same(start, script, folder, tmp_path):
 
 @pytest.mark.parametrize("agent", [None, "", "1"], ids=["nobody asked", "the agent", "not our parent"])
 def test_the_hook_does_nothing_in_what_is_no_worker(agent, folder):
-    env = worker_environment(evidence.hook_environment(str(folder), {}), folder)
+    env = worker_environment(evidence.hook_environment(str(folder), {}, TORCH), folder)
     env |= {"TORCHRUN_AGENT_PID": agent} if agent is not None else {"TORCHRUN_STACKS_FOLDER": ""}
     shown = run_hooked(["-c", "__file__ = ''" + SHOW], folder, env, hooked=False)
     assert not json.loads(shown.stdout)["handlers"] & OUR_HANDLER
@@ -341,7 +344,7 @@ def test_the_hook_does_nothing_in_what_is_no_worker(agent, folder):
 @pytest.mark.parametrize("number", ["58", "no number", "9", "1000"])
 def test_a_worker_starts_whatever_becomes_of_the_hook(folder_name, number, tmp_path, folder):
     (tmp_path / "file").touch()
-    env = worker_environment(evidence.hook_environment(str(folder), {}), folder)
+    env = worker_environment(evidence.hook_environment(str(folder), {}, TORCH), folder)
     env |= {"TORCHRUN_STACKS_FOLDER": str(tmp_path / folder_name), "TORCHRUN_STACKS_SIGNAL": number}
     done = run_hooked(["-c", "print('ran')"], folder, env, hooked=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "ran\n", "")
@@ -365,11 +368,10 @@ def test_the_hooks_folder_is_shipped_and_holds_nothing_else(tmp_path):
 
 
 def test_the_recorder_is_switched_on_and_can_be_asked(folder):
-    env = evidence.hook_environment(str(folder), {})
+    env = evidence.hook_environment(str(folder), {}, TORCH)
     stem = str(folder / "nccl_trace_rank_")
     assert {name: value for name, value in env.items() if name.startswith("TORCH_")} == {
         "TORCH_FR_BUFFER_SIZE": "2000",
-        "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
         "TORCH_FR_DUMP_TEMP_FILE": stem,
         "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": stem,
         "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": stem,
@@ -378,15 +380,21 @@ def test_the_recorder_is_switched_on_and_can_be_asked(folder):
     assert list(folder.iterdir()) == [], "the probe is gone"
 
 
-@pytest.mark.parametrize("name", ["TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"])
-def test_one_buffer_size_of_the_user_goes_for_both_names(name, folder):
-    env = {name: "7"} | evidence.hook_environment(str(folder), {name: "7"})
-    assert env["TORCH_FR_BUFFER_SIZE"] == env["TORCH_NCCL_TRACE_BUFFER_SIZE"] == "7"
+@pytest.mark.parametrize("version", ["2.4.1", "2.7.1+cu128", "2.8.0", "2.13.0+cpu", "unknown"])
+def test_the_recorders_size_is_set_by_the_name_that_this_torch_wants(version, folder):
+    """Of another it prints on every rank that it is deprecated, or it does not know it."""
+    old = version.startswith(("2.4", "2.7"))
+    wanted = {"TORCH_NCCL_TRACE_BUFFER_SIZE" if old else "TORCH_FR_BUFFER_SIZE"}
+    env = evidence.hook_environment(str(folder), {}, version)
+    assert {name for name in env if "BUFFER_SIZE" in name} == wanted
+    for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"):
+        env = evidence.hook_environment(str(folder), {name: "7"}, version)
+        assert not [name for name in env if "BUFFER_SIZE" in name], "the user's goes"
 
 
 @pytest.mark.parametrize("name", ["TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"])
 def test_a_dump_file_of_the_user_is_not_overruled_by_the_other_name(name, folder):
-    env = evidence.hook_environment(str(folder), {name: "/mine"})
+    env = evidence.hook_environment(str(folder), {name: "/mine"}, TORCH)
     assert "TORCH_FR_DUMP_TEMP_FILE" not in env
     assert "TORCH_NCCL_DEBUG_INFO_TEMP_FILE" not in env
 
@@ -395,12 +403,12 @@ def test_a_dump_file_of_the_user_is_not_overruled_by_the_other_name(name, folder
     "name", ["TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_NCCL_DEBUG_INFO_PIPE_FILE", "TORCH_FR_BUFFER_SIZE"]
 )
 def test_nothing_that_the_user_has_set_is_set(name, folder):
-    assert name not in evidence.hook_environment(str(folder), {name: "0"})
+    assert name not in evidence.hook_environment(str(folder), {name: "0"}, TORCH)
 
 
 def test_no_pipe_is_asked_for_where_none_can_be_made(folder):
     """NCCL would end the worker with an exception in a thread."""
-    env = evidence.hook_environment(str(folder / "missing"), {})
+    env = evidence.hook_environment(str(folder / "missing"), {}, TORCH)
     assert "TORCH_NCCL_DEBUG_INFO_PIPE_FILE" not in env
     assert "TORCH_FR_BUFFER_SIZE" in env
 

@@ -142,7 +142,7 @@ def test_a_full_disk_is_no_fault_of_the_function(make, monkeypatch):
         def __reduce__(self):
             raise OSError(28, "No space left on device")
 
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(LaunchFailed, match="No space left"):
         make(arguments=[Full()])
 
 
@@ -362,5 +362,13 @@ def test_what_can_not_be_unpickled_comes_in_words(data, make):
     leave(call, "raised-2.pkl", {"exception": data, "text": "Custom: 42"})
     error = call.original(LaunchFailed("the gang's words", CAUSE), {})
     assert type(error) is WorkerFailed
-    assert error.message == "Custom: 42\nthe gang's words"
+    assert error.message.startswith("Custom: 42\nthe gang's words")
+    assert ("told in words because" in error.message) is (data is not None)
     assert error.cause == CAUSE
+
+
+def test_without_a_folder_for_temporary_files_the_launch_fails_and_says_what_to_change(make, monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
+    with pytest.raises(LaunchFailed, match=r"No such file or directory.*TMPDIR") as caught:
+        make()
+    assert isinstance(caught.value.__cause__, FileNotFoundError)

@@ -287,14 +287,24 @@ def test_what_exists_before_finish_is_shown_even_without_a_single_poll(tmp_path)
     assert screen.streams["stdout"] == "[rank 0] late\n"
 
 
+FAILED = [
+    "E1121 18:00:00.123456 77 torch/api.py:1010] failed (exitcode: 1)",
+    "Traceback (most recent call last):",
+    "===",
+]
+STORE_GONE = [
+    "[W1121 18:44:10.840641713 TCPStore.cpp:138] [c10d] recvValueWithTimeout failed on SocketImpl(fd=3): Failed to recv",
+    "frame #0: c10::Error::Error(c10::SourceLocation) + 0x9d (0x7f0814379b8d in libc10.so)",
+    "E1121 18:44:10.792000 1227 torch/api.py:1010] Error waiting on exit barrier. Elapsed: 1 seconds",
+]
+
+
 @pytest.mark.parametrize("explained", [True, False])
-def test_the_agents_report_of_a_failure_is_shown_where_nobody_knows_better(tmp_path, explained):
+@pytest.mark.parametrize(
+    "box", [FAILED, STORE_GONE], ids=["a worker failed", "the store has ended in the exit barrier"]
+)
+def test_the_agents_report_of_a_failure_is_shown_where_nobody_knows_better(tmp_path, box, explained):
     screen = Screen()
-    box = [
-        "E1121 18:00:00.123456 77 torch/api.py:1010] failed (exitcode: 1)",
-        "Traceback (most recent call last):",
-        "===",
-    ]
     agent = {"stderr": str(write(tmp_path / "agent.stderr", "\n".join(["W1121 a warning", *box])))}
     follower = LogFollower(str(tmp_path), agent, str, "", screen.write, hold_report=True)
     follower.start()

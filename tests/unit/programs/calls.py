@@ -114,6 +114,10 @@ def surroundings():
     }
 
 
+def types_of_fields():
+    return [field.type for field in dataclasses.fields(Point)]
+
+
 def define():
     """Define a class while the function runs."""
 
@@ -275,6 +279,8 @@ def case_a_value_that_nothing_can_carry_names_rank_and_type():
     assert "Rank 5 returned a _thread.lock, which can't be pickled: TypeError" in str(outcome.error)
     assert "the gang's words" in str(outcome.error)
     assert "Rank 5 returned a _thread.lock" in outcome.done.stderr
+    assert outcome.record.exception.startswith("CantReturn: Rank 5 returned a _thread.lock")
+    assert "function_worker" not in outcome.record.traceback + outcome.done.stderr
 
 
 def case_a_generator_is_no_value():
@@ -356,11 +362,31 @@ def case_a_chained_exception_shows_its_chain():
     assert "direct cause" in outcome.done.stderr
 
 
+def case_a_failure_is_told_from_the_functions_own_first_line():
+    for how in ("custom", "module", "chained", "frozen"):
+        outcome = launch(fail, [how])
+        assert "function_worker" not in outcome.done.stderr
+        assert outcome.record.traceback == outcome.done.stderr.rstrip()
+        assert outcome.record.exception.endswith(str(outcome.error)), outcome.record
+    first = launch(fail, ["custom"]).record.traceback.splitlines()[1]
+    assert first.startswith(f'  File "{__file__}"')
+    assert first.endswith("in fail")
+    assert launch(fail, [3]).record is None
+
+
+def case_annotations_are_what_they_are_in_the_task():
+    assert value_of(types_of_fields) == [float, float]
+
+
 def case_an_exception_that_cannot_travel_comes_in_words():
-    for how, words in (("unloadable", "Unloadable: this and that"), ("undumpable", "Undumpable: holds a lock")):
+    for how, words, why in (
+        ("unloadable", "Unloadable: this and that", "can't be unpickled (TypeError: "),
+        ("undumpable", "Undumpable: holds a lock", "can't be pickled (TypeError: cannot pickle"),
+    ):
         error = launch(fail, [how]).error
         assert type(error) is task.WorkerFailed, error
         assert words in str(error)
+        assert why in str(error)
         assert "the gang's words" in str(error)
         assert error.cause["rank"] == 3
 

@@ -13,7 +13,8 @@ FOLDER = os.path.dirname(os.path.abspath(__file__))
 class Outcome:
     """What came of one function in one worker."""
 
-    def __init__(self, call, done, rank):
+    def __init__(self, call, done, rank, record):
+        self.record = record
         verdict = LaunchFailed("the gang's words", {"kind": "exception", "node": 1, "rank": rank, "host": "h"})
         self.done = done
         self.values = call.returned([rank], {}, print)
@@ -32,14 +33,17 @@ def launch(function, arguments=None, rank=3, env=None, **options):
     with FunctionCall(function, arguments, None, False, None, **options) as call:
         call.begin()
         script, words = call.command
+        path = os.pathsep.join(filter(None, [WORKER_HOOKS, os.environ.get("PYTHONPATH")]))
+        own = {"RANK": str(rank), "PYTHONPATH": path, "TORCHRUN_AGENT_PID": str(os.getpid())}
+        own["TORCHELASTIC_ERROR_FILE"] = os.path.join(call.folder, "error.json")
         done = subprocess.run(
             [sys.executable, "-u", script, *words],
-            env={**os.environ, "RANK": str(rank), **(env or {})},
+            env={**os.environ, **own, **(env or {})},
             capture_output=True,
             text=True,
             check=False,
         )
-        return Outcome(call, done, rank)
+        return Outcome(call, done, rank, read_record(call.folder))
 
 
 def value_of(function, arguments=None, **options):
@@ -78,7 +82,9 @@ from metaflow_extensions.torchrun.plugins.torchrun.errors import (  # noqa: E402
     LaunchFailed,
     WorkerFailed,
 )
+from metaflow_extensions.torchrun.plugins.torchrun.failure import read_record  # noqa: E402
 from metaflow_extensions.torchrun.plugins.torchrun.function_call import FunctionCall  # noqa: E402
+from metaflow_extensions.torchrun.plugins.torchrun.launch_spec import WORKER_HOOKS  # noqa: E402
 
 if os.environ.get("NO_METAFLOW_IN_WORKERS"):
     sys.path.insert(0, os.path.join(FOLDER, "absent"))

@@ -31,10 +31,11 @@ _SIGNAL = int(signal.SIGRTMAX) - 7 if hasattr(signal, "SIGRTMAX") else None
 _FOLDER_VARIABLE = "TORCHRUN_STACKS_FOLDER"
 _SIGNAL_VARIABLE = "TORCHRUN_STACKS_SIGNAL"
 
-# The flight recorder, as torch 2.13 has it (torch/include/torch/csrc/distributed/c10d/ in the wheel).
-# FlightRecorder.hpp prefers the first name, ProcessGroupNCCL.hpp knows only the second. Both default to 2000
-# entries; older versions (2.4 by its documentation) know only the second and record nothing without it.
+# The flight recorder, as torch 2.13 has it (torch/include/torch/csrc/distributed/c10d/ in the wheel). It knows both
+# names (FlightRecorder.hpp), but prints of the second on every rank that it is deprecated. Versions before 2.8 know the
+# second only, and old ones (2.4 by its documentation) record nothing without it.
 _SIZE_VARIABLES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+_RENAMED_IN = (2, 8)
 _ENTRIES = "2000"
 # A dump is written to this stem and the global rank (DebugInfoWriter in FlightRecorder.hpp); first wins.
 _DUMP_VARIABLES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
@@ -74,7 +75,7 @@ class Evidence:
     where: dict[int, str]
 
 
-def hook_environment(folder: str, inherited: Mapping[str, str]) -> dict[str, str]:
+def hook_environment(folder: str, inherited: Mapping[str, str], torch_version: str) -> dict[str, str]:
     """Return the variables that let workers be asked what they do; what the user has set stays.
 
     Parameters
@@ -83,9 +84,12 @@ def hook_environment(folder: str, inherited: Mapping[str, str]) -> dict[str, str
         Where stacks and dumps go. It must exist already, and as long as the workers do.
     inherited : mapping
         The whole environment that the agent gets otherwise.
+    torch_version : str
+        Decides about names of variables.
     """
-    size = next((inherited[name] for name in _SIZE_VARIABLES if inherited.get(name)), _ENTRIES)
-    defaults = {**dict.fromkeys(_SIZE_VARIABLES, size), _MONITOR_VARIABLE: "1"}
+    defaults = {_MONITOR_VARIABLE: "1"}
+    if not any(name in inherited for name in _SIZE_VARIABLES):
+        defaults[_SIZE_VARIABLES[_is_older(torch_version, _RENAMED_IN)]] = _ENTRIES
     if not any(name in inherited for name in _DUMP_VARIABLES):  # ours under one name would beat theirs under the other
         defaults.update(dict.fromkeys(_DUMP_VARIABLES, os.path.join(folder, _DUMP_STEM)))
     if _holds_pipes(folder):  # or NCCL's monitor thread would throw, which ends the worker
@@ -95,6 +99,11 @@ def hook_environment(folder: str, inherited: Mapping[str, str]) -> dict[str, str
         env[_FOLDER_VARIABLE] = folder
         env[_SIGNAL_VARIABLE] = str(_SIGNAL)
     return env
+
+
+def _is_older(version: str, than: tuple[int, int]) -> bool:
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return found is not None and (int(found[1]), int(found[2])) < than
 
 
 def _holds_pipes(folder: str) -> bool:

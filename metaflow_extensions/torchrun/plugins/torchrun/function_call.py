@@ -13,6 +13,7 @@ import operator
 import os
 import pickle
 import shutil
+import socket
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -69,6 +70,8 @@ class FunctionCall:
         If function or arguments can't be pickled.
     TorchrunConfigError
         If an argument is of the wrong kind.
+    LaunchFailed
+        If the folder for temporary files can't take it.
     """
 
     def __init__(
@@ -81,11 +84,15 @@ class FunctionCall:
         self._store = store
         self.name = _name_of(function)
         self.source = _source_of(function)
-        self.folder = os.path.abspath(tempfile.mkdtemp(prefix="torchrun-call-"))
+        self.folder = ""
         try:
+            self.folder = os.path.abspath(tempfile.mkdtemp(prefix="torchrun-call-"))
             with open(os.path.join(self.folder, _CALL), "wb") as file:
                 pickle.dump({"path": _search_path(), "init": init, **_program()}, file)
                 _dump_call((function, args, kwargs), self.name, file)
+        except OSError as error:
+            self.close()
+            raise _no_place(self.name, error) from error
         except BaseException:
             self.close()
             raise
@@ -218,9 +225,10 @@ class FunctionCall:
         if data is None:
             return WorkerFailed(error.message, error.cause) if cause["kind"] == "exception" else error
         report = pickle.loads(data)  # noqa: S301 - our own workers', through the run's datastore
-        exception = _loaded(report["exception"])
+        exception, why = _unpickled(report)
         if exception is None:
-            return WorkerFailed(f"{report['text']}\n{error.message}", error.cause)
+            because = f"\nIt is told in words because {why}." if why else ""
+            return WorkerFailed(f"{report['text']}\n{error.message}{because}", error.cause)
         note = f"raised by rank {cause['rank']} on node {cause['node']} (host {cause['host']})"
         # add_note() came with Python 3.11, and an exception may forbid to set attributes (frozen dataclasses).
         vars(exception)["__notes__"] = [*getattr(exception, "__notes__", ()), note]
@@ -270,6 +278,14 @@ def refuse_for_functions(request: Request) -> None:
     for name in ("module", "no-python", "run-path"):
         if name in request.options or (name == "module" and request.module):
             raise TorchrunConfigError(f"{name} says how to run a script, but the entrypoint is a function; remove it.")
+
+
+def _no_place(name: str, error: OSError) -> LaunchFailed:
+    host = socket.gethostname()
+    return LaunchFailed(
+        f"{name} and its arguments could not be written on host {host}: {error}. They go to the folder for temporary files, "
+        "which must exist, be writable and have room for them; TMPDIR says where it is."
+    )
 
 
 def _as_call(arguments: Any) -> tuple[list[Any], dict[str, Any]]:
@@ -405,8 +421,15 @@ def _is_of_file(thing: Any) -> bool:
         return False
 
 
-def _loaded(data: bytes | None) -> BaseException | None:
-    with suppress(Exception):
-        exception = pickle.loads(data or b"")  # noqa: S301 - as above
-        return exception if isinstance(exception, BaseException) else None
-    return None
+def _unpickled(report: Mapping[str, Any]) -> tuple[BaseException | None, str]:
+    """Return the exception that a worker has left, or None and why it can't be had."""
+    if report["exception"] is None:
+        return None, report.get("why", "")
+    try:
+        exception = pickle.loads(report["exception"])  # noqa: S301 - as above
+    except Exception as problem:
+        return None, (
+            f"the exception can't be unpickled ({type(problem).__name__}: {problem}). What its __init__ takes must go to "
+            "super().__init__(), too, or into a __reduce__; and its class must be importable in the task"
+        )
+    return (exception, "") if isinstance(exception, BaseException) else (None, "its __reduce__ makes no exception")

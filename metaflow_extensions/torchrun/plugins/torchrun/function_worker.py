@@ -265,8 +265,9 @@ def report_of(error: Exception) -> dict[str, Any]:
     file = io.BytesIO()
     try:
         dump(error, file)
-    except Exception:
-        return {"exception": None, "text": text}
+    except Exception as problem:
+        why = f"it can't be pickled ({type(problem).__name__}: {problem})"
+        return {"exception": None, "text": text, "why": why}
     return {"exception": file.getvalue(), "text": text}
 
 

@@ -23,8 +23,12 @@ POLL_S = 0.1
 _CHUNK_BYTES = 256 * 1024
 # A longer line is shown in several pieces, each labelled, so that memory stays bounded.
 MAX_LINE_CHARS = 1024 * 1024
-# How torchrun begins to report its own failure or a worker's (torch 2.13), and how much of it is held back.
-_AGENT_REPORT = re.compile(r"E\d{4} |Traceback \(most recent call last\):")
+# How torchrun begins to report its own failure or a worker's (torch 2.13), and how much of it is held back. The last is
+# of a node that waits in the exit barrier while the store's host, which has passed it, ends: 22 lines of C++ frames, and
+# then "Error waiting on exit barrier".
+_AGENT_REPORT = re.compile(
+    r"E\d{4} |Traceback \(most recent call last\):|\[W\d{4} .*TCPStore\.cpp:\d+\] \[c10d\] recvValue"
+)
 _HELD_LINES = 1000
 
 Write = Callable[[str, str], bool]

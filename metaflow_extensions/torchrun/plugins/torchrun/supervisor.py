@@ -259,7 +259,7 @@ class Supervisor:
         env = agent_environment(spec, os.environ, omp_threads(self._machine, spec.nproc), interface)
         if self._policy.hang_timeout_s is not None:
             os.makedirs(evidence_folder(folder))
-            env = {**env, **hook_environment(evidence_folder(folder), env)}
+            env.update(hook_environment(evidence_folder(folder), env, str(self._facts.get("torch"))))
         if self._machine.nodes_here > 1 and self._machine.accelerators and "CUDA_VISIBLE_DEVICES" not in dict(spec.env):
             env["CUDA_VISIBLE_DEVICES"] = ",".join(self._machine.own_accelerators)
         logs = {stream: os.path.join(folder, f"agent.{stream}") for stream in ("stdout", "stderr")}
