@@ -4,10 +4,12 @@
 """
 
 import json
+import logging
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 RANK = os.environ["RANK"]
@@ -49,9 +51,27 @@ def first_time(name: str) -> bool:
     return True
 
 
+def grumble() -> None:
+    """Log what was handled, lose a thread, and fail at SIGTERM: nothing that could be the cause."""
+    try:
+        os.stat("/no/such/file")
+    except OSError:
+        logging.exception("retried")
+    thread = threading.Thread(target=lambda: {}["of a thread"])
+    thread.start()
+    thread.join()
+
+    def interrupted(*_: object) -> None:
+        raise RuntimeError("interrupted")
+
+    signal.signal(signal.SIGTERM, interrupted)
+
+
 def act(action: str) -> None:
     if action == "raise":
         raise ValueError("bad löss\nsecond line")
+    if action == "grumble":
+        grumble()
     if action == "exit3":
         print("about to leave", file=sys.stderr)
         sys.exit(3)

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
+from datetime import datetime
 from functools import cached_property
 from typing import Any
 
@@ -326,6 +327,27 @@ def pids_stopped_by_agent(agent_stderr: str) -> set[int]:
     ``torch/distributed/elastic/multiprocessing/api.py``, torch 2.13).
     """
     return {int(m[1]) for m in _AGENT_SIGNALS.finditer("\n".join(read_tail(agent_stderr)))}
+
+
+# "W1121 18:44:10.792000 1227 torch/...", the local time (torch/_logging, torch 2.13).
+_DATED_AGENT_SIGNAL = re.compile(r"^W(\d{4} \d\d:\d\d:\d\d\.\d+) .*Sending process \d+ closing signal", re.MULTILINE)
+# A line that seems older is of another time zone, or of a summer that has ended.
+_OLDEST_LINE_S = 900.0
+
+
+def agent_stopped_workers_at(agent_stderr: str) -> float:
+    """Return when torchrun itself told the first worker to stop, in monotonic seconds; infinity if that is not known.
+
+    The guardian can be late to see the failure that made torchrun do so.
+    """
+    found = _DATED_AGENT_SIGNAL.search("\n".join(read_tail(agent_stderr)))
+    if found is not None:
+        now = datetime.now()
+        with suppress(ValueError):
+            age_s = (now - datetime.strptime(f"{now.year} {found[1]}", "%Y %m%d %H:%M:%S.%f")).total_seconds()
+            if 0 <= age_s < _OLDEST_LINE_S:
+                return time.monotonic() - age_s
+    return float("inf")
 
 
 _AGENT_SIGNALLED = re.compile(r"SignalException: Process \d+ got signal: (\d+)")

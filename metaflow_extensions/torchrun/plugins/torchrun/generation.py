@@ -15,6 +15,7 @@ from .failure import (
     TAIL_LINES,
     Cause,
     WorkerEnd,
+    agent_stopped_workers_at,
     describe_exit,
     ends_reported_by_agent,
     pids_stopped_by_agent,
@@ -182,7 +183,8 @@ class Generation:
         """
         failed = [end.local_rank for end in self.ends.values() if end.exit_code != 0 and not end.stopped]
         failed += [self.last_reaped()] if self.reaped_failed else []
-        return min([self.stopped_at, *(self.ended_at[rank] for rank in failed if rank in self.ended_at)])
+        told = [self.stopped_at, agent_stopped_workers_at(self.agent_stderr)]
+        return min([*told, *(self.ended_at[rank] for rank in failed if rank in self.ended_at)])
 
     def _explained(self, cause: Cause, end: WorkerEnd) -> Cause:
         """Return `cause` with what the machine knows of it, where the worker itself has said nothing."""
