@@ -157,8 +157,8 @@ def test_what_waits_for_a_reader_is_written_once_at_the_end_and_not_by_a_child()
 tell(("x" * 79 + "\\n") * 1000, 0.0)
 child = os.fork()
 if child:
+    tell("last\\n", 0.0)  # now it is read, while the child ends
     os.waitpid(child, 0)
-    tell("last\\n", 0.0)
 """
     script = run_script(PATIENT + body, stdout=subprocess.PIPE, stderr=writing)
     os.close(writing)
