@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import socket
 import time
 
@@ -10,6 +11,7 @@ import pytest
 
 STARTED_S = 3
 WITHIN_S = 15
+REFUSED_S = 5  # joining._REFUSED_HERE_S
 DATASTORE_S = 2  # a slow datastore takes so long for a call
 
 
@@ -29,6 +31,20 @@ def test_a_control_node_that_never_starts(gang, recorder):
     recorder.silent("the control node never starts (all_nodes_started_timeout is 3 s)", outcome, STARTED_S)
     assert outcome.error["class"] == "GangStartTimeout"
     assert f"Waited {STARTED_S} s, but node 0 (the control node) did not arrive" in outcome.error["text"]
+
+
+def test_a_control_node_that_is_killed_before_another_has_come(gang, recorder):
+    """Its address is published, and refuses connections; that is no reason to wait until all nodes had to have started."""
+    gang.start(absent=[1])
+    gang.await_note("node-0.json")
+    gang.send(gang.processes[0].pid, signal.SIGKILL)
+    gang.processes[0].wait()
+    begun_at = time.monotonic()
+    gang.start_node(1)
+    outcome = gang.await_end(begun_at, [1], WITHIN_S)
+    recorder.silent("the control node is killed before another has come", outcome, REFUSED_S)
+    assert "refuses connections at 127.0.0.1" in outcome.error["text"]
+    assert "its task has ended without a word" in outcome.error["text"]
 
 
 def test_a_port_that_is_taken_at_go(gang, recorder):

@@ -239,6 +239,19 @@ def test_a_pod_that_is_deleted_with_some_grace_lets_all_ranks_save(start_remote,
     cluster.await_gone(flow)
 
 
+@pytest.mark.parametrize("node", [1, 0])
+def test_a_pod_that_is_replaced_lets_all_ranks_save(start_remote, cluster, node):
+    """Where the task can't see its pod's SIGTERM, the task that comes to replace it tells."""
+    blind = 'environment:vars={"TORCHRUN_POD_SHELL": "none"}'
+    flow = start_remote("--with", blind, do="*:save", **on_kubernetes())
+    flow.await_line(" of 4 runs")
+    victim = next(pod for pod in cluster.await_pods(flow, 2) if cluster.node_of(pod) == node)
+    cluster.core.delete_namespaced_pod(victim.metadata.name, cluster.namespace, grace_period_seconds=60)
+    assert flow.wait(90) == 1
+    check_said(flow, f"node {node} (host", "is being replaced", f"Node {node} (host", "code 0 in time: 0, 1, 2, 3")
+    cluster.await_gone(flow)
+
+
 @pytest.mark.parametrize("how", ["ctrl-c", "sigterm", "sigterm-to-all"])
 def test_an_interrupted_run_leaves_no_pod(start_remote, cluster, how):
     """Schedulers send SIGTERM to the run alone; `timeout` and systemd to all its processes."""

@@ -19,7 +19,7 @@ from unit_helpers import eventually
 
 from metaflow_extensions.torchrun.plugins.torchrun import channel as channel_module
 from metaflow_extensions.torchrun.plugins.torchrun.channel import ControlChannel, MemberChannel, new_token
-from metaflow_extensions.torchrun.plugins.torchrun.errors import GangError
+from metaflow_extensions.torchrun.plugins.torchrun.errors import GangError, TorchrunPreempted
 from metaflow_extensions.torchrun.plugins.torchrun.gang import Gang, Settings
 from metaflow_extensions.torchrun.plugins.torchrun.network import free_port
 
@@ -97,13 +97,14 @@ def control(rooms):
 
 @pytest.fixture
 def member(rooms):
-    def start(control, node, token=None, timeout_s=10.0, heartbeat_s=20.0, addresses=(HOST,)):
+    def start(control, node, token=None, timeout_s=10.0, heartbeat_s=20.0, addresses=(HOST,), connect=True):
         inbox = Inbox()
         made = MemberChannel(node, inbox, heartbeat_s)
         made.close = once(made.close)
         rooms.callback(made.close)
         made.inbox = inbox
-        made.address = made.connect(addresses, control.port, token or control.token, timeout_s)
+        if connect:
+            made.address = made.connect(addresses, control.port, token or control.token, timeout_s)
         return made
 
     return start
@@ -528,6 +529,39 @@ def test_a_second_task_on_the_same_seat_is_refused_and_the_first_stays(control, 
     first.inbox.expect("ack")
 
 
+def test_a_task_that_comes_to_replace_another_waits_for_the_gangs_end(control, member, monkeypatch):
+    """Kubernetes starts it while the first one's pod still has its grace; its end would have all pods killed."""
+    table = control(2, heartbeat_s=0.4)
+    first = member(table, 1, heartbeat_s=0.4)
+    first.inbox.expect("welcome")
+    monkeypatch.setattr(channel_module, "place", lambda: "another pod")
+    second = member(table, 1, heartbeat_s=0.4, connect=False)
+    with pytest.raises(
+        TorchrunPreempted, match=r"Node 1 .* was turned away.*the task that it is to replace still runs"
+    ):
+        second.connect((HOST,), table.port, table.token, 10.0)
+    assert "it is being replaced" in first.inbox.expect("replaced")["why"]
+    assert "node 1 (host" in table.inbox.expect("note")["text"]
+    second.send({"type": "leave", "cause": None})  # its words don't count
+    with pytest.raises(queue.Empty):
+        second.inbox.expect("control_lost", 1.0)  # longer than either may be silent
+    assert table.channel.gang.members == [1]
+    assert second.hold_s == 1.0 + 15.0
+    table.close()
+    second.inbox.expect("control_lost")
+
+
+def test_a_member_whose_first_connection_was_lost_unseen_gets_in_by_another(control, member):
+    table = control(2)
+    first = member(table, 1)
+    again = member(table, 1, connect=False)
+    again._join = first._join  # the same process
+    again.connect((HOST,), table.port, table.token, 10.0)
+    again.inbox.expect("welcome")
+    first.inbox.expect("control_lost")
+    assert table.channel.gang.members == [1]
+
+
 def test_a_connection_that_closes_is_noticed_at_once(control):
     table = control(2)
     with stranger(table) as sock:
@@ -680,9 +714,10 @@ def test_a_member_that_is_cut_off_before_its_welcome_knocks_again(control, membe
 
     def cut_once(link, hello):
         if cut:
-            return take_in(link, hello)
-        cut.append(link)
-        return False
+            take_in(link, hello)
+        else:
+            cut.append(link)
+            link.hang_up("cut")
 
     monkeypatch.setattr(table.channel, "_take_in", cut_once)
     begun = time.monotonic()

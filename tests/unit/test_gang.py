@@ -219,6 +219,66 @@ def test_a_node_that_comes_after_the_timeout_learns_why_it_is_too_late():
     assert str(table.abort(1)) == str(table.abort(0))
 
 
+def newcomer(node, task="b", place="pod-b"):
+    return {"type": "join", "node": node, "host": f"host-{node}", "task": task, "place": place}
+
+
+def test_a_second_task_in_another_pod_means_that_the_first_is_being_replaced():
+    table = Table(2, join=False)
+    table.join(0)
+    table.post(table.gang.handle(1, newcomer(1, "a", "pod-a")))
+    table.all_ready()
+    for task in ("b", "c"):  # however many come
+        assert not table.gang.may_join(1, newcomer(1, task))
+        error, hold_s, out = table.gang.turn_away(1, newcomer(1, task))
+        table.post(out)
+        assert isinstance(error, TorchrunPreempted)
+        assert "the task that it is to replace still runs (host host-1), and all ranks may save" in str(error)
+        assert hold_s == GRACE_S + 15.0
+    (replaced,) = table.got(1, "replaced")
+    assert "another task of this node has started" in replaced["why"]
+    assert [note["text"] for note in table.got(0, "note")] == [
+        "node 1 (host host-1) is being replaced: another task of this node has come"
+    ]
+
+
+def test_a_gang_that_ends_already_is_not_told_again():
+    table = Table(2)
+    table.all_ready()
+    table.failed(1, Cause("terminated", 1, "host-1", exception="its pod got SIGTERM"))
+    _, hold_s, out = table.gang.turn_away(1, newcomer(1))
+    assert hold_s > GRACE_S
+    assert out == []
+
+
+def test_a_replacement_that_comes_after_the_end_of_its_node_is_told_so():
+    table = Table(2)
+    table.lost(1)
+    error, hold_s, out = table.gang.turn_away(1, newcomer(1))
+    assert "the task that it is to replace has ended (host host-1)" in str(error)
+    assert hold_s > GRACE_S  # the others may still save
+    assert out == []
+
+
+def test_a_second_task_in_the_same_place_is_a_mistake_and_harms_nobody():
+    table = Table(2, join=False)
+    table.post(table.gang.handle(1, newcomer(1, "a")))
+    assert not table.gang.may_join(1, newcomer(1, "b"))
+    error, hold_s, out = table.gang.turn_away(1, newcomer(1, "b"))
+    assert "another task of this attempt has the same node index" in str(error)
+    assert not isinstance(error, TorchrunPreempted)
+    assert (hold_s, out) == (0.0, [])
+    assert "there are 2 nodes in this gang" in str(table.gang.turn_away(7, newcomer(7))[0])
+
+
+def test_a_member_that_has_not_heard_its_welcome_may_come_again():
+    table = Table(2, join=False)
+    table.post(table.gang.handle(1, newcomer(1)))
+    assert table.gang.may_join(1, newcomer(1))
+    table.post(table.gang.handle(1, newcomer(1)))
+    assert len(table.got(1, "welcome")) == 2
+
+
 def test_slow_user_code_after_joining_is_not_a_late_start():
     table = Table(2, started_timeout_s=5.0)
     table.ready(0)
@@ -240,13 +300,13 @@ def test_who_waits_for_a_node_in_its_own_code_is_told_now_and_then():
 
 def test_a_seat_is_taken_once():
     table = Table(3, join=False)
-    assert table.gang.may_join(1)
+    assert table.gang.may_join(1, {})
     table.join(1)
-    assert not table.gang.may_join(1)
+    assert not table.gang.may_join(1, {})
     table.lost(1)
-    assert not table.gang.may_join(1)
-    assert not table.gang.may_join(3)
-    assert not table.gang.may_join(-1)
+    assert not table.gang.may_join(1, {})
+    assert not table.gang.may_join(3, {})
+    assert not table.gang.may_join(-1, {})
 
 
 # --- contradictions ------------------------------------------------------------------------------
@@ -1041,7 +1101,7 @@ class AnyInterleaving(RuleBasedStateMachine):
     @rule(data=st.data())
     def join(self, data):
         node = data.draw(st.sampled_from(self.nodes("absent")))
-        assert self.table.gang.may_join(node)
+        assert self.table.gang.may_join(node, {})
         self.state[node] = "out"
         self.table.join(node)
 

@@ -630,7 +630,11 @@ def test_a_notice_reaches_the_launch_that_runs(seated):
     seat.notice("a spot notice says so")
     assert seat.inbox.get(timeout=1) == {"type": "terminated"}
     assert "was preempted: a spot notice says so" in str(seat.terminated())
+    seat.deliver(
+        {"type": "replaced", "why": "another task has come"}
+    )  # as true, but the second order would end it at once
+    assert seat.inbox.empty()
     seat.end_launch(None, failing=True)
     with pytest.raises(TorchrunPreempted, match="was preempted: its machine goes"):
-        seat.notice("its machine goes")
+        seat.deliver({"type": "replaced", "why": "its machine goes"})
     assert link.leaves()[0]["cause"]["exception"] == "its machine goes"

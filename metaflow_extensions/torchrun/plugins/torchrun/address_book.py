@@ -48,6 +48,10 @@ class Address:
     error: dict[str, Any] | None = None
 
 
+def _address(record: dict[str, Any] | None) -> Address | None:
+    return None if record is None else Address(**{**record, "addresses": tuple(record["addresses"])})
+
+
 class AddressBook:
     """The address record of one attempt of one gang.
 
@@ -82,6 +86,16 @@ class AddressBook:
         """
         self._request(lambda: self._writer.save_metadata({_RECORD: asdict(address)}), patience_s, sleep)
 
+    def peek(self, patience_s: float = STORE_PATIENCE_S) -> Address | None:
+        """Return the record if there is one.
+
+        Raises
+        ------
+        GangError
+            If the datastore fails `patience_s` seconds long.
+        """
+        return _address(self._request(self._read, patience_s, time.sleep))
+
     def look_up(
         self, timeout_s: float, of_s: float | None = None, sleep: Callable[[float], None] = time.sleep
     ) -> Address:
@@ -107,8 +121,8 @@ class AddressBook:
         pause = _FIRST_PAUSE_S
         while True:
             record = self._request(self._read, min(STORE_PATIENCE_S, deadline - time.monotonic()), sleep)
-            if record is not None:
-                return Address(**{**record, "addresses": tuple(record["addresses"])})
+            if (address := _address(record)) is not None:
+                return address
             if time.monotonic() + pause > deadline:
                 raise GangStartTimeout(
                     f"Waited {timeout_s if of_s is None else of_s:g} s, but node 0 (the control node) did not arrive: it "

@@ -33,7 +33,7 @@ from .errors import GangError, from_wire, to_wire
 from .frames import LENGTH, decode, encode, length_of
 from .gang import Gang, Outgoing
 from .launch_state import CONTROL, Message
-from .network import PORT_TAKEN, plain_address
+from .network import PORT_TAKEN, place, plain_address
 from .open_files import OpenFiles, limit_of_at_least
 
 _MAGIC = b"mf-torchrun/1\0\0\0"
@@ -387,29 +387,39 @@ class ControlChannel:
         del self._strangers[link]
         link.write(_mac(self._token, b"control", theirs))
         hello = yield from _frame()
-        if hello.get("type") != "join" or not isinstance(hello.get("node"), int) or not self._take_in(link, hello):
+        if hello.get("type") != "join" or not isinstance(hello.get("node"), int):
+            return
+        if self.gang.may_join(hello["node"], hello):
+            self._take_in(link, hello)
+        elif not self._turn_away(link, hello):
             return
         while True:
             message = yield from _frame()
-            if message.get("type") != "beat":
+            if message.get("type") != "beat" and self._members.get(hello["node"]) is link:
                 self._handle(hello["node"], message)
 
-    def _take_in(self, link: _Link, hello: Message) -> bool:
-        """Give a newcomer that has proven itself its place, or tell it why not."""
-        node = hello["node"]
-        if not self.gang.may_join(node):
-            error = GangError(
-                f"Node {node} (host {hello.get('host')}) was turned away by the control node: its place is not free. Does "
-                "another task of this attempt run with the same node index?"
-            )
-            link.write(encode({"type": "refused", "error": to_wire(error)}))
-            return False
+    def _turn_away(self, link: _Link, hello: Message) -> bool:
+        """Tell a newcomer why it gets no place, and whether it shall stay connected until the gang's end."""
+        error, hold_s, outgoing = self.gang.turn_away(hello["node"], hello)
+        link.write(encode({"type": "refused", "error": to_wire(error), "hold_s": hold_s}))
+        self._do(lambda: outgoing)
+        if hold_s:
+            self._begin_beating(link, hello["node"])
+        return hold_s > 0
+
+    def _begin_beating(self, link: _Link, node: int) -> None:
         link.node = node
         link.beat_at = time.monotonic() + random.random() * self._timeout_s / _BEATS  # noqa: S311 - not all at once
-        self._members[node] = link
+
+    def _take_in(self, link: _Link, hello: Message) -> None:
+        """Give a newcomer that has proven itself its place; one that comes again has lost its connection."""
+        node = hello["node"]
+        self._begin_beating(link, node)
+        before, self._members[node] = self._members.get(node), link
+        if before is not None:
+            before.hang_up("it has connected once more")
         self._reached_at = self._reached_at or link.address("sockname")
         self._handle(node, hello)
-        return True
 
     def _ended(self, link: _Link) -> None:
         self._links.discard(link)
@@ -471,6 +481,10 @@ class MemberChannel:
     ----------
     turned_away : bool
         Whether the control node has refused to take this node in, so that it makes no sense to try again.
+    hold_s : float
+        How long this task shall then put off its end, unless the connection ends before.
+    no_listener : bool
+        Whether in the last round of tries nobody listened there: every connection was refused.
     """
 
     def __init__(self, node: int, deliver: Deliver, heartbeat_timeout_s: float) -> None:
@@ -480,7 +494,16 @@ class MemberChannel:
         self._link: _Link | None = None  # the one of which the control node knows who we are
         self._answer: asyncio.Future[bool] | None = None
         self._is_over = False
-        self.turned_away = False
+        self._join = {
+            "type": "join",
+            "node": node,
+            "host": socket.gethostname(),
+            "task": secrets.token_hex(8),
+            "place": place(),
+        }
+        self._obstacles: list[BaseException | None] = []  # of this round; only the channel's thread touches it
+        self.turned_away = self.no_listener = False
+        self.hold_s = 0.0
         self._thread = _LoopThread("torchrun-member", self._fail)
 
     def connect(self, addresses: Sequence[str], port: int, token: str, timeout_s: float) -> str:
@@ -521,7 +544,9 @@ class MemberChannel:
         deadline = time.monotonic() + timeout_s
         pause = 0.05
         while True:
+            self._obstacles.clear()
             link = await self._first_to_open(addresses, port, token, deadline)
+            self.no_listener = _all_refused(self._obstacles)
             if link is not None and await self._is_taken_in(link):
                 return link.address("peername")
             if time.monotonic() + pause > deadline:
@@ -558,9 +583,11 @@ class MemberChannel:
         link = _Link(lambda link: self._talk(link, token, proven), lambda link: self._ended(link, proven))
         is_proven = False
         try:
-            with suppress(OSError, ValueError, asyncio.TimeoutError):
-                await asyncio.wait_for(loop.create_connection(lambda: link, address, port), _CONNECT_S)
-                is_proven = await asyncio.wait_for(proven, _CONNECT_S)
+            await asyncio.wait_for(loop.create_connection(lambda: link, address, port), _CONNECT_S)
+            is_proven = await asyncio.wait_for(proven, _CONNECT_S)
+            self._obstacles.append(None)
+        except (OSError, ValueError, asyncio.TimeoutError) as error:
+            self._obstacles.append(error)
         finally:
             if not is_proven:
                 link.hang_up("")
@@ -587,7 +614,7 @@ class MemberChannel:
         From here on there is no other try beside this one, or the control node would see its member vanish.
         """
         self._link, self._answer = link, asyncio.get_running_loop().create_future()
-        link.write(encode({"type": "join", "node": self._node, "host": socket.gethostname()}))
+        link.write(encode(self._join))
         if link.is_closing():
             return False
         try:
@@ -609,9 +636,12 @@ class MemberChannel:
         if link is not self._link or self._answer is None:
             return  # nothing is said before *join*
         if message.get("type") == "refused":
-            self.turned_away = self._is_over = True
+            self.turned_away, self.hold_s = True, float(message.get("hold_s", 0.0))
+            self._is_over = not self.hold_s
             if not self._answer.done():
                 self._answer.set_exception(from_wire(message["error"]))
+            if self.hold_s:
+                self._beat(link)
             return
         if not self._answer.done():
             self._answer.set_result(True)
@@ -657,6 +687,12 @@ class MemberChannel:
             while not self._link.has_ended and time.monotonic() < deadline:
                 await asyncio.sleep(_FLUSH_S / 100)
             self._link.hang_up("the gang is over")
+
+
+def _all_refused(obstacles: Sequence[BaseException | None]) -> bool:
+    """Tell whether nobody listens at any address; a name that is not known any more says nothing else."""
+    kinds = {type(obstacle) for obstacle in obstacles}
+    return ConnectionRefusedError in kinds and kinds <= {ConnectionRefusedError, socket.gaierror}
 
 
 async def _give_up(knocking: set[asyncio.Task[_Link | None]]) -> None:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from .errors import GangError, GangStartTimeout, TorchrunError, to_wire
+from .errors import GangError, GangStartTimeout, TorchrunError, TorchrunPreempted, to_wire
 from .failure import Cause, DatedCause
 from .launch_state import CONTROL, Launch, Message, class_of, headline, names, teller
 from .policy import LaunchPolicy
@@ -77,6 +77,11 @@ class _Nodes(dict[int, NodeState]):
         super().__setitem__(node, state)
 
 
+def _task_of(join: Message) -> tuple[str, str]:
+    """Return which process says *join*, and in which container it is."""
+    return str(join.get("task", "")), str(join.get("place", ""))
+
+
 class Gang:
     """The gang's state machine.
 
@@ -102,6 +107,8 @@ class Gang:
         self._clock = clock
         self._nodes = _Nodes(settings.num_nodes)
         self._hosts: dict[int, str] = {}
+        self._tasks: dict[int, tuple[str, str]] = {}  # which process it is, and in which container
+        self._replaced: set[int] = set()
         self._started_at = clock()
         self._launch: Launch | None = None
         self._verdicts: dict[int, Message] = {}
@@ -115,7 +122,7 @@ class Gang:
 
         Messages from members: ``join``, ``ready``, ``active``, ``failed``, ``ended``, ``storing``, ``stored``, ``done``,
         ``leave``. Messages to members: ``welcome``, ``go``, ``stop``, ``restart``, ``verdict``, ``abort``, ``ack``,
-        ``note``, ``bye``.
+        ``note``, ``bye``, ``replaced``; to one that is turned away ``refused``.
         """
         handler = {
             "join": self._on_join,
@@ -187,13 +194,41 @@ class Gang:
     def _on_join(self, node: int, message: Message) -> None:
         self._nodes[node] = "joined"
         self._hosts[node] = str(message.get("host", "unknown"))
+        self._tasks[node] = _task_of(message)
         self._send(node, {"type": "welcome", "num_nodes": self._settings.num_nodes, "grace_s": self._settings.grace_s})
         if self._broken is not None:
             self._send(node, {"type": "abort", "error": to_wire(self._broken)})
 
-    def may_join(self, node: int) -> bool:
-        """Tell whether a newcomer may take the seat `node`: it exists and nobody sits there."""
-        return self._nodes.get(node) == "absent"
+    def may_join(self, node: int, message: Message) -> bool:
+        """Tell whether a newcomer may take the seat `node`: nobody sits there, or itself, without knowing it yet."""
+        state, task = self._nodes.get(node), _task_of(message)
+        return state == "absent" or (state == "joined" and bool(task[0]) and task == self._tasks[node])
+
+    def turn_away(self, node: int, message: Message) -> tuple[TorchrunError, float, list[Outgoing]]:
+        """Say why a newcomer can't take the seat `node`, how long it shall hold its end, and what the nodes have to know.
+
+        A second task of a node comes where a pod is deleted or its machine drained: Kubernetes starts another
+        one at once, while the first still has its grace. That one is told, so that all can save meanwhile. The end of the
+        newcomer would have all pods killed, so it waits for theirs.
+        """
+        state, host = self._nodes.get(node), self._hosts.get(node, "unknown")
+        who = f"Node {node} (host {message.get('host')}) was turned away by the control node"
+        if state is None:
+            return GangError(f"{who}: there are {self._settings.num_nodes} nodes in this gang."), 0.0, []
+        if _task_of(message)[1] == self._tasks.get(node, ("", ""))[1]:
+            return GangError(f"{who}: another task of this attempt has the same node index (host {host})."), 0.0, []
+        launch = self._launch
+        ending = self._broken is not None or (launch is not None and launch.phase == "stopping")
+        if state == "joined" and not ending and node not in self._replaced:
+            self._replaced.add(node)
+            why = "it is being replaced: another task of this node has started, as when its pod is deleted or drained"
+            self._send(node, {"type": "replaced", "why": why})
+            self._say([CONTROL], f"node {node} (host {host}) is being replaced: another task of this node has come")
+        before = (
+            f"still runs (host {host}), and all ranks may save" if state == "joined" else f"has ended (host {host})"
+        )
+        text = f"{who}: the task that it is to replace {before}. A gang takes no node twice. {TorchrunPreempted.remedy}"
+        return TorchrunPreempted(text), self._settings.grace_s + _STOP_MARGIN_S, self._flush()
 
     @property
     def num_nodes(self) -> int:

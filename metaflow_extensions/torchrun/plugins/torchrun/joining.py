@@ -10,12 +10,12 @@ from dataclasses import replace
 
 from .address_book import STORE_PATIENCE_S, Address, AddressBook
 from .channel import ControlChannel, MemberChannel, new_token
-from .errors import GangError, from_wire, to_wire
-from .events import Subscriber
+from .errors import GangError, TorchrunError, from_wire, to_wire
+from .events import Event, Subscriber
 from .gang import Gang, Settings
 from .launch_state import CONTROL
 from .membership import Membership
-from .network import addresses_for_others, free_port, port_is_free
+from .network import addresses_for_others, free_port, place, port_is_free
 from .settings import StepSettings
 
 LOOPBACK = "127.0.0.1"
@@ -25,6 +25,12 @@ _LEAVE_WAIT_S = 5.0
 _PUBLISH_PART = 0.8
 # How long one address record is tried before it is read again: the control node may have ended.
 _TRY_S = 10.0
+# How long a published address may refuse all connections. The port was open before it was published, so its task has ended;
+# only proxies and firewalls that are still being set up do the same for a while, and on one machine there are none.
+_REFUSED_S = 60.0
+_REFUSED_HERE_S = 5.0
+# How long a new control node looks for one that it is to replace.
+_FORMER_S = 5.0
 
 
 def pick_port(pinned: int | None) -> int | None:
@@ -78,6 +84,8 @@ def join_as_control(
     here_only : bool
         Whether all nodes run on this machine, so that the channel listens to nobody else.
     """
+    if not here_only:
+        _give_way_to_former(book, num_nodes, settings, emit)
     token = new_token()
     seat, channel = _open_channel(num_nodes, settings, emit, token)
     try:
@@ -90,6 +98,26 @@ def join_as_control(
         seat.leave(error)
         raise
     return seat, channel
+
+
+def _give_way_to_former(book: AddressBook, num_nodes: int, settings: StepSettings, emit: Subscriber) -> None:
+    """Raise if another task is the control node of this attempt and lives: its pod is being replaced by this one.
+
+    It gets to know so, as it does of members. The address of one that has ended is overwritten: if
+    it had no members yet, nothing is lost.
+    """
+    former = None
+    with suppress(GangError):  # publishing will say so, if the datastore stays away
+        former = book.peek(_FORMER_S)
+    if former is None or former.closed:
+        return
+    seat, channel = _member(CONTROL, num_nodes, settings, emit)
+    try:
+        channel.connect(former.addresses, former.port, former.token, _FORMER_S)
+    except TorchrunError as error:
+        _leave_again(seat, channel, error)
+        if channel.turned_away:
+            raise
 
 
 def _listen(book: AddressBook, channel: ControlChannel, settings: StepSettings, host: str, token: str) -> int:
@@ -120,7 +148,7 @@ def _open_channel(
     channel = ControlChannel(gang, seat.deliver, token, settings.heartbeat_timeout_s)
     close: Callable[[], None] = lambda: channel.close(_LEAVE_WAIT_S)  # noqa: E731 - bound to this channel
     seat.sit_down(channel, close)
-    channel.send({"type": "join", "node": CONTROL, "host": seat.host})
+    channel.send({"type": "join", "node": CONTROL, "host": seat.host, "place": place()})
     seat.await_welcome(_LEAVE_WAIT_S)
     return seat, channel
 
@@ -137,20 +165,35 @@ def join_as_member(
     GangError
         If it can't be reached.
     """
-    seat = Membership(node, num_nodes, emit)
-    channel = MemberChannel(node, seat.deliver, settings.heartbeat_timeout_s)
-    seat.sit_down(channel, channel.close)
+    seat, channel = _member(node, num_nodes, settings, emit)
     try:
         main_addr = _connect(book, channel, seat, settings.all_nodes_started_timeout)
     except BaseException as error:
-        seat.leave(error)
+        _leave_again(seat, channel, error)
         raise
     return seat, main_addr
+
+
+def _member(node: int, num_nodes: int, settings: StepSettings, emit: Subscriber) -> tuple[Membership, MemberChannel]:
+    seat = Membership(node, num_nodes, emit)
+    channel = MemberChannel(node, seat.deliver, settings.heartbeat_timeout_s)
+    seat.sit_down(channel, channel.close)
+    return seat, channel
+
+
+def _leave_again(seat: Membership, channel: MemberChannel, error: BaseException) -> None:
+    """Leave the seat; one that has come to replace another says why it failed, and waits for the gang's end."""
+    if channel.hold_s:
+        seat.emit(
+            Event("failed", seat.node, f"{error} It waits until the gang has ended, {channel.hold_s:g} s at most.")
+        )
+    seat.leave(error, hold_s=channel.hold_s)
 
 
 def _connect(book: AddressBook, channel: MemberChannel, seat: Membership, timeout_s: float) -> str:
     """Look the control node up and connect, for `timeout_s` seconds; each failed try looks it up anew."""
     deadline = time.monotonic() + timeout_s
+    refusals = _Refusals(seat)
     while True:
         address = book.look_up(max(1.0, deadline - time.monotonic()), timeout_s)
         if address.error is not None:
@@ -159,9 +202,43 @@ def _connect(book: AddressBook, channel: MemberChannel, seat: Membership, timeou
             seat.deliver({"type": "welcome"})
             seat.deliver({"type": "bye"})
             return address.addresses[0]
-        left_s = deadline - time.monotonic()
+        left_s, try_s = deadline - time.monotonic(), min(_TRY_S, refusals.patience_s(address))
         try:
-            return channel.connect(address.addresses, address.port, address.token, max(1.0, min(left_s, _TRY_S)))
+            return channel.connect(address.addresses, address.port, address.token, max(1.0, min(left_s, try_s)))
         except GangError:
-            if left_s <= _TRY_S or channel.turned_away:
+            if left_s <= try_s or channel.turned_away:
                 raise
+        refusals.note(address, channel.no_listener)
+
+
+class _Refusals:
+    """How long the same published address has refused connections without a break."""
+
+    def __init__(self, seat: Membership) -> None:
+        self._seat = seat
+        self._address: Address | None = None
+        self._since = 0.0
+
+    @staticmethod
+    def patience_s(address: Address) -> float:
+        """Return how long the address may refuse."""
+        return _REFUSED_HERE_S if address.addresses == (LOOPBACK,) else _REFUSED_S
+
+    def note(self, address: Address, refused: bool) -> None:
+        """Take the outcome of a try: say so once, and raise when it has lasted too long."""
+        if not refused:
+            self._address = None
+            return
+        patience_s = self.patience_s(address)
+        where = f"node 0 (the control node) refuses connections at {', '.join(address.addresses)}, port {address.port}"
+        is_new, now = address != self._address, time.monotonic()
+        if is_new:
+            self._address, self._since = address, now - min(_TRY_S, patience_s)
+        if now - self._since >= patience_s:
+            raise GangError(
+                f"Node {self._seat.node} (host {self._seat.host}) gave up: {where}, for {patience_s:g} s. That port was open "
+                "once, so its task has ended without a word. Look at its log, and at the events of its pod or job."
+            )
+        if is_new:
+            text = f"{where}: its task may have ended; trying for {patience_s:g} s in all"
+            self._seat.emit(Event("note", self._seat.node, text))

@@ -173,6 +173,8 @@ class Membership:
             self._farewell = True
         elif kind == "note":
             self.emit(Event("note", self.node, message["text"]))
+        elif kind == "replaced":
+            self.notice(message["why"])
         elif kind == "control_lost":
             self._acknowledged.set()
             self._control_gone.set()

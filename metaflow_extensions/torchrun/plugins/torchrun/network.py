@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import ipaddress
+import os
 import socket
 import struct
 from contextlib import suppress
@@ -12,6 +13,15 @@ from contextlib import suppress
 # What bind says of a port that this process can't have, as opposed to a family that the host lacks.
 PORT_TAKEN = (errno.EADDRINUSE, errno.EACCES)
 _SIOCGIFADDR = 0x8915  # Linux, <linux/sockios.h>: the IPv4 address of a named interface
+
+
+def place() -> str:
+    """Return what tells this container, or this machine, from others; a pod that replaces another has its host name."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return f"{file.read().strip()}/{os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return socket.gethostname()
 
 
 def free_port(host: str = "") -> int:
