@@ -231,11 +231,18 @@ def test_interrupting_run_leaves_nothing(start_flow, how):
     flow.await_gone(STOP_S + SLACK_S)
 
 
-def test_metaflows_timeout_stops_the_gang(start_flow):
-    flow = start_flow(hook="timeout", runs_=TWO, do="*:sleep")
+@pytest.mark.parametrize("hook", ["timeout", "before:1:sleep:timeout"])
+def test_metaflows_timeout_stops_the_gang(start_flow, hook):
+    """In `run` on both nodes, or on one while the other is late."""
+    flow = start_flow(hook=hook, runs_=TWO, do="*:sleep")
     assert flow.wait(60) == 1
     flow.await_gone(STOP_S)
-    assert "timed out" in flow.text
+    errors = flow.errors()
+    assert len(errors) == (1 if "before" in hook else 2)
+    assert {(e["class"], e["cause"]["category"]) for e in errors} == {("LaunchTimeout", "timeout")}
+    assert "step's @timeout" in errors[0]["message"]
+    assert flow.text.count("@torchrun: launch timed out") == 2
+    assert len(flow.lines) < 40, flow.text
 
 
 def test_timeout_s_stops_the_launch(start_flow):

@@ -845,6 +845,39 @@ def test_a_launch_that_takes_too_long_is_stopped_and_says_what_changes_that():
     assert "timeout_s" in str(error)
 
 
+STEP_TIMEOUT = Cause("step_timeout", 1, "host-1", exception="longer than the step's @timeout of 6 s allows")
+
+
+def test_the_end_of_the_steps_time_on_one_node_stops_the_launch_and_restarts_nothing():
+    table = Table(2)
+    table.all_ready(max_restarts=1, left_s=7.0)
+    table.failed(1, STEP_TIMEOUT)
+    for node in (0, 1):
+        table.ended(node)
+    error = table.same_verdict()
+    assert (type(error), error.cause["category"]) == (LaunchTimeout, "timeout")
+    assert "node 1 (host host-1) ran longer than the step's @timeout of 6 s allows" in error.message
+    assert not table.got(0, "restart")
+
+
+@pytest.mark.parametrize("where", ["before launch 0 began", "outside of current.torch.run"])
+def test_the_end_of_the_steps_time_in_its_own_code_is_a_timeout_everywhere(where):
+    table = Table(2)
+    if "launch" in where:
+        table.ready(0)
+    table.leave(1, STEP_TIMEOUT)
+    error = table.abort(0)
+    assert type(error) is LaunchTimeout
+    assert where in error.message
+    assert "Node 1 (host host-1) ran longer than the step's @timeout of 6 s allows" in error.message
+
+
+def test_a_call_that_run_refuses_did_not_happen_outside_of_it():
+    table = Table(2)
+    table.leave(1, Cause("call", 1, "host-1", exception="EntrypointError: no such.py"))
+    assert "It happened in the call of current.torch.run" in table.abort(0).message
+
+
 def test_the_time_limit_counts_anew_for_each_restart():
     table = Table(2)
     table.all_ready(max_restarts=1, timeout_s=60.0)

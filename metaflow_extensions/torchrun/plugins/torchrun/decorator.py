@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ from .address_book import AddressBook
 from .channel import ControlChannel
 from .devices import Nproc, requested_accelerators, this_machine
 from .events import Event, Subscriber, to_log
-from .executor import Context, TorchrunExecutor, flow_folder
+from .executor import Context, StepTimeout, TorchrunExecutor, flow_folder
 from .interrupts import heed_signals_to_job, heed_signals_to_run
 from .joining import LOOPBACK, control_addresses, join_as_control, join_as_member, sit_alone
 from .local_nodes import STARTED_BY, LocalNodes, SameInterpreter, end_after, name_as_starter, starters
@@ -239,6 +240,7 @@ class TorchrunDecorator(ParallelDecorator):  # type: ignore[misc]  # Metaflow is
                 inner()
                 self._await_others()
             except BaseException as error:
+                signal.alarm(0)  # the step's @timeout is for its code
                 self._report(error)
                 self._leave(error)
                 if self._local_nodes is not None:
@@ -278,8 +280,9 @@ class TorchrunDecorator(ParallelDecorator):  # type: ignore[misc]  # Metaflow is
         parallel = current.parallel
         here = parallel.num_nodes if _is_local() else 1
         machine = this_machine(here, parallel.node_index if here > 1 else 0)
+        timeout = StepTimeout()
         seat, main_addr = self._join(parallel)
-        self._seat = seat
+        self._seat = timeout.seat = seat
         if not _is_local():
             notice = current.get("spot_termination_notice")
             signs = [pod_is_told_to_stop] + ([spot_notice(notice)] if notice else [])

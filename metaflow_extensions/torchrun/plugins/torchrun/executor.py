@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import functools
 import os
+import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, cast, overload
 
 from .console import write_output
 from .devices import Machine, Nproc, choose_nproc, this_machine
-from .errors import LaunchFailed, TorchrunPreempted
+from .errors import LaunchFailed, LaunchTimeout, TorchrunPreempted
 from .events import Event, Subscriber, to_log
 from .facts import node_facts
 from .function_call import FunctionCall, refuse_for_functions, refuse_for_scripts
@@ -110,6 +112,37 @@ def _also_as_in_0_2(run: F) -> F:
         return run(self, *args, **options)
 
     return cast("F", either)
+
+
+class StepTimeout:
+    """The step's ``@timeout``, taken over from Metaflow so that it ends the gang in order.
+
+    Metaflow's handler raises wherever the main thread is, and puts the stack there into its headline
+    (`TimeoutDecorator` in ``metaflow/plugins/timeout_decorator.py``, 2.19). It has none on a control node.
+
+    Attributes
+    ----------
+    seat : Membership or None
+        Who is told; None while the node waits for its gang.
+    """
+
+    def __init__(self) -> None:
+        self.seat: Membership | None = None
+        self._former = signal.getsignal(signal.SIGALRM)
+        owner = getattr(self._former, "__self__", None)
+        if getattr(owner, "name", None) == "timeout" and threading.current_thread() is threading.main_thread():
+            self._text = f"longer than the step's @timeout of {getattr(owner, 'secs', 0)} s allows"
+            signal.signal(signal.SIGALRM, self._on_alarm)
+
+    def _on_alarm(self, number: int, frame: FrameType | None) -> None:
+        if self.seat is None:
+            raise LaunchTimeout(f"The node waited for its gang {self._text}.")
+        self.seat.time_out(self._text)
+
+    def end(self) -> None:
+        """Give the alarm back to Metaflow."""
+        if signal.getsignal(signal.SIGALRM) == self._on_alarm:
+            signal.signal(signal.SIGALRM, self._former)
 
 
 class TorchrunExecutor:
@@ -481,6 +514,8 @@ class TorchrunSingleNodeMultiGPU:
         """
         settings = parse_settings(DEFAULTS, "TorchrunSingleNodeMultiGPU")
         seat = sit_alone(settings, to_log)
+        timeout = StepTimeout()
+        timeout.seat = seat
         error: BaseException | None = None
         try:
             executor = TorchrunExecutor(Context(seat, LOOPBACK, this_machine(), settings, flow_dir=flow_folder()))
@@ -492,6 +527,7 @@ class TorchrunSingleNodeMultiGPU:
             error = caught
             raise
         finally:
+            timeout.end()
             seat.leave(error)
 
 

@@ -62,6 +62,7 @@ _CATEGORIES = {
     "lost": "node_lost",
     "terminated": "preempted",
     "timeout": "timeout",
+    "step_timeout": "timeout",
     "hang": "hang",
     "frozen": "hang",
     "store": "store",
@@ -77,8 +78,8 @@ class Cause:
     kind : str
         ``"exception"``, ``"exit"``, ``"signal"``, ``"oom"`` (out of memory), ``"agent"`` (could not start),
         ``"agent_ended"`` (while its workers ran), ``"lost"``, ``"step"`` (the step's own code), ``"call"`` (`run`
-        refused it), ``"terminated"``, ``"timeout"``, ``"hang"``, ``"frozen"`` (stopped by a signal) or ``"store"`` (the
-        datastore).
+        refused it), ``"terminated"``, ``"timeout"`` (of a launch), ``"step_timeout"`` (the step's, on one node),
+        ``"hang"``, ``"frozen"`` (stopped by a signal) or ``"store"`` (the datastore).
     node : int
         Index of the node.
     host : str
@@ -144,7 +145,7 @@ class Cause:
             return f"failed: {self.exception}"
         if self.kind == "terminated":
             return f"was preempted: {self.exception}"
-        if self.kind in ("oom", "timeout"):
+        if self.kind in ("oom", "timeout", "step_timeout"):
             return f"ran {self.exception}"
         if self.kind == "hang":
             return f"hangs: {self.exception}"

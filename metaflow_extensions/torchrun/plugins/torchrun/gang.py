@@ -433,7 +433,8 @@ class Gang:
 
     def _may_restart(self, launch: Launch, cause: Cause, silent: list[int]) -> bool:
         policy = launch.policy
-        wanted = cause.category in policy.retry_on and self._clock() < launch.deadline
+        over = cause.kind == "step_timeout" or self._clock() >= launch.deadline  # as one node's clock has it
+        wanted = cause.category in policy.retry_on and not over
         return self._is_whole(silent) and launch.preempted is None and wanted and launch.restarts < policy.max_restarts
 
     def _restart(self, launch: Launch, cause: Cause) -> None:

@@ -177,6 +177,8 @@ class Launch:
         if cause.kind == "timeout":
             remedy = "run(timeout_s=...) and the step's @timeout change how long it may run."
             return LaunchTimeout, f"{stopped}: it ran {cause.exception}. {remedy}"
+        if cause.kind == "step_timeout":
+            return LaunchTimeout, f"{stopped}: {cause.who} {cause.what}."
         if cause.kind == "hang":
             remedy = "hang_timeout_s changes how long they may be silent."
             return LaunchHung, f"{stopped}: {cause.exception}. {remedy}\n{cause.detail}"
@@ -199,7 +201,7 @@ class Launch:
 
 def class_of(cause: Cause) -> type[LaunchFailed]:
     """Return the error's class for a node that failed outside of its workers."""
-    return TorchrunPreempted if cause.category == "preempted" else LaunchFailed
+    return {"preempted": TorchrunPreempted, "timeout": LaunchTimeout}.get(cause.category, LaunchFailed)
 
 
 def names(numbers: Iterable[int], what: str = "node") -> str:

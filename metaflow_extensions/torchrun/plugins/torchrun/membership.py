@@ -27,7 +27,7 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any, Protocol
 
-from .errors import GangError, LaunchFailed, TorchrunError, TorchrunPreempted, from_wire
+from .errors import GangError, LaunchFailed, LaunchTimeout, TorchrunError, TorchrunPreempted, from_wire
 from .events import Event, Subscriber
 from .failure import Cause
 from .launch_state import CONTROL, Message, names
@@ -291,6 +291,31 @@ class Membership:
         cause = Cause("terminated", self.node, self.host, exception=self._order or _SIGTERM_CAME)
         who = cause.who[0].upper() + cause.who[1:]
         return TorchrunPreempted(f"{who} {cause.what}. {TorchrunPreempted.remedy}", cause.to_wire())
+
+    def time_out(self, text: str) -> None:
+        """Take the news that the step's time is up; called by a signal handler, in the main thread.
+
+        Parameters
+        ----------
+        text : str
+            What goes on after "node 1 ran ".
+
+        Raises
+        ------
+        LaunchTimeout
+            Where the step's own code runs; a launch is told and raises it itself.
+        """
+        with self._lock:
+            if self._state is State.LAUNCH:
+                self.inbox.put({"type": "timed_out", "text": text})
+                return
+        if self.in_task and self._state not in _OVER:
+            raise self.timed_out(text)
+
+    def timed_out(self, text: str) -> LaunchTimeout:
+        """Return the error for a step whose time is up."""
+        cause = Cause("step_timeout", self.node, self.host, exception=text)
+        return LaunchTimeout(cause.describe(), cause.to_wire())
 
     # --- called by the step's code --------------------------------------------------------------
 

@@ -184,6 +184,8 @@ class Supervisor:
                 raise self._seat.broken or TorchrunError(text)
             elif kind == "terminated":
                 self._preempted()
+            elif kind == "timed_out":
+                self._timed_out(message["text"])
 
     def _is_told(self, teller: int) -> bool:
         """Tell whether another node has said in this same terminal why all are stopped."""
@@ -198,6 +200,13 @@ class Supervisor:
         what = Cause.from_wire(error.cause).what if error.cause else str(error)
         self._emit("stopping", f"{what}; stopping all nodes", preempted=True)
         self._tell(error, generation.number)
+
+    def _timed_out(self, text: str) -> None:
+        """Tell the gang that the step's time is up, and go on until its verdict."""
+        error = self._seat.timed_out(text)
+        if self._generation is None:
+            raise error
+        self._tell(error, self._generation)
 
     def _note_restart(self, message: Message) -> None:
         cause = Cause.from_wire(message["cause"])
