@@ -4,8 +4,11 @@ import pytest
 
 from metaflow_extensions.torchrun.plugins.torchrun import executor
 from metaflow_extensions.torchrun.plugins.torchrun.devices import Machine, Nproc
+from metaflow_extensions.torchrun.plugins.torchrun.errors import TorchrunError
 from metaflow_extensions.torchrun.plugins.torchrun.events import Event
-from metaflow_extensions.torchrun.plugins.torchrun.executor import Context, TorchrunExecutor
+from metaflow_extensions.torchrun.plugins.torchrun.executor import Context, TorchrunExecutor, rename_node
+from metaflow_extensions.torchrun.plugins.torchrun.failure import Cause
+from metaflow_extensions.torchrun.plugins.torchrun.launch_state import Launch
 from metaflow_extensions.torchrun.plugins.torchrun.membership import Membership
 from metaflow_extensions.torchrun.plugins.torchrun.settings import parse_settings
 
@@ -83,3 +86,16 @@ def test_positional_arguments_may_stand_in_the_order_of_0_2(spec_of):
     assert spec_of(positional=([], "train.py", args))[0] == spec_of(positional=("train.py", args))[0]
     with pytest.raises(TypeError, match="entrypoint"):
         spec_of(positional=(options, "train.py"), entrypoint="other.py")
+
+
+@pytest.mark.parametrize("rank", [0, None])
+def test_a_gang_of_one_in_a_gangs_step_speaks_of_the_node_that_it_is_there(rank):
+    kind = "exit" if rank == 0 else "terminated"
+    error = Launch(0).error(Cause(kind, 0, "Host-B", rank, rank, 3, "it had to"), [])
+    rename_node(error, 2)
+    assert "ode 2 (host Host-B)" in error.message
+    assert "ode 0 (" not in error.message
+    assert error.cause["node"] == 2
+    nameless = TorchrunError("no cause")
+    rename_node(nameless, 2)
+    assert nameless.message == "no cause"

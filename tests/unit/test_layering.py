@@ -55,7 +55,7 @@ ORDER = [
     "console",
     "errors",
 ]
-KNOW_METAFLOW = {"address_book", "task_log", "decorator", "submit_checks", "report", "errors"}
+KNOW_METAFLOW = {"address_book", "task_log", "decorator", "executor", "submit_checks", "report", "errors"}
 # torchrun runs them as scripts, so they stand in no order: they import none of ours, and none imports them.
 WORKERS = {"preflight_worker", "function_worker"}
 

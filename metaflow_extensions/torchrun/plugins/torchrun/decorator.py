@@ -349,8 +349,7 @@ class TorchrunDecorator(ParallelDecorator):  # type: ignore[misc]  # Metaflow is
             self._seat.emit(Event("failed", node, text))
             self._log.save(_UPLOAD_S)
             text = f"{type(error).__name__}: see the report of [torchrun node {node}] above."
-        if text is not None:
-            end_with(error, text)
+        end_with(error, text)
 
 
 def _is_local() -> bool:

@@ -13,17 +13,21 @@ from dataclasses import dataclass, replace
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, cast, overload
 
+from metaflow import current
+
 from .console import write_output
 from .devices import Machine, Nproc, choose_nproc, this_machine
-from .errors import LaunchFailed, LaunchTimeout, TorchrunPreempted
+from .errors import LaunchFailed, LaunchTimeout, TorchrunError, TorchrunPreempted
 from .events import Event, Subscriber, to_log
 from .facts import node_facts
+from .failure import Cause
 from .function_call import FunctionCall, refuse_for_functions, refuse_for_scripts
 from .joining import LOOPBACK, sit_alone
 from .launch_spec import LaunchSpec, Request, build_spec
 from .membership import Membership
 from .policy import LaunchPolicy, parse_retry_on, parse_signal
 from .preflight import as_preflight, preflight_spec, shm_bytes, shm_warning
+from .report import View, end_with, print_errors_ourselves, report
 from .result import TorchrunResult
 from .settings import DEFAULTS, StepSettings, parse_seconds, parse_settings
 from .supervisor import Supervisor
@@ -525,10 +529,25 @@ class TorchrunSingleNodeMultiGPU:
             )
         except BaseException as caught:
             error = caught
+            if isinstance(caught, TorchrunError) and seat.gang_knows(caught) and current.get("is_parallel"):
+                rename_node(caught, current.parallel.node_index)
+            print_errors_ourselves(in_task=True)
+            end_with(caught, report(caught, View(seat.node, shared=True, known=False, live=seat.shows_output)))
             raise
         finally:
             timeout.end()
             seat.leave(error)
+
+
+def rename_node(error: TorchrunError, node: int) -> None:
+    """Have an error of a gang of one, whose node is 0, speak of the node that it is in the gang around it."""
+    if error.cause is None:
+        return
+    before = Cause.from_wire(error.cause)
+    after = replace(before, node=node)
+    # Without the first letter, which is large where a sentence begins.
+    error.message = error.message.replace(before.who[1:], after.who[1:])
+    error.cause = after.to_wire()
 
 
 def _is_first(warning: str) -> bool:

@@ -164,7 +164,7 @@ class Cause:
         ):
             lines.append(f"It {describe_exit(self.exit_code)}.")
         if self.detail:
-            if self.kind not in ("exception", "step"):  # theirs is a traceback
+            if self.kind not in ("exception", "step", "call"):  # theirs is a traceback
                 lines.append("Last lines of its stderr:")
             # Metaflow's console strips leading spaces; behind the bar the indentation survives.
             lines += [f"  | {line}" for line in self.detail.splitlines()]

@@ -96,10 +96,10 @@ def _barred(text: str) -> str:
 _end: tuple[BaseException, str] | None = None
 
 
-def end_with(error: BaseException, text: str) -> None:
-    """Have `text` shown when Metaflow comes to print `error`."""
+def end_with(error: BaseException, text: str | None) -> None:
+    """Have `text` shown when Metaflow comes to print `error`; None leaves it to Metaflow."""
     global _end
-    _end = (error, text)
+    _end = None if text is None else (error, text)
 
 
 def print_errors_ourselves(in_task: bool) -> None:
