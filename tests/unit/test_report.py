@@ -68,6 +68,14 @@ def test_what_a_rank_wrote_unseen_is_in_the_report():
     assert "File 'train.py', line 1" in report(verdict(), view(1, live=False))
 
 
+def test_a_peers_end_that_is_the_cause_after_all_is_in_the_report():
+    """The worker has shown it in one line."""
+    cause = Cause(
+        "exception", 1, "b", 3, 1, 1, "ConnectionResetError: Connection reset by peer", "File 'train.py', line 1"
+    )
+    assert "File 'train.py', line 1" in report(verdict(cause), view(1))
+
+
 def test_each_remote_nodes_log_keeps_the_whole():
     for node in (0, 1):
         assert "File 'train.py', line 1" in report(verdict(), view(node, shared=False))

@@ -10,7 +10,7 @@ import time
 import pytest
 from unit_helpers import worker_environment, write
 
-from metaflow_extensions.torchrun.plugins.torchrun.failure import read_record
+from metaflow_extensions.torchrun.plugins.torchrun.failure import SHORT_PEER_ERRORS, read_record
 from metaflow_extensions.torchrun.plugins.torchrun.launch_spec import WORKER_HOOKS
 
 RAISES = "raise ValueError('the end')"
@@ -124,6 +124,23 @@ def test_the_end_is_recorded_whatever_hook_the_user_has(hook, work):
     assert RAISES in record.traceback
     assert done.returncode == (7 if "first" in hook else 1)
     assert "the end" in done.stderr or "mine" in done.stderr
+
+
+@pytest.mark.parametrize("hook", ["torch's", "one that calls the one before"])
+def test_the_end_of_a_peer_is_shown_in_one_line_and_recorded_whole(hook, work):
+    fails = "def train():\n    raise OSError('Connection reset by\\npeer')\ntrain()"
+    done, record = work(f"import sys\n{HOOKS[hook]}\n{fails}", **SHORT_PEER_ERRORS)
+    line = "OSError: Connection reset by (a peer is gone; the traceback is left out)\n"
+    assert done.stderr == ("[rank0]: " if hook == "torch's" else "") + line
+    assert "in train" in record.traceback
+    assert record.exception == "OSError: Connection reset by\npeer"
+
+
+@pytest.mark.parametrize("what", ["a hook called by hand", "of its own"])
+def test_other_ends_are_shown_whole_although_those_of_peers_are_not(what, work):
+    body = NO_CAUSE.get(what, RAISES).replace("/none", "connection reset")
+    done, _ = work(body, **SHORT_PEER_ERRORS)
+    assert "Traceback (most recent call last)" in done.stderr
 
 
 def test_a_sitecustomize_of_the_users_own_may_set_a_hook_too(work, tmp_path):

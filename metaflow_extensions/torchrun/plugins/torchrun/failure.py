@@ -32,6 +32,8 @@ _CONNECTION_ERRORS = re.compile(
     r"failed to recv|failed to connect|recvValue failed|watchdog caught collective operation timeout",
     re.IGNORECASE,
 )
+# Has the workers' hook (`worker_hooks`) show such an exception in one line.
+SHORT_PEER_ERRORS = {"TORCHRUN_PEER_GONE": _CONNECTION_ERRORS.pattern}
 _STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 
 # torch prefixes an uncaught exception with its rank once a process group exists
@@ -373,7 +375,7 @@ class DatedCause:
     @cached_property
     def is_consequence(self) -> bool:
         """Whether it may follow from another failure; looked for once, since that takes milliseconds in a long text."""
-        return bool(_is_consequence(self.cause))
+        return bool(is_consequence(self.cause))
 
 
 def first_cause(candidates: Iterable[DatedCause]) -> Cause | None:
@@ -399,7 +401,8 @@ def first_reported(entries: Iterable[Mapping[str, Any]]) -> list[Mapping[str, An
     return [] if first is None else [dated[first]]
 
 
-def _is_consequence(cause: Cause) -> int:
+def is_consequence(cause: Cause) -> int:
+    """Return 1 for a failure that follows from another, as far as it tells itself, else 0."""
     if cause.exit_code is not None and -cause.exit_code in _STOP_SIGNALS and cause.exception is None:
         return 1
     if cause.kind in ("exception", "exit") and _CONNECTION_ERRORS.search(cause.exception or cause.detail):

@@ -19,7 +19,7 @@ from metaflow.exception import MetaflowException
 
 from .console import write_output
 from .errors import TorchrunError
-from .failure import Cause
+from .failure import Cause, is_consequence
 from .launch_state import teller
 from .tracebacks import user_traceback
 
@@ -57,12 +57,18 @@ def report(error: BaseException, view: View) -> str | None:
     if view.shared and view.known and teller(cause) != view.node:
         return _pointer(verdict, cause)
     trace = "" if error is verdict else _barred(user_traceback(error, with_cause=False))
-    if view.shared and view.live and cause is not None and cause.rank is not None:
+    if cause is not None and _stands_above(cause, view):
         if not trace:
             return _headed(verdict, _without_detail(verdict, cause))
         # The traceback ends with what was raised, and by whom.
         return f"{trace}\n{verdict.message.replace(cause.describe(), '').strip()}"
     return f"{_headed(verdict, verdict.message)}\n{trace}".rstrip("\n")
+
+
+def _stands_above(cause: Cause, view: View) -> bool:
+    """Tell whether what the failed worker wrote is on this terminal, with all that `cause` says in detail."""
+    written = cause.kind in ("exception", "exit", "signal", "oom") and not is_consequence(cause)
+    return view.shared and view.live and written
 
 
 def _pointer(verdict: TorchrunError, cause: Cause | None) -> str:
@@ -75,7 +81,7 @@ def _pointer(verdict: TorchrunError, cause: Cause | None) -> str:
 
 def _without_detail(verdict: TorchrunError, cause: Cause) -> str:
     brief = replace(cause, detail="").describe()
-    if cause.detail and cause.rank is not None:
+    if cause.detail and cause.kind not in ("step", "call"):
         brief += " What it wrote itself stands above."
     message: str = verdict.message
     return message.replace(cause.describe(), brief)

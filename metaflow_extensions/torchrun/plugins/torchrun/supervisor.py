@@ -21,7 +21,7 @@ from .devices import Machine, omp_threads
 from .errors import LaunchFailed, TorchrunError, from_wire
 from .events import Event
 from .evidence import collect, hook_environment
-from .failure import Cause, first_reported
+from .failure import SHORT_PEER_ERRORS, Cause, first_reported
 from .function_call import FunctionCall
 from .gang import EVIDENCE_S
 from .generation import Generation, evidence_folder
@@ -206,7 +206,7 @@ class Supervisor:
         error = self._seat.timed_out(text)
         if self._generation is None:
             raise error
-        self._tell(error, self._generation)
+        self._tell(error, self._generation.number)
 
     def _note_restart(self, message: Message) -> None:
         cause = Cause.from_wire(message["cause"])
@@ -266,6 +266,8 @@ class Supervisor:
         own = message.get("own_address")
         interface = interface_of(own) if own else interface_towards(self._main_addr)
         env = agent_environment(spec, os.environ, omp_threads(self._machine, spec.nproc), interface)
+        if self._machine.nodes_here > 1:  # on one terminal
+            env = {**env, **SHORT_PEER_ERRORS}
         if self._policy.hang_timeout_s is not None:
             os.makedirs(evidence_folder(folder))
             env.update(hook_environment(evidence_folder(folder), env, str(self._facts.get("torch"))))

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from types import FrameType, TracebackType
 
 _AGENT = "TORCHRUN_AGENT_PID"
+_PEER_GONE = "TORCHRUN_PEER_GONE"
 _RECORD = "exception.json"
 _FUNCTION_WORKER = os.path.join(os.path.dirname(os.path.dirname(__file__)), "function_worker.py")
 _MAX_CHARS = 4096  # of a message, and of each frame or message in a traceback
@@ -63,12 +64,31 @@ def _record_the_end() -> None:
         return trace
 
     def excepthook(kind: "type[BaseException]", error: BaseException, trace: "TracebackType | None") -> None:
-        show(kind, error, look(error, trace))
+        trace = look(error, trace)
+        if not (os.path.exists(path) and _is_of_a_peer(error)):
+            show(kind, error, trace)
 
     # Both, since a hook of the user's own may call either. If it calls none, there is the end: what is registered
     # first runs last.
     sys.excepthook = sys.__excepthook__ = excepthook
     atexit.register(lambda: look(getattr(sys, "last_value", None), getattr(sys, "last_traceback", None)))
+
+
+def _is_of_a_peer(error: BaseException) -> bool:
+    """Show in one line an error that only says that a peer is gone, where many ranks share one terminal.
+
+    The record has it whole, and the node shows that if it turns out to be the cause.
+    """
+    try:
+        import re
+
+        pattern, name = os.environ.get(_PEER_GONE), _name(error)
+        if not pattern or not _nobody_catches(error) or re.search(pattern, name, re.IGNORECASE) is None:
+            return False
+        sys.stderr.write(name.splitlines()[0] + " (a peer is gone; the traceback is left out)\n")
+        return True
+    except BaseException:
+        return False
 
 
 def _nobody_catches(error: BaseException) -> bool:
