@@ -6,6 +6,7 @@ The nodes are threads of this process. Their agents are small programs that leav
 import queue
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -141,8 +142,9 @@ class Node(threading.Thread):
 
 
 @pytest.fixture
-def gang(tmp_path):
+def gang(tmp_path, monkeypatch):
     """Return a function that starts a gang of two nodes; at the end no node of it may be left."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # stacks of a hang stay
     nodes, stores = [], []
 
     def start(code=RETURNS, **policy):
