@@ -611,6 +611,7 @@ def test_a_child_that_a_task_has_forked_does_not_hold_its_connection(control, me
         second.send({"type": "leave", "cause": None})  # the task itself still hears and is heard
         second.inbox.expect("ack")
         made.close()
+        second.inbox.expect("control_lost", 3.0)
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection((HOST, made.port), timeout=5.0)
         assert time.monotonic() - begun < 5

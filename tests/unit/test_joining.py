@@ -132,3 +132,12 @@ def test_a_control_node_takes_the_place_of_one_that_is_gone(book, monkeypatch):
 def test_nobody_published_is_another_matter(book):
     error, _ = join(book, all_nodes_started_timeout=1)
     assert isinstance(error, GangStartTimeout)
+
+
+def test_a_control_node_that_can_not_listen_tells_those_who_would_wait_for_it(book):
+    with socket.create_server((HOST, 0)) as taken:
+        pinned = settings(channel_port=taken.getsockname()[1])
+        with pytest.raises(GangError, match="channel_port") as here:
+            joining.join_as_control(book, 2, HOST, pinned, lambda event: None, here_only=True)
+    error, _ = join(book)
+    assert str(error) == str(here.value)
