@@ -207,8 +207,10 @@ class TorchrunDecorator(ParallelDecorator):  # type: ignore[misc]  # Metaflow is
 
     def _run_is_gone(self, pid: int) -> float:
         """Take the news that nobody waits for this task any more, or reads its output."""
-        self._notice(f"the process of the run (pid {pid}) is gone")
-        return 0.0 if self._seat is None else _ORPHAN_S
+        if self._seat is None:
+            return 0.0
+        self._seat.notice(f"the process of the run (pid {pid}) is gone")
+        return _ORPHAN_S
 
     def _control_task_is_gone(self, pid: int) -> float:
         if self._seat is not None:  # its channel tells it; what its workers still write is read

@@ -83,8 +83,10 @@ def end_after(pid: int, on_gone: Callable[[int], float]) -> None:
 
     def follow() -> None:
         _await_end(pid)
-        time.sleep(on_gone(pid))
-        os._exit(1)  # the main thread may be in a call that nothing interrupts
+        try:
+            time.sleep(on_gone(pid))
+        finally:
+            os._exit(1)  # the main thread may be in a call that nothing interrupts
 
     threading.Thread(target=follow, name="torchrun-starter", daemon=True).start()
 
