@@ -163,6 +163,7 @@ def main(node, num_nodes, out, settings, main_ip, gang, launches, options, start
         notes.save(join_s=time.monotonic() - begun)
         executor = TorchrunExecutor(Context(seat, main_addr, this_machine(), parsed, flow_dir=HERE))
         run_all(executor, launches, out, notes, options)
+        seat.finish()
         if channel is not None:
             seat.await_others(lambda: channel.gang.members)
     except BaseException as error:
@@ -171,8 +172,6 @@ def main(node, num_nodes, out, settings, main_ip, gang, launches, options, start
         if seat is not None:
             seat.leave(error, hold_s=0.0 if main_ip is None or channel is not None else HOLD_S)
         return 1
-    if channel is None:
-        seat.finish()
     seat.leave(None)
     notes.save(ended_well=True)
     return 0

@@ -391,3 +391,30 @@ def test_missing_torch_is_said(run_flow, tmp_path):
     assert "TorchNotFoundError" in classes <= {"TorchNotFoundError", "LaunchFailed"}
     assert "PyTorch is not installed" in flow.text
     assert "pip install torch" in flow.text
+
+
+# --- when nodes do not end alike ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("hook", "said"),
+    [
+        ("decorator", "failed with ValueError: the results look wrong"),
+        ("artifact", 'failed with UnpicklableArtifactException: Cannot pickle dump artifact named "bad"'),
+    ],
+)
+def test_a_failure_after_the_steps_code_is_the_cause_on_the_control_node(run_flow, hook, said):
+    flow = run_flow(flow="ends.py", hook=hook, expect=1)
+    assert said in flow.text
+    assert "after the step's code, before its results were stored" in flow.text
+    assert "Subprocess failed" not in flow.text
+    flow.await_gone(1)
+
+
+def test_a_control_node_that_calls_run_less_often_is_named_at_once(run_flow):
+    flow = run_flow(flow="ends.py", hook="fewer", expect=1)
+    error = flow.note("error")
+    assert "the step's code has already ended on node 0." in error["text"]
+    assert error["text"] in flow.text
+    assert error["seconds"] < 5
+    flow.await_gone(1)

@@ -84,8 +84,16 @@ class Table:
         message = {"type": kind, "launch": launch, "generation": generation, "causes": entries, **more}
         self.post(self.gang.handle(node, message))
 
-    def leave(self, node, cause=None):
-        self.post(self.gang.handle(node, {"type": "leave", "cause": cause and cause.to_wire()}))
+    def leave(self, node, cause=None, failed=None):
+        failed = cause is not None if failed is None else failed
+        self.post(self.gang.handle(node, {"type": "leave", "cause": cause and cause.to_wire(), "failed": failed}))
+
+    def give_up(self, node, cause, launch=0):
+        """Do what a node does whose `run` is ended by an exception of its own."""
+        causes = [{"cause": cause.to_wire(), "age_s": 0.0}]
+        self.post(self.gang.handle(node, {"type": "failed", "launch": launch, "causes": causes, "given_up": True}))
+        ended = {"type": "ended", "launch": launch, "ok": False, "causes": [], "given_up": True}
+        self.post(self.gang.handle(node, ended))
 
     def done(self, node):
         self.post(self.gang.handle(node, {"type": "done"}))
@@ -289,13 +297,22 @@ def test_slow_user_code_after_joining_is_not_a_late_start():
 
 
 def test_who_waits_for_a_node_in_its_own_code_is_told_now_and_then():
-    table = Table(3)
+    table = Table(4, join=False)
+    for node in (0, 1, 2):
+        table.join(node)
     table.ready(0)
-    table.pass_time(61.0)
+    table.pass_time(9.0)
+    assert not table.got(0, "note")
     table.pass_time(1.0)
     (note,) = table.got(0, "note")
-    assert "nodes 1, 2" in note["text"]
+    assert note["text"] == "launch 0 waits for node 3 to start and for nodes 1, 2 to call current.torch.run"
     assert not table.got(1, "note")
+    table.join(3)
+    table.ready(1)
+    table.pass_time(29.0)
+    table.pass_time(1.0)
+    assert table.got(0, "note")[1:] == table.got(1, "note")
+    assert table.got(1, "note")[0]["text"] == "launch 0 waits for nodes 2, 3 to call current.torch.run"
 
 
 def test_a_seat_is_taken_once():
@@ -589,6 +606,65 @@ def test_a_node_that_leaves_while_others_wait_called_run_less_often():
     assert isinstance(error, GangError)
     assert "already ended on node 2" in str(error)
     assert "same number of times" in str(error)
+
+
+@pytest.mark.parametrize("first", ["control node", "member"])
+def test_a_control_node_that_calls_run_less_often_is_named_and_fails_as_well(first):
+    table = Table(3)
+    table.all_ready()
+    for node in range(3):
+        table.ended(node)
+    if first == "control node":
+        table.done(0)
+        table.ready(1, 1)
+    else:
+        table.ready(1, 1)
+        table.done(0)
+    error = from_wire(table.got(1, "verdict")[1]["error"])
+    assert isinstance(error, GangError)
+    assert "the step's code has already ended on node 0." in str(error)
+    assert "same number of times" in str(error)
+    table.done(2)
+    table.leave(2)
+    assert not table.got(0, "abort")  # node 1 may catch it
+    table.leave(1, failed=True)
+    assert str(table.abort(0)) == str(error)
+
+
+def test_a_control_node_that_is_done_hears_when_it_is_alone():
+    table = Table(3)
+    table.leave(1)
+    table.done(0)
+    assert not table.got(0, "alone")
+    table.done(2)
+    assert not table.got(0, "alone")
+    table.leave(2)
+    assert table.got(0, "alone")
+    assert not table.got(0, "abort")
+
+
+def test_a_control_node_that_is_done_hears_of_a_failure_before_it_hears_that_it_is_alone():
+    table = Table(2)
+    table.done(0)
+    table.done(1)
+    table.leave(1, step_failure(1))
+    assert [message["type"] for message in table.mail[0]][-2:] == ["abort", "alone"]
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_node_that_fails_with_a_verdict_that_the_control_node_has_caught_fails_the_run(when):
+    table = Table(2)
+    table.all_ready()
+    table.failed(1, crash(1))
+    for node in range(2):
+        table.ended(node, ok=False)
+    if when == "after":
+        table.done(0)
+    table.leave(1, failed=True)
+    if when == "before":
+        assert not table.got(0, "abort")
+        table.done(0)
+    assert str(table.abort(0)) == str(table.verdict(0))
 
 
 def test_nodes_that_come_later_for_a_launch_that_can_not_begin_get_the_same_verdict():
@@ -1054,6 +1130,22 @@ def test_a_preempted_node_of_an_elastic_launch_is_stopped_alone():
     assert isinstance(table.verdict(2), TorchrunPreempted)
 
 
+def test_a_node_that_has_dropped_out_and_calls_run_again_does_not_end_the_launch_of_the_others():
+    table = elastic()
+    table.ended(2, crash(2), ok=False)
+    table.ready(2, 1)
+    error = from_wire(table.got(2, "verdict")[1]["error"])
+    assert isinstance(error, GangError)
+    assert "Launch 1 can't begin on node 2: it has dropped out of launch 0, which goes on" in str(error)
+    table.leave(2, failed=True)
+    for node in (0, 1):
+        assert not table.got(node, "verdict")
+        table.ended(node)
+    assert table.same_verdict(0, 1) is None
+    table.done(0)
+    assert not table.got(0, "abort")  # elastic as it is, it goes on without node 2 to its end
+
+
 def test_after_an_elastic_launch_has_lost_a_node_no_other_can_begin():
     table = elastic()
     table.lost(2)
@@ -1061,6 +1153,55 @@ def test_after_an_elastic_launch_has_lost_a_node_no_other_can_begin():
         table.ended(node)
     table.ready(0, 1)
     assert "already ended on node 2" in str(from_wire(table.got(0, "verdict")[-1]["error"]))
+
+
+# --- a node that gives up by itself ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("phase", ["gathering", "running", "pause"])
+def test_an_exception_in_run_ends_the_launch_for_all_and_restarts_nothing(phase):
+    table = Table(3)
+    if phase == "gathering":
+        table.ready(0)
+        table.ready(1)
+    else:
+        table.all_ready(max_restarts=5)
+    if phase == "pause":
+        table.failed(2, crash(2))
+        for node in range(3):
+            table.ended(node, ok=False)
+        assert table.got(0, "restart")
+    table.give_up(1, Cause("step", 1, "host-1", exception="KeyError: 'x'"))
+    for node in (0, 2):
+        if phase == "running":
+            table.ended(node, ok=False)
+    waiting = (0,) if phase == "gathering" else (0, 2)
+    error = table.same_verdict(*waiting)
+    assert phase == "pause" or "failed with KeyError: 'x'" in str(error)
+    assert "No word" not in str(error)
+    table.pass_time(60.0)
+    assert len(table.got(0, "go")) == (0 if phase == "gathering" else 1)
+
+
+def test_a_node_that_gives_a_launch_up_and_calls_run_again_waits_for_the_others():
+    table = Table(2)
+    table.all_ready()
+    table.give_up(1, Cause("step", 1, "host-1", exception="KeyError: 'x'"))
+    table.ready(1, 1)
+    assert not table.got(0, "verdict")  # its workers are still being stopped
+    table.ended(0, ok=False)
+    assert "KeyError" in str(table.verdict(0))
+    table.ready(0, 1)
+    assert table.got(1, "go")[-1]["launch"] == 1
+
+
+def test_what_ended_a_launch_is_told_in_the_same_words_when_the_step_ends_with_it():
+    table = Table(3)
+    table.ready(0)
+    cause = Cause("step", 1, "host-1", exception="KeyError: 'x'", detail="Traceback: in run")
+    table.give_up(1, cause)
+    table.leave(1, Cause("step", 1, "host-1", exception="KeyError: 'x'", detail="Traceback: in the step"))
+    assert str(table.abort(2)) == str(table.verdict(0))
 
 
 # --- any order of anything -------------------------------------------------------------------------
@@ -1077,7 +1218,8 @@ class AnyInterleaving(RuleBasedStateMachine):
     def begin(self, num_nodes, max_restarts, hang_timeout_s):
         self.table = Table(num_nodes, started_timeout_s=50.0, join=False)
         self.max_restarts, self.hang_timeout_s = max_restarts, hang_timeout_s
-        # A node: absent -> out (in its own code) <-> in (a launch) -> storing (its results) -> gone.
+        # A node: absent -> out (in its own code) <-> in (a launch) -> storing (its results) -> gone. The control
+        # node is waiting instead of storing.
         self.state = dict.fromkeys(range(num_nodes), "absent")
         self.launches = dict.fromkeys(range(num_nodes), 0)  # as each node counts its calls
         self.running = dict.fromkeys(range(num_nodes))  # generation whose agent runs
@@ -1086,6 +1228,7 @@ class AnyInterleaving(RuleBasedStateMachine):
         self.read = dict.fromkeys(range(num_nodes), 0)
         self.goes = {}  # (launch, generation) -> what the nodes were told
         self.preempted = set()  # launches and generations in which some node was
+        self.given_up = set()  # launches and the nodes that gave them up
 
     def nodes(self, *states):
         return [node for node, state in getattr(self, "state", {}).items() if state in states]
@@ -1096,7 +1239,8 @@ class AnyInterleaving(RuleBasedStateMachine):
             while self.read[node] < len(mail):
                 message = mail[self.read[node]]
                 self.read[node] += 1
-                if self.state[node] == "gone":
+                given_up = message["type"] in ("go", "verdict") and (message["launch"], node) in self.given_up
+                if self.state[node] == "gone" or given_up:
                     continue
                 if message["type"] == "go":
                     assert self.state[node] == "in", "go for a node that did not ask for it"
@@ -1178,6 +1322,17 @@ class AnyInterleaving(RuleBasedStateMachine):
         node = data.draw(st.sampled_from(self.busy()))
         self.table.failed(node, crash(node), launch=self.launches[node], generation=self.running[node])
 
+    @precondition(lambda self: self.nodes("in"))
+    @rule(data=st.data())
+    def give_up(self, data):
+        """Something in the node's own process ends its `run`."""
+        node = data.draw(st.sampled_from(self.nodes("in")))
+        number = self.launches[node]
+        self.state[node], self.running[node] = "out", None
+        self.launches[node] += 1
+        self.given_up.add((number, node))
+        self.table.give_up(node, step_failure(node), launch=number)
+
     @precondition(lambda self: self.busy())
     @rule(data=st.data(), age_s=st.sampled_from([0.0, 15.0]))
     def write(self, data, age_s):
@@ -1213,9 +1368,8 @@ class AnyInterleaving(RuleBasedStateMachine):
     @rule(data=st.data())
     def done(self, data):
         node = data.draw(st.sampled_from(self.nodes("out")))
-        if node != 0:
-            self.state[node] = "storing"
-            self.table.done(node)
+        self.state[node] = "storing" if node != 0 else "waiting"
+        self.table.done(node)
 
     @precondition(lambda self: self.nodes("out", "aborted", "storing"))
     @rule(data=st.data(), badly=st.booleans())
@@ -1248,6 +1402,9 @@ class AnyInterleaving(RuleBasedStateMachine):
             if node != 0:
                 self.state[node] = "gone"
                 self.table.lost(node)
+            else:
+                self.state[node] = "waiting"
+                self.table.done(node)
         self.read_mail()
         for node, generation in list(self.stores.items()):
             self.table.stored(node, {}, launch=self.launches[node], generation=generation)
@@ -1259,7 +1416,7 @@ class AnyInterleaving(RuleBasedStateMachine):
             self.table.pass_time(200.0)
             self.read_mail()
         stuck = self.nodes("in")
-        assert not stuck or (self.state[0] == "out" and len(self.state) > 1), f"no answer for {stuck}"
+        assert not stuck, f"no answer for {stuck}"
         self.all_verdicts_of_a_launch_are_equal()
         assert math.isfinite(self.table.clock.now)
 

@@ -69,7 +69,7 @@ def test_leaving_happens_once(seated):
     seat, link, _ = seated
     seat.leave()
     seat.leave(ValueError("late"))
-    assert link.leaves() == [{"type": "leave", "cause": None}]
+    assert link.leaves() == [{"type": "leave", "cause": None, "failed": False}]
     assert link.closed == 1
 
 
@@ -81,7 +81,7 @@ def test_the_seat_is_kept_until_the_results_are_stored(seated):
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     seat.deliver(abort())  # too late for this node's code, which has ended
     seat.leave()
-    assert link.sent[1:] == [{"type": "leave", "cause": None}]
+    assert link.sent[1:] == [{"type": "leave", "cause": None, "failed": False}]
     assert link.closed == 1
 
 
@@ -94,29 +94,58 @@ def test_no_launch_after_the_steps_end(seated):
 
 def test_the_others_are_waited_for_and_the_wait_is_told(seated, monkeypatch):
     monkeypatch.setattr(membership, "_QUIET_S", 0.1)
+    monkeypatch.setattr(membership, "_REMIND_S", 0.1)
     seat, _, events = seated
-    remaining = [[1, 2]] * 5 + [[2]]
-    seat.await_others(lambda: remaining.pop(0) if remaining else [])
-    assert not remaining
+    left = [[2], [1, 2]]
+
+    def remaining():
+        nodes = left.pop()
+        if not left:
+            seat.deliver({"type": "alone"})
+        return nodes
+
+    seat.await_others(remaining)
     assert [event.text for event in events] == [
-        "done here; waiting until nodes 1, 2 ended the step and stored the results"
+        f"done here; waiting until {nodes} ended the step and stored the results" for nodes in ("nodes 1, 2", "node 2")
     ]
 
 
-@pytest.mark.parametrize("remaining", [[2], []])
-def test_a_node_that_fails_while_it_is_waited_for_ends_the_wait(seated, remaining):
+def test_a_node_that_fails_while_it_is_waited_for_ends_the_wait(seated):
     seat, _, _ = seated
-    looks = []
-
-    def look():
-        looks.append(1)
-        if len(looks) == 2:
-            seat.deliver(abort())
-            return remaining
-        return [2]
-
+    timer = threading.Timer(0.1, seat.deliver, [abort()])
+    timer.start()
     with pytest.raises(LaunchFailed, match="Rank 3 failed"):
-        seat.await_others(look)
+        seat.await_others(lambda: [2])
+    timer.join()
+
+
+def test_the_last_that_leaves_with_an_error_ends_the_wait_with_it(seated):
+    """Its error and its leaving are told in this order."""
+    seat, _, _ = seated
+    signal.signal(membership._WAKE, signal.SIG_IGN)  # as in another thread than the main one
+    seat.deliver(abort())
+    seat.deliver({"type": "alone"})
+    with pytest.raises(LaunchFailed, match="Rank 3 failed"):
+        seat.await_others(list)
+    signal.signal(membership._WAKE, signal.SIG_DFL)
+
+
+def test_a_control_node_whose_step_is_done_is_still_interrupted():
+    """On a local run Metaflow's code has the main thread then: it waits for the nodes' tasks."""
+    link = Link()
+    link.seat = seat = Membership(0, 3, print)
+    seat.sit_down(link, link.close)
+    seat.deliver({"type": "welcome"})
+    timer = threading.Timer(0.1, seat.deliver, [abort()])
+    try:
+        seat.finish()
+        assert link.sent == [{"type": "done"}]
+        timer.start()
+        with pytest.raises(LaunchFailed, match="Rank 3 failed"):
+            sleep_through()
+    finally:
+        timer.join()
+        seat.leave()
 
 
 def test_an_exception_of_the_step_is_news_for_the_gang(seated):
@@ -142,7 +171,7 @@ def test_the_gangs_own_verdict_is_no_news(seated):
     seat.begin_launch()
     seat.end_launch(CRASH)
     seat.leave(CRASH)
-    assert link.leaves() == [{"type": "leave", "cause": None}]
+    assert link.leaves() == [{"type": "leave", "cause": None, "failed": True}]
 
 
 @pytest.mark.parametrize("explicitly", [True, False])
@@ -433,7 +462,7 @@ def test_sigterm_outside_of_a_launch_tells_the_gang_and_ends_the_step(seated):
     with pytest.raises(TorchrunPreempted, match="got SIGTERM") as caught:
         signal.raise_signal(signal.SIGTERM)
     assert caught.value.cause["kind"] == "terminated"
-    assert link.leaves() == [{"type": "leave", "cause": caught.value.cause}]
+    assert link.leaves() == [{"type": "leave", "cause": caught.value.cause, "failed": True}]
 
 
 def test_sigterm_in_a_launch_is_mail_for_its_supervisor(seated):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -199,6 +200,7 @@ class TorchrunDecorator(ParallelDecorator):  # type: ignore[misc]  # Metaflow is
             flow._control_mapper_tasks = [f"{run_id}/{step_name}/{task_id}"]
             flow._control_task_is_mapper_zero = True
         print_errors_ourselves(in_task=True)
+        self._watch_storing(task_datastore)
         self._run_id, self._step, self._task_id, self._attempt = run_id, step_name, task_id, retry_count
         if _is_local():
             followed = {"run": self._run_is_gone, "control": self._control_task_is_gone}
@@ -231,7 +233,14 @@ class TorchrunDecorator(ParallelDecorator):  # type: ignore[misc]  # Metaflow is
         """Join the gang before the step's code and leave it after, whatever happens in between."""
         if retry_count > max_user_code_retries:
             return step_func  # @catch's fallback runs instead of the step's code, on no gang
-        inner = super().task_decorate(step_func, flow, graph, retry_count, max_user_code_retries, ubf_context)
+
+        def step_to_its_end() -> None:
+            step_func()
+            # On a local run Metaflow waits in `inner` for the other nodes' tasks: they have to know before.
+            if self._seat is not None:
+                self._seat.finish()
+
+        inner = super().task_decorate(step_to_its_end, flow, graph, retry_count, max_user_code_retries, ubf_context)
         if ubf_context == UBF_CONTROL and _is_local():
             self._local_nodes = LocalNodes(str(self._run_id), str(self._task_id), flow._parallel_ubf_iter.num_parallel)
 
@@ -242,6 +251,8 @@ class TorchrunDecorator(ParallelDecorator):  # type: ignore[misc]  # Metaflow is
                 inner()
                 self._await_others()
             except BaseException as error:
+                if self._seat is not None and not self._seat.in_task:
+                    raise  # a child that the step has forked and that went on with the step's code
                 signal.alarm(0)  # the step's @timeout is for its code
                 self._report(error)
                 self._leave(error)
@@ -251,8 +262,6 @@ class TorchrunDecorator(ParallelDecorator):  # type: ignore[misc]  # Metaflow is
                 raise
             if self._channel is not None:
                 self._leave(None)
-            elif self._seat is not None:
-                self._seat.finish()
 
         return with_gang
 
@@ -265,8 +274,12 @@ class TorchrunDecorator(ParallelDecorator):  # type: ignore[misc]  # Metaflow is
         retry_count: int,
         max_user_code_retries: int,
     ) -> Any:
-        """Leave frames of ours out of what Metaflow keeps of the exception; it is handled by others."""
+        """Tell the gang of an exception after the step's code, in another decorator; handling it is left to others.
+
+        Frames of ours are left out of what Metaflow keeps of it.
+        """
         cut_frames_around(exception)
+        self._fail(exception)
         return super().task_exception(exception, step_name, flow, graph, retry_count, max_user_code_retries)
 
     def task_finished(
@@ -274,7 +287,8 @@ class TorchrunDecorator(ParallelDecorator):  # type: ignore[misc]  # Metaflow is
     ) -> None:
         """Leave the gang for good: Metaflow has stored this node's results."""
         super().task_finished(step_name, flow, graph, is_task_ok, retry_count, max_user_code_retries)
-        self._leave(None)
+        # What Metaflow does not hand to `task_exception`, such as SystemExit, is on its way through `run_step`.
+        self._leave(None if is_task_ok else sys.exc_info()[1])
 
     def setup_distributed_env(self, flow: Any) -> None:
         """Join the gang and offer ``current.torch``; called right before the step's code."""
@@ -337,6 +351,27 @@ class TorchrunDecorator(ParallelDecorator):  # type: ignore[misc]  # Metaflow is
             self._preemption_watch.set()
         if self._seat is not None:
             self._seat.leave(error, hold_s=0.0 if _is_local() or self._channel is not None else _HOLD_S)
+
+    def _fail(self, error: BaseException) -> None:
+        """Report an error after the step's code, and leave with it; nothing if the node has left."""
+        if self._seat is not None and self._seat.is_storing:
+            self._report(error)
+            self._leave(error)
+
+    def _watch_storing(self, task_datastore: Any) -> None:
+        """Tell the gang of artifacts that can't be stored: then Metaflow calls no decorator any more (task.py, 2.19)."""
+        for name in ("persist", "save_metadata", "done"):
+            setattr(task_datastore, name, self._failing_with(getattr(task_datastore, name)))
+
+    def _failing_with(self, store: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return store(*args, **kwargs)
+            except Exception as error:
+                self._fail(error)
+                raise
+
+        return watched
 
     def _report(self, error: BaseException) -> None:
         """Say what is to be shown of the error; a remote control node has it in its log at once.

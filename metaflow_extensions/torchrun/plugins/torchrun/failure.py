@@ -130,6 +130,10 @@ class Cause:
         known = {field.name for field in fields(Cause)}
         return Cause(**{name: value for name, value in data.items() if name in known})
 
+    def is_same_event(self, other: Mapping[str, Any]) -> bool:
+        """Tell whether `other`, as plain data, tells of this same failure, perhaps from another place in the code."""
+        return all(getattr(self, name) == other.get(name) for name in ("kind", "node", "rank", "exception"))
+
     @property
     def who(self) -> str:
         """Name the failed worker or node, or the launch as a whole."""

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from .errors import GangError, GangStartTimeout, TorchrunError, TorchrunPreempted, to_wire
+from .errors import GangError, GangStartTimeout, TorchrunError, TorchrunPreempted, from_wire, to_wire
 from .failure import Cause, DatedCause
 from .launch_state import CONTROL, Launch, Message, class_of, headline, names, teller
 from .policy import LaunchPolicy
@@ -35,7 +35,9 @@ _PORT_TAKEN = re.compile("EADDRINUSE|address already in use", re.IGNORECASE)
 _MAX_MOVES = 3
 # What a node needs beyond the workers' grace to kill, reap and read the last bytes.
 _STOP_MARGIN_S = 15.0
-_REMIND_S = 60.0
+# Who waits for a node that is late to `run` is told so after the first, then each time after the second.
+_QUIET_S = 10.0
+_REMIND_S = 30.0
 _SAY_STORES_S = 30.0
 # How long the nodes may take to collect the evidence of a hang.
 EVIDENCE_S = 15.0
@@ -112,7 +114,9 @@ class Gang:
         self._started_at = clock()
         self._launch: Launch | None = None
         self._verdicts: dict[int, Message] = {}
+        self._early: dict[int, Message] = {}  # *ready* of nodes that have given up the launch that still runs
         self._broken: TorchrunError | None = None
+        self._defeat: TorchrunError | None = None  # a verdict that a member has failed with
         self._out: list[Outgoing] = []
 
     # --- what can happen ------------------------------------------------------------------------
@@ -122,7 +126,7 @@ class Gang:
 
         Messages from members: ``join``, ``ready``, ``active``, ``failed``, ``ended``, ``storing``, ``stored``, ``done``,
         ``leave``. Messages to members: ``welcome``, ``go``, ``stop``, ``restart``, ``verdict``, ``abort``, ``ack``,
-        ``note``, ``bye``, ``replaced``; to one that is turned away ``refused``.
+        ``note``, ``bye``, ``replaced``; to the control node besides ``alone``; to one that is turned away ``refused``.
         """
         handler = {
             "join": self._on_join,
@@ -148,6 +152,7 @@ class Gang:
                 reason = f"{reason}, after its step's code but before its results were stored; see its log"
             cause = Cause("lost", node, self._hosts.get(node, "unknown"), exception=reason)
             self._node_is_gone(node, cause)
+            self._see_who_is_left()
         return self._flush()
 
     def give_up(self, error: TorchrunError) -> list[Outgoing]:
@@ -169,8 +174,11 @@ class Gang:
     def _tick_launch(self, launch: Launch, now: float) -> None:
         if launch.phase == "gathering" and now >= launch.remind_at:
             launch.remind_at = now + _REMIND_S
-            waiting = names(node for node in self._nodes if node not in launch.ready)
-            self._say(launch.ready, f"launch {launch.number} waits for {waiting} to call current.torch.run")
+            late = [node for node in self._in_state("joined") if node not in launch.ready]
+            absent = self._in_state("absent")
+            waits = [f"{names(absent)} to start"] if absent else []
+            waits += [f"{names(late)} to call current.torch.run"] if late else []
+            self._say(launch.ready, f"launch {launch.number} waits for {' and for '.join(waits)}")
         if launch.stores and now >= launch.say_stores_at:
             launch.say_stores_at = now + _SAY_STORES_S
             if text := launch.who_stores(now, besides=CONTROL):  # which says so itself
@@ -261,8 +269,15 @@ class Gang:
             self._send(node, {"type": "verdict", "launch": number, "error": to_wire(self._broken)})
             return
         if self._launch is None or self._launch.phase == "over":
-            self._launch = Launch(number, remind_at=self._clock() + _REMIND_S)
+            self._launch = Launch(number, remind_at=self._clock() + _QUIET_S)
         launch = self._launch
+        if node in launch.dropped:
+            dropped_out = to_wire(self._dropped_out_error(launch, node, number))
+            self._send(node, {"type": "verdict", "launch": number, "error": dropped_out})
+            return
+        if launch.phase != "gathering":
+            self._early[node] = message
+            return
         launch.note_ready(node, message)
         count = self._nodes.count
         if count["done"] + count["left"] + count["lost"]:
@@ -302,8 +317,18 @@ class Gang:
     def _on_failed(self, node: int, message: Message) -> None:
         """A worker or agent of `node` has failed; its full report follows with *ended*."""
         launch = self._current(message)
-        if launch is not None:
-            self._note_causes(launch, message)
+        if launch is None:
+            return
+        self._note_causes(launch, message)
+        if message.get("given_up"):
+            launch.given_up.add(node)
+            launch.stores.pop(node, None)
+        cause = launch.first_cause()
+        if launch.phase == "gathering" and cause is not None:
+            self._finish(launch, self._too_early_error(launch, cause))
+        elif launch.restart_at is not None:  # between two generations nothing runs
+            self._end_pause(launch)
+        else:
             self._stop_or_drop(launch, node)
 
     def _on_ended(self, node: int, message: Message) -> None:
@@ -414,14 +439,16 @@ class Gang:
         else:
             self._finish(launch, launch.error(cause, silent))
 
-    def _is_whole(self, silent: list[int]) -> bool:
-        return not silent and self._nodes.count["joined"] == self._settings.num_nodes
+    def _is_whole(self, launch: Launch, silent: list[int]) -> bool:
+        """Tell whether all nodes can go on; one that has given the launch up by itself does not listen to it."""
+        return not silent and not launch.given_up and self._nodes.count["joined"] == self._settings.num_nodes
 
     def _may_move(self, launch: Launch, cause: Cause, silent: list[int]) -> bool:
         """Tell whether somebody took the chosen port before the agent did, and another may be chosen."""
         taken = cause.kind == "agent" and _PORT_TAKEN.search(cause.detail) is not None
         unpinned = launch.ready[CONTROL].get("master_port") is None
-        return self._is_whole(silent) and launch.preempted is None and taken and unpinned and launch.moves < _MAX_MOVES
+        whole = self._is_whole(launch, silent)
+        return whole and launch.preempted is None and taken and unpinned and launch.moves < _MAX_MOVES
 
     def _move(self, launch: Launch) -> None:
         launch.generation += 1
@@ -435,7 +462,8 @@ class Gang:
         policy = launch.policy
         over = cause.kind == "step_timeout" or self._clock() >= launch.deadline  # as one node's clock has it
         wanted = cause.category in policy.retry_on and not over
-        return self._is_whole(silent) and launch.preempted is None and wanted and launch.restarts < policy.max_restarts
+        whole = self._is_whole(launch, silent)
+        return whole and launch.preempted is None and wanted and launch.restarts < policy.max_restarts
 
     def _restart(self, launch: Launch, cause: Cause) -> None:
         pause = min(2.0**launch.restarts, _BACKOFF_LIMIT_S)
@@ -445,6 +473,10 @@ class Gang:
         restart = {"type": "restart", "launch": launch.number, "generation": launch.restarts, "pause_s": pause}
         self._broadcast({**restart, "of": launch.policy.max_restarts, "cause": cause.to_wire()})
 
+    def _end_pause(self, launch: Launch) -> None:
+        launch.restart_at = None
+        self._finish(launch, launch.error(launch.first_cause(), []))
+
     def _finish(self, launch: Launch, error: TorchrunError | None) -> None:
         launch.phase = "over"
         verdict: Message = {"type": "verdict", "launch": launch.number}
@@ -453,6 +485,10 @@ class Gang:
         self._send_verdict(launch, [node for node in self._in_state("joined") if node not in launch.dropped], error)
         if error is not None and self._in_state("lost"):
             self._break(error)  # without all its nodes the gang can't launch again
+        early, self._early = self._early, {}
+        for node, message in early.items():
+            if self._nodes[node] == "joined":
+                self._on_ready(node, message)
 
     def _send_verdict(self, launch: Launch, nodes: Iterable[int], error: TorchrunError | None) -> None:
         verdict: Message = {"type": "verdict", "error": None if error is None else to_wire(error)}
@@ -468,10 +504,11 @@ class Gang:
     # --- leaving --------------------------------------------------------------------------------
 
     def _on_done(self, node: int, message: Message) -> None:
-        """The step's code of `node` has ended well; its results are not stored yet."""
+        """The step's code of `node` has ended well; its results are not stored yet. The control node waits for all."""
         if self._nodes[node] == "joined":
             self._nodes[node] = "done"
             self._go_on_without(node)
+            self._see_who_is_left()
 
     def _on_leave(self, node: int, message: Message) -> None:
         """The task of `node` needs the gang no more, or the step's code has failed there."""
@@ -482,11 +519,35 @@ class Gang:
         self._send(node, {"type": "ack"})
         cause = message.get("cause")
         if cause is not None:
-            self._node_is_gone(node, Cause.from_wire(cause))
+            self._node_is_gone(node, Cause.from_wire(cause), after_step=before == "done")
         elif before == "joined":
             self._go_on_without(node)
+        if message.get("failed") and cause is None and not self._is_dropped(node):
+            self._defeat = self._last_error()
+        self._see_who_is_left()
         if node == CONTROL:
             self._broadcast({"type": "bye"})
+
+    def _is_dropped(self, node: int) -> bool:
+        return self._launch is not None and node in self._launch.dropped
+
+    def _last_error(self) -> TorchrunError | None:
+        """Return the verdict of the last launch if that failed."""
+        wire = self._verdicts[self._launch.number]["error"] if self._launch and self._launch.phase == "over" else None
+        return None if wire is None else from_wire(wire)
+
+    def _see_who_is_left(self) -> None:
+        """Tell a control node whose step has ended that a member's failed, or that no member is left.
+
+        A member that raises the verdict of a launch, as all do, fails the run; the control node's step may have
+        caught it, or have ended before that launch.
+        """
+        if self._nodes[CONTROL] != "done":
+            return
+        if self._defeat is not None:
+            self._break(self._defeat)
+        if self._nodes.count["joined"] + self._nodes.count["done"] == 1:
+            self._send(CONTROL, {"type": "alone"})
 
     def _go_on_without(self, node: int) -> None:
         """See what it means for the launch that no more can be expected of `node`."""
@@ -495,24 +556,30 @@ class Gang:
         elif self._launch is not None:
             self._decide_if_all_ended(self._launch)
 
-    def _node_is_gone(self, node: int, cause: Cause) -> None:
+    def _node_is_gone(self, node: int, cause: Cause, after_step: bool = False) -> None:
         """Stop everything, since a node failed outside of its workers."""
         launch = self._launch
         if launch is None or launch.phase == "over":
+            last = self._last_error()
+            if last is not None and last.cause is not None and cause.is_same_event(last.cause):
+                self._break(last)
+                return
             place = "in the call of" if cause.kind == "call" else "outside of"
-            text = f"{cause.describe()}\nIt happened {place} current.torch.run; the other nodes were stopped."
+            when = (
+                f"{place} current.torch.run"
+                if not after_step
+                else "after the step's code, before its results were stored"
+            )
+            text = f"{cause.describe()}\nIt happened {when}; the other nodes were stopped."
             self._break(class_of(cause)(text, cause.to_wire()))
         elif launch.phase == "gathering":
-            error = class_of(cause)(
-                f"{cause.describe()}\nIt happened before launch {launch.number} began.", cause.to_wire()
-            )
+            error = self._too_early_error(launch, cause)
             self._finish(launch, error)
             self._break(error)
         else:
             launch.note_cause(DatedCause(self._clock(), cause))
             if launch.restart_at is not None:  # between two generations nothing runs
-                launch.restart_at = None
-                self._decide(launch)
+                self._end_pause(launch)
             else:
                 self._stop_or_drop(launch, node)
                 self._decide_if_all_ended(launch)
@@ -521,7 +588,10 @@ class Gang:
         """Nothing can be launched any more: tell every node, wherever its code is."""
         if self._broken is None:
             self._broken = error
-            self._broadcast({"type": "abort", "error": to_wire(error)})
+            abort = {"type": "abort", "error": to_wire(error)}
+            self._broadcast(abort)
+            if self._nodes[CONTROL] == "done":  # it waits for the others
+                self._send(CONTROL, abort)
 
     # --- texts and sending ----------------------------------------------------------------------
 
@@ -542,6 +612,16 @@ class Gang:
         return GangError(
             f"Launch {launch.number} can't begin: the step's code has already ended on {names(gone)}. Every node must "
             "call current.torch.run the same number of times."
+        )
+
+    def _too_early_error(self, launch: Launch, cause: Cause) -> TorchrunError:
+        text = f"{cause.describe()}\nIt happened before launch {launch.number} began."
+        return class_of(cause)(text, cause.to_wire())
+
+    def _dropped_out_error(self, launch: Launch, node: int, number: int) -> GangError:
+        return GangError(
+            f"Launch {number} can't begin on node {node}: it has dropped out of launch {launch.number}, which goes on "
+            "without it, by torchrun's own elasticity. Let the step end there with the error that launch has raised."
         )
 
     def _in_state(self, *states: NodeState) -> list[int]:

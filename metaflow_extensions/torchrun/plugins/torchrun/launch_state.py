@@ -48,6 +48,7 @@ class Launch:
     ended: dict[int, Message] = field(default_factory=dict)
     causes: list[DatedCause] = field(default_factory=list)
     dropped: set[int] = field(default_factory=set)  # nodes that an elastic launch goes on without
+    given_up: set[int] = field(default_factory=set)  # nodes whose own code has ended their call of `run`
     policy: LaunchPolicy = field(default_factory=LaunchPolicy)
     went_at: float = 0.0
     active_at: float = 0.0

@@ -35,8 +35,7 @@ from .tracebacks import user_traceback
 
 # How long a leaving node waits for the control node to say that it has read the cause.
 _ACK_WAIT_S = 5.0
-# The control node waits for the others at its end: how often it looks, when it says so, and how often again.
-_LOOK_S = 0.05
+# The control node waits for the others at its end: when it says so, and how often again.
 _QUIET_S = 10.0
 _REMIND_S = 30.0
 # Interrupts the main thread. A real-time signal, beside that of `evidence`; see there. SIGURG does no harm
@@ -132,6 +131,7 @@ class Membership:
         self._acknowledged = threading.Event()
         self._welcomed = threading.Event()
         self._control_gone = threading.Event()
+        self._wait_over = threading.Event()  # the others have left, or the gang is broken
         self._broken: TorchrunError | None = None
         self._deafness: str | None = None  # why the control node is not heard, which it may not know
         self._farewell = False
@@ -156,6 +156,11 @@ class Membership:
         """Whether this is the task's own process, and not one that it has forked."""
         return os.getpid() == self._pid
 
+    @property
+    def is_storing(self) -> bool:
+        """Whether the step's code has ended well here and its results are being stored."""
+        return self.in_task and self._state is State.STORING
+
     def at_end(self, deed: Callable[[], None]) -> None:
         """Have `deed` done when the node has said goodbye, before its channel closes."""
         self._last_deed = deed
@@ -171,6 +176,8 @@ class Membership:
             self._acknowledged.set()
         elif kind == "bye":
             self._farewell = True
+        elif kind == "alone":
+            self._wait_over.set()
         elif kind == "note":
             self.emit(Event("note", self.node, message["text"]))
         elif kind == "replaced":
@@ -200,6 +207,7 @@ class Membership:
             if self._broken is not None or self._state in _OVER:
                 return
             self._broken = error
+            self._wait_over.set()
             if self._state is State.LAUNCH:
                 self.inbox.put({"type": "abort"})
                 return
@@ -463,15 +471,13 @@ class Membership:
         TorchrunError
             If a node fails or is lost meanwhile.
         """
-        say_at = time.monotonic() + _QUIET_S
-        while self.in_task and (nodes := remaining()):
-            if self._broken is not None:
-                raise self._broken  # where no signal can tell: outside the main thread
-            if time.monotonic() > say_at:
-                say_at += _REMIND_S
-                text = f"done here; waiting until {names(nodes)} ended the step and stored the results"
-                self.emit(Event("note", self.node, text))
-            time.sleep(_LOOK_S)
+        if not self.in_task:
+            return
+        patience_s = _QUIET_S
+        while not self._wait_over.wait(patience_s):
+            patience_s = _REMIND_S
+            text = f"done here; waiting until {names(remaining())} ended the step and stored the results"
+            self.emit(Event("note", self.node, text))
         if self._broken is not None:
             raise self._broken
 
@@ -501,7 +507,7 @@ class Membership:
             self._acknowledged.set()  # nobody is there to answer
         try:
             cause = None if error is None or self.gang_knows(error) else self.cause_of(error)
-            self.send({"type": "leave", "cause": cause})
+            self.send({"type": "leave", "cause": cause, "failed": error is not None})
             self._acknowledged.wait(_ACK_WAIT_S)
             if error is not None:
                 self._control_gone.wait(hold_s)

@@ -199,7 +199,7 @@ class Supervisor:
         generation.preempted = True
         what = Cause.from_wire(error.cause).what if error.cause else str(error)
         self._emit("stopping", f"{what}; stopping all nodes", preempted=True)
-        self._tell(error, generation.number)
+        self._tell(error)
 
     def _timed_out(self, text: str) -> None:
         """Tell the gang that the step's time is up, and go on until its verdict."""
@@ -238,15 +238,13 @@ class Supervisor:
             self._went_at = time.monotonic()
         try:
             self._start(number, message)
-        except OSError as error:  # a full disk, no more processes, no memory
+        except Exception as error:  # a full disk, no more processes, a zero byte in a variable
             self._could_not_start(number, error)
 
-    def _could_not_start(self, number: int, error: OSError) -> None:
-        if self._generation is not None:
-            generation, self._generation = self._generation, None
-            generation.close(0.0)
-            generation.remove_files()
-        text = f"its torchrun agent could not be started: {error}"
+    def _could_not_start(self, number: int, error: Exception) -> None:
+        self._close(0.0)
+        reason = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+        text = f"its torchrun agent could not be started: {reason}"
         self._emit("worker_failed", f"{text}; stopping all nodes")
         causes = [{"cause": Cause("agent", self._seat.node, self._seat.host, exception=text).to_wire(), "age_s": 0.0}]
         report = {"launch": self._launch, "generation": number, "ok": False, "causes": causes}
@@ -506,26 +504,23 @@ class Supervisor:
         try:
             yield
         except BaseException as error:
-            if self._generation is not None:
-                self._tell(error, self._generation.number)
-            elif self._upload is not None:
-                self._tell(error, self._upload_of)
-            raise
-        finally:
+            self._tell(error, given_up=True)
             self._give_up_upload()
-            if self._generation is not None:
-                generation, self._generation = self._generation, None
-                generation.close(self._grace_s)
-                generation.remove_files()
-                end = {"launch": self._launch, "generation": generation.number, "ok": False, "causes": []}
-                self._seat.send({"type": "ended", **end})
+            self._close(self._grace_s)
+            # Of whatever generation: others may have begun, or wait for, one that this node knows nothing of.
+            self._seat.send({"type": "ended", "launch": self._launch, "ok": False, "causes": [], "given_up": True})
+            raise
 
-    def _tell(self, error: BaseException, generation: int) -> None:
-        if self._seat.gang_knows(error):
-            return
-        cause = self._seat.cause_of(error)
-        report = {"launch": self._launch, "generation": generation, "causes": [{"cause": cause, "age_s": 0.0}]}
-        self._seat.send({"type": "failed", **report})
+    def _close(self, grace_s: float) -> None:
+        if self._generation is not None:
+            generation, self._generation = self._generation, None
+            generation.close(grace_s)
+            generation.remove_files()
+
+    def _tell(self, error: BaseException, given_up: bool = False) -> None:
+        if not self._seat.gang_knows(error):
+            causes = [{"cause": self._seat.cause_of(error), "age_s": 0.0}]
+            self._seat.send({"type": "failed", "launch": self._launch, "causes": causes, "given_up": given_up})
 
     def _emit(self, kind: Any, text: str, **facts: Any) -> None:
         self._seat.emit(Event(kind, self._seat.node, text, self._launch, facts))
