@@ -102,7 +102,7 @@ class Gang:
         nproc: int = 1,
         do: str = "",
         settings: dict[str, Any] | None = None,
-        launches: int = 1,
+        launches: int | dict[int, int] = 1,
         absent: Collection[int] = (),
         late: dict[int, float] | None = None,
         gang: str = "1",
@@ -112,13 +112,16 @@ class Gang:
         wrap: dict[int, list[str]] | None = None,
         detached: bool = False,
         agent_env: dict[str, str] | None = None,
+        own_code: dict[int, str] | None = None,
+        fails_late: Collection[int] = (),
         **options: Any,
     ) -> None:
         """Start the nodes that are not `absent`.
 
-        `late` says how many seconds after its begin a node joins; `step` what the step's own code does before it calls
-        ``run`` (see ``node.py``); `gang` is the control task's id; `wrap` is what
-        stands before a node's command; `detached` nodes are no children of ours; `options` are those of ``run``.
+        `late` says how many seconds after its begin a node joins; `step` what the step's own code does before it joins
+        (see ``node.py``), `own_code` what it does before the launches, and who `fails_late` does so after all; `gang`
+        is the control task's id; `wrap` is what stands before a node's command; `detached` nodes are no children of
+        ours; `options` are those of ``run``.
         """
         self.out.mkdir(exist_ok=True)
         self.temporary.mkdir()
@@ -131,12 +134,13 @@ class Gang:
             "settings": {"all_nodes_started_timeout": 60, "grace_s": GRACE_S, **(settings or {})},
             "main_ip": "10.77.0.1" if self.hosts else None,
             "gang": gang,
-            "launches": launches,
             "options": {"nproc_per_node": nproc, "env": env, **options},
             "datastore": datastore,
             "squatted": squatted,
         }
         self._late, self._wrap, self._detached, self._step = late or {}, wrap or {}, detached, step or {}
+        self._launches = launches if isinstance(launches, dict) else dict.fromkeys(range(num_nodes), launches)
+        self._own_code, self._fails_late = own_code or {}, fails_late
         for node in range(num_nodes):
             if node not in absent:
                 self.start_node(node)
@@ -144,7 +148,8 @@ class Gang:
     def start_node(self, node: int) -> None:
         """Start one node."""
         own = {"start_after_s": self._late.get(node, 0), "step": self._step.get(node)}
-        task = {**self._task, "node": node, **own}
+        own |= {"launches": self._launches[node], "own_code": self._own_code.get(node, "")}
+        task = {"fails_late": node in self._fails_late, **self._task, "node": node, **own}
         command = [*self._wrap.get(node, []), sys.executable, str(HERE / "node.py"), json.dumps(task)]
         if self.hosts:
             command = self.hosts[node].command(self.out / "hosts", *command)
@@ -250,6 +255,11 @@ class Gang:
     def begin_launch(self, number: int) -> None:
         """Let the nodes call `run` for the (number + 1)th time; the first needs no leave."""
         (self.out / f"launch-{number}").touch()
+
+    def end_steps(self) -> float:
+        """Let the nodes whose own code waits for it end it, and return when."""
+        (self.out / "launch-end").touch()
+        return time.monotonic()
 
     def await_launch(self, number: int, timeout_s: float = START_S) -> None:
         """Wait until a launch is over on all nodes."""

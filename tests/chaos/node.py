@@ -6,6 +6,7 @@ of each launch, and of the node itself, is in ``node-N.json``.
 
 import functools
 import json
+import multiprocessing
 import os
 import signal
 import sys
@@ -118,7 +119,7 @@ def join(node, num_nodes, book, settings, main_ip):
 
 
 def await_leave(number, out):
-    """Wait until the test wants this launch."""
+    """Wait until the test wants this launch, or the step's end."""
     deadline = time.monotonic() + DEADLINE_S
     while not os.path.exists(os.path.join(out, f"launch-{number}")):
         assert time.monotonic() < deadline, f"nobody wants launch {number}"
@@ -145,7 +146,40 @@ def run_all(executor, launches, out, notes, options):
         raise error
 
 
-def main(node, num_nodes, out, settings, main_ip, gang, launches, options, start_after_s, datastore, squatted, step):
+def run_own_code(node, what, out):
+    """Do what a step may do outside of `run`."""
+    facts = {}
+    if what == "use processes":  # and be as deaf as a library can make it
+        with multiprocessing.get_context("fork").Pool(2) as pool:
+            pool.map(abs, [-1, -2])
+        facts["child"] = os.fork()
+        if facts["child"] == 0:
+            time.sleep(DEADLINE_S)
+            os._exit(0)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    Notes(os.path.join(out, f"step-{node}.json")).save(**facts)
+    if what == "use processes":
+        time.sleep(DEADLINE_S)
+    if what:
+        await_leave("end", out)
+
+
+def main(
+    node,
+    num_nodes,
+    out,
+    settings,
+    main_ip,
+    gang,
+    launches,
+    options,
+    start_after_s,
+    datastore,
+    squatted,
+    step,
+    own_code,
+    fails_late,
+):
     time.sleep(start_after_s)
     STEPS[step](node, out)
     if squatted is not None:
@@ -162,8 +196,12 @@ def main(node, num_nodes, out, settings, main_ip, gang, launches, options, start
         seat, channel, main_addr = join(node, num_nodes, book, parsed, main_ip)
         notes.save(join_s=time.monotonic() - begun)
         executor = TorchrunExecutor(Context(seat, main_addr, this_machine(), parsed, flow_dir=HERE))
+        run_own_code(node, own_code, out)
         run_all(executor, launches, out, notes, options)
         seat.finish()
+        if fails_late:
+            notes.save(failed_at=time.monotonic())
+            raise ValueError("the results can't be stored")
         if channel is not None:
             seat.await_others(lambda: channel.gang.members)
     except BaseException as error:

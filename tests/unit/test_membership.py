@@ -93,8 +93,8 @@ def test_no_launch_after_the_steps_end(seated):
 
 
 def test_the_others_are_waited_for_and_the_wait_is_told(seated, monkeypatch):
-    monkeypatch.setattr(membership, "_QUIET_S", 0.1)
-    monkeypatch.setattr(membership, "_REMIND_S", 0.1)
+    monkeypatch.setattr(membership, "QUIET_S", 0.1)
+    monkeypatch.setattr(membership, "REMIND_S", 0.1)
     seat, _, events = seated
     left = [[2], [1, 2]]
 

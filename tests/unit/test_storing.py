@@ -88,7 +88,7 @@ class Book:
     def publish(self, address, patience_s):
         self._addresses.put(address)
 
-    def look_up(self, timeout_s, all_s):
+    def look_up(self, timeout_s, all_s, sleep):
         return self._addresses.get(timeout=timeout_s)
 
 

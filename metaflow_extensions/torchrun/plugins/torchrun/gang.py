@@ -20,7 +20,7 @@ from typing import Literal
 
 from .errors import GangError, GangStartTimeout, TorchrunError, TorchrunPreempted, from_wire, to_wire
 from .failure import Cause, DatedCause
-from .launch_state import CONTROL, Launch, Message, class_of, headline, names, teller
+from .launch_state import CONTROL, QUIET_S, REMIND_S, Launch, Message, class_of, headline, names, teller
 from .policy import LaunchPolicy
 
 Outgoing = tuple[int, Message]
@@ -35,9 +35,6 @@ _PORT_TAKEN = re.compile("EADDRINUSE|address already in use", re.IGNORECASE)
 _MAX_MOVES = 3
 # What a node needs beyond the workers' grace to kill, reap and read the last bytes.
 _STOP_MARGIN_S = 15.0
-# Who waits for a node that is late to `run` is told so after the first, then each time after the second.
-_QUIET_S = 10.0
-_REMIND_S = 30.0
 _SAY_STORES_S = 30.0
 # How long the nodes may take to collect the evidence of a hang.
 EVIDENCE_S = 15.0
@@ -173,7 +170,7 @@ class Gang:
 
     def _tick_launch(self, launch: Launch, now: float) -> None:
         if launch.phase == "gathering" and now >= launch.remind_at:
-            launch.remind_at = now + _REMIND_S
+            launch.remind_at = now + REMIND_S
             late = [node for node in self._in_state("joined") if node not in launch.ready]
             absent = self._in_state("absent")
             waits = [f"{names(absent)} to start"] if absent else []
@@ -269,7 +266,7 @@ class Gang:
             self._send(node, {"type": "verdict", "launch": number, "error": to_wire(self._broken)})
             return
         if self._launch is None or self._launch.phase == "over":
-            self._launch = Launch(number, remind_at=self._clock() + _QUIET_S)
+            self._launch = Launch(number, remind_at=self._clock() + QUIET_S)
         launch = self._launch
         if node in launch.dropped:
             dropped_out = to_wire(self._dropped_out_error(launch, node, number))

@@ -13,7 +13,7 @@ from .channel import ControlChannel, MemberChannel, new_token
 from .errors import GangError, TorchrunError, from_wire, to_wire
 from .events import Event, Subscriber
 from .gang import Gang, Settings
-from .launch_state import CONTROL
+from .launch_state import CONTROL, QUIET_S, REMIND_S
 from .membership import Membership
 from .network import addresses_for_others, free_port, place, port_is_free
 from .settings import StepSettings
@@ -190,12 +190,27 @@ def _leave_again(seat: Membership, channel: MemberChannel, error: BaseException)
     seat.leave(error, hold_s=channel.hold_s)
 
 
+def _wait_and_say(seat: Membership) -> Callable[[float], None]:
+    """Return what sleeps and, now and then, says what for."""
+    say_at = time.monotonic() + QUIET_S
+
+    def wait(seconds: float) -> None:
+        nonlocal say_at
+        time.sleep(seconds)
+        if time.monotonic() >= say_at:
+            say_at = time.monotonic() + REMIND_S
+            seat.emit(Event("note", seat.node, f"waits for node {CONTROL} (the control node) to start"))
+
+    return wait
+
+
 def _connect(book: AddressBook, channel: MemberChannel, seat: Membership, timeout_s: float) -> str:
     """Look the control node up and connect, for `timeout_s` seconds; each failed try looks it up anew."""
     deadline = time.monotonic() + timeout_s
     refusals = _Refusals(seat)
+    wait = _wait_and_say(seat)
     while True:
-        address = book.look_up(max(1.0, deadline - time.monotonic()), timeout_s)
+        address = book.look_up(max(1.0, deadline - time.monotonic()), timeout_s, wait)
         if address.error is not None:
             raise from_wire(address.error)
         if address.closed:  # the control node's step launched nothing and has ended well

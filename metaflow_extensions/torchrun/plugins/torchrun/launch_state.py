@@ -15,6 +15,10 @@ Message = dict[str, Any]
 CONTROL = 0
 """Index of the control node."""
 
+# Who waits for another node is told so after the first, then each time after the second.
+QUIET_S = 10.0
+REMIND_S = 30.0
+
 Phase = Literal["gathering", "running", "storing", "stopping", "over"]
 """``storing``: all workers have ended well, and what they have returned is on its way to the datastore."""
 

@@ -30,14 +30,11 @@ from typing import Any, Protocol
 from .errors import GangError, LaunchFailed, LaunchTimeout, TorchrunError, TorchrunPreempted, from_wire
 from .events import Event, Subscriber
 from .failure import Cause
-from .launch_state import CONTROL, Message, names
+from .launch_state import CONTROL, QUIET_S, REMIND_S, Message, names
 from .tracebacks import user_traceback
 
 # How long a leaving node waits for the control node to say that it has read the cause.
 _ACK_WAIT_S = 5.0
-# The control node waits for the others at its end: when it says so, and how often again.
-_QUIET_S = 10.0
-_REMIND_S = 30.0
 # Interrupts the main thread. A real-time signal, beside that of `evidence`; see there. SIGURG does no harm
 # where there are none.
 _WAKE = int(signal.SIGRTMAX) - 6 if hasattr(signal, "SIGRTMAX") else int(signal.SIGURG)
@@ -155,6 +152,11 @@ class Membership:
     def in_task(self) -> bool:
         """Whether this is the task's own process, and not one that it has forked."""
         return os.getpid() == self._pid
+
+    @property
+    def is_in_launch(self) -> bool:
+        """Whether a launch of this node runs."""
+        return self._state is State.LAUNCH
 
     @property
     def is_storing(self) -> bool:
@@ -473,9 +475,9 @@ class Membership:
         """
         if not self.in_task:
             return
-        patience_s = _QUIET_S
+        patience_s = QUIET_S
         while not self._wait_over.wait(patience_s):
-            patience_s = _REMIND_S
+            patience_s = REMIND_S
             text = f"done here; waiting until {names(remaining())} ended the step and stored the results"
             self.emit(Event("note", self.node, text))
         if self._broken is not None:

@@ -206,7 +206,7 @@ class Supervisor:
         error = self._seat.timed_out(text)
         if self._generation is None:
             raise error
-        self._tell(error, self._generation.number)
+        self._tell(error)
 
     def _note_restart(self, message: Message) -> None:
         cause = Cause.from_wire(message["cause"])
