@@ -605,12 +605,14 @@ def test_a_step_that_resets_sigterm_is_woken_all_the_same(way, seated):
     seat, _, _ = seated
     signal.signal(signal.SIGTERM, way)
     timer = threading.Timer(0.1, seat.deliver, [abort()])
+    begun = time.monotonic()
     timer.start()
     try:
         with pytest.raises(LaunchFailed, match="Rank 3 failed"):
             sleep_through()
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    assert time.monotonic() - begun < 8  # in the middle of the blocking call
     timer.join()
 
 

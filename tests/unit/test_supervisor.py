@@ -107,15 +107,12 @@ def test_what_is_no_oserror_between_ready_and_the_start_is_told_to_all(nodes, tm
 
 @pytest.mark.parametrize("moment", ["before go", "after go"])
 def test_an_error_of_a_nodes_own_ends_the_launch_for_all_at_once(moment, nodes):
-    first = Call(nodes[0])
-    if moment == "before go":
-        eventually(lambda: nodes[0].seat.is_in_launch)
-        nodes[1].seat.deliver = lambda message: None  # its go does not arrive
+    first = Call(nodes[0]) if moment == "after go" else None
     second = Call(nodes[1])
-    eventually(lambda: nodes[1].seat.is_in_launch and (moment == "before go" or nodes[1].started.exists()))
+    eventually(lambda: nodes[1].seat.is_in_launch and (first is None or nodes[1].started.exists()))
     nodes[1].seat.inbox.put({"type": "go"})  # no message of ours
     assert isinstance(second.outcome(), KeyError)
-    error = first.outcome()
+    error = (first or Call(nodes[0])).outcome()
     assert isinstance(error, LaunchFailed)
     assert "node 1" in str(error).lower()
     assert "failed with KeyError: 'generation'" in str(error)
