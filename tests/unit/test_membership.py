@@ -323,6 +323,7 @@ NEWS = {
     "control lost": lambda seat: seat.deliver({"type": "control_lost", "reason": "its task was killed"}),
     "SIGTERM": lambda seat: signal.raise_signal(signal.SIGTERM),
     "notice": lambda seat: seat.notice("a spot notice says so"),
+    "@timeout": lambda seat: seat.time_out("longer than the step's @timeout allows"),
 }
 
 
@@ -332,7 +333,7 @@ def with_news_at(moment, function, news):
 
     def trace(frame, event, _):
         nonlocal lines
-        if frame.f_code.co_filename != membership.__file__ or frame.f_code.co_name in ("deliver", "notice"):
+        if frame.f_code.co_filename != membership.__file__ or frame.f_code.co_name in ("deliver", "notice", "time_out"):
             return None
         if event == "line":
             lines += 1

@@ -417,13 +417,16 @@ class Membership:
             if self._state is State.LAUNCH:
                 told = verdict is not None or (failing and self._broken is not None)
                 self._state = State.TOLD if told else State.STEP
-            unread = []
+            unread: dict[str, Message] = {}
             while not self.inbox.empty():
-                unread.append(self.inbox.get_nowait()["type"])
+                message = self.inbox.get_nowait()
+                unread[message["type"]] = message
             if "terminated" not in unread:
                 self._order = None  # the launch has dealt with it
         if not failing or "terminated" in unread:
             self._raise_news()
+        if "timed_out" in unread:
+            self.time_out(unread["timed_out"]["text"])
 
     def send(self, message: Message) -> None:
         """Send a message to the control node."""
