@@ -120,28 +120,18 @@ def all_sleep(start_flow, **options):
     return flow
 
 
-@pytest.mark.parametrize("victim", ["agent", "guardian", "task", "control task"])
-def test_sigkill_of_any_process_stops_everything(start_flow, victim):
+@pytest.mark.parametrize("victim", [0, 1])
+def test_sigkill_of_a_task_stops_everything(start_flow, victim):
+    """The chaos suite kills agents and guardians: for these Metaflow makes no difference."""
     flow = all_sleep(start_flow)
-    agent = agent_of(flow, 3)
-    pid = {
-        "agent": agent.pid,
-        "guardian": agent.parent().pid,
-        "task": flow.note("task-1")["pid"],
-        "control task": flow.note("task-0")["pid"],
-    }[victim]
-    os.kill(pid, signal.SIGKILL)
+    os.kill(flow.note(f"task-{victim}")["pid"], signal.SIGKILL)
     begin = time.monotonic()
     assert flow.wait(60) == 1
     flow.await_gone(STOP_S)
     assert time.monotonic() - begin < STOP_S + SLACK_S
-    if victim in ("agent", "guardian"):
-        assert "node 1 (host" in same_errors(flow)["message"].lower()
-    else:
-        (error,) = flow.errors()
-        lost = 0 if victim == "control task" else 1
-        assert f"Node {lost}" in error["message"]
-        assert "task ended or was killed" in error["message"]
+    (error,) = flow.errors()
+    assert f"Node {victim}" in error["message"]
+    assert "task ended or was killed" in error["message"]
 
 
 @pytest.mark.parametrize(("action", "other"), [("raise", "stubborn"), ("exit3", "sleep"), ("exit3", "stubborn")])
