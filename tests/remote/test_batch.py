@@ -190,7 +190,7 @@ def test_a_node_whose_processes_are_all_killed_is_named(run_remote, queue):
     ("hook", "expected"),
     [
         pytest.param("after:1:raise", "ValueError: step code failed after run", id="after-run"),
-        pytest.param("unstorable:1", "before its results were stored", id="unstorable"),
+        pytest.param("unstorable:1", "this artifact can't be stored", id="unstorable"),
     ],
 )
 def test_a_node_that_fails_after_its_last_launch_fails_the_run(run_remote, hook, expected):
@@ -199,12 +199,17 @@ def test_a_node_that_fails_after_its_last_launch_fails_the_run(run_remote, hook,
     check_said(flow, "Node 1 (host", expected)
 
 
-def test_an_interrupted_run_leaves_no_job(start_remote, queue):
+@pytest.mark.parametrize("how", ["ctrl-c", "sigterm"])
+def test_an_interrupted_run_leaves_no_job(start_remote, queue, how):
+    """Ctrl-C reaches all of the run's processes, a scheduler's SIGTERM the run alone."""
     flow = start_remote(do="*:sleep", **on_batch())
     # Of lines that come together, Metaflow's terminal shows one (2.19); the next with further output.
     flow.await_line(" of 4 runs")
-    os.killpg(flow.process.pid, signal.SIGINT)
-    flow.wait(60)
+    if how == "sigterm":
+        flow.process.terminate()
+    else:
+        os.killpg(flow.process.pid, signal.SIGINT)
+    assert flow.wait(60) == 1
     queue.await_over(flow)
 
 
