@@ -20,6 +20,8 @@ export METAFLOW_USER ?= $(or $(filter-out root,$(USER)),demo)
 export METAFLOW_SERVICE_URL =
 export METAFLOW_DEFAULT_METADATA = local
 export METAFLOW_DEFAULT_DATASTORE = local
+# A flow is many short Python processes. Where bytecode must not be written, each would compile all our modules.
+export PYTHONDONTWRITEBYTECODE =
 
 .PHONY: help venv demo test test-remote unit integration chaos lint clean
 
@@ -53,25 +55,30 @@ lint: venv
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# Tests wait for other processes as much as they compute, so a few of them at the same time fill two cores. Those that
+# share a flow say so with the marker xdist_group. The chaos suite measures seconds, so it has the machine for itself.
+UNIT = $(BIN)/python -m pytest -n 3 --dist worksteal tests/unit
+INTEGRATION = $(BIN)/python -m pytest -n 3 --dist loadgroup tests/integration
+CHAOS_SUITE = $(BIN)/python -m pytest tests/chaos
+
 unit: venv
-	$(BIN)/python -m pytest tests/unit
+	$(UNIT)
 
 integration: venv
-	$(BIN)/python -m pytest tests/integration
+	$(INTEGRATION)
 
 chaos: venv
-	$(BIN)/python -m pytest tests/chaos $(CHAOS)
+	$(CHAOS_SUITE) $(CHAOS)
 
-# Every part runs, even after one has failed; the worst exit status counts. Two processes fill two cores, since tests
-# wait for others as much as they compute; the chaos suite measures seconds, so it has the machine for itself.
+# Every part runs, even after one has failed; the worst exit status counts.
 test: venv
 	@status=0; \
 	$(BIN)/ruff check . || status=1; \
 	$(BIN)/ruff format --check . || status=1; \
 	$(BIN)/mypy || status=1; \
-	$(BIN)/python -m pytest -n 3 tests/unit || status=1; \
-	$(BIN)/python -m pytest -n 2 --dist loadfile tests/integration || status=1; \
-	$(BIN)/python -m pytest tests/chaos || status=1; \
+	$(UNIT) || status=1; \
+	$(INTEGRATION) || status=1; \
+	$(CHAOS_SUITE) || status=1; \
 	exit $$status
 
 $(VENV)/.remote: $(INSTALLED)

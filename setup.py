@@ -13,7 +13,7 @@ VERSION = re.search(r'^__version__ = "(.+)"$', TOPLEVEL.read_text(encoding="utf-
 # torch is the user's choice of version and build, so it is no requirement of the package itself.
 EXAMPLES = ["torch>=2.1", "numpy"]
 # setuptools: a test installs this package in the ways that users do, without an index.
-# py-spy: the evidence of a hang is collected with it where it is installed.
+# py-spy: where it is installed, the diagnostics of a hang are collected with it.
 # cloudpickle, ipykernel, nbclient: functions without a name to go by are launched, and functions from a notebook.
 # mypy: a test reads what it makes of a sample.
 FUNCTIONS = ["cloudpickle", "ipykernel", "nbclient", "mypy"]

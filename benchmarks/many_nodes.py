@@ -16,36 +16,46 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from typing import Any
 
 import metaflow  # noqa: F401 - it imports our modules, so it must come before them
 
-from metaflow_extensions.torchrun.plugins.torchrun import channel as channel_module
-from metaflow_extensions.torchrun.plugins.torchrun.channel import ControlChannel, MemberChannel, new_token
-from metaflow_extensions.torchrun.plugins.torchrun.failure import Cause
-from metaflow_extensions.torchrun.plugins.torchrun.gang import Gang, Settings
-from metaflow_extensions.torchrun.plugins.torchrun.network import free_port
+from metaflow_extensions.torchrun.plugins.torchrun.gang import member_channel
+from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause, Failure
+from metaflow_extensions.torchrun.plugins.torchrun.gang.connection import new_token
+from metaflow_extensions.torchrun.plugins.torchrun.gang.control_channel import ControlChannel
+from metaflow_extensions.torchrun.plugins.torchrun.gang.loop_thread import LoopThread
+from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import LaunchPolicy, random_pauses
+from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
+    Abort,
+    Ended,
+    Failed,
+    Go,
+    Join,
+    Leave,
+    Message,
+    Ready,
+    Stop,
+    Verdict,
+    Welcome,
+)
+from metaflow_extensions.torchrun.plugins.torchrun.gang.state import Gang, GangSettings
+from metaflow_extensions.torchrun.plugins.torchrun.machine.network import free_port
 
 HOST = "127.0.0.1"
 HEARTBEAT_S = 60.0
 WAIT_S = 300.0
 RANKS = 8
 _TRACE = 'Traceback (most recent call last):\n  File "train.py", line 12, in <module>\n' + "    step(batch)\n" * 100
-READY = {
-    "type": "ready",
-    "launch": 0,
-    "nproc": RANKS,
-    "digest": "d" * 64,
-    "torch": "2.13.0",
-    "python": "3.11.7",
-    "policy": {"left_s": 3600.0, "retry_on": []},
-}
+READY = Ready(0, RANKS, "d" * 64, {"torch": "2.13.0", "python": "3.11.7"})
+POLICY = LaunchPolicy(left_s=3600.0, retry_on=frozenset())
 
 
-def report(node: int, exception: str, age_s: float) -> dict[str, Any]:
+def report(node: int, exception: str, age_s: float) -> tuple[Failure, ...]:
     """Return what a node says of its failure."""
     cause = Cause("exception", node, f"host-{node}", node * RANKS, 0, 1, exception, _TRACE)
-    return {"launch": 0, "generation": 0, "causes": [{"cause": cause.to_wire(), "age_s": age_s}]}
+    return (Failure(cause, age_s),)
 
 
 # --- a process of members ---------------------------------------------------------------------------
@@ -58,27 +68,36 @@ class Member:
         self.node = node
         self.heard: dict[str, float] = {}
         self.error: str | None = None
-        self.channel = MemberChannel(node, self.deliver, HEARTBEAT_S)
+        self.channel = member_channel.MemberChannel(node, self.deliver, self.lose_control, HEARTBEAT_S)
 
-    def deliver(self, message: dict[str, Any]) -> None:
+    def deliver(self, message: Message) -> None:
         """Take a message, in the channel's thread."""
-        kind = message["type"]
-        self.heard.setdefault(kind, time.monotonic())
-        if kind == "welcome":
-            self.channel.send({**READY, "policy": {**READY["policy"], "left_s": 3600.0 + self.node}})
-        elif kind == "stop":
+        self.heard.setdefault(type(message).__name__.lower(), time.monotonic())
+        if isinstance(message, Welcome):
+            self.channel.send(READY)
+        elif isinstance(message, Stop):
             lost_peer = report(self.node, "ConnectionError: Connection reset by peer", 0.1)
-            self.channel.send({"type": "ended", "ok": False, "ended_well": [], **lost_peer})
-        elif kind == "verdict":
-            self.channel.send({"type": "leave", "cause": None})
+            self.channel.send(Ended(0, False, 0, lost_peer))
+        elif isinstance(message, Verdict):
+            self.channel.send(Leave())
+
+    def lose_control(self, reason: str) -> None:
+        """Note that the control node is not heard any more, in the channel's thread."""
+        self.heard.setdefault("control_lost", time.monotonic())
 
     async def join(self, port: int, token: str, begin_at: float) -> None:
         """Connect at the same moment as all others."""
         await asyncio.sleep(begin_at - time.monotonic())
-        try:
-            await self.channel._connect([HOST], port, token, WAIT_S)
-        except Exception as error:
-            self.error = repr(error)
+        deadline = time.monotonic() + WAIT_S
+        for pause_s in random_pauses():  # as `join` does it, but in the thread that all share
+            try:
+                await self.channel._connect([HOST], port, token, deadline - time.monotonic())
+                return
+            except Exception as error:
+                if not isinstance(error, OSError) or time.monotonic() > deadline:
+                    self.error = repr(error)
+                    return
+            await asyncio.sleep(pause_s)
 
 
 def await_begin() -> float:
@@ -89,8 +108,8 @@ def await_begin() -> float:
 
 def members(first: int, last: int, port: int, token: str) -> None:
     """Run members until all have heard their verdict, and print when they heard what."""
-    shared = channel_module._LoopThread("members", print)
-    channel_module._LoopThread = lambda *_: shared  # type: ignore[assignment,misc]  # one thread for all
+    shared = LoopThread("members", print)
+    member_channel.LoopThread = lambda *_: shared  # type: ignore[assignment,misc]  # one thread for all
     all_members = [Member(node) for node in range(first, last)]
     begin_at = await_begin()
     for member in all_members:
@@ -103,10 +122,10 @@ def members(first: int, last: int, port: int, token: str) -> None:
     print(json.dumps([{"node": m.node, "heard": m.heard, "error": m.error} for m in all_members]))
 
 
-# --- strangers --------------------------------------------------------------------------------------
+# --- unauthenticated connections -----------------------------------------------------------------------------------
 
 
-def strangers(count: int, port: int) -> None:
+def unauthenticated(count: int, port: int) -> None:
     """Connect, say nothing, and come again when hung up on; until stdin closes."""
 
     async def one() -> None:
@@ -137,7 +156,7 @@ def resident_mb() -> float:
         return int(file.read().split()[1]) * resource.getpagesize() / 1e6
 
 
-def expect(inbox: queue.SimpleQueue[dict[str, Any]], kind: str, parts: list[subprocess.Popen[str]]) -> dict[str, Any]:
+def expect(inbox: queue.SimpleQueue[Message], kind: type[Any], parts: list[subprocess.Popen[str]]) -> Any:
     """Return the next message of a kind."""
     deadline = time.monotonic() + WAIT_S
     while True:
@@ -145,12 +164,12 @@ def expect(inbox: queue.SimpleQueue[dict[str, Any]], kind: str, parts: list[subp
             message = inbox.get(timeout=1.0)
         except queue.Empty:
             if time.monotonic() > deadline or any(part.poll() not in (None, 0) for part in parts):
-                sys.exit(f"waited in vain for {kind}")
+                sys.exit(f"waited in vain for {kind.__name__}")
             continue
-        if message["type"] == kind:
+        if isinstance(message, kind):
             return message
-        if message["type"] == "abort":
-            sys.exit(f"the gang broke: {message['error']['message'][:500]}")
+        if isinstance(message, Abort):
+            sys.exit(f"the gang broke: {message.error.message[:500]}")
 
 
 def start(*words: object) -> subprocess.Popen[str]:
@@ -172,35 +191,35 @@ def begin(parts: list[subprocess.Popen[str]]) -> float:
     return begin_at
 
 
-def control(count: int, strangers_count: int, processes: int) -> dict[str, float]:
+def control(count: int, others: int, processes: int) -> dict[str, float]:
     """Run a gang of `count` members from its first join to its last verdict; return the figures."""
-    inbox: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-    gang = Gang(Settings(count + 1, WAIT_S, 30.0), lambda pinned: pinned or free_port(HOST))
+    inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
+    gang = Gang(GangSettings(count + 1, WAIT_S, 30.0), lambda pinned: pinned or free_port(HOST))
     token = new_token()
     channel = ControlChannel(gang, inbox.put, token, HEARTBEAT_S)
     port = channel.listen(None, HOST)
-    channel.send({"type": "join", "node": 0, "host": socket.gethostname()})
-    channel.send(READY)
+    channel.send(Join(0, socket.gethostname()))
+    channel.send(replace(READY, policy=POLICY))
     time.sleep(0.2)
     memory_before, cpu_before = resident_mb(), time.process_time()
     edges = [1 + count * i // processes for i in range(processes + 1)]
     parts = [start("members", a, b, port, token) for a, b in itertools.pairwise(edges)]
-    crowd = start("strangers", strangers_count, port) if strangers_count else None
+    crowd = start("unauthenticated", others, port) if others else None
     begin_at = begin(parts if crowd is None else [*parts, crowd])
-    expect(inbox, "go", parts)
+    expect(inbox, Go, parts)
     went_at, cpu_joined = time.monotonic(), time.process_time() - cpu_before
     time.sleep(1.0)  # until the last has heard it, too
     memory_joined = resident_mb()
     failed_at = time.monotonic()
     first = report(0, "ValueError: the first", 0.5)
-    channel.send({"type": "failed", **first})
-    channel.send({"type": "ended", "ok": False, **first})
-    verdict = expect(inbox, "verdict", parts)
-    assert "ValueError: the first" in verdict["error"]["message"], verdict["error"]["message"][:500]
+    channel.send(Failed(0, 0, first))
+    channel.send(Ended(0, False, 0, first))
+    verdict = expect(inbox, Verdict, parts)
+    assert "ValueError: the first" in verdict.error.message, verdict.error.message[:500]
     cpu_all = time.process_time() - cpu_before
     seen = [member for part in parts for member in json.loads(part.communicate()[0])]
     memory_after = resident_mb()
-    channel.send({"type": "leave", "cause": None})
+    channel.send(Leave())
     channel.close(10.0)
     if crowd is not None:
         crowd.communicate()
@@ -230,21 +249,21 @@ def set_soft_limit(files: int | None) -> None:
 def main() -> None:
     """Read the arguments and run one part."""
     logging.basicConfig(level=logging.WARNING)
-    if sys.argv[1:2] in (["members"], ["strangers"]):
+    if sys.argv[1:2] in (["members"], ["unauthenticated"]):
         set_soft_limit(None)
     if sys.argv[1:2] == ["members"]:
         members(*map(int, sys.argv[2:5]), sys.argv[5])
-    elif sys.argv[1:2] == ["strangers"]:
-        strangers(int(sys.argv[2]), int(sys.argv[3]))
+    elif sys.argv[1:2] == ["unauthenticated"]:
+        unauthenticated(int(sys.argv[2]), int(sys.argv[3]))
     else:
         parser = argparse.ArgumentParser(description=__doc__)
         parser.add_argument("--members", type=int, default=4000)
-        parser.add_argument("--strangers", type=int, default=0)
+        parser.add_argument("--unauthenticated", type=int, default=0)
         parser.add_argument("--processes", type=int, default=2, help="how many share the members")
         parser.add_argument("--files", type=int, default=1024, help="the control node's soft limit of open files")
         given = parser.parse_args()
         set_soft_limit(given.files)
-        for name, value in control(given.members, given.strangers, given.processes).items():
+        for name, value in control(given.members, given.unauthenticated, given.processes).items():
             print(f"{name:<30} {value:8.2f}")
 
 

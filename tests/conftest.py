@@ -3,23 +3,64 @@
 import os
 import threading
 import time
+from contextlib import suppress
+from pathlib import Path
 
 import metaflow  # noqa: F401 - it imports our modules, so it must come before them
 import psutil
 import pytest
 
-pytest_plugins = ["flow_runs", "hosts"]
+_UNIT = Path(__file__).parent / "unit"
+pytest_plugins = ["flow_runs", "gangs", "hosts"]
 
 # How long what a test stopped has to be gone; a thread that was told to end needs a moment.
 _SETTLE_S = 3.0
+# Linux lists a thread's children here (CONFIG_PROC_CHILDREN). To read the table of all processes instead, three times
+# in each of two thousand tests, takes a minute.
+_HAS_LISTS = os.path.exists(f"/proc/self/task/{os.getpid()}/children")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if _UNIT not in item.path.parents:
+            item.add_marker(pytest.mark.slow)
+        if getattr(config.option, "loadgroup", False):
+            _tell_group(item)
+
+
+def _tell_group(item: pytest.Item) -> None:
+    """Put a test's group into its id, where pytest-xdist looks for it.
+
+    Version 3.8 does so itself, but in an attribute that pytest 9.2 no longer reads.
+    """
+    mark, identity = item.get_closest_marker("xdist_group"), getattr(item, "_id", None)
+    if mark is None:
+        return
+    if hasattr(identity, "parse"):
+        item._id = identity.parse(f"{item.nodeid}@{mark.args[0]}")  # type: ignore[attr-defined]
+    assert item.nodeid.endswith(f"@{mark.args[0]}"), "pytest-xdist would not keep this group together"
 
 
 def _environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
 
 
-def _children() -> set[psutil.Process]:
-    return set(psutil.Process().children(recursive=True))
+def _children() -> set[int]:
+    """Return the pids of all descendants."""
+    if _HAS_LISTS:
+        return _descendants(os.getpid())
+    return {child.pid for child in psutil.Process().children(recursive=True)}
+
+
+def _descendants(pid: int) -> set[int]:
+    found: set[int] = set()
+    with suppress(OSError):  # it has ended
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with suppress(OSError):
+                for child in Path(f"/proc/{pid}/task/{thread}/children").read_text().split():
+                    found |= {int(child)} | _descendants(int(child))
+    return found
 
 
 def _threads() -> set[threading.Thread]:
@@ -34,7 +75,10 @@ def nothing_leaks():
     deadline = time.monotonic() + _SETTLE_S
     while (_children() - children or _threads() - threads) and time.monotonic() < deadline:
         time.sleep(0.02)
-    leaked = _children() - children
+    leaked = []
+    for pid in _children() - children:
+        with suppress(psutil.NoSuchProcess):
+            leaked.append(psutil.Process(pid))
     told = [_describe(child) for child in leaked]
     for child in leaked:  # or they would be blamed on the next test
         child.kill()

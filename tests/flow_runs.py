@@ -24,7 +24,7 @@ MARK = "GANG_TEST_MARK"
 
 
 def heed_ctrl_c() -> None:
-    """Make a flow deaf to nothing: a shell's background jobs, and all they start, ignore SIGINT."""
+    """Let a flow hear SIGINT, which a shell's background jobs, and all they start, ignore."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -107,6 +107,12 @@ def start_flow(tmp_path: Path) -> Iterator[StartFlow]:
     yield from starting_flows(tmp_path)
 
 
+@pytest.fixture(scope="module")
+def start_shared_flow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartFlow]:
+    """Return what `start_flow` returns, for flows that several tests of a module look at."""
+    yield from starting_flows(tmp_path_factory.mktemp("shared"))
+
+
 def starting_flows(tmp_path: Path) -> Iterator[StartFlow]:
     """Yield a function that starts a flow with its files in `tmp_path`; after that nothing of it may be left.
 
@@ -163,7 +169,7 @@ def starting_flows(tmp_path: Path) -> Iterator[StartFlow]:
         )
         run = FlowRun(process, out, home, mark, env=full)
         for stream in ("stdout", "stderr"):
-            thread = threading.Thread(target=_collect, args=(run, stream), daemon=True)
+            thread = threading.Thread(target=collect_lines, args=(run, stream), daemon=True)
             thread.start()
             run.threads.append(thread)
         runs.append(run)
@@ -183,7 +189,8 @@ def starting_flows(tmp_path: Path) -> Iterator[StartFlow]:
         assert not left, f"left running: {left}"
 
 
-def _collect(run: FlowRun, stream: str) -> None:
+def collect_lines(run: Any, stream: str) -> None:
+    """Keep every line that a run's process writes to a stream."""
     for line in getattr(run.process, stream):
         run.lines.append(Line(line.rstrip("\n"), stream, time.time()))
 

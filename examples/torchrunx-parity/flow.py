@@ -44,7 +44,7 @@ def predict(weights: dict[str, Any], x: float) -> float:
 
 def stumble(rank: int) -> None:
     if int(os.environ["RANK"]) == rank:
-        raise ValueError(f"rank {rank} has no more data")
+        raise ValueError(f"rank {rank} has no data")
     time.sleep(600)  # the others wait for it, as in a collective operation
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from chaos_gang import Outcome
+from gangs import Outcome
 
 DIED, SILENT, LASTED = "died", "silent", "lasted"
 Kind = Literal["died", "silent", "lasted"]
@@ -88,25 +88,25 @@ class Recorder:
         return max((row.seconds for row in self.rows if row.kind == DIED and row.seconds is not None), default=None)
 
     def lines(self) -> list[str]:
-        """Return the table as Markdown, its columns aligned."""
-        header = ["fault", "seconds to the end", "allowed", "same cause everywhere", "processes left", "log bytes lost"]
-        cells = [header, *map(_cells, self.rows)]
-        widths = [max(len(line[column]) for line in cells) for column in range(len(header))]
-        rule = ["-" * width if column == 0 else "-" * (width - 1) + ":" for column, width in enumerate(widths)]
-        lines = ["| " + " | ".join(_aligned(line, widths)) + " |" for line in cells]
-        lines.insert(1, "| " + " | ".join(rule) + " |")
-        if self.median_s is not None:
-            lines += ["", f"Where a process died: median {self.median_s:.1f} s, worst {self.worst_s:.1f} s."]
+        """Return the result as Markdown: a table for each kind of case, and what holds for all of them."""
+        died, silent, lasted = ([row for row in self.rows if row.kind == kind] for kind in (DIED, SILENT, LASTED))
+        lines: list[str] = []
+        if died:
+            spread = f"{WORST_S:g} s are allowed; median {self.median_s:.1f} s, worst {self.worst_s:.1f} s"
+            cells = [(row.name, f"{row.seconds:.1f}") for row in died]
+            lines += [f"A process died or failed ({spread}):", "", *_table(("fault", "seconds"), cells), ""]
+        if silent:
+            timed = [(row.name, f"{row.seconds:.1f}", f"{row.bound_s:g}") for row in silent]
+            lines += ["Something fell silent:", "", *_table(("fault", "seconds", "allowed"), timed), ""]
+        if lasted:
+            lines += ["The gang went on:", "", *(f"- {row.name}" for row in lasted), ""]
+        named = [row.same for row in self.rows if row.same is not None]
+        left, lost = sum(row.left for row in self.rows), sum(row.lost_bytes for row in self.rows)
+        lines.append(f"All nodes that could tell named the same cause: in {sum(named)} of {len(named)} cases.")
+        lines.append(f"Left over in all {len(self.rows)} cases: {left} processes; missing in the logs: {lost} bytes.")
         return lines
 
 
-def _cells(row: Row) -> list[str]:
-    seconds = "went on" if row.seconds is None else f"{row.seconds:.1f}"
-    bound = "" if row.bound_s is None else f"{row.bound_s:g}"
-    same = "" if row.same is None else "yes" if row.same else "no"
-    return [row.name, seconds, bound, same, str(row.left), str(row.lost_bytes)]
-
-
-def _aligned(line: Sequence[str], widths: Sequence[int]) -> list[str]:
-    first, *others = zip(line, widths, strict=True)
-    return [first[0].ljust(first[1]), *(text.rjust(width) for text, width in others)]
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    rule = ["---"] + ["---:"] * (len(header) - 1)
+    return ["| " + " | ".join(cells) + " |" for cells in (header, rule, *rows)]

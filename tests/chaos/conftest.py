@@ -2,75 +2,69 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from chaos_gang import LATE_S, Gang
-from chaos_table import Recorder
-from hosts import Host
+from chaos_table import MEDIAN_S, Recorder, Row
 
-HERE = Path(__file__).parent
-_recorder = pytest.StashKey[Recorder]()
+_ROW = "row of the chaos table"  # a test's rows travel in its report, since pytest-xdist runs it in another process
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--chaos-table", metavar="FILE", help="write the chaos suite's table to FILE, as Markdown")
 
 
+class Reports:
+    """Keeps the reports of the session's tests."""
+
+    def __init__(self) -> None:
+        self.all: list[pytest.TestReport] = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "teardown":
+            self.all.append(report)
+
+    def recorder(self) -> Recorder:
+        """Return what all tests have measured, in the order of files and lines."""
+        ordered = sorted(self.all, key=lambda report: report.location)
+        rows = [value for report in ordered for name, value in report.user_properties if name == _ROW]
+        return Recorder([Row(**row) for row in rows])
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    config.stash[_recorder] = Recorder()
+    config.pluginmanager.register(Reports(), "chaos reports")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if HERE in item.path.parents:
-            item.add_marker(pytest.mark.slow)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    median_s = _recorder(session.config).median_s
+    if median_s is not None and median_s > MEDIAN_S:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    recorder = config.stash[_recorder]
+    recorder = _recorder(config)
     if recorder.rows:
         lines = recorder.lines()
         terminalreporter.section("chaos")
         for line in lines:
             terminalreporter.write_line(line)
+        if recorder.median_s is not None and recorder.median_s > MEDIAN_S:
+            terminalreporter.write_line(f"FAILED: the median is above {MEDIAN_S:g} s.", red=True)
         if path := config.getoption("--chaos-table"):
             Path(path).write_text("\n".join(lines) + "\n")
 
 
-@pytest.fixture
-def recorder(pytestconfig: pytest.Config) -> Recorder:
-    return pytestconfig.stash[_recorder]
+def _recorder(config: pytest.Config) -> Recorder:
+    reports = config.pluginmanager.get_plugin("chaos reports")
+    assert isinstance(reports, Reports)
+    return reports.recorder()
 
 
 @pytest.fixture
-def make_gang(tmp_path: Path) -> Iterator[Callable[..., Gang]]:
-    """Return a function that makes a gang; at the end of the test nothing of it is left."""
-    made: list[Gang] = []
-
-    def make(hosts: list[Host] | None = None, out: Path | None = None) -> Gang:
-        made.append(Gang(out or tmp_path / f"gang-{len(made)}", hosts or ()))
-        return made[-1]
-
-    yield make
-    for gang in made:
-        gang.kill()
-
-
-@pytest.fixture
-def gang(make_gang: Callable[..., Gang]) -> Gang:
-    """Return a gang whose nodes talk over this machine's loopback interface."""
-    return make_gang()
-
-
-@pytest.fixture(scope="session", autouse=True)
-def late_gang(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gang | None]:
-    """Return a gang whose second node starts 30 s after the first; it begins with the first chaos test."""
-    if not any(item.name == "test_a_node_that_starts_30_s_late" for item in request.session.items):
-        yield None
-        return
-    gang = Gang(tmp_path_factory.mktemp("late"))
-    gang.start(do="*:talk-for 1", late={1: LATE_S}, detached=True)
-    yield gang
-    gang.kill()
+def recorder(request: pytest.FixtureRequest) -> Iterator[Recorder]:
+    """Return what takes this test's rows of the table."""
+    recorder = Recorder()
+    yield recorder
+    request.node.user_properties += [(_ROW, asdict(row)) for row in recorder.rows]

@@ -9,10 +9,21 @@ import time
 
 import pytest
 
+LATE_S = 30.0
 STARTED_S = 3
 WITHIN_S = 15
-REFUSED_S = 5  # joining._REFUSED_HERE_S
+REFUSED_S = 5  # ConnectPolicy.refused_here_s
 DATASTORE_S = 2  # a slow datastore takes so long for a call
+
+
+def test_a_node_that_starts_30_s_late(gang, recorder):
+    """The first test, so that others run meanwhile in other processes (pytest-xdist)."""
+    gang.start(do="*:talk-for 1", late={1: LATE_S})
+    gang.await_launch(0)
+    recorder.lasted("a node starts 30 s late", gang.end_well())
+    control, member = (gang.note(f"node-{node}.json") for node in range(2))
+    assert control["launches"][0]["seconds"] > LATE_S - 1  # it waited inside of run()
+    assert member["launches"][0]["seconds"] < control["launches"][0]["seconds"] - LATE_S + 5
 
 
 def test_a_node_that_never_starts(gang, recorder):
@@ -63,8 +74,7 @@ def test_a_port_that_is_taken_at_go(gang, recorder):
 
 @pytest.mark.parametrize("fault", ["slow", "fails twice"])
 def test_a_datastore_that_is(fault, gang, recorder):
-    gang.start(datastore=fault)
-    gang.await_workers()
+    gang.start(datastore=fault, launches=0)
     name = f"the datastore takes {DATASTORE_S} s a call" if fault == "slow" else "the datastore fails twice, then works"
     recorder.lasted(name, gang.end_well())
     assert fault != "slow" or gang.note("node-1.json")["join_s"] > DATASTORE_S  # it was slow indeed

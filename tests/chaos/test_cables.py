@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from chaos_gang import Gang
+from gangs import Gang
 from hosts import Host, Switch, cannot
 
 HEARTBEAT_S = 2

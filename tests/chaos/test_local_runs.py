@@ -6,7 +6,7 @@ import os
 import signal
 import time
 
-from chaos_gang import Outcome
+from gangs import Outcome
 
 GRACE_S = 2
 TASKS_S = 2.0

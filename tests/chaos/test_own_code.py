@@ -7,20 +7,13 @@ import socket
 from contextlib import suppress
 from os import kill
 
-from chaos_gang import Gang
-
 HOST = socket.gethostname()
 WITHIN_S = 12
 
 
-def await_steps(gang: Gang) -> None:
-    for node in gang.processes:
-        gang.await_note(f"step-{node}.json")
-
-
 def test_a_control_node_that_calls_run_less_often(gang, recorder):
-    gang.start(3, launches={0: 0, 1: 1, 2: 1}, own_code={0: "wait"})
-    await_steps(gang)
+    gang.start(3, launches={0: 0, 1: 1, 2: 1})
+    gang.await_steps()
     gang.await_that(lambda: all("processes per node" in gang.log(node) for node in (1, 2)), "the others' calls of run")
     outcome = gang.await_end(gang.end_steps(), gang.processes, WITHIN_S)
     recorder.died("the control node calls run less often than the others", outcome)
@@ -28,8 +21,8 @@ def test_a_control_node_that_calls_run_less_often(gang, recorder):
 
 
 def test_a_failure_after_the_steps_code(gang, recorder):
-    gang.start(launches=0, own_code=dict.fromkeys(range(2), "wait"), fails_late=[1])
-    await_steps(gang)
+    gang.start(launches=0, fails_late=[1])
+    gang.await_steps()
     gang.end_steps()
     gang.await_that(lambda: gang.error(1), "the failure")
     outcome = gang.await_end(gang.note("node-1.json")["failed_at"], [0], WITHIN_S)
@@ -40,12 +33,12 @@ def test_a_failure_after_the_steps_code(gang, recorder):
 def test_a_task_whose_child_lives_on(gang, recorder):
     """The control node's step sleeps meanwhile, has used a pool, and has set SIGTERM back to its default."""
     gang.start(launches=0, own_code=dict.fromkeys(range(2), "use processes"))
-    await_steps(gang)
+    gang.await_steps()
     children = [gang.note(f"step-{node}.json")["child"] for node in range(2)]
     struck_at = gang.send(gang.task(1), signal.SIGKILL)
     outcome = gang.await_end(struck_at, [0], WITHIN_S, ignore=children)
     for child in children:
         with suppress(ProcessLookupError):
             kill(child, signal.SIGKILL)
-    recorder.died("SIGKILL of a task that has forked a child, while the other's step sleeps, deaf to SIGTERM", outcome)
+    recorder.died("SIGKILL of a task with a forked child; the other's step sleeps and ignores SIGTERM", outcome)
     assert f"Node 1 (host {HOST}) failed: its connection to the control node was closed" in outcome.error["text"]

@@ -7,7 +7,7 @@ import signal
 import socket
 
 import pytest
-from chaos_gang import Gang
+from gangs import Gang
 
 # Silence is declared after so long in these tests; where a process dies, nobody may wait for silence.
 HEARTBEAT_S = 2

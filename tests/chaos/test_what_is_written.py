@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from chaos_gang import GRACE_S, Gang
+from gangs import GRACE_S, Gang
 from hosts import cannot
 
 WITHIN_S = 15
@@ -104,7 +104,7 @@ def test_a_worker_that_ignores_sigterm(gang, recorder):
 
 
 def test_a_worker_that_forks_grandchildren(gang, recorder):
-    """Forked twice, in a session of their own, deaf to SIGTERM: they end with the launch all the same."""
+    """Forked twice, in a session of their own, ignoring SIGTERM: they end with the launch all the same."""
     gang.start(do="*:detach")
     gang.await_workers()
     grandchildren = {gang.await_note(f"grandchild-launch0-0-{rank}") for rank in range(2)}

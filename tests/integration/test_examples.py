@@ -31,16 +31,19 @@ def outputs(example: str) -> list[str]:
 
 @pytest.fixture
 def example(start_flow, tmp_path):
-    """Return a function that runs one command of a README in a copy of its folder."""
+    """Return a function that runs one command of a README in a copy of its folder.
 
-    def run(name: str, command: str, expect: int = 0):
+    What stands after the command is added to it, to spend less time on it: fewer processes or steps.
+    """
+
+    def run(name: str, command: str, added: str = "", expect: int = 0):
         assert command in commands(name), f"the README of {name} does not say so"
         folder = tmp_path / name
         if not folder.exists():
             shutil.copytree(EXAMPLES / name, folder)
         program, flow, verb, *arguments = shlex.split(command)
         assert (program, verb) == ("python", "run")
-        started = start_flow(*arguments, flow=flow, folder=folder)
+        started = start_flow(*arguments, *added.split(), flow=flow, folder=folder)
         assert started.wait(170) == expect, started.text
         return started
 
@@ -53,8 +56,8 @@ def test_hello(example):
 
 
 def test_tensor_pass(example):
-    flow = example("tensor-pass", "python flow.py run")
-    assert re.search(r"4 ranks.*ok", flow.text), flow.text
+    flow = example("tensor-pass", "python flow.py run", "--nproc 1")
+    assert re.search(r"2 ranks.*ok", flow.text), flow.text
 
 
 def test_single_node(example):
@@ -63,26 +66,30 @@ def test_single_node(example):
 
 
 def test_torch_ddp_goes_on_where_its_snapshot_ends(example):
-    first = example("torch-ddp", "python flow.py run --epochs 3 --snapshot-dir snapshots")
-    second = example("torch-ddp", "python flow.py run --epochs 6 --snapshot-dir snapshots")
+    """After a restart, and in a later run."""
     epoch = re.compile(r"\[rank 0\] epoch (\d+):")
-    assert epoch.findall(first.text) == ["0", "1", "2"]
-    assert "3 epochs are done already" in second.text
-    assert epoch.findall(second.text) == ["3", "4", "5"]
-    assert "4 ranks over gloo ended with the same weights: ok" in second.text
-
-
-def test_torch_ddp_goes_on_after_a_restart(example):
-    flow = example("torch-ddp", "python flow.py run --epochs 6 --snapshot-dir restarted --restarts 2 --fail-after 3")
-    assert "restart 1 of 2 in 1 s, because Rank 3 on node 1" in flow.text
-    assert "3 epochs are done already" in flow.text
-    assert re.findall(r"\[rank 0\] epoch (\d+):", flow.text) == ["0", "1", "2", "3", "4", "5"]
+    first = example(
+        "torch-ddp",
+        "python flow.py run --epochs 6 --snapshot-dir restarted --restarts 2 --fail-after 3",
+        "--nproc 1 --epochs 4",
+    )
+    assert "restart 1 of 2 in 1 s, because Rank 1 on node 1" in first.text
+    assert "3 epochs are done already" in first.text
+    assert epoch.findall(first.text) == ["0", "1", "2", "3"]
+    second = example(
+        "torch-ddp",
+        "python flow.py run --epochs 6 --snapshot-dir snapshots",
+        "--nproc 1 --snapshot-dir restarted",
+    )
+    assert "4 epochs are done already" in second.text
+    assert epoch.findall(second.text) == ["4", "5"]
+    assert "2 ranks over gloo ended with the same weights: ok" in second.text
 
 
 def test_min_gpt_learns_and_writes_again_later(example, tmp_path):
-    flow = example("min-gpt", "python flow.py run --steps 150")  # `make demo` trains it longer
+    flow = example("min-gpt", "python flow.py run --steps 150", "--nproc 1 --steps 60")  # `make demo` trains it longer
     losses = [float(x) for x in re.search(r"(\d\.\d+) before, (\d\.\d+) after training", flow.text).groups()]
-    assert losses[1] < losses[0] - 1.5
+    assert losses[1] < losses[0] - 1.0
     assert re.search(r"\| \S.{40}", flow.text.split("What it writes now:")[1]), flow.text
 
     command = 'python generate.py --prompt "A function " --length 300 --seed 1'
@@ -94,8 +101,8 @@ def test_min_gpt_learns_and_writes_again_later(example, tmp_path):
 
 
 def test_function_trains_and_evaluates(example):
-    flow = example("function", "python flow.py run")
-    accuracy = float(re.search(r"4 ranks trained; accuracy on 359 held-out digits: (\d+\.\d)%", flow.text)[1])
+    flow = example("function", "python flow.py run", "--nproc 1")
+    accuracy = float(re.search(r"2 ranks trained; accuracy on 359 held-out digits: (\d+\.\d)%", flow.text)[1])
     assert accuracy > 90
     losses = [float(loss) for loss in re.findall(r"epoch \d: training loss (\d\.\d+)", flow.text)]
     assert losses == sorted(losses, reverse=True)
@@ -109,21 +116,40 @@ def test_torchrunx_parity(example):
         assert line.replace("host vm", f"host {socket.gethostname()}") in flow.text, flow.text
 
 
-def test_failing_node_names_the_rank(example, tmp_path):
-    by_exception, _, by_exit, _ = outputs("failing-node")
+@pytest.fixture
+def failing_node(example, tmp_path):
+    """Return a function that runs a command of failing-node and checks that what its README shows is printed."""
 
-    def shows(flow, block):
-        for line in block.splitlines():
-            if line.strip("|~^ "):  # how Python marks a place differs between its versions
+    def run(*words, shown: int, **options):
+        flow = example(*words, **options)
+        page = outputs("failing-node")[shown].replace("\\\n", "")  # a line that is too long for a page
+        for line in page.splitlines():
+            # How Python marks a place differs between its versions.
+            if line.removeprefix("[rank 3] [rank3]:").strip("|~^ "):
                 pattern = re.escape(line).replace(re.escape("(host vm)"), r"\(host \S+\)")
                 pattern = pattern.replace(re.escape("/home/me/examples"), re.escape(str(tmp_path)))
                 assert re.search(pattern + "$", flow.text, re.MULTILINE), f"not printed: {line}\n{flow.text}"
+        return flow
 
-    flow = example("failing-node", "python flow.py run", expect=1)
+    return run
+
+
+def test_failing_node_names_the_rank(failing_node):
+    flow = failing_node("failing-node", "python flow.py run", expect=1, shown=0)
     # One node tells it.
     assert len(re.findall(r"Rank 3 on node 1 \(host \S+\) failed with", flow.text)) == 1
     assert flow.text.count("Launch 0 was stopped on all nodes (class of the cause: user).") == 1
-    shows(flow, by_exception)
-    left = example("failing-node", "python flow.py run --how exit --fail-rank 0", expect=1)
-    assert len(re.findall(r"Rank 0 on node 0 \(host \S+\) exited with", left.text)) == 1
-    shows(left, by_exit)
+
+
+def test_failing_node_that_is_killed(failing_node):
+    failing_node("failing-node", "python flow.py run --how kill", expect=1, shown=1)
+
+
+def test_failing_node_that_exits(failing_node):
+    flow = failing_node("failing-node", "python flow.py run --how exit --fail-rank 0", "--nproc 1", expect=1, shown=2)
+    assert len(re.findall(r"Rank 0 on node 0 \(host \S+\) exited with", flow.text)) == 1
+
+
+def test_failing_node_that_does_not_fail(example):
+    flow = example("failing-node", "python flow.py run --how none", "--nproc 1 --fail-rank 1")
+    assert outputs("failing-node")[3].replace("4 ranks", "2 ranks").strip() in flow.text

@@ -12,11 +12,17 @@ from pathlib import Path
 import psutil
 import pytest
 
+# Node 0 has ranks 0 and 1, node 1 has ranks 2 and 3.
 TWO = [{"entrypoint": "worker.py", "nproc_per_node": 2}]
 # Workers obey SIGTERM at once here, so the issue's bound of 5 s plus grace is 5 s; the rest is slack
 # for Metaflow's own end on a busy machine.
 STOP_S = 5.0
 SLACK_S = 6.0
+
+
+def launch(do, **options):
+    """Return one call of `run` whose workers do as told."""
+    return {**TWO[0], "env": {"WORKER_DO": do}, **options}
 
 
 def same_errors(flow, notes="error-*"):
@@ -27,96 +33,135 @@ def same_errors(flow, notes="error-*"):
     return errors[0]
 
 
-@pytest.mark.parametrize(
-    ("do", "expected"),
-    [
-        pytest.param(
-            "3:raise", ["Rank 3 on node 1", "ValueError: bad löss\nsecond line", "raise ValueError"], id="raise"
-        ),
-        pytest.param("0:raise", ["Rank 0 on node 0", "ValueError: bad löss"], id="raise-on-control"),
-        pytest.param("2:exit3", ["Rank 2 on node 1", "exited with code 3", "about to leave"], id="exit-code"),
-        pytest.param("1:kill", ["Rank 1 on node 0", "killed by SIGKILL: often the out-of-memory killer"], id="sigkill"),
-    ],
-)
-def test_a_failing_worker_is_named_on_every_node(run_flow, do, expected):
-    others = ",".join(f"{rank}:sleep" for rank in range(4) if rank != int(do[0]))
-    flow = run_flow(expect=1, runs_=TWO, do=f"*:grumble,{do},{others}")
-    error = same_errors(flow)
+# --- one flow whose launches fail in different ways ---------------------------------------------
+
+
+FAILURES = {
+    "exit-code": (2, "exit3", ["Rank 2 on node 1", "exited with code 3", "about to leave", "FileNotFoundError"]),
+    "sigkill": (1, "kill", ["Rank 1 on node 0", "killed by SIGKILL: often the out-of-memory killer"]),
+    "raise": (3, "raise", ["Rank 3 on node 1", "ValueError: bad löss\nsecond line", "raise ValueError"]),
+}
+
+
+@pytest.fixture(scope="module")
+def failing(start_shared_flow):
+    """Run a flow in which each launch fails in another way; the last failure ends the flow."""
+    runs = [launch(f"*:grumble,{rank}:{action},*:sleep") for rank, action, _ in FAILURES.values()]
+    flow = start_shared_flow(runs_=runs, hook="raise-last")
+    assert flow.wait() == 1
+    flow.await_gone(1)
+    return flow
+
+
+@pytest.mark.xdist_group("failing")
+@pytest.mark.parametrize("name", FAILURES)
+def test_a_failing_worker_is_named_on_every_node(failing, name):
+    number, (rank, _, expected) = list(FAILURES).index(name), FAILURES[name]
+    error = same_errors(failing, f"error-*.{number}")
     assert error["class"] == "LaunchFailed"
     for words in expected:
         assert words in error["message"]
     assert "host " in error["message"]
     # Each rank has logged an exception, lost a thread and failed when it was told to stop.
-    assert ("FileNotFoundError" in error["message"]) is ("raise" not in do), "as the end of stderr"
+    assert ("FileNotFoundError" in error["message"]) is (name != "raise"), "as the end of stderr"
     assert "with FileNotFoundError" not in error["message"]
     assert "interrupted" not in error["message"]
-    if "kill" in do:
-        printed = [line.text.split("[rank 1] ")[1] for line in flow.lines if "[rank 1] " in line.text]
-        assert printed.count("last words without newline") == 1
-    died = (flow.out / f"worker-launch0-0-{do[0]}").stat().st_mtime  # its last deed before it fails
-    assert max(e["at"] for e in flow.errors()) - died < STOP_S
+    died = (failing.out / f"worker-launch{number}-0-{rank}").stat().st_mtime  # what it does last before it fails
+    assert max(e["at"] for e in failing.notes(f"error-*.{number}")) - died < STOP_S
+
+
+@pytest.mark.xdist_group("failing")
+def test_last_words_without_a_newline_are_shown_once(failing):
+    printed = [line.text.split("[rank 1] ")[1] for line in failing.lines if "[rank 1] " in line.text]
+    assert printed.count("last words without newline") == 1
+
+
+@pytest.mark.xdist_group("failing")
+def test_resume_runs_a_fresh_gang(failing, start_shared_flow):
+    run_id = re.search(r"run-id (\d+)", failing.text)[1]
+    flow = start_shared_flow("--origin-run-id", run_id, command="resume")
+    assert flow.wait() == 0, flow.text
+    assert len(flow.note("end")["tasks"]) == 2
+
+
+# --- one node whose guardian is held up while a worker ends, as on a busy machine ----------------
+
+
+REAPED = {
+    "raise-stubborn": ("1:wait,1:raise,0:stubborn", ["ValueError: bad löss"]),
+    "exit3-sleep": ("1:wait,1:exit3,0:sleep", ["about to leave", "exited with code 3"]),
+    "ended-well": ("0:wait,1:sleep", ["killed by SIGTERM"]),
+}
+RECORDED, TIMED_OUT = len(REAPED), len(REAPED) + 1
+
+
+@pytest.fixture(scope="module")
+def one_node(start_shared_flow):
+    """Run a flow of one node; torchrun reaps a worker of each launch before the guardian can see it."""
+    runs = [launch(do) for do, _ in REAPED.values()]
+    runs += [{"entrypoint": "recorded.py", "nproc_per_node": 2}, launch("*:sleep", timeout_s=4)]
+    flow = start_shared_flow("--nodes", "1", runs_=runs, hook="raise-last", attrs={"grace_s": 2})
+    for number, name in enumerate(REAPED):
+        workers = {w["env"]["RANK"]: w["pid"] for w in flow.await_notes(f"worker-launch{number}-*", 2)}
+        victim = workers["0" if name == "ended-well" else "1"]
+        guardian = psutil.Process(victim).parent().parent()
+        guardian.suspend()
+        (flow.out / f"go-launch{number}-0").touch()
+        deadline = time.monotonic() + 20
+        while psutil.pid_exists(victim):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        guardian.resume()
+        if name == "ended-well":
+            os.kill(workers["1"], signal.SIGTERM)
+    assert flow.wait(60) == 1
     flow.await_gone(1)
+    return flow
 
 
-def test_failure_in_the_exit_barrier(start_flow):
-    """Node 0's workers are done and its agent waits for node 1; then node 1's worker fails."""
-    flow = start_flow(do="1:nap,1:exit3")
-    assert flow.wait() == 1
-    assert "Rank 1 on node 1" in same_errors(flow)["message"]
-    napped = (flow.out / "worker-launch0-0-1").stat().st_mtime + 2.0
-    assert max(e["at"] for e in flow.errors()) - napped < STOP_S  # the barrier alone would hold for 300 s
-    flow.await_gone(1)
+@pytest.mark.xdist_group("one node")
+@pytest.mark.parametrize("name", REAPED)
+def test_a_worker_that_torchrun_reaps_first_is_named_all_the_same(one_node, name):
+    """Also where another one has ended well before, unseen."""
+    (error,) = one_node.notes(f"error-*.{list(REAPED).index(name)}")
+    for words in ["Rank 1 on node 0", *REAPED[name][1]]:
+        assert words in error["message"]
+    assert "ChildFailedError" not in one_node.text  # torchrun's own words, where ours say it
 
 
-def test_worker_that_ignores_sigterm_and_detached_grandchildren_are_killed(start_flow):
-    flow = start_flow(attrs={"grace_s": 2}, runs_=TWO, do="0:child,1:stubborn,2:child,2:stubborn,3:nap,3:raise")
-    assert flow.wait() == 1
-    assert "Rank 3 on node 1" in same_errors(flow)["message"]
-    flow.await_gone(1)
+@pytest.mark.xdist_group("one node")
+def test_a_script_that_uses_record_is_honoured(one_node):
+    (error,) = one_node.notes(f"error-*.{RECORDED}")
+    assert "RuntimeError: recorded by torchelastic" in error["message"]
+    assert "in deep" in error["message"]
 
 
-def test_grandchildren_left_after_success_are_stopped_and_named(run_flow):
-    flow = run_flow("--nodes", "1", do="0:child")
-    assert "stopped what the workers had left running" in flow.text
-    flow.await_gone(1)
+@pytest.mark.xdist_group("one node")
+def test_timeout_s_stops_the_launch(one_node):
+    (error,) = one_node.notes(f"error-*.{TIMED_OUT}")
+    assert error["class"] == "LaunchTimeout"
+    assert "timeout_s" in error["message"]
+
+
+# --- what happens to Metaflow's tasks -----------------------------------------------------------
 
 
 @pytest.mark.parametrize("node", [0, 1])
-@pytest.mark.parametrize("moment", ["before", "after"])
-def test_an_exception_in_the_steps_own_code(start_flow, node, moment):
-    """The other node's code sleeps outside of `run`, or waits inside of it; it is stopped there."""
-    flow = start_flow(hook=f"{moment}:{node}:raise")
+def test_an_exception_in_the_steps_own_code(start_flow, node):
+    """The other node waits inside of `run`; it is stopped there. The chaos suite has failures after `run`."""
+    flow = start_flow(hook=f"before:{node}:raise")
     assert flow.wait(60) == 1
-    assert f"ValueError: step code failed {moment} run" in flow.text
     assert flow.lines[-1].at - flow.note("failed")["at"] < STOP_S
     flow.await_gone(1)
-    if moment == "before":
-        # Said by the node itself and by the other one, whether that had joined by then or not.
-        assert f"Node {node} (host" in flow.text
-        assert flow.text.count("got SIGTERM") == 0
-        assert flow.text.count(f"ValueError: step code failed {moment} run") >= 2
-
-
-def test_a_sleeping_step_is_woken_when_the_other_node_fails(start_flow):
-    flow = start_flow(hook="before:0:sleep", runs_=TWO)
-    flow.await_notes("task-*", 2)
-    victim = flow.note("task-1")["pid"]
-    os.kill(victim, signal.SIGKILL)
-    begin = time.monotonic()
-    assert flow.wait(30) == 1
-    assert time.monotonic() - begin < STOP_S + SLACK_S
-    assert "Node 1" in flow.text
-    flow.await_gone(1)
-
-
-def agent_of(flow, rank):
-    worker = next(w for w in flow.notes("worker-*") if w["env"]["RANK"] == str(rank))
-    return psutil.Process(worker["pid"]).parent()
+    # Said by the node itself and by the other one, whether that had joined by then or not.
+    assert f"Node {node} (host" in flow.text
+    assert flow.text.count("got SIGTERM") == 0
+    assert flow.text.count("ValueError: step code failed before run") >= 2
 
 
 def all_sleep(start_flow, **options):
-    flow = start_flow(runs_=TWO, do="*:sleep", **options)
-    flow.await_notes("worker-*", 4)
+    flow = start_flow(do="*:sleep", **options)
+    flow.await_notes("worker-*", 2)
     return flow
 
 
@@ -134,53 +179,12 @@ def test_sigkill_of_a_task_stops_everything(start_flow, victim):
     assert "task ended or was killed" in error["message"]
 
 
-@pytest.mark.parametrize(("action", "other"), [("raise", "stubborn"), ("exit3", "sleep"), ("exit3", "stubborn")])
-def test_a_worker_that_torchrun_reaps_first_is_named_all_the_same(start_flow, action, other):
-    """The guardian is held up while a worker dies: it never sees how, as on a busy machine."""
-    flow = start_flow(runs_=TWO, attrs={"grace_s": 2}, do=f"3:nap,3:{action},2:{other},0:sleep,1:sleep")
-    workers = {w["env"]["RANK"]: w["pid"] for w in flow.await_notes("worker-*", 4)}
-    guardian = agent_of(flow, 2).parent()
-    guardian.suspend()
-    deadline = time.monotonic() + 20
-    while psutil.pid_exists(workers["3"]):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    guardian.resume()
-    assert flow.wait(60) == 1
-    error = same_errors(flow)
-    assert "stopping all nodes" in flow.text
-    assert "ChildFailedError" not in flow.text  # torchrun's own words, where ours say it
-    assert "Rank 3 on node 1" in error["message"]
-    if action == "raise":
-        assert "ValueError: bad löss" in error["message"]
-    else:
-        assert "about to leave" in error["message"]
-        assert other == "stubborn" or "exited with code 3" in error["message"]
-    flow.await_gone(1)
-
-
-def test_a_worker_that_ended_well_unseen_is_not_blamed_for_another(start_flow):
-    """Rank 2 exits 0 while the guardian is held up; then somebody sends SIGTERM to rank 3."""
-    flow = start_flow(runs_=TWO, do="2:nap,3:sleep,0:sleep,1:sleep")
-    workers = {w["env"]["RANK"]: w["pid"] for w in flow.await_notes("worker-*", 4)}
-    guardian = agent_of(flow, 3).parent()
-    guardian.suspend()
-    deadline = time.monotonic() + 20
-    while psutil.pid_exists(workers["2"]):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    guardian.resume()
-    os.kill(workers["3"], signal.SIGTERM)
-    assert flow.wait(60) == 1
-    message = same_errors(flow)["message"]
-    assert "Rank 3 on node 1" in message
-    assert "killed by SIGTERM" in message
-    flow.await_gone(1)
-
-
-@pytest.mark.parametrize("node", [0, 1])
-def test_sigterm_of_a_task_stops_everything(start_flow, node):
-    flow = all_sleep(start_flow)
+@pytest.mark.parametrize(("name", "node"), [("SIGTERM", 1), ("SIGUSR1", 0)])
+def test_sigterm_of_a_task_lets_the_workers_save(start_flow, name, node):
+    """Each worker gets the signal once and ends well after it, in its own time."""
+    attrs = {} if name == "SIGTERM" else {"preemption_signal": name}
+    flow = start_flow(runs_=TWO, do="*:save", env={"SAVE_ON": name}, attrs=attrs)
+    flow.await_notes("saves-*", 4)
     os.kill(flow.note(f"task-{node}")["pid"], signal.SIGTERM)
     assert flow.wait(60) == 1
     flow.await_gone(STOP_S)
@@ -189,23 +193,8 @@ def test_sigterm_of_a_task_stops_everything(start_flow, node):
     assert error["cause"]["category"] == "preempted"
     assert f"Node {node} (host" in error["message"]
     assert "was preempted: its Metaflow task got SIGTERM" in error["message"]
-    assert "exited with code 0 in time: none" in error["message"]
-
-
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
-def test_workers_that_save_when_preempted_count_as_saved(start_flow, name):
-    """Each worker gets the signal once and ends well after it, in its own time."""
-    attrs = {} if name == "SIGTERM" else {"preemption_signal": name}
-    flow = start_flow(runs_=TWO, do="*:save", env={"SAVE_ON": name}, attrs=attrs)
-    flow.await_notes("worker-*", 4)
-    flow.await_notes("saves-*", 4)
-    os.kill(flow.note("task-1")["pid"], signal.SIGTERM)
-    assert flow.wait(60) == 1
-    error = same_errors(flow)
-    assert error["class"] == "TorchrunPreempted"
     assert "exited with code 0 in time: 0, 1, 2, 3" in error["message"]
     assert [note["signals"] for note in flow.notes("saved-*")] == [1, 1, 1, 1]
-    flow.await_gone(1)
 
 
 @pytest.mark.parametrize("how", ["ctrl-c", "sigterm"])
@@ -224,7 +213,7 @@ def test_interrupting_run_leaves_nothing(start_flow, how):
 @pytest.mark.parametrize("hook", ["timeout", "before:1:sleep:timeout"])
 def test_metaflows_timeout_stops_the_gang(start_flow, hook):
     """In `run` on both nodes, or on one while the other is late."""
-    flow = start_flow(hook=hook, runs_=TWO, do="*:sleep")
+    flow = start_flow(hook=hook, do="*:sleep")
     assert flow.wait(60) == 1
     flow.await_gone(STOP_S)
     errors = flow.errors()
@@ -233,15 +222,6 @@ def test_metaflows_timeout_stops_the_gang(start_flow, hook):
     assert "step's @timeout" in errors[0]["message"]
     assert flow.text.count("@torchrun: launch timed out") == 2
     assert len(flow.lines) < 40, flow.text
-
-
-def test_timeout_s_stops_the_launch(start_flow):
-    flow = start_flow(runs_=[{"entrypoint": "worker.py", "timeout_s": 4}], do="*:sleep")
-    assert flow.wait(60) == 1
-    error = same_errors(flow)
-    assert error["class"] == "LaunchTimeout"
-    assert "timeout_s" in error["message"]
-    flow.await_gone(1)
 
 
 def test_a_node_that_never_arrives_is_named(start_flow):
@@ -265,7 +245,7 @@ def test_a_local_node_that_dies_before_joining_is_noticed_at_once(start_flow):
 
 def test_retry_sees_nothing_of_the_attempts_before(run_flow):
     """The first one ends by SIGKILL of the control task, before node 1, which it has started, can join it."""
-    flow = run_flow(hook="before:0:kill:retry", do="3:once", runs_=TWO, timeout_s=60)
+    flow = run_flow(hook="before:0:kill:retry", do="1:once", timeout_s=60)
     assert re.search(r"node 1\] the control task \(pid \d+\), which has started this one, is gone", flow.text)
     assert len(flow.errors()) == 2
     assert "only the first time" in flow.errors()[0]["message"]
@@ -279,36 +259,11 @@ def test_catch_lets_the_flow_go_on(run_flow):
     flow.await_gone(1)
 
 
-def test_resume_runs_a_fresh_gang(run_flow):
-    run_flow(expect=1, do="1:raise")
-    flow = run_flow(command="resume")
-    assert len(flow.note("end")["tasks"]) == 2
-
-
-def test_a_restart_starts_all_workers_of_all_nodes_again(run_flow):
-    flow = run_flow(runs_=[{**TWO[0], "torchrun_args": ["--max-restarts=2"]}], do="*:nap,3:once")
-    for task in flow.note("end")["tasks"]:
-        (restart,) = task["results"][0]["restarts"]
-        assert restart["cause"]["rank"] == 3
-        assert "only the first time" in restart["cause"]["exception"]
-    for generation in ("0", "1"):
-        workers = flow.notes(f"worker-launch0-{generation}-*")
-        told = {(w["env"]["TORCHELASTIC_RESTART_COUNT"], w["env"]["TORCHELASTIC_MAX_RESTARTS"]) for w in workers}
-        assert (len(workers), told) == (4, {(generation, "2")})
-
-
-def test_a_script_that_uses_record_is_honoured(run_flow):
-    flow = run_flow(expect=1, runs_=[{"entrypoint": "recorded.py"}])
-    error = same_errors(flow)
-    assert "RuntimeError: recorded by torchelastic" in error["message"]
-    assert "in deep" in error["message"]
-
-
 def test_the_origin_is_named_although_others_fail_faster(run_flow):
-    """Real collectives: the peers of the failed rank die of broken connections. All is said once, as it was raised."""
-    flow = run_flow(expect=1, runs_=[{"entrypoint": "collective.py", "nproc_per_node": 2}])
+    """Real collectives: the peer of the failed rank dies of a broken connection. All is said once, as it was raised."""
+    flow = run_flow(expect=1, runs_=[{"entrypoint": "collective.py"}])
     error = same_errors(flow)
-    assert "Rank 3 on node 1" in error["message"]
+    assert "Rank 1 on node 1" in error["message"]
     assert "ValueError: bad loss: *0*  *1 🙂" in error["message"]
     # Its own traceback, with the source line, and the report of one node.
     assert flow.text.count("bad loss: *0*  *1 🙂") == flow.text.count("bad loss") == 3
@@ -398,13 +353,4 @@ def test_a_failure_after_the_steps_code_is_the_cause_on_the_control_node(run_flo
     assert said in flow.text
     assert "after the step's code, before its results were stored" in flow.text
     assert "Subprocess failed" not in flow.text
-    flow.await_gone(1)
-
-
-def test_a_control_node_that_calls_run_less_often_is_named_at_once(run_flow):
-    flow = run_flow(flow="ends.py", hook="fewer", expect=1)
-    error = flow.note("error")
-    assert "the step's code has already ended on node 0." in error["text"]
-    assert error["text"] in flow.text
-    assert error["seconds"] < 5
     flow.await_gone(1)

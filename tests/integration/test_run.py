@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import subprocess
 from pathlib import Path
 
 import pytest
-from flow_runs import starting_flows
 
-from metaflow_extensions.torchrun.plugins.torchrun.devices import usable_cpus
-
-# One process runs all of these, since most of them share ten flows.
-pytestmark = pytest.mark.xdist_group("together")
+from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import usable_cpus
 
 HOSTILE = {
     "spaces": "a b  c",
@@ -98,49 +95,27 @@ def test_a_gang_runs_twice_with_hostile_arguments_and_paths(run_flow):
     assert "processes per node: 2 (set by run(nproc_per_node))" in flow.text
 
 
-def test_the_printed_command_can_be_pasted(run_flow, tmp_path):
-    flow = run_flow("--nodes", "1", runs_=[{"entrypoint": "worker.py", "entrypoint_args": ["a b", "$HOME"]}])
-    (command,) = (line.text.split(" runs: ")[1] for line in flow.lines if "] runs: " in line.text)
-    worker = flow.out / "worker-launch0-0-0"
-    worker.unlink()
-    (log_dir,) = (word.partition("=")[2] for word in shlex.split(command) if word.startswith("--log-dir="))
-    command = command.replace(log_dir, str(tmp_path / "logs"))
-    result = subprocess.run(
-        ["bash", "-c", command],
-        env={"PATH": "/usr/bin:/bin", "GANG_OUT": str(flow.out)},
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == 0, result.stderr
-    assert flow.note("worker-launch0-0-0")["argv"] == ["a b", "$HOME"]
-
-
 @pytest.fixture(scope="module")
-def together(tmp_path_factory):
-    """Run ten flows at the same time, and return them by names."""
+def together(start_shared_flow, tmp_path_factory):
+    """Run flows at the same time, and return them by names."""
     folder = tmp_path_factory.mktemp("together")
     (folder / "else where").mkdir()
-    twice = [{"entrypoint": "worker.py"}, {"entrypoint": "worker.py", "env": {"CUDA_VISIBLE_DEVICES": "3"}}]
-    elsewhere = [{"entrypoint": "worker.py", "cwd": str(folder / "else where"), "torchrun_args": {"log_dir": "logs"}}]
-    elsewhere[0]["env"] = {"WORKER_DO": "0:talk"}
-    starting = starting_flows(folder)
-    start = next(starting)
-    try:
-        flows = {
-            "gpus": start(runs_=twice, env={"CUDA_VISIBLE_DEVICES": "0,1,2,3,4"}),
-            "one gpu": start(env={"CUDA_VISIBLE_DEVICES": "0"}),
-            "with": start("--with", "torchrun:nproc_per_node=2", flow="plain.py"),
-            "legacy": start(flow="legacy.py"),
-            "single": start(flow="single.py"),
-            "foreach": start(flow="foreach.py"),
-            "cwd": start("--nodes", "1", runs_=elsewhere),
-            **{f"plain {number}": start() for number in range(3)},
-        }
-        for flow in flows.values():
-            flow.wait(160)
-        yield flows
-    finally:
-        next(starting, None)
+    gpus = [{"entrypoint": "worker.py"}, {"entrypoint": "worker.py", "env": {"CUDA_VISIBLE_DEVICES": "3"}}]
+    arguments = {"entrypoint": "worker.py", "entrypoint_args": ["a b", "$HOME"], "env": {"WORKER_DO": "0:child"}}
+    elsewhere = {"entrypoint": "worker.py", "cwd": str(folder / "else where"), "torchrun_args": {"log_dir": "logs"}}
+    elsewhere["env"] = {"WORKER_DO": "0:talk"}
+    flows = {
+        "gpus": start_shared_flow(runs_=gpus, env={"CUDA_VISIBLE_DEVICES": "0,1,2,3,4"}),
+        "with": start_shared_flow("--with", "torchrun:nproc_per_node=2", flow="plain.py"),
+        "legacy": start_shared_flow(flow="legacy.py"),
+        "single": start_shared_flow(flow="single.py"),
+        "foreach": start_shared_flow(flow="foreach.py"),
+        "one node": start_shared_flow("--nodes", "1", runs_=[arguments, elsewhere]),
+    }
+    for flow in flows.values():
+        flow.wait(160)
+        flow.await_gone(1)
+    return flows
 
 
 def well(flow):
@@ -149,18 +124,7 @@ def well(flow):
     return flow
 
 
-def test_ten_flows_at_the_same_time(together):
-    assert len([well(flow) for flow in together.values()]) == 10
-    for number in range(3):
-        assert len(together[f"plain {number}"].notes("worker-*")) == 2
-
-
-def test_a_gpu_that_can_not_be_shared_out_is_seen_by_no_local_node(together):
-    flow = well(together["one gpu"])
-    assert [w["env"]["CUDA_VISIBLE_DEVICES"] for w in flow.notes("worker-*")] == ["", ""]
-    assert "processes per node: 1 (no setting and fewer accelerators (1) than nodes here (2): one process)" in flow.text
-
-
+@pytest.mark.xdist_group("together")
 def test_two_local_nodes_never_share_a_gpu_unless_the_call_says_so(together):
     flow = well(together["gpus"])
     first, second = flow.notes("worker-launch0-*"), flow.notes("worker-launch1-*")
@@ -171,10 +135,12 @@ def test_two_local_nodes_never_share_a_gpu_unless_the_call_says_so(together):
     assert [w["env"]["CUDA_VISIBLE_DEVICES"] for w in second] == ["3"] * 4
 
 
+@pytest.mark.xdist_group("together")
 def test_with_on_the_command_line_decorates_the_parallel_step_only(together):
     assert len(well(together["with"]).notes("worker-*")) == 4
 
 
+@pytest.mark.xdist_group("together")
 def test_a_flow_written_for_0_2_runs_unchanged(together):
     flow = well(together["legacy"])
     workers = flow.notes("worker-*")
@@ -186,21 +152,46 @@ def test_a_flow_written_for_0_2_runs_unchanged(together):
     assert flow.text.count("caught:") == flow.text.count("The entrypoint 'missing.py' does not exist") == 2
 
 
+@pytest.mark.xdist_group("together")
 def test_single_node_multi_gpu_needs_no_gang(together):
     flow = well(together["single"])
     assert len(flow.notes("worker-*")) == 3
     assert flow.note("end") == {"world_size": 3, "exit_codes": {"0": 0, "1": 0, "2": 0}}
 
 
+@pytest.mark.xdist_group("together")
 def test_a_foreach_of_gangs(together):
     assert well(together["foreach"]).note("end") == [["a", 0], ["a", 1], ["b", 0], ["b", 1]]
 
 
+@pytest.mark.xdist_group("together")
+def test_the_printed_command_can_be_pasted(together, tmp_path):
+    flow = well(together["one node"])
+    command = next(line.text.split(" runs: ")[1] for line in flow.lines if "] runs: " in line.text)
+    (log_dir,) = (word.partition("=")[2] for word in shlex.split(command) if word.startswith("--log-dir="))
+    command = command.replace(log_dir, str(tmp_path / "logs"))
+    result = subprocess.run(
+        ["bash", "-c", command],
+        env={"PATH": "/usr/bin:/bin", "GANG_OUT": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
+    (worker,) = (json.loads(path.read_text()) for path in tmp_path.glob("worker-*-0"))
+    assert worker["argv"] == ["a b", "$HOME"]
+
+
+@pytest.mark.xdist_group("together")
+def test_grandchildren_left_after_success_are_stopped_and_named(together):
+    assert "stopped what the workers had left running" in well(together["one node"]).text
+
+
+@pytest.mark.xdist_group("together")
 def test_the_working_directory_can_be_chosen(together):
-    (worker,) = well(together["cwd"]).notes("worker-*")
+    (worker,) = well(together["one node"]).notes("worker-launch1-*")
     assert Path(worker["cwd"]).name == "else where"
     assert Path(worker["file"]).name == "worker.py"  # found beside the flow
     (log,) = Path(worker["cwd"]).glob("logs/torchrun-node0-*/*/attempt_0/0/stdout.log")
     assert log.read_text() == "heard from afar\n"
-    assert "[rank 0] heard from afar" in together["cwd"].text
+    assert "[rank 0] heard from afar" in together["one node"].text
     assert worker["env"]["OMP_NUM_THREADS"] == str(usable_cpus())

@@ -18,8 +18,10 @@ from pathlib import Path
 import pytest
 from metaflow.metaflow_environment import MetaflowEnvironment
 
-FLOWS = Path(__file__).parent / "flows"
+# One process runs all of these, since they share environments that take seconds to make.
+pytestmark = pytest.mark.xdist_group("shipping")
 
+FLOWS = Path(__file__).parent / "flows"
 REPOSITORY = Path(__file__).parents[2]
 SOURCES = REPOSITORY / "metaflow_extensions"
 MINORS = (10, 11, 12, 13)  # of Python 3, as setup.py has them

@@ -16,7 +16,7 @@ CAUGHT = {"catch": {"var": "failure"}, "torchrun": {}}
 
 
 class Cloud:
-    """Stands where AWS, Kubernetes and a metadata service would be; keeps what it was asked, but for metadata."""
+    """Stands where AWS and Kubernetes would be, and keeps what it was asked."""
 
     def __init__(self) -> None:
         self.requests: list[str] = []
@@ -24,16 +24,8 @@ class Cloud:
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
-                if self.path not in METADATA:
-                    cloud.requests.append(self.path)
-                known = METADATA | BATCH
-                answer = json.dumps(known.get(self.path, {})).encode()
-                self.rfile.read(int(self.headers.get("Content-Length", 0)))
-                self.send_response(200 if self.path in known else 500)
-                self.send_header("Content-Type", "application/json")
-                self.send_header("Content-Length", str(len(answer)))
-                self.end_headers()
-                self.wfile.write(answer)
+                cloud.requests.append(self.path)
+                self.send_error(500)
 
             do_GET = do_PUT = do_HEAD = do_POST  # noqa: N815 - as http.server wants them
 
@@ -42,13 +34,6 @@ class Cloud:
 
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server.server_port}"
-
-
-METADATA = {"/ping": {}, "/flows/SubmittedFlow": {}, "/flows/SubmittedFlow/run": {"run_number": "7"}}
-BATCH = {
-    "/v1/describejobqueues": {"jobQueues": [{"computeEnvironmentOrder": [{"order": 1, "computeEnvironment": "ce"}]}]},
-    "/v1/describecomputeenvironments": {"computeEnvironments": [{"computeResources": {"type": "FARGATE_SPOT"}}]},
-}
 
 
 @pytest.fixture
@@ -66,7 +51,7 @@ def cloud() -> Iterator[Cloud]:
 def refused(run_flow, cloud, tmp_path):
     """Return a function that submits a flow, which must be refused, and returns all that it said."""
 
-    def submit(*arguments, decorators=GANG, asks=(), words=(), env=None, **options):
+    def submit(*arguments, decorators=GANG, words=(), env=None, **options):
         flow = run_flow(
             *arguments,
             **{"flow": "submitted.py", "expect": 1, "timeout_s": 60, **options},
@@ -91,7 +76,7 @@ def refused(run_flow, cloud, tmp_path):
         assert "Traceback" not in flow.text
         assert "Workflow starting" not in flow.text
         assert "Task is starting" not in flow.text
-        assert cloud.requests == list(asks)
+        assert cloud.requests == []
         return flow.text
 
     return submit
@@ -162,20 +147,4 @@ def test_foreach_of_gangs_on_batch(refused):
         "batch:queue=q",
         flow="foreach.py",
         words=["Step train, a gang of 2 nodes with @batch(queue='q'), stands in the foreach of step start"],
-    )
-
-
-def test_an_attribute_for_fargate(refused):
-    decorators = {**GANG, "batch": {"queue": "q", "ephemeral_storage": 30}}
-    refused(decorators=decorators, words=["@batch(ephemeral_storage=30)", "Fargate has no multi-node jobs"])
-
-
-def test_a_queue_on_fargate(refused, cloud):
-    """Which machines a queue has only AWS knows; with a metadata service, so that this is all that is wrong."""
-    refused(
-        "--with",
-        "batch:queue=q",
-        env={"METAFLOW_DEFAULT_METADATA": "service", "METAFLOW_SERVICE_URL": cloud.url},
-        words=["the queue of @batch(queue='q') has FARGATE_SPOT machines", "Use a queue on EC2"],
-        asks=list(BATCH),
     )

@@ -11,11 +11,11 @@ from typing import Any
 # argv: flow/run/step, and for how many attempts to look for the address record.
 TELL = """
 import json, sys
-from dataclasses import asdict
 from metaflow import Step, Task, namespace
 from metaflow.datastore import FlowDataStore
 from metaflow.plugins import DATASTORES
-from metaflow_extensions.torchrun.plugins.torchrun.address_book import AddressBook
+from metaflow_extensions.torchrun.plugins.torchrun.gang.registry import Registry
+from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import to_plain
 from metaflow_extensions.torchrun.plugins.torchrun.errors import GangStartTimeout
 
 pathspec, attempts = sys.argv[1], int(sys.argv[2])
@@ -40,42 +40,43 @@ store = FlowDataStore(flow, storage_impl=storage, ds_root=control_task.metadata_
 records = []
 for attempt in range(attempts):
     try:
-        records.append(asdict(AddressBook(store, run, step, control, attempt).look_up(0)))
+        records.append(to_plain(Registry(store, run, step, control, attempt).look_up(0)))
     except GangStartTimeout:
         records.append(None)
 print("TOLD " + json.dumps({"control": control, "tasks": tasks, "records": records}))
 """
 
 # argv: the datastore's name and a run id that nobody else has.
-USE_ADDRESS_BOOK = """
+USE_REGISTRY = """
 import json, sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 from metaflow.datastore import FlowDataStore
 from metaflow.plugins import DATASTORES
-from metaflow_extensions.torchrun.plugins.torchrun.address_book import Address, AddressBook
-from metaflow_extensions.torchrun.plugins.torchrun.errors import GangStartTimeout
+from metaflow_extensions.torchrun.plugins.torchrun.gang.registry import AddressRecord, Registry
+from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import to_plain
+from metaflow_extensions.torchrun.plugins.torchrun.errors import GangError, GangStartTimeout
 
 storage = next(d for d in DATASTORES if d.TYPE == sys.argv[1])
 root = storage.get_datastore_root_from_config(print)
 found = {}
 
-def book(attempt=0, task="3"):
-    store = FlowDataStore("TorchrunAddressBook", storage_impl=storage, ds_root=root)
-    return AddressBook(store, sys.argv[2], "train", task, attempt)
+def registry(attempt=0, task="3"):
+    store = FlowDataStore("TorchrunRegistry", storage_impl=storage, ds_root=root)
+    return Registry(store, sys.argv[2], "train", task, attempt)
 
 def look_up(name, *where):
     try:
-        found[name] = asdict(book(*where).look_up(0))
+        found[name] = to_plain(registry(*where).look_up(0))
     except GangStartTimeout as error:
         found[name] = str(error)
 
 look_up("before")
-first = Address(("10.0.0.7", "fd00::7"), 40123, "s\\u00e9cret")
-book().publish(first)
+first = AddressRecord(("10.0.0.7", "fd00::7"), 40123, "s\\u00e9cret")
+registry().publish(first)
 look_up("published")
 look_up("other attempt", 1)
 look_up("other task", 0, "4")
-book().publish(replace(first, closed=True, error={"class": "GangError", "message": "gone"}))
+registry().publish(replace(first, closed=True, error=GangError("gone")))
 look_up("closed")
 print("TOLD " + json.dumps(found))
 """

@@ -1,5 +1,6 @@
 """What happens between a call of `run` and its launch: the look at /dev/shm, and the preflight as a launch of its own."""
 
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -7,22 +8,21 @@ import pytest
 from unit_helpers import write
 
 from metaflow_extensions.torchrun.plugins.torchrun import executor
-from metaflow_extensions.torchrun.plugins.torchrun.devices import Machine
 from metaflow_extensions.torchrun.plugins.torchrun.errors import (
     GangError,
     LaunchFailed,
     LaunchTimeout,
-    TorchrunConfigError,
     TorchrunPreempted,
 )
 from metaflow_extensions.torchrun.plugins.torchrun.executor import Context, TorchrunExecutor
-from metaflow_extensions.torchrun.plugins.torchrun.launch_spec import LaunchSpec
-from metaflow_extensions.torchrun.plugins.torchrun.preflight import (
+from metaflow_extensions.torchrun.plugins.torchrun.launch.preflight import (
     as_preflight,
     preflight_spec,
     shm_bytes,
     shm_warning,
 )
+from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec
+from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import Machine
 from metaflow_extensions.torchrun.plugins.torchrun.settings import parse_settings
 
 MIB = 1024 * 1024
@@ -45,7 +45,7 @@ def test_enough_shared_memory_or_nobody_to_share_it_is_fine(size, nproc, acceler
     assert shm_warning(size, nproc, accelerators, KUBERNETES) is None
 
 
-@pytest.mark.parametrize(("nproc", "accelerators"), [(2, ()), (1, ("0",)), (8, ("0",))])
+@pytest.mark.parametrize(("size", "nproc", "accelerators"), [(64, 2, ()), (64, 1, ("0",)), (1023.9, 8, ("0",))])
 @pytest.mark.parametrize(
     ("environ", "remedy"),
     [
@@ -55,39 +55,16 @@ def test_enough_shared_memory_or_nobody_to_share_it_is_fine(size, nproc, acceler
         ({"METAFLOW_RUNTIME_ENVIRONMENT": "local"}, "docker run --shm-size=1g"),
     ],
 )
-def test_too_little_shared_memory_is_told_with_what_to_write(nproc, accelerators, environ, remedy):
-    warning = shm_warning(64 * MIB, nproc, accelerators, environ)
-    assert warning.startswith("warning: /dev/shm has 64 MiB. ")
+def test_too_little_shared_memory_is_told_with_what_to_write(size, nproc, accelerators, environ, remedy):
+    warning = shm_warning(int(size * MIB), nproc, accelerators, environ)
+    assert warning.startswith(f"warning: /dev/shm has {int(size)} MiB. ")
     assert remedy in warning
     assert "\n" not in warning
-
-
-def test_just_under_a_gibibyte_is_too_little():
-    assert shm_warning(1024 * MIB - 1, 2, (), {}).startswith("warning: /dev/shm has 1023 MiB. ")
 
 
 def test_a_machine_without_shared_memory_is_no_error(tmp_path):
     assert shm_bytes(str(tmp_path / "none")) is None
     assert shm_bytes(str(tmp_path)) > 0
-
-
-# --- the attribute --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("given", [True, 1, "true", "True", "1", " TRUE "])
-def test_preflight_is_on(given):
-    assert parse_settings({"preflight": given}, "train").preflight is True
-
-
-@pytest.mark.parametrize("given", [False, 0, None, "false", "False", "0", "none", ""])
-def test_preflight_is_off(given):
-    assert parse_settings({"preflight": given}, "train").preflight is False
-
-
-@pytest.mark.parametrize("given", ["ja", 2, "10", 1.5, [True]])
-def test_preflight_is_neither(given):
-    with pytest.raises(TorchrunConfigError, match=r"Step train: @torchrun\(preflight=...\) is .*True or False"):
-        parse_settings({"preflight": given}, "train")
 
 
 # --- the launch of its own ------------------------------------------------------------------------
@@ -128,8 +105,8 @@ def test_a_failed_preflight_is_called_one_and_keeps_class_and_cause(kind):
     assert error.cause == {"node": 2}
 
 
-class Stage:
-    """A node whose launches are only noted, or fail as the test says."""
+class Step:
+    """A node's step whose launches are only noted, or fail as the test says."""
 
     def __init__(self, tmp_path, monkeypatch, num_nodes=2, preflight=True, fail=None):
         self.launches = []
@@ -139,14 +116,14 @@ class Stage:
         monkeypatch.setattr(executor, "Supervisor", self.launch)
         monkeypatch.setattr(executor, "node_facts", lambda spec, machine: {"contents": spec.entrypoint})
         monkeypatch.setattr(executor, "_warned", set())
-        seat = SimpleNamespace(num_nodes=num_nodes, node=0, refuse_in_child=lambda: None)
+        member = SimpleNamespace(num_nodes=num_nodes, node=0, refuse_in_child=lambda: None, emit=self.events.append)
         settings = parse_settings({"preflight": preflight, "max_restarts": 2, "preemption_signal": "SIGUSR1"}, "train")
-        context = Context(seat, "10.0.0.1", Machine(2), settings, emit=self.events.append)
+        context = Context(member, "10.0.0.1", Machine(2), settings)
         self.executor = TorchrunExecutor(context)
 
-    def launch(self, spec, seat, main_addr, machine, policy, grace_s, silence_s, facts, write, call=None):
-        self.launches.append((spec, policy, facts))
-        return SimpleNamespace(run=self.end, deposits={})
+    def launch(self, plan, member):
+        self.launches.append((plan.spec, plan.policy, plan.facts))
+        return SimpleNamespace(run=self.end, stored={})
 
     def end(self):
         if self.fail is not None:
@@ -165,75 +142,65 @@ class Stage:
         return [event.text for event in self.events if event.kind == "note"]
 
 
-def test_it_comes_before_the_first_launch_only(tmp_path, monkeypatch):
-    stage = Stage(tmp_path, monkeypatch)
-    assert stage.run() == 2
-    assert stage.run() == 3
-    assert stage.scripts == ["preflight_worker.py", "train.py", "train.py"]
-    assert sum("preflight: measures the network between 4 ranks" in note for note in stage.notes) == 1
+@pytest.fixture
+def make_step(tmp_path, monkeypatch):
+    return partial(Step, tmp_path, monkeypatch)
 
 
-def test_without_the_attribute_there_is_none(tmp_path, monkeypatch):
-    stage = Stage(tmp_path, monkeypatch, preflight=False)
-    stage.run()
-    assert stage.scripts == ["train.py"]
+PREFLIGHT, SCRIPT = "preflight_worker.py", "train.py"
 
 
-def test_it_restarts_nothing_and_has_no_limits_of_the_script(tmp_path, monkeypatch):
-    stage = Stage(tmp_path, monkeypatch)
-    stage.run(timeout_s=5, hang_timeout_s=3)
-    (spec, policy, facts), (script, own, _) = stage.launches
+@pytest.mark.parametrize(
+    ("attributes", "nproc", "scripts", "notes"),
+    [
+        ({}, 2, [PREFLIGHT, SCRIPT, SCRIPT], ["preflight: measures the network between 4 ranks"]),
+        ({"num_nodes": 1}, 2, [PREFLIGHT, SCRIPT, SCRIPT], ["preflight: measures the network between 2 ranks"]),
+        ({"num_nodes": 1}, 1, [SCRIPT, SCRIPT], ["preflight: one process in all, so there is nothing to measure"]),
+        ({"preflight": False}, 2, [SCRIPT, SCRIPT], []),
+    ],
+)
+def test_it_comes_before_the_first_launch_only(attributes, nproc, scripts, notes, make_step):
+    step = make_step(**attributes)
+    assert [step.run(nproc_per_node=nproc) for _ in range(2)] == [len(scripts) - 1, len(scripts)]
+    assert step.scripts == scripts
+    said = [note for note in step.notes if note.startswith("preflight")]
+    assert [note[: len(text)] for note, text in zip(said, notes, strict=True)] == notes
+
+
+def test_it_restarts_nothing_and_has_no_limits_of_the_script(make_step):
+    step = make_step()
+    step.run(timeout_s=5, hang_timeout_s=3)
+    (spec, policy, facts), (script, own, _) = step.launches
     assert (spec.max_restarts, policy.max_restarts, policy.timeout_s, policy.hang_timeout_s) == (0, 0, None, None)
     assert policy.preemption_signal == own.preemption_signal
     assert (script.max_restarts, own.max_restarts, own.timeout_s, own.hang_timeout_s) == (2, 2, 5, 3)
-    assert facts["contents"] == stage.script, "nodes with another script must be refused before it"
+    assert facts["contents"] == step.script, "nodes with another script must be refused before it"
 
 
-def test_one_process_in_all_has_nothing_to_measure(tmp_path, monkeypatch):
-    stage = Stage(tmp_path, monkeypatch, num_nodes=1)
-    stage.run(nproc_per_node=1)
-    assert stage.scripts == ["train.py"]
-    assert stage.notes == ["preflight: one process in all, so there is nothing to measure"]
-
-
-def test_one_node_of_several_processes_is_measured(tmp_path, monkeypatch):
-    stage = Stage(tmp_path, monkeypatch, num_nodes=1)
-    stage.run()
-    assert stage.scripts == ["preflight_worker.py", "train.py"]
-
-
-def test_its_failure_is_the_gangs_verdict_under_another_name(tmp_path, monkeypatch):
+def test_its_failure_is_the_gangs_verdict_under_another_name_and_it_is_repeated(make_step):
     verdict = LaunchFailed("Node 2 broke.", {"node": 2})
-    stage = Stage(tmp_path, monkeypatch, fail=verdict)
+    step = make_step(fail=verdict)
     with pytest.raises(LaunchFailed, match=r"The preflight failed[^\n]*\nNode 2 broke\.") as caught:
-        stage.run()
-    assert caught.value.__cause__ is verdict, "the membership knows the gang's verdicts by identity, also when chained"
-    assert stage.scripts == ["preflight_worker.py"]
+        step.run()
+    assert caught.value.__cause__ is verdict, "the member knows the gang's verdicts by identity, also when chained"
+    step.fail = None
+    step.run()
+    assert step.scripts == [PREFLIGHT, PREFLIGHT, SCRIPT]
 
 
 @pytest.mark.parametrize("error", [TorchrunPreempted("told to stop"), GangError("the nodes differ")])
-def test_what_is_no_failure_of_its_own_keeps_its_words(error, tmp_path, monkeypatch):
-    stage = Stage(tmp_path, monkeypatch, fail=error)
+def test_what_is_no_failure_of_its_own_keeps_its_words(error, make_step):
     with pytest.raises(type(error)) as caught:
-        stage.run()
+        make_step(fail=error).run()
     assert caught.value is error
 
 
-def test_a_step_that_goes_on_after_a_failed_preflight_gets_another(tmp_path, monkeypatch):
-    stage = Stage(tmp_path, monkeypatch, fail=LaunchFailed("Node 2 broke."))
-    with pytest.raises(LaunchFailed):
-        stage.run()
-    stage.fail = None
-    stage.run()
-    assert stage.scripts == ["preflight_worker.py", "preflight_worker.py", "train.py"]
-
-
-def test_shared_memory_is_warned_of_once_in_a_task(tmp_path, monkeypatch):
-    stage = Stage(tmp_path, monkeypatch, preflight=False)
+def test_shared_memory_is_warned_of_once_in_a_task(make_step, monkeypatch):
+    step = make_step(preflight=False)
     monkeypatch.setattr(executor, "shm_bytes", lambda: 64 * MIB)
-    stage.run(nproc_per_node=1)
-    assert stage.notes == []
-    stage.run()
-    stage.run()
-    assert len(stage.notes) == 1
-    assert stage.notes[0].startswith("warning: /dev/shm has 64 MiB")
+    step.run(nproc_per_node=1)
+    assert step.notes == []
+    step.run()
+    step.run()
+    assert len(step.notes) == 1
+    assert step.notes[0].startswith("warning: /dev/shm has 64 MiB")

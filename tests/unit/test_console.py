@@ -1,5 +1,6 @@
 """Output reaches the task's own streams whole, at once, whatever they are."""
 
+import contextlib
 import fcntl
 import io
 import os
@@ -7,20 +8,75 @@ import pty
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
-from unit_helpers import PACKAGE
+from metaflow.procpoll import make_poll
+from metaflow.runtime import Worker
+from unit_helpers import OURS
 
-from metaflow_extensions.torchrun.plugins.torchrun.console import write_output
+from metaflow_extensions.torchrun.plugins.torchrun.node import console
+from metaflow_extensions.torchrun.plugins.torchrun.node.console import write_output
+
+BLOCK = ("x" * 79 + "\n") * 1000  # more than a pipe holds
 
 
-@pytest.mark.parametrize("stream", ["stdout", "stderr"])
-def test_output_goes_to_the_stream_of_its_name_at_once(stream, capfd):
-    write_output(stream, "[rank 0] größe\n")
-    captured = capfd.readouterr()
-    assert (captured.out, captured.err) == (
-        ("[rank 0] größe\n", "") if stream == "stdout" else ("", "[rank 0] größe\n")
-    )
+@pytest.fixture(autouse=True)
+def outputs(monkeypatch):
+    """Have each test begin as a process does."""
+    outputs = {name: console._Output(name) for name in ("stdout", "stderr")}
+    monkeypatch.setattr(console, "_outputs", outputs)
+    yield outputs
+    for output in outputs.values():
+        output.close()
+
+
+@pytest.fixture
+def side():
+    """Run functions beside the test."""
+    with ThreadPoolExecutor() as pool:
+        yield pool.submit
+
+
+class Stream:
+    """A stdout of this process, and who reads it."""
+
+    def __init__(self, reading, writing):
+        self.reading, self.writing = reading, writing
+        self.stdout = os.fdopen(writing, "w", encoding="utf-8")
+
+    def end(self):
+        console._outputs["stdout"].close()  # it holds the pipe by its lock
+        self.stdout.close()
+
+    def text(self):
+        """Return all that comes until `end`."""
+        with open(self.reading, encoding="utf-8") as file:
+            return file.read()
+
+
+@pytest.fixture
+def take_stdout(monkeypatch):
+    """Return a function that puts a stream in stdout's place; to be called in the test, for pytest puts its own before it."""
+    with contextlib.ExitStack() as streams:
+
+        def take(kind=os.pipe):
+            stream = Stream(*kind())
+            streams.callback(stream.end)
+            monkeypatch.setattr(sys, "stdout", stream.stdout)
+            return stream
+
+        yield take
+
+
+@pytest.mark.parametrize("name", ["stdout", "stderr"])
+def test_output_goes_to_the_stream_of_its_name_at_once(name, capfd):
+    write_output(name, "[rank 0] größe\n")
+    assert capfd.readouterr()._asdict() == {"out": "", "err": "", f"{name[3:]}": "[rank 0] größe\n"}
+
+
+# --- streams that are no pipe ---------------------------------------------------------------------
 
 
 def test_a_stdout_without_a_file_is_written_to(monkeypatch):
@@ -37,187 +93,191 @@ def test_a_stdout_that_is_not_unicode_still_shows_every_line(monkeypatch):
     assert narrow.buffer.getvalue().startswith(b"[rank 0] gr")
 
 
-WRITER = f"""
-import sys
-from {PACKAGE}.console import write_output
-mark, lines, length = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-for i in range(lines):
-    write_output("stdout", mark * length + "\\n")
-"""
-
-
-def start_writer(mark, lines, length, **options):
-    return subprocess.Popen([sys.executable, "-c", WRITER, mark, str(lines), str(length)], **options)
-
-
-def test_long_lines_of_two_nodes_on_one_pipe_do_not_mix():
-    reading, writing = os.pipe()
-    writers = [start_writer(mark, 100, 10_000, stdout=writing) for mark in "ab"]
-    os.close(writing)
-    with open(reading, encoding="utf-8") as pipe:
-        lines = pipe.read().splitlines()
-    assert [writer.wait() for writer in writers] == [0, 0]
-    assert sorted(lines) == ["a" * 10_000] * 100 + ["b" * 10_000] * 100
-
-
-def test_a_reader_that_does_not_read_is_not_waited_for_again_and_again():
-    reading, writing = os.pipe()
-    writer = start_writer("a", 1, 3, stdout=writing)
-    assert writer.wait(20) == 0
-    begun = time.monotonic()
-    script = f"from {PACKAGE}.console import write_output; write_output('stdout', 'b\\n' * 200)"
-    subprocess.run([sys.executable, "-c", script], stdout=writing, check=True, timeout=20)
-    assert time.monotonic() - begun < 5.0  # 200 lines at 0.05 s each would be 10 s
-    os.close(writing)
-    with open(reading, encoding="utf-8") as pipe:
-        assert pipe.read() == "aaa\n" + "b\n" * 200
-
-
-# --- readers that do not read, and streams that nobody can read ------------------------------------
-
-
-def run_script(script, **options):
-    """Start a script that has `write_output`."""
-    begin = f"import os, signal, sys, threading, time\nfrom {PACKAGE}.console import write_output\n"
-    return subprocess.Popen([sys.executable, "-c", begin + script], **options)
-
-
-MANY = "".join(f"line {number}\n" for number in range(20_000))
-WRITE_MANY = """
-os.set_blocking(1, False)  # as Node.js leaves it, for all that have it
-for number in range(0, 20_000, 2_000):
-    write_output("stdout", "".join(f"line {n}\\n" for n in range(number, number + 2_000)))
-"""
-
-
-@pytest.mark.parametrize("kind", [os.pipe, pty.openpty])
-def test_a_stream_that_does_not_block_loses_nothing(kind):
-    reading, writing = kind()
-    script = run_script(WRITE_MANY, stdout=writing)
-    os.close(writing)
-    read = b""
-    with open(reading, "rb", buffering=0) as file:
-        while chunk := _read(file, 1000):  # slowly: the pipe is always full
-            read += chunk
-    assert script.wait(20) == 0
-    assert read.decode().replace("\r\n", "\n") == MANY
-
-
-def _read(file, size):
-    try:
-        return file.read(size)
-    except OSError:  # so a terminal's other side has gone
-        return b""
-
-
-# Tells on a file of its own what the calls return, and how long they take.
-PATIENT = """
-def tell(text, patience_s):
-    begun = time.monotonic()
-    said = write_output("stderr", text, patience_s)
-    print(said, time.monotonic() - begun, file=sys.stdout, flush=True)
-"""
-
-
-def told(script):
-    said, seconds = script.stdout.readline().split()
-    return said == b"True", float(seconds)
-
-
-def test_nobody_waits_for_a_reader_that_does_not_read_and_it_can_have_all_later():
-    reading, writing = os.pipe()
-    body = """
-tell(("x" * 79 + "\\n") * 1000, 0.3)  # more than a pipe holds
-waits = threading.Thread(target=write_output, args=("stderr", "waits\\n", 60), daemon=True)
-waits.start()
-tell("event 1\\n", 0.3)
-tell("event 2\\n", 0.3)
-sys.stdin.readline()
-waits.join()
-tell("late\\n", 30)
-"""
-    script = run_script(PATIENT + body, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=writing)
-    os.close(writing)
-    for _ in range(3):
-        taken, seconds = told(script)
-        assert not taken
-        assert 0.3 <= seconds < 3.0
-    script.stdin.write(b"\n")
-    script.stdin.flush()
-    with open(reading, encoding="utf-8") as pipe:
-        text = pipe.read()
-    assert told(script)[0]
-    assert text == ("x" * 79 + "\n") * 1000 + "waits\nevent 1\nevent 2\nlate\n"
-    script.communicate()
-
-
-def test_what_waits_for_a_reader_is_written_once_at_the_end_and_not_by_a_child():
-    reading, writing = os.pipe()
-    body = """
-tell(("x" * 79 + "\\n") * 1000, 0.0)
-child = os.fork()
-if child:
-    tell("last\\n", 0.0)  # now it is read, while the child ends
-    os.waitpid(child, 0)
-"""
-    script = run_script(PATIENT + body, stdout=subprocess.PIPE, stderr=writing)
-    os.close(writing)
-    assert [told(script)[0], told(script)[0]] == [False, False]
-    with open(reading, encoding="utf-8") as pipe:
-        assert pipe.read() == ("x" * 79 + "\n") * 1000 + "last\n"
-    script.communicate()
-
-
-@pytest.mark.parametrize(
-    ("closing", "reason"),
-    [
-        ("os.close(1)", "Bad file descriptor"),
-        ("sys.stdout.close()", "closed file"),
-        ("sys.stdout = None", "there is no stdout"),
-        ("sys.stdout.detach()", "detached"),
-        ("r, w = os.pipe(); os.dup2(w, 1); os.close(r)", "Broken pipe"),
-        ("os.dup2(os.open('/dev/full', os.O_WRONLY), 1)", "No space left"),
-    ],
-)
-def test_a_stream_that_can_not_be_written_to_is_said_once_and_stops_nobody(closing, reason):
-    body = f"{closing}\nfor _ in range(3): assert write_output('stdout', 'unseen\\n')\nos._exit(0)"
-    done = run_script(body, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    _, told_of_it = done.communicate(timeout=20)
-    assert done.returncode == 0
-    assert told_of_it.count("\n") == 1, told_of_it
-    line = told_of_it
-    assert line.startswith("[torchrun] stdout can't be written to (")
-    assert reason in line
-
-
 def test_a_stream_of_the_steps_own_gets_the_text_even_if_it_has_a_file(tmp_path, monkeypatch):
     """As a notebook's, or one that writes to a file as well."""
     got = []
     with open(tmp_path / "below", "w") as below:
-
-        class Tee:
-            fileno = below.fileno
-
-            def write(self, text):
-                got.append(text)
-
-            def flush(self):
-                pass
-
-        monkeypatch.setattr(sys, "stdout", Tee())
+        monkeypatch.setattr(sys, "stdout", SimpleNamespace(fileno=below.fileno, write=got.append, flush=lambda: None))
         assert write_output("stdout", "größe\n")
     assert "".join(got) == "größe\n"
 
 
-def test_a_writer_that_was_halted_with_the_lock_is_waited_for_once():
+def closed_below(tmp_path):
+    stream = open(os.open(tmp_path / "file", os.O_WRONLY | os.O_CREAT), "w", closefd=False)  # noqa: SIM115
+    os.close(stream.fileno())
+    return stream
+
+
+def closed(tmp_path):
+    stream = open(tmp_path / "file", "w")  # noqa: SIM115
+    stream.close()
+    return stream
+
+
+def detached(tmp_path):
+    stream = open(tmp_path / "file", "w")  # noqa: SIM115
+    stream.detach().close()
+    return stream
+
+
+def without_reader(_):
     reading, writing = os.pipe()
-    holder = os.open(f"/proc/self/fd/{writing}", os.O_WRONLY)
-    fcntl.flock(holder, fcntl.LOCK_EX)
+    os.close(reading)
+    return os.fdopen(writing, "w")
+
+
+@pytest.mark.parametrize(
+    ("open_stream", "reason"),
+    [
+        (closed_below, "Bad file descriptor"),
+        (closed, "closed file"),
+        (lambda _: None, "there is no stdout"),
+        (detached, "detached"),
+        (without_reader, "Broken pipe"),
+        (lambda _: open("/dev/full", "w"), "No space left"),  # noqa: SIM115
+    ],
+)
+def test_a_stream_that_can_not_be_written_to_is_said_once_and_stops_nobody(
+    open_stream, reason, tmp_path, monkeypatch, capfd
+):
+    with monkeypatch.context() as patched:
+        stream = open_stream(tmp_path)
+        patched.setattr(sys, "stdout", stream)
+        for _ in range(3):
+            assert write_output("stdout", "unseen\n")
+    if stream is not None and "closed" not in reason and "detached" not in reason:
+        stream.close()
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("[torchrun] stdout can't be written to (")
+    assert reason in line
+
+
+# --- one pipe for several nodes, and Metaflow at its other end ------------------------------------
+
+
+@pytest.mark.parametrize("texts", [[1], [1, 1, 1], [2], [50, 1, 199], [1000], [5000, 3]])
+def test_metaflow_shows_every_line_without_another_write(texts, take_stdout, side):
+    """Its runtime takes many lines out of the pipe at once, and shows one each time that there is something in it."""
+    stream = take_stdout()
+    total = sum(texts)
+    lines = [f"line {number} {'x' * 60}\n" for number in range(total)]
+    shown, at = [], 0
+    file = os.fdopen(stream.reading, "rb", 8192)  # as Worker._launch has it (2.19)
+    worker = SimpleNamespace(_logs={stream.reading: (file, None)}, emit_log=lambda line, _: shown.append(line.decode()))
+    poll = make_poll()
+    poll.add(stream.reading)
+    written = []
+    for count in texts:
+        written.append(side(write_output, "stdout", "".join(lines[at : at + count])))
+        at += count
+    while len(shown) < total:
+        events = list(poll.poll(5000))
+        assert events, f"{total - len(shown)} lines were taken and not shown"
+        Worker.read_logline(worker, stream.reading)
+    file.close()
+    assert all(done.result() for done in written)
+    assert sorted(shown) == sorted(lines)
+
+
+def test_long_lines_of_two_nodes_on_one_pipe_do_not_mix(take_stdout, side):
+    stream = take_stdout()
+
+    def write(mark):
+        node = console._Output("stdout")
+        for _ in range(50):
+            node.write(mark * 10_000 + "\n", 20)
+        node.close()
+
+    read = side(stream.text)
+    for writer in [side(write, mark) for mark in "ab"]:
+        writer.result()
+    stream.end()
+    assert sorted(read.result().splitlines()) == ["a" * 10_000] * 50 + ["b" * 10_000] * 50
+
+
+def test_a_writer_that_was_halted_with_the_lock_is_waited_for_once(take_stdout, monkeypatch):
+    stream = take_stdout()
+    patience = []
+    monkeypatch.setattr(console, "_take_lock", lambda fd, patience_s: patience.append(patience_s))
+    for _ in range(3):
+        write_output("stdout", "aaa\n")
+    stream.end()
+    assert stream.text() == "aaa\n" * 3
+    assert patience == [console._LOCK_PATIENCE_S, 0.0, 0.0]
+
+
+def test_a_lock_that_somebody_holds_is_not_taken(take_stdout):
+    stream = take_stdout()
+    fds = [os.open(f"/proc/self/fd/{stream.writing}", os.O_WRONLY) for _ in range(2)]
+    fcntl.flock(fds[0], fcntl.LOCK_EX)
+    assert not console._take_lock(fds[1], 0.01)
+    os.close(fds[0])
+    assert console._take_lock(fds[1], 0.0)
+    os.close(fds[1])
+
+
+# --- readers that do not read ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [os.pipe, pty.openpty])
+def test_a_stream_that_does_not_block_loses_nothing(kind, take_stdout, side):
+    stream = take_stdout(kind)
+    os.set_blocking(stream.writing, False)  # as Node.js leaves it, for all that have it
+    texts = ["".join(f"line {n}\n" for n in range(begin, begin + 1_000)) for begin in range(0, 10_000, 1_000)]
+    written = side(lambda: [write_output("stdout", text, 60) for text in texts])
+    read, size = b"", len("".join(texts))
+    while read.count(b"\n") < 10_000:
+        read += os.read(stream.reading, 1000)  # slowly: the pipe is always full
+    os.close(stream.reading)
+    assert all(written.result())
+    assert len(read.replace(b"\r\n", b"\n")) == size
+    assert read.decode().replace("\r\n", "\n") == "".join(texts)
+
+
+def test_a_reader_that_does_not_read_is_not_waited_for_again_and_again(take_stdout):
+    stream = take_stdout()
+    write_output("stdout", "aaa\n")
     begun = time.monotonic()
-    writer = start_writer("a", 20, 3, stdout=writing)
+    assert write_output("stdout", "b\n" * 200)
+    assert time.monotonic() - begun < 5.0  # 200 lines at 0.05 s each would be 10 s
+    stream.end()
+    assert stream.text() == "aaa\n" + "b\n" * 200
+
+
+def test_nobody_waits_for_a_reader_that_does_not_read_and_it_can_have_all_later(take_stdout, side):
+    stream = take_stdout()
+    begun = time.monotonic()
+    assert not write_output("stdout", BLOCK, 0.1)
+    waits = side(write_output, "stdout", "waits\n", 60)
+    while not console._outputs["stdout"]._turn.locked():
+        time.sleep(0.001)
+    assert not write_output("stdout", "event 1\n", 0.1)
+    assert not write_output("stdout", "event 2\n", 0.1)
+    assert 0.3 <= time.monotonic() - begun < 3.0
+    read = side(stream.text)
+    assert waits.result()
+    assert write_output("stdout", "late\n", 30)
+    stream.end()
+    assert read.result() == BLOCK + "waits\nevent 1\nevent 2\nlate\n"
+
+
+AT_THE_END = f"""{OURS}
+import os
+from ours.node.console import write_output
+assert not write_output("stderr", ("x" * 79 + "\\n") * 1000, 0.0)
+child = os.fork()
+if child:
+    write_output("stderr", "last\\n", 0.0)
+    print(flush=True)  # now it is read, while the child ends
+    os.waitpid(child, 0)
+"""
+
+
+def test_what_waits_for_a_reader_is_written_once_at_the_end_and_not_by_a_child():
+    reading, writing = os.pipe()
+    script = subprocess.Popen([sys.executable, "-c", AT_THE_END], stdout=subprocess.PIPE, stderr=writing)
     os.close(writing)
-    assert writer.wait(20) == 0
-    os.close(holder)
+    assert script.stdout.readline() == b"\n"
     with open(reading, encoding="utf-8") as pipe:
-        assert pipe.read() == "aaa\n" * 20
-    assert time.monotonic() - begun < 10.0  # a second for each line would be 20 s
+        assert pipe.read() == BLOCK + "last\n"
+    script.communicate()

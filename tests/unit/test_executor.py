@@ -1,89 +1,92 @@
 """What `current.torch` makes of a call, before anything runs."""
 
+import signal
+
 import pytest
 
 from metaflow_extensions.torchrun.plugins.torchrun import executor
-from metaflow_extensions.torchrun.plugins.torchrun.devices import Machine, Nproc
 from metaflow_extensions.torchrun.plugins.torchrun.errors import TorchrunError
 from metaflow_extensions.torchrun.plugins.torchrun.events import Event
-from metaflow_extensions.torchrun.plugins.torchrun.executor import Context, TorchrunExecutor, rename_node
-from metaflow_extensions.torchrun.plugins.torchrun.failure import Cause
-from metaflow_extensions.torchrun.plugins.torchrun.launch_state import Launch
-from metaflow_extensions.torchrun.plugins.torchrun.membership import Membership
+from metaflow_extensions.torchrun.plugins.torchrun.executor import Context, TorchrunExecutor
+from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
+from metaflow_extensions.torchrun.plugins.torchrun.gang.launch import Launch
+from metaflow_extensions.torchrun.plugins.torchrun.gang.member import Member
+from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import LaunchPolicy
+from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import Machine, Nproc
 from metaflow_extensions.torchrun.plugins.torchrun.settings import parse_settings
+from metaflow_extensions.torchrun.plugins.torchrun.single_node import rename_node
 
 
 @pytest.fixture
-def spec_of(monkeypatch, tmp_path):
-    """Return a function that calls `run` and returns the launch that its supervisor would get."""
+def launch_of(monkeypatch, tmp_path):
+    """Return a function that calls `run` and returns spec and policy of the launch, and what is said of it."""
     (tmp_path / "train.py").touch()
+    monkeypatch.chdir(tmp_path)
     launches = []
 
     class Recorder:
-        def __init__(self, spec, *_):
-            launches.append(spec)
+        def __init__(self, plan, member):
+            launches.append((plan.spec, plan.policy))
 
         def run(self):
             return None
 
     monkeypatch.setattr(executor, "Supervisor", Recorder)
     monkeypatch.setattr(executor, "node_facts", lambda *_: {})
+    monkeypatch.setattr(executor, "shm_warning", lambda *_: None)
+    monkeypatch.setattr(executor, "_warned", set())
 
-    def call(attributes=None, requested=None, gpus=(), positional=("train.py",), **arguments):
-        seat = Membership(0, 2, lambda _: None)
-        settings = parse_settings(attributes or {}, "train")
-        machine = Machine(8, gpus)
+    def call(attributes=None, positional=("train.py",), **arguments):
         said: list[Event] = []
-        context = Context(seat, "127.0.0.1", machine, settings, requested, str(tmp_path), emit=said.append)
+        member = Member(0, 2, said.append)
+        settings = parse_settings(attributes or {}, "train")
+        requested = Nproc(4, "@kubernetes requests gpu=4")
+        context = Context(member, "127.0.0.1", Machine(8), settings, requested)
         TorchrunExecutor(context).run(*positional, **arguments)
-        return launches[-1], said[-1].text
+        return *launches[-1], [event.text for event in said]
 
     return call
 
 
-REQUESTED = Nproc(4, "@kubernetes requests gpu=4")
+def test_a_call_decides_what_it_says_and_leaves_the_rest_to_the_attributes(launch_of):
+    attributes = {
+        "nproc_per_node": 7,
+        "max_restarts": "2",
+        "hang_timeout_s": 9,
+        "retry_on": "hang",
+        "master_port": 29500,
+    }
+    spec, policy, said = launch_of({**attributes, "preemption_signal": "USR1"})
+    assert (spec.nproc, spec.max_restarts, spec.master_port) == (7, 2, 29500)
+    assert said[0] == "processes per node: 7 (set by @torchrun(nproc_per_node))"
+    assert policy == LaunchPolicy(None, None, 9.0, 2, frozenset({"hang"}), signal.SIGUSR1, None)
+    own = {"max_restarts": 0, "hang_timeout_s": "5", "retry_on": ["user"], "timeout_s": 60, "preemption_signal": "INT"}
+    spec, policy, said = launch_of(attributes, **own, torchrun_args={"nproc_per_node": 3, "master_port": 29501})
+    assert (spec.nproc, spec.max_restarts, spec.master_port) == (3, 0, 29501)
+    assert policy == LaunchPolicy(60.0, None, 5.0, 0, frozenset({"user"}), signal.SIGINT, None)
+    assert launch_of()[2] == ["processes per node: 4 (@kubernetes requests gpu=4)"]
 
 
-@pytest.mark.parametrize(
-    ("run", "option", "attribute", "requested", "gpus", "nproc", "said"),
-    [
-        (5, None, 7, REQUESTED, ("0", "1"), 5, "run(nproc_per_node)"),
-        (None, 6, 7, REQUESTED, ("0", "1"), 6, "torchrun_args"),
-        (None, None, 7, REQUESTED, ("0", "1"), 7, "@torchrun(nproc_per_node)"),
-        (None, None, None, REQUESTED, ("0", "1"), 4, "@kubernetes requests gpu=4"),
-        (None, None, None, None, ("0", "1"), 2, "2 visible accelerators"),
-        (None, None, None, None, (), 1, "one process"),
-    ],
-)
-def test_processes_per_node_come_from_the_strongest(spec_of, run, option, attribute, requested, gpus, nproc, said):
-    options = {} if option is None else {"torchrun_args": {"nproc_per_node": option}}
-    spec, text = spec_of({"nproc_per_node": attribute}, requested, gpus, nproc_per_node=run, **options)
-    assert spec.nproc == nproc
-    assert said in text
+def test_an_elastic_agent_restarts_by_itself(launch_of):
+    spec, policy, _ = launch_of(torchrun_args={"nnodes": "1:2", "rdzv_backend": "c10d", "max_restarts": 3})
+    assert (spec.max_restarts, policy.max_restarts, policy.min_nodes) == (3, 0, 1)
 
 
-@pytest.mark.parametrize(
-    ("run", "attribute", "port"), [(29501, 29500, 29501), (None, "29500", 29500), (None, None, None)]
-)
-def test_the_port_of_the_call_comes_before_the_attributes(spec_of, run, attribute, port):
-    assert spec_of({"master_port": attribute}, master_port=run)[0].master_port == port
+def test_arguments_that_0_2_ignored_are_warned_of(launch_of):
+    (warning, _) = launch_of(local_output_dir="out", push_results_dir_to_cloud=True)[2]
+    assert warning.startswith("warning: run(push_results_dir_to_cloud, local_output_dir) has no effect")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "restarts"),
-    [({"max_restarts": 3}, 3), ({"torchrun_args": ["--max-restarts=4"]}, 4), ({"max_restarts": 0}, 0), ({}, 2)],
-)
-def test_the_restarts_of_the_call_come_before_the_attributes(spec_of, arguments, restarts):
-    assert spec_of({"max_restarts": "2"}, **arguments)[0].max_restarts == restarts
+def test_positional_arguments_may_stand_in_the_order_of_0_2(launch_of):
+    def spec_of(**given):
+        return launch_of(**given)[0]
 
-
-def test_positional_arguments_may_stand_in_the_order_of_0_2(spec_of):
     options, args = {"max_restarts": 3, "tee": "3"}, {"epochs": 1}
-    today, _ = spec_of(positional=("train.py", args), torchrun_args=options, nproc_per_node=2)
-    assert spec_of(positional=(options, "train.py", args, 2))[0] == today
-    assert spec_of(positional=(options, "train.py", args, 2, True, "out", None))[0] == today
-    assert spec_of(positional=(options, "train.py"), entrypoint_args=args, nproc_per_node=2)[0] == today
-    assert spec_of(positional=([], "train.py", args))[0] == spec_of(positional=("train.py", args))[0]
+    today = spec_of(positional=("train.py", args), torchrun_args=options, nproc_per_node=2)
+    assert spec_of(positional=(options, "train.py", args, 2)) == today
+    assert spec_of(positional=(options, "train.py", args, 2, True, "out", None)) == today
+    assert spec_of(positional=(options, "train.py"), entrypoint_args=args, nproc_per_node=2) == today
+    assert spec_of(positional=([], "train.py", args)) == spec_of(positional=("train.py", args))
     with pytest.raises(TypeError, match="entrypoint"):
         spec_of(positional=(options, "train.py"), entrypoint="other.py")
 

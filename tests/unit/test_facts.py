@@ -6,11 +6,17 @@ import sys
 import pytest
 from unit_helpers import write
 
-from metaflow_extensions.torchrun.plugins.torchrun.devices import Machine
-from metaflow_extensions.torchrun.plugins.torchrun.errors import GangError, TorchNotFoundError, from_wire
-from metaflow_extensions.torchrun.plugins.torchrun.facts import contents_digest, device_kind, nccl_version, node_facts
-from metaflow_extensions.torchrun.plugins.torchrun.gang import Gang, Settings
-from metaflow_extensions.torchrun.plugins.torchrun.launch_spec import LaunchSpec
+from metaflow_extensions.torchrun.plugins.torchrun.errors import GangError, TorchNotFoundError
+from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Go, Join, Ready, Verdict
+from metaflow_extensions.torchrun.plugins.torchrun.gang.state import Gang, GangSettings
+from metaflow_extensions.torchrun.plugins.torchrun.launch.facts import (
+    contents_digest,
+    device_kind,
+    nccl_version,
+    node_facts,
+)
+from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec
+from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import Machine
 
 MACHINE = Machine(4)
 
@@ -146,16 +152,16 @@ def test_a_file_that_cannot_be_read_is_left_to_its_interpreter(tmp_path):
 )
 def test_a_contradiction_ends_the_launch_before_it_begins(fact, values, said, site, tmp_path):
     site(CUDA, torch="2.5.1")
-    gang = Gang(Settings(2), lambda pinned: 40001)
+    gang = Gang(GangSettings(2), lambda pinned: 40001)
     own = node_facts(spec(write(tmp_path / "train.py", "pass")), MACHINE)
     assert fact in own
     sent = []
     for node in range(2):
-        gang.handle(node, {"type": "join", "node": node, "host": f"host-{node}"})
+        gang.handle(node, Join(node, f"host-{node}"))
     for node in range(2):
-        sent += gang.handle(node, {"type": "ready", "launch": 0, "nproc": 2, **own, fact: values[node]})
-    errors = [from_wire(message["error"]) for _, message in sent if message["type"] == "verdict"]
-    assert not [message for _, message in sent if message["type"] == "go"]
+        sent += gang.handle(node, Ready(0, 2, "abc", {**own, fact: values[node]}))
+    errors = [message.error for _, message in sent if isinstance(message, Verdict)]
+    assert not [message for _, message in sent if isinstance(message, Go)]
     assert [node for node, _ in sent] == [0, 1]
     assert all(type(error) is GangError for error in errors)
     assert {str(error) for error in errors} == {str(errors[0])}
@@ -164,11 +170,11 @@ def test_a_contradiction_ends_the_launch_before_it_begins(fact, values, said, si
 
 def test_nodes_with_the_same_facts_go(site, tmp_path):
     site(CUDA, torch="2.5.1")
-    gang = Gang(Settings(2), lambda pinned: 40001)
+    gang = Gang(GangSettings(2), lambda pinned: 40001)
     own = node_facts(spec(write(tmp_path / "train.py", "pass")), MACHINE)
     sent = []
     for node in range(2):
-        gang.handle(node, {"type": "join", "node": node, "host": f"host-{node}"})
+        gang.handle(node, Join(node, f"host-{node}"))
     for node in range(2):
-        sent += gang.handle(node, {"type": "ready", "launch": 0, "nproc": 2, **own})
-    assert [message["type"] for _, message in sent] == ["go", "go"]
+        sent += gang.handle(node, Ready(0, 2, "abc", own))
+    assert [type(message) for _, message in sent] == [Go, Go]

@@ -1,127 +1,117 @@
-"""Which of one node's ends count as failures, and since when."""
+"""The states of a generation, and what the machine has to do with its failures."""
 
-import json
 import signal
-import time
-from datetime import datetime, timedelta
+import types
+from itertools import pairwise
 
 import pytest
-from unit_helpers import write
+from fake_node import FakeAgent
 
-from metaflow_extensions.torchrun.plugins.torchrun.generation import Generation
-from metaflow_extensions.torchrun.plugins.torchrun.launch_spec import LaunchSpec
+from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
+from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Go
+from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec
+from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import Machine
+from metaflow_extensions.torchrun.plugins.torchrun.node.agent_events import AgentEnded, Frozen, event_of
+from metaflow_extensions.torchrun.plugins.torchrun.node.generation import Generation, Phase
+from metaflow_extensions.torchrun.plugins.torchrun.node.machine_faults import MachineFaults
+from metaflow_extensions.torchrun.plugins.torchrun.node.plan import Plan
 
-SPEC = LaunchSpec("/flow/train.py", (), False, nproc=3, num_nodes=2, node_index=1, python="python3")
-TERMINATED = -signal.SIGTERM
+SPEC = LaunchSpec("/flow/train.py", (), False, nproc=2, num_nodes=2, node_index=1, python="python3")
+KILLED = Cause("signal", 0, "host", 1, 1, -signal.SIGKILL, None, "the last lines")
 
 
 @pytest.fixture
-def node(tmp_path):
-    return Node(tmp_path)
+def generation(tmp_path):
+    return made_in(str(tmp_path))
 
 
-class Node:
-    """The second node of a gang, whose ranks are 3, 4 and 5; its clock's origin was a minute ago."""
-
-    def __init__(self, folder):
-        self.folder = folder
-        self.origin = time.monotonic() - 60
-        self.agent_stderr = write(folder / "agent.stderr", "")
-        logs = str(self.agent_stderr)
-        self.generation = Generation(SPEC, "host-1", 0, str(folder), [], None, None, logs, oom_kills_before=None)
-
-    def raised(self, local_rank, exception, at):
-        record = {"exception": exception, "traceback": f"Traceback\n{exception}", "at": self.origin + at}
-        write(self.folder / "run_x" / "attempt_0" / str(local_rank) / "exception.json", json.dumps(record))
-
-    def ended(self, local_rank, status, at, stopped=False):
-        event = {"local_rank": local_rank, "rank": 3 + local_rank, "pid": 100 + local_rank, "status": status}
-        self.generation.note_end({**event, "stopped": stopped, "t": self.origin + at})
-
-    def reaped(self, local_rank, at):
-        self.generation.reaped[local_rank] = 100 + local_rank
-        self.generation.ended_at[local_rank] = self.origin + at
-
-    def stop(self, at):
-        self.generation.stopped_at = self.origin + at
-
-    def torchrun_stops(self, *local_ranks, at=None):
-        """Have torchrun say that it stops some; its clock may be of another zone."""
-        when = datetime.now() - timedelta(hours=1 if at is None else 0, seconds=60 - (at or 0))
-        head = f"W{when:%m%d %H:%M:%S.%f} 77 torch/api.py:1] Sending process"
-        lines = [f"{head} {100 + rank} closing signal SIGTERM" for rank in local_ranks]
-        write(self.agent_stderr, "\n".join(lines))
-
-    def causes(self):
-        """Return rank, exception and moment of each failure, the earliest first."""
-        now = time.monotonic() - self.origin
-        wire = list(self.generation.causes(final=True))
-        return [(each["cause"]["rank"], each["cause"]["exception"], round(now - each["age_s"], 1)) for each in wire]
+def made_in(folder):
+    plan = Plan(SPEC, "127.0.0.1", Machine(1), lambda *_: True)
+    go = Go(launch=0, generation=0, port=1, gang="gang", restarts=0, max_restarts=0)
+    agent = FakeAgent([], {}, None, print)
+    follower = types.SimpleNamespace(start=lambda: None, finish=lambda explained: None)
+    return Generation(plan, "host", go, folder, [], agent, follower, MachineFaults(folder))
 
 
-def test_what_a_stopped_rank_raised_then_does_not_hide_the_rank_that_failed(node):
-    """It obeyed, in its own way; that its peer's connection broke is the only cause there is."""
-    node.raised(0, "ConnectionResetError: by peer", at=1.0)
-    node.ended(0, 1, at=1.5)
-    node.stop(at=1.6)
-    node.raised(1, "RuntimeError: interrupted while saving", at=1.7)
-    node.ended(1, 1, at=1.8, stopped=True)
-    node.raised(2, "OSError: bye", at=1.9)
-    node.ended(2, TERMINATED, at=1.9, stopped=True)
-    assert node.causes() == [(3, "ConnectionResetError: by peer", 1.0)]
+STARTING, RUNNING, STOPPING, ENDED = Phase
 
 
-def test_a_rank_that_failed_before_it_was_stopped_counts_since_it_failed(node):
-    """The origin was slow to exit; its peer, which only saw it gone, was first to end."""
-    node.raised(0, "ValueError: nan", at=1.0)
-    node.raised(1, "ConnectionResetError: by peer", at=1.2)
-    node.ended(1, 1, at=1.3)
-    node.stop(at=1.4)
-    node.ended(0, TERMINATED, at=2.0, stopped=True)
-    assert node.causes() == [(3, "ValueError: nan", 1.0), (4, "ConnectionResetError: by peer", 1.2)]
+@pytest.mark.parametrize(
+    ("acts", "phases"),
+    [
+        ("start stop stop close close", [STARTING, RUNNING, STOPPING, STOPPING, ENDED, ENDED]),
+        ("stop start close", [STARTING, STARTING, RUNNING, ENDED]),
+        ("close stop", [STARTING, ENDED, ENDED]),
+        ("start agent_fails stop freeze close", [STARTING, RUNNING, STOPPING, STOPPING, STOPPING, ENDED]),
+        ("start agent_ends stop agent_fails close", [STARTING, RUNNING, RUNNING, STOPPING, STOPPING, ENDED]),
+    ],
+)
+def test_the_way_of_a_generation(acts, phases, generation):
+    can = {
+        "agent_fails": lambda: generation.take(AgentEnded(1, 0.0)),
+        "agent_ends": lambda: generation.take(AgentEnded(0, 0.0)),
+        "freeze": lambda: generation.take(Frozen(None, None, 7, 0.0)),
+    }
+    seen = [generation.phase]
+    for act in acts.split():
+        can.get(act, lambda act=act: getattr(generation, act)())()
+        seen.append(generation.phase)
+    assert seen == phases
+    assert all(now is then or now.value != then.value for then, now in pairwise(seen))
 
 
-def test_an_end_without_record_counts_when_it_came(node):
-    node.ended(0, -9, at=1.0)
-    node.raised(1, "KeyError: 1", at=0.5)
-    node.ended(1, 1, at=2.0)
-    assert node.causes() == [(4, "KeyError: 1", 0.5), (3, None, 1.0)]
+@pytest.mark.parametrize("acts", ["start start", "close start"])
+def test_a_generation_starts_once(acts, generation):
+    *before, last = acts.split()
+    for act in before:
+        getattr(generation, act)()
+    with pytest.raises(AssertionError, match="a generation can't go from"):
+        getattr(generation, last)()
 
 
-def test_torchruns_own_signal_is_no_cause_and_comes_after_the_first_failure(node):
-    node.torchrun_stops(1, 2)
-    node.raised(0, "ConnectionResetError: by peer", at=1.0)
-    node.ended(0, 1, at=1.1)
-    node.raised(1, "RuntimeError: told to stop", at=1.3)
-    node.ended(1, 1, at=1.4)
-    node.raised(2, "ValueError: nan", at=0.9)
-    node.ended(2, TERMINATED, at=1.4)
-    assert node.causes() == [(5, "ValueError: nan", 0.9), (3, "ConnectionResetError: by peer", 1.0)]
+# --- what the machine has to do with it --------------------------------------------------------------
 
 
-def test_torchrun_may_have_seen_a_failure_long_before_we_did(node):
-    """On a busy machine."""
-    node.raised(0, "RuntimeError: told to stop", at=1.3)
-    node.torchrun_stops(0, at=1.2)
-    node.ended(1, -9, at=2.0)
-    node.ended(0, 1, at=2.0)
-    assert node.causes() == [(4, None, 2.0)]
+def counter(*values):
+    return iter(values).__next__
 
 
-def test_a_failure_that_torchrun_alone_has_seen_ends_what_others_can_have_failed_of(node):
-    node.torchrun_stops(1)
-    node.raised(0, "ConnectionResetError: by peer", at=1.0)
-    node.reaped(0, at=1.1)
-    node.raised(1, "RuntimeError: told to stop", at=1.3)
-    node.ended(1, 1, at=1.4)
-    assert node.generation.failed_unseen() == 0
-    node.generation.reaped_failed = True
-    assert node.causes() == [(3, "ConnectionResetError: by peer", 1.0)]
+def test_a_worker_killed_for_lack_of_memory_is_called_so(tmp_path):
+    faults = MachineFaults(str(tmp_path), counter(1, 2, 2))
+    assert faults.explained(KILLED).kind == "oom"
+    assert faults.how_ended(-signal.SIGKILL).startswith("ran out of memory")
 
 
-@pytest.mark.parametrize("code", [-15, -9, 143])
-def test_a_gang_that_was_stopped_has_no_cause_of_its_own(node, code):
-    node.stop(at=1.0)
-    for local_rank in range(3):
-        node.ended(local_rank, code, at=1.2, stopped=True)
-    assert node.causes() == []
+@pytest.mark.parametrize(
+    ("counts", "exit_code"), [((1, 1), -signal.SIGKILL), ((1, 2), -signal.SIGSEGV), ((None, 2), -signal.SIGKILL)]
+)
+def test_other_deaths_are_not(counts, exit_code, tmp_path):
+    assert not MachineFaults(str(tmp_path), counter(*counts)).how_ended(exit_code).startswith("ran")
+
+
+def test_a_full_disk_explains_what_a_worker_could_not(tmp_path):
+    full = MachineFaults("/proc")  # a file system without a free block
+    assert (
+        full.explained(KILLED).exception == "a full disk: nothing more can be written to /proc, where its output goes"
+    )
+    said = Cause("exception", 0, "host", 1, 1, 1, "ValueError: nan")
+    assert full.explained(said) is said
+    assert not MachineFaults(str(tmp_path)).is_disk_full()
+    assert not MachineFaults("/nowhere").is_disk_full()
+
+
+def test_a_full_disk_explains_an_agents_end(tmp_path):
+    generation = made_in("/proc")
+    generation.start()
+    generation.take(AgentEnded(1, 0.0))
+    text = "its torchrun agent exited with code 1, on a full disk: nothing more can be written to /proc"
+    assert [failure.cause.exception for failure in generation.failures()] == [text]
+
+
+# --- what the guardian says --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("said", [{}, {"event": "stopping"}, {"event": "agent_end", "status": 0}, {"event": []}])
+def test_what_is_no_event_of_the_guardian_is_refused(said):
+    with pytest.raises(ValueError, match="this is no event"):
+        event_of(said)

@@ -1,15 +1,17 @@
 """What signals do to the submitting processes: real processes, each a script that uses the module as the decorator does."""
 
-import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from unit_helpers import OURS
 
-from metaflow_extensions.torchrun.plugins.torchrun import interrupts
-
+IMPORTS = f"""{OURS}
+import atexit, os, signal, subprocess, sys
+from ours.border import interrupts
+from ours.machine import processes
+"""
 # Says what reaches it; a child that is told to go in the background is in a session of its own.
 CHILD = """
 import os, signal, sys
@@ -20,8 +22,6 @@ os.write(1, b"child\\n")
 signal.pause()
 """
 RUN = f"""
-import os, signal, subprocess, sys
-import interrupts
 interrupts.heed_signals_to_run()
 children = [
     subprocess.Popen([sys.executable, "-c", {CHILD!r}], stdout=1, stderr=subprocess.PIPE, text=True, start_new_session=own)
@@ -39,8 +39,6 @@ except KeyboardInterrupt:
     sys.exit(7)
 """
 JOB = """
-import atexit, signal, sys
-import interrupts
 atexit.register(lambda: print("job ended", sys.stdin.readline().strip(), flush=True))
 interrupts.heed_signals_to_job(sys.argv)
 print("ready", flush=True)
@@ -56,8 +54,7 @@ def start(code, *arguments, ignored=()):
             signal.signal(number, signal.SIG_IGN if number in ignored else signal.SIG_DFL)
 
     return subprocess.Popen(
-        [sys.executable, "-c", code, *arguments],
-        env={**os.environ, "PYTHONPATH": str(Path(interrupts.__file__).parent)},
+        [sys.executable, "-c", IMPORTS + code, *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -72,8 +69,10 @@ def await_lines(process, *lines):
         assert process.stdout.readline().strip() == line
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-@pytest.mark.parametrize(("ignored", "passed_on"), [((), "SIGINT"), ((signal.SIGINT,), "SIGTERM")])
+@pytest.mark.parametrize(
+    ("number", "ignored", "passed_on"),
+    [(signal.SIGTERM, (), "SIGINT"), (signal.SIGHUP, (signal.SIGINT,), "SIGTERM")],
+)
 def test_a_run_and_its_tasks_are_interrupted_once(number, ignored, passed_on):
     run = start(RUN, ignored=ignored)
     await_lines(run, "child", "child")
@@ -86,10 +85,11 @@ def test_a_run_and_its_tasks_are_interrupted_once(number, ignored, passed_on):
     assert run.returncode == 7
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
-@pytest.mark.parametrize("command", [["kubernetes", "step"], ["batch", "step"]])
-def test_who_looks_after_a_remote_job_ends_it_undisturbed(number, command):
-    job = start(JOB, "--quiet", *command, "train")
+@pytest.mark.parametrize(
+    ("number", "backend"), [(signal.SIGTERM, "kubernetes"), (signal.SIGHUP, "batch"), (signal.SIGINT, "kubernetes")]
+)
+def test_who_looks_after_a_remote_job_ends_it_undisturbed(number, backend):
+    job = start(JOB, "--quiet", backend, "step", "train")
     await_lines(job, "ready")
     job.send_signal(number)
     assert "interrupted" in job.stderr.readline()
@@ -108,8 +108,6 @@ def test_other_processes_keep_their_own_ways():
 
 def test_nohup_and_handlers_of_others_stay():
     code = """
-import signal
-import interrupts
 signal.signal(signal.SIGTERM, print)
 interrupts.heed_signals_to_run()
 print([signal.getsignal(n) in (print, signal.SIG_IGN) for n in (signal.SIGTERM, signal.SIGHUP)])
@@ -120,8 +118,6 @@ print([signal.getsignal(n) in (print, signal.SIG_IGN) for n in (signal.SIGTERM, 
 
 def test_a_forked_child_dies_as_it_would_have():
     code = """
-import os, signal
-import interrupts
 interrupts.heed_signals_to_run()
 ready, say = os.pipe()
 child = os.fork()
@@ -135,8 +131,10 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     assert start(code).communicate(timeout=30)[0].strip() == "-15"
 
 
-def test_processes_are_known_without_proc(monkeypatch):
+def test_the_children_are_found_without_proc():
     """As on macOS, where most runs are submitted."""
-    seen = interrupts._processes()
-    monkeypatch.setattr(interrupts.os.path, "isdir", lambda path: False)
-    assert (os.getpid(), os.getppid(), os.getpgrp()) in set(seen) & set(interrupts._processes())
+    run = start("processes._HAS_PROC = False\n" + RUN)
+    await_lines(run, "child", "child")
+    run.terminate()
+    await_lines(run, "interrupted")
+    assert run.communicate("go on\n", timeout=30)[0].strip() == "near SIGINT far None"

@@ -1,74 +1,64 @@
-"""Imports go one way; inside a task only the standard library and Metaflow are needed."""
+"""Imports go one way, between rooms and inside them; the picture of it in the docs is the one that counts."""
 
 import ast
+import re
 import sys
 from pathlib import Path
 
 import pytest
 
-from metaflow_extensions.torchrun.plugins.torchrun import guardian
+from metaflow_extensions.torchrun.plugins import torchrun as package
 
-FOLDER = Path(guardian.__file__).parent
+FOLDER = Path(package.__file__).parent
+PICTURE = Path(__file__).parents[2] / "docs" / "architecture.md"
 
-# From top to bottom: a module may import only from those below it.
-ORDER = [
+# torchrun runs them as scripts: they import none of ours. One of ours imports one of them, so that a task and its
+# workers pickle alike.
+SCRIPTS = "scripts"
+IMPORTED_SCRIPT = {"launch.function": "scripts.function_worker"}
+KNOW_METAFLOW = {
     "decorator",
-    "executor",
-    "joining",
-    "local_nodes",
-    "value_store",
-    "report",
-    "supervisor",
-    "result",
-    "function_call",
-    "transfer",
-    "values",
-    "membership",
-    "channel",
-    "frames",
-    "open_files",
-    "address_book",
-    "gang",
-    "launch_state",
-    "generation",
-    "process",
-    "guardian",
-    "logs",
-    "evidence",
-    "failure",
-    "tracebacks",
-    "submit_checks",
-    "settings",
-    "facts",
-    "preflight",
-    "launch_spec",
-    "policy",
-    "elastic",
-    "devices",
-    "memory",
-    "cgroup",
-    "network",
-    "preemption",
-    "interrupts",
-    "task_log",
-    "events",
-    "console",
+    "single_node",
     "errors",
-]
-KNOW_METAFLOW = {"address_book", "task_log", "decorator", "executor", "submit_checks", "report", "errors"}
-# torchrun runs them as scripts, so they stand in no order: they import none of ours, and none imports them.
-WORKERS = {"preflight_worker", "function_worker"}
+    "tracebacks",
+    "gang.registry",
+    "node.report",
+    "border.submit_checks",
+    "border.task_gang",
+    "border.task_log",
+}
 
 
-def imports_of(name):
+def layers_in_the_docs():
+    """Return the layers of the picture from top to bottom, each with its rooms and single modules."""
+    picture = re.search(r"<!-- layers -->\n```\n(.*?)```", PICTURE.read_text(encoding="utf-8"), re.DOTALL)[1]
+    names = [line.split("  ")[0] for line in picture.splitlines() if line and not line.startswith(" ")]
+    return [[name.strip().rstrip("/") for name in line.split(",")] for line in names]
+
+
+LAYERS = layers_in_the_docs()
+ROOMS = sorted(path.parent.name for path in FOLDER.glob("*/__init__.py"))
+MODULES = sorted(
+    ".".join(path.relative_to(FOLDER).with_suffix("").parts)
+    for path in [*FOLDER.glob("*.py"), *(path for room in ROOMS for path in (FOLDER / room).glob("*.py"))]
+    if path.name != "__init__.py"
+)
+
+
+def source_of(module):
+    return (FOLDER / module.replace(".", "/")).with_suffix(".py").read_text(encoding="utf-8")
+
+
+def imports_in(source, module):
     """Return our own modules and the foreign top-level packages that a module imports, anywhere in it.
 
     What stands there for type checkers alone does not count.
     """
-    tree = ast.parse((FOLDER / f"{name}.py").read_text(encoding="utf-8"))
+    tree = ast.parse(source)
     for node in [node for node in ast.walk(tree) if isinstance(node, ast.If)]:
         if isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
             node.body = [ast.Pass()]
+    here = module.split(".")[:-1]
     ours, foreign = set(), set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -76,48 +66,91 @@ def imports_of(name):
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
             foreign.add(node.module.split(".")[0])
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 1, f"{name} reaches out of its package"
-            ours |= {node.module.split(".")[0]} if node.module else {alias.name for alias in node.names}
+            assert node.level <= len(here) + 1, f"{module} reaches out of its package"
+            base = [*here[: len(here) + 1 - node.level], *(node.module or "").split(".")]
+            found = ".".join(part for part in base if part)
+            ours |= (
+                {found}
+                if found in {*MODULES, *IMPORTED_SCRIPT.values()}
+                else {f"{found}.{alias.name}".lstrip(".") for alias in node.names}
+            )
     return ours, foreign
 
 
-def test_every_module_has_its_place():
-    assert {path.stem for path in FOLDER.glob("*.py")} - {"__init__", *WORKERS} == set(ORDER)
-    assert len(ORDER) == len(set(ORDER))
+IMPORTS = {module: imports_in(source_of(module), module) for module in MODULES}
+for module, script in IMPORTED_SCRIPT.items():
+    IMPORTS[module][0].remove(script)
 
 
-@pytest.mark.parametrize("name", ORDER)
-def test_a_module_imports_only_from_below(name):
-    ours, _ = imports_of(name)
-    below = set(ORDER[ORDER.index(name) + 1 :])
-    assert ours <= below, f"{name} imports {sorted(ours - below)}, which stand above it"
+def place_of(module):
+    """Return the room of a module, or the module itself where it stands in none."""
+    return module.split(".")[0]
 
 
-@pytest.mark.parametrize("name", ORDER)
-def test_only_the_border_knows_metaflow_and_nobody_knows_torch(name):
-    _, foreign = imports_of(name)
-    allowed = set(sys.stdlib_module_names) | ({"metaflow"} if name in KNOW_METAFLOW else set())
-    assert foreign <= allowed, f"{name} imports {sorted(foreign - allowed)}"
+def layer_of(module):
+    return next(number for number, layer in enumerate(LAYERS) if place_of(module) in layer)
 
 
-def test_the_guardian_imports_nothing_of_ours():
-    assert imports_of("guardian")[0] == set()
+def test_every_room_and_module_has_its_place_in_the_picture():
+    assert {place_of(module) for module in MODULES} == {name for layer in LAYERS for name in layer}
+    assert len([name for layer in LAYERS for name in layer]) == len({name for layer in LAYERS for name in layer})
 
 
-@pytest.mark.parametrize("name", sorted(WORKERS))
-def test_a_workers_script_imports_nothing_of_ours_and_they_alone_import_torch(name):
-    ours, foreign = imports_of(name)
+@pytest.mark.parametrize("module", MODULES)
+def test_a_module_imports_only_from_its_own_room_and_from_lower_layers(module):
+    ours, _ = IMPORTS[module]
+    assert ours <= set(MODULES), f"{module} imports {sorted(ours - set(MODULES))}, which are no modules of ours"
+    others = {other for other in ours if place_of(other) != place_of(module)}
+    above = sorted(other for other in others if layer_of(other) <= layer_of(module))
+    assert not above, f"{module} imports {above}, which do not stand below it in docs/architecture.md"
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    left = {module: set(ours) for module, (ours, _) in IMPORTS.items()}
+    while leaves := {module for module, ours in left.items() if not ours & left.keys()}:
+        left = {module: ours for module, ours in left.items() if module not in leaves}
+    assert not left, f"in a circle, or above one: {sorted(left)}"
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_only_the_border_knows_metaflow_and_nobody_knows_torch(module):
+    _, foreign = IMPORTS[module]
+    allowed = set(sys.stdlib_module_names) | ({"metaflow"} if module in KNOW_METAFLOW else set())
+    assert foreign <= allowed, f"{module} imports {sorted(foreign - allowed)}"
+
+
+def test_the_test_sees_an_import_that_points_upwards():
+    ours, foreign = imports_in(
+        "from ..node import logs\nfrom ..errors import GangError\nimport torch.cuda", "gang.state"
+    )
+    assert ours == {"node.logs", "errors"}
+    assert foreign == {"torch"}
+
+
+def test_the_guardian_can_start_without_metaflow():
+    """It runs with the standard library alone, see ``node/agent.py``."""
+    needed, left = set(), ["node.guardian"]
+    while left:
+        needed.add(module := left.pop())
+        left += IMPORTS[module][0] - needed
+    assert needed == {"node.guardian", "node.workers", "machine.processes", "machine.libc"}
+    assert {name for module in needed for name in IMPORTS[module][1]} <= set(sys.stdlib_module_names)
+
+
+@pytest.mark.parametrize("script", sorted((FOLDER / SCRIPTS).glob("*.py")), ids=lambda path: path.stem)
+def test_a_workers_script_imports_nothing_of_ours_and_they_alone_import_torch(script):
+    ours, foreign = imports_in(script.read_text(encoding="utf-8"), f"scripts.{script.stem}")
     assert ours == set()
     assert foreign - set(sys.stdlib_module_names) == {"torch"}
 
 
 def test_a_workers_script_takes_no_module_of_ours_for_one_of_pythons():
     """Its folder stands first on its ``sys.path`` while it imports what it needs itself."""
-    assert not {path.stem for path in FOLDER.glob("*.py")} & set(sys.stdlib_module_names)
+    assert not {path.stem for path in (FOLDER / SCRIPTS).glob("*.py")} & set(sys.stdlib_module_names)
 
 
-def test_the_package_itself_imports_nothing_of_ours():
-    assert imports_of("__init__")[0] == set()
+def test_a_room_itself_holds_no_code():
+    assert all(not (FOLDER / room / "__init__.py").read_text(encoding="utf-8") for room in ROOMS)
 
 
 def test_the_whole_package_can_be_imported_without_torch_coming_along():

@@ -10,9 +10,11 @@ import time
 
 import psutil
 import pytest
-from unit_helpers import PACKAGE, eventually, is_running
+from unit_helpers import OURS, eventually, is_running
 
-from metaflow_extensions.torchrun.plugins.torchrun.local_nodes import LocalNodes, name_as_starter, starters
+from metaflow_extensions.torchrun.plugins.torchrun.border import local_nodes
+from metaflow_extensions.torchrun.plugins.torchrun.border.local_nodes import LocalNodes
+from metaflow_extensions.torchrun.plugins.torchrun.border.starters import name_as_starter, starters
 
 RUN, CONTROL = "1700000000000001", "3"
 SLEEP = "import time; print(flush=True); time.sleep(600)"
@@ -104,7 +106,8 @@ def test_the_end_is_heard_whoever_reaps(start, ignored):
     assert reason == "its task ended" or reason.startswith("its task was killed by SIGTERM")
 
 
-def test_a_node_that_did_not_join_gets_sigterm_and_the_others_their_time(start):
+def test_a_node_that_did_not_join_gets_sigterm_and_the_others_their_time(start, monkeypatch):
+    monkeypatch.setattr(local_nodes, "_LATECOMER_S", 0.3)
     saves = "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(5)); " + SLEEP
     late = start(*task(1), code=saves)
     ending = start(*task(2), code="import time; print(flush=True); time.sleep(0.5)")
@@ -117,11 +120,12 @@ def test_a_node_that_did_not_join_gets_sigterm_and_the_others_their_time(start):
 # --- who started a task ---------------------------------------------------------------------------
 
 TASK = f"""
-import os, signal, sys, time
-from {PACKAGE} import local_nodes
+import os, signal, time
+{OURS}
+from ours.border import starters
 if sys.argv[2] == "no-pidfd":
     del os.pidfd_open
-local_nodes.end_after(int(sys.argv[1]), lambda pid: print("gone:", pid, flush=True) or 0.2)
+starters.end_after(int(sys.argv[1]), lambda pid: print("gone:", pid, flush=True) or 0.2)
 signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
 print("runs", flush=True)
 time.sleep(600)

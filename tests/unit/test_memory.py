@@ -2,7 +2,7 @@
 
 import pytest
 
-from metaflow_extensions.torchrun.plugins.torchrun.memory import describe_oom, memory_limit, oom_kills
+from metaflow_extensions.torchrun.plugins.torchrun.machine.memory import describe_oom, memory_limit, oom_kills
 
 V1, V2 = "sys/fs/cgroup/memory", "sys/fs/cgroup"
 

@@ -5,8 +5,8 @@ import socket
 
 import pytest
 
-from metaflow_extensions.torchrun.plugins.torchrun import network
-from metaflow_extensions.torchrun.plugins.torchrun.network import (
+from metaflow_extensions.torchrun.plugins.torchrun.machine import network
+from metaflow_extensions.torchrun.plugins.torchrun.machine.network import (
     addresses_for_others,
     free_port,
     interface_of,
@@ -14,7 +14,6 @@ from metaflow_extensions.torchrun.plugins.torchrun.network import (
     own_addresses,
     plain_address,
     port_is_free,
-    source_address,
 )
 
 
@@ -40,10 +39,6 @@ def test_a_free_port_can_be_listened_on(host):
     assert 1024 <= port <= 65535
     with listen(host, port):
         pass
-
-
-def test_free_ports_differ():
-    assert len({free_port() for _ in range(20)}) > 1
 
 
 @pytest.mark.parametrize("host", ["", "127.0.0.1", *(pytest.param(host, marks=needs_ipv6) for host in ("::", "::1"))])
@@ -77,9 +72,7 @@ def test_nothing_is_known_of_a_foreign_address():
     assert interface_of("2001:db8::1") is None
 
 
-@pytest.mark.parametrize("host", ["no.such.host.invalid", ""])
-def test_an_unknown_host_has_no_way(host):
-    assert source_address("no.such.host.invalid") is None
+def test_an_unknown_host_has_no_way():
     assert interface_towards("no.such.host.invalid") is None
 
 
@@ -88,12 +81,7 @@ def test_own_addresses_are_real_and_reachable_from_elsewhere():
         ip = ipaddress.ip_address(address)
         assert not ip.is_loopback
         assert not ip.is_link_local
-        assert interface_of(address) is not None
-
-
-def test_every_interface_with_an_own_ipv4_address_is_found():
-    names = {name for _, name in socket.if_nameindex()}
-    assert {interface_of(address) for address in own_addresses()} <= names
+        assert interface_of(address) in {name for _, name in socket.if_nameindex()}
 
 
 @pytest.mark.parametrize(
@@ -106,7 +94,7 @@ def test_every_interface_with_an_own_ipv4_address_is_found():
         ("fe80::7%eth0", "fe80::7%eth0"),
     ],
 )
-def test_an_ipv4_address_in_ipv6_clothes_is_written_plainly(seen, plain):
+def test_an_ipv4_address_that_an_ipv6_socket_shows_is_ipv4_again(seen, plain):
     assert plain_address(seen) == plain
 
 

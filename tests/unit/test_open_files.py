@@ -9,7 +9,8 @@ import sys
 import pytest
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import GangError
-from metaflow_extensions.torchrun.plugins.torchrun.open_files import OpenFiles
+from metaflow_extensions.torchrun.plugins.torchrun.machine import open_files
+from metaflow_extensions.torchrun.plugins.torchrun.machine.open_files import OpenFiles
 
 
 @pytest.fixture
@@ -47,22 +48,22 @@ def test_connections_get_numbers_above_the_limit_and_nobody_sees_another(limit):
         assert subprocess.check_output([sys.executable, "-c", show], text=True) == "256\n"
 
 
-def test_a_hard_limit_that_is_too_low_is_told_at_once():
-    program = (
-        "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (512, 600));"
-        "import metaflow; from metaflow_extensions.torchrun.plugins.torchrun.open_files import OpenFiles;"
-        "assert 300 <= OpenFiles(300, 5000).places < 600; OpenFiles(600, 5000)"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert "needs 600 connections, one for each other node, but its task may open 600 files only" in done.stderr
-    assert "ulimit -Hn" in done.stderr
+@pytest.fixture
+def limits(monkeypatch):
+    """Return a function that says what the limits are."""
+    return lambda soft, hard: monkeypatch.setattr(open_files.resource, "getrlimit", lambda _: (soft, hard))
 
 
-def test_the_members_come_first_when_there_is_not_room_for_all_strangers():
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    if hard == resource.RLIM_INFINITY:
-        assert OpenFiles(10, 10**9).places == 10**9 + 10
-    else:
-        assert 10 <= OpenFiles(10, hard).places < hard
-        with pytest.raises(GangError):
-            OpenFiles(hard, 0)
+def test_a_hard_limit_that_is_too_low_is_told_at_once(limits):
+    limits(512, 600)
+    with pytest.raises(GangError) as error:
+        OpenFiles(600, 5000)
+    assert "needs 600 connections, one for each other node, but its task may open 600 files only" in str(error.value)
+    assert "ulimit -Hn" in str(error.value)
+
+
+def test_the_members_come_first_when_there_is_no_room_for_all_others(limits):
+    limits(512, 600)
+    assert 300 <= OpenFiles(300, 5000).places < 600
+    limits(512, resource.RLIM_INFINITY)
+    assert OpenFiles(10, 10**9).places == 10**9 + 10

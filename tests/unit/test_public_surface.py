@@ -12,9 +12,9 @@ from metaflow_extensions.torchrun.plugins.torchrun.executor import (
     LaunchOptions,
     RunOptions,
     TorchrunExecutor,
-    TorchrunSingleNodeMultiGPU,
 )
 from metaflow_extensions.torchrun.plugins.torchrun.result import TorchrunResult
+from metaflow_extensions.torchrun.plugins.torchrun.single_node import TorchrunSingleNodeMultiGPU
 from metaflow_extensions.torchrun.plugins.torchrun_libs import exceptions
 from metaflow_extensions.torchrun.toplevel import toplevel
 

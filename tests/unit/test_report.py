@@ -6,11 +6,11 @@ import metaflow.cli
 import pytest
 from metaflow.exception import MetaflowException
 
-from metaflow_extensions.torchrun.plugins.torchrun import report as module
 from metaflow_extensions.torchrun.plugins.torchrun.errors import EntrypointError, LaunchFailed, TorchrunConfigError
-from metaflow_extensions.torchrun.plugins.torchrun.failure import Cause
-from metaflow_extensions.torchrun.plugins.torchrun.launch_state import Launch
-from metaflow_extensions.torchrun.plugins.torchrun.report import View, end_with, print_errors_ourselves, report
+from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
+from metaflow_extensions.torchrun.plugins.torchrun.gang.launch import Launch
+from metaflow_extensions.torchrun.plugins.torchrun.node import report as module
+from metaflow_extensions.torchrun.plugins.torchrun.node.report import View, end_with, print_errors_ourselves, report
 from metaflow_extensions.torchrun.plugins.torchrun.tracebacks import cut_frames_around, user_traceback
 
 TEXT = "ValueError: expected 2*3*4 values 🙂\n  *second* line"
@@ -94,7 +94,7 @@ def test_an_error_that_the_gang_does_not_know_is_told_where_it_is():
 
 def test_a_failure_of_a_steps_own_code_is_named_by_the_others_without_its_traceback():
     cause = Cause("step", 1, "b", exception=TEXT, detail=TRACE)
-    pointer = report(LaunchFailed(f"{cause.describe()}\nIt happened outside.", cause.to_wire()), view(0))
+    pointer = report(LaunchFailed(f"{cause.describe()}\nIt happened outside.", cause.as_dict()), view(0))
     assert "expected 2*3*4" in pointer
     assert "It happened outside." in pointer
     assert "See the report of node 1." in pointer

@@ -1,4 +1,4 @@
-"""The attributes of @torchrun, as Python writes them and as `--with` sends them."""
+"""The attributes of @torchrun, as Python writes them and as `--with` sends them, and whose value of a setting counts."""
 
 import signal
 
@@ -7,7 +7,8 @@ import pytest
 from metaflow_extensions.torchrun.plugins.torchrun.errors import TorchrunConfigError
 from metaflow_extensions.torchrun.plugins.torchrun.settings import (
     DEFAULTS,
-    parse_seconds,
+    Choice,
+    choose,
     parse_settings,
     refuse_unknown,
 )
@@ -16,10 +17,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.settings import (
 @pytest.mark.parametrize(
     ("attribute", "text", "value"),
     [
-        ("nproc_per_node", "2", 2),
-        ("nproc_per_node", "auto", "auto"),
         ("nproc_per_node", "GPU", "gpu"),
-        ("all_nodes_started_timeout", "90", 90.0),
         ("all_nodes_started_timeout", "0.5", 0.5),
         ("master_port", "29500", 29500),
         ("channel_port", "29501", 29501),
@@ -41,60 +39,38 @@ def test_every_attribute_is_tried_as_text_above():
     assert {row[0] for row in mark.args[1]} == set(DEFAULTS)
 
 
-@pytest.mark.parametrize("attribute", ["nproc_per_node", "master_port", "channel_port"])
-@pytest.mark.parametrize("text", ["", "None", "none", " "])
-def test_none_may_be_text(attribute, text):
-    assert getattr(parse_settings({**DEFAULTS, attribute: text}, "train"), attribute) is None
-
-
-def test_the_defaults_are_those_of_the_issue():
+def test_none_is_the_default_and_may_be_text():
     settings = parse_settings({}, "train")
-    assert settings.nproc_per_node is None
-    assert settings.all_nodes_started_timeout == 600
-    assert settings.master_port is None
-    assert settings.max_restarts == 0
+    assert (settings.nproc_per_node, settings.master_port, settings.channel_port) == (None, None, None)
+    assert (settings.max_restarts, settings.hang_timeout_s, settings.preflight) == (0, None, False)
     assert settings.retry_on == {"user", "killed", "timeout", "hang"}
-    assert settings.preemption_signal == signal.SIGTERM
-    assert settings.hang_timeout_s is None
+    assert (settings.preemption_signal, settings.all_nodes_started_timeout) == (signal.SIGTERM, 600)
+    required = {"all_nodes_started_timeout", "heartbeat_timeout_s", "grace_s"}
+    for nothing in (None, "", "None", "none", " "):
+        assert parse_settings(dict.fromkeys(set(DEFAULTS) - required, nothing), "train") == settings
+        for attribute in required:
+            with pytest.raises(TorchrunConfigError, match=rf"Step train: @torchrun\({attribute}=.* is None"):
+                parse_settings({attribute: nothing}, "train")
 
 
-@pytest.mark.parametrize(
-    ("attribute", "wrong"),
-    [
-        *(("nproc_per_node", wrong) for wrong in (0, -1, "0", "many", 1.5, "1.5", True, [2])),
-        *(("all_nodes_started_timeout", wrong) for wrong in (0, -1, "soon", "nan", "inf", None, True)),
-        *((port, wrong) for port in ("master_port", "channel_port") for wrong in (0, -1, 99999, "99999", "x", 1.5)),
-        *(("heartbeat_timeout_s", wrong) for wrong in (0, "0", -3, "x", [])),
-        *(("grace_s", wrong) for wrong in (-1, "-0.1", "x", "")),
-        *(("max_restarts", wrong) for wrong in (-1, "x", 1.5, True)),
-        *(("retry_on", wrong) for wrong in ("never", ["user", 3], 7, "node_lost")),
-        *(("preemption_signal", wrong) for wrong in ("SIGNOPE", 0, True, "SIGKILL")),
-        *(("hang_timeout_s", wrong) for wrong in (0, -1, "x", True)),
-    ],
-)
-def test_a_wrong_value_names_step_attribute_and_value(attribute, wrong):
+@pytest.mark.parametrize("attribute", sorted(DEFAULTS))
+def test_a_wrong_value_names_step_attribute_and_value(attribute):
     with pytest.raises(TorchrunConfigError) as caught:
-        parse_settings({**DEFAULTS, attribute: wrong}, "train")
-    assert "Step train" in str(caught.value)
-    assert f"@torchrun({attribute}" in str(caught.value)
-    if wrong not in ("", None):
-        assert repr(wrong) in str(caught.value)
+        parse_settings({**DEFAULTS, attribute: "größe"}, "train")
+    assert f"Step train: @torchrun({attribute}=...)" in str(caught.value)
+    assert "'größe'" in str(caught.value)
+
+
+def test_zero_is_a_time_for_the_grace_alone():
+    assert parse_settings({"grace_s": 0}, "train").grace_s == 0
+    for attribute in ("heartbeat_timeout_s", "all_nodes_started_timeout", "hang_timeout_s"):
+        with pytest.raises(TorchrunConfigError, match="above 0"):
+            parse_settings({attribute: 0}, "train")
 
 
 def test_one_port_for_two_purposes_is_refused():
     with pytest.raises(TorchrunConfigError, match=r"Step train: @torchrun\(master_port=.*channel_port are both 29500"):
         parse_settings({"master_port": 29500, "channel_port": "29500"}, "train")
-
-
-@pytest.mark.parametrize(("value", "seconds"), [(None, None), (3, 3.0), ("2.5", 2.5)])
-def test_a_time_limit_may_be_absent(value, seconds):
-    assert parse_seconds(value, "run(timeout_s)") == seconds
-
-
-@pytest.mark.parametrize("wrong", [0, -1, "x", float("nan"), float("inf"), True])
-def test_a_wrong_time_limit_is_refused(wrong):
-    with pytest.raises(TorchrunConfigError, match=r"run\(timeout_s\) is"):
-        parse_seconds(wrong, "run(timeout_s)")
 
 
 def test_an_unknown_attribute_names_the_step_and_the_nearest():
@@ -104,3 +80,47 @@ def test_an_unknown_attribute_names_the_step_and_the_nearest():
     with pytest.raises(TorchrunConfigError) as caught:
         refuse_unknown(["größe"], "train")
     assert all(name in str(caught.value) for name in DEFAULTS)
+
+
+# --- whose value counts ---------------------------------------------------------------------------
+
+# Setting -> values of the call, of torchrun_args (None where torchrun has no such option) and of the attribute, and
+# what is made of them.
+SETTINGS = {
+    "nproc_per_node": (("5", "6", "auto"), (5, 6, "auto")),
+    "master_port": (("29501", "29502", 29503), (29501, 29502, 29503)),
+    "max_restarts": ((0, "6", 7), (0, 6, 7)),
+    "hang_timeout_s": (("5", None, 7), (5.0, None, 7.0)),
+    "retry_on": (("user", None, "hang"), ({"user"}, None, {"hang"})),
+    "preemption_signal": (("usr1", None, "usr2"), (signal.SIGUSR1, None, signal.SIGUSR2)),
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_the_call_comes_before_torchrun_args_and_these_before_the_attribute(setting):
+    (call, option, attribute), (of_call, of_option, of_attribute) = SETTINGS[setting]
+    settings = parse_settings({setting: attribute}, "train")
+    hyphens = setting.replace("_", "-")
+    assert choose(setting, {setting: call}, {}, settings) == Choice(of_call, f"run({setting})")
+    assert choose(setting, {setting: None}, {}, settings) == Choice(of_attribute, f"@torchrun({setting})")
+    assert choose(setting, {}, {}, settings) == Choice(of_attribute, f"@torchrun({setting})")
+    if option is not None:
+        assert choose(setting, {}, {hyphens: option}, settings) == Choice(of_option, f"torchrun_args {hyphens}")
+        assert choose(setting, {setting: of_option}, {hyphens: option}, settings).value == of_option
+        words = rf"run\({setting}={of_call}\) and torchrun_args {hyphens}={of_option} disagree"
+        with pytest.raises(TorchrunConfigError, match=words):
+            choose(setting, {setting: call}, {hyphens: option}, settings)
+
+
+@pytest.mark.parametrize("setting", [*SETTINGS, "timeout_s"])
+def test_a_wrong_value_of_a_call_is_named(setting):
+    settings = parse_settings({}, "train")
+    with pytest.raises(TorchrunConfigError, match=rf"run\({setting}\) (is|has) 'x'"):
+        choose(setting, {setting: "x"}, {}, settings)
+    hyphens = setting.replace("_", "-")
+    with pytest.raises(TorchrunConfigError, match=rf"torchrun_args {hyphens} (is|has) 'x'"):
+        choose(setting, {}, {hyphens: "x"}, settings)
+
+
+def test_a_limit_of_the_call_alone_has_no_attribute():
+    assert choose("timeout_s", {}, {}, parse_settings({}, "train")).value is None

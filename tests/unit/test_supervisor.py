@@ -1,141 +1,747 @@
-"""A launch of two nodes, as threads of this process with a real channel, that ends in a way that nobody planned."""
+"""What one node does in one launch: which message follows on what its agent says and what its gang decides."""
 
 import os
+import pickle
 import queue
 import signal
-import sys
+import tempfile
 import threading
 import time
+from pathlib import Path
 
 import pytest
-from unit_helpers import eventually
+from fake_node import DEADLINE_S, FakeNode
+from unit_helpers import eventually, write
 
-from metaflow_extensions.torchrun.plugins.torchrun import joining
-from metaflow_extensions.torchrun.plugins.torchrun.devices import Machine
-from metaflow_extensions.torchrun.plugins.torchrun.errors import GangError, LaunchFailed
+from metaflow_extensions.torchrun.plugins.torchrun.errors import (
+    GangError,
+    LaunchFailed,
+    LaunchTimeout,
+    TorchrunError,
+    TorchrunPreempted,
+)
 from metaflow_extensions.torchrun.plugins.torchrun.executor import Context, TorchrunExecutor
-from metaflow_extensions.torchrun.plugins.torchrun.launch_spec import LaunchSpec
-from metaflow_extensions.torchrun.plugins.torchrun.policy import LaunchPolicy
+from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
+from metaflow_extensions.torchrun.plugins.torchrun.gang.member import Interruption, TimedOut
+from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import LaunchPolicy
+from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
+    Abort,
+    Active,
+    Ended,
+    Failed,
+    Go,
+    Restart,
+    Stored,
+    Storing,
+    Verdict,
+)
+from metaflow_extensions.torchrun.plugins.torchrun.launch.function import FunctionCall
+from metaflow_extensions.torchrun.plugins.torchrun.launch.transfer import Step, Transfer
+from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import Machine
+from metaflow_extensions.torchrun.plugins.torchrun.node.agent_events import (
+    AgentEnded,
+    End,
+    Frozen,
+    Terminated,
+    WorkerStarted,
+)
+from metaflow_extensions.torchrun.plugins.torchrun.node.supervisor import Quiet
+from metaflow_extensions.torchrun.plugins.torchrun.node.upload import Upload
 from metaflow_extensions.torchrun.plugins.torchrun.settings import DEFAULTS, parse_settings
-from metaflow_extensions.torchrun.plugins.torchrun.supervisor import Supervisor
 
-SETTINGS = parse_settings({**DEFAULTS, "grace_s": 1}, "train")
-AGENT = f"""#!{sys.executable} -IS
-import os, sys, time
-node = [arg for arg in sys.argv if arg.startswith("--node-rank=")][0].split("=")[1]
-open(sys.argv[-1] + node, "w").close()
-while not os.path.exists(sys.argv[-1] + ".end"):
-    time.sleep(0.01)
-"""
-
-
-class Book:
-    """An address book in memory."""
-
-    def __init__(self):
-        self._addresses = queue.Queue()
-
-    def publish(self, address, patience_s):
-        self._addresses.put(address)
-
-    def look_up(self, timeout_s, all_s, wait):
-        return self._addresses.get(timeout=timeout_s)
-
-
-class Node:
-    """One node of a gang of two."""
-
-    def __init__(self, number, book, folder):
-        self.number, self.script, self.started = number, folder / "script", folder / f"script{number}"
-        self.said = []
-        emit = lambda event: self.said.append(event.text)  # noqa: E731
-        if number == 0:
-            self.seat, _ = joining.join_as_control(book, 2, "", SETTINGS, emit, True)
-        else:
-            self.seat, _ = joining.join_as_member(book, 1, 2, SETTINGS, emit)
-        self.agent = folder / "agent"
-        self.agent.write_text(AGENT)
-        self.agent.chmod(0o755)
-
-    def run(self, **more):
-        own = {"nproc": 1, "num_nodes": 2, "node_index": self.number, "python": str(self.agent), **more}
-        spec = LaunchSpec(str(self.script), (), False, **own)
-        supervisor = Supervisor(
-            spec, self.seat, "127.0.0.1", Machine(1), LaunchPolicy(max_restarts=3), 1.0, 30.0, {}, lambda *_: None
-        )
-        return supervisor.run()
-
-    def end(self):
-        """Let the agents of both nodes end."""
-        self.script.with_name("script.end").touch()
-
-
-class Call(threading.Thread):
-    """A call of `run` in a thread of its own, and what comes of it."""
-
-    def __init__(self, node, **more):
-        super().__init__(daemon=True)
-        self._node, self._more, self.came = node, more, queue.Queue()
-        self.start()
-
-    def run(self):
-        try:
-            self.came.put(self._node.run(**self._more))
-        except BaseException as error:
-            self.came.put(error)
-
-    def outcome(self, deadline_s=20):
-        return self.came.get(timeout=deadline_s)
+ERROR = LaunchFailed("Rank 1 failed.", Cause("exit", 0, "host", 1, 1, 3).as_dict())
+REPORT = "Traceback (most recent call last):\nChildFailedError\n"  # of torchrun, when a worker has failed
+STOP, CLOSE = ("stop", 30.0), ("close", 0.0)
 
 
 @pytest.fixture
-def nodes(tmp_path):
-    book = Book()
-    made = [Node(number, book, tmp_path) for number in range(2)]
-    yield made
-    for node in reversed(made):
-        node.seat.leave()
+def node(tmp_path):
+    """Return the control node of a fake gang; a test that makes others gives them folders of their own."""
+    return FakeNode(tmp_path)
 
 
-def test_what_is_no_oserror_between_ready_and_the_start_is_told_to_all(nodes, tmp_path):
-    calls = [Call(nodes[0]), Call(nodes[1], log_dir=f"{tmp_path}/a\0b")]
-    errors = [call.outcome() for call in calls]
-    assert all(isinstance(error, LaunchFailed) for error in errors), errors
-    assert str(errors[0]) == str(errors[1])
-    assert "its torchrun agent could not be started: ValueError: " in str(errors[0])
+# --- a launch that ends well ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("moment", ["before go", "after go"])
-def test_an_error_of_a_nodes_own_ends_the_launch_for_all_at_once(moment, nodes):
-    first = Call(nodes[0]) if moment == "after go" else None
-    second = Call(nodes[1])
-    eventually(lambda: nodes[1].seat.is_in_launch and (first is None or nodes[1].started.exists()))
-    nodes[1].seat.inbox.put({"type": "go"})  # no message of ours
-    assert isinstance(second.outcome(), KeyError)
-    error = (first or Call(nodes[0])).outcome()
-    assert isinstance(error, LaunchFailed)
-    assert "node 1" in str(error).lower()
-    assert "failed with KeyError: 'generation'" in str(error)
+def test_a_launch_from_ready_to_its_result(node):
+    ready = node.launch()
+    assert (ready.launch, ready.nproc, ready.policy) == (0, 2, LaunchPolicy())
+    agent = node.go(port=29517)
+    assert "--rdzv-endpoint=127.0.0.1:29517" in " ".join(agent.command)
+    node.all_end_well(agent)
+    ended = node.expect(Ended)
+    assert (ended.ok, ended.generation, ended.failures, ended.ended_well, ended.storing) == (True, 0, (), (0, 1), None)
+    result = node.verdict()
+    assert (result.launch, result.world_size, result.exit_codes, result.restarts) == (0, 4, {0: 0, 1: 0}, [])
+    assert node.texts("command") == [f"runs: {result.command}"]
+    assert agent.orders == ["start", CLOSE]
 
 
-def test_a_second_call_in_another_thread_is_an_error_and_the_first_is_unharmed(nodes):
-    calls = [Call(node) for node in nodes]
-    eventually(lambda: all(node.started.exists() for node in nodes))
-    error = Call(nodes[0]).outcome()
+def test_only_the_control_node_says_how_the_launch_is_to_be_run(tmp_path):
+    node = FakeNode(tmp_path, number=1)
+    assert node.launch().policy is None
+    node.verdict(ERROR)
+
+
+def test_the_output_of_ranks_and_agent_is_shown_with_their_labels(node):
+    agent = node.running()
+    write(node.agent_folder(agent) / "run_x" / "attempt_0" / "1" / "stdout.log", "hello\n")
+    node.agent_stderr(agent, "a warning\n")
+    node.all_end_well(agent)
+    node.expect(Ended)
+    node.verdict()
+    assert sorted(node.output) == ["[rank 1] hello\n", "[torchrun node 0] a warning\n"]
+
+
+@pytest.mark.parametrize(("log_dir", "kept"), [("logs", True), (None, False)])
+def test_the_workers_logs_are_kept_where_the_user_wants_them_alone(log_dir, kept, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    node = FakeNode(tmp_path, spec={"log_dir": log_dir and str(tmp_path / log_dir)})
+    agent = node.running()
+    assert (str(node.agent_folder(agent)) in agent.options.scratch) is not kept
+    node.all_end_well(agent)
+    node.expect(Ended)
+    node.verdict()
+    assert node.agent_folder(agent).exists() is kept
+
+
+def test_what_an_agent_has_left_running_is_named(node):
+    agent = node.running()
+    agent.say(AgentEnded(0, 0.0))
+    agent.say(End(0, left=("17 sleep 100", "18 sleep 200")))
+    node.expect(Ended)
+    assert node.texts("left_behind") == ["stopped what the workers had left running: 17 sleep 100, 18 sleep 200"]
+    node.verdict()
+
+
+# --- failures of this node --------------------------------------------------------------------------
+
+
+def test_a_worker_that_fails_is_told_at_once_and_stops_the_node(node):
+    agent = node.running()
+    node.agent_stderr(agent, f"a warning\n{REPORT}")
+    node.worker_ended(agent, 1, 3)
+    failed = node.expect(Failed)
+    assert (failed.generation, [each.cause.rank for each in failed.failures]) == (0, [1])
+    node.worker_ended(agent, 0, -signal.SIGTERM, stopped=True)
+    agent.say(End(-signal.SIGKILL))
+    ended = node.expect(Ended)
+    assert (ended.ok, ended.ended_well) == (False, ())
+    assert [(each.cause.rank, each.cause.exit_code) for each in ended.failures] == [(1, 3)]
+    assert node.verdict(ERROR) is ERROR
+    assert node.texts("worker_failed") == ["rank 1 exited with code 3; stopping all nodes"]
+    assert agent.orders == ["start", STOP, CLOSE]
+    assert node.output == ["[torchrun node 0] a warning\n"], "its report says less than is known"
+
+
+def test_of_two_failures_at_once_the_first_is_told_and_the_second_is_known_at_the_end(node):
+    agent = node.running()
+    now = time.monotonic()
+    node.worker_ended(agent, 0, 1, at=now)
+    node.worker_ended(agent, 1, -signal.SIGSEGV, at=now - 5)
+    agent.say(AgentEnded(1, now))
+    agent.say(End(1))
+    assert [each.cause.rank for each in node.expect(Failed).failures] == [0]
+    ended = node.expect(Ended)
+    assert [each.cause.rank for each in ended.failures] == [1], "it was the earlier one"
+    node.verdict(ERROR)
+    assert agent.orders == ["start", STOP, CLOSE], "it is stopped once"
+
+
+def test_workers_of_an_elastic_launch_may_fail(tmp_path):
+    """torchrun starts them again itself; only the agent's end counts."""
+    node = FakeNode(tmp_path, spec={"min_nodes": 1})
+    agent = node.running()
+    write(node.agent_folder(agent) / "run_x" / "attempt_0" / "1" / "stderr.log", "once more\n")
+    node.agent_stderr(agent, REPORT)
+    node.worker_ended(agent, 1, 3)
+    agent.say(WorkerStarted(7, 1, 2**22 + 7, "2"))
+    node.worker_reaped(agent, 0)
+    node.interrupt(Quiet())
+    agent.say(AgentEnded(1, time.monotonic()))
+    assert [each.cause.rank for each in node.expect(Failed).failures] == [1]
+    agent.say(End(1))
+    node.expect(Ended)
+    node.verdict(ERROR)
+    assert node.texts("worker_failed") == ["rank 1 exited with code 3; stopping all nodes"]
+    assert "[node 0 local rank 1] once more\n" in node.output, "its rank may be another one after a restart"
+    assert "ChildFailedError" in "".join(node.output), "it may have been of a failure after which all went on"
+
+
+REAPED_FIRST = "W1121 18:44:10.792000 77 torch/api.py:1] Sending process {} closing signal SIGTERM\n"
+
+
+@pytest.mark.parametrize("seen_by", ["the end of the other", "a look around"])
+def test_a_failure_that_torchrun_alone_has_seen(seen_by, node):
+    agent = node.running()
+    node.agent_stderr(agent, REAPED_FIRST.format(2**22 + 2))  # it stops rank 1
+    node.worker_reaped(agent, 0)
+    if seen_by == "a look around":
+        node.interrupt(Quiet())
+        node.expect(Failed)
+    node.worker_ended(agent, 1, -signal.SIGTERM)
+    if seen_by != "a look around":
+        node.expect(Failed)
+    agent.say(End(1))
+    cause = node.expect(Ended).failures[0].cause
+    assert (cause.rank, cause.exit_code, cause.what) == (0, None, "failed")
+    node.verdict(ERROR)
+    assert node.texts("worker_failed") == ["rank 0 failed; stopping all nodes"]
+
+
+@pytest.mark.parametrize(
+    ("event", "who", "kind"),
+    [
+        (Frozen(1, 1, 2, 0.0), "Rank 1 on node 0", "frozen"),
+        (Frozen(None, None, 2, 0.0), "node 0", "frozen"),
+        (Terminated(0.0), "node 0", "agent_ended"),
+    ],
+)
+def test_a_process_that_somebody_else_has_stopped_is_a_failure_once(event, who, kind, node):
+    agent = node.running()
+    agent.say(event)
+    agent.say(event)
+    cause = node.expect(Failed).failures[0].cause
+    assert (cause.kind, cause.who.startswith(who)) == (kind, True)
+    agent.say(End(-signal.SIGKILL))
+    assert node.expect(Ended).failures[0].cause == cause
+    node.verdict(ERROR)
+    assert node.texts("worker_failed") == [f"{cause.who} {cause.what}; stopping all nodes"]
+
+
+def test_an_agent_that_fails_itself(node):
+    agent = node.running()
+    node.agent_stderr(agent, f"{REPORT}RuntimeError: the store is gone\n")
+    agent.say(AgentEnded(1, time.monotonic()))
+    cause = node.expect(Failed).failures[0].cause
+    assert (cause.kind, cause.exit_code, cause.detail) == ("agent_ended", 1, f"{REPORT}RuntimeError: the store is gone")
+    agent.say(End(1))
+    assert node.expect(Ended).failures[0].cause == cause
+    node.verdict(ERROR)
+    assert node.texts("worker_failed") == ["the torchrun agent exited with code 1; stopping all nodes"]
+    assert "RuntimeError: the store is gone" in "".join(node.output), "nothing else explains it"
+    assert agent.orders == ["start", CLOSE], "its guardian stops the rest without being told"
+
+
+@pytest.mark.parametrize(
+    ("end", "kind", "exit_code", "words"),
+    [
+        (End(None, "could not be started: no such file"), "agent", None, "its torchrun agent could not be started: no"),
+        (End(None, None, guardian=-9), "agent_ended", -9, "its guardian process was killed by SIGKILL"),
+        (End(None, None), "agent", None, "its torchrun agent vanished"),
+        (End(-9, None), "agent", -9, "its torchrun agent was killed by SIGKILL"),
+    ],
+)
+def test_an_end_that_came_before_any_worker(end, kind, exit_code, words, node):
+    node.launch()
+    node.go().say(end)
+    ended = node.expect(Ended)
+    cause = ended.failures[0].cause
+    assert (ended.ok, cause.kind, cause.exit_code) == (False, kind, exit_code)
+    assert cause.exception.startswith(words)
+    node.verdict(ERROR)
+
+
+def test_an_agent_that_got_a_signal_from_outside_says_so(node):
+    agent = node.running()
+    node.agent_stderr(
+        agent, "torch.distributed.elastic.multiprocessing.api.SignalException: Process 7 got signal: 15\n"
+    )
+    agent.say(AgentEnded(1, time.monotonic()))
+    cause = node.expect(Failed).failures[0].cause
+    assert "its torchrun agent got SIGTERM, which nobody of the gang has sent, and gave up" in cause.exception
+    agent.say(End(1))
+    node.expect(Ended)
+    node.verdict(ERROR)
+
+
+def test_events_of_a_generation_that_is_over_are_nothing(node):
+    old = node.running()
+    node.worker_ended(old, 1, 3)
+    node.expect(Failed)
+    old.say(End(1))
+    node.expect(Ended)
+    old.say(End(1))
+    new = node.go(generation=1)
+    node.worker_ended(old, 0, 4)
+    node.all_end_well(new)
+    assert node.expect(Ended).ok
+    node.verdict()
+
+
+# --- what keeps the agent from starting -------------------------------------------------------------
+
+
+def test_a_folder_that_can_not_be_made_is_told(tmp_path):
+    write(tmp_path / "file", "")
+    node = FakeNode(tmp_path, spec={"log_dir": str(tmp_path / "file" / "logs")})
+    node.launch()
+    node.say_go()
+    cause = node.expect(Ended).failures[0].cause
+    assert cause.kind == "agent"
+    assert cause.exception.startswith("its torchrun agent could not be started: [Errno 20] Not a directory")
+    assert node.texts("worker_failed") == [f"{cause.exception}; stopping all nodes"]
+    node.verdict(ERROR)
+
+
+@pytest.mark.parametrize("at", ["the environment", "the start"])
+def test_what_is_no_oserror_is_told_with_its_name_and_leaves_no_files(at, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    node = FakeNode(tmp_path, spec={"log_dir": None, "env": 5 if at == "the environment" else ()})
+
+    def no_threads(*_):
+        raise RuntimeError("can't start new thread")
+
+    node.new_agent = lambda *args: type("Stuck", (), {"start": no_threads, "close": lambda *_: None})()
+    node.launch()
+    node.say_go()
+    words = node.expect(Ended).failures[0].cause.exception
+    error = "TypeError: 'int' object" if at == "the environment" else "RuntimeError: can't start new thread"
+    assert words.startswith(f"its torchrun agent could not be started: {error}")
+    node.verdict(ERROR)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_with_a_zero_byte_is_told_by_the_node_that_has_it(tmp_path):
+    node = FakeNode(tmp_path, spec={"log_dir": f"{tmp_path}/a\0b"})
+    node.launch()
+    node.say_go()
+    assert "could not be started: ValueError: " in node.expect(Ended).failures[0].cause.exception
+    node.verdict(ERROR)
+
+
+# --- the gang's decisions ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("number", "here", "teller", "is_said"),
+    [(0, 1, 1, True), (0, 2, 1, False), (0, 2, 0, True), (1, 1, 1, False)],
+)
+def test_why_all_are_stopped_is_said_by_one_node_of_a_terminal(number, here, teller, is_said, tmp_path):
+    node = FakeNode(tmp_path, number, machine=Machine(1, nodes_here=here))
+    agent = node.running()
+    node.stop(because="Rank 3 exited with code 1", teller=teller)
+    agent.say(End(-signal.SIGKILL))
+    assert node.expect(Ended).failures == (), "it obeyed"
+    node.verdict(ERROR)
+    assert node.texts("stopping") == ["Rank 3 exited with code 1; stopping all nodes"] * is_said
+    assert agent.orders == ["start", STOP, CLOSE]
+
+
+def test_a_preemption_sends_its_signal_to_the_workers_first(tmp_path):
+    node = FakeNode(tmp_path, grace_s=7.0)
+    agent = node.running()
+    node.stop(signal=signal.SIGUSR1)
+    node.stop()
+    agent.say(End(-signal.SIGKILL))
+    node.expect(Ended)
+    node.verdict(ERROR)
+    assert agent.orders == ["start", ("preempt", 7.0, signal.SIGUSR1), CLOSE], "the first stop counts"
+
+
+def test_a_stop_that_comes_after_the_end_is_nothing(node):
+    agent = node.running()
+    node.all_end_well(agent)
+    assert node.expect(Ended).ok
+    node.stop(because="Rank 3 exited with code 1")
+    node.verdict(ERROR)
+    assert agent.orders == ["start", CLOSE]
+    assert node.texts("stopping") == []
+
+
+def test_a_stop_that_meets_an_agent_that_ends_well(node):
+    agent = node.running()
+    agent.say(AgentEnded(0, 0.0))
+    node.stop()
+    agent.say(End(0))
+    assert node.expect(Ended).ok
+    node.verdict(ERROR)
+
+
+@pytest.mark.parametrize("is_stopping", [False, True])
+def test_a_hang_is_looked_into_before_the_workers_are_stopped(is_stopping, tmp_path):
+    node = FakeNode(tmp_path, policy=LaunchPolicy(hang_timeout_s=5.0))
+    agent = node.running()
+    assert str(agent.env["TORCHRUN_STACKS_FOLDER"]).startswith(str(node.agent_folder(agent)))
+    if is_stopping:
+        node.worker_ended(agent, 0, 1)
+        node.expect(Failed)
+    node.stop(diagnostics=True)
+    agent.say(End(-signal.SIGKILL))
+    found = node.expect(Ended).diagnostics
+    node.verdict(ERROR)
+    assert len(node.texts("diagnostics")) == (not is_stopping)
+    if is_stopping:
+        assert found is None
+    else:
+        assert sorted(found.where) == [0, 1]
+        assert Path(found.file).parent.name.startswith("torchrun-hang-node0-launch0-0-")
+
+
+def test_a_restart_is_a_new_generation_and_stands_in_the_result(node):
+    first = node.running()
+    node.worker_ended(first, 1, 3)
+    cause = node.expect(Failed).failures[0].cause
+    first.say(End(1))
+    node.expect(Ended)
+    node.restart(cause)
+    second = node.go(generation=1, restarts=1)
+    assert "TORCHELASTIC_RESTART_COUNT=1" in second.command
+    node.all_end_well(second)
+    assert node.expect(Ended).generation == 1
+    result = node.verdict()
+    assert result.restarts == [{"generation": 1, "cause": cause.as_dict()}]
+    assert node.texts("restart") == [f"restart 1 of 3 in 0 s, because {cause.who} exited with code 3"]
+
+
+def test_messages_of_another_launch_are_nothing(node):
+    agent = node.running()
+    node.member.deliver(Verdict(7, ERROR))
+    node.member.deliver(Restart(7, 1, 3, 0.0, cause=None))
+    node.all_end_well(agent)
+    assert node.expect(Ended).ok
+    node.verdict()
+
+
+def test_a_verdict_that_comes_before_the_workers_end_stops_them(node):
+    agent = node.running()
+    assert node.verdict(ERROR) is ERROR
+    assert agent.orders == ["start", ("close", 30.0)]
+
+
+# --- what interrupts this node ----------------------------------------------------------------------
+
+
+def test_a_preemption_is_told_and_the_verdict_awaited(node):
+    agent = node.running()
+    node.member.notice("its machine is taken away")
+    failed = node.expect(Failed)
+    assert (failed.failures[0].cause.kind, failed.given_up) == ("terminated", False)
+    node.stop(signal=signal.SIGTERM)
+    node.worker_ended(agent, 0, 0, stopped=True)
+    agent.say(End(-signal.SIGKILL))
+    assert node.expect(Ended).ended_well == (0,)
+    node.verdict(ERROR)
+    assert node.texts("stopping")[0] == "was preempted: its machine is taken away; stopping all nodes"
+
+
+def test_the_second_preemption_ends_the_launch_at_once(node):
+    agent = node.running()
+    for _ in range(2):
+        node.interrupt(Interruption.MUST_END)
+    assert isinstance(node.outcome(), TorchrunPreempted)
+    assert node.expect(Failed).given_up is False
+    assert node.expect(Failed).given_up is True
+    ended = node.expect(Ended)
+    assert (ended.ok, ended.generation, ended.given_up) == (False, None, True)
+    assert agent.orders == ["start", ("close", 30.0)]
+
+
+@pytest.mark.parametrize(
+    ("news", "kind"), [(Interruption.MUST_END, TorchrunPreempted), (TimedOut("too long"), LaunchTimeout)]
+)
+def test_before_go_an_interruption_ends_the_launch(news, kind, node):
+    node.launch()
+    node.interrupt(news)
+    assert isinstance(node.outcome(), kind)
+    assert node.expect(Failed).given_up
+    assert node.expect(Ended).given_up
+
+
+def test_the_end_of_the_steps_time_is_told_and_the_verdict_awaited(node):
+    agent = node.running()
+    node.member.time_out("longer than the step's @timeout allows")
+    assert node.expect(Failed).failures[0].cause.kind == "step_timeout"
+    node.stop()
+    agent.say(End(-signal.SIGKILL))
+    node.expect(Ended)
+    node.verdict(ERROR)
+
+
+def test_a_gang_that_breaks_is_raised_and_nobody_is_told_what_all_know(node):
+    agent = node.running()
+    broken = GangError("Node 1 is gone.")
+    node.member.deliver(Abort(broken))
+    assert node.outcome() is broken
+    node.expect(Ended)
+    assert node.nothing_more_is_sent()
+    assert agent.orders == ["start", ("close", 30.0)]
+
+
+def test_a_step_whose_code_ends_under_a_launch_of_another_thread(node):
+    node.running()
+    node.interrupt(Interruption.BROKEN)
+    error = node.outcome()
+    assert type(error) is TorchrunError
+    assert "while another thread was still in current.torch.run" in str(error)
+
+
+def test_an_error_of_our_own_ends_the_launch_and_is_told(node):
+    node.running()
+    node.restart(cause=None)  # no message of ours
+    assert isinstance(node.outcome(), AttributeError)
+    failed = node.expect(Failed)
+    assert failed.given_up
+    assert "AttributeError: 'NoneType' object has no attribute 'as_dict'" in failed.failures[0].cause.exception
+    assert node.expect(Ended).given_up
+
+
+def test_workers_that_do_not_end_are_given_up(tmp_path):
+    node = FakeNode(tmp_path, grace_s=-30.0)  # so that the time is up at once
+    node.running()
+    node.interrupt(Quiet())
+    node.stop()
+    node.interrupt(Quiet())
+    assert "were told to stop but did not end within 0 s; they may hang in the kernel" in str(node.outcome())
+
+
+# --- is anybody alive? ------------------------------------------------------------------------------
+
+
+def test_the_gang_hears_of_output_and_of_ends_now_and_then(tmp_path):
+    node = FakeNode(tmp_path, policy=LaunchPolicy(hang_timeout_s=1000.0))
+    agent = node.running()
+    now = time.monotonic()
+    node.worker_ended(agent, 0, 0, at=now)
+    node.worker_ended(agent, 1, 0, at=now + 99.0)
+    node.worker_ended(agent, 1, 0, at=now + 101.0)
+    assert node.expect(Active).age_s == pytest.approx(0.0, abs=DEADLINE_S)
+    assert node.expect(Active).age_s == pytest.approx(-101.0, abs=DEADLINE_S), "a tenth of the limit later"
+    agent.say(AgentEnded(0, 0.0))
+    agent.say(End(0))
+    node.expect(Ended)
+    node.verdict()
+
+
+def test_output_counts_where_nobody_reads_it(tmp_path):
+    node = FakeNode(tmp_path, policy=LaunchPolicy(hang_timeout_s=1e-9), spec={"shown_local_ranks": frozenset({0})})
+    agent = node.running()
+    log = write(node.agent_folder(agent) / "run_x" / "attempt_0" / "1" / "stdout.log", "hello\n")
+    deadline = time.monotonic() + DEADLINE_S
+    while node.nothing_more_is_sent() and time.monotonic() < deadline:  # until the follower has found the file
+        node.interrupt(Quiet())
+        time.sleep(0.01)
+    assert node.expect(Active).generation == 0
+    node.stop()
+    log.write_text("hello, and more\n")
+    node.interrupt(Quiet())
+    agent.say(End(-signal.SIGKILL))
+    node.expect(Ended)  # what workers write that are being stopped is no sign of life
+    node.verdict(ERROR)
+    assert node.output == []
+
+
+# --- what other nodes need of this node's ranks -----------------------------------------------------
+
+
+class Store:
+    """A datastore that waits for the test's word; the word "fail" is an error."""
+
+    where = "the s3 datastore s3://bucket"
+
+    def __init__(self):
+        self.data, self.words, self.last_error = {}, queue.Queue(), None
+        self.saves = threading.Semaphore(0)  # released whenever a save begins
+
+    def save(self, data):
+        self.saves.release()
+        if self.words.get(timeout=DEADLINE_S) == "fail":
+            raise RuntimeError("SlowDown")
+        self.data[f"key {len(self.data)}"] = data
+        return f"key {len(self.data) - 1}"
+
+    def load(self, keys):
+        for key in keys:
+            yield key, self.data[key]
+
+    def trouble(self):
+        return self.last_error
+
+
+@pytest.fixture
+def store():
+    store = Store()
+    yield store
+    for _ in range(4):
+        store.words.put("fail")  # whoever was given up
+
+
+@pytest.fixture
+def call(store):
+    with FunctionCall(print, None, None, True, store) as call:
+        yield call
+
+
+def returns(call, *ranks, name="returned"):
+    for rank in ranks:
+        Path(call.folder, "values", f"{name}-{rank}.pkl").write_bytes(pickle.dumps(f"of rank {rank}"))
+
+
+@pytest.fixture
+def storing(tmp_path, call, store):
+    """Return a member whose ranks have returned; it stores the first of their values and waits for the store."""
+    node = FakeNode(tmp_path, number=1, call=call)
+    agent = node.running()
+    returns(call, 2, 3)
+    node.all_end_well(agent)
+    assert node.expect(Ended).storing.startswith("rank 2's value (")
+    assert node.expect(Storing).what.startswith("rank 2's value (")
+    assert store.saves.acquire(timeout=DEADLINE_S)
+    return node
+
+
+def test_what_ranks_return_is_stored_one_by_one(storing, store):
+    store.words.put("go on")
+    assert storing.expect(Storing).what.startswith("rank 3's value (")
+    store.words.put("go on")
+    storing.expect(Storing)
+    stored = storing.expect(Stored)
+    assert (stored.keys, stored.failures) == ({2: "key 0", 3: "key 1"}, ())
+    assert list(storing.verdict()) == ["of rank 2", "of rank 3"]
+
+
+def test_a_value_that_can_not_be_stored_is_a_failure(storing, store):
+    store.words.put("fail")
+    storing.expect(Storing)
+    cause = storing.expect(Stored).failures[0].cause
+    assert (cause.kind, cause.rank, cause.local_rank) == ("store", 2, 0)
+    assert "could not be stored in the s3 datastore s3://bucket after 0 s: RuntimeError: SlowDown" in cause.exception
+    storing.verdict(ERROR)
+    assert storing.texts("worker_failed") == [f"{cause.who} {cause.what}; stopping all nodes"]
+
+
+def test_an_upload_that_takes_too_long_is_a_failure(tmp_path, call, monkeypatch):
+    monkeypatch.setattr("metaflow_extensions.torchrun.plugins.torchrun.launch.transfer.PATIENCE_S", 0.0)
+    node = FakeNode(tmp_path, number=1, call=call)
+    agent = node.running()
+    returns(call, 2)
+    node.all_end_well(agent)
+    node.expect(Ended)
+    node.expect(Storing)
+    cause = node.expect(Stored).failures[0].cause
+    assert cause.exception.endswith("after 0 s: it has not answered, or is too slow")
+    node.verdict(ERROR)
+
+
+def test_an_upload_that_takes_long_is_told(storing, store, monkeypatch):
+    monkeypatch.setattr("metaflow_extensions.torchrun.plugins.torchrun.launch.transfer.REMIND_S", 0.0)
+    store.last_error = "503"
+    storing.interrupt(Quiet())
+    assert storing.expect(Storing).what.endswith("(the datastore fails: 503)")
+    assert storing.texts("note")[0].startswith("stores rank 2's value (")
+    storing.verdict(ERROR)
+
+
+@pytest.mark.parametrize("news", ["stop", "go", "interruption"])
+def test_an_upload_is_given_up_for_what_is_more_urgent(news, storing, store):
+    if news == "interruption":
+        storing.interrupt(Interruption.MUST_END)
+        assert isinstance(storing.outcome(), TorchrunPreempted)
+    elif news == "stop":
+        storing.stop()
+        storing.verdict(ERROR)
+    else:
+        storing.all_end_well(storing.go(generation=1))
+        assert storing.expect(Ended).generation == 1
+        storing.verdict(ERROR)
+    for _ in range(2):
+        store.words.put("go on")
+    eventually(lambda: "torchrun-values" not in {thread.name for thread in threading.enumerate()})
+    assert store.words.qsize() == 1, "the second value is not begun"
+    assert (storing.expect(Failed).given_up, storing.expect(Ended).given_up) == (True, True)
+    assert storing.nothing_more_is_sent()
+
+
+def test_news_of_an_upload_that_was_given_up_are_nothing(node, store):
+    agent = node.running()
+    step = Step("a value", dict, 10.0)
+    node.interrupt(Upload(Transfer(store, "stores", [step]), node.plan, Go(0, 0, 1, "gang", 0, 0), node.member))
+    node.all_end_well(agent)
+    assert node.expect(Ended).ok
+    node.verdict()
+
+
+def test_what_ranks_raised_is_stored_in_spite_of_a_stop_and_its_loss_is_no_failure(tmp_path, call, store):
+    node = FakeNode(tmp_path, call=call)
+    agent = node.running()
+    returns(call, 1, name="raised")
+    node.worker_ended(agent, 1, 1)
+    agent.say(End(1))
+    node.expect(Failed)
+    assert node.expect(Ended).storing.startswith("what its ranks raised (")
+    node.expect(Storing)
+    node.stop()
+    store.words.put("fail")
+    node.expect(Storing)
+    stored = node.expect(Stored)
+    assert (stored.keys, stored.failures) == ({}, ())
+    node.verdict(ERROR)
+
+
+def test_a_node_that_was_stopped_while_it_ended_well_stores_nothing(tmp_path, call):
+    node = FakeNode(tmp_path, number=1, call=call)
+    agent = node.running()
+    returns(call, 2, 3)
+    node.stop()
+    node.all_end_well(agent)
+    assert node.expect(Ended).storing is None
+    node.verdict(ERROR)
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_the_control_nodes_result_has_the_values_of_all_ranks(is_there, tmp_path, call, store):
+    node = FakeNode(tmp_path, call=call)
+    agent = node.running()
+    returns(call, 0, 1)
+    node.all_end_well(agent)
+    assert node.expect(Ended).storing is None, "its own values need no way"
+    store.data = {f"key {rank}": pickle.dumps(f"of rank {rank}") for rank in (2, 3) if is_there}
+    result = node.verdict(stored={2: "key 2", 3: "key 3"})
+    if is_there:
+        assert list(result) == [f"of rank {rank}" for rank in range(4)]
+    else:
+        assert result.cause["category"] == "store"
+        assert "The workers of launch 0 had ended well on all nodes." in str(result)
+
+
+# --- how a launch becomes an agent ------------------------------------------------------------------
+
+
+def test_nodes_that_share_a_machine_share_its_accelerators_and_its_terminal(tmp_path):
+    node = FakeNode(tmp_path, number=1, machine=Machine(4, ("0", "1", "2", "3"), nodes_here=2, node_here=1))
+    agent = node.running()
+    assert agent.env["CUDA_VISIBLE_DEVICES"] == "2,3"
+    assert "TORCHRUN_PEER_GONE" in agent.env
+    node.verdict(ERROR)
+
+
+def test_the_guardian_is_told_what_to_expect_and_what_to_remove(tmp_path, call):
+    node = FakeNode(tmp_path, call=call, grace_s=7.0, silence_s=8.0, spec={"cwd": "/work"})
+    options = node.running().options
+    assert (options.grace_s, options.silence_s, options.workers, options.restarts) == (7.0, 8.0, 2, False)
+    assert (options.cwd, list(options.scratch)) == ("/work", [call.folder])
+    node.verdict(ERROR)
+
+
+def test_a_second_call_in_another_thread_is_an_error_and_the_first_is_unharmed(node):
+    agent = node.running()
+    node.call_run()
+    error = node.outcome()
     assert isinstance(error, GangError)
     assert "while launch 0 still ran there, in another thread" in str(error)
-    nodes[0].end()
-    assert [call.outcome().launch for call in calls] == [0, 0]
-    assert [call.outcome().launch for call in [Call(node) for node in nodes]] == [1, 1]
+    node.all_end_well(agent)
+    node.expect(Ended)
+    assert node.verdict().launch == 0
 
 
-def test_a_call_in_a_forked_child_is_an_error(nodes):
+def test_a_call_in_a_forked_child_is_an_error(node):
     mine, its = os.pipe()
+    settings = parse_settings(DEFAULTS, "train")
     pid = os.fork()
     if pid == 0:
         signal.alarm(20)
         try:
-            TorchrunExecutor(Context(nodes[0].seat, "127.0.0.1", Machine(1), SETTINGS)).run("script.py")
+            TorchrunExecutor(Context(node.member, "127.0.0.1", Machine(1), settings)).run("script.py")
         except GangError as error:
             os.write(its, str(error).encode())
         os._exit(0)
@@ -143,20 +749,3 @@ def test_a_call_in_a_forked_child_is_an_error(nodes):
     with os.fdopen(mine) as answer:
         assert "was forked from the task" in answer.read()
     os.waitpid(pid, 0)
-
-
-def test_waiting_for_the_control_node_is_told_now_and_then(monkeypatch):
-    monkeypatch.setattr(joining, "QUIET_S", 0.1)
-    monkeypatch.setattr(joining, "REMIND_S", 0.1)
-    said = []
-
-    class Late(Book):
-        def look_up(self, timeout_s, all_s, wait):
-            deadline = time.monotonic() + 10
-            while len(said) < 2 and time.monotonic() < deadline:
-                wait(0.02)
-            raise GangError("nobody came")
-
-    with pytest.raises(GangError):
-        joining.join_as_member(Late(), 1, 2, SETTINGS, lambda event: said.append(event.text))
-    assert said == ["waits for node 0 (the control node) to start"] * 2

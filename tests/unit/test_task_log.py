@@ -3,24 +3,33 @@
 import threading
 import time
 
+import pytest
 from unit_helpers import eventually
 
-from metaflow_extensions.torchrun.plugins.torchrun import task_log
+from metaflow_extensions.torchrun.plugins.torchrun.border import task_log
+from metaflow_extensions.torchrun.plugins.torchrun.border.task_log import TaskLog
 from metaflow_extensions.torchrun.plugins.torchrun.events import Event
-from metaflow_extensions.torchrun.plugins.torchrun.task_log import TaskLog
+
+
+@pytest.fixture(autouse=True)
+def no_pause(monkeypatch):
+    monkeypatch.setattr(task_log, "_TEE_S", 0.0)
 
 
 class Store:
-    """A task datastore that keeps what it is given, as slowly as the test wants."""
+    """A task datastore that keeps what it is given, when the test lets it go on."""
 
-    def __init__(self, takes_s=0.0, error=None):
-        self.saved, self.takes_s, self.error = [], takes_s, error
+    def __init__(self, error=None, open_now=True):
+        self.begun, self.saved, self.error, self.go_on = [], [], error, threading.Event()
+        if open_now:
+            self.go_on.set()
 
     def __call__(self):
         return self
 
     def save_logs(self, source, data):
-        time.sleep(self.takes_s)
+        self.begun.append(data)
+        assert self.go_on.wait(10)
         if self.error:
             raise self.error
         self.saved.append((source, data))
@@ -51,41 +60,33 @@ def test_large_logs_are_left_to_the_datastore(tmp_path, monkeypatch):
 def test_only_bad_news_is_urgent(tmp_path):
     store, seen = Store(), []
     take = log_of(tmp_path, store, stdout="x").after(seen.append)
+    before = threading.active_count()
     take(Event("note", 0, "all well"))
-    take(Event("stopping", 0, ""))
-    time.sleep(0.5)
-    assert store.saved == []
+    assert threading.active_count() == before
     take(Event("failed", 0, "Rank 3 failed"))
     assert eventually(lambda: store.saved)
-    assert [event.kind for event in seen] == ["note", "stopping", "failed"]
+    assert [event.kind for event in seen] == ["note", "failed"]
 
 
 def test_a_store_that_fails_or_hangs_is_not_waited_for(tmp_path):
     log_of(tmp_path, Store(error=OSError("no network")), stdout="x").save(wait_s=5)
+    store = Store(open_now=False)
     begin = time.monotonic()
-    log_of(tmp_path, Store(takes_s=3), stdout="x").save(wait_s=0.1)
+    log_of(tmp_path, store, stdout="x").save(wait_s=0.01)
     assert time.monotonic() - begin < 2
+    store.go_on.set()
 
 
-def test_the_newest_state_comes_last(tmp_path, monkeypatch):
+def test_the_newest_state_comes_last(tmp_path):
     """One upload waits for the one before, or an older state of the log could overwrite a newer."""
-    monkeypatch.setattr(task_log, "_TEE_S", 0.0)
-    begun, go_on = [], threading.Event()
-
-    class Slow(Store):
-        def save_logs(self, source, data):
-            begun.append(data["stdout"])
-            assert go_on.wait(10)
-            super().save_logs(source, data)
-
-    store = Slow()
+    store = Store(open_now=False)
     log = log_of(tmp_path, store, stdout="first")
     log.save()
-    assert eventually(lambda: begun)
+    assert eventually(lambda: store.begun)
     (tmp_path / "stdout").write_text("second")
-    log.save(wait_s=0.3)
-    assert begun == [b"first"]
-    go_on.set()
+    log.save(wait_s=0.1)
+    assert store.begun == [{"stdout": b"first"}]
+    store.go_on.set()
     assert eventually(lambda: [data["stdout"] for _, data in store.saved] == [b"first", b"second"])
 
 

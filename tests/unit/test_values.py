@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from metaflow_extensions.torchrun.plugins.torchrun.values import ValuesOnDisk
+from metaflow_extensions.torchrun.plugins.torchrun.launch.values import ValuesOnDisk
 
 BIG = os.urandom(3 << 20)
 
@@ -69,7 +69,7 @@ def test_no_file_is_left_open(values, tmp_path):
 MEASURE = """
 import sys
 from metaflow_extensions.torchrun.plugins.torchrun.result import TorchrunResult
-from metaflow_extensions.torchrun.plugins.torchrun.values import ValuesOnDisk
+from metaflow_extensions.torchrun.plugins.torchrun.launch.values import ValuesOnDisk
 
 def peak():  # of this program alone; ru_maxrss knows what the process was before
     with open("/proc/self/status") as file:

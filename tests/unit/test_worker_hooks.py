@@ -10,8 +10,9 @@ import time
 import pytest
 from unit_helpers import worker_environment, write
 
-from metaflow_extensions.torchrun.plugins.torchrun.failure import SHORT_PEER_ERRORS, read_record
-from metaflow_extensions.torchrun.plugins.torchrun.launch_spec import WORKER_HOOKS
+from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import SHORT_PEER_ERRORS
+from metaflow_extensions.torchrun.plugins.torchrun.launch.command import WORKER_HOOKS
+from metaflow_extensions.torchrun.plugins.torchrun.node.exits import read_record
 
 RAISES = "raise ValueError('the end')"
 
@@ -79,7 +80,7 @@ NO_CAUSE = {
     "a warning": "import warnings; warnings.warn('Traceback (most recent call last):'); exit(3)",
     "a quick exit": "import os, traceback\n" + HANDLED.format("traceback.print_exc()") + "os._exit(3)",
     "a signal": "import os; os.kill(os.getpid(), 9)",
-    "an interrupt": "import os; os.kill(os.getpid(), 2)",
+    "an interrupt": "import os, signal; signal.signal(2, signal.default_int_handler); os.kill(os.getpid(), 2)",
 }  # fmt: skip
 
 

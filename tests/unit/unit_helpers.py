@@ -6,9 +6,16 @@ from pathlib import Path
 
 import psutil
 
-from metaflow_extensions.torchrun.plugins.torchrun.launch_spec import WORKER_HOOKS
+from metaflow_extensions.torchrun.plugins import torchrun as package
+from metaflow_extensions.torchrun.plugins.torchrun.launch.command import WORKER_HOOKS
 
 PACKAGE = "metaflow_extensions.torchrun.plugins.torchrun"
+# For programs that need none of Metaflow, whose import takes a second: our package as `ours`, without its `__init__`.
+OURS = f"""
+import sys, types
+ours = sys.modules["ours"] = types.ModuleType("ours")
+ours.__path__ = [{os.path.dirname(package.__file__)!r}]
+"""
 
 # Names and texts that a shell, a template or a careless join would damage.
 HOSTILE = [

@@ -13,8 +13,8 @@ from ..plugins.torchrun.errors import (
     TorchrunPreempted,
     WorkerFailed,
 )
-from ..plugins.torchrun.executor import TorchrunSingleNodeMultiGPU
 from ..plugins.torchrun.result import TorchrunResult
+from ..plugins.torchrun.single_node import TorchrunSingleNodeMultiGPU
 
 # Metaflow shows both in its own version.
 __mf_extensions__ = "torchrun"

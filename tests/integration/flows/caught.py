@@ -1,9 +1,7 @@
 """A gang whose failure is caught by Metaflow."""
 
-import json
-import os
-
 from metaflow import FlowSpec, catch, current, step, torchrun
+from notes import note
 
 
 class CaughtFlow(FlowSpec):
@@ -25,8 +23,7 @@ class CaughtFlow(FlowSpec):
 
     @step
     def end(self):
-        with open(os.path.join(os.environ["GANG_OUT"], "end"), "w") as file:
-            json.dump({"exception": self.failure.exception}, file)
+        note("end", {"exception": self.failure.exception})
 
 
 if __name__ == "__main__":

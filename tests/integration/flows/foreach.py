@@ -1,9 +1,7 @@
 """A gang in every branch of a foreach."""
 
-import json
-import os
-
 from metaflow import FlowSpec, current, step, torchrun
+from notes import note
 
 
 class ForeachFlow(FlowSpec):
@@ -36,8 +34,7 @@ class ForeachFlow(FlowSpec):
 
     @step
     def end(self):
-        with open(os.path.join(os.environ["GANG_OUT"], "end"), "w") as file:
-            json.dump(self.all, file)
+        note("end", self.all)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """The flow that most tests run: what it does comes from the environment, as JSON.
 
 ``GANG_ATTRS``: attributes of ``@torchrun``. ``GANG_RUNS``: a list of arguments for ``current.torch.run``.
-``GANG_HOOK``: what the step's own code does besides, see `hook`. ``GANG_OUT``: a folder for files.
+``GANG_HOOK``: what the step's own code does besides, see `hook`; with ``go-on`` it catches what
+the launches raise, with ``raise-last`` all but what the last one raises. ``GANG_OUT``: a folder for files.
 """
 
 import json
@@ -11,23 +12,14 @@ import sys
 import time
 
 from metaflow import FlowSpec, Parameter, TorchrunError, current, retry, step, timeout, torchrun
+from notes import note
 
 ATTRS = json.loads(os.environ.get("GANG_ATTRS", "{}"))
 RUNS = json.loads(os.environ.get("GANG_RUNS", '[{"entrypoint": "worker.py"}]'))
 HOOK = os.environ.get("GANG_HOOK", "")
-OUT = os.environ.get("GANG_OUT", "")
 
 if HOOK == "never-arrives" and os.environ.get("MF_PARALLEL_NODE_INDEX") == "1":
     time.sleep(120)
-
-
-def note(name: str, what: object) -> None:
-    """Leave a JSON file for the test."""
-    if OUT:
-        path = os.path.join(OUT, name)
-        with open(path + ".part", "w") as file:
-            json.dump(what, file)
-        os.replace(path + ".part", path)
 
 
 if HOOK == "dies-early" and os.environ.get("MF_PARALLEL_NODE_INDEX") == "1":
@@ -83,10 +75,9 @@ class GangFlow(FlowSpec):
             try:
                 self.results.append(torch.run(**kwargs))
             except TorchrunError as error:
-                if HOOK != "go-on":
-                    note_error(f"error-{node}-{current.retry_count}", error)
-                    raise
                 note_error(f"error-{node}-{current.retry_count}.{number}", error)
+                if HOOK != "go-on" and (HOOK != "raise-last" or kwargs is RUNS[-1]):
+                    raise
         hook("after")
         self.next(self.join)
 

@@ -24,8 +24,7 @@ class LegacyFlow(FlowSpec):
                 push_results_dir_to_cloud=True,
                 local_output_dir="out",
             )
-            current.torch.run(OPTIONS, "worker.py", ARGS, 2, True, "out")
-            current.torch.run(OPTIONS, "missing.py")
+            current.torch.run(OPTIONS, "missing.py", ARGS, 2, True, "out")
         except TorchrunException as error:
             print("caught:", error)
         self.next(self.join)

@@ -36,7 +36,7 @@ def shapes() -> None:
 
 def flood() -> None:
     block = b"".join(b"%07d " % n + b"y" * 991 + b"\n" for n in range(1_000))
-    for _ in range(100):
+    for _ in range(50):
         sys.stdout.buffer.write(block)
 
 

@@ -1,9 +1,7 @@
 """A step without num_parallel."""
 
-import json
-import os
-
 from metaflow import FlowSpec, TorchrunSingleNodeMultiGPU, step
+from notes import note
 
 
 class SingleFlow(FlowSpec):
@@ -15,8 +13,7 @@ class SingleFlow(FlowSpec):
 
     @step
     def end(self):
-        with open(os.path.join(os.environ["GANG_OUT"], "end"), "w") as file:
-            json.dump({"world_size": self.result.world_size, "exit_codes": self.result.exit_codes}, file)
+        note("end", {"world_size": self.result.world_size, "exit_codes": self.result.exit_codes})
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import threading
 import time
 
 RANK = os.environ["RANK"]
+LAUNCH = "-".join(os.environ.get("TORCHELASTIC_RUN_ID", "").split("-")[:2])  # without the gang's name
 OUT = os.environ.get("GANG_OUT", "")
 
 
@@ -82,8 +83,9 @@ def act(action: str) -> None:
         print("heard from afar")
     if action == "sleep":
         time.sleep(300)
-    if action == "nap":
-        time.sleep(2)
+    if action == "wait":
+        while not os.path.exists(os.path.join(OUT, f"go-{LAUNCH}")):
+            time.sleep(0.02)
     if action == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         time.sleep(300)
@@ -98,8 +100,7 @@ def act(action: str) -> None:
 def main() -> None:
     if OUT:
         seen = {"argv": sys.argv[1:], "env": dict(os.environ), "pid": os.getpid(), "cwd": os.getcwd(), "file": __file__}
-        launch = "-".join(os.environ.get("TORCHELASTIC_RUN_ID", "").split("-")[:2])  # without the gang's name
-        note(f"worker-{launch}-{RANK}", seen)
+        note(f"worker-{LAUNCH}-{RANK}", seen)
     for wanted in filter(None, os.environ.get("WORKER_DO", "").split(",")):
         rank, action = wanted.split(":")
         if rank in (RANK, "*"):

@@ -1,12 +1,8 @@
 """A gang in every branch of a foreach."""
 
 import plan
-from metaflow import FlowSpec, batch, current, kubernetes, step, torchrun
-
-
-def where(function):
-    """Send a step to the backend under test."""
-    return kubernetes(**plan.KUBERNETES)(function) if plan.KUBERNETES is not None else batch(**plan.BATCH)(function)
+from backend import where
+from metaflow import FlowSpec, current, step, torchrun
 
 
 class RemoteForeach(FlowSpec):

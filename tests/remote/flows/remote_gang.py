@@ -11,7 +11,8 @@ import time
 from pathlib import Path
 
 import plan
-from metaflow import FlowSpec, batch, current, kubernetes, retry, step, torchrun
+from backend import where
+from metaflow import FlowSpec, current, retry, step, torchrun
 
 # A pod of a gang that is not the control node, before Metaflow knows.
 if plan.LATE_S and os.environ.get("MF_WORKER_REPLICA_INDEX") is not None:
@@ -50,8 +51,7 @@ class RemoteGang(FlowSpec):
         self.next(self.train, num_parallel=plan.NODES)
 
     @(retry(times=1, minutes_between_retries=0) if plan.RETRY else same)
-    @(kubernetes(**plan.KUBERNETES) if plan.KUBERNETES is not None else same)
-    @(batch(**plan.BATCH) if plan.BATCH is not None else same)
+    @where
     @torchrun(**plan.ATTRS)
     @step
     def train(self):

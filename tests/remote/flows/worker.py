@@ -2,7 +2,6 @@
 
 import os
 import signal
-import sys
 import time
 
 RANK = os.environ["RANK"]
@@ -19,11 +18,6 @@ def eat_memory() -> None:
 def act(action: str) -> None:
     if action == "raise":
         raise ValueError(f"bad loss on rank {RANK}")
-    if action == "exit3":
-        print("about to leave", file=sys.stderr)
-        sys.exit(3)
-    if action == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
     if action == "wipe":  # every process of this container but its first, this one last
         os.kill(-1, signal.SIGKILL)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -36,8 +30,8 @@ def act(action: str) -> None:
         time.sleep(300)
     if action == "nap":
         time.sleep(2)
-    if action == "first-attempt" and os.environ["ATTEMPT"] == "0":
-        raise RuntimeError("only in the first attempt")
+    if action == "kill-first" and os.environ["ATTEMPT"] == "0":
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 print(f"rank {RANK} of {os.environ['WORLD_SIZE']} runs", flush=True)

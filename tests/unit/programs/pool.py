@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import metaflow  # noqa: F401 - it imports our modules, so it must come before them
 
-from metaflow_extensions.torchrun.plugins.torchrun.membership import Membership
+from metaflow_extensions.torchrun.plugins.torchrun.gang.member import Member
 
 ROUNDS = 15
 took = []
@@ -23,8 +23,8 @@ def use_pool():
 
 
 sent = []
-seat = Membership(0, 2, print)
-seat.sit_down(SimpleNamespace(send=sent.append), lambda: None)
+member = Member(0, 2, print)
+member.attach(SimpleNamespace(send=sent.append), lambda: None)
 for _ in range(ROUNDS):
     if sys.argv[1] == "main":
         use_pool()

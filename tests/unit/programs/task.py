@@ -32,12 +32,11 @@ def launch(function, arguments=None, rank=3, env=None, **options):
     """Call a function in a worker; return its `Outcome`."""
     with FunctionCall(function, arguments, None, False, None, **options) as call:
         call.begin()
-        script, words = call.command
         path = os.pathsep.join(filter(None, [WORKER_HOOKS, os.environ.get("PYTHONPATH")]))
         own = {"RANK": str(rank), "PYTHONPATH": path, "TORCHRUN_AGENT_PID": str(os.getpid())}
         own["TORCHELASTIC_ERROR_FILE"] = os.path.join(call.folder, "error.json")
         done = subprocess.run(
-            [sys.executable, "-u", script, *words],
+            [sys.executable, "-u", FUNCTION_WORKER, call.folder],
             env={**os.environ, **own, **(env or {})},
             capture_output=True,
             text=True,
@@ -82,9 +81,9 @@ from metaflow_extensions.torchrun.plugins.torchrun.errors import (  # noqa: E402
     LaunchFailed,
     WorkerFailed,
 )
-from metaflow_extensions.torchrun.plugins.torchrun.failure import read_record  # noqa: E402
-from metaflow_extensions.torchrun.plugins.torchrun.function_call import FunctionCall  # noqa: E402
-from metaflow_extensions.torchrun.plugins.torchrun.launch_spec import WORKER_HOOKS  # noqa: E402
+from metaflow_extensions.torchrun.plugins.torchrun.launch.command import WORKER_HOOKS  # noqa: E402
+from metaflow_extensions.torchrun.plugins.torchrun.launch.function import FUNCTION_WORKER, FunctionCall  # noqa: E402
+from metaflow_extensions.torchrun.plugins.torchrun.node.exits import read_record  # noqa: E402
 
 if os.environ.get("NO_METAFLOW_IN_WORKERS"):
     sys.path.insert(0, os.path.join(FOLDER, "absent"))

@@ -4,7 +4,8 @@
 import functools
 from pathlib import Path
 
-from metaflow_extensions.torchrun.plugins.torchrun.executor import TorchrunExecutor, TorchrunSingleNodeMultiGPU
+from metaflow_extensions.torchrun.plugins.torchrun.executor import TorchrunExecutor
+from metaflow_extensions.torchrun.plugins.torchrun.single_node import TorchrunSingleNodeMultiGPU
 
 
 def train(epochs: int, lr: float = 0.1) -> float:

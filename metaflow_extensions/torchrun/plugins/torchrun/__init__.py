@@ -1,12 +1,8 @@
 r"""``@torchrun``: the tasks of a ``@parallel`` step as the nodes of one PyTorch job.
 
-Imports go one way (``tests/unit/test_layering.py`` checks it)::
-
-    decorator -> executor -> supervisor -> membership -> channel -> gang -> failure -> errors
-                                        \-> process, logs -> launch_spec, devices, network -> errors
-
-Only ``decorator``, ``executor`` and ``address_book`` work with Metaflow; ``errors`` borrows its base exception.
-Inside a task nothing but the standard library and Metaflow is needed.
+``docs/architecture.md`` says which room holds what, and which may import from which;
+``tests/unit/test_layering.py`` checks it. Start reading at ``gang/protocol.py``. Inside a task nothing but
+the standard library and Metaflow is needed.
 """
 
 # Metaflow loads its plugins, this package among them, while it is imported itself. So it comes first,

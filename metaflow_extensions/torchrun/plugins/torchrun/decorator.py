@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,33 +13,21 @@ from metaflow.plugins.parallel_decorator import ParallelDecorator
 from metaflow.unbounded_foreach import UBF_CONTROL
 from metaflow.user_configs.config_parameters import UNPACK_KEY
 
-from .address_book import AddressBook
-from .channel import ControlChannel
-from .devices import Nproc, requested_accelerators, this_machine
-from .events import Event, Subscriber, to_log
-from .executor import Context, StepTimeout, TorchrunExecutor, flow_folder
-from .interrupts import heed_signals_to_job, heed_signals_to_run
-from .joining import LOOPBACK, control_addresses, join_as_control, join_as_member, sit_alone
-from .local_nodes import STARTED_BY, LocalNodes, SameInterpreter, end_after, name_as_starter, starters
-from .membership import Membership
-from .preemption import heed_sigterm_in_pod, pod_is_told_to_stop, pod_script, spot_notice, watch
-from .report import View, end_with, print_errors_ourselves, report
+from .border.interrupts import heed_signals_to_job, heed_signals_to_run
+from .border.local_nodes import SameInterpreter
+from .border.spot_notice import heed_sigterm_in_pod, pod_script
+from .border.starters import name_as_starter
+from .border.submit_checks import Submission, ignored_by_with
+from .border.task_gang import TaskGang, is_local
+from .border.value_store import DatastoreValues
+from .executor import Context, TorchrunExecutor
+from .machine.accelerators import Nproc, requested_accelerators, this_machine
+from .node.report import print_errors_ourselves
 from .settings import DEFAULTS, StepSettings, parse_settings, refuse_unknown
-from .submit_checks import Submission, ignored_by_with
-from .task_log import TaskLog
 from .tracebacks import cut_frames_around
-from .value_store import DatastoreValues
 
-# How long a failed node holds its end until the control node's log has the cause, and how long that may
-# take to upload it: on Kubernetes the first pod that ends takes all with it.
-_HOLD_S = 10.0
-_UPLOAD_S = 5.0
 # What a pod's shell runs first (KUBERNETES_SANDBOX_INIT_SCRIPT in metaflow_config.py, 2.19).
 _POD_SCRIPT = "METAFLOW_KUBERNETES_SANDBOX_INIT_SCRIPT"
-# What a node's task needs beyond its workers' grace to end by itself.
-_LOCAL_NODE_MARGIN_S = 10.0
-# What a local task has to end by itself when the run's process is gone. Nobody reads its output any more.
-_ORPHAN_S = 1.5
 
 heed_sigterm_in_pod()  # here, since Metaflow imports this before it starts any process
 
@@ -105,6 +90,7 @@ class TorchrunDecorator(ParallelDecorator):  # type: ignore[misc]  # Metaflow is
     # `spin` of another step makes a package without step_init (Metaflow 2.19).
     _submission: Submission | None = None
     _siblings: Sequence[Any] = ()
+    _gang: TaskGang | None = None  # in a task
 
     def __init__(self, attributes: dict[str, Any] | None = None, *args: Any, **kwargs: Any) -> None:
         # Metaflow would refuse unknown attributes here, before it knows which step they stand at.
@@ -128,10 +114,6 @@ class TorchrunDecorator(ParallelDecorator):  # type: ignore[misc]  # Metaflow is
         self._requested: Nproc | None = requested_accelerators([(d.name, d.attributes) for d in decos])
         self._timeout_s: float | None = next((float(d.secs) for d in decos if d.name == "timeout"), None)
         self._siblings = decos
-        self._seat: Membership | None = None
-        self._channel: ControlChannel | None = None
-        self._local_nodes: LocalNodes | None = None
-        self._preemption_watch: threading.Event | None = None
         self.environment = SameInterpreter(environment)
         _take_over_plain_parallel(decos)
         metadata_type = getattr(flow_datastore.metadata, "TYPE", None)
@@ -158,7 +140,7 @@ class TorchrunDecorator(ParallelDecorator):  # type: ignore[misc]  # Metaflow is
         """Check what depends on the number of nodes; called on the submitting machine, right before the start."""
         super().runtime_step_cli(cli_args, retry_count, max_user_code_retries, ubf_context)
         if self._submission is not None and ubf_context == UBF_CONTROL:
-            self._submission.check_nodes(cli_args.task.ubf_iter.num_parallel)
+            self._submission.check_batch(cli_args.task.ubf_iter.num_parallel)
         on_kubernetes = any(deco.name == "kubernetes" for deco in self._siblings)
         if on_kubernetes and cli_args.command_options.get("num-parallel") == "1":
             # Metaflow 2.19 refuses to make a job set of one (kubernetes_cli.py); an ordinary pod will do.
@@ -200,26 +182,9 @@ class TorchrunDecorator(ParallelDecorator):  # type: ignore[misc]  # Metaflow is
             flow._control_mapper_tasks = [f"{run_id}/{step_name}/{task_id}"]
             flow._control_task_is_mapper_zero = True
         print_errors_ourselves(in_task=True)
-        self._watch_storing(task_datastore)
-        self._run_id, self._step, self._task_id, self._attempt = run_id, step_name, task_id, retry_count
-        if _is_local():
-            followed = {"run": self._run_is_gone, "control": self._control_task_is_gone}
-            for role, pid in starters(os.environ).items():
-                end_after(pid, followed[role])
-
-    def _run_is_gone(self, pid: int) -> float:
-        """Take the news that nobody waits for this task any more, or reads its output."""
-        if self._seat is None:
-            return 0.0
-        self._seat.notice(f"the process of the run (pid {pid}) is gone")
-        return _ORPHAN_S
-
-    def _control_task_is_gone(self, pid: int) -> float:
-        if self._seat is not None:  # its channel tells it; what its workers still write is read
-            return self._settings.grace_s + _LOCAL_NODE_MARGIN_S
-        text = f"the control task (pid {pid}), which has started this one, is gone; this one ends, too"
-        to_log(Event("note", current.parallel.node_index, text))
-        return 0.0
+        self._gang = TaskGang(self._settings, self._flow_datastore, run_id, step_name, task_id, retry_count)
+        self._gang.watch_storing(task_datastore)
+        self._gang.follow_starters()
 
     def task_decorate(
         self,
@@ -231,39 +196,18 @@ class TorchrunDecorator(ParallelDecorator):  # type: ignore[misc]  # Metaflow is
         ubf_context: str | None,
     ) -> Callable[[], None]:
         """Join the gang before the step's code and leave it after, whatever happens in between."""
-        if retry_count > max_user_code_retries:
+        gang = self._gang
+        if gang is None or retry_count > max_user_code_retries:
             return step_func  # @catch's fallback runs instead of the step's code, on no gang
 
         def step_to_its_end() -> None:
             step_func()
-            # On a local run Metaflow waits in `inner` for the other nodes' tasks: they have to know before.
-            if self._seat is not None:
-                self._seat.finish()
+            gang.finish()  # on a local run Metaflow waits in `inner` for the other nodes' tasks: they have to know before
 
         inner = super().task_decorate(step_to_its_end, flow, graph, retry_count, max_user_code_retries, ubf_context)
-        if ubf_context == UBF_CONTROL and _is_local():
-            self._local_nodes = LocalNodes(str(self._run_id), str(self._task_id), flow._parallel_ubf_iter.num_parallel)
-
-        def with_gang() -> None:
-            if self._local_nodes is not None:
-                name_as_starter(os.environ, "control")
-            try:
-                inner()
-                self._await_others()
-            except BaseException as error:
-                if self._seat is not None and not self._seat.in_task:
-                    raise  # a child that the step has forked and that went on with the step's code
-                signal.alarm(0)  # the step's @timeout is for its code
-                self._report(error)
-                self._leave(error)
-                if self._local_nodes is not None:
-                    absent = self._channel.gang.absent if self._channel is not None else ()
-                    self._local_nodes.stop(self._settings.grace_s + _LOCAL_NODE_MARGIN_S, absent)
-                raise
-            if self._channel is not None:
-                self._leave(None)
-
-        return with_gang
+        if ubf_context == UBF_CONTROL:
+            gang.will_start_nodes(flow._parallel_ubf_iter.num_parallel)
+        return lambda: gang.run(inner)
 
     def task_exception(
         self,
@@ -274,12 +218,10 @@ class TorchrunDecorator(ParallelDecorator):  # type: ignore[misc]  # Metaflow is
         retry_count: int,
         max_user_code_retries: int,
     ) -> Any:
-        """Tell the gang of an exception after the step's code, in another decorator; handling it is left to others.
-
-        Frames of ours are left out of what Metaflow keeps of it.
-        """
+        """Tell the gang of an exception after the step's code, in another decorator; handling it is left to others."""
         cut_frames_around(exception)
-        self._fail(exception)
+        if self._gang is not None:
+            self._gang.fail(exception)
         return super().task_exception(exception, step_name, flow, graph, retry_count, max_user_code_retries)
 
     def task_finished(
@@ -288,110 +230,27 @@ class TorchrunDecorator(ParallelDecorator):  # type: ignore[misc]  # Metaflow is
         """Leave the gang for good: Metaflow has stored this node's results."""
         super().task_finished(step_name, flow, graph, is_task_ok, retry_count, max_user_code_retries)
         # What Metaflow does not hand to `task_exception`, such as SystemExit, is on its way through `run_step`.
-        self._leave(None if is_task_ok else sys.exc_info()[1])
+        if self._gang is not None:
+            self._gang.leave(None if is_task_ok else sys.exc_info()[1])
 
     def setup_distributed_env(self, flow: Any) -> None:
         """Join the gang and offer ``current.torch``; called right before the step's code."""
-        os.environ.pop(STARTED_BY, None)  # meant for tasks alone, not for what the step's code starts
-        parallel = current.parallel
-        here = parallel.num_nodes if _is_local() else 1
-        machine = this_machine(here, parallel.node_index if here > 1 else 0)
-        timeout = StepTimeout()
-        seat, main_addr = self._join(parallel)
-        self._seat = timeout.seat = seat
-        if not _is_local():
-            notice = current.get("spot_termination_notice")
-            signs = [pod_is_told_to_stop] + ([spot_notice(notice)] if notice else [])
-            self._preemption_watch = watch(signs, seat.notice)
-        deadline = None if self._timeout_s is None else time.monotonic() + self._timeout_s
+        super().setup_distributed_env(flow)
+        if self._gang is None:
+            return
+        parallel, here = current.parallel, is_local()
+        machine = this_machine(parallel.num_nodes, parallel.node_index) if here else this_machine()
+        member, main_addr = self._gang.join()
         context = Context(
-            seat,
+            member,
             main_addr,
             machine,
             self._settings,
-            requested=None if _is_local() else self._requested,
-            flow_dir=flow_folder(),
-            deadline=deadline,
+            requested=None if here else self._requested,
+            deadline=None if self._timeout_s is None else time.monotonic() + self._timeout_s,
             store=DatastoreValues(self._flow_datastore) if parallel.num_nodes > 1 else None,
         )
         current._update_env({"torch": TorchrunExecutor(context)})
-
-    def _join(self, parallel: Any) -> tuple[Membership, str]:
-        self._log = TaskLog(self._open_store)
-        emit: Subscriber = to_log if _is_local() else self._log.after(to_log)
-        if parallel.num_nodes == 1:
-            return sit_alone(self._settings, emit), LOOPBACK
-        control_task_id = parallel.control_task_id or self._task_id
-        book = AddressBook(self._flow_datastore, self._run_id, self._step, control_task_id, self._attempt)
-        if parallel.node_index == 0:
-            main_ip, here_only = parallel.main_ip, _is_local()
-            seat, self._channel = join_as_control(book, parallel.num_nodes, main_ip, self._settings, emit, here_only)
-            if self._local_nodes is not None:
-                self._local_nodes.watch(self._channel.report_gone)
-            return seat, control_addresses(main_ip, here_only)[0]
-        return join_as_member(book, parallel.node_index, parallel.num_nodes, self._settings, emit)
-
-    def _open_store(self) -> Any:
-        return self._flow_datastore.get_task_datastore(
-            self._run_id, self._step, self._task_id, attempt=self._attempt, mode="w"
-        )
-
-    def _await_others(self) -> None:
-        """Keep the control node until the others have stored their results, and fail if one of them can't.
-
-        On AWS Batch the control node's end stops all nodes, and nothing else makes another node's failure
-        the run's (Metaflow 2.19 waits there for the others' ends only).
-        """
-        if self._seat is not None and self._channel is not None:
-            gang = self._channel.gang
-            self._seat.await_others(lambda: gang.members)
-
-    def _leave(self, error: BaseException | None) -> None:
-        if self._preemption_watch is not None:
-            self._preemption_watch.set()
-        if self._seat is not None:
-            self._seat.leave(error, hold_s=0.0 if _is_local() or self._channel is not None else _HOLD_S)
-
-    def _fail(self, error: BaseException) -> None:
-        """Report an error after the step's code, and leave with it; nothing if the node has left."""
-        if self._seat is not None and self._seat.is_storing:
-            self._report(error)
-            self._leave(error)
-
-    def _watch_storing(self, task_datastore: Any) -> None:
-        """Tell the gang of artifacts that can't be stored: then Metaflow calls no decorator any more (task.py, 2.19)."""
-        for name in ("persist", "save_metadata", "done"):
-            setattr(task_datastore, name, self._failing_with(getattr(task_datastore, name)))
-
-    def _failing_with(self, store: Callable[..., Any]) -> Callable[..., Any]:
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            try:
-                return store(*args, **kwargs)
-            except Exception as error:
-                self._fail(error)
-                raise
-
-        return watched
-
-    def _report(self, error: BaseException) -> None:
-        """Say what is to be shown of the error; a remote control node has it in its log at once.
-
-        Metaflow prints it only after storing all artifacts, which can be too late there.
-        """
-        node = current.parallel.node_index
-        known = self._seat is not None and self._seat.gang_knows(error)
-        live = self._seat is not None and self._seat.shows_output
-        text = report(error, View(node, _is_local(), known, live))
-        if text is not None and self._channel is not None and self._seat is not None and not _is_local():
-            self._seat.emit(Event("failed", node, text))
-            self._log.save(_UPLOAD_S)
-            text = f"{type(error).__name__}: see the report of [torchrun node {node}] above."
-        end_with(error, text)
-
-
-def _is_local() -> bool:
-    # As metaflow.plugins.parallel_decorator tells it (2.19): remote systems set another value.
-    return os.environ.get("METAFLOW_RUNTIME_ENVIRONMENT", "local") == "local"
 
 
 def _take_over_plain_parallel(decos: Sequence[Any]) -> None:

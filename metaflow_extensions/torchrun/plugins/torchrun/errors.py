@@ -10,12 +10,11 @@
     │   └── GangStartTimeout       some nodes never arrived
     └── LaunchFailed               a worker, an agent or a node failed; names the cause
         ├── LaunchTimeout          the launch took longer than it may
-        ├── WorkerFailed           a function raised what can't be brought here as it was
+        ├── WorkerFailed           a function raised or returned what can't be pickled
         ├── LaunchHung             no rank wrote or exited for longer than it may
         └── TorchrunPreempted      a node was told to stop, or its machine is taken away
 
-An error that stops a gang is made once, on the control node, and travels to every other node as
-data (`to_wire`, `from_wire`), so that all nodes raise the same class with the same text.
+The control node makes the error that stops a gang, and all nodes raise it with the same class and text.
 """
 
 from __future__ import annotations
@@ -33,12 +32,7 @@ class TorchrunError(MetaflowException):  # type: ignore[misc]  # Metaflow is not
     message : str
         What happened, where, why, and what to change.
     cause : dict, optional
-        The first failure of the gang as plain data (see `failure.Cause`), where there is one.
-
-    Attributes
-    ----------
-    cause : dict or None
-        As given.
+        The first failure of the gang, as plain data, where there is one; also an attribute.
     """
 
     headline = "@torchrun"
@@ -95,7 +89,7 @@ class LaunchTimeout(LaunchFailed):
 
 
 class WorkerFailed(LaunchFailed):
-    """A function raised an exception, or returned a value, that can't be pickled; the message holds its text."""
+    """A function raised or returned what can't be pickled; the message holds its text."""
 
     headline = "@torchrun: function failed"
 
@@ -113,21 +107,8 @@ class TorchrunPreempted(LaunchFailed):
     remedy = "With Metaflow's @retry a new gang starts, and a script that loads its snapshot goes on."
 
 
-_WIRE_CLASSES: dict[str, type[TorchrunError]] = {
-    cls.__name__: cls
-    for cls in (
-        TorchrunError,
-        TorchrunConfigError,
-        EntrypointError,
-        TorchNotFoundError,
-        GangError,
-        GangStartTimeout,
-        LaunchFailed,
-        LaunchTimeout,
-        WorkerFailed,
-        LaunchHung,
-        TorchrunPreempted,
-    )
+_CLASSES = {
+    cls.__name__: cls for cls in list(globals().values()) if isinstance(cls, type) and issubclass(cls, TorchrunError)
 }
 
 
@@ -138,5 +119,5 @@ def to_wire(error: TorchrunError) -> dict[str, Any]:
 
 def from_wire(data: dict[str, Any]) -> TorchrunError:
     """Return the error that `to_wire` described; an unknown class becomes `TorchrunError`."""
-    cls = _WIRE_CLASSES.get(str(data.get("class")), TorchrunError)
+    cls = _CLASSES.get(str(data.get("class")), TorchrunError)
     return cls(str(data.get("message", "")), data.get("cause"))

@@ -1,37 +1,31 @@
-"""The object behind ``current.torch``, and its sibling for steps of a single node."""
+"""What ``current.torch`` offers."""
 
 from __future__ import annotations
 
 import functools
 import os
-import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, cast, overload
 
-from metaflow import current
-
-from .console import write_output
-from .devices import Machine, Nproc, choose_nproc, this_machine
-from .errors import LaunchFailed, LaunchTimeout, TorchrunError, TorchrunPreempted
-from .events import Event, Subscriber, to_log
-from .facts import node_facts
-from .failure import Cause
-from .function_call import FunctionCall, refuse_for_functions, refuse_for_scripts
-from .joining import LOOPBACK, sit_alone
-from .launch_spec import LaunchSpec, Request, build_spec
-from .membership import Membership
-from .policy import LaunchPolicy, parse_retry_on, parse_signal
-from .preflight import as_preflight, preflight_spec, shm_bytes, shm_warning
-from .report import View, end_with, print_errors_ourselves, report
+from .errors import LaunchFailed, TorchrunPreempted
+from .events import Event
+from .gang.member import Member
+from .gang.policy import LaunchPolicy
+from .launch.facts import node_facts
+from .launch.function import FunctionCall, refuse_for_functions, refuse_for_scripts
+from .launch.preflight import as_preflight, preflight_spec, shm_bytes, shm_warning
+from .launch.spec import LaunchSpec, Node, Request, build_spec
+from .launch.transfer import ValueStore
+from .machine.accelerators import Machine, Nproc, choose_nproc
+from .node.console import write_output
+from .node.plan import Plan
+from .node.supervisor import Supervisor
 from .result import TorchrunResult
-from .settings import DEFAULTS, StepSettings, parse_seconds, parse_settings
-from .supervisor import Supervisor
-from .transfer import ValueStore
+from .settings import StepSettings, choose
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # in typing since Python 3.11
@@ -45,7 +39,7 @@ _warned: set[str] = set()
 
 
 class LaunchOptions(TypedDict, total=False):
-    """Keyword arguments that all kinds of `run` have, for type checkers; `TorchrunExecutor.run` tells what they mean."""
+    """Keyword arguments of all kinds of `run`, for type checkers; `TorchrunExecutor.run` tells what they mean."""
 
     module: bool
     env: Mapping[str, Any] | None
@@ -64,7 +58,7 @@ class LaunchOptions(TypedDict, total=False):
 
 
 class RunOptions(LaunchOptions, total=False):
-    """The keyword arguments of `TorchrunExecutor.run`."""
+    """The keyword arguments of `TorchrunExecutor.run`, for type checkers."""
 
     nproc_per_node: int | str | None
     torchrun_args: Mapping[str, Any] | Sequence[Any] | None
@@ -72,37 +66,15 @@ class RunOptions(LaunchOptions, total=False):
 
 @dataclass(frozen=True)
 class Context:
-    """What a node knows when its step's code begins.
+    """What a node knows when its step's code begins."""
 
-    Attributes
-    ----------
-    seat : Membership
-        Its place in the gang.
-    main_addr : str
-        Address of the control node as this node reaches it.
-    machine : Machine
-        What this node may use.
-    settings : StepSettings
-        The step's attributes.
-    requested : Nproc or None
-        What the resources of a remote task amount to.
-    flow_dir : str or None
-        Folder of the flow file.
-    deadline : float or None
-        When the step's ``@timeout`` ends, in monotonic seconds; only the control node needs it.
-    store : ValueStore or None
-        Carries the values of functions between nodes; None for a gang of one.
-    """
-
-    seat: Membership
+    member: Member
     main_addr: str
     machine: Machine
     settings: StepSettings
-    requested: Nproc | None = None
-    flow_dir: str | None = None
-    deadline: float | None = None
-    emit: Subscriber = to_log
-    store: ValueStore | None = None
+    requested: Nproc | None = None  # what the resources of a remote task amount to
+    deadline: float | None = None  # end of the step's @timeout in monotonic seconds; only the control node needs it
+    store: ValueStore | None = None  # carries the values of functions between nodes; a gang of one has none
 
 
 def _also_as_in_0_2(run: F) -> F:
@@ -118,55 +90,8 @@ def _also_as_in_0_2(run: F) -> F:
     return cast("F", either)
 
 
-class StepTimeout:
-    """The step's ``@timeout``, taken over from Metaflow so that it ends the gang in order.
-
-    Metaflow's handler raises wherever the main thread is, and puts the stack there into its headline
-    (`TimeoutDecorator` in ``metaflow/plugins/timeout_decorator.py``, 2.19). It has none on a control node.
-
-    Attributes
-    ----------
-    seat : Membership or None
-        Who is told; None while the node waits for its gang.
-    """
-
-    def __init__(self) -> None:
-        self.seat: Membership | None = None
-        self._former = signal.getsignal(signal.SIGALRM)
-        owner = getattr(self._former, "__self__", None)
-        if getattr(owner, "name", None) == "timeout" and threading.current_thread() is threading.main_thread():
-            self._text = f"longer than the step's @timeout of {getattr(owner, 'secs', 0)} s allows"
-            signal.signal(signal.SIGALRM, self._on_alarm)
-
-    def _on_alarm(self, number: int, frame: FrameType | None) -> None:
-        if self.seat is None:
-            raise LaunchTimeout(f"The node waited for its gang {self._text}.")
-        self.seat.time_out(self._text)
-
-    def end(self) -> None:
-        """Give the alarm back to Metaflow."""
-        if signal.getsignal(signal.SIGALRM) == self._on_alarm:
-            signal.signal(signal.SIGALRM, self._former)
-
-
 class TorchrunExecutor:
-    """Starts torchrun on every node of the gang and looks after it; offered as ``current.torch``.
-
-    Attributes
-    ----------
-    num_nodes : int
-        Nodes of the gang.
-    node_index : int
-        This node, from 0.
-    nproc_per_node : int
-        Processes per node, unless a call of `run` says otherwise.
-    world_size : int
-        Processes over all nodes, unless a call of `run` says otherwise.
-    main_addr : str
-        Address of the control node as this node reaches it.
-    is_control : bool
-        Whether this is the control node, which hosts rank 0.
-    """
+    """Starts torchrun on every node of the gang and looks after it; offered as ``current.torch``."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -175,17 +100,17 @@ class TorchrunExecutor:
     @property
     def num_nodes(self) -> int:
         """Nodes of the gang."""
-        return self._context.seat.num_nodes
+        return self._context.member.num_nodes
 
     @property
     def node_index(self) -> int:
         """This node, from 0; the same as ``current.parallel.node_index``."""
-        return self._context.seat.node
+        return self._context.member.node
 
     @property
     def nproc_per_node(self) -> int:
         """Processes per node, unless a call of `run` says otherwise."""
-        return self._choose_nproc(()).value
+        return self._choose_nproc({}, {}).value
 
     @property
     def world_size(self) -> int:
@@ -304,10 +229,10 @@ class TorchrunExecutor:
         Raises
         ------
         Exception
-            Of a function: what the first rank to fail has raised, as it was, on every node, with the gang's
-            verdict as its cause and rank and node in its notes.
+            Of a function: the exception of the first rank that failed, unchanged, on every node. The gang's
+            verdict is its cause, and its notes name rank and node.
         WorkerFailed
-            If that can't be pickled, or a returned value can't.
+            If that exception can't be pickled, or a returned value can't.
         TorchrunConfigError
             If an argument is wrong or contradicts another.
         EntrypointError
@@ -319,57 +244,28 @@ class TorchrunExecutor:
         GangError
             If the nodes could not agree or not all of them came.
         """
-        self._context.seat.refuse_in_child()  # before any lock, which a thread of the task may hold for ever here
-        legacy = (push_results_dir_to_cloud, local_output_dir, cloud_output_dir)
-        self._warn_of_ignored(dict(zip(_IGNORED, legacy, strict=True)))
-        context = self._context
-        request = Request(
-            entrypoint,
-            entrypoint_args,
-            torchrun_args,
-            nproc_per_node,
-            module,
-            env,
-            cwd,
-            master_port,
-            max_restarts,
-            context.settings.master_port,
-            context.flow_dir,
-            context.settings.all_nodes_started_timeout,
-        )
+        arguments = dict(locals())  # before there are other variables
+        self._context.member.refuse_in_child()  # before any lock, which a thread of the task may hold for ever here
+        self._warn_of_ignored(arguments)
+        del arguments["self"], arguments["entrypoint"], arguments["entrypoint_args"]
+        request = Request(entrypoint, entrypoint_args, arguments)
         if not callable(entrypoint):
             refuse_for_scripts(init, gather)
-            spec, nproc = self._spec(request)
-            policy = self._policy(spec, timeout_s, retry_on, hang_timeout_s, preemption_signal)
-            return self._run(spec, nproc, policy)
+            return self._run(request)
         refuse_for_functions(request)
-        with FunctionCall(entrypoint, entrypoint_args, init, gather, context.store) as call:
-            request.entrypoint, request.entrypoint_args = call.command
-            spec, nproc = self._spec(request)
+        with FunctionCall(entrypoint, entrypoint_args, init, gather, self._context.store) as call:
+            return self._run(call.request(request), call)
+
+    def _run(self, request: Request, call: FunctionCall | None = None) -> TorchrunResult[Any]:
+        context = self._context
+        nproc = self._choose_nproc(request.arguments, request.torchrun_options)
+        node = Node(self.num_nodes, self.node_index, self.main_addr, _flow_folder())
+        spec = build_spec(request, nproc.value, context.settings, node)
+        if call is not None:
             spec = call.fit(spec)
-            policy = self._policy(spec, timeout_s, retry_on, hang_timeout_s, preemption_signal)
-            return self._run(spec, nproc, policy, call)
-
-    def _spec(self, request: Request) -> tuple[LaunchSpec, Nproc]:
-        """Return the launch that is asked for, and why it has so many processes."""
-        nproc = self._choose_nproc(request.nproc_settings())
-        spec = build_spec(
-            request,
-            nproc=nproc.value,
-            num_nodes=self.num_nodes,
-            node_index=self.node_index,
-            python=sys.executable,
-            main_addr=self.main_addr,
-        )
-        if request.max_restarts is None and "max-restarts" not in request.options:
-            spec = replace(spec, max_restarts=self._context.settings.max_restarts)
-        return spec, nproc
-
-    def _run(
-        self, spec: LaunchSpec, nproc: Nproc, policy: LaunchPolicy, call: FunctionCall | None = None
-    ) -> TorchrunResult[Any]:
-        facts = node_facts(spec, self._context.machine)
-        self._context.emit(Event("chosen", self.node_index, f"processes per node: {nproc.value} ({nproc.why})"))
+        policy = self._policy(request, spec)
+        facts = node_facts(spec, context.machine)
+        context.member.emit(Event("chosen", self.node_index, f"processes per node: {nproc.value} ({nproc.why})"))
         self._look_at_shm(nproc.value)
         if self._preflight_due:
             self._preflight(spec, facts, policy)
@@ -394,24 +290,24 @@ class TorchrunExecutor:
     ) -> TorchrunResult[Any]:
         context, deadline = self._context, self._context.deadline
         left_s = None if deadline is None else max(0.1, deadline - time.monotonic())
-        supervisor = Supervisor(
-            spec,
-            context.seat,
-            self.main_addr,
-            context.machine,
-            replace(policy, left_s=left_s),
-            context.settings.grace_s,
-            context.settings.heartbeat_timeout_s,
-            facts,
-            write_output,
-            call,
+        plan = Plan(
+            spec=spec,
+            main_addr=self.main_addr,
+            machine=context.machine,
+            write=write_output,
+            policy=replace(policy, left_s=left_s),
+            facts=facts,
+            grace_s=context.settings.grace_s,
+            silence_s=context.settings.heartbeat_timeout_s,
+            call=call,
         )
+        supervisor = Supervisor(plan, context.member)
         try:
             return supervisor.run()
         except LaunchFailed as error:
             if call is None:
                 raise
-            original = call.original(error, supervisor.deposits)
+            original = call.original(error, supervisor.stored)
             if original is error:
                 raise
             raise original from error
@@ -423,131 +319,31 @@ class TorchrunExecutor:
             self._note(warning)
 
     def _note(self, text: str) -> None:
-        self._context.emit(Event("note", self.node_index, text))
+        self._context.member.emit(Event("note", self.node_index, text))
 
-    def _policy(
-        self, spec: LaunchSpec, timeout_s: Any, retry_on: Any, hang_timeout_s: Any, preemption_signal: Any
-    ) -> LaunchPolicy:
-        """Return what this call says, and what it leaves out from the step's attributes."""
-        settings = self._context.settings
-        retried = parse_retry_on(retry_on, "run(retry_on=...)")
-        hang = parse_seconds(hang_timeout_s, "run(hang_timeout_s)")
+    def _policy(self, request: Request, spec: LaunchSpec) -> LaunchPolicy:
+        def chosen(setting: str) -> Any:
+            return choose(setting, request.arguments, {}, self._context.settings).value
+
         return LaunchPolicy(
-            timeout_s=parse_seconds(timeout_s, "run(timeout_s)"),
-            hang_timeout_s=settings.hang_timeout_s if hang is None else hang,
+            timeout_s=chosen("timeout_s"),
+            hang_timeout_s=chosen("hang_timeout_s"),
             max_restarts=spec.max_restarts if spec.min_nodes is None else 0,  # an elastic agent restarts by itself
             min_nodes=spec.min_nodes,
-            retry_on=settings.retry_on if retried is None else retried,
-            preemption_signal=parse_signal(preemption_signal, "run(preemption_signal)") or settings.preemption_signal,
+            retry_on=chosen("retry_on"),
+            preemption_signal=chosen("preemption_signal"),
         )
 
-    def _choose_nproc(self, call_settings: Sequence[tuple[str, int | str | None]]) -> Nproc:
+    def _choose_nproc(self, arguments: Mapping[str, Any], options: Mapping[str, str | None]) -> Nproc:
         context = self._context
-        attribute = ("@torchrun(nproc_per_node)", context.settings.nproc_per_node)
-        return choose_nproc([*call_settings, attribute], context.requested, context.machine)
+        choice = choose("nproc_per_node", arguments, options, context.settings)
+        return choose_nproc(*choice, context.requested, context.machine)
 
-    def _warn_of_ignored(self, given: Mapping[str, Any]) -> None:
-        names = [name for name, value in given.items() if value and _is_first(name)]
+    def _warn_of_ignored(self, arguments: Mapping[str, Any]) -> None:
+        names = [name for name in _IGNORED if arguments[name] and _is_first(name)]
         if names:
             text = f"warning: run({', '.join(names)}) has no effect; store outputs as artifacts or with @checkpoint instead"
             self._note(text)
-
-
-class TorchrunSingleNodeMultiGPU:
-    """Runs torchrun on this machine alone, in a step without ``num_parallel``.
-
-    It is the same machinery as ``current.torch``, with a gang of one node.
-    """
-
-    @overload
-    def run(
-        self,
-        torchrun_args: Mapping[str, Any] | Sequence[Any] | None,
-        entrypoint: Callable[..., T],
-        entrypoint_args: Mapping[str, Any] | Sequence[Any] | None = None,
-        nproc_per_node: int | str | None = None,
-        **options: Unpack[LaunchOptions],
-    ) -> TorchrunResult[T]: ...
-
-    @overload
-    def run(
-        self,
-        *,
-        entrypoint: Callable[..., T],
-        entrypoint_args: Mapping[str, Any] | Sequence[Any] | None = None,
-        nproc_per_node: int | str | None = None,
-        **options: Unpack[LaunchOptions],
-    ) -> TorchrunResult[T]: ...
-
-    @overload
-    def run(
-        self,
-        torchrun_args: Mapping[str, Any] | Sequence[Any] | None = None,
-        entrypoint: str | os.PathLike[str] | None = None,
-        entrypoint_args: Mapping[str, Any] | Sequence[Any] | None = None,
-        nproc_per_node: int | str | None = None,
-        **options: Unpack[LaunchOptions],
-    ) -> TorchrunResult[None]: ...
-
-    def run(
-        self,
-        torchrun_args: Mapping[str, Any] | Sequence[Any] | None = None,
-        entrypoint: str | os.PathLike[str] | Callable[..., Any] | None = None,
-        entrypoint_args: Mapping[str, Any] | Sequence[Any] | None = None,
-        nproc_per_node: int | str | None = None,
-        **options: Any,
-    ) -> TorchrunResult[Any]:
-        """Run a script or a function under torchrun on this machine and wait for its end.
-
-        Parameters
-        ----------
-        torchrun_args, entrypoint, entrypoint_args, nproc_per_node : optional
-            As for `TorchrunExecutor.run`; their order is that of ``metaflow-torchrun`` 0.2.
-        **options
-            Its other arguments.
-
-        Returns
-        -------
-        TorchrunResult
-            Facts of the launch.
-
-        Raises
-        ------
-        TorchrunError
-            As `TorchrunExecutor.run`.
-        """
-        settings = parse_settings(DEFAULTS, "TorchrunSingleNodeMultiGPU")
-        seat = sit_alone(settings, to_log)
-        timeout = StepTimeout()
-        timeout.seat = seat
-        error: BaseException | None = None
-        try:
-            executor = TorchrunExecutor(Context(seat, LOOPBACK, this_machine(), settings, flow_dir=flow_folder()))
-            run: Callable[..., TorchrunResult[Any]] = executor.run  # which overload is this class's caller's to know
-            return run(
-                entrypoint, entrypoint_args, nproc_per_node=nproc_per_node, torchrun_args=torchrun_args, **options
-            )
-        except BaseException as caught:
-            error = caught
-            if isinstance(caught, TorchrunError) and seat.gang_knows(caught) and current.get("is_parallel"):
-                rename_node(caught, current.parallel.node_index)
-            print_errors_ourselves(in_task=True)
-            end_with(caught, report(caught, View(seat.node, shared=True, known=False, live=seat.shows_output)))
-            raise
-        finally:
-            timeout.end()
-            seat.leave(error)
-
-
-def rename_node(error: TorchrunError, node: int) -> None:
-    """Have an error of a gang of one, whose node is 0, speak of the node that it is in the gang around it."""
-    if error.cause is None:
-        return
-    before = Cause.from_wire(error.cause)
-    after = replace(before, node=node)
-    # Without the first letter, which is large where a sentence begins.
-    error.message = error.message.replace(before.who[1:], after.who[1:])
-    error.cause = after.to_wire()
 
 
 def _is_first(warning: str) -> bool:
@@ -558,7 +354,7 @@ def _is_first(warning: str) -> bool:
     return not known
 
 
-def flow_folder() -> str | None:
+def _flow_folder() -> str | None:
     """Return the folder of the flow file, which is the program that Metaflow runs."""
     main = getattr(sys.modules.get("__main__"), "__file__", None)
     return os.path.dirname(os.path.abspath(main)) if main else None

@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from .values import ValuesOnDisk
+from .launch.values import ValuesOnDisk
 
 T = TypeVar("T")
 
-# What a stored result becomes when it is loaded: itself where Metaflow and this extension are installed, elsewhere a plain
-# namespace. A pickle can name functions only, and of these only the standard library's are everywhere.
+# What a stored result becomes when it is loaded: itself where Metaflow and this extension are installed, elsewhere a
+# plain namespace. A pickle can name functions only, and only the standard library's are everywhere.
 _REVIVED = (
     "(lambda name, find: object.__new__(__import__(name, fromlist=['']).TorchrunResult)"
     " if find('metaflow') and all(find('.'.join(name.split('.')[:end + 1])) for end in range(name.count('.') + 1))"

@@ -1,21 +1,26 @@
-"""The attributes of ``@torchrun``, checked and converted.
-
-``--with torchrun:nproc_per_node=2`` sends strings, so every value may be one.
-"""
+"""The attributes of ``@torchrun``, checked and converted, and the one rule for whose value of a setting counts."""
 
 from __future__ import annotations
 
 import difflib
-import math
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
-from .devices import parse_nproc
 from .errors import TorchrunConfigError
-from .launch_spec import parse_port
-from .policy import DEFAULT_RETRY_ON, parse_restarts, parse_retry_on, parse_signal
+from .parsing import (
+    DEFAULT_RETRY_ON,
+    parse_nproc,
+    parse_port,
+    parse_required_seconds,
+    parse_restarts,
+    parse_retry_on,
+    parse_seconds,
+    parse_signal,
+    parse_switch,
+)
 
 DEFAULTS: dict[str, Any] = {
     "nproc_per_node": None,
@@ -30,6 +35,23 @@ DEFAULTS: dict[str, Any] = {
     "hang_timeout_s": None,
     "preflight": False,
 }
+# How a setting is read, wherever it is given; `timeout_s` is of `run` alone.
+_PARSERS: dict[str, Callable[[Any, str], Any]] = {
+    "nproc_per_node": parse_nproc,
+    "all_nodes_started_timeout": parse_required_seconds,
+    "master_port": parse_port,
+    "channel_port": parse_port,
+    "heartbeat_timeout_s": parse_required_seconds,
+    "grace_s": partial(parse_required_seconds, zero=True),
+    "max_restarts": parse_restarts,
+    "retry_on": parse_retry_on,
+    "preemption_signal": parse_signal,
+    "hang_timeout_s": parse_seconds,
+    "preflight": parse_switch,
+    "timeout_s": parse_seconds,
+}
+# What an attribute means that is given as None.
+_WITHOUT_VALUE = {"max_restarts": 0, "retry_on": DEFAULT_RETRY_ON, "preemption_signal": int(signal.SIGTERM)}
 
 
 @dataclass(frozen=True)
@@ -50,35 +72,19 @@ class StepSettings:
 
 
 def parse_settings(attributes: Mapping[str, Any], step: str) -> StepSettings:
-    """Return the attributes as settings.
-
-    Raises
-    ------
-    TorchrunConfigError
-        If one is wrong; the message names the step and the attribute.
-    """
+    """Return the attributes as settings, or raise TorchrunConfigError."""
 
     def name(key: str) -> str:
         return f"Step {step}: @torchrun({key}=...)"
 
-    def value(key: str) -> Any:
+    def parsed(key: str) -> Any:
         given = attributes.get(key, DEFAULTS[key])
-        return None if isinstance(given, str) and given.strip().lower() in ("", "none") else given
+        # `--with torchrun:key=value` sends strings.
+        given = None if isinstance(given, str) and given.strip().lower() in ("", "none") else given
+        value = _PARSERS[key](given, name(key))
+        return _WITHOUT_VALUE.get(key) if value is None else value
 
-    retry_on = parse_retry_on(value("retry_on"), name("retry_on"))
-    settings = StepSettings(
-        nproc_per_node=parse_nproc(value("nproc_per_node"), name("nproc_per_node")),
-        all_nodes_started_timeout=_seconds(value("all_nodes_started_timeout"), name("all_nodes_started_timeout")),
-        master_port=parse_port(value("master_port"), name("master_port")),
-        channel_port=parse_port(value("channel_port"), name("channel_port")),
-        heartbeat_timeout_s=_seconds(value("heartbeat_timeout_s"), name("heartbeat_timeout_s")),
-        grace_s=_seconds(value("grace_s"), name("grace_s"), zero=True),
-        max_restarts=parse_restarts(value("max_restarts"), name("max_restarts")) or 0,
-        retry_on=DEFAULT_RETRY_ON if retry_on is None else retry_on,
-        preemption_signal=parse_signal(value("preemption_signal"), name("preemption_signal")) or signal.SIGTERM,
-        hang_timeout_s=parse_seconds(value("hang_timeout_s"), name("hang_timeout_s")),
-        preflight=_switch(value("preflight"), name("preflight")),
-    )
+    settings = StepSettings(**{key: parsed(key) for key in DEFAULTS})
     if settings.master_port is not None and settings.master_port == settings.channel_port:
         raise TorchrunConfigError(
             f"{name('master_port')} and channel_port are both {settings.master_port}; the rendezvous and the channel each "
@@ -87,46 +93,36 @@ def parse_settings(attributes: Mapping[str, Any], step: str) -> StepSettings:
     return settings
 
 
-def refuse_unknown(names: Sequence[str], step: str) -> None:
-    """Raise for attributes that ``@torchrun`` does not have.
+class Choice(NamedTuple):
+    """The value of a setting that counts, None if nobody gives one, and what to call its source."""
 
-    Raises
-    ------
-    TorchrunConfigError
-        If there is any; the message names the step and the nearest attribute.
-    """
+    value: Any
+    source: str
+
+
+def choose(
+    setting: str, arguments: Mapping[str, Any], options: Mapping[str, str | None], settings: StepSettings
+) -> Choice:
+    """Return the value that counts: the call's comes first, then that of ``torchrun_args``, then the attribute's."""
+    parse, option = _PARSERS[setting], setting.replace("_", "-")
+    argument = parse(arguments.get(setting), f"run({setting})")
+    from_options = parse(options.get(option), f"torchrun_args {option}")
+    if argument is not None and from_options is not None and argument != from_options:
+        raise TorchrunConfigError(
+            f"run({setting}={argument!r}) and torchrun_args {option}={from_options!r} disagree; keep one of them."
+        )
+    if argument is not None:
+        return Choice(argument, f"run({setting})")
+    if from_options is not None:
+        return Choice(from_options, f"torchrun_args {option}")
+    return Choice(getattr(settings, setting, None), f"@torchrun({setting})")
+
+
+def refuse_unknown(names: Sequence[str], step: str) -> None:
+    """Raise TorchrunConfigError for attributes that ``@torchrun`` does not have."""
     for name in names:
         near = difflib.get_close_matches(name, DEFAULTS, n=1)
         hint = f" Did you mean {near[0]}?" if near else ""
         raise TorchrunConfigError(
             f"Step {step}: @torchrun has no attribute {name}.{hint} It has {', '.join(DEFAULTS)}."
         )
-
-
-def parse_seconds(value: Any, setting: str) -> float | None:
-    """Return a time limit in seconds; None stays None (no limit).
-
-    Raises
-    ------
-    TorchrunConfigError
-        If it is no positive number.
-    """
-    return None if value is None else _seconds(value, setting)
-
-
-def _switch(value: Any, setting: str) -> bool:
-    """Return True or False; both may be text or a number, as `--with` sends them."""
-    word = "false" if value is None else str(value).strip().lower()
-    if word not in ("true", "1", "false", "0"):
-        raise TorchrunConfigError(f"{setting} is {value!r}, but it must be True or False.")
-    return word in ("true", "1")
-
-
-def _seconds(value: Any, setting: str, zero: bool = False) -> float:
-    try:
-        number = math.nan if isinstance(value, bool) or value is None else float(value)
-    except (TypeError, ValueError):
-        number = math.nan
-    if not math.isfinite(number) or number < 0 or (number == 0 and not zero):
-        raise TorchrunConfigError(f"{setting} is {value!r}, but it must be a number of seconds above 0.")
-    return number

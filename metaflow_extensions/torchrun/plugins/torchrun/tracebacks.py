@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Iterator
 from traceback import TracebackException
 
 from .errors import TorchrunError
@@ -17,28 +16,23 @@ _METAFLOW = os.path.dirname(os.path.abspath(sys.modules["metaflow.exception"].__
 def user_traceback(error: BaseException, with_cause: bool = True) -> str:
     """Return an exception's traceback from the first line of the user's code on.
 
-    Of an error without any such line all is kept: it is needed to find a mistake of ours or of Metaflow's.
-
-    Parameters
-    ----------
-    error : BaseException
-        What was raised.
-    with_cause : bool, default True
-        Whether to include the exception that it was raised from.
+    An error without any such line is a mistake of ours or of Metaflow's, so all of its frames are kept.
     """
     report = TracebackException.from_exception(error)
     if not with_cause:
         report.__cause__, report.__suppress_context__ = None, True
-    for part in _chain(report):
+    part: TracebackException | None = report
+    while part is not None:
         _cut(part.stack, _is_handed_on(error))
+        part = part.__cause__ or part.__context__
     return "".join(report.format()).rstrip("\n")
 
 
 def cut_frames_around(error: BaseException) -> None:
-    """Take our frames and those of Metaflow's ``@parallel`` out of an exception that passes through Metaflow.
+    """Take our frames and those of Metaflow's ``@parallel`` out of an exception; safe to call more than once.
 
-    Its own frames, nearer to the command line, stay; what `format_exc` makes of it is shown by ``@catch`` and kept
-    as the task's exception. Safe to call more than once.
+    Metaflow's own frames, nearer to the command line, stay. ``@catch`` shows what `format_exc` makes of the exception,
+    and Metaflow keeps that.
     """
     before = error.__traceback__
     while before is not None:
@@ -51,18 +45,12 @@ def cut_frames_around(error: BaseException) -> None:
 
 
 def _is_handed_on(error: BaseException) -> bool:
-    """Tell whether `error` is our word for what happened elsewhere, or was raised in a worker: not where we raise it."""
+    """Tell whether `error` stands for what happened elsewhere: in the gang, or in a worker."""
     return isinstance(error, TorchrunError) or isinstance(error.__cause__, TorchrunError)
 
 
 def _is_wrapper(filename: str) -> bool:
     return filename.startswith(_OURS) or filename == os.path.join(_METAFLOW, "plugins", "parallel_decorator.py")
-
-
-def _chain(report: TracebackException | None) -> Iterator[TracebackException]:
-    while report is not None:
-        yield report
-        report = report.__cause__ or report.__context__
 
 
 def _cut(stack: traceback.StackSummary, handed_on: bool) -> None:

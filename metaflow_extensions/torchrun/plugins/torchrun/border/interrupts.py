@@ -1,0 +1,77 @@
+"""Lets SIGTERM and SIGHUP to the submitting processes do what Ctrl-C does.
+
+By default both end ``flow.py run`` without a word, and its tasks and remote jobs go on (Metaflow 2.19). Ctrl-C
+reaches the whole process group of a terminal: the runtime stops its tasks, and the process that
+looks after a remote job, ``flow.py kubernetes step`` or ``batch step``, ends that job when it exits.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from types import FrameType
+
+from ..machine import processes
+
+_REMOTE_JOBS = (["kubernetes", "step"], ["batch", "step"])
+
+
+class _CtrlC:
+    """A signal handler that raises KeyboardInterrupt once; the clean-up that follows is not disturbed again."""
+
+    def __init__(self, pass_on: bool) -> None:
+        self._pass_on = pass_on
+        self._pid = os.getpid()
+        self._interrupted = False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._pid:  # a forked child has inherited this handler
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        elif not self._interrupted:
+            self._interrupted = True
+            if self._pass_on:
+                _interrupt_children()
+            name = signal.Signals(number).name
+            with suppress(OSError):  # SIGHUP: the terminal is gone
+                os.write(2, f"[torchrun] {name}: the run is interrupted, as by Ctrl-C\n".encode())
+            raise KeyboardInterrupt
+
+
+def heed_signals_to_run() -> None:
+    """Have SIGTERM and SIGHUP interrupt this run and its tasks; a handler that is there stays, and so does nohup's."""
+    _handle((signal.SIGTERM, signal.SIGHUP), pass_on=True)
+
+
+def heed_signals_to_job(arguments: Sequence[str] = sys.argv) -> None:
+    """Have SIGTERM and SIGHUP end the remote job, if this process is the one that looks after it.
+
+    SIGINT, too, is taken once only: a second signal, as `timeout` and systemd send it to the whole group,
+    would end the process in the midst of its clean-up.
+    """
+    if any(list(arguments[at : at + 2]) in _REMOTE_JOBS for at in range(len(arguments))):
+        _handle((signal.SIGTERM, signal.SIGHUP, signal.SIGINT), pass_on=False)
+
+
+def _handle(signals: Sequence[signal.Signals], pass_on: bool) -> None:
+    if threading.current_thread() is not threading.main_thread():
+        return
+    handler = _CtrlC(pass_on)
+    for number in signals:
+        if signal.getsignal(number) == (signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL):
+            signal.signal(number, handler)
+
+
+def _interrupt_children() -> None:
+    """Signal the runtime's children, as a terminal does: those in our process group."""
+    # Where SIGINT is ignored, as in the background of a script, the children ignore it, too.
+    number = signal.SIGTERM if signal.getsignal(signal.SIGINT) == signal.SIG_IGN else signal.SIGINT
+    with suppress(OSError):  # without a process table
+        for pid in processes.children(os.getpid()):
+            with suppress(OSError):  # it has just ended
+                if os.getpgid(pid) == os.getpgrp():
+                    os.kill(pid, number)

@@ -1,0 +1,142 @@
+"""A gang whose tasks all run on this machine: what becomes of the other nodes' tasks.
+
+On a local run Metaflow's control task starts them as its children (``_local_multinode_control_task_step_func`` in
+``metaflow.plugins.parallel_decorator``, 2.19). They get the first ``python`` on the PATH. It does not look at
+them while its own step runs, and it does not stop them when that fails. This module corrects the three.
+A child is known as a node's task by its command line. Its environment does not tell: the children that make
+cards may have a node's. A pidfd holds it, so that no process that gets its number later is taken for it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from itertools import pairwise
+from typing import Any
+
+from ..gang.cause import describe_exit
+from ..machine.processes import await_or_kill, children, command_line, open_pidfd, send_signal
+
+_POLL_S = 0.25
+# Enough to start Python and Metaflow and read one record; less than the 5 s that Metaflow's runtime
+# leaves an interrupted task (`_killall` in runtime.py, 2.19).
+_LATECOMER_S = 3.0
+
+
+class SameInterpreter:
+    """A Metaflow environment that starts local tasks with the interpreter of this one."""
+
+    def __init__(self, environment: Any) -> None:
+        # Metaflow asks the base environment here, as the runtime does for every task.
+        self._environment = getattr(environment, "base_env", environment)
+
+    def executable(self, step_name: str, default: str | None = None) -> str:
+        """Return the interpreter for a step."""
+        # The real environment is asked first, since @conda and @pypi name interpreters of their own.
+        asked: str = self._environment.executable(step_name, default)
+        return sys.executable if asked in ("python", "python3") else asked
+
+
+class LocalNodes:
+    """The tasks of the other nodes, as their control task sees them."""
+
+    def __init__(self, run_id: str, control_task_id: str, num_nodes: int) -> None:
+        self._run = ("--run-id", run_id)
+        self._options = {("--task-id", f"{control_task_id}_node_{node}"): node for node in range(1, num_nodes)}
+        self._tasks: dict[int, _Task] = {}
+        self._lock = threading.Lock()  # the watching thread and the main thread both look for tasks
+
+    def watch(self, on_gone: Callable[[int, str], None]) -> None:
+        """Have a daemon thread call `on_gone` with index and reason for every node whose task ends, also normally."""
+        self.tasks()
+        threading.Thread(target=self._watch, args=(on_gone,), name="torchrun-nodes", daemon=True).start()
+
+    def _watch(self, on_gone: Callable[[int, str], None]) -> None:
+        if len(self.tasks()) < len(self._options):
+            time.sleep(_POLL_S)  # for a moment in its exec a process has no command line
+        running = dict(self.tasks())
+        for node in set(self._options.values()) - set(running):
+            on_gone(node, "its task ended at once, before it joined")
+        while running:
+            for node, task in list(running.items()):
+                how = task.end()
+                if how is not None:
+                    del running[node]
+                    on_gone(node, f"its task {how}")
+            time.sleep(_POLL_S)
+
+    def tasks(self) -> dict[int, _Task]:
+        """Return node index -> task of all that have been seen, ended ones included."""
+        with self._lock:
+            if len(self._tasks) < len(self._options):
+                known = {task.pid for task in self._tasks.values()}
+                for task in [_Task(pid) for pid in children(os.getpid()) if pid not in known]:
+                    node = self._node_of(task)
+                    if node is None:
+                        task.release()
+                    else:
+                        self._tasks[node] = task
+            return self._tasks
+
+    def _node_of(self, task: _Task) -> int | None:
+        words = command_line(task.pid)
+        options = set(pairwise(words))
+        if self._run not in options or task.end() is not None:
+            return None
+        return next((node for option, node in self._options.items() if option in options), None)
+
+    def stop(self, wait_s: float, absent: Sequence[int]) -> None:
+        """Wait until all tasks have ended; after `wait_s` seconds kill them.
+
+        Those of `absent` nodes have not joined the gang. One that is just starting finds the word that the
+        control node left and ends by itself; one that hangs gets SIGTERM after a moment.
+        """
+        begin = time.monotonic()
+        late = [task for node, task in self.tasks().items() if node in absent]
+        _await_ends(late, begin + min(wait_s, _LATECOMER_S))
+        for task in late:
+            task.terminate()
+        left = _await_ends(list(self.tasks().values()), begin + wait_s)
+        await_or_kill({task.pid for task in left}, 0.0)
+
+
+class _Task:
+    """A child of this process, held so that it can't be mistaken for another."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._handle: int | None = None
+        with suppress(ProcessLookupError):
+            self._handle = open_pidfd(pid)
+
+    def release(self) -> None:
+        """Give the handle back; a node's is kept as long as this process lives."""
+        if self._handle is not None:
+            os.close(self._handle)
+
+    def end(self) -> str | None:
+        """Say how it ended, or None while it runs; its status is left for whoever waits for it."""
+        which = (os.P_PID, self.pid) if self._handle is None else (os.P_PIDFD, self._handle)
+        with suppress(ChildProcessError):
+            end = os.waitid(*which, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if end is None:
+                return None
+            return describe_exit(end.si_status if end.si_code == os.CLD_EXITED else -end.si_status)
+        return "ended"  # Metaflow has waited for it already, or the step ignores SIGCHLD
+
+    def terminate(self) -> None:
+        """Send SIGTERM, if it still runs."""
+        if self.end() is None:
+            send_signal(self.pid, signal.SIGTERM)
+
+
+def _await_ends(tasks: Sequence[_Task], deadline: float) -> list[_Task]:
+    """Wait until `tasks` have ended or the deadline has come; return those that run."""
+    while (left := [task for task in tasks if task.end() is None]) and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+    return left

@@ -1,0 +1,82 @@
+"""Sees that this node is about to be taken away.
+
+There are two signs besides SIGTERM to the task itself. On Kubernetes and AWS Batch Metaflow (2.19) asks the cloud
+for spot notices, and writes one to the file that ``current.spot_termination_notice`` names. On Kubernetes a pod that is
+deleted gets SIGTERM, but only its process 1. That is the shell which Metaflow starts (2.19), and the kernel
+drops what a process 1 neither handles nor blocks. Metaflow lets that shell run a script first; ours starts the shell
+again with SIGTERM blocked. Then the signal stays pending, and all processes of the pod can see it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from ..machine import processes
+
+_LOOK_S = 0.25  # Metaflow's pods have two seconds between SIGTERM and SIGKILL, unless who deletes them says more
+_SHELL = "TORCHRUN_POD_SHELL"  # pid of the shell in which SIGTERM is blocked
+# Read by the shell that Metaflow starts as `bash -c COMMANDS`. Without Python, or in another shell, all stays as it is.
+# In a pod's environment Kubernetes itself reads two dollars in a row, and one before a parenthesis.
+_BLOCK_SIGTERM = f"""\
+if [ -z "${{{_SHELL}:-}}" ] && [ -n "${{BASH_EXECUTION_STRING:-}}" ] && command -v python >/dev/null; then
+export {_SHELL}=$BASHPID
+exec python -c 'import os, signal, sys
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+os.execvp("bash", ["bash", "-c", sys.argv[1]])' "$BASH_EXECUTION_STRING"
+fi
+"""
+
+Sign = Callable[[], str | None]
+"""Says why this node is taken away, or returns None."""
+
+
+def pod_script(own: str = "") -> str:
+    """Return what a pod's shell has to run first so that `pod_is_told_to_stop` can see SIGTERM; `own` comes after."""
+    return _BLOCK_SIGTERM + (own or "true")
+
+
+def heed_sigterm_in_pod(environ: Mapping[str, str] = os.environ) -> None:
+    """Undo the blocking, which every process inherits from the shell; to be called before any process is started."""
+    if environ.get(_SHELL):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+
+
+def pod_is_told_to_stop(environ: Mapping[str, str] = os.environ) -> str | None:
+    """Look whether SIGTERM is pending for the pod's shell."""
+    status = processes.status(int(environ.get(_SHELL, "0")))
+    pending = int(status.get("SigPnd", "0"), 16) | int(status.get("ShdPnd", "0"), 16)
+    if pending >> (signal.SIGTERM - 1) & 1:
+        return "its pod got SIGTERM (it is deleted or evicted, or its machine drained)"
+    return None
+
+
+def spot_notice(path: str) -> Sign:
+    """Return a sign that looks for a spot notice in the file `path`."""
+
+    def look() -> str | None:
+        try:
+            lines = Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
+        except OSError:  # not there yet
+            return None
+        when = lines[0].strip() if lines else ""
+        return f"a spot notice says that its machine will be taken away ({when or 'no date'})"
+
+    return look
+
+
+def watch(signs: Sequence[Sign], on_sign: Callable[[str], None]) -> threading.Event:
+    """Have a daemon thread call `on_sign` once, with what the first of `signs` says; the returned event stops it."""
+    over = threading.Event()
+
+    def look() -> None:
+        while not over.wait(_LOOK_S):
+            for why in filter(None, (sign() for sign in signs)):
+                on_sign(why)
+                return
+
+    threading.Thread(target=look, name="torchrun-preemption", daemon=True).start()
+    return over

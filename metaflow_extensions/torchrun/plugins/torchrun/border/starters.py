@@ -1,0 +1,65 @@
+"""Sees that no task of a local run outlives the processes that have started it; no task of Metaflow looks (2.19)."""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+import time
+from collections.abc import Callable, Mapping, MutableMapping
+from contextlib import suppress
+from typing import Literal
+
+from ..machine.processes import open_pidfd
+
+# Tells a task which processes it is not to outlive: ``run=PID``, and to a node also ``control=PID``.
+STARTED_BY = "METAFLOW_TORCHRUN_STARTED_BY"
+_POLL_S = 0.25
+
+
+def name_as_starter(env: MutableMapping[str, str], role: Literal["run", "control"]) -> None:
+    """Have tasks that are started with `env` know this process as one that they are not to outlive."""
+    env[STARTED_BY] = f"{env.get(STARTED_BY, '')} {role}={os.getpid()}".strip()
+
+
+def starters(env: Mapping[str, str]) -> dict[str, int]:
+    """Return role -> pid of the processes that this one is not to outlive.
+
+    There is no ``run`` where somebody has started the control task by hand, with the command ``step``;
+    they may want it to outlive the shell.
+    """
+    named = [word.partition("=") for word in env.get(STARTED_BY, "").split()]
+    return {role: int(pid) for role, _, pid in named if pid.isdigit()}
+
+
+def end_after(pid: int, on_gone: Callable[[int], float]) -> None:
+    """End this process when process `pid`, an ancestor, is gone, whatever it is doing then; returns at once.
+
+    A daemon thread then calls `on_gone`. What it returns are the seconds that this process has to end by itself.
+    """
+
+    def follow() -> None:
+        _await_end(pid)
+        try:
+            time.sleep(on_gone(pid))
+        finally:
+            os._exit(1)  # the main thread may be in a call that nothing interrupts
+
+    threading.Thread(target=follow, name="torchrun-starter", daemon=True).start()
+
+
+def _await_end(pid: int) -> None:
+    parent = os.getppid()
+    with suppress(ProcessLookupError):
+        handle = open_pidfd(pid)
+        if handle is None:
+            # Not to be confused with another process that gets the number later, the parent is all that is left.
+            while os.getppid() == parent:
+                time.sleep(_POLL_S)
+            return
+        try:
+            end = select.poll()
+            end.register(handle, select.POLLIN)
+            end.poll()
+        finally:
+            os.close(handle)

@@ -1,0 +1,42 @@
+"""The step's ``@timeout``, taken over from Metaflow so that it ends the gang in order.
+
+Metaflow's handler raises wherever the main thread is, and puts the stack there into its headline
+(`TimeoutDecorator` in ``metaflow/plugins/timeout_decorator.py``, 2.19). It has none on a control node.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType
+
+from ..errors import LaunchTimeout
+from ..gang.member import Member
+
+
+class StepTimeout:
+    """Replaces Metaflow's handler of the alarm, if there is one, until `end`."""
+
+    # The handler runs in the main thread, like everything else here.
+
+    def __init__(self) -> None:
+        self._member: Member | None = None
+        self._former = signal.getsignal(signal.SIGALRM)
+        owner = getattr(self._former, "__self__", None)
+        if getattr(owner, "name", None) == "timeout" and threading.current_thread() is threading.main_thread():
+            self._text = f"longer than the step's @timeout of {getattr(owner, 'secs', 0)} s allows"
+            signal.signal(signal.SIGALRM, self._on_alarm)
+
+    def tell(self, member: Member) -> None:
+        """Tell `member` of the alarm from now on; before, the node waits for its gang and the alarm raises."""
+        self._member = member
+
+    def _on_alarm(self, number: int, frame: FrameType | None) -> None:
+        if self._member is None:
+            raise LaunchTimeout(f"The node waited for its gang {self._text}.")
+        self._member.time_out(self._text)
+
+    def end(self) -> None:
+        """Give the alarm back to Metaflow."""
+        if signal.getsignal(signal.SIGALRM) == self._on_alarm:
+            signal.signal(signal.SIGALRM, self._former)

@@ -1,0 +1,200 @@
+"""The gang around one task: joined before the step's code, left when its results are stored or something has failed.
+
+Everything runs in the task's main thread, but for what `follow_starters` starts: it only reads who the member is,
+and calls `Member.notice`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from metaflow import current
+
+from ..events import Event, Subscriber
+from ..gang.control_channel import ControlChannel
+from ..gang.join import LOOPBACK, control_addresses, join_alone, join_as_control, join_as_member
+from ..gang.member import Member
+from ..gang.registry import Registry
+from ..node.console import to_log
+from ..node.report import View, end_with, report
+from ..settings import StepSettings
+from .local_nodes import LocalNodes
+from .spot_notice import pod_is_told_to_stop, spot_notice, watch
+from .starters import STARTED_BY, end_after, name_as_starter, starters
+from .step_timeout import StepTimeout
+from .task_log import TaskLog
+
+# How long a failed node holds its end until the control node's log has the cause, and how long that may
+# take to upload it: on Kubernetes the first pod that ends takes all with it.
+_HOLD_S = 10.0
+_UPLOAD_S = 5.0
+# What a node's task needs beyond its workers' grace to end by itself.
+_LOCAL_NODE_MARGIN_S = 10.0
+# What a local task has to end by itself when the run's process is gone. Nobody reads its output any more.
+_ORPHAN_S = 1.5
+
+
+def is_local() -> bool:
+    """Tell whether all tasks run on this machine, as ``metaflow.plugins.parallel_decorator`` does (2.19)."""
+    return os.environ.get("METAFLOW_RUNTIME_ENVIRONMENT", "local") == "local"
+
+
+class TaskGang:
+    """The gang of one attempt of a step, as one of its tasks sees it."""
+
+    def __init__(
+        self, settings: StepSettings, flow_datastore: Any, run_id: str, step_name: str, task_id: str, attempt: int
+    ) -> None:
+        self._settings = settings
+        self._flow_datastore = flow_datastore  # metaflow.datastore.FlowDataStore
+        self._run_id, self._step_name, self._task_id, self._attempt = run_id, step_name, task_id, attempt
+        self._is_local = is_local()
+        self._log = TaskLog(self._open_store)
+        self._member: Member | None = None
+        self._channel: ControlChannel | None = None  # on a control node of several
+        self._local_nodes: LocalNodes | None = None  # on the control node of a local run
+        self._preemption_watch: threading.Event | None = None
+
+    def _open_store(self) -> Any:
+        return self._flow_datastore.get_task_datastore(
+            self._run_id, self._step_name, self._task_id, attempt=self._attempt, mode="w"
+        )
+
+    # --- before the step's code -----------------------------------------------------------------
+
+    def follow_starters(self) -> None:
+        """End this task when the processes are gone that have started it, on a local run."""
+        followed = {"run": self._run_is_gone, "control": self._control_task_is_gone}
+        for role, pid in starters(os.environ).items() if self._is_local else ():
+            end_after(pid, followed[role])
+
+    def _run_is_gone(self, pid: int) -> float:
+        """Take the news that nobody waits for this task any more, or reads its output."""
+        if self._member is None:
+            return 0.0
+        self._member.notice(f"the process of the run (pid {pid}) is gone")
+        return _ORPHAN_S
+
+    def _control_task_is_gone(self, pid: int) -> float:
+        if self._member is not None:  # its channel tells it; what its workers still write is read
+            return self._settings.grace_s + _LOCAL_NODE_MARGIN_S
+        text = f"the control task (pid {pid}), which has started this one, is gone; this one ends, too"
+        to_log(Event("note", current.parallel.node_index, text))
+        return 0.0
+
+    def will_start_nodes(self, num_nodes: int) -> None:
+        """Take note that Metaflow starts the other nodes' tasks in this one, on a local run."""
+        if self._is_local:
+            self._local_nodes = LocalNodes(self._run_id, self._task_id, num_nodes)
+
+    def join(self) -> tuple[Member, str]:
+        """Join, and return this node as a member and the control node's address."""
+        os.environ.pop(STARTED_BY, None)  # meant for tasks alone, not for what the step's code starts
+        timeout = StepTimeout()
+        member, main_addr = self._join()
+        timeout.tell(member)
+        self._member = member
+        if not self._is_local:
+            notice = current.get("spot_termination_notice")
+            signs = [pod_is_told_to_stop] + ([spot_notice(notice)] if notice else [])
+            self._preemption_watch = watch(signs, member.notice)
+        return member, main_addr
+
+    def _join(self) -> tuple[Member, str]:
+        parallel, settings = current.parallel, self._settings
+        emit: Subscriber = to_log if self._is_local else self._log.after(to_log)
+        if parallel.num_nodes == 1:
+            return join_alone(settings, emit), LOOPBACK
+        control_task_id = parallel.control_task_id or self._task_id
+        registry = Registry(self._flow_datastore, self._run_id, self._step_name, control_task_id, self._attempt)
+        if parallel.node_index > 0:
+            return join_as_member(registry, parallel.node_index, parallel.num_nodes, settings, emit)
+        main_ip, here_only = parallel.main_ip, self._is_local
+        member, self._channel = join_as_control(registry, parallel.num_nodes, main_ip, settings, emit, here_only)
+        if self._local_nodes is not None:
+            self._local_nodes.watch(self._channel.report_gone)
+        return member, control_addresses(main_ip, here_only)[0]
+
+    # --- around it and after it -----------------------------------------------------------------
+
+    def run(self, step: Callable[[], None]) -> None:
+        """Run the step, which joins; leave if it fails or, on the control node, when all others have left."""
+        if self._local_nodes is not None:
+            name_as_starter(os.environ, "control")
+        try:
+            step()
+            self._await_others()
+        except BaseException as error:
+            if self._member is not None and not self._member.in_task:
+                raise  # a child that the step has forked and that went on with the step's code
+            signal.alarm(0)  # the step's @timeout is for its code
+            self._report(error)
+            self.leave(error)
+            if self._local_nodes is not None:
+                absent = self._channel.gang.absent if self._channel is not None else ()
+                self._local_nodes.stop(self._settings.grace_s + _LOCAL_NODE_MARGIN_S, absent)
+            raise
+        if self._channel is not None:
+            self.leave(None)
+
+    def finish(self) -> None:
+        """Say that the step's own code has ended well."""
+        if self._member is not None:
+            self._member.finish()
+
+    def _await_others(self) -> None:
+        """Keep the control node until the others have stored their results, and fail if one of them can't.
+
+        On AWS Batch the control node's end stops all nodes, and nothing else makes another node's failure
+        the run's (Metaflow 2.19 waits there for the others' ends only).
+        """
+        if self._member is not None and self._channel is not None:
+            gang = self._channel.gang
+            self._member.await_others(lambda: gang.members)
+
+    def fail(self, error: BaseException) -> None:
+        """Report an error after the step's code, and leave with it; nothing if the node has left."""
+        if self._member is not None and self._member.is_storing:
+            self._report(error)
+            self.leave(error)
+
+    def leave(self, error: BaseException | None) -> None:
+        """Leave for good; safe to call more than once."""
+        if self._preemption_watch is not None:
+            self._preemption_watch.set()
+        if self._member is not None:
+            self._member.leave(error, hold_s=0.0 if self._is_local or self._channel is not None else _HOLD_S)
+
+    def watch_storing(self, task_datastore: Any) -> None:
+        """Tell the gang of artifacts that can't be stored: then Metaflow calls no decorator any more (task.py, 2.19)."""
+        for name in ("persist", "save_metadata", "done"):
+            setattr(task_datastore, name, self._failing_with(getattr(task_datastore, name)))
+
+    def _failing_with(self, store: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return store(*args, **kwargs)
+            except Exception as error:
+                self.fail(error)
+                raise
+
+        return watched
+
+    def _report(self, error: BaseException) -> None:
+        """Say what is to be shown of the error; a remote control node has it in its log at once.
+
+        Metaflow prints it only after storing all artifacts, which can be too late there.
+        """
+        node, member = current.parallel.node_index, self._member
+        known = member is not None and member.gang_knows(error)
+        live = member is not None and member.shows_output
+        text = report(error, View(node, self._is_local, known, live))
+        if text is not None and self._channel is not None and member is not None and not self._is_local:
+            member.emit(Event("failed", node, text))
+            self._log.save(_UPLOAD_S)
+            text = f"{type(error).__name__}: see the report of [torchrun node {node}] above."
+        end_with(error, text)

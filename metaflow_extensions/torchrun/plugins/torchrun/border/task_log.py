@@ -1,0 +1,68 @@
+"""Uploads a remote task's log at once when there is bad news.
+
+In a pod or container Metaflow writes the task's output to files. It uploads them every half second at first,
+and every 30 s later (`update_delay` in ``metaflow/mflog/__init__.py``, 2.19). But a Kubernetes job set is
+torn down within seconds of one pod's end, and what the control node says of the cause must be uploaded before.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from metaflow.mflog import TASK_LOG_SOURCE
+
+from ..events import Event, Subscriber
+
+# Where Metaflow's wrapper of the task keeps its output (`export_mflog_env_vars`, 2.19).
+_FILES = {"stdout": "MFLOG_STDOUT", "stderr": "MFLOG_STDERR"}
+# From our write through Metaflow's `tee` process to the file.
+_TEE_S = 0.3
+_SMALL_BYTES = 1024 * 1024  # larger logs are read by the datastore itself, as Metaflow's `save_logs` has it
+_URGENT = frozenset({"worker_failed", "stopping", "failed"})
+
+
+class TaskLog:
+    """The log of this task, as Metaflow's datastore has it."""
+
+    def __init__(self, open_store: Callable[[], Any], environ: Mapping[str, str] = os.environ) -> None:
+        self._open_store = open_store  # returns the task's datastore, opened for writing
+        self._files = {stream: Path(environ[name]) for stream, name in _FILES.items() if environ.get(name)}
+        self._saving: threading.Thread | None = None
+
+    def after(self, subscriber: Subscriber) -> Subscriber:
+        """Return a subscriber that passes events on and then uploads the log if they are bad news."""
+
+        def take(event: Event) -> None:
+            subscriber(event)
+            if event.kind in _URGENT:
+                self.save()
+
+        return take
+
+    def save(self, wait_s: float = 0.0) -> None:
+        """Upload the log in a thread of its own, and wait for it `wait_s` seconds at most.
+
+        A failure is ignored: Metaflow uploads the log once more at the task's end.
+        """
+        if not self._files:
+            return
+        busy = self._saving
+        self._saving = threading.Thread(target=self._save, args=(busy,), name="torchrun-log", daemon=True)
+        self._saving.start()
+        if wait_s > 0:
+            self._saving.join(wait_s)
+
+    def _save(self, before: threading.Thread | None) -> None:
+        if before is not None:
+            before.join()  # or an older state of the log could come last
+        time.sleep(_TEE_S)
+        with suppress(Exception):
+            existing = {stream: path for stream, path in self._files.items() if path.exists()}
+            data = {stream: p.read_bytes() if p.stat().st_size < _SMALL_BYTES else p for stream, p in existing.items()}
+            self._open_store().save_logs(TASK_LOG_SOURCE, data)

@@ -1,0 +1,205 @@
+"""Why a launch failed, in words that can be shown, and which of several failures was the first.
+
+Each failure becomes a `Cause`; `first_cause` picks the one that started it all.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
+from typing import Any
+
+# Far below the channel's limit of 1 MiB for a message, which has a text twice: as the cause and as the error.
+_MAX_TEXT = 8 * 1024
+
+# Failures that follow from another node's failure: the peer was gone, so the collective failed.
+_CONNECTION_ERRORS = re.compile(
+    r"connection (was )?(closed|reset|refused|aborted)|broken pipe|socket (closed|timeout)|"
+    r"connect(ion)? timed? ?out|gloo.*(timed out|closed|reset)|heartbeat monitor|"
+    r"ncclRemoteError|ncclSystemError|NCCL (error|communicator was aborted)|DistNetworkError|DistStoreError|"
+    r"failed to recv|failed to connect|recvValue failed|watchdog caught collective operation timeout",
+    re.IGNORECASE,
+)
+# Has the workers' hook (`worker_hooks`) show such an exception in one line.
+SHORT_PEER_ERRORS = {"TORCHRUN_PEER_GONE": _CONNECTION_ERRORS.pattern}
+_STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
+
+_SIGNAL_HINTS = {
+    "SIGKILL": "often the out-of-memory killer; try fewer processes, smaller batches or more memory",
+    "SIGSEGV": "a crash in native code; set PYTHONFAULTHANDLER=1 to see the Python stack",
+    "SIGBUS": "often a full /dev/shm; raise shared_memory of @kubernetes, @batch or @resources",
+    # torch 2.13 with gloo does so at interpreter exit when a DistributedDataParallel object is still
+    # alive after destroy_process_group: "terminate called without an active exception".
+    "SIGABRT": "native code gave up; its last lines on stderr say why. If that was at its very end, delete the DDP model "
+    "and call gc.collect() before destroy_process_group()",
+    "SIGTERM": "somebody told it to stop",
+}
+
+# The kinds of causes, each with its class.
+_CATEGORIES = {
+    "exception": "user",
+    "exit": "user",
+    "step": "user",  # the step's own code
+    "call": "user",  # `run` refused it
+    "signal": "killed",
+    "oom": "killed",  # out of memory
+    "agent": "start",  # it gave up before or without its workers
+    "agent_ended": "killed",  # while its workers ran
+    "lost": "node_lost",
+    "terminated": "preempted",
+    "timeout": "timeout",  # of a launch
+    "step_timeout": "timeout",  # the step's, on one node
+    "hang": "hang",
+    "frozen": "hang",  # stopped by a signal
+    "store": "store",  # a returned value could not be stored or loaded
+}
+
+
+@dataclass(frozen=True)
+class Cause:
+    """One failure of the gang."""
+
+    kind: str  # a key of `_CATEGORIES`
+    node: int
+    host: str
+    rank: int | None = None  # the worker's; None when the node itself failed
+    local_rank: int | None = None
+    exit_code: int | None = None  # negative for a signal, as `subprocess` has it
+    exception: str | None = None  # type and message; for "oom" what the kernel says
+    detail: str = ""  # traceback, or the end of the worker's stderr
+
+    @property
+    def category(self) -> str:
+        """The class of the cause, which decides about restarts."""
+        if self.kind == "agent" and self.exit_code is not None and self.exit_code < 0:
+            return "killed"
+        return _CATEGORIES[self.kind]
+
+    def bounded(self) -> Cause:
+        """Return the cause with texts of bounded size."""
+        return replace(self, exception=self.exception and self.exception[:_MAX_TEXT], detail=self.detail[-_MAX_TEXT:])
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the cause as the plain data that errors carry (`TorchrunError.cause`), with its class."""
+        return {**asdict(self.bounded()), "category": self.category}
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> Cause:
+        """Return the cause that `as_dict` described; unknown fields are ignored."""
+        known = {field.name for field in fields(Cause)}
+        return Cause(**{name: value for name, value in data.items() if name in known})
+
+    def is_same_event(self, other: Mapping[str, Any]) -> bool:
+        """Tell whether `other`, as plain data, tells of this same failure, perhaps from another place in the code."""
+        return all(getattr(self, name) == other.get(name) for name in ("kind", "node", "rank", "exception"))
+
+    @property
+    def who(self) -> str:
+        """Name the failed worker or node, or the launch as a whole."""
+        if self.kind in ("hang", "timeout"):
+            return "the launch"
+        node = f"node {self.node} (host {self.host})"
+        return node if self.rank is None else f"Rank {self.rank} on {node}"
+
+    @property
+    def what(self) -> str:
+        """Say in one line how it ended."""
+        if self.kind == "store" or (self.kind == "frozen" and self.rank is not None):
+            return str(self.exception)
+        if self.kind in ("agent", "agent_ended", "lost", "frozen"):
+            return f"failed: {self.exception}"
+        if self.kind == "terminated":
+            return f"was preempted: {self.exception}"
+        if self.kind in ("oom", "timeout", "step_timeout"):
+            return f"ran {self.exception}"
+        if self.kind == "hang":
+            return f"hangs: {self.exception}"
+        if self.exception is not None and self.kind != "signal":
+            return f"failed with {self.exception}"
+        return describe_exit(self.exit_code) if self.exit_code is not None else "failed"
+
+    def describe(self) -> str:
+        """Return the full report: who, what, exit status, traceback or stderr."""
+        who = self.who
+        lines = [f"{who[0].upper()}{who[1:]} {self.what}" + ("" if self.what.endswith(".") else ".")]
+        is_said = self.exception is None or self.kind in ("agent", "agent_ended", "signal", "oom")
+        if self.exit_code is not None and not is_said:
+            lines.append(f"It {describe_exit(self.exit_code)}.")
+        if self.detail:
+            if self.kind not in ("exception", "step", "call"):  # theirs is a traceback
+                lines.append("Last lines of its stderr:")
+            # Metaflow's console strips leading spaces; behind the bar the indentation survives.
+            lines += [f"  | {line}" for line in self.detail.splitlines()]
+        return "\n".join(lines)
+
+
+def describe_exit(code: int) -> str:
+    """Say what an exit code (negative for a signal) means."""
+    if code >= 0:
+        return f"exited with code {code}"
+    name = signal_name(-code)
+    hint = _SIGNAL_HINTS.get(name)
+    return f"was killed by {name}" + (f": {hint}" if hint else "")
+
+
+def signal_name(number: int) -> str:
+    """Return the name of a signal, or ``signal N`` for one this system does not know."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A cause as a node reports it: how long ago it happened, since the nodes' clocks need not agree."""
+
+    cause: Cause
+    age_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class DatedCause:
+    """A cause and the moment it happened, in seconds of the control node's monotonic clock."""
+
+    at: float
+    cause: Cause
+
+    @cached_property
+    def is_consequence(self) -> bool:
+        """Whether it may follow from another failure; looked for once, since that takes milliseconds in a long text."""
+        return is_consequence(self.cause)
+
+
+def first_cause(candidates: Iterable[DatedCause]) -> Cause | None:
+    """Return the failure that started it all, or None without candidates; see `first_dated`."""
+    found = first_dated(candidates)
+    return None if found is None else found.cause
+
+
+def first_dated(candidates: Iterable[DatedCause]) -> DatedCause | None:
+    """Return the failure that started it all, with its moment, or None without candidates.
+
+    A consequence may be seen before its origin, which is slower to exit.
+    """
+    ordered = sorted(candidates, key=lambda dated: dated.at)
+    return next((dated for dated in ordered if not dated.is_consequence), ordered[0] if ordered else None)
+
+
+def first_reported(failures: Iterable[Failure]) -> tuple[Failure, ...]:
+    """Return, of the failures that a node would report, the one that can be the gang's; none if there is none."""
+    dated = {DatedCause(-failure.age_s, failure.cause): failure for failure in failures}
+    first = first_dated(dated)
+    return () if first is None else (dated[first],)
+
+
+def is_consequence(cause: Cause) -> bool:
+    """Tell whether a failure follows from another, as far as it tells itself."""
+    if cause.exception is None and cause.exit_code is not None and -cause.exit_code in _STOP_SIGNALS:
+        return True
+    if cause.kind in ("exception", "exit"):
+        return _CONNECTION_ERRORS.search(cause.exception or cause.detail) is not None
+    return cause.kind in ("agent", "agent_ended") and cause.exit_code == 1

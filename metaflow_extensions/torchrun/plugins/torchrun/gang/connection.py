@@ -1,0 +1,160 @@
+"""One connection between the control node and a member: who is there, what is said, is it alive.
+
+It begins with a handshake of fixed length: both sides prove, by HMAC-SHA256 over the other's nonce, that they
+know the gang's token. Nothing else is read of an unauthenticated connection. Then frames follow, see `frames`.
+All of this runs in the channel's thread, see `loop_thread`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import random
+import secrets
+import time
+from collections.abc import Callable, Generator
+from typing import TypeVar
+
+from ..machine.network import plain_address
+from .frames import LENGTH, decode, encode, length_of
+from .protocol import Beat, Message
+
+_MAGIC = b"mf-torchrun/1\0\0\0"
+_NONCE_BYTES = 32
+_MAC_BYTES = hashlib.sha256().digest_size
+_BEAT = encode(Beat())
+_BEATS = 5  # in the time after which silence means loss
+
+T = TypeVar("T")
+Reading = Generator[int, bytes, T]
+"""Reads from a connection: yields how many bytes it needs next, is sent them, and returns a `T`."""
+
+
+def new_token() -> str:
+    """Return a fresh random token for one gang, as text."""
+    return secrets.token_hex(32)
+
+
+class Connection(asyncio.Protocol):
+    """One connection; `dialogue` reads from it, from its begin to its end."""
+
+    def __init__(
+        self,
+        dialogue: Callable[[Connection], Reading[None]],
+        on_end: Callable[[Connection], None],
+        heartbeat_timeout_s: float,
+    ) -> None:
+        self._dialogue = dialogue(self)  # its return closes the connection, a ValueError aborts it
+        self._on_end = on_end  # called once
+        self._timeout_s = heartbeat_timeout_s
+        self._buffer = bytearray()
+        self._needed = 0
+        self._transport: asyncio.Transport | None = None
+        self._heard_at = self.opened_at = time.monotonic()
+        self._beat_at = float("inf")
+        self.why_closed: str | None = None  # why this side has aborted it, if it has
+        self.has_ended = False
+
+    # --- called by asyncio ----------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Begin the dialogue."""
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        self._needed = next(self._dialogue)
+
+    def data_received(self, data: bytes) -> None:
+        """Hand on what is complete."""
+        self._heard_at = time.monotonic()
+        self._buffer += data
+        try:
+            while len(self._buffer) >= self._needed and not self.is_closing():
+                piece = bytes(self._buffer[: self._needed])
+                del self._buffer[: self._needed]
+                self._needed = self._dialogue.send(piece)
+        except StopIteration:
+            self.close()
+        except ValueError as error:
+            self.abort(f"its connection was closed, because what came over it can't be understood: {error}")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Say that the connection has ended."""
+        self.has_ended = True
+        self._on_end(self)
+
+    # --- called by the channels -----------------------------------------------------------------
+
+    def is_closing(self) -> bool:
+        """Tell whether nothing can be sent any more."""
+        return self._transport is None or self._transport.is_closing()
+
+    def write(self, data: bytes) -> None:
+        """Send bytes, unless the connection is ending."""
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(data)
+
+    def close(self) -> None:
+        """Send what is still to be sent, then end."""
+        if self._transport is not None:
+            self._transport.close()
+
+    def abort(self, why: str) -> None:
+        """End at once."""
+        if self._transport is not None:
+            self.why_closed = self.why_closed or why
+            self._transport.abort()
+
+    def begin_beating(self) -> None:
+        """Send heartbeats from a random moment on, or thousands that came at once would beat at once."""
+        self._beat_at = time.monotonic() + random.random() * self._timeout_s / _BEATS  # noqa: S311 - no secret
+
+    def keep_alive(self) -> float:
+        """Abort if the other side is silent, or send a heartbeat if one is due; return the seconds until the next."""
+        now = time.monotonic()
+        if now - self._heard_at > self._timeout_s:
+            self.abort(f"nothing was heard from it for {self._timeout_s:g} s (heartbeat_timeout_s)")
+        elif now >= self._beat_at:
+            self._beat_at = now + self._timeout_s / _BEATS
+            self.write(_BEAT)
+        return max(0.0, self._beat_at - now)
+
+    def address(self, whose: str) -> str:
+        """Return the IP address of this side (``"sockname"``) or of the other (``"peername"``)."""
+        assert self._transport is not None
+        return plain_address(self._transport.get_extra_info(whose)[0])
+
+
+# --- what is read ---------------------------------------------------------------------------------
+
+
+def handshake_as_control(connection: Connection, token: str) -> Reading[bool]:
+    """Tell whether the other side knows the token, and prove that we do."""
+    nonce = secrets.token_bytes(_NONCE_BYTES)
+    connection.write(_MAGIC + nonce)
+    answer = yield _NONCE_BYTES + _MAC_BYTES
+    theirs, proof = answer[:_NONCE_BYTES], answer[_NONCE_BYTES:]
+    if not hmac.compare_digest(proof, _mac(token, b"member", nonce)):
+        return False
+    connection.write(_mac(token, b"control", theirs))
+    return True
+
+
+def handshake_as_member(connection: Connection, token: str) -> Reading[bool]:
+    """Prove that we know the token, and tell whether the other side does."""
+    greeting = yield len(_MAGIC) + _NONCE_BYTES
+    if not greeting.startswith(_MAGIC):
+        return False  # another service answers there
+    nonce = secrets.token_bytes(_NONCE_BYTES)
+    connection.write(nonce + _mac(token, b"member", greeting[len(_MAGIC) :]))
+    proof = yield _MAC_BYTES
+    return hmac.compare_digest(proof, _mac(token, b"control", nonce))
+
+
+def _mac(token: str, role: bytes, nonce: bytes) -> bytes:
+    return hmac.new(token.encode(), role + b"\0" + nonce, hashlib.sha256).digest()
+
+
+def next_message() -> Reading[Message]:
+    """Read one frame."""
+    return decode((yield length_of((yield LENGTH.size))))

@@ -1,0 +1,206 @@
+"""The control node's end of the gang's connections.
+
+Who may touch what. The channel's thread runs one asyncio loop (`loop_thread`). The gang, the listener and
+the connections belong to that thread, and no other one calls them: that is why `Gang` needs no lock, and why
+each node's messages are handled one after the other. From any other thread, `listen`, `send`, `report_gone`
+and `close` hand their work to the channel's thread. `deliver` is called in the channel's thread.
+
+Other threads may read `gang.absent`, `gang.members`, `gang.broken` and `own_address`. What they see may be
+one message old, but it is whole: the gang's nodes are fixed, and each value is replaced in one step.
+
+The control node's own messages take the same way as the members', without a socket, so that there is one
+code path for all nodes. An exception in the loop breaks the gang with its text: nobody would hear of it
+otherwise.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from ..errors import GangError
+from .connection import Connection, Reading, next_message
+from .frames import encode
+from .listener import Listener
+from .loop_thread import CLOSE_S, LoopThread
+from .protocol import CONTROL, Abort, Beat, Join, Message, Refused
+from .state import Gang, Outgoing
+
+_TICK_S = 0.1
+_FLUSH_S = 1.0
+# A node whose task has ended is reported so much later, so that its own last words, which say more, come first.
+_REPORT_GONE_S = 0.2
+
+
+class ControlChannel:
+    """The control node's end: holds the gang and, for more than one node, listens."""
+
+    def __init__(self, gang: Gang, deliver: Callable[[Message], None], token: str, heartbeat_timeout_s: float) -> None:
+        self.gang = gang
+        self.own_address: str | None = None  # between it and the others, as the first connection tells it
+        self._deliver = deliver  # takes the messages for the control node itself
+        self._token = token
+        self._timeout_s = heartbeat_timeout_s  # a member silent for so long is lost
+        self._listener: Listener | None = None
+        self._members: dict[int, Connection] = {}
+        self._nodes: dict[Connection, int] = {}  # the same the other way round
+        self._has_failed = False
+        self._is_closing = False
+        self._thread = LoopThread("torchrun-control", self._fail)
+        self._thread.post(self._tick)
+
+    # --- called in other threads ----------------------------------------------------------------
+
+    def listen(self, port: int | None, host: str = "") -> int:
+        """Open the channel and return its port; raise GangError if that can't be.
+
+        None for `port` lets the kernel choose. An empty `host` means all interfaces.
+        """
+        try:
+            return int(self._thread.call(self._listen(port, host), CLOSE_S))
+        except OSError as error:
+            raise GangError(
+                f"The control node (host {socket.gethostname()}) can't listen on channel port {port}: {error}. Choose "
+                "another with @torchrun(channel_port=...), or leave it out: the kernel then chooses a free one."
+            ) from error
+
+    def send(self, message: Message) -> None:
+        """Hand a message of the control node itself to the gang."""
+        self._thread.post(self._handle, CONTROL, message)
+
+    def report_gone(self, node: int, reason: str) -> None:
+        """Tell the gang that a node's task has ended; safe to call for one that left before."""
+        self._thread.post(self._report_gone_soon, node, reason)
+
+    def close(self, wait_s: float) -> None:
+        """Wait until the members have left, `wait_s` seconds at most, and close."""
+        deadline = time.monotonic() + wait_s
+        while self.gang.members and time.monotonic() < deadline:
+            time.sleep(_TICK_S / 4)
+        with suppress(Exception):
+            self._thread.call(self._close(), CLOSE_S)
+        self._thread.stop()
+
+    # --- in the channel's thread: the gang ------------------------------------------------------
+
+    def _tick(self) -> None:
+        try:
+            self._step(self.gang.tick)
+            if self._listener is not None:
+                for connection in self._listener.connections:
+                    connection.keep_alive()
+                self._listener.tick()
+        finally:
+            self._thread.loop.call_later(_TICK_S, self._tick)
+
+    def _handle(self, node: int, message: Message) -> None:
+        self._step(lambda: self.gang.handle(node, message))
+
+    def _report_gone_soon(self, node: int, reason: str) -> None:
+        self._thread.loop.call_later(_REPORT_GONE_S, lambda: self._step(lambda: self.gang.lost(node, reason)))
+
+    def _step(self, step: Callable[[], Sequence[Outgoing]]) -> None:
+        """Let the gang take a step and send what it says; an exception in it must not vanish."""
+        try:
+            self._dispatch(step())
+        except Exception as error:
+            self._fail(error)
+
+    def _dispatch(self, outgoing: Sequence[Outgoing]) -> None:
+        encoded: Message | None = None
+        frame = b""
+        for node, message in outgoing:
+            if node == CONTROL:
+                self._deliver(message)
+            elif node in self._members:
+                if message is not encoded:  # the same message for all is made into bytes once
+                    encoded, frame = message, encode(message)
+                self._members[node].write(frame)
+
+    def _fail(self, error: BaseException) -> None:
+        """Tell all nodes that the channel itself has failed, which is a mistake of ours; the first time only."""
+        if self._has_failed or self._is_closing:
+            return
+        self._has_failed = True
+        trace = "".join(traceback.format_exception(error)).rstrip()
+        told = GangError(
+            f"The gang's channel failed on the control node (host {socket.gethostname()}). This is a mistake of the torchrun "
+            f"extension; please report it.\n{trace}"
+        )
+        try:
+            self._dispatch(self.gang.give_up(told))
+        except Exception:  # not even that can be sent: the members see their connections end
+            for connection in self._members.values():
+                connection.abort("the channel failed")
+            self._deliver(Abort(told))
+
+    # --- in the channel's thread: connections ---------------------------------------------------
+
+    async def _listen(self, port: int | None, host: str) -> int:
+        members = self.gang.num_nodes - 1
+        self._listener = Listener(self._thread.loop, members, self._connection, self._token, self._serve)
+        return self._listener.listen(port or 0, host)
+
+    def _connection(self, dialogue: Callable[[Connection], Reading[None]]) -> Connection:
+        return Connection(dialogue, self._ended, self._timeout_s)
+
+    def _serve(self, connection: Connection) -> Reading[None]:
+        """Read what a connection says that has proven that it knows the token."""
+        join = yield from next_message()
+        if not isinstance(join, Join):
+            return
+        if self.gang.may_join(join):
+            self._take_in(connection, join)
+        elif not self._turn_away(connection, join):
+            return
+        while True:
+            message = yield from next_message()
+            if not isinstance(message, Beat) and connection in self._nodes:
+                self._handle(join.node, message)
+
+    def _take_in(self, connection: Connection, join: Join) -> None:
+        """Let a node be a member; one that joins again has lost its connection."""
+        connection.begin_beating()
+        before = self._members.get(join.node)
+        if before is not None:
+            del self._nodes[before]
+            before.abort("it has connected once more")
+        self._members[join.node], self._nodes[connection] = connection, join.node
+        self.own_address = self.own_address or connection.address("sockname")
+        self._handle(join.node, join)
+
+    def _turn_away(self, connection: Connection, join: Join) -> bool:
+        """Tell a task why it can't be its node, and return whether it shall stay connected until the gang's end."""
+        error, hold_s, outgoing = self.gang.turn_away(join)
+        connection.write(encode(Refused(error, hold_s)))
+        self._step(lambda: outgoing)
+        if hold_s:
+            connection.begin_beating()
+        return hold_s > 0
+
+    def _ended(self, connection: Connection) -> None:
+        if self._listener is not None:
+            self._listener.forget(connection)
+        node = self._nodes.pop(connection, None)
+        if node is not None:
+            del self._members[node]
+            if not self._is_closing:
+                closed = "its connection to the control node was closed: its task ended or was killed"
+                self._step(lambda: self.gang.lost(node, connection.why_closed or closed))
+
+    async def _close(self) -> None:
+        self._is_closing = True
+        if self._listener is None:
+            return
+        self._listener.close()
+        for connection in self._listener.connections:
+            connection.close()
+        deadline = time.monotonic() + _FLUSH_S
+        while self._listener.connections and time.monotonic() < deadline:
+            await asyncio.sleep(_FLUSH_S / 100)
+        for connection in self._listener.connections:
+            connection.abort("the gang is over")

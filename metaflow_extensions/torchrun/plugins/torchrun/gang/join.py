@@ -1,0 +1,250 @@
+"""How a node joins its gang: as the control node, as another member, or alone. All of it runs in the step's thread."""
+
+from __future__ import annotations
+
+import functools
+import math
+import secrets
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+
+from ..errors import GangError
+from ..events import Event, Subscriber
+from ..machine.network import addresses_for_others, free_port, place, port_is_free
+from ..settings import StepSettings
+from .connection import new_token
+from .control_channel import ControlChannel
+from .member import Member
+from .member_channel import MemberChannel
+from .policy import ConnectPolicy, random_pauses
+from .protocol import CONTROL, Bye, Join
+from .registry import STORE_PATIENCE_S, AddressRecord, Registry
+from .state import Gang, GangSettings
+from .texts import QUIET_S, REMIND_S
+
+LOOPBACK = "127.0.0.1"
+_POLICY = ConnectPolicy()
+# After its own end the control node waits so long for the others', to hear of late failures.
+_LEAVE_WAIT_S = 5.0
+# The part of all_nodes_started_timeout that the control node may take to publish where it is.
+_PUBLISH_PART = 0.8
+
+
+def pick_port(pinned: int | None) -> int | None:
+    """Return the pinned port if it is free, else None; without one, a free port."""
+    if pinned is None:
+        return free_port()
+    return pinned if port_is_free(pinned) else None
+
+
+def control_addresses(main_ip: str, here_only: bool) -> list[str]:
+    """Return the control node's addresses in the order in which to try them; there is at least one."""
+    return [LOOPBACK] if here_only else addresses_for_others(main_ip)
+
+
+# --- alone, and as the control node ---------------------------------------------------------------
+
+
+def join_alone(settings: StepSettings, emit: Subscriber) -> Member:
+    """Return the only member of a gang of one node: nothing listens, nothing is published."""
+    member, _ = _open_channel(1, settings, emit, "")
+    return member
+
+
+def join_as_control(
+    registry: Registry, num_nodes: int, main_ip: str, settings: StepSettings, emit: Subscriber, here_only: bool
+) -> tuple[Member, ControlChannel]:
+    """Open the gang's channel, publish where it is, and return it with the control node as a member.
+
+    `main_ip` is the control node's address or name as Metaflow knows it. With `here_only` all nodes run on this
+    machine, and the channel listens to nobody else.
+    """
+    if not here_only:
+        _give_way_to_former(registry, num_nodes, settings, emit)
+    token = new_token()
+    member, channel = _open_channel(num_nodes, settings, emit, token)
+    try:
+        port = _listen(registry, channel, settings, LOOPBACK if here_only else "", token)
+        record = AddressRecord(tuple(control_addresses(main_ip, here_only)), port, token)
+        # Before the gang's own time is up, or the others' absence would be blamed for it.
+        registry.publish(record, min(STORE_PATIENCE_S, _PUBLISH_PART * settings.all_nodes_started_timeout))
+        member.at_end(lambda: _tell_latecomers(registry, record, channel))
+    except BaseException as error:
+        member.leave(error)
+        raise
+    return member, channel
+
+
+def _open_channel(
+    num_nodes: int, settings: StepSettings, emit: Subscriber, token: str
+) -> tuple[Member, ControlChannel]:
+    member = Member(CONTROL, num_nodes, emit)
+    gang_settings = GangSettings(num_nodes, settings.all_nodes_started_timeout, settings.grace_s, secrets.token_hex(4))
+    channel = ControlChannel(Gang(gang_settings, pick_port), member.deliver, token, settings.heartbeat_timeout_s)
+    member.attach(channel, functools.partial(channel.close, _LEAVE_WAIT_S))
+    channel.send(Join(CONTROL, member.host, place=place()))
+    member.await_welcome(_LEAVE_WAIT_S)
+    return member, channel
+
+
+def _listen(registry: Registry, channel: ControlChannel, settings: StepSettings, host: str, token: str) -> int:
+    """Open the channel; if that can't be, leave word for the others, which would wait for it."""
+    try:
+        return channel.listen(settings.channel_port, host)
+    except GangError as error:
+        with suppress(GangError):
+            registry.publish(AddressRecord((), 0, token, closed=True, error=error), _LEAVE_WAIT_S)
+        raise
+
+
+def _give_way_to_former(registry: Registry, num_nodes: int, settings: StepSettings, emit: Subscriber) -> None:
+    """Raise if another task is the control node of this attempt and lives: this task is to replace it.
+
+    Joining tells the other one so. The record of one that has ended is overwritten. If it had no members yet, nothing
+    is lost.
+    """
+    former = None
+    with suppress(GangError):  # publishing will say so, if the datastore stays away
+        former = registry.peek(_POLICY.former_s)
+    if former is None or former.closed:
+        return
+    member, channel = _member(CONTROL, num_nodes, settings, emit)
+    try:
+        _connect(channel, lambda _: former, _POLICY.former_s)
+    except OSError as error:
+        member.leave(error)
+    except BaseException as error:
+        _leave_again(member, channel, error)
+        raise
+
+
+def _tell_latecomers(registry: Registry, record: AddressRecord, channel: ControlChannel) -> None:
+    """Leave word for nodes that have not arrived when the control node ends, so that none waits for it."""
+    if channel.gang.absent:
+        with suppress(GangError):  # without the word they wait until their time is up
+            registry.publish(replace(record, closed=True, error=channel.gang.broken), _LEAVE_WAIT_S)
+
+
+# --- as another member ----------------------------------------------------------------------------
+
+
+def join_as_member(
+    registry: Registry, node: int, num_nodes: int, settings: StepSettings, emit: Subscriber
+) -> tuple[Member, str]:
+    """Find the control node, join, and return this node as a member, and the address that worked."""
+    member, channel = _member(node, num_nodes, settings, emit)
+    timeout_s = settings.all_nodes_started_timeout
+    wait = _wait_and_say(member)
+
+    def find(left_s: float) -> AddressRecord:
+        record = registry.look_up(left_s, timeout_s, wait)
+        if record.error is not None:
+            raise record.error
+        if record.closed:  # the control node's step launched nothing and has ended well
+            member.deliver(Bye())
+        return record
+
+    try:
+        return member, _connect(channel, find, timeout_s, _Refusals(member).note)
+    except OSError as error:
+        told = GangError(
+            f"Node {node} (host {member.host}) can't reach the control node: {error}. Check that network policies and "
+            "security groups let the nodes connect to each other; @torchrun(channel_port=...) pins the port."
+        )
+        _leave_again(member, channel, told)
+        raise told from error
+    except BaseException as error:
+        _leave_again(member, channel, error)
+        raise
+
+
+def _member(node: int, num_nodes: int, settings: StepSettings, emit: Subscriber) -> tuple[Member, MemberChannel]:
+    member = Member(node, num_nodes, emit)
+    channel = MemberChannel(node, member.deliver, member.lose_control, settings.heartbeat_timeout_s, _POLICY)
+    member.attach(channel, channel.close)
+    return member, channel
+
+
+def _leave_again(member: Member, channel: MemberChannel, error: BaseException) -> None:
+    """Leave the gang; a node that has come to replace another says why it failed, and waits for the gang's end."""
+    if channel.hold_s:
+        text = f"{error} It waits until the gang has ended, {channel.hold_s:g} s at most."
+        member.emit(Event("failed", member.node, text))
+    member.leave(error, hold_s=channel.hold_s)
+
+
+def _wait_and_say(member: Member) -> Callable[[float], None]:
+    """Return what sleeps and, now and then, says what for."""
+    say_at = time.monotonic() + QUIET_S
+
+    def wait(seconds: float) -> None:
+        nonlocal say_at
+        time.sleep(seconds)
+        if time.monotonic() >= say_at:
+            say_at = time.monotonic() + REMIND_S
+            member.emit(Event("note", member.node, f"waits for node {CONTROL} (the control node) to start"))
+
+    return wait
+
+
+def _connect(
+    channel: MemberChannel,
+    find: Callable[[float], AddressRecord],
+    timeout_s: float,
+    failed: Callable[[AddressRecord, OSError], float] = lambda *_: math.inf,
+) -> str:
+    """Become a member within `timeout_s` seconds, or raise OSError; return the address that worked.
+
+    `find` takes the seconds that are left. `failed` is called each time that all addresses have failed; it returns
+    how long the next pause may be.
+    """
+    deadline = time.monotonic() + timeout_s
+    record, found_at = None, 0.0
+    for pause_s in random_pauses():
+        if record is None or time.monotonic() - found_at >= _POLICY.record_s:
+            record, found_at = find(max(1.0, deadline - time.monotonic())), time.monotonic()
+        if record.closed:
+            return record.addresses[0]
+        try:
+            left_s = max(1.0, deadline - time.monotonic())
+            return channel.connect(record.addresses, record.port, record.token, left_s)
+        except OSError as error:
+            pause_s = min(pause_s, failed(record, error))
+            if time.monotonic() + pause_s > deadline:
+                tried = f"tried {', '.join(record.addresses)} on port {record.port} for {timeout_s:g} s"
+                raise ConnectionError(f"{tried}, in vain ({error})") from error
+        time.sleep(pause_s)
+    raise AssertionError("the pauses never end")
+
+
+class _Refusals:
+    """How long an address record has stood, without a break, for a host that refuses all connections."""
+
+    def __init__(self, member: Member) -> None:
+        self._member = member
+        self._record: AddressRecord | None = None
+        self._since = 0.0
+        self._is_said = False
+
+    def note(self, record: AddressRecord, error: OSError) -> float:
+        """Say once that it lasts, and raise when it has lasted too long; return how long it may still last."""
+        if not isinstance(error, ConnectionRefusedError):
+            self._record = None
+            return math.inf
+        if record != self._record:
+            self._record, self._since, self._is_said = record, time.monotonic(), False
+        limit_s = _POLICY.refused_here_s if record.addresses == (LOOPBACK,) else _POLICY.refused_s
+        where = f"node 0 (the control node) refuses connections at {', '.join(record.addresses)}, port {record.port}"
+        so_far_s = time.monotonic() - self._since
+        if so_far_s >= limit_s:
+            raise GangError(
+                f"Node {self._member.node} (host {self._member.host}) gave up: {where}, for {limit_s:g} s. That port was "
+                "open once, so its task has ended without a word. Look at its log, and at the events of its pod or job."
+            )
+        if so_far_s >= _POLICY.say_refused_s and not self._is_said:
+            self._is_said = True
+            text = f"{where}: its task may have ended; trying for {limit_s:g} s in all"
+            self._member.emit(Event("note", self._member.node, text))
+        return limit_s - so_far_s

@@ -1,0 +1,254 @@
+"""What the control node knows of one launch, and the error it makes of its end.
+
+A launch is in one `Phase` at a time, and `Launch.enter` is the only way to another.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ..errors import GangError, LaunchFailed, LaunchHung, LaunchTimeout, TorchrunError, TorchrunPreempted
+from .cause import Cause, DatedCause, first_cause, first_dated
+from .policy import LaunchPolicy
+from .protocol import CONTROL, Ended, Ready
+from .texts import first_lines, first_values, headline, names, places, shortened
+
+# What must be the same on every node besides the launch's number, and how to call it. The first two are
+# fields of *ready*, the others its facts.
+_MUST_AGREE = {
+    "launch": "launch number",
+    "devices": "kind of accelerators",
+    "nproc": "processes per node",
+    "torch": "torch version",
+    "cuda": "CUDA version that torch was built for",
+    "nccl": "NCCL version",
+    "python": "Python version",
+    "digest": "entrypoint and torchrun options",
+    "contents": "contents of the entrypoint",
+}
+_NODES_SAID = 3
+
+
+class Phase(enum.Enum):
+    """Where a launch stands."""
+
+    GATHERING = "waits until all nodes are ready"
+    RUNNING = "the workers run"
+    STORING = "all workers have ended well, and what they have returned is being stored"
+    STOPPING = "the workers are told to stop"
+    PAUSING = "all workers are gone; a restart follows after a pause"
+    OVER = "every node knows how it ended"
+
+
+_NEXT = {
+    Phase.GATHERING: {Phase.RUNNING, Phase.OVER},
+    Phase.RUNNING: {Phase.STORING, Phase.STOPPING, Phase.OVER},
+    Phase.STORING: {Phase.STOPPING, Phase.OVER},
+    Phase.STOPPING: {Phase.PAUSING, Phase.RUNNING, Phase.OVER},
+    Phase.PAUSING: {Phase.RUNNING, Phase.OVER},
+    Phase.OVER: set[Phase](),
+}
+
+
+@dataclass
+class Launch:
+    """One launch as the control node knows it; all times are seconds of the gang's clock."""
+
+    number: int
+    phase: Phase = Phase.GATHERING
+    ready: dict[int, Ready] = field(default_factory=dict)
+    generation: int = 0
+    moves: int = 0  # generations that began because the rendezvous' port was taken
+    ended: dict[int, Ended] = field(default_factory=dict)  # without what failed, which is in `causes`
+    causes: list[DatedCause] = field(default_factory=list)
+    dropped: set[int] = field(default_factory=set)  # nodes that an elastic launch goes on without
+    given_up: set[int] = field(default_factory=set)  # nodes whose own code has ended their call of `run`
+    policy: LaunchPolicy = field(default_factory=LaunchPolicy)
+    went_at: float = 0.0
+    active_at: float = 0.0
+    deadline: float = float("inf")
+    stop_by: float = float("inf")
+    restart_at: float = float("inf")
+    remind_at: float = float("inf")
+    stores: dict[int, str] = field(default_factory=dict)  # nodes whose workers have ended -> what they store
+    stores_since: float = 0.0
+    say_stores_at: float = float("inf")
+    stored: dict[int, str] = field(default_factory=dict)  # global rank -> key in the datastore
+
+    def enter(self, phase: Phase) -> None:
+        """Go to another phase."""
+        assert phase in _NEXT[self.phase], f"a launch can't go from {self.phase.name} to {phase.name}"
+        self.phase = phase
+
+    def begin_generation(self, now: float) -> None:
+        """All nodes start their workers; nothing of the generation before counts any more."""
+        self.enter(Phase.RUNNING)
+        self.went_at = self.active_at = now
+        self.stop_by = self.restart_at = float("inf")
+        for each in (self.ended, self.stores, self.stored, self.causes):
+            each.clear()
+
+    def begin_pause(self, now: float, pause_s: float) -> None:
+        """All workers are gone and start again after `pause_s` seconds."""
+        self.enter(Phase.PAUSING)
+        self.generation += 1
+        self.restart_at = now + pause_s
+        self.ended.clear()
+
+    @property
+    def restarts(self) -> int:
+        """How often the gang was restarted because of a failure; a move to another port is none."""
+        return self.generation - self.moves
+
+    def note_ready(self, node: int, ready: Ready) -> None:
+        """Take a node's *ready*. Of thousands that say the same, which they should, it is kept once."""
+        last = next(reversed(self.ready.values()), None)
+        self.ready[node] = last if last is not None and last == ready else ready
+
+    def note_ended(self, node: int, ended: Ended) -> None:
+        """Take a node's *ended*; its failures are noted by `note_cause`."""
+        self.ended[node] = replace(ended, failures=())
+
+    def note_cause(self, dated: DatedCause) -> None:
+        """Take a failure. Of thousands, whose texts take hundreds of megabytes, those are kept that may be wanted."""
+        self.causes.append(dated)
+        if self.policy.min_nodes is None:  # where the launch may go on, each node's own is wanted
+            preempted = first_dated(each for each in self.causes if each.cause.category == "preempted")
+            kept = (first_dated(self.causes), preempted)
+            self.causes = [each for each in dict.fromkeys(kept) if each is not None]
+
+    @property
+    def preempted(self) -> Cause | None:
+        """The first preemption of a node in this generation, be it the first cause or not; it will not come back."""
+        return first_cause(dated for dated in self.causes if dated.cause.category == "preempted")
+
+    def can_go_on_with(self, nodes: Sequence[int]) -> bool:
+        """Tell whether an elastic launch can do with `nodes` alone; the control node hosts its store."""
+        wanted = self.policy.min_nodes
+        return wanted is not None and self.phase is Phase.RUNNING and CONTROL in nodes and len(nodes) >= wanted
+
+    def cause_of(self, node: int) -> Cause | None:
+        """Return the failure of one node, or None."""
+        return first_cause(dated for dated in self.causes if dated.cause.node == node)
+
+    def contradiction(self) -> TorchrunError | None:
+        """Return what keeps the nodes from working together, naming nodes and values, or None."""
+        for key, name in _MUST_AGREE.items():
+            values: dict[Any, list[int]] = {}
+            for node in sorted(self.ready):
+                ready = self.ready[node]
+                values.setdefault(getattr(ready, key, ready.facts.get(key)), []).append(node)
+            if len(values) > 1:
+                listed = first_values([f"{names(nodes)}: {value}" for value, nodes in values.items()])
+                return GangError(
+                    f"The nodes differ in the {name} ({listed}). Every node must call current.torch.run in the same order "
+                    "with the same settings, on the same software and kind of devices."
+                )
+        return None
+
+    def overrun(self, now: float) -> tuple[str, str] | None:
+        """Return kind and text of the limit that the generation has passed, or None."""
+        policy = self.policy
+        if now > self.deadline:
+            stores = self.who_stores(now) if self.phase is Phase.STORING else ""
+            return "timeout", "longer than the step's @timeout allows" + (f"; {stores}" if stores else "")
+        if self.phase is Phase.STORING:
+            return None  # no worker is left that could hang or take too long
+        if policy.timeout_s is not None and now - self.went_at > policy.timeout_s:
+            return "timeout", f"longer than {policy.timeout_s:g} s"
+        if policy.hang_timeout_s is not None and now - self.active_at > policy.hang_timeout_s:
+            return "hang", f"no rank wrote anything or exited for {policy.hang_timeout_s:g} s"
+        return None
+
+    def first_cause(self) -> Cause | None:
+        """Return the failure that started it all; of a hang with what the nodes have found."""
+        cause = first_cause(self.causes)
+        return replace(cause, detail=self._diagnostics()) if cause is not None and cause.kind == "hang" else cause
+
+    def _diagnostics(self) -> str:
+        """Return where every rank was when the launch hung, and where the stacks are."""
+        found = {node: ended.diagnostics for node, ended in sorted(self.ended.items()) if ended.diagnostics}
+        where = sorted((rank, place) for each in found.values() for rank, place in each.where.items())
+        files = [
+            f"Stacks of node {node} (host {each.host}): {each.file or 'in its log only'}"
+            for node, each in found.items()
+        ]
+        return "\n".join(first_lines(places(where)) + first_lines(files))
+
+    def who_stores(self, now: float, besides: int | None = None) -> str:
+        """Say which nodes store what."""
+        said = [f"node {node} stores {what}" for node, what in sorted(self.stores.items()) if node != besides]
+        more = f"; so do {len(said) - _NODES_SAID} other nodes" if len(said) > _NODES_SAID else ""
+        since = f" (for {now - self.stores_since:.0f} s so far)"
+        return "; ".join(said[:_NODES_SAID]) + more + since if said else ""
+
+    def stored_for(self, node: int, error: TorchrunError | None) -> dict[int, str]:
+        """Return the keys by rank: of what the cause has raised or, on the control node, of all returned values."""
+        if error is None:
+            return self.stored if node == CONTROL else {}
+        rank = (error.cause or {}).get("rank")
+        return {rank: self.stored[rank]} if rank in self.stored else {}
+
+    # --- what becomes an error ------------------------------------------------------------------
+
+    def error(self, cause: Cause | None, silent: list[int]) -> LaunchFailed:
+        """Return what every node raises after a failed launch; `silent` nodes did not report their end."""
+        quiet = f"\nNo word came from {names(silent)} about their end." if silent else ""
+        if cause is None:
+            return LaunchFailed(f"Launch {self.number} failed.{quiet}")
+        cls, text = self._class_and_text(cause)
+        return cls(f"{text}{quiet}" + (f"\n{cls.remedy}" if cls is TorchrunPreempted else ""), cause.as_dict())
+
+    def dropped_error(self, node: int) -> LaunchFailed:
+        """Return what a node raises that an elastic launch goes on without."""
+        goes_on = f"Launch {self.number} goes on without it, by torchrun's own elasticity."
+        cause = self.cause_of(node)
+        if cause is None:
+            return LaunchFailed(f"Node {node} failed. {goes_on}")
+        return class_of(cause)(f"{cause.describe()}\n{goes_on}", cause.as_dict())
+
+    def _class_and_text(self, cause: Cause) -> tuple[type[LaunchFailed], str]:
+        stopped = f"Launch {self.number} was stopped"
+        if cause.kind == "timeout":
+            remedy = "run(timeout_s=...) and the step's @timeout change how long it may run."
+            return LaunchTimeout, f"{stopped}: it ran {cause.exception}. {remedy}"
+        if cause.kind == "step_timeout":
+            return LaunchTimeout, f"{stopped}: {cause.who} {cause.what}."
+        if cause.kind == "hang":
+            remedy = "hang_timeout_s changes how long they may be silent."
+            return LaunchHung, f"{stopped}: {cause.exception}. {remedy}\n{cause.detail}"
+        if cause.kind == "store":
+            remedy = (
+                "If the datastore is well, return less: a function can store large results itself and return where."
+            )
+            return LaunchFailed, f"{cause.describe()}\n{stopped} on all nodes; its workers had ended well. {remedy}"
+        if cause.category == "preempted":
+            saved = sorted(rank for ended in self.ended.values() for rank in ended.ended_well)
+            ended = shortened(saved) or "none"
+            text = f"{cause.describe()}\n{stopped} on all nodes. Ranks that exited with code 0 in time: {ended}."
+            return TorchrunPreempted, text
+        count = f" after {self.restarts} restarts" if self.restarts else ""
+        text = f"{cause.describe()}\n{stopped} on all nodes{count} (class of the cause: {cause.category})."
+        if self.preempted is not None:
+            text += f" Meanwhile {self.preempted.who} {self.preempted.what}."
+        return LaunchFailed, text
+
+
+def class_of(cause: Cause) -> type[LaunchFailed]:
+    """Return the error's class for a node that failed outside of its workers."""
+    return {"preempted": TorchrunPreempted, "timeout": LaunchTimeout}.get(cause.category, LaunchFailed)
+
+
+def teller(cause: Cause | None) -> int:
+    """Return the node whose log tells the most of a failure: its own, unless it can't or all are concerned."""
+    return CONTROL if cause is None or cause.kind in ("lost", "timeout", "hang") else cause.node
+
+
+def reason(cause: Cause | None) -> str:
+    """Return who failed and how in one line, for the logs; empty if the control node has said so itself."""
+    if cause is None or (cause.node == CONTROL and cause.kind not in ("timeout", "hang")):
+        return ""
+    return headline(f"{cause.who} {cause.what}")

@@ -1,0 +1,91 @@
+"""The thread in which a channel's connections live.
+
+Each channel runs one asyncio loop in a daemon thread of its own. The loop, its connections and what they
+hold belong to that thread; the others hand it work with `LoopThread.call` and `LoopThread.post`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import selectors
+import threading
+import weakref
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from typing import Any
+
+from ..machine.open_files import limit_of_at_least
+
+CLOSE_S = 5.0
+"""How long another thread waits for what it asks of the loop, and for the loop's end."""
+
+
+class LoopThread:
+    """An asyncio loop in a daemon thread; `on_error` is called there with what a callback has raised."""
+
+    def __init__(self, name: str, on_error: Callable[[BaseException], None]) -> None:
+        # Not the kind of loop that the step may have set as its policy: `descriptors` must know the selector.
+        self._selector = selectors.DefaultSelector()
+        self.loop = asyncio.SelectorEventLoop(self._selector)
+        self.loop.set_exception_handler(lambda _, context: self._raised(context.get("exception"), on_error))
+        _all.add(self)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    @staticmethod
+    def _raised(error: BaseException | None, on_error: Callable[[BaseException], None]) -> None:
+        if error is not None:
+            on_error(error)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        self.loop.run_forever()
+        for task in asyncio.all_tasks(self.loop):
+            task.cancel()
+        self.loop.run_until_complete(asyncio.gather(*asyncio.all_tasks(self.loop), return_exceptions=True))
+        self.loop.close()
+
+    def call(self, coroutine: Coroutine[Any, Any, Any], timeout_s: float) -> Any:
+        """Run a coroutine in the loop and return its result; call it in any other thread."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(timeout_s)
+
+    def post(self, function: Callable[..., None], *args: Any) -> None:
+        """Have a function called in the loop soon, in the order of the calls; call it in any thread."""
+        with suppress(RuntimeError):  # the loop is closed: the gang is over
+            self.loop.call_soon_threadsafe(function, *args)
+
+    def stop(self) -> None:
+        """End the thread; call it in any thread."""
+        self.post(self.loop.stop)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(CLOSE_S)
+
+    def descriptors(self) -> list[int]:
+        """Return the files that the loop watches, and the one with which it does."""
+        if self.loop.is_closed():
+            return []
+        own = getattr(self._selector, "fileno", None)  # epoll has one
+        return [*self._selector.get_map(), *([own()] if own is not None else [])]
+
+
+_all: weakref.WeakSet[LoopThread] = weakref.WeakSet()
+
+
+def _in_forked_child() -> None:
+    """Let go of all connections in a child that the task has forked.
+
+    The child may outlive the task, and the others see a task's end by its closed connections. Nothing is
+    unregistered, since the task goes on with the same epoll instance. The null device takes the numbers of the
+    files, since objects that believe to own them may yet close them.
+    """
+    numbers = [number for thread in _all for number in thread.descriptors()]
+    if numbers:
+        null = os.open(os.devnull, os.O_RDWR)
+        with limit_of_at_least(max(numbers) + 1):
+            for number in numbers:
+                os.dup2(null, number, inheritable=False)
+        os.close(null)
+
+
+os.register_at_fork(after_in_child=_in_forked_child)

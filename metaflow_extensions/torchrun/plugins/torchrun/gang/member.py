@@ -1,0 +1,471 @@
+"""A node as a member of its gang, from the step's begin to its end.
+
+It holds the channel, numbers the launches, and makes sure that news reaches the step's code wherever that is: inside
+of `run` as a message, outside of it as an exception in the main thread (see `wakeup`).
+
+Who may touch what. Three kinds of threads meet here: those of the step's code, which call `run`; the channel's thread,
+which calls `deliver` and `lose_control`; and watching threads, which call `notice`. Handlers of signals interrupt the
+main thread. All that changes, changes under `_lock`, together with what has to be told. Nobody waits while holding it.
+
+- In the handler of SIGTERM only `note_sigterm` runs. It takes no lock: it reads, and adds to `_noted`, a deque.
+- In the handlers of the wake signal and of the alarm, `raise_news` and `time_out` run. They take the lock, even where
+  they have interrupted the main thread while that holds it. That is safe, because they either leave the state alone or
+  raise, so that what they have interrupted does not go on.
+- In a forked child nothing works, and nobody may wait for the lock: `in_task` is asked first.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+import queue
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from ..errors import GangError, LaunchFailed, LaunchTimeout, TorchrunError, TorchrunPreempted
+from ..events import Event, Subscriber
+from ..tracebacks import user_traceback
+from .cause import Cause
+from .protocol import (
+    CONTROL,
+    Abort,
+    Ack,
+    Alone,
+    Bye,
+    Done,
+    Go,
+    Leave,
+    Message,
+    Note,
+    Replaced,
+    Restart,
+    Stop,
+    Verdict,
+    Welcome,
+)
+from .texts import QUIET_S, REMIND_S, names
+from .wakeup import Wakeup
+
+# How long a leaving node waits for the control node to say that it has read the cause.
+_ACK_WAIT_S = 5.0
+_SIGTERM_CAME = "its Metaflow task got SIGTERM"
+
+
+class State(enum.Enum):
+    """Where the step's code is, which decides how news reaches it."""
+
+    STEP = "joins, or is in code of its own: news interrupts it"
+    LAUNCH = "in a launch: news goes to the launch's inbox"
+    TOLD = "in code of its own, and has the gang's error already: only an order to end interrupts it"
+    WAITING = "ended on the control node, which waits for the others: news interrupts it"
+    ALONE = "ended on the control node, and all others have left: news interrupts it"
+    STORING = "ended on a member; its results are being stored"
+    ENDING = "was ordered to end: the gang knows, and the code of the step has the error"
+    LEFT = "nothing more will come of this node"
+
+
+_NEXT = {
+    State.STEP: {State.LAUNCH, State.TOLD, State.WAITING, State.STORING, State.ENDING, State.LEFT},
+    State.LAUNCH: {State.STEP, State.TOLD, State.LEFT},
+    State.TOLD: {State.LAUNCH, State.TOLD, State.WAITING, State.STORING, State.ENDING, State.LEFT},
+    State.WAITING: {State.TOLD, State.ALONE, State.ENDING, State.LEFT},
+    State.ALONE: {State.TOLD, State.ENDING, State.LEFT},
+    State.STORING: {State.LEFT},
+    State.ENDING: {State.LEFT},
+    State.LEFT: set[State](),
+}
+_OVER = frozenset({State.STORING, State.ENDING, State.LEFT})
+
+
+class ControlNode(enum.IntEnum):
+    """What this node has heard of the control node; it only goes down this list."""
+
+    UNKNOWN = 0  # it has not taken this node in
+    HERE = 1
+    ACKNOWLEDGED = 2  # it has read that this node leaves
+    BYE = 3  # it has left, in order
+    GONE = 4  # the connection has ended
+
+
+_SAYS: dict[type[Any], ControlNode] = {
+    Welcome: ControlNode.HERE,
+    Ack: ControlNode.ACKNOWLEDGED,
+    Bye: ControlNode.BYE,
+}
+
+
+class Interruption(enum.Enum):
+    """What happens to this node itself in a launch; it goes to the launch's inbox, beside the gang's messages."""
+
+    BROKEN = "the gang is broken, or the step's code has ended"
+    MUST_END = "this node must end"
+
+
+@dataclass(frozen=True)
+class TimedOut:
+    """The step's time is up; `text` goes on after "node 1 ran "."""
+
+    text: str
+
+
+class Link(Protocol):
+    """What a member needs of its channel."""
+
+    own_address: str | None
+
+    def send(self, message: Message) -> None:
+        """Send a message to the control node, without waiting."""
+
+
+class Member:
+    """One node in its gang."""
+
+    def __init__(self, node: int, num_nodes: int, emit: Subscriber) -> None:
+        self.node = node
+        self.num_nodes = num_nodes
+        self.host = socket.gethostname()
+        self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()  # for the launch that runs; each has its own
+        self.emit = emit
+        self.shows_output = True  # whether the last launch shows here all that its workers write
+        self._link: Link | None = None
+        self._close_link: Callable[[], None] = lambda: None
+        self._at_end: Callable[[], None] = lambda: None
+        self._pid = os.getpid()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._wakeup = Wakeup(self, self._lock)
+        self._state = State.STEP
+        self._control = ControlNode.UNKNOWN
+        self._launches = 0
+        self._noted: deque[str] = deque()  # orders to end that nobody has looked at
+        self._order: str | None = None  # why this node must end
+        self._broken: TorchrunError | None = None  # why the gang can't go on
+        self._lost: TorchrunError | None = None  # that the control node is not heard, which it may not know
+        self._verdict: TorchrunError | None = None  # of the last launch
+
+    def attach(self, link: Link, close_link: Callable[[], None]) -> None:
+        """Begin to use `link`; `deliver` must get its messages from now on."""
+        self._link, self._close_link = link, close_link
+        self._wakeup.take_signals()
+
+    def at_end(self, callback: Callable[[], None]) -> None:
+        """Have `callback` called when the node has left, before its channel closes."""
+        self._at_end = callback
+
+    @property
+    def own_address(self) -> str | None:
+        """This host's address between it and the other nodes; None where that is not known."""
+        return None if self._link is None else self._link.own_address
+
+    @property
+    def in_task(self) -> bool:
+        """Whether this is the task's own process, and not one that it has forked."""
+        return os.getpid() == self._pid
+
+    @property
+    def is_storing(self) -> bool:
+        """Whether the step's code has ended well here and its results are being stored."""
+        return self.in_task and self._state is State.STORING
+
+    @property
+    def broken(self) -> TorchrunError | None:
+        """Why the gang can't go on, or None."""
+        return self._broken
+
+    def _enter(self, state: State) -> None:
+        """Go to another state; called with the lock."""
+        assert state in _NEXT[self._state], f"a member can't go from {self._state.name} to {state.name}"
+        self._state = state
+        self._changed.notify_all()
+
+    def _wait(self, is_over: Callable[[], bool], timeout_s: float) -> bool:
+        with self._changed:
+            return self._changed.wait_for(is_over, timeout_s)
+
+    # --- called by the channel, in its thread ---------------------------------------------------
+
+    def deliver(self, message: Message) -> None:
+        """Take a message of the control node."""
+        if isinstance(message, Welcome | Ack | Bye):
+            self._hear(_SAYS[type(message)])
+        elif isinstance(message, Note):
+            self.emit(Event("note", self.node, message.text))
+        elif isinstance(message, Replaced):
+            self.notice(message.why)
+        elif isinstance(message, Abort):
+            self._break(message.error)
+        elif isinstance(message, Alone):
+            with self._lock:
+                if self._state is State.WAITING:
+                    self._enter(State.ALONE)
+        elif isinstance(message, Go | Stop | Restart | Verdict):
+            with self._lock:
+                if self._state is State.LAUNCH:  # else it is late news of a launch that was given up
+                    self.inbox.put(message)
+
+    def lose_control(self, reason: str) -> None:
+        """Take the news that the control node is not heard any more."""
+        said_bye = self._control is ControlNode.BYE
+        self._hear(ControlNode.GONE)
+        if not said_bye:
+            cause = Cause("lost", CONTROL, "the control node", exception=reason)
+            self._lost = LaunchFailed(
+                f"Node {CONTROL} (the control node) is lost: {reason}. Without it the gang can't go on; see its log.",
+                cause.as_dict(),
+            )
+            self._break(self._lost)
+
+    def _hear(self, control: ControlNode) -> None:
+        with self._lock:
+            self._control = max(self._control, control)
+            self._changed.notify_all()
+
+    def _break(self, error: TorchrunError) -> None:
+        with self._lock:
+            if self._broken is not None or self._state in _OVER:
+                return
+            self._broken = error
+            self._changed.notify_all()
+            if self._state is State.LAUNCH:
+                self.inbox.put(Interruption.BROKEN)
+        self._wakeup.wake()
+
+    # --- reaching the step's code ---------------------------------------------------------------
+
+    def note_sigterm(self) -> bool:
+        """Note SIGTERM; called in its handler, which sees to it that `raise_news` is called next."""
+        if not self.in_task or self._state in _OVER:
+            return False
+        self._noted.append(_SIGTERM_CAME)
+        return True
+
+    def notice(self, why: str) -> None:
+        """Take the news that this node must end, as at a SIGTERM; `why` goes on after "node 1 was preempted: "."""
+        # As with a signal, the innermost launch stops in order, and what it raises reaches this node's step.
+        self._wakeup.innermost.notice_here(why)
+
+    def notice_here(self, why: str) -> None:
+        """Take such news for this member itself, once: it may repeat, and a second order means: at once."""
+        with self._lock:
+            if self._broken is not None or self._order is not None:
+                return
+            self._take_order(why)
+        self._wakeup.wake()
+
+    def _take_order(self, why: str) -> None:
+        if self._state not in _OVER:
+            self._order = self._order or why
+            if self._state is State.LAUNCH:
+                self.inbox.put(Interruption.MUST_END)
+
+    def has_news(self) -> bool:
+        """Tell whether the step's own code has to be interrupted."""
+        if self._state is State.LAUNCH or self._state in _OVER:
+            return False
+        return self._order is not None or (self._broken is not None and self._state is not State.TOLD)
+
+    def raise_news(self) -> None:
+        """Raise what the step's own code has to know, once; called in its thread, or in a handler there."""
+        if not self.in_task:
+            return
+        with self._lock:
+            with suppress(IndexError):
+                while True:
+                    self._take_order(self._noted.popleft())
+            if not self.has_news():
+                return
+            if self._broken is not None:
+                self._order = None
+                self._enter(State.TOLD)
+                raise self._broken
+            error = self.terminated()
+            self._enter(State.ENDING)
+            self.send(Leave(self.cause_of(error), failed=True))
+        self._wakeup.give_back()
+        raise error
+
+    def time_out(self, text: str) -> None:
+        """Raise `LaunchTimeout`, or let the launch that runs do so; called by a signal handler, in the main thread."""
+        if not self.in_task:
+            return
+        with self._lock:
+            if self._state is State.LAUNCH:
+                self.inbox.put(TimedOut(text))
+                return
+        if self._state not in _OVER:
+            raise self.timed_out(text)
+
+    def terminated(self) -> TorchrunPreempted:
+        """Return the error for a task that was told to stop."""
+        cause = Cause("terminated", self.node, self.host, exception=self._order or _SIGTERM_CAME)
+        who = cause.who[0].upper() + cause.who[1:]
+        return TorchrunPreempted(f"{who} {cause.what}. {TorchrunPreempted.remedy}", cause.as_dict())
+
+    def timed_out(self, text: str) -> LaunchTimeout:
+        """Return the error for a step whose time is up."""
+        cause = Cause("step_timeout", self.node, self.host, exception=text)
+        return LaunchTimeout(cause.describe(), cause.as_dict())
+
+    # --- called by the step's code --------------------------------------------------------------
+
+    def send(self, message: Message) -> None:
+        """Send a message to the control node."""
+        if self._link is not None and self.in_task:
+            self._link.send(message)
+
+    def await_welcome(self, timeout_s: float) -> None:
+        """Wait until the control node has taken us in; raise `GangError` if it does not in time."""
+        if not self._wait(lambda: self._control is not ControlNode.UNKNOWN, timeout_s):
+            raise GangError(
+                f"Node {self.node} (host {self.host}) reached the control node but was not taken in within {timeout_s:g} s. "
+                "Does another task of this attempt run with the same node index?"
+            )
+
+    def refuse_in_child(self) -> None:
+        """Raise if this is a process that the task has forked: the gang's nodes are the tasks alone."""
+        if not self.in_task:
+            raise GangError(
+                f"current.torch.run was called in process {os.getpid()}, which was forked from the task (process "
+                f"{self._pid}). Only the task itself can launch: call it there, for example in the step's own code."
+            )
+
+    def begin_launch(self, shows_output: bool = True) -> int:
+        """Begin a launch with a new `inbox` and return its number; raise TorchrunError if none can begin."""
+        self.refuse_in_child()
+        with self._lock:
+            error = self._obstacle()
+            if error is None:
+                self.inbox = queue.SimpleQueue()
+                self.shows_output = shows_output
+                self._verdict = None
+                number, self._launches = self._launches, self._launches + 1
+                self._enter(State.LAUNCH)
+                return number
+            if error is self._broken and self._state is State.STEP:
+                self._enter(State.TOLD)
+        raise error
+
+    def _obstacle(self) -> TorchrunError | None:
+        """Return why no launch can begin, or None."""
+        if self._state is State.LAUNCH:
+            return GangError(
+                f"current.torch.run was called on node {self.node} while launch {self._launches - 1} still ran there, in "
+                "another thread. A node takes part in one launch at a time: let the step's threads call it one after the "
+                "other, in the same order on every node."
+            )
+        if self._broken is not None:
+            return self._broken
+        if self._order is not None and self._state not in _OVER:
+            return self.terminated()
+        if self._control >= ControlNode.BYE or self._state not in (State.STEP, State.TOLD):
+            return GangError(
+                "current.torch.run was called after the gang had ended: the control node's step has already finished. Every "
+                "node must call it the same number of times."
+            )
+        return None
+
+    def end_launch(self, verdict: TorchrunError | None, failing: bool = False) -> None:
+        """Note that the step's own code has its thread again; raise news that came too late for the launch.
+
+        `verdict` is what the gang has decided. If `failing`, the launch raises it, or another error.
+        """
+        with self._lock:
+            self._verdict = verdict
+            if self._state is State.LAUNCH:
+                told = verdict is not None or (failing and self._broken is not None)
+                self._enter(State.TOLD if told else State.STEP)
+            unread = []
+            while not self.inbox.empty():
+                unread.append(self.inbox.get_nowait())
+            if Interruption.MUST_END not in unread:
+                self._order = None  # the launch has dealt with it
+        if not failing or Interruption.MUST_END in unread:
+            self.raise_news()
+        for news in unread:
+            if isinstance(news, TimedOut):
+                self.time_out(news.text)
+
+    def finish(self) -> None:
+        """Say that the step's code has ended well; the node stays a member until its results are stored."""
+        if not self.in_task:
+            return
+        with self._lock:
+            if self._state is State.LAUNCH:
+                raise GangError(
+                    f"The step's code has ended on node {self.node} while launch {self._launches - 1} still ran there in "
+                    "another thread. Wait for the thread that has called current.torch.run."
+                )
+            if self._state not in (State.STEP, State.TOLD):
+                return
+            waits = self.node == CONTROL and self.num_nodes > 1
+            self._enter(State.WAITING if waits else State.STORING)
+        self.send(Done())
+        if waits:
+            self.raise_news()
+        else:
+            self._wakeup.give_back()
+
+    def await_others(self, remaining: Callable[[], list[int]]) -> None:
+        """Wait on the control node until the others have left; raise if a node fails or is lost meanwhile."""
+        if not self.in_task:
+            return
+        patience_s = QUIET_S
+        while not self._wait(lambda: self._state is not State.WAITING or self._broken is not None, patience_s):
+            patience_s = REMIND_S
+            text = f"done here; waiting until {names(remaining())} ended the step and stored the results"
+            self.emit(Event("note", self.node, text))
+        if self._broken is not None:
+            raise self._broken
+
+    def leave(self, error: BaseException | None = None, hold_s: float = 0.0) -> None:
+        """Leave the gang; safe to call more than once, and without effect in a forked child.
+
+        The control node's receipt is awaited, since some systems kill all tasks as soon as one has failed. After an
+        error it waits `hold_s` seconds at most for the channel's end: then the control node's log holds the cause.
+        """
+        if not self.in_task or self._link is None:
+            return
+        with self._lock:
+            before = self._state
+            if before is State.LEFT:
+                return
+            if before is State.LAUNCH:  # in another thread than the step's code, which has ended
+                self.inbox.put(Interruption.BROKEN)
+            self._enter(State.LEFT)
+        try:
+            if before is not State.ENDING:  # else it has been said
+                cause = None if error is None or self.gang_knows(error) else self.cause_of(error)
+                self.send(Leave(cause, failed=error is not None))
+            self._wait(lambda: self._control is not ControlNode.HERE, _ACK_WAIT_S)
+            if error is not None and before is not State.ENDING:  # a machine that is taken away has no time for it
+                self._wait(lambda: self._control is ControlNode.GONE, hold_s)
+            self._at_end()
+        finally:
+            self._close_link()
+            self._wakeup.give_back()
+
+    def gang_knows(self, error: BaseException) -> bool:
+        """Tell whether the gang has this error already: it is its own verdict, bare or chained."""
+        link: BaseException | None = error
+        while link is not None:
+            if link is self._verdict or (link is self._broken and link is not self._lost):
+                return True
+            link = link.__cause__ or link.__context__
+        return False
+
+    def cause_of(self, error: BaseException) -> Cause:
+        """Return an exception of this node's own step as a cause."""
+        if isinstance(error, TorchrunError) and error.cause is not None:
+            cause = Cause.from_dict(error.cause)
+            if error is not self._lost:
+                return cause
+            text = f"it does not hear the control node any more: {cause.exception}"
+            return Cause("lost", self.node, self.host, exception=text)
+        kind = "call" if isinstance(error, TorchrunError) else "step"
+        text = f"{type(error).__name__}: {error}"
+        return Cause(kind, self.node, self.host, exception=text, detail=user_traceback(error))

@@ -1,0 +1,96 @@
+"""Which nodes have joined, and what has become of each: a part of the gang's state. Pure."""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter
+
+from .protocol import CONTROL, Join
+
+
+class NodeState(enum.Enum):
+    """What the control node knows of one node."""
+
+    ABSENT = "has not joined yet"
+    JOINED = "is a member; its step's code runs"
+    DONE = "its step's code has ended well; its results are being stored"
+    LEFT = "has said that nothing more will come of it"
+    LOST = "its task has ended, or nothing was heard from it, without a word"
+
+
+_NEXT = {
+    NodeState.ABSENT: {NodeState.JOINED, NodeState.LOST},
+    # One that has lost its connection, and does not know yet that it was taken in, joins again.
+    NodeState.JOINED: {NodeState.JOINED, NodeState.DONE, NodeState.LEFT, NodeState.LOST},
+    NodeState.DONE: {NodeState.LEFT, NodeState.LOST},
+    NodeState.LEFT: set[NodeState](),
+    NodeState.LOST: set[NodeState](),
+}
+
+
+class Nodes:
+    """The nodes of a gang."""
+
+    def __init__(self, num_nodes: int) -> None:
+        self._states = dict.fromkeys(range(num_nodes), NodeState.ABSENT)
+        # How many have which state: thousands are not to be looked through at each message.
+        self._count: Counter[NodeState] = Counter(self._states.values())
+        self._hosts: dict[int, str] = {}
+        self._tasks: dict[int, tuple[str, str]] = {}  # which process a node is, and in which container
+        self.replaced: set[int] = set()  # nodes that know that another task has come in their place
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def __contains__(self, node: object) -> bool:
+        return node in self._states
+
+    def __getitem__(self, node: int) -> NodeState | None:
+        return self._states.get(node)
+
+    def enter(self, node: int, state: NodeState) -> None:
+        """Note that a node is in another state now."""
+        before = self._states[node]
+        assert state in _NEXT[before], f"node {node} can't go from {before.name} to {state.name}"
+        self._count[before] -= 1
+        self._count[state] += 1
+        self._states[node] = state
+
+    def may_join(self, join: Join) -> bool:
+        """Tell whether a task may be its node: nobody is that node, or the task itself is, without knowing it yet."""
+        state = self._states.get(join.node)
+        return state is NodeState.ABSENT or (
+            state is NodeState.JOINED and bool(join.task) and self._tasks[join.node] == (join.task, join.place)
+        )
+
+    def join(self, join: Join) -> None:
+        """Take a node in."""
+        self.enter(join.node, NodeState.JOINED)
+        self._hosts[join.node] = join.host
+        self._tasks[join.node] = (join.task, join.place)
+
+    def is_same_place(self, join: Join) -> bool:
+        """Tell whether a task is in the same container as the node that it wants to be."""
+        return self._tasks.get(join.node, ("", ""))[1] == join.place
+
+    def host(self, node: int) -> str:
+        """Return a node's host name."""
+        return self._hosts.get(node, "unknown")
+
+    def count(self, *states: NodeState) -> int:
+        """Return how many nodes are in one of `states`."""
+        return sum(self._count[state] for state in states)
+
+    def which(self, *states: NodeState) -> list[int]:
+        """Return the indexes of the nodes in one of `states`."""
+        return [node for node, state in self._states.items() if state in states]
+
+    @property
+    def joined(self) -> list[int]:
+        """Indexes of the nodes whose step's code runs."""
+        return self.which(NodeState.JOINED)
+
+    @property
+    def members(self) -> list[int]:
+        """Indexes of the nodes, besides the control node, that have joined and not yet left."""
+        return [node for node in self.which(NodeState.JOINED, NodeState.DONE) if node != CONTROL]

@@ -1,0 +1,63 @@
+"""What is done when: with a launch (time limits, restarts, hangs, preemptions), and to reach the control node."""
+
+from __future__ import annotations
+
+import random
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ..parsing import DEFAULT_RETRY_ON
+
+
+@dataclass(frozen=True)
+class LaunchPolicy:
+    """What is to be done with a launch when; the control node's counts for all."""
+
+    # How long one generation may run, from *go* to its end. As Metaflow's ``@timeout`` counts for each attempt, so
+    # does this for each restart.
+    timeout_s: float | None = None
+    left_s: float | None = None  # what is left of the step's ``@timeout``, which bounds all generations together
+    hang_timeout_s: float | None = None  # how long no rank may write or exit; None does not look
+    max_restarts: int = 0  # how often the gang may be restarted
+    retry_on: frozenset[str] = DEFAULT_RETRY_ON  # the classes of causes that restart it
+    preemption_signal: int = signal.SIGTERM  # what workers get when a node is preempted
+    # How many nodes must be left where torchrun's own elasticity is used; None: all, which is the rule.
+    min_nodes: int | None = None
+
+
+@dataclass(frozen=True)
+class ConnectPolicy:
+    """How long a node tries what until it is a member; all in seconds."""
+
+    attempt_s: float = 5.0  # one address, until it answers, and once more until it has proven that it knows the token
+    # After how long the next address is tried beside the one before (RFC 8305), and within what time all are: a host
+    # can have many, and packets to the wrong ones may vanish without an answer.
+    next_address_s: float = 0.25
+    all_addresses_s: float = 2.0
+    record_s: float = 10.0  # how old the address record may get: a new control node may have written another
+    say_refused_s: float = 10.0  # after how long a node says that it is refused
+    # How long a host may refuse all connections, and how long this machine. The port was open before it was published,
+    # so its task has ended. Only proxies and firewalls that are still being set up refuse for a while, and on one
+    # machine there are none.
+    refused_s: float = 60.0
+    refused_here_s: float = 5.0
+    former_s: float = 5.0  # how long a new control node looks for one that it is to replace
+
+    def stagger_s(self, addresses: int) -> float:
+        """Return how long one of so many addresses is tried before the next one is."""
+        return min(self.next_address_s, self.all_addresses_s / addresses)
+
+
+def growing_pauses() -> Iterator[float]:
+    """Yield pauses between tries, in seconds: each twice the one before, and none over 2 s."""
+    pause_s = 0.05
+    while True:
+        yield pause_s
+        pause_s = min(pause_s * 2, 2.0)
+
+
+def random_pauses() -> Iterator[float]:
+    """Yield growing pauses that differ from node to node: thousands that try at once would else do so again."""
+    for pause_s in growing_pauses():
+        yield pause_s * random.uniform(0.5, 1.0)  # noqa: S311 - no secret

@@ -1,0 +1,277 @@
+"""Every message between the control node and the nodes of its gang. Read this file first.
+
+The control node decides, and every node does what it is told; so nodes talk to the control node only.
+Node 0 is the control node and a node of its own gang: its own messages take the same way, without a socket::
+
+    a node                                   the control node
+    ──────                                   ────────────────
+    Join                                ──>
+                                        <──  Welcome, or Refused
+    Ready: the step has called `run`    ──>
+                                        <──  Go, when all nodes are ready and agree
+    Active, Failed                      ──>
+                                        <──  Stop, when a node has failed
+    Ended, then Storing and Stored      ──>
+                                        <──  Restart and another Go, or Verdict
+    Done: the step's code has ended     ──>
+    Leave: nothing more will come       ──>
+                                        <──  Ack; Bye, when the control node itself leaves
+
+At any time the control node may send `Note` (a line for the log), `Abort` (the gang is broken) and `Replaced`.
+Both sides send `Beat`, so that silence means loss.
+
+A message is a frozen dataclass. `to_wire` makes plain data of it, `from_wire` makes it again and refuses what
+does not fit; `frames` makes bytes of the data. A launch and a generation in a message say what it is about,
+so that a message that arrives late is recognised.
+"""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from ..errors import TorchrunError
+from .cause import Cause, Failure
+from .policy import LaunchPolicy
+from .wire import from_plain, to_plain
+
+CONTROL = 0
+"""Index of the control node."""
+
+
+# --- from a node to the control node --------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Join:
+    """The first message of a connection; `Welcome` or `Refused` answers it."""
+
+    node: int
+    host: str = "unknown"  # its host name, for messages
+    task: str = ""  # names the process that joins. One that has lost its connection joins again under the same name
+    place: str = ""  # names its container or machine. Another task of the same node in another place replaces the first
+
+
+@dataclass(frozen=True)
+class Ready:
+    """The step's code has called `run`; `Go` answers when all nodes are ready, `Verdict` if they can't start."""
+
+    launch: int  # number of the launch in the step
+    nproc: int  # processes on this node
+    digest: str  # fingerprint of the entrypoint and of torchrun's options
+    # What else must be the same on all nodes: name -> value, for example the version of torch.
+    facts: dict[str, str] = field(default_factory=dict)
+    master_port: int | None = None  # the rendezvous' port if it is pinned; the control node's counts
+    policy: LaunchPolicy | None = None  # limits and restarts; only the control node sends it
+
+
+@dataclass(frozen=True)
+class Active:
+    """A worker has written something or ended, `age_s` seconds ago; sent where hangs are looked for."""
+
+    launch: int
+    generation: int
+    age_s: float
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A worker or the agent of this node has failed; `Ended` follows when all its workers are gone."""
+
+    launch: int
+    generation: int | None = None  # None: of whatever generation
+    failures: tuple[Failure, ...] = ()  # what has failed; of many the first
+    # Whether the node's own code has ended its call of `run`, so that it can't take part in a restart.
+    given_up: bool = False
+
+
+@dataclass(frozen=True)
+class Diagnostics:
+    """What the workers of one node were doing when the launch hung."""
+
+    host: str  # the node's host name
+    file: str | None  # where all stacks are; None if they could not be written
+    where: dict[int, str]  # global rank -> where in its code it was, in a line
+
+
+@dataclass(frozen=True)
+class Ended:
+    """All workers and the agent of this node are gone; `Verdict` or `Restart` answers when that holds for all nodes."""
+
+    launch: int
+    ok: bool  # whether all ended well
+    generation: int | None = None  # None: of whatever generation
+    failures: tuple[Failure, ...] = ()  # what has failed; of many the first
+    ended_well: tuple[int, ...] = ()  # global ranks that exited with code 0
+    # What the node stores in the datastore for other nodes now; `Stored` says when that is over.
+    storing: str | None = None
+    diagnostics: Diagnostics | None = None  # of a hang
+    given_up: bool = False  # as in `Failed`
+
+
+@dataclass(frozen=True)
+class Storing:
+    """This node goes on to store `what`, or says how the datastore fails."""
+
+    launch: int
+    generation: int
+    what: str
+
+
+@dataclass(frozen=True)
+class Stored:
+    """All that other nodes need of this node is in the datastore, or can't be stored."""
+
+    launch: int
+    generation: int
+    keys: dict[int, str] = field(default_factory=dict)  # global rank -> key in the datastore
+    failures: tuple[Failure, ...] = ()  # why something could not be stored
+
+
+@dataclass(frozen=True)
+class Done:
+    """The step's code has ended well on this node; its results are not stored yet."""
+
+
+@dataclass(frozen=True)
+class Leave:
+    """Nothing more will come of this node; `Ack` answers."""
+
+    cause: Cause | None = None  # what ended its step, unless the gang has heard of it
+    failed: bool = False  # whether its step has failed
+
+
+@dataclass(frozen=True)
+class Beat:
+    """The sender lives; both sides send it."""
+
+
+# --- from the control node to a node --------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Welcome:
+    """The node is a member of the gang now."""
+
+
+@dataclass(frozen=True)
+class Refused:
+    """The node can't become a member, because of `error`; it shall put off its end by up to `hold_s` seconds."""
+
+    error: TorchrunError
+    hold_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Go:
+    """Start the workers."""
+
+    launch: int  # it and the generation count from 0
+    generation: int
+    port: int  # port of the rendezvous on the control node
+    gang: str  # the gang's own name; it goes into the name of the rendezvous
+    restarts: int  # the workers' ``TORCHELASTIC_RESTART_COUNT``
+    max_restarts: int  # the workers' ``TORCHELASTIC_MAX_RESTARTS``
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Stop all workers and say `Ended`."""
+
+    launch: int
+    generation: int
+    because: str = ""  # why, in a line; empty if it need not be said
+    teller: int = CONTROL  # the node whose log says more
+    # What the workers get first, so that they can save; None: SIGTERM for the whole tree at once.
+    signal: int | None = None
+    diagnostics: bool = False  # whether to write down where every worker is before it is stopped
+
+
+@dataclass(frozen=True)
+class Restart:
+    """All nodes start again after a pause; `Go` follows."""
+
+    launch: int
+    number: int  # which restart this is, from 1
+    of: int  # how many there may be
+    pause_s: float  # seconds until `Go`
+    cause: Cause  # why
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The launch is over."""
+
+    launch: int
+    error: TorchrunError | None = None  # what every node raises; None: it has ended well
+    # Where this node finds values of a function, or what it has raised: global rank -> key in the datastore.
+    stored: dict[int, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Abort:
+    """The gang is broken: nothing can be launched any more, and the step's code shall raise `error`."""
+
+    error: TorchrunError
+
+
+@dataclass(frozen=True)
+class Replaced:
+    """Another task has come in this node's place, so this one must end; `why` goes on after "was preempted: "."""
+
+    why: str
+
+
+@dataclass(frozen=True)
+class Note:
+    """A line for the node's log."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Ack:
+    """The control node has read the node's `Leave`."""
+
+
+@dataclass(frozen=True)
+class Bye:
+    """The control node has left: its connection ends soon, and that is no loss."""
+
+
+@dataclass(frozen=True)
+class Alone:
+    """All other nodes have left; only the control node itself gets it."""
+
+
+Message: TypeAlias = (
+    Join | Ready | Active | Failed | Ended | Storing | Stored | Done | Leave | Beat
+    | Welcome | Refused | Go | Stop | Restart | Verdict | Abort | Replaced | Note | Ack | Bye | Alone
+)  # fmt: skip
+_CLASSES: dict[str, type[Any]] = {cls.__name__.lower(): cls for cls in typing.get_args(Message)}
+
+
+# --- to the wire and back -------------------------------------------------------------------------
+
+
+def to_wire(message: Message) -> dict[str, Any]:
+    """Return a message as JSON-able data; ``"type"`` is the name of its class in small letters."""
+    return {"type": type(message).__name__.lower(), **to_plain(message)}
+
+
+def from_wire(data: Mapping[str, Any]) -> Message:
+    """Return the message that `to_wire` was given.
+
+    Raises
+    ------
+    ValueError
+        If it is none; the text names the kind of message and what does not fit.
+    """
+    name = data.get("type")
+    cls = _CLASSES.get(name) if isinstance(name, str) else None
+    if cls is None:
+        raise ValueError(f"there is no message of type {str(name)[:40]!r}")
+    message: Message = from_plain(cls, {key: value for key, value in data.items() if key != "type"}, name or "")
+    return message

@@ -1,0 +1,63 @@
+"""Sentences and lists for people, and when a node that waits says so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+# Who waits for another node says so after the first, then each time after the second.
+QUIET_S = 10.0
+REMIND_S = 30.0
+
+_LISTED = 8  # numbers, ranges of numbers, or values
+_MAX_LINES = 64
+_HEADLINE_CHARS = 300
+
+
+def names(numbers: Iterable[int], what: str = "node") -> str:
+    """Return ``"node 1"``, ``"nodes 1, 2"``, or of many ``"nodes 1-37, 40 and 12 more"``."""
+    given = list(numbers)
+    return f"{what} {shortened(given)}" if len(given) == 1 else f"{what}s {shortened(given)}"
+
+
+def shortened(numbers: Iterable[int]) -> str:
+    """Return a list of numbers for people, with those that follow each other as a range if they are many."""
+    given = sorted(numbers)
+    if len(given) <= _LISTED:
+        return ", ".join(map(str, given))
+    ranges: list[list[int]] = []
+    for number in given:
+        if ranges and number == ranges[-1][1] + 1:
+            ranges[-1][1] = number
+        else:
+            ranges.append([number, number])
+    said = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges[:_LISTED])
+    more = sum(last - first + 1 for first, last in ranges[_LISTED:])
+    return f"{said} and {more} more" if more else said
+
+
+def first_values(values: list[str]) -> str:
+    """Return the first of many values, and how many more there are."""
+    more = f" and {len(values) - _LISTED} more values" if len(values) > _LISTED else ""
+    return ", ".join(values[:_LISTED]) + more
+
+
+def places(where: list[tuple[int, str]]) -> list[str]:
+    """Say where each rank was; of many, those at the same place together."""
+    if len(where) <= _MAX_LINES:
+        return [f"Rank {rank} was at {place}." for rank, place in where]
+    at: dict[str, list[int]] = {}
+    for rank, place in where:
+        at.setdefault(place, []).append(rank)
+    return [f"{names(at[place], 'Rank')} {'was' if len(at[place]) == 1 else 'were'} at {place}." for place in at]
+
+
+def first_lines(lines: list[str]) -> list[str]:
+    """Return the first of many lines, and how many are left out."""
+    more = len(lines) - _MAX_LINES
+    return [*lines[:_MAX_LINES], f"{more} more such lines are left out."] if more > 0 else lines
+
+
+def headline(text: str) -> str:
+    """Return the first line of a text, cut where it is too long for a line of a log."""
+    line = text.splitlines()[0]
+    return line if len(line) <= _HEADLINE_CHARS else line[:_HEADLINE_CHARS] + "…"

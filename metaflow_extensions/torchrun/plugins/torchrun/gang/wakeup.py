@@ -1,0 +1,145 @@
+"""Interrupts the step's own code: SIGTERM comes from outside, and a signal of our own brings the news of the gang.
+
+Who may touch what. Python runs signal handlers in the main thread, between two instructions of whatever runs there and
+with whatever locks that holds. So the handler of SIGTERM only has it noted and sends the wake signal: it takes no
+lock, uses no socket and waits for nothing. The handler of the wake signal lets the listener raise its news out of the
+step's code. It takes the listener's lock, which a thread that has it can take again; other threads hold it for
+moments. It waits for nothing, too. `wake` may be called in any thread; signals are set and given back in the main
+thread alone. `_active` is changed there only.
+
+A forked child shares none of this: its handlers are the former ones, and it has none of our threads.
+"""
+
+from __future__ import annotations
+
+import _thread
+import os
+import signal
+import threading
+import time
+from contextlib import suppress
+from types import FrameType
+from typing import Any, Protocol
+
+# A real-time signal, beside that of `node/stacks`; see there. SIGURG does no harm where there are none.
+_WAKE = int(signal.SIGRTMAX) - 6 if hasattr(signal, "SIGRTMAX") else int(signal.SIGURG)
+# A signal can fall between a check and the blocking call after it, so it is sent again: first and longest pause.
+_PAUSES_S = (0.05, 5.0)
+
+
+class Listener(Protocol):
+    """Whose step's code is interrupted."""
+
+    def note_sigterm(self) -> bool:
+        """Note SIGTERM for `raise_news`, or return False if it does not concern this one; called in the handler."""
+
+    def has_news(self) -> bool:
+        """Tell whether `raise_news` would raise; called with the lock."""
+
+    def raise_news(self) -> None:
+        """Raise what the step's code has to know, once; called in the handler of the wake signal."""
+
+    def notice_here(self, why: str) -> None:
+        """Take the news that this node must end."""
+
+
+class Wakeup:
+    """The signals of one listener. Those of the one that took them last are in force."""
+
+    def __init__(self, listener: Listener, lock: Any) -> None:
+        self.listener = listener
+        self._lock = lock  # the listener's: its news changes under it only
+        self._handlers = {int(signal.SIGTERM): self._on_sigterm, _WAKE: self._on_wake}
+        self._former: dict[int, Any] = {}
+
+    def take_signals(self) -> None:
+        """Set the handlers; only the main thread can, and in another nothing happens."""
+        if threading.current_thread() is threading.main_thread():
+            _active.append(self)
+            for number, handler in self._handlers.items():
+                self._former[number] = signal.signal(number, handler)
+
+    def give_back(self) -> None:
+        """Set the former handlers, unless the step has set others meanwhile.
+
+        Only the main thread can, and only when the listener will have no more news: see `_wake_once`.
+        """
+        if threading.current_thread() is not threading.main_thread() or self not in _active:
+            return
+        _active.remove(self)
+        for number, handler in self._handlers.items():
+            if signal.getsignal(number) == handler:
+                if number == _WAKE:
+                    signal.signal(number, signal.SIG_IGN)  # throws away what is pending, which would kill
+                with suppress(TypeError):  # a handler not set from Python can't be set back
+                    signal.signal(number, self._former[number])
+
+    @property
+    def innermost(self) -> Listener:
+        """Who is to hear of what concerns the whole task: a listener inside of this one, if there is one."""
+        return _active[-1].listener if self in _active else self.listener
+
+    def wake(self) -> None:
+        """Have the listener's news raised in the main thread soon, whatever blocks there; called in any thread."""
+        if self._wake_once():
+            with suppress(RuntimeError):  # no thread is to be had any more
+                threading.Thread(target=self._keep_waking, name="torchrun-wake", daemon=True).start()
+
+    def _keep_waking(self) -> None:
+        pause_s, longest_s = _PAUSES_S
+        time.sleep(pause_s)
+        while self._wake_once():
+            pause_s = min(pause_s * 2, longest_s)
+            time.sleep(pause_s)
+
+    def _wake_once(self) -> bool:
+        with self._lock:  # while there is news the handler is not given back, and without it the signal would kill
+            # A step may have reset all signals.
+            if self not in _active or not self.listener.has_news() or not callable(signal.getsignal(_WAKE)):
+                return False
+            # The first gets through where the step has blocked signals, the second ends a blocking call.
+            _thread.interrupt_main(_WAKE)  # type: ignore[arg-type]  # an int will do
+            signal.pthread_kill(threading.main_thread().ident or 0, _WAKE)
+            return True
+
+    # --- in a signal handler --------------------------------------------------------------------
+
+    def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
+        former = self._former[number]
+        if self.listener.note_sigterm():
+            _thread.interrupt_main(_WAKE)  # type: ignore[arg-type]  # its handler runs right after this one
+        elif callable(former):  # for example in a child that was forked past Python
+            former(number, frame)
+        elif former != signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    def _on_wake(self, number: int, frame: FrameType | None) -> None:
+        for each in _active[::-1]:
+            each.listener.raise_news()
+
+
+# Whose handlers are set, the innermost last: a gang's step may use `TorchrunSingleNodeMultiGPU`.
+_active: list[Wakeup] = []
+_fork = threading.local()
+
+
+def _before_fork() -> None:
+    # Python forgets a signal that came before its handler was set back to the default.
+    if _active:
+        _fork.mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+
+def _after_fork() -> None:
+    if (mask := _fork.__dict__.pop("mask", None)) is not None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def _in_forked_child() -> None:
+    """Give a forked child the handlers that were there before ours: what we do with a signal is the task's."""
+    for each in _active[::-1]:
+        each.give_back()
+    _after_fork()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_in_forked_child)

@@ -1,0 +1,125 @@
+"""The two argument lists of one `run` call: ``entrypoint_args`` becomes argv words, ``torchrun_args`` a dict. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from ..errors import TorchrunConfigError
+
+# torchrun's options, from `torch/distributed/run.py` of torch 2.13. Options that a newer torch adds
+# are passed on as they come; the table is needed for flags, short names and missing values.
+_VALUED = frozenset(
+    {
+        *("nnodes", "nproc-per-node", "rdzv-backend", "rdzv-endpoint", "rdzv-id", "rdzv-conf", "max-restarts"),
+        *("monitor-interval", "start-method", "event-log-handler", "role", "log-dir", "redirects", "tee"),
+        *("local-ranks-filter", "duplicate-stdout-filters", "duplicate-stderr-filters", "node-rank", "master-addr"),
+        *("master-port", "local-addr", "logs-specs", "numa-binding", "signals-to-handle", "shutdown-timeout"),
+    }
+)
+_FLAGS = frozenset({"standalone", "module", "no-python", "run-path", "virtual-local-rank"})
+_SHORT = {"m": "module", "r": "redirects", "t": "tee"}
+
+
+def entrypoint_arguments(given: Mapping[str, Any] | Sequence[Any] | None) -> tuple[str, ...]:
+    """Return ``entrypoint_args`` as argv words, as `TorchrunExecutor.run` tells users."""
+    if given is None:
+        return ()
+    if isinstance(given, Mapping):
+        words = [word for key, value in given.items() for word in _option_words(str(key), value)]
+    elif isinstance(given, Sequence) and not isinstance(given, (str, bytes)):
+        words = [str(word) for word in given]
+    else:
+        raise TorchrunConfigError(
+            f"entrypoint_args is a {type(given).__name__}, but it must be a dict ({{'lr': 0.1}}) or a list "
+            "(['--lr', '0.1'])."
+        )
+    for word in words:
+        if "\0" in word:
+            raise TorchrunConfigError(
+                f"entrypoint_args contains a NUL character in {word!r}; no process can be given one."
+            )
+    return tuple(words)
+
+
+def _option_words(key: str, value: Any) -> list[str]:
+    option = key if key.startswith("-") else f"--{key}"
+    return [option] if _is_absent(value) else [option, _as_text(value, key)]
+
+
+def _is_absent(value: Any) -> bool:
+    return value is None or (isinstance(value, str) and value == "")
+
+
+def _as_text(value: Any, key: str) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, (list, tuple, dict)):
+        try:
+            return json.dumps(value, ensure_ascii=False)
+        except (TypeError, ValueError) as error:
+            raise TorchrunConfigError(f"entrypoint_args[{key!r}] can't be written as JSON: {error}.") from error
+    return str(value)
+
+
+def torchrun_options(given: Mapping[str, Any] | Sequence[Any] | None) -> dict[str, str | None]:
+    """Return ``torchrun_args`` as a dict: hyphen spelling to value, None for a flag."""
+    if given is None:
+        return {}
+    if isinstance(given, Mapping):
+        pairs = _mapping_pairs(given)
+    elif isinstance(given, Sequence) and not isinstance(given, (str, bytes)):
+        pairs = _sequence_pairs(given)
+    else:
+        raise TorchrunConfigError(
+            f"torchrun_args is a {type(given).__name__}, but it must be a dict ({{'max_restarts': 3}}) or a list "
+            "(['--max-restarts=3'])."
+        )
+    options: dict[str, str | None] = {}
+    for name, value in pairs:
+        if name in options and options[name] != value:
+            raise TorchrunConfigError(f"torchrun_args sets {name} twice: {options[name]!r} and {value!r}.")
+        if value is None and name in _VALUED:
+            raise TorchrunConfigError(f"torchrun_args {name} needs a value, but has none.")
+        options[name] = value
+    return options
+
+
+def _option_name(word: Any) -> str:
+    name = str(word).lstrip("-").replace("_", "-")
+    return _SHORT.get(name, name)
+
+
+def _mapping_pairs(given: Mapping[str, Any]) -> Iterator[tuple[str, str | None]]:
+    for key, value in given.items():
+        name = _option_name(key)
+        if name not in _FLAGS:
+            yield name, None if _is_absent(value) else str(value)
+        elif value not in (None, "", False, True):
+            raise TorchrunConfigError(f"torchrun_args[{key!r}] is a flag without a value, but got {value!r}.")
+        elif value is not False:
+            yield name, None
+
+
+def _sequence_pairs(given: Sequence[Any]) -> Iterator[tuple[str, str | None]]:
+    # ["--max-restarts=3"] and ["max-restarts", "3"] mean the same.
+    words = [None if word is None else str(word) for word in given]
+    while words:
+        word = words.pop(0)
+        if not word:
+            raise TorchrunConfigError(f"torchrun_args {list(given)!r} has an empty word where an option is expected.")
+        name, equals, value = word.partition("=")
+        name = _option_name(name)
+        if equals:
+            yield name, value
+        elif name in _FLAGS:
+            if words and words[0] in ("", None):  # metaflow-torchrun 0.2 alternates option and value
+                words.pop(0)
+            yield name, None
+        elif name not in _VALUED and words and str(words[0] or "").startswith("--"):
+            yield name, None  # a flag that only a newer torch knows
+        elif words:
+            yield name, words.pop(0) or None
+        else:
+            raise TorchrunConfigError(f"torchrun_args {list(given)!r}: option {name} has no value.")

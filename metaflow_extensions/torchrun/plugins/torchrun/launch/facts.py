@@ -1,0 +1,112 @@
+"""What a node says of itself before a launch; the gang compares it with what the other nodes say.
+
+All of it is found without importing torch: the task stays small, and a node that can't import torch can still say so.
+"""
+
+from __future__ import annotations
+
+import ast
+import glob
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from ..errors import TorchNotFoundError
+from ..machine.accelerators import Machine
+from .spec import LaunchSpec
+
+_NONE = "none"
+_UNKNOWN = "unknown"
+_DIGEST_CHARS = 16
+
+
+def node_facts(spec: LaunchSpec, machine: Machine) -> dict[str, str]:
+    """Return what this node's *ready* says besides the launch itself; raises TorchNotFoundError without PyTorch."""
+    folder = _torch_folder()
+    built_with = _read_version_file(os.path.join(folder, "version.py"))
+    cuda = _accelerator_build(built_with)
+    return {
+        "torch": _version_of("torch") or built_with.get("__version__") or _UNKNOWN,
+        "cuda": cuda or _NONE,
+        "nccl": nccl_version(cuda) or _NONE,
+        "python": ".".join(platform.python_version_tuple()[:2]),
+        "devices": device_kind(machine.accelerators),  # not their number: nodes of a local run share them out
+        "contents": contents_digest(spec),
+    }
+
+
+def _torch_folder() -> str:
+    """Return where PyTorch is installed, or raise."""
+    found = importlib.util.find_spec("torch")
+    if found is None:
+        raise TorchNotFoundError(
+            f"PyTorch is not installed for {sys.executable}, which runs this step. Install it there (pip install torch), "
+            "or give the step an environment that has it: @pypi(packages={'torch': '...'}), @conda, or an image."
+        )
+    return next(iter(found.submodule_search_locations or ()), "")
+
+
+def _read_version_file(path: str) -> dict[str, str]:
+    """Return the texts that torch's ``version.py`` assigns (torch 2.13: ``cuda: Optional[str] = '12.8'``)."""
+    values: dict[str, str] = {}
+    with suppress(OSError, SyntaxError, ValueError), open(path, encoding="utf-8") as file:
+        for node in ast.parse(file.read()).body:
+            targets = [node.target] if isinstance(node, ast.AnnAssign) else getattr(node, "targets", [])
+            value: Any = getattr(node, "value", None)
+            if isinstance(value, ast.Constant) and isinstance(value.value, str):
+                values.update({target.id: value.value for target in targets if isinstance(target, ast.Name)})
+    return values
+
+
+def _accelerator_build(built_with: dict[str, str]) -> str | None:
+    """Return the CUDA version, or the ROCm version behind its name, that torch was built for."""
+    if "hip" in built_with:
+        return f"ROCm {built_with['hip']}"
+    return built_with.get("cuda")
+
+
+def nccl_version(cuda: str | None) -> str | None:
+    """Return the version of the NCCL package that torch's wheels depend on; None if there is none.
+
+    Builds without CUDA have none. Builds that link NCCL statically or ship RCCL (ROCm) have none of
+    their own either: there torch's version says which it is.
+    """
+    major = (cuda or "").partition(".")[0]
+    return _version_of(f"nvidia-nccl-cu{major}") if major.isdigit() else None
+
+
+def _version_of(package: str) -> str | None:
+    # Some images have installations without metadata.
+    with suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version(package)
+    return None
+
+
+def device_kind(accelerators: Sequence[str], root: str = "/") -> str:
+    """Return the kind of the accelerators that a node may use: ``"nvidia"``, ``"amd"`` or ``"none"``."""
+    if not accelerators:
+        return _NONE
+    if glob.glob(os.path.join(root, "dev/nvidia[0-9]*")):
+        return "nvidia"
+    # Unknown: an environment variable names devices that have no such files.
+    return "amd" if os.path.exists(os.path.join(root, "dev/kfd")) else _UNKNOWN
+
+
+def contents_digest(spec: LaunchSpec) -> str:
+    """Return a digest of the script's bytes; a module or a program has no file to read."""
+    if spec.module or "no-python" in dict(spec.options):
+        return _NONE
+    digest = hashlib.sha256()
+    try:
+        with open(spec.source or spec.entrypoint, "rb") as file:
+            while chunk := file.read(1024 * 1024):
+                digest.update(chunk)
+    except OSError:  # its interpreter reports that
+        return _UNKNOWN
+    return digest.hexdigest()[:_DIGEST_CHARS]

@@ -1,0 +1,295 @@
+"""A Python function as entrypoint, seen from the task: how it gets to the workers and what comes back.
+
+The function and its arguments go to the workers (`scripts/function_worker`) through files in a folder of this call, and
+what each worker has returned or raised comes back through others. Between nodes, values go through Metaflow's datastore;
+the gang's channel carries their keys only.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import pickle
+import shutil
+import socket
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+from ..errors import EntrypointError, LaunchFailed, TorchrunConfigError, WorkerFailed
+from ..gang.protocol import CONTROL
+from ..scripts.function_worker import CALL, RAISED, RETURNED, VALUES, dump, find_cloud_pickler, main_file, path_of
+from .command import SCRIPTS
+from .spec import LaunchSpec, Request
+from .transfer import (
+    PATIENCE_S,
+    RAISED_PATIENCE_S,
+    Step,
+    Transfer,
+    TransferFailed,
+    ValueStore,
+    patience_for,
+    size_text,
+)
+from .values import ValuesOnDisk
+
+# What torchrun runs where the entrypoint is a function.
+FUNCTION_WORKER = os.path.join(SCRIPTS, "function_worker.py")
+INITS = ("gloo", "nccl", "auto")  # which process group the workers make before the call; None makes none
+# How many values a store may load at once. All at once would need twice the disk space.
+_LOADED_AT_ONCE = 64
+# How the end of a worker that has raised may look: if something disturbs its exit, as an exit code or a signal.
+_RAISING = frozenset({"exception", "exit", "signal"})
+
+
+class FunctionCall:
+    """One function launched on all nodes; a context manager that removes its files at the end."""
+
+    def __init__(
+        self, function: Callable[..., Any], arguments: Any, init: str | None, gather: bool, store: ValueStore | None
+    ) -> None:
+        if init is not None and init not in INITS:
+            raise TorchrunConfigError(f"run(init={init!r}) must be one of {', '.join(INITS)}, or left out.")
+        args, kwargs = _as_call(arguments)
+        self.gather = gather  # whether the control node gets the values of all ranks
+        self._store = store  # carries values between nodes; None for a gang of one
+        self.name = _name_of(function)
+        self.source = _source_of(function)
+        self.folder = ""
+        try:
+            self.folder = os.path.abspath(tempfile.mkdtemp(prefix="torchrun-call-"))
+            with open(os.path.join(self.folder, CALL), "wb") as file:
+                package = getattr(sys.modules.get("__main__"), "__package__", None)
+                header = {"path": _search_path(), "init": init, "main": main_file(), "package": package}
+                pickle.dump(header, file)
+                _dump_call((function, args, kwargs), self.name, file)
+        except OSError as error:
+            self.close()
+            raise LaunchFailed(
+                f"{self.name} and its arguments could not be written on host {socket.gethostname()}: {error}. They go to "
+                "the folder for temporary files, which must exist, be writable and have room for them; TMPDIR says where "
+                "it is."
+            ) from error
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> FunctionCall:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Remove the files."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def request(self, request: Request) -> Request:
+        """Return `request` as one of the script that makes the call in a worker."""
+        return replace(request, entrypoint=FUNCTION_WORKER, entrypoint_args=[self.folder])
+
+    def fit(self, spec: LaunchSpec) -> LaunchSpec:
+        """Return `spec` as the launch of this function; torchrun's own elasticity is refused."""
+        if spec.min_nodes is not None:
+            raise TorchrunConfigError(
+                "torchrun's own elasticity (nnodes='MIN:MAX') gives ranks out anew while it runs, so a function's values "
+                "would be nobody's. Launch a script with it, or the function with max_restarts."
+            )
+        return replace(spec, function=self.name, source=self.source)
+
+    # --- called around each generation of workers -------------------------------------------------
+
+    def begin(self) -> None:
+        """Forget what workers of a former generation have left."""
+        shutil.rmtree(os.path.join(self.folder, VALUES), ignore_errors=True)
+        os.makedirs(os.path.join(self.folder, VALUES))
+
+    def upload(self, ranks: Sequence[int], node: int, ok: bool) -> Transfer | None:
+        """Return the transfer that stores what other nodes need of `ranks` (rank -> key); None if that is nothing."""
+        store = self._store
+        if store is None or (ok and (node == CONTROL or not self.gather)):
+            return None
+        paths = {rank: path_of(self.folder, RETURNED if ok else RAISED, rank) for rank in ranks}
+        sizes = {rank: os.path.getsize(path) for rank, path in paths.items() if os.path.exists(path)}
+        if not sizes:
+            return None
+
+        def save(some: Iterable[int]) -> dict[int, str]:
+            keys = {}
+            for rank in some:
+                with open(paths[rank], "rb") as file:
+                    keys[rank] = store.save(file.read())
+            return keys
+
+        steps = [
+            Step(f"rank {rank}'s value ({size_text(size)})", partial(save, [rank]), patience_for(size), rank)
+            for rank, size in sizes.items()
+        ]
+        if not ok:
+            what = f"what its ranks raised ({size_text(sum(sizes.values()))})"
+            steps = [Step(what, partial(save, sizes), RAISED_PATIENCE_S)]
+        return Transfer(store, "stores", steps, vital=ok)
+
+    # --- called at the end ------------------------------------------------------------------------
+
+    def returned(
+        self, ranks: Sequence[int], uploaded: Mapping[int, str], note: Callable[[str], None]
+    ) -> Mapping[int, bytes]:
+        """Return the pickled values of this node's `ranks` and of those `uploaded` for it, or raise TransferFailed."""
+        values = ValuesOnDisk()
+        for rank in ranks:
+            values.take(rank, path_of(self.folder, RETURNED, rank))
+        store, ranks_of = self._store, dict[str, list[int]]()
+        for rank, key in uploaded.items():
+            ranks_of.setdefault(key, []).append(rank)
+        if store is None or not ranks_of:
+            return values
+
+        def load(keys: Sequence[str]) -> dict[str, str]:
+            for key, data in store.load(keys):
+                values.add(ranks_of[key], data)
+            return {}
+
+        keys = list(ranks_of)
+        lists = [keys[start : start + _LOADED_AT_ONCE] for start in range(0, len(keys), _LOADED_AT_ONCE)]
+        what = f"the values of {len(uploaded)} ranks" if len(uploaded) > 1 else f"rank {next(iter(uploaded))}'s value"
+        steps = [Step(what, partial(load, some), len(some) * PATIENCE_S) for some in lists]
+        Transfer(store, "loads", steps).wait(note)
+        return values
+
+    def original(self, error: LaunchFailed, stored: Mapping[int, str]) -> BaseException:
+        """Return what `run` raises: the worker's exception, `WorkerFailed` if it can't be had, or `error` itself."""
+        cause = error.cause or {}
+        if type(error) is not LaunchFailed or cause.get("kind") not in _RAISING or cause.get("rank") is None:
+            return error
+        data = self._raised(cause["rank"], stored.get(cause["rank"]))
+        if data is None:
+            return WorkerFailed(error.message, error.cause) if cause["kind"] == "exception" else error
+        report = pickle.loads(data)  # noqa: S301 - our own workers', through the run's datastore
+        exception, why = _unpickled(report)
+        if exception is None:
+            because = f"\nIt is told in words because {why}." if why else ""
+            return WorkerFailed(f"{report['text']}\n{error.message}{because}", error.cause)
+        note = f"raised by rank {cause['rank']} on node {cause['node']} (host {cause['host']})"
+        # add_note() came with Python 3.11, and an exception may forbid to set attributes (frozen dataclasses).
+        vars(exception)["__notes__"] = [*getattr(exception, "__notes__", ()), note]
+        return exception
+
+    def _raised(self, rank: int, key: str | None) -> bytes | None:
+        """Return what a rank has left of what it raised: on this node, or in the store, unless that takes long."""
+        with suppress(OSError), open(path_of(self.folder, RAISED, rank), "rb") as file:
+            return file.read()
+        store = self._store
+        if store is None or key is None:
+            return None
+        step = Step("what a rank raised", lambda: dict(store.load([key])), RAISED_PATIENCE_S)
+        with suppress(TransferFailed):
+            return bytes(Transfer(store, "loads", [step]).wait(lambda line: None)[key])
+        return None
+
+
+def refuse_for_scripts(init: str | None, gather: bool) -> None:
+    """Raise for arguments that only a function can be launched with."""
+    for name, value in (("init", init), ("gather", gather)):
+        if value:
+            raise TorchrunConfigError(
+                f"run({name}={value!r}) is for functions; a script makes its process group and stores its results itself."
+            )
+
+
+def refuse_for_functions(request: Request) -> None:
+    """Raise for arguments that only a script can be launched with."""
+    for name in ("module", "no-python", "run-path"):
+        if name in request.torchrun_options or request.arguments.get(name):
+            raise TorchrunConfigError(f"{name} says how to run a script, but the entrypoint is a function; remove it.")
+
+
+def _as_call(arguments: Any) -> tuple[list[Any], dict[str, Any]]:
+    if arguments is None:
+        return [], {}
+    if isinstance(arguments, Mapping):
+        wrong = [key for key in arguments if not isinstance(key, str)]
+        if wrong:
+            raise TorchrunConfigError(
+                f"entrypoint_args of a function are its keyword arguments, but {wrong[0]!r} is no name."
+            )
+        return [], dict(arguments)
+    if isinstance(arguments, Sequence) and not isinstance(arguments, (str, bytes)):
+        return list(arguments), {}
+    raise TorchrunConfigError(
+        f"entrypoint_args is a {type(arguments).__name__}, but for a function it must be a dict (keyword arguments) or a "
+        "list (positional ones)."
+    )
+
+
+def _inner(function: Callable[..., Any]) -> Any:
+    return function.func if isinstance(function, functools.partial) else function
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    inner = _inner(function)
+    return str(getattr(inner, "__qualname__", type(inner).__qualname__))
+
+
+def _source_of(function: Callable[..., Any]) -> str | None:
+    """Return the file with the function's code; nodes whose files differ are refused."""
+    inner = _inner(function)
+    module = sys.modules.get(getattr(inner, "__module__", None) or type(inner).__module__)
+    path = getattr(module, "__file__", None)
+    return path if path is not None and os.path.isfile(path) else None
+
+
+def _search_path() -> list[str]:
+    """Return where this task looks for modules, so that workers find the same.
+
+    Not every entry is a file or folder: editable installations have markers there for their import hooks.
+    """
+    return [os.path.abspath(entry) if os.path.exists(entry or os.curdir) else entry for entry in sys.path]
+
+
+def _dump_call(call: tuple[Any, ...], name: str, file: Any) -> None:
+    """Pickle the call, by reference where that goes: a worker then imports what the task has imported."""
+    owner = getattr(_inner(call[0]), "__self__", None)
+    is_flow = any(base.__module__ == "metaflow.flowspec" for base in type(owner).__mro__)
+    if is_flow and not isinstance(owner, type):
+        raise EntrypointError(
+            f"{name} is a method of the flow, and a flow can't be sent to the workers. Make it a function at "
+            "the top level of the flow file, or a @staticmethod, and pass what it needs of self as arguments."
+        )
+    try:
+        dump(call, file)
+    except OSError:
+        raise  # the disk's failure, not the function's
+    except Exception as error:
+        problem = f"{type(error).__name__}: {error}"
+        if find_cloud_pickler() is None:
+            raise EntrypointError(
+                f"{name} and its arguments can't be pickled ({problem}). Define the function at the top level of the flow "
+                "file or of a module beside it and pass it data, or install cloudpickle in the step's environment: it can "
+                "carry lambdas and closures."
+            ) from error
+        raise EntrypointError(
+            f"{name} and its arguments can't be pickled, with cloudpickle neither ({problem}). Pass data instead of open "
+            "files, locks, connections, or the flow itself (self)."
+        ) from error
+
+
+def _unpickled(report: Mapping[str, Any]) -> tuple[BaseException | None, str]:
+    """Return the exception that a worker has left, or None and why it can't be had."""
+    if report["exception"] is None:
+        return None, report.get("why", "")
+    try:
+        exception = pickle.loads(report["exception"])  # noqa: S301 - as above
+    except Exception as problem:
+        return None, (
+            f"the exception can't be unpickled ({type(problem).__name__}: {problem}). What its __init__ takes must go to "
+            "super().__init__(), too, or into a __reduce__; and its class must be importable in the task"
+        )
+    return (exception, "") if isinstance(exception, BaseException) else (None, "its __reduce__ makes no exception")

@@ -1,0 +1,226 @@
+"""One launch as data: the call of `run`, checked and complete. Pure: arguments in, values out."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from ..errors import EntrypointError, TorchrunConfigError
+from ..parsing import parse_int
+from ..settings import StepSettings, choose
+from .arguments import entrypoint_arguments, torchrun_options
+
+STATIC_BACKEND = "static"
+# torchrun's own elasticity.
+ELASTIC_BACKEND = "c10d"
+# Options that the gang decides or does itself; torchrun gets its own value of them, or none.
+_DECIDED = frozenset({"nproc-per-node", "master-port", "max-restarts", "redirects", "tee"})
+
+
+@dataclass(frozen=True)
+class LaunchSpec:
+    """One `run` call on one node, validated."""
+
+    entrypoint: str  # absolute path of the script, or the name of the module or (with no-python) the executable
+    args: tuple[str, ...]  # what the script sees as sys.argv[1:]
+    module: bool  # run as python -m
+    nproc: int  # processes per node
+    num_nodes: int
+    node_index: int
+    python: str
+    options: tuple[tuple[str, str | None], ...] = ()  # torchrun's further ones, with hyphens; None marks a flag
+    shown_local_ranks: frozenset[int] | None = None  # whose output is shown; None shows all
+    master_port: int | None = None  # None lets the control node choose
+    max_restarts: int = 0
+    env: tuple[tuple[str, str], ...] = ()  # what the user sets for this launch
+    cwd: str | None = None  # absolute path; None is the task's own
+    log_dir: str | None = None  # absolute path of where torchrun's log files are kept; None keeps none
+    min_nodes: int | None = None  # how few torchrun's own elasticity may go on with; None without it
+    elastic_timeout_s: int = 600  # how long elastic agents wait for each other
+    function: str | None = None  # name of the function that is called instead of a script
+    source: str | None = None  # the file that must be the same on all nodes; None is the entrypoint
+
+    @property
+    def world_size(self) -> int:
+        """Number of workers over all nodes."""
+        return self.nproc * self.num_nodes
+
+    def global_rank(self, local_rank: int) -> int:
+        """Return the global rank of a worker of this node."""
+        return self.node_index * self.nproc + local_rank
+
+    def digest(self) -> str:
+        """Return a fingerprint of what must be the same on every node."""
+        what = [
+            self.function or os.path.basename(self.entrypoint),
+            self.module,
+            [o for o in self.options if o[0] != "rdzv-id"],
+        ]
+        return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Request:
+    """One call of `run`, before anything is decided."""
+
+    entrypoint: Any
+    entrypoint_args: Any
+    arguments: Mapping[str, Any]  # the keyword arguments of `run` by name; what is left out has its default
+
+    @cached_property
+    def torchrun_options(self) -> dict[str, str | None]:
+        """The ``torchrun_args``: hyphen spelling to value, None for a flag."""
+        return torchrun_options(self.arguments.get("torchrun_args"))
+
+
+@dataclass(frozen=True)
+class Node:
+    """What a launch must know of its node."""
+
+    num_nodes: int
+    node_index: int
+    main_addr: str
+    flow_dir: str | None = None  # the folder of the flow file, if there is one
+
+
+def build_spec(request: Request, nproc: int, settings: StepSettings, node: Node) -> LaunchSpec:
+    """Check a request and return it as a launch."""
+    arguments, options = request.arguments, dict(request.torchrun_options)
+    min_nodes = _take_min_nodes(options, node.num_nodes)
+    _refuse_what_the_gang_decides(options, node)
+    module = bool(arguments.get("module")) | (options.pop("module", "absent") is None)
+    cwd = _working_directory(arguments.get("cwd"))
+    return LaunchSpec(
+        entrypoint=_find_entrypoint(request, node.flow_dir, is_path=not module and "no-python" not in options),
+        args=entrypoint_arguments(request.entrypoint_args),
+        module=module,
+        nproc=nproc,
+        num_nodes=node.num_nodes,
+        node_index=node.node_index,
+        python=sys.executable,
+        master_port=choose("master_port", arguments, options, settings).value,
+        max_restarts=choose("max_restarts", arguments, options, settings).value,
+        shown_local_ranks=_local_ranks(options.pop("local-ranks-filter", None)),
+        log_dir=_log_folder(options.pop("log-dir", None), cwd),
+        env=_environment(arguments.get("env")),
+        cwd=cwd,
+        min_nodes=min_nodes,
+        elastic_timeout_s=int(settings.all_nodes_started_timeout),
+        options=tuple((name, value) for name, value in options.items() if name not in _DECIDED),
+    )
+
+
+def _take_min_nodes(options: dict[str, str | None], num_nodes: int) -> int | None:
+    """Take torchrun's own elasticity out of `options` and return how few nodes it may go on with; None without it."""
+    nnodes = options.get("nnodes") or str(num_nodes)
+    low, _, high = nnodes.rpartition(":")
+    if options.get("rdzv-backend") != ELASTIC_BACKEND:
+        if low and low != high:
+            raise TorchrunConfigError(
+                f"torchrun_args nnodes={nnodes} asks for a gang of changing size, but num_parallel={num_nodes} fixes it: "
+                "all nodes start together, and a failure stops or restarts all of them. Remove nnodes, or, for torchrun's "
+                "own elasticity, add rdzv_backend='c10d'; docs/elastic.md says what Metaflow makes of it."
+            )
+        return None
+    fewest, most = parse_int(low or high), parse_int(high)
+    if fewest is None or most != num_nodes or not 1 <= fewest <= num_nodes:
+        raise TorchrunConfigError(
+            f"torchrun_args nnodes={nnodes} contradicts num_parallel={num_nodes}; with rdzv_backend='c10d' it may be "
+            f"MIN:{num_nodes}, with MIN from 1 to {num_nodes}."
+        )
+    options.pop("rdzv-backend")
+    options.pop("nnodes", None)
+    return fewest
+
+
+def _refuse_what_the_gang_decides(options: dict[str, str | None], node: Node) -> None:
+    """Drop options that say what the gang does anyway; refuse those that contradict it."""
+    size, address = node.num_nodes, "the control node's address, which every node finds by itself"
+    addresses = (node.main_addr, bracketed(node.main_addr))
+    host, colon, port = (options.get("rdzv-endpoint") or "").rpartition(":")
+    if colon and host in addresses:  # it says what the gang does, and pins the port
+        options.pop("rdzv-endpoint")
+        options.setdefault("master-port", port)
+    for name, values, truth in (
+        ("nnodes", (str(size), f"{size}:{size}"), f"num_parallel={size}"),
+        ("node-rank", (str(node.node_index),), f"current.parallel.node_index={node.node_index}"),
+        ("rdzv-backend", (STATIC_BACKEND,), "the gang's own rendezvous (static)"),
+        ("master-addr", addresses, address),
+        ("rdzv-endpoint", addresses, address),
+        ("standalone", (None,) if size == 1 else (), f"num_parallel={size}"),
+    ):
+        if name in options and (value := options.pop(name)) not in values:
+            said = name if value is None else f"{name}={value}"
+            raise TorchrunConfigError(f"torchrun_args {said} contradicts {truth}; remove it.")
+
+
+def _find_entrypoint(request: Request, flow_dir: str | None, is_path: bool) -> str:
+    entrypoint = request.entrypoint
+    if entrypoint is None or entrypoint == "":
+        raise EntrypointError("run() got no entrypoint. Name the script to run: run(entrypoint='train.py').")
+    if not isinstance(entrypoint, (str, os.PathLike)):
+        raise EntrypointError(
+            f"run(entrypoint=...) must be the path of a script, but is a {type(entrypoint).__name__}."
+        )
+    name = os.fspath(entrypoint)
+    if not isinstance(name, str):
+        raise EntrypointError(f"run(entrypoint={entrypoint!r}) must be text, not bytes.")
+    if not is_path:
+        return name
+    folders = [request.arguments.get("cwd") or os.getcwd(), *([flow_dir] if flow_dir else [])]
+    candidates = [os.path.abspath(os.path.join(folder, name)) for folder in folders]
+    for candidate in candidates:
+        if os.path.isfile(candidate):
+            return candidate
+    looked = " and ".join(dict.fromkeys(candidates))
+    raise EntrypointError(
+        f"The entrypoint {name!r} does not exist; looked for {looked}. Check the spelling; for a remote task, check that "
+        "the file lies beside the flow, so that Metaflow packages it (see --package-suffixes)."
+    )
+
+
+def _local_ranks(value: str | None) -> frozenset[int] | None:
+    if value is None:
+        return None
+    try:
+        return frozenset(int(rank) for rank in value.split(","))
+    except ValueError as error:
+        raise TorchrunConfigError(
+            f"torchrun_args local-ranks-filter is {value!r}, but it must be local ranks with commas between, as in '0,1'."
+        ) from error
+
+
+def _environment(env: Mapping[str, Any] | None) -> tuple[tuple[str, str], ...]:
+    if env is None:
+        return ()
+    if not isinstance(env, Mapping):
+        raise TorchrunConfigError(f"run(env=...) must be a dict of variables, but is a {type(env).__name__}.")
+    for name, value in env.items():
+        if not isinstance(name, str) or not name or "=" in name or "\0" in f"{name}{value}":
+            raise TorchrunConfigError(f"run(env=...): {name!r}={value!r} can't be an environment variable.")
+    return tuple((name, str(value)) for name, value in env.items())
+
+
+def _working_directory(cwd: str | None) -> str | None:
+    if cwd is None:
+        return None
+    folder = os.path.abspath(os.fspath(cwd))
+    if not os.path.isdir(folder):
+        raise TorchrunConfigError(f"run(cwd={cwd!r}): {folder} is not a folder on this node.")
+    return folder
+
+
+def _log_folder(name: str | None, cwd: str | None) -> str | None:
+    """Return what torchrun, which runs in `cwd`, would take this name for; we run elsewhere and read there, too."""
+    return None if name is None else os.path.abspath(os.path.join(cwd or "", name))
+
+
+def bracketed(addr: str) -> str:
+    """Return an address as it stands before a port: IPv6 in brackets."""
+    return f"[{addr}]" if ":" in addr and not addr.startswith("[") else addr

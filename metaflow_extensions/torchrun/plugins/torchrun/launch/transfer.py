@@ -1,0 +1,168 @@
+"""Values on their way to the datastore or from it, in a thread, so that the node goes on listening to its gang."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+# How long one value may take: a quarter of an hour, in which a store's service can restart, and the time that its size
+# needs at a rate that every network has. Metaflow's own S3 client would go on for over an hour (2.19).
+PATIENCE_S = 900.0
+_SLOWEST_BYTES_PER_S = 1e6
+# How long what a function has raised may take. Without it there is still its text, so nobody should wait long.
+RAISED_PATIENCE_S = 10.0
+# How often a node says what takes so long.
+REMIND_S = 30.0
+_TROUBLE_TEXT = 500
+
+
+class ValueStore(Protocol):
+    """What carries values from node to node."""
+
+    @property
+    def where(self) -> str:
+        """What to call it, and where it is."""
+
+    def save(self, data: bytes) -> str:
+        """Store `data` and return its key."""
+
+    def load(self, keys: Sequence[str]) -> Any:
+        """Yield each of `keys` with what was stored under it, in any order."""
+
+    def trouble(self) -> str | None:
+        """Return why the last try of the running call has failed; None if nothing is known."""
+
+
+class TransferFailed(Exception):
+    """The datastore did not take or give something, or not in time; says what, where, how long and why."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One thing to carry."""
+
+    what: str
+    do: Callable[[], Mapping[Any, Any]]  # carries it and returns what is known then
+    patience_s: float
+    rank: int | None = None  # whose it is, if it is one rank's
+
+
+class Transfer:
+    """A few steps, one after the other, in a daemon thread.
+
+    Only that thread waits for the store. The thread that has started it may give it up at any time: then it does no
+    further step, and keeps no interpreter from its exit.
+    """
+
+    # The transfer's own thread writes `step`, `results`, `_step_begun_at` and `_error`, and sets `_ended` last.
+    # Whoever has started it reads them, and writes `_given_up` and `_said_at`.
+
+    def __init__(self, store: ValueStore, doing: str, steps: Sequence[Step], vital: bool = True) -> None:
+        self._store = store
+        self.where = store.where
+        self._doing = doing  # as in "stores"
+        self._steps = steps  # at least one
+        self.vital = vital  # the launch fails without it
+        self.results: dict[Any, Any] = {}  # what the steps have returned so far, together
+        self.step = steps[0]  # what is being carried, or was last
+        self._begun_at = self._step_begun_at = self._said_at = time.monotonic()
+        self._error: BaseException | None = None
+        self._ended = threading.Event()
+        self._given_up = False
+        self._news: Callable[[], None] = lambda: None
+        self._thread = threading.Thread(target=self._run, name="torchrun-values", daemon=True)
+
+    def start(self, news: Callable[[], None] = lambda: None) -> None:
+        """Begin; the transfer's thread calls `news` when a step begins and at the end."""
+        self._news = news
+        self._thread.start()
+
+    @property
+    def over(self) -> bool:
+        """Whether it has ended, well or not, or takes too long."""
+        return self._ended.is_set() or time.monotonic() - self._step_begun_at > self.step.patience_s
+
+    def line(self) -> str | None:
+        """Return what to say in the log now, or None if it has been said a moment ago."""
+        now = time.monotonic()
+        if now - self._said_at < REMIND_S:
+            return None
+        self._said_at = now
+        return f"{self._doing} {self.what()}, for {now - self._begun_at:.0f} s so far"
+
+    def what(self) -> str:
+        """Return what is being carried and, if the store fails, how."""
+        trouble = self._store.trouble()
+        return self.step.what + (f" (the datastore fails: {trouble[:_TROUBLE_TEXT]})" if trouble else "")
+
+    def problem(self) -> str | None:
+        """Return why it has not ended well, once it is over; None if it has."""
+        passed = f"after {time.monotonic() - self._step_begun_at:.0f} s"
+        if self._error is not None:
+            return f"{passed}: {type(self._error).__name__}: {self._error}"
+        if self._ended.is_set():
+            return None
+        trouble = self._store.trouble() or "it has not answered, or is too slow"
+        return f"{passed}: {trouble[:_TROUBLE_TEXT]}"
+
+    def give_up(self) -> None:
+        """Wait for it no more."""
+        self._given_up = True
+        if not self._ended.is_set():
+            with suppress(AttributeError, RuntimeError):  # private; or the interpreter is at its exit already
+                threading._register_atexit(_do_not_wait_for_pools)  # type: ignore[attr-defined]
+
+    def wait(self, note: Callable[[str], None]) -> dict[Any, Any]:
+        """Start it and wait for its end, or raise TransferFailed; tell `note` now and then what takes so long."""
+        self.start()
+        try:
+            while not self._ended.wait(0.5) and not self.over:  # signal handlers run meanwhile
+                if (line := self.line()) is not None:
+                    note(line)
+        finally:
+            self.give_up()
+        if (problem := self.problem()) is not None:
+            raise TransferFailed(f"{self.step.what} could not be loaded from {self.where} {problem}") from self._error
+        return self.results
+
+    def _run(self) -> None:
+        try:
+            for step in self._steps:
+                if self._given_up:
+                    return
+                self._step_begun_at, self.step = time.monotonic(), step  # in this order: see `over`
+                self._news()
+                self.results.update(step.do())
+        except BaseException as error:  # whatever a store's client raises
+            self._error = error
+        finally:
+            self._ended.set()
+            self._news()
+
+
+def _do_not_wait_for_pools() -> None:
+    """Keep the interpreter, at its exit, from waiting for the pools of threads that boto3 uploads with.
+
+    Threads that a daemon has started are daemons, but `concurrent.futures` joins all of its own at the exit (Python 3.9
+    to 3.14). What was registered last is called first, so this comes before that.
+    """
+    for thread in threading.enumerate():
+        if thread.daemon and thread.name.startswith("ThreadPoolExecutor"):
+            thread.join = lambda timeout=None: None  # type: ignore[method-assign]
+
+
+def patience_for(size: int) -> float:
+    """Return how many seconds a value of `size` bytes may take."""
+    return PATIENCE_S + size / _SLOWEST_BYTES_PER_S
+
+
+def size_text(size: int) -> str:
+    """Return a number of bytes for people: ``"2.1 GB"``."""
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size >= factor:
+            return f"{size / factor:.1f} {unit}"
+    return f"{size} bytes"

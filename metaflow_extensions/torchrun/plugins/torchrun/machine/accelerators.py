@@ -1,0 +1,188 @@
+"""How many processes a node runs, which accelerators it sees, how many threads a worker gets.
+
+`choose_nproc` decides the processes per node and says why. Everything it needs is handed to it, so that it can be
+asked on the machine that submits a flow and again inside the task.
+"""
+
+from __future__ import annotations
+
+import glob
+import itertools
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import TorchrunConfigError
+from ..parsing import parse_int
+from .cgroup import own_folders, read
+
+# AWS: "Each Trainium/Inferentia2 chip has two NeuronCores"; one worker drives one core.
+NEURON_CORES_PER_DEVICE = 2
+
+_REMOTE_DECORATORS = ("kubernetes", "batch")
+# Resource names of Kubernetes device plugins (NVIDIA, AMD, Intel); MIG slices are nvidia.com/mig-*.
+_GPU_RESOURCE = re.compile(r"^(nvidia\.com/(gpu|mig-.+)|amd\.com/gpu|gpu\.intel\.com/.+|habana\.ai/gaudi)(\.shared)?$")
+_NEURON_RESOURCE = {"aws.amazon.com/neuron": NEURON_CORES_PER_DEVICE, "aws.amazon.com/neuroncore": 1}
+
+
+@dataclass(frozen=True)
+class Nproc:
+    """A decided number of processes per node, at least 1, and where it comes from, ready for the log."""
+
+    value: int
+    why: str
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What this node may use."""
+
+    cpus: int  # at least one
+    accelerators: tuple[str, ...] = ()  # as `CUDA_VISIBLE_DEVICES` names them
+    nodes_here: int = 1  # how many nodes of the gang share this machine
+    node_here: int = 0  # this node's place among them, from 0
+
+    @property
+    def own_accelerators(self) -> tuple[str, ...]:
+        """The even share of this node: accelerators only it uses; empty when there are fewer than nodes."""
+        share = len(self.accelerators) // self.nodes_here
+        return self.accelerators[self.node_here * share : (self.node_here + 1) * share]
+
+
+def choose_nproc(setting: int | str | None, source: str, requested: Nproc | None, machine: Machine) -> Nproc:
+    """Decide the processes of one node. Raises TorchrunConfigError if ``"gpu"`` is asked for where there is none.
+    `source` is where the user wrote `setting`. `requested` is None on a local run, or without a request.
+    """
+    if isinstance(setting, int):
+        return Nproc(setting, f"set by {source}")
+    if setting is not None:
+        return _from_word(setting, source, requested, machine)
+    return requested or _from_accelerators(machine) or Nproc(1, f"no setting and {_too_few(machine)}: one process")
+
+
+def _from_word(word: str, name: str, requested: Nproc | None, machine: Machine) -> Nproc:
+    accelerators = requested or _from_accelerators(machine)
+    if word in ("auto", "gpu") and accelerators is not None:
+        return Nproc(accelerators.value, f"{name}={word!r}: {accelerators.why}")
+    if word == "gpu":
+        raise TorchrunConfigError(
+            f"{name} is 'gpu', but {_whose(machine)} no visible GPU. Request GPUs (for example "
+            "@kubernetes(gpu=1)), or use 'auto' or a number."
+        )
+    cpus = max(1, machine.cpus // machine.nodes_here)
+    return Nproc(cpus, f"{name}={word!r}: {machine.cpus} usable CPUs{_shared(machine)}")
+
+
+def _from_accelerators(machine: Machine) -> Nproc | None:
+    own = machine.own_accelerators
+    if not own:
+        return None
+    return Nproc(len(own), f"{len(machine.accelerators)} visible accelerators{_shared(machine)}")
+
+
+def _too_few(machine: Machine) -> str:
+    found = len(machine.accelerators)
+    return f"fewer accelerators ({found}) than nodes here ({machine.nodes_here})" if found else "no accelerator"
+
+
+def _whose(machine: Machine) -> str:
+    return "this machine has" if machine.nodes_here == 1 else f"each of the {machine.nodes_here} nodes here would get"
+
+
+def _shared(machine: Machine) -> str:
+    return f" shared by {machine.nodes_here} nodes on this machine" if machine.nodes_here > 1 else ""
+
+
+def requested_accelerators(decorators: Iterable[tuple[str, Mapping[str, Any]]]) -> Nproc | None:
+    """Return the workers that a remote task's resources amount to; None on a local run, or without an accelerator.
+
+    ``@resources`` is merged into ``@kubernetes`` or ``@batch`` as Metaflow does it: of two values
+    the larger counts (``metaflow.plugins.aws.aws_utils.compute_resource_attributes``, 2.19).
+    """
+    by_name = dict(decorators)
+    compute = next((name for name in _REMOTE_DECORATORS if name in by_name), None)
+    if compute is None:
+        return None
+    attributes, resources = by_name[compute], by_name.get("resources", {})
+    for key, cores in (("trainium", NEURON_CORES_PER_DEVICE), ("inferentia", NEURON_CORES_PER_DEVICE), ("gpu", 1)):
+        count = max(_count(attributes.get(key), compute, key), _count(resources.get(key), "resources", key))
+        if count:
+            each = f" of {cores} cores" if cores > 1 else ""
+            return Nproc(count * cores, f"@{compute} requests {key}={count}{each}")
+    return _from_extended_resources(attributes.get("extended_resources"), compute)
+
+
+def _from_extended_resources(extended: Any, compute: str) -> Nproc | None:
+    for key, value in extended.items() if isinstance(extended, Mapping) else ():
+        cores = 1 if _GPU_RESOURCE.match(key) else _NEURON_RESOURCE.get(key, 0)
+        count = _count(value, compute, f"extended_resources[{key!r}]") if cores else 0
+        if count:
+            return Nproc(count * cores, f"@{compute} requests {key}={count}")
+    return None
+
+
+def _count(value: Any, decorator: str, key: str) -> int:
+    if value is None or value == "":
+        return 0
+    number = parse_int(value)
+    if number is None and isinstance(value, str):
+        # Metaflow merges counts as floats and writes them back as text: "2.0".
+        with suppress(ValueError):
+            number = parse_int(float(value))
+    if number is None or number < 0:
+        raise TorchrunConfigError(f"@{decorator}({key}={value!r}): the number of accelerators must be a whole number.")
+    return number
+
+
+def this_machine(nodes_here: int = 1, node_here: int = 0) -> Machine:
+    """Look at the machine this process runs on; torch is not needed and not imported."""
+    return Machine(usable_cpus(), visible_accelerators(os.environ), nodes_here, node_here)
+
+
+def visible_accelerators(environ: Mapping[str, str], root: str = "/") -> tuple[str, ...]:
+    """Return the identifiers of the GPUs a process with `environ` could use."""
+    for variable in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
+        if variable in environ:
+            # As CUDA reads it: the list ends at the first entry that names no device.
+            tokens = (token.strip() for token in environ[variable].split(","))
+            return tuple(itertools.takewhile(lambda token: token and not token.startswith("-"), tokens))
+    nvidia = [path for path in glob.glob(os.path.join(root, "dev/nvidia*")) if re.fullmatch(r".*/nvidia\d+", path)]
+    return tuple(str(index) for index in range(len(nvidia) or _amd_gpus(root)))
+
+
+def _amd_gpus(root: str) -> int:
+    count = 0
+    for path in glob.glob(os.path.join(root, "sys/class/kfd/kfd/topology/nodes/*/gpu_id")):
+        with suppress(OSError), open(path, encoding="ascii") as file:
+            count += file.read().strip() not in ("", "0")  # CPUs are listed as well, with id 0
+    return count
+
+
+def usable_cpus(root: str = "/") -> int:
+    """Return the CPUs this process may use: the smallest of its affinity and its cgroups' quotas."""
+    try:
+        cpus = len(os.sched_getaffinity(0))
+    except AttributeError:  # not on macOS
+        cpus = os.cpu_count() or 1
+    quotas = (quota for folder in own_folders("cpu", root) for quota in _quotas(folder))
+    return max(1, int(min([cpus, *quotas])))
+
+
+def _quotas(folder: str) -> Iterator[float]:
+    """Yield the CPU quota of a cgroup, as version 2 writes it and as version 1 does, if there is one."""
+    version_2, *version_1 = (
+        read(os.path.join(folder, f"cpu.{name}")) for name in ("max", "cfs_quota_us", "cfs_period_us")
+    )
+    for text in (version_2, " ".join(version_1)):
+        with suppress(ValueError, ZeroDivisionError):  # without a limit it says "max" or "-1"
+            quota, period = map(int, text.split())
+            if quota > 0:
+                yield quota / period
+
+
+def omp_threads(machine: Machine, nproc: int) -> int:
+    """Return how many threads each worker gets."""
+    return max(1, machine.cpus // (nproc * machine.nodes_here))

@@ -1,0 +1,47 @@
+"""Where the kernel says what this process's control groups (cgroups) allow."""
+
+from __future__ import annotations
+
+import os
+import posixpath
+from collections.abc import Iterator
+from contextlib import suppress
+
+_MOUNT = "sys/fs/cgroup"
+
+
+def own_folders(controller: str, root: str = "/") -> Iterator[str]:
+    """Yield the folders of this process's cgroup and of all that it lies in, its own first.
+    `controller` is one of version 1 of cgroups, such as ``"cpu"``; version 2 has one tree for all, which comes first.
+
+    A limit of any of them binds: systemd's ``CPUQuota=`` and a batch system's limits are set below the
+    root. Inside a container the path in ``/proc/self/cgroup`` can be the host's, while the container's own
+    cgroup is what is mounted; then only the last folder exists.
+    """
+    paths = {"": "/", controller: "/"}
+    for line in read(os.path.join(root, "proc/self/cgroup")).splitlines():
+        with suppress(ValueError):
+            _, names, path = line.split(":", 2)  # as in "4:cpu,cpuacct:/user.slice"; version 2 has no names
+            paths.update({name: path for name in names.split(",") if name in paths})
+    for name, path in paths.items():
+        mount = os.path.join(root, _MOUNT, name)
+        for part in _upwards(path):
+            yield os.path.join(mount, part)
+
+
+def _upwards(path: str) -> Iterator[str]:
+    """Yield `path`, its parents and at last the root, as ``""``."""
+    part = path.strip("/")
+    if ".." in part.split("/"):  # outside of this cgroup namespace: not to be seen from here
+        part = ""
+    while part:
+        yield part
+        part = posixpath.dirname(part)
+    yield ""
+
+
+def read(path: str) -> str:
+    """Return what a file of the kernel says, or nothing where it can't be read."""
+    with suppress(OSError), open(path, encoding="utf-8", errors="replace") as file:
+        return file.read()
+    return ""

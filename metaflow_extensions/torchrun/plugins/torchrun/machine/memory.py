@@ -1,0 +1,57 @@
+"""What the kernel says of this node's memory: its limit, and whom it has killed for it."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+
+from .cgroup import own_folders, read
+
+# Version 2 of cgroups, then version 1.
+_KILLS = ("memory.events", "memory.oom_control")
+_LIMITS = ("memory.max", "memory.limit_in_bytes")
+_NO_LIMIT = 2**60  # version 1 writes a number near 2**63 for "none"
+
+
+def oom_kills(root: str = "/") -> int | None:
+    """Return how many processes of this cgroup the kernel has killed for lack of memory; None where nothing counts.
+
+    The counter is ``oom_kill`` of ``memory.events`` or ``memory.oom_control`` (Linux,
+    ``Documentation/admin-guide/cgroup-v2.rst`` and ``cgroup-v1/memory.rst``).
+    """
+    # The first that counts: a process counts where it lies and, in version 2 only, in all groups above.
+    for text in _texts(_KILLS, root):
+        found = re.search(r"^oom_kill (\d+)$", text, re.MULTILINE)
+        if found:
+            return int(found[1])
+    return None
+
+
+def memory_limit(root: str = "/") -> int | None:
+    """Return the smallest memory limit of this process's cgroups in bytes, or None if there is none."""
+    limits = [int(text) for text in _texts(_LIMITS, root) if text.strip().isdigit()]
+    return min((limit for limit in limits if limit < _NO_LIMIT), default=None)
+
+
+def describe_oom(limit: int | None) -> str:
+    """Say that the kernel's out-of-memory killer ended a process, and what to change."""
+    room = (
+        "this node's memory is used up" if limit is None else f"the node's memory limit of {_in_gib(limit)} was reached"
+    )
+    return (
+        f"out of memory: {room}, and the kernel killed it (SIGKILL). Raise memory of @resources, @kubernetes or @batch, "
+        "or use fewer processes, smaller batches or fewer data loader workers"
+    )
+
+
+def _in_gib(size: int) -> str:
+    """Return bytes as GiB, or MiB below one."""
+    return f"{size / 2**30:.4g} GiB" if size >= 2**30 else f"{size / 2**20:.4g} MiB"
+
+
+def _texts(names: tuple[str, ...], root: str) -> Iterator[str]:
+    """Yield what the files of these names say, this process's own cgroup first."""
+    for folder in own_folders("memory", root):
+        for name in names:
+            yield read(os.path.join(folder, name))

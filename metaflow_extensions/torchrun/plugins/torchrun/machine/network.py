@@ -1,0 +1,126 @@
+"""Addresses, ports and interface names of this host."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import ipaddress
+import os
+import socket
+import struct
+from contextlib import suppress
+
+# What bind says of a port that this process can't have, as opposed to a family that the host lacks.
+_PORT_TAKEN = (errno.EADDRINUSE, errno.EACCES)
+_SIOCGIFADDR = 0x8915  # Linux, <linux/sockios.h>: the IPv4 address of a named interface
+_Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+
+def place() -> str:
+    """Return what tells this container, or this machine, from others; a pod that replaces another has its host name."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return f"{file.read().strip()}/{os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return socket.gethostname()
+
+
+def listening_socket(port: int, host: str = "", backlog: int | None = None) -> socket.socket:
+    """Return a socket that listens on `port` of `host`; ``""`` is every interface, IPv4 and, where there is, IPv6.
+
+    torch's TCPStore binds in the same way (2.13). Port 0 lets the kernel choose one.
+    """
+    if not host and socket.has_dualstack_ipv6():
+        try:
+            return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=backlog)
+        except OSError as error:
+            if error.errno in _PORT_TAKEN:
+                raise  # by IPv6 alone, perhaps: then nobody would get here by IPv6
+            # IPv6 can be compiled in and switched off
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=backlog)
+
+
+def free_port(host: str = "") -> int:
+    """Return a TCP port that was free on `host` (default: all interfaces, IPv4 and IPv6) a moment ago.
+
+    Another process can take the port before it is used; whoever uses it must be ready to ask again.
+    """
+    with listening_socket(0, host) as probe:
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def port_is_free(port: int) -> bool:
+    """Tell whether a socket can listen on `port` of every interface, IPv4 and IPv6."""
+    try:
+        with listening_socket(port):
+            return True
+    except OSError as error:
+        if error.errno in _PORT_TAKEN:
+            return False
+        raise
+
+
+def plain_address(address: str) -> str:
+    """Return an address as the other side writes it: an IPv4 address that an IPv6 socket shows is IPv4 again."""
+    ip = ipaddress.ip_address(address.split("%")[0])
+    mapped = ip.ipv4_mapped if isinstance(ip, ipaddress.IPv6Address) else None
+    return address if mapped is None else str(mapped)
+
+
+def interface_of(address: str) -> str | None:
+    """Return the name of the interface that owns the local `address`, or None if unknown."""
+    ip = ipaddress.ip_address(address.split("%")[0])
+    if ip.version == 4 and ip.is_loopback:  # 127.0.0.2, too
+        return next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
+    return _interfaces().get(ip)
+
+
+def interface_towards(host: str) -> str | None:
+    """Return the name of the interface that routes to `host`, or None if that can't be told.
+
+    Nothing is sent: connecting a datagram socket only asks the kernel for a route.
+    """
+    with suppress(OSError):
+        for family, kind, proto, _, target in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
+            with suppress(OSError), socket.socket(family, kind, proto) as probe:
+                probe.connect(target)
+                return interface_of(probe.getsockname()[0])
+    return None
+
+
+def own_addresses() -> list[str]:
+    """Return this host's own addresses, IPv4 before IPv6, without loopback and link-local ones."""
+    return [str(ip) for ip in _interfaces() if not (ip.is_loopback or ip.is_link_local)]
+
+
+def addresses_for_others(known: str) -> list[str]:
+    """Return where other hosts may reach this one, in the order to try; never empty.
+
+    `known` is its address or name as somebody found it. Metaflow's ``@batch`` (2.19) takes what the host's own
+    name resolves to. On Debian that is 127.0.1.1, by which the others would reach themselves.
+    """
+    own = own_addresses()
+    return own if own and _is_loopback(known) else list(dict.fromkeys([known, *own]))
+
+
+def _is_loopback(host: str) -> bool:
+    with suppress(ValueError):  # it is a name, and may mean something else to others
+        return ipaddress.ip_address(host).is_loopback
+    return False
+
+
+def _interfaces() -> dict[_Address, str]:
+    """Return the interface of each address of this host, IPv4 first; nothing where this is not Linux."""
+    found: dict[_Address, str] = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # it has no IPv4 address
+                reply = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name[:15].encode()))
+                found[ipaddress.IPv4Address(reply[20:24])] = name
+    with suppress(OSError), open("/proc/net/if_inet6", encoding="ascii") as table:
+        for line in table:
+            digits, _, _, _, _, name = line.split()
+            found[ipaddress.IPv6Address(bytes.fromhex(digits))] = name
+    return found

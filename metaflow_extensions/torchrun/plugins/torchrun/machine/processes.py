@@ -1,0 +1,163 @@
+"""The process table: who runs, who descends from whom, and how a process ended.
+
+It is read from ``/proc`` (see proc(5)). Standard library only, and little of it: the guardian imports this module, too.
+Made for Linux. Elsewhere (untried) the table comes from ``ps``, and what it does not tell is not known.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from typing import NamedTuple
+
+_HAS_PROC = os.path.isdir("/proc/self")
+_POLL_S = 0.05
+_KILL_WAIT_S = 10.0  # after SIGKILL only a process in uninterruptible sleep stays
+
+
+class Process(NamedTuple):
+    """One line of the process table."""
+
+    pid: int
+    parent: int
+    state: str  # one letter, such as "T" (stopped by a signal) or "Z" (dead, but not reaped)
+    began: str = ""  # when. With its pid it names one process, whoever gets that number later
+    status: int | None = None  # the exit code of a dead process, negative for a signal
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it has not ended."""
+        return self.state not in ("Z", "X")
+
+
+def find(pid: int) -> Process | None:
+    """Return what ``/proc/PID/stat`` says of a process; None if it is gone and reaped."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            text = file.read()
+    except OSError:
+        return None
+    # The second field, the command's name, may hold spaces and parentheses. So fields[0] is the third.
+    fields = text.rpartition(")")[2].split()
+    state, parent, start_time, exit_code = fields[0], fields[1], fields[19], fields[49]
+    status = os.waitstatus_to_exitcode(int(exit_code)) if state == "Z" else None
+    return Process(pid, int(parent), state, start_time, status)
+
+
+def pids() -> list[int]:
+    """Return the numbers of all processes; none where there is no ``/proc``."""
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()] if _HAS_PROC else []
+
+
+def began(pid: int) -> str:
+    """Return when a process began, see `Process.began`; empty if it is gone."""
+    process = find(pid)
+    return "" if process is None else process.began
+
+
+def is_alive(pid: int, since: str) -> bool:
+    """Tell whether the process lives that has this number and began then."""
+    process = find(pid)
+    return process is not None and process.is_alive and process.began == since
+
+
+def children(parent: int) -> list[int]:
+    """Return the pids of the living children of a process."""
+    return [process.pid for process in _table() if process.is_alive and process.parent == parent]
+
+
+def living_descendants(ancestor: int) -> list[int]:
+    """Return the pids of all living processes that descend from `ancestor`, through dead ones, too."""
+    below: dict[int, list[Process]] = {}
+    for process in _table():
+        below.setdefault(process.parent, []).append(process)
+    found, queue = [], [ancestor]
+    while queue:
+        for process in below.get(queue.pop(), ()):
+            queue.append(process.pid)
+            if process.is_alive:
+                found.append(process.pid)
+    return found
+
+
+def _table() -> Iterator[Process]:
+    if not _HAS_PROC:
+        yield from _table_from_ps()
+    for pid in pids():
+        process = find(pid)
+        if process is not None:
+            yield process
+
+
+def _table_from_ps() -> Iterator[Process]:
+    listing = subprocess.run(["ps", "-A", "-o", "pid=,ppid=,stat="], capture_output=True, text=True, check=False).stdout
+    for line in listing.splitlines():
+        pid, parent, state = line.split()[:3]
+        yield Process(int(pid), int(parent), state[0])
+
+
+def environment(pid: int) -> dict[str, str]:
+    """Return the environment with which a process began; empty if it is gone or not ours to read."""
+    entries = (entry.partition("=") for entry in _words(pid, "environ"))
+    return {name: value for name, _, value in entries}
+
+
+def command_line(pid: int) -> list[str]:
+    """Return the argv of a process; empty if it is gone."""
+    return _words(pid, "cmdline")[:-1]
+
+
+def describe(pid: int) -> str:
+    """Return a process's number and the beginning of its command line."""
+    return f"{pid} ({' '.join(command_line(pid))[:200]})"
+
+
+def status(pid: int) -> dict[str, str]:
+    """Return ``/proc/PID/status``, which can be read even when the kernel holds the process; {} if there is none."""
+    try:
+        with open(f"/proc/{pid}/status", encoding="utf-8", errors="replace") as file:
+            return {name: value.strip() for name, _, value in (line.partition(":") for line in file)}
+    except OSError:
+        return {}
+
+
+def _words(pid: int, name: str) -> list[str]:
+    with suppress(OSError), open(f"/proc/{pid}/{name}", "rb") as file:
+        return [os.fsdecode(word) for word in file.read().split(b"\0")]
+    return []
+
+
+def open_pidfd(pid: int) -> int | None:
+    """Return a pidfd, None where there is none (Linux before 5.3). Raises ProcessLookupError if it is gone."""
+    try:
+        return os.pidfd_open(pid)
+    except ProcessLookupError:
+        raise
+    except (OSError, AttributeError):
+        return None
+
+
+def send_signal(pid: int, number: int) -> None:
+    """Signal a process, if it is still there."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, number)
+
+
+def await_or_kill(roots: Iterable[int], grace_s: float) -> None:
+    """Wait until `roots` and what descends from them are gone; after `grace_s` seconds kill them."""
+    deadline = time.monotonic() + grace_s
+    tree = {pid: began(pid) for pid in roots}
+    while True:
+        tree = {pid: since for pid, since in tree.items() if is_alive(pid, since)}
+        # When a process ends, its children get another parent. So all that were found are remembered.
+        tree.update({pid: began(pid) for root in tree for pid in living_descendants(root)})
+        if not tree or time.monotonic() > deadline + _KILL_WAIT_S:
+            return
+        if time.monotonic() > deadline:
+            for pid in tree:
+                send_signal(pid, signal.SIGKILL)
+        time.sleep(_POLL_S)

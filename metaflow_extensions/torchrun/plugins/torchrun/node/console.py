@@ -1,0 +1,251 @@
+"""How does Metaflow's terminal show whole lines, at once? This writes to the task's own stdout and stderr.
+
+On a local run all nodes write to the pipe of the control task: see `_Output._lock` and `_await_reader`.
+
+A reader may stop to read for a while (a paused terminal), or for ever. The stream may be closed, or non-blocking, as
+some programs leave it. So nobody writes before there is room. All text waits its turn in one queue for each stream.
+Any thread may write; the one that has the turn writes for those that could not wait.
+"""
+
+from __future__ import annotations
+
+import atexit
+import collections
+import contextlib
+import fcntl
+import io
+import os
+import select
+import stat
+import struct
+import sys
+import termios
+import threading
+import time
+from collections.abc import Iterator
+from typing import TextIO
+
+from ..events import Event
+
+_LOOK_S = 0.001  # between looks at a lock or a reader
+_READER_PATIENCE_S = 0.05  # with a reader that has taken nothing, before the last line of a text
+_LOCK_PATIENCE_S = 1.0  # with a writer that holds the lock, for example one that was stopped
+_STUCK_S = 3.0  # with a reader that leaves no room
+# The same for threads that tell of something; they have more to do than to wait.
+_EVENT_PATIENCE_S = 0.5
+
+
+def write_output(stream: str, text: str, patience_s: float = _STUCK_S) -> bool:
+    """Write whole lines to stdout or stderr; return False if the reader has taken nothing for `patience_s`.
+
+    Any thread may call it. Nothing is lost while somebody can read the stream: what is not taken in time is written
+    before the next text, or at the process's end. Where nobody can read it, it is dropped, and said once.
+    """
+    return _outputs[stream].write(text, patience_s)
+
+
+def to_log(event: Event) -> None:
+    """Write an event to the node's log, on stderr as Metaflow's own words are."""
+    text = "".join(f"[torchrun node {event.node}] {line}\n" for line in event.text.splitlines())
+    write_output("stderr", text, _EVENT_PATIENCE_S)
+
+
+class _Output:
+    """One of the two streams, and what waits to be written there."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        # Any thread adds on the right, at any time; only the thread that has the turn takes from the left.
+        self._waiting: collections.deque[str] = collections.deque()
+        self._turn = threading.Lock()
+        # All below belongs to the thread that has the turn.
+        self._cut = b""  # the rest of what was begun
+        self._locks: dict[int, int] = {}  # pipe's inode -> descriptor for its lock, kept while the process lives
+        self._lock_patience_s = _LOCK_PATIENCE_S
+        self._said_lost = False
+
+    def write(self, text: str, patience_s: float) -> bool:
+        last_line = text.rfind("\n", 0, -1) + 1
+        self._waiting.extend(filter(None, (text[:last_line], text[last_line:])))
+        if not self._turn.acquire(timeout=patience_s):
+            return False  # the thread that has the turn writes ours, too
+        try:
+            return self._write_waiting(patience_s)
+        finally:
+            self._turn.release()
+
+    def _write_waiting(self, patience_s: float) -> bool:
+        while self._cut or self._waiting:
+            text = "" if self._cut else self._waiting.popleft()
+            try:
+                self._write_text(text, patience_s)
+            except Exception as error:  # of a stream that the step's code has put there, it can be any
+                self._cut = b""
+                self._say_lost(error)
+            if self._cut:
+                return False
+        return True
+
+    def _write_text(self, text: str, patience_s: float) -> None:
+        """Write `text`, or else the rest of the one before; what the reader does not take is the next rest."""
+        target: TextIO | None = getattr(sys, self._name)
+        if target is None:  # closed before Python began
+            raise OSError(f"there is no {self._name}")
+        fd = _descriptor(target)
+        if fd is None:
+            text, self._cut = self._cut.decode(errors="replace") + text, b""
+            target.write(_encoded(target, text).decode(_encoding(target)))
+            target.flush()
+            return
+        kind = os.fstat(fd)
+        is_pipe = stat.S_ISFIFO(kind.st_mode)
+        _flush(target, fd, is_pipe)
+        if not is_pipe:
+            self._cut = _write_all(fd, self._cut or _encoded(target, text), patience_s)
+            return
+        with self._lock(fd, kind.st_ino):
+            if text.count("\n") == 1:  # `write` has made the last line of a text a text of its own
+                _await_reader(fd)
+            self._cut = _write_all(fd, self._cut or text.encode(errors="replace"), patience_s)
+
+    def _say_lost(self, error: Exception) -> None:
+        if not self._said_lost:
+            self._said_lost = True
+            other = "stderr" if self._name == "stdout" else "stdout"
+            text = f"[torchrun] {self._name} can't be written to ({error}): what the workers write there is lost\n"
+            write_output(other, text, 0.0)
+
+    @contextlib.contextmanager
+    def _lock(self, target_fd: int, pipe: int) -> Iterator[None]:
+        """Hold the pipe's lock where there is one; after some patience go on without.
+
+        A write of more than ``PIPE_BUF`` bytes is not atomic, so lines of two nodes could mix.
+        """
+        fd = self._lock_fd(target_fd, pipe)
+        held = fd is not None and _take_lock(fd, self._lock_patience_s)
+        # A holder that was stopped keeps it for long; each text would wait for it.
+        self._lock_patience_s = _LOCK_PATIENCE_S if held else 0.0
+        try:
+            yield
+        finally:
+            if fd is not None and held:
+                with contextlib.suppress(OSError):
+                    fcntl.flock(fd, fcntl.LOCK_UN)
+
+    def _lock_fd(self, target_fd: int, pipe: int) -> int | None:
+        """Return a descriptor of our own: locks of one that others have, too, would be shared with them."""
+        if pipe not in self._locks:
+            with contextlib.suppress(OSError):  # no /proc: then lines of two nodes can mix, as any programs' can
+                fd = os.open(f"/proc/self/fd/{target_fd}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+                # Not the number of a standard stream that somebody has closed: what is meant for it would go here.
+                self._locks[pipe] = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)
+                os.close(fd)
+        return self._locks.get(pipe)
+
+    def close(self) -> None:
+        """Close the descriptors for locks; a forked child has its parent's, and shares the locks by them."""
+        while self._locks:
+            with contextlib.suppress(OSError):
+                os.close(self._locks.popitem()[1])
+
+
+_outputs = {name: _Output(name) for name in ("stdout", "stderr")}
+
+
+def _begin_anew() -> None:
+    """Leave a forked child nothing of what its parent is still to write, and none of its locks."""
+    for name, output in _outputs.items():
+        output.close()
+        _outputs[name] = _Output(name)
+
+
+os.register_at_fork(after_in_child=_begin_anew)
+
+
+@atexit.register
+def _write_the_rest() -> None:
+    for name in _outputs:
+        write_output(name, "")
+
+
+def _descriptor(target: TextIO) -> int | None:
+    """Return the file descriptor of a stream of Python's own kind.
+
+    One that somebody else has put there, as a notebook or a tee, may have one as well, but wants the text.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        return target.fileno() if isinstance(target, io.TextIOWrapper) else None
+    return None
+
+
+def _flush(target: TextIO, fd: int, is_pipe: bool) -> None:
+    """Let what others have printed go first, if there is room for it: here nobody may be made to wait."""
+    if _await_room(fd, 0.0) and not (is_pipe and _unread_bytes(fd)):
+        with contextlib.suppress(BlockingIOError):  # it keeps what it could not write, for the next time
+            target.flush()
+
+
+def _write_all(fd: int, data: bytes, patience_s: float) -> bytes:
+    """Write as long as there is room, or comes in time; return the rest.
+
+    This goes past Python's own layers: unbuffered, they drop the rest of a write that a signal cuts short.
+    """
+    rest = memoryview(data)
+    while rest and _await_room(fd, patience_s):
+        # Where there is room for anything, there is for PIPE_BUF bytes. Whole lines, where more follows.
+        more = len(rest) > select.PIPE_BUF
+        end = bytes(rest[: select.PIPE_BUF]).rfind(b"\n") + 1 if more else 0
+        with contextlib.suppress(BlockingIOError):  # somebody else was faster
+            rest = rest[os.write(fd, rest[: end or select.PIPE_BUF]) :]
+    return bytes(rest)
+
+
+def _await_room(fd: int, patience_s: float) -> bool:
+    """Wait until something can be written, or an error can be had."""
+    poll = select.poll()
+    poll.register(fd, select.POLLOUT)
+    return bool(poll.poll(patience_s * 1000))
+
+
+def _encoded(target: TextIO, text: str) -> bytes:
+    """Encode what the stream's encoding has no character for as an escape, rather than not at all."""
+    return text.encode(_encoding(target), errors="backslashreplace")
+
+
+def _encoding(target: TextIO) -> str:
+    return getattr(target, "encoding", None) or "utf-8"
+
+
+def _take_lock(fd: int, patience_s: float) -> bool:
+    deadline = time.monotonic() + patience_s
+    while True:
+        with contextlib.suppress(OSError):  # somebody has it; or the step's code has closed all that it did not know
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(_LOOK_S)
+
+
+def _await_reader(fd: int) -> None:
+    """Wait until the pipe is empty, as long as its reader goes on reading; the last line of a text waits for that.
+
+    Metaflow's local runtime (``Worker.read_logline`` in ``metaflow/runtime.py``, 2.19) takes up to 8 KiB out of the
+    pipe at once, but shows one line each time the pipe has something to read. When the pipe is empty it stops,
+    whatever it has not shown. While the last line is in the pipe, it goes on; it takes that line after all others.
+    """
+    least, deadline = sys.maxsize, 0.0
+    while unread := _unread_bytes(fd):
+        if unread < least:
+            least, deadline = unread, time.monotonic() + _READER_PATIENCE_S
+        if time.monotonic() >= deadline:
+            return
+        time.sleep(_LOOK_S)
+
+
+def _unread_bytes(fd: int) -> int:
+    try:
+        count: int = struct.unpack("i", fcntl.ioctl(fd, termios.FIONREAD, b"\0\0\0\0"))[0]
+    except OSError:  # not on this system: then lines come when they come
+        return 0
+    return count

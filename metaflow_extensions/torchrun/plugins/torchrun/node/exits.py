@@ -1,0 +1,287 @@
+"""How the workers of one node ended, and what they left that tells why.
+
+The guardian sees a worker die and says its exit code. On a busy machine torchrun can be faster: it reaps the worker.
+Then the exit code stands only in what torchrun prints; `read_agent_report` alone reads that.
+
+A worker leaves the record of the exception that ended it (`worker_hooks`, or torchelastic's error file of scripts that
+use ``@record``), and the end of its stderr. That is shown, but nothing is guessed from it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from datetime import datetime
+from typing import Any
+
+from ..gang.cause import Cause
+from .agent_events import WorkerEnded, WorkerReaped
+from .logs import worker_folder
+
+_TAIL_LINES = 30
+_TAIL_BYTES = 64 * 1024
+_NEVER = float("inf")
+
+
+@dataclass(frozen=True)
+class WorkerEnd:
+    """How one worker of this node ended."""
+
+    local_rank: int
+    rank: int
+    exit_code: int | None  # negative for a signal; None as long as only torchrun knows it
+    stopped: bool  # whether it may have obeyed: we or torchrun had told it to stop, or its exit code is not known
+    at: float | None = None  # when it ended, in monotonic seconds; None where only torchrun's report tells of it
+    reaped: int | None = None  # its pid, if torchrun reaped it before the guardian could read its exit code
+
+    @property
+    def failed(self) -> bool:
+        """Whether it is known to have failed by itself."""
+        return self.exit_code not in (0, None) and not self.stopped
+
+
+class Exits:
+    """The ends of the workers of one generation on this node."""
+
+    def __init__(self, folder: str, agent_stderr: str, first_rank: int) -> None:
+        self._folder = folder  # torchrun's --log-dir
+        self._agent_stderr = agent_stderr  # a file
+        self._first_rank = first_rank  # the global rank of local rank 0
+        self._ends: dict[int, WorkerEnd] = {}  # local rank -> its latest end
+        self._unseen_failure: WorkerEnd | None = None
+
+    @property
+    def codes(self) -> dict[int, int]:
+        """Global rank -> exit code of all workers whose exit code is known."""
+        return {end.rank: end.exit_code for end in self._ends.values() if end.exit_code is not None}
+
+    def has_ended(self, rank: int) -> bool:
+        """Tell whether a worker has ended."""
+        return any(end.rank == rank for end in self._ends.values())
+
+    # --- what the guardian says -----------------------------------------------------------------
+
+    def note_end(self, event: WorkerEnded) -> WorkerEnd:
+        """Take in that a worker has ended."""
+        code, stopped = event.status, event.stopped
+        if code != 0 and not stopped:
+            # If torchrun stopped this one, it has seen another fail that the guardian did not see.
+            stopped = event.pid in self._report().stopped
+        return self._note(WorkerEnd(event.local_rank, event.rank, code, stopped, event.at))
+
+    def note_reaped(self, event: WorkerReaped) -> None:
+        """Take in that a worker has ended, and torchrun alone knows how."""
+        self._note(WorkerEnd(event.local_rank, event.rank, None, True, event.at, reaped=event.pid))
+
+    def _note(self, end: WorkerEnd) -> WorkerEnd:
+        self._ends[end.local_rank] = end
+        return end
+
+    # --- what torchrun says ---------------------------------------------------------------------
+
+    def _report(self) -> AgentReport:
+        return read_agent_report(self._agent_stderr)
+
+    def failed_unseen(self) -> WorkerEnd | None:
+        """Return the worker that has failed as torchrun alone has seen, and acts upon; None if there is none."""
+        reaped = [end for end in self._ends.values() if end.reaped is not None]
+        if self._unseen_failure is None and reaped and self.first_failed() is None:
+            stopped = self._report().stopped
+            # Ranks reaped before the last one ended well: torchrun stops the others at the first failure.
+            own = [end for end in reaped if end.reaped not in stopped]
+            if stopped and own:
+                self._unseen_failure = max(own, key=lambda end: end.at or 0.0)
+        return self._unseen_failure
+
+    def complete(self, agent_exit: int | None, nproc: int, stopping: bool) -> None:
+        """Fill in the exit codes that torchrun alone tells; `stopping`: we had begun to stop the workers."""
+        codes = dict.fromkeys(range(nproc), 0) if agent_exit == 0 else self._report().exit_codes
+        for local_rank, code in codes.items():
+            rank = self._first_rank + local_rank
+            known = self._ends.get(local_rank) or WorkerEnd(local_rank, rank, None, True)
+            if known.exit_code is None:
+                stopped = code == -signal.SIGTERM or (stopping and known.reaped is None)
+                self._note(replace(known, exit_code=code, stopped=stopped))
+
+    # --- why ------------------------------------------------------------------------------------
+
+    def first_failed(self) -> WorkerEnd | None:
+        """Return a worker whose exit code says that it has failed by itself, or None."""
+        return next((end for end in self._ends.values() if end.failed), None)
+
+    def causes(self, node: int, host: str, stopped_at: float) -> list[tuple[float, Cause]]:
+        """Return when and why workers have failed, the earliest first; `stopped_at` is when we began to stop them."""
+        now, found = time.monotonic(), []
+        told = self._told_to_stop_at(stopped_at)
+        for end in self._ends.values():
+            failed = worker_cause(end, node, host, worker_folder(self._folder, end.local_rank), told)
+            if failed is not None:
+                cause, raised_at = failed
+                ended_at = now if end.at is None else end.at
+                found.append((ended_at if raised_at is None else raised_at, cause))
+        return sorted(found, key=lambda each: each[0])
+
+    def _told_to_stop_at(self, stopped_at: float) -> float:
+        """Return the first moment at which a worker of this node can have been told to stop.
+
+        torchrun does so, too, but not before a worker has failed.
+        """
+        failed = [end for end in self._ends.values() if end.failed]
+        failed += [] if self._unseen_failure is None else [self._unseen_failure]
+        return min([stopped_at, self._report().stopped_at, *(end.at for end in failed if end.at is not None)])
+
+    def unseen_cause(self, node: int, host: str) -> Cause | None:
+        """Return what can be said of a failure that torchrun alone has seen, where the worker recorded nothing."""
+        end = self._unseen_failure
+        if end is None:
+            return None
+        tail = stderr_tail(worker_folder(self._folder, end.local_rank))
+        return Cause("exit", node, host, end.rank, end.local_rank, detail=tail)
+
+
+def worker_cause(
+    end: WorkerEnd, node: int, host: str, folder: str, stopped_at: float = _NEVER
+) -> tuple[Cause, float | None] | None:
+    """Return why a worker failed, and when if it said so; None if it did not fail by itself.
+
+    What a stopped worker has raised after `stopped_at`, when the workers were told to stop, is no cause.
+    """
+    if end.exit_code == 0:
+        return None
+    record = read_record(folder)
+    who = (node, host, end.rank, end.local_rank)
+    if record is not None:
+        if end.stopped and record.at > stopped_at:
+            return None
+        exit_code = None if end.stopped and (end.exit_code or 0) < 0 else end.exit_code
+        return Cause("exception", *who, exit_code, record.exception, record.traceback), record.at
+    if end.stopped or end.exit_code is None:
+        return None  # it obeyed
+    return Cause("signal" if end.exit_code < 0 else "exit", *who, end.exit_code, None, stderr_tail(folder)), None
+
+
+# --- what a worker leaves -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Record:
+    """The exception that ended a worker, as it said itself."""
+
+    exception: str  # type and message
+    traceback: str
+    at: float  # when it was raised, in this machine's monotonic seconds
+
+
+def read_record(folder: str) -> Record | None:
+    """Return what the worker with this folder recorded of its end; None if it recorded nothing, or not all of it."""
+    with suppress(OSError, ValueError, AttributeError, TypeError, KeyError):
+        data = _read_json(os.path.join(folder, "exception.json"))
+        return Record(_printable(data["exception"]), _printable(data["traceback"]).rstrip(), float(data["at"]))
+    return _read_error_file(os.path.join(folder, "error.json"))
+
+
+def _read_error_file(path: str) -> Record | None:
+    """Return what ``@record`` left, or None.
+
+    The format is that of ``torch/distributed/elastic/multiprocessing/errors/error_handler.py`` (torch 2.13).
+    """
+    with suppress(OSError, ValueError, AttributeError, TypeError, KeyError):
+        message = _read_json(path)["message"]
+        at = time.monotonic() - max(0.0, time.time() - os.path.getmtime(path))
+        if isinstance(message, str):
+            return Record(_printable(message), _printable(message), at)
+        trace = str(message.get("extraInfo", {}).get("py_callstack", ""))
+        return Record(_printable(str(message["message"])), _printable(trace).rstrip(), at)
+    return None
+
+
+def _read_json(path: str) -> Any:
+    with open(path, encoding="utf-8", errors="replace") as file:
+        return json.load(file)
+
+
+def _printable(text: str) -> str:
+    """Escape lone surrogates, as Python's stderr does: no log could take them."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def stderr_tail(folder: str) -> str:
+    """Return the last lines of the stderr of the worker with this folder."""
+    return _last_lines(read_end(os.path.join(folder, "stderr.log")))
+
+
+# torch prefixes an uncaught exception with its rank once a process group exists
+# (torch/distributed/distributed_c10d.py, _distributed_excepthook, torch 2.13).
+_RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?", re.MULTILINE)
+
+
+def read_end(path: str) -> str:
+    """Return the end of a log file, without torch's rank prefixes; nothing if it is missing."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
+            text = file.read().decode("utf-8", errors="replace")
+    except OSError:
+        return ""
+    return _RANK_PREFIX.sub("", "\n".join(text.splitlines()))
+
+
+def _last_lines(text: str) -> str:
+    return "\n".join(text.split("\n")[-_TAIL_LINES:])
+
+
+# --- what torchrun prints -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class AgentReport:
+    """What torchrun says on its stderr of the workers' ends, and of its own."""
+
+    exit_codes: dict[int, int]  # local rank -> exit code of the workers that it says have failed
+    stopped: frozenset[int]  # pids of the workers that it told to stop itself, because another one had failed
+    stopped_at: float  # when it told the first of them, in monotonic seconds; infinity if that is not known
+    got_signal: int | None  # the signal that made it give up
+    tail: str  # the last lines
+
+
+# All of torch 2.13. The report of a failure is `_FAILURE_FORMAT_TEMPLATE` in
+# torch/distributed/elastic/multiprocessing/errors/__init__.py.
+_FAILURE = re.compile(
+    r"rank\s*: (?P<rank>\d+) \(local_rank: (?P<local_rank>\d+)\)\s*\n\s*exitcode\s*: (?P<code>-?\d+) \(pid: \d+\)"
+)
+# `SubprocessContext._close` in torch/distributed/elastic/multiprocessing/api.py says it before it sends the signal. The
+# line begins like "W1121 18:44:10.792000 1227 torch/...", with the local time (torch/_logging).
+_STOPPED = re.compile(r"^(?:W(?P<time>\d{4} \d\d:\d\d:\d\d\.\d+) )?.*Sending process (?P<pid>\d+) closing signal", re.M)
+# A line that seems older is of another time zone, or of a summer that has ended.
+_OLDEST_LINE_S = 900.0
+# `_terminate_process_handler` in torch/distributed/elastic/multiprocessing/api.py.
+_GOT_SIGNAL = re.compile(r"SignalException: Process \d+ got signal: (\d+)")
+
+
+def read_agent_report(path: str) -> AgentReport:
+    """Return what torchrun's stderr says; nothing of all that if the file is missing."""
+    text = read_end(path)
+    stopped = list(_STOPPED.finditer(text))
+    got_signal = _GOT_SIGNAL.search(text)
+    return AgentReport(
+        exit_codes={int(found["local_rank"]): int(found["code"]) for found in _FAILURE.finditer(text)},
+        stopped=frozenset(int(found["pid"]) for found in stopped),
+        stopped_at=next((_monotonic(found["time"]) for found in stopped if found["time"]), _NEVER),
+        got_signal=None if got_signal is None else int(got_signal[1]),
+        tail=_last_lines(text),
+    )
+
+
+def _monotonic(local_time: str) -> float:
+    """Return a log line's local time as monotonic seconds; infinity if it is not plausible."""
+    now = datetime.now()
+    with suppress(ValueError):
+        age_s = (now - datetime.strptime(f"{now.year} {local_time}", "%Y %m%d %H:%M:%S.%f")).total_seconds()
+        if 0 <= age_s < _OLDEST_LINE_S:
+            return time.monotonic() - age_s
+    return _NEVER

@@ -1,0 +1,274 @@
+"""One generation of workers on this node: its life from *go* to its end, and why it failed.
+
+A generation is in one `Phase` at a time, and it alone changes that. Everything here belongs to the thread that calls
+`Supervisor.run`: what the agent tells arrives there as an `AgentEvent`.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+import shutil
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ..errors import TorchrunError
+from ..gang.cause import Cause, Failure, describe_exit, first_reported, signal_name
+from ..gang.protocol import Diagnostics, Go
+from ..gang.state import DIAGNOSTICS_S
+from .agent import AgentProcess
+from .agent_events import AgentEnded, AgentEvent, End, Frozen, Terminated, WorkerEnded, WorkerReaped, WorkerStarted
+from .exits import Exits, read_agent_report
+from .logs import LogFollower
+from .machine_faults import MachineFaults
+from .plan import Plan
+from .stacks import collect, find_py_spy
+
+# How long all processes may take to end beyond their grace. SIGKILL ends all but what hangs in the kernel, and the
+# guardian waits 10 s for that.
+_END_MARGIN_S = 30.0
+_NEVER = float("inf")
+
+
+class Phase(enum.Enum):
+    """Where a generation stands."""
+
+    STARTING = "its agent is not started yet"
+    RUNNING = "its agent runs"
+    STOPPING = "it was told to stop, or its agent has failed"
+    ENDED = "no process of it is left, and all output is shown"
+
+
+_NEXT = {
+    Phase.STARTING: {Phase.RUNNING, Phase.ENDED},
+    Phase.RUNNING: {Phase.STOPPING, Phase.ENDED},
+    Phase.STOPPING: {Phase.ENDED},
+    Phase.ENDED: set[Phase](),
+}
+
+
+def stacks_folder(folder: str) -> str:
+    """Return where the workers whose logs lie in `folder` leave their stacks when asked for them."""
+    return os.path.join(folder, "stacks")
+
+
+class Generation:
+    """The workers between one *go* and their end, on this node."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        host: str,
+        go: Go,
+        folder: str,
+        command: list[str],
+        agent: AgentProcess,
+        follower: LogFollower,
+        machine: MachineFaults,
+    ) -> None:
+        self.number = go.generation
+        self.command = command  # the agent's argv
+        self.phase = Phase.STARTING
+        self.exits = Exits(folder, os.path.join(folder, "agent.stderr"), plan.spec.global_rank(0))
+        self.diagnostics: Diagnostics | None = None  # what `diagnose` has found
+        self._plan = plan
+        self._node, self._host = plan.spec.node_index, host
+        self.go = go
+        self._folder = folder  # torchrun's --log-dir
+        self._agent = agent
+        self._follower = follower
+        self._machine = machine
+        self._pids: dict[int, int] = {}  # global rank -> pid
+        self._stopped_at = _NEVER
+        self._fault: tuple[float, Cause] | None = None  # of what was frozen, or of the guardian
+        self._agent_exit: int | None = None
+        self._agent_failed_at: float | None = None
+        self._end: End | None = None
+        self._handlers: dict[type, Callable[[Any], str | None]] = {
+            WorkerStarted: self._on_worker_started,
+            WorkerEnded: self._on_worker_ended,
+            WorkerReaped: self._on_worker_reaped,
+            Frozen: self._on_frozen,
+            Terminated: self._on_terminated,
+            AgentEnded: self._on_agent_ended,
+            End: self._on_end,
+        }
+
+    # --- its life -------------------------------------------------------------------------------
+
+    def _enter(self, phase: Phase) -> None:
+        assert phase in _NEXT[self.phase], f"a generation can't go from {self.phase.name} to {phase.name}"
+        self.phase = phase
+
+    def start(self) -> None:
+        """Start the agent; what becomes of it arrives as events."""
+        self._follower.start()
+        self._agent.start()
+        self._enter(Phase.RUNNING)
+
+    def stop(self, first_signal: int | None = None) -> None:
+        """Have all processes end, unless that has begun. The workers alone get `first_signal` before, to save."""
+        if self.phase is not Phase.RUNNING:
+            return
+        self._begin_to_stop(time.monotonic())
+        if first_signal is None:
+            self._agent.stop(self._plan.grace_s)
+        else:
+            self._agent.preempt(self._plan.grace_s, first_signal)
+
+    def _begin_to_stop(self, at: float) -> None:
+        self._enter(Phase.STOPPING)
+        self._stopped_at = at
+
+    @property
+    def was_stopped(self) -> bool:
+        """Whether we had begun to stop it before its end."""
+        return self._stopped_at < _NEVER
+
+    @property
+    def ended_well(self) -> bool:
+        """Whether the agent, and so all its workers, have ended well."""
+        return self._agent_exit == 0
+
+    def raise_if_overdue(self) -> None:
+        """Raise TorchrunError if it was told to stop, but does not end."""
+        limit_s = self._plan.grace_s + _END_MARGIN_S
+        if self.phase is Phase.STOPPING and time.monotonic() > self._stopped_at + limit_s:
+            raise TorchrunError(
+                f"The workers of node {self._node} were told to stop but did not end within {limit_s:g} s; they may hang in "
+                "the kernel. Look at the node's devices."
+            )
+
+    def close(self, grace_s: float = 0.0) -> None:
+        """Stop what still runs, and show the last output; safe to call more than once."""
+        if self.phase is Phase.ENDED:
+            return
+        self._agent.close(grace_s)
+        known = self._fault is not None or any(self._causes())
+        # What torchrun says of an end that was good or is known would hide the cause (a box that names our script).
+        self._follower.finish(explained=self.ended_well or known)
+        self._enter(Phase.ENDED)
+
+    def remove_files(self) -> None:
+        """Remove the log files, unless the user keeps them."""
+        if self._plan.spec.log_dir is None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def diagnose(self) -> str:
+        """Write down where every worker is, and return that for the log."""
+        running = {rank: pid for rank, pid in self._pids.items() if not self.exits.has_ended(rank)}
+        name = f"node{self._node}-launch{self.go.launch}-{self.number}"
+        found = collect(
+            running, stacks_folder(self._folder), self._plan.spec.log_dir, name, DIAGNOSTICS_S, find_py_spy()
+        )
+        self.diagnostics = Diagnostics(self._host, found.file, found.where)
+        return found.text
+
+    @property
+    def active_at(self) -> float | None:
+        """When its workers were last found to have written."""
+        return self._follower.last_output_at
+
+    # --- what its agent tells -------------------------------------------------------------------
+
+    def take(self, event: AgentEvent) -> str | None:
+        """Take what the agent tells; return what has failed by that while it ran, in words for the log."""
+        handler = self._handlers.get(type(event))
+        return None if handler is None else handler(event)
+
+    def look(self) -> str | None:
+        """Return what has failed as torchrun alone has seen, in words for the log."""
+        if self.phase is not Phase.RUNNING or self._plan.is_elastic:  # an elastic agent may start workers again
+            return None
+        unseen = self.exits.failed_unseen()
+        return None if unseen is None else f"rank {unseen.rank} failed"
+
+    def _on_worker_started(self, event: WorkerStarted) -> None:
+        self._pids[event.rank] = event.pid
+
+    def _on_worker_ended(self, event: WorkerEnded) -> str | None:
+        end = self.exits.note_end(event)
+        if self.phase is not Phase.RUNNING or self._plan.is_elastic:
+            return None
+        unseen = self.look()
+        if unseen is not None or not end.failed:
+            return unseen
+        return f"rank {end.rank} {self._machine.how_ended(event.status)}"
+
+    def _on_worker_reaped(self, event: WorkerReaped) -> None:
+        self.exits.note_reaped(event)
+
+    def _on_frozen(self, event: Frozen) -> str | None:
+        whose = "its torchrun agent " if event.rank is None else ""
+        silence = f"{self._plan.silence_s:g} s"
+        text = f"{whose}was stopped by a signal (SIGSTOP or the like) and not continued for {silence}"
+        return self._note_fault("frozen", text, event.at, event.rank, event.local_rank)
+
+    def _on_terminated(self, event: Terminated) -> str | None:
+        text = "its guardian process got SIGTERM, which nobody of the gang has sent"
+        return self._note_fault("agent_ended", text, event.at)
+
+    def _note_fault(
+        self, kind: str, text: str, at: float, rank: int | None = None, local_rank: int | None = None
+    ) -> str | None:
+        if self.phase is not Phase.RUNNING:
+            return None
+        cause = Cause(kind, self._node, self._host, rank, local_rank, exception=text)
+        self._fault = (at, cause)
+        return f"{cause.who} {cause.what}"
+
+    def _on_agent_ended(self, event: AgentEnded) -> str | None:
+        """Take that the agent has ended by itself: well, or it saw a worker fail before us, or it failed itself."""
+        self._agent_exit = event.status
+        if event.status == 0 or self.phase is not Phase.RUNNING:
+            return None
+        self._complete_exits()
+        self._agent_failed_at = event.at
+        self._begin_to_stop(event.at)
+        failed = self.exits.first_failed()
+        if failed is None or failed.exit_code is None:
+            return f"the torchrun agent {describe_exit(event.status)}"
+        return f"rank {failed.rank} {self._machine.how_ended(failed.exit_code)}"
+
+    def _on_end(self, event: End) -> None:
+        if self._agent_exit is None:  # it has not ended by itself
+            self._agent_exit, self._end = event.status, event
+            if event.status != 0 and not self.was_stopped:
+                self._agent_failed_at = time.monotonic()
+        self._complete_exits()
+
+    def _complete_exits(self) -> None:
+        """Fill in how workers have ended whose end the guardian did not see."""
+        self.exits.complete(self._agent_exit, self._plan.spec.nproc, self.was_stopped)
+
+    # --- why it failed --------------------------------------------------------------------------
+
+    def failures(self) -> tuple[Failure, ...]:
+        """Return what has failed on this node, of many the first; the agent itself only where no worker is known to."""
+        dated = [] if self._fault is None else [self._fault]
+        dated += [(at, self._machine.explained(cause)) for at, cause in self._causes()]
+        now = time.monotonic()
+        if not dated and (unseen := self.exits.unseen_cause(self._node, self._host)) is not None:
+            dated = [(now, unseen)]
+        if not dated and self._agent_failed_at is not None:
+            dated = [(self._agent_failed_at, self._agent_cause())]
+        return first_reported(Failure(cause, now - at) for at, cause in dated)
+
+    def _causes(self) -> list[tuple[float, Cause]]:
+        return self.exits.causes(self._node, self._host, self._stopped_at)
+
+    def _agent_cause(self) -> Cause:
+        report = read_agent_report(os.path.join(self._folder, "agent.stderr"))
+        guardian, error = (None, None) if self._end is None else (self._end.guardian, self._end.error)
+        code, who = self._agent_exit, "its torchrun agent"
+        if guardian is not None:
+            code, who = guardian, "its guardian process"
+        how = error or (self._machine.how_ended(code) if code is not None else "vanished")
+        if guardian is None and report.got_signal is not None:  # without a guardian it gets SIGTERM from the kernel
+            how = f"got {signal_name(report.got_signal)}, which nobody of the gang has sent, and gave up"
+        if self._machine.is_disk_full():
+            how = f"{how}, on {self._machine.full_disk}"
+        # One that has started its workers did start; it was ended, or lost its own connections.
+        kind = "agent_ended" if self._pids or guardian is not None else "agent"
+        return Cause(kind, self._node, self._host, None, None, code, f"{who} {how}", report.tail)

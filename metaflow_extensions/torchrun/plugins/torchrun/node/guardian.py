@@ -1,0 +1,318 @@
+"""Stands between a task and its agent, as a process of its own, and outlives neither.
+
+Three things can't be done from inside the task. When the task dies, even by SIGKILL, the guardian stops the whole tree.
+As a child subreaper it finds, stops and reaps workers of a killed agent and grandchildren that detached themselves. It
+sees a worker die the moment it happens, before torchrun does, and reads how.
+
+Made for Linux. Elsewhere (untried; it needs ``os.waitid``, on macOS Python 3.13) the tree is found by walking parents.
+Processes that detach themselves *and* lose their parent are not seen there; torchrun's report names the failed workers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from enum import Enum
+from typing import Any, NamedTuple
+
+from ..machine import libc, processes
+from ..machine.processes import living_descendants, send_signal
+from .workers import SEARCH_S, FrozenWatch, Worker, Workers
+
+_KILL_WAIT_S = 10.0  # after SIGKILL only a process in uninterruptible sleep stays
+_REPORT_S = 1.0  # torchrun polls every 0.1 s; workers that obey SIGTERM are gone soon after
+_STRAGGLER_GRACE_S = 2.0  # for what the agent left behind when it ended by itself
+
+
+class Options(NamedTuple):
+    """How one agent is to be run."""
+
+    stdout: str  # files for the agent's own output
+    stderr: str
+    grace_s: float  # that workers have after SIGTERM if the task dies
+    silence_s: float  # that a worker, the agent or the task may be stopped (SIGSTOP) before that counts as a failure
+    workers: int  # how many the agent will start
+    restarts: bool = False  # whether the agent may start its workers again by itself
+    cwd: str | None = None  # working directory; default is the task's
+    scratch: Sequence[str] = ()  # folders to remove if the task dies; while it lives, it removes them itself
+
+
+def main() -> int:
+    """Run one agent; return 0 unless it could not be started."""
+    task, options, *command = sys.argv[1:]
+    guardian = Guardian(int(task), Options(**json.loads(options)))
+    _reset_signals()
+    # Ctrl-C is the task's to handle: it tells us. A handler, since workers would inherit SIG_IGN.
+    signal.signal(signal.SIGINT, lambda *_: None)
+    signal.signal(signal.SIGTERM, lambda *_: guardian.note_sigterm())
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # last: what was blocked may be waiting
+    return guardian.run(command)
+
+
+def _reset_signals() -> None:
+    """Set back what the step's code ignores: it came through exec, and would reach the workers.
+
+    With SIGCHLD ignored, the kernel reaps our children and nobody hears of their ends.
+    """
+    # Python ignores these two for itself; a Popen sets them back in its child.
+    for number in signal.valid_signals() - {signal.SIGPIPE, signal.SIGXFSZ}:
+        with suppress(OSError):  # SIGKILL and SIGSTOP
+            signal.signal(number, signal.SIG_DFL)
+
+
+class State(Enum):
+    """What the guardian is doing."""
+
+    STARTING = "starting"
+    WATCHING = "watching"
+    STOPPING = "stopping"
+    OVER = "over"
+
+
+_NEXT = {
+    State.STARTING: {State.WATCHING, State.OVER},
+    State.WATCHING: {State.STOPPING},
+    State.STOPPING: {State.OVER},
+    State.OVER: set(),
+}
+
+
+class Guardian:
+    """One agent and everything that descends from it; `task` is the pid of the task, whose child this process is."""
+
+    # There is one thread. The handler of SIGTERM only notes that it came.
+
+    def __init__(self, task: int, options: Options) -> None:
+        self._task = task
+        self._options = options
+        self._state = State.STARTING
+        self._agent: subprocess.Popen[bytes]  # from `_start` on
+        self._workers = Workers(options.workers, options.restarts, os.path.dirname(options.stdout))
+        self._frozen = FrozenWatch(options.silence_s)
+        self._pidfds: dict[int, int] = {}  # pidfd -> pid of a worker or the agent
+        self._commands = b""
+        self._got_sigterm = False
+        self._task_gone = False
+        self._deadline = 0.0  # when SIGKILL comes; this and the following from STOPPING on
+        self._preempt_signal: int | None = None
+        self._left: list[str] = []
+
+    def note_sigterm(self) -> None:
+        """Somebody wants this process to end; the main loop sees to it."""
+        self._got_sigterm = True
+
+    def run(self, command: Sequence[str]) -> int:
+        """Start the agent, watch, stop what must be stopped, and report the end."""
+        libc.adopt_orphans()
+        try:
+            self._start(command)
+        except OSError as error:
+            self._end(None, f"could not be started: {error}")
+            return 1
+        while self._state is State.WATCHING:
+            self._wait(self._workers.pause_s)
+            self._watch()
+        self._terminate()
+        self._kill()
+        for folder in self._options.scratch if self._task_gone else ():
+            shutil.rmtree(folder, ignore_errors=True)
+        self._end(self._agent.returncode, None)
+        return 0
+
+    def _enter(self, state: State) -> None:
+        assert state in _NEXT[self._state], f"{self._state} -> {state}"
+        self._state = state
+
+    def _start(self, command: Sequence[str]) -> None:
+        with open(self._options.stdout, "ab") as out, open(self._options.stderr, "ab") as err:
+            self._agent = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                cwd=self._options.cwd,
+                start_new_session=True,
+                # If even the guardian is killed, the agent gets SIGTERM and stops its workers.
+                preexec_fn=libc.die_with_parent,
+            )
+        self._observe(self._agent.pid)
+        self._say("agent", pid=self._agent.pid, began=processes.began(self._agent.pid))
+        self._enter(State.WATCHING)
+
+    def _end(self, status: int | None, error: str | None) -> None:
+        self._say("end", status=status, error=error, left=self._left)
+        self._enter(State.OVER)
+
+    def _say(self, event: str, **fields: Any) -> None:
+        # `agent_events` reads and describes it.
+        line = json.dumps({"event": event, "t": time.monotonic(), **fields}) + "\n"
+        with suppress(OSError):  # the task is gone; what is left to do is to clean up
+            os.write(sys.stdout.fileno(), line.encode())
+
+    # --- waiting -------------------------------------------------------------------------------
+
+    def _wait(self, seconds: float) -> None:
+        """Sleep until a command, a worker's end, a folder of torchrun's, or until `seconds` have passed."""
+        stdin, folders = None if self._task_gone else sys.stdin.fileno(), self._workers.folders.fd
+        ready, _, _ = select.select(
+            [*self._pidfds, *(fd for fd in (stdin, folders) if fd is not None)], [], [], seconds
+        )
+        if stdin in ready:
+            self._read_commands()
+        if folders in ready:
+            self._workers.on_folder_made()
+        for fd in ready:
+            if fd in self._pidfds:
+                self._has_ended(fd)
+
+    def _read_commands(self) -> None:
+        data = os.read(sys.stdin.fileno(), 4096)
+        if not data:
+            self._task_ended()
+        *lines, self._commands = (self._commands + data).split(b"\n")
+        # ``stop GRACE_S`` sends SIGTERM to the whole tree. ``preempt GRACE_S SIGNAL`` first sends SIGNAL to the workers
+        # alone, so that what they have started still serves them while they save.
+        for line in lines:
+            verb, *values = line.decode("ascii", "replace").split()
+            self._begin_to_stop(float(values[0]), int(values[1]) if verb == "preempt" else None)
+
+    def _observe(self, pid: int) -> None:
+        """Be woken by the end of `pid` where the system can do that (Linux 5.3); else we poll."""
+        with suppress(ProcessLookupError):
+            handle = processes.open_pidfd(pid)
+            if handle is not None:
+                self._pidfds[handle] = pid
+
+    def _has_ended(self, pidfd: int) -> None:
+        pid = self._pidfds.pop(pidfd)
+        os.close(pidfd)
+        # torchrun polls ten times a second; until it does, the dead worker tells its exit code.
+        dead, worker = processes.find(pid), self._workers.get(pid)
+        if worker is not None and worker.status is None:
+            self._worker_ended(worker, None if dead is None else dead.status)
+
+    def _worker_ended(self, worker: Worker, status: int | None) -> None:
+        worker.status, worker.reaped = status, status is None
+        if worker.reaped:  # torchrun was faster; now it alone knows how the worker ended
+            self._say("worker_reaped", **worker.facts())
+        else:
+            self._say("worker_end", **worker.facts(), status=status, stopped=self._state is State.STOPPING)
+
+    # --- watching ------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        if self._got_sigterm and self._state is State.WATCHING:
+            self._say("terminated")
+            self._begin_to_stop(self._options.grace_s)
+        # Its pipe alone does not tell: a process that the step has forked may hold the other end.
+        if os.getppid() != self._task:
+            self._task_ended()
+        if self._workers.expects_more():
+            self._find_workers()
+        self._reap_orphans()
+        if self._agent.returncode is not None and self._state is State.WATCHING:
+            self._agent_ended(self._agent.returncode)
+        for pid in self._frozen.look((self._agent.pid, self._task, *self._workers.living()), time.monotonic()):
+            self._is_frozen(pid)
+
+    def _task_ended(self) -> None:
+        self._task_gone = True
+        self._begin_to_stop(self._options.grace_s)
+
+    def _find_workers(self) -> None:
+        for worker in self._workers.find(self._agent.pid):
+            self._observe(worker.pid)
+            self._say("worker", **worker.facts())
+
+    def _agent_ended(self, status: int) -> None:
+        """Tell of an agent that has ended by itself, and stop what it has left running."""
+        self._say("agent_end", status=status)
+        self._left = [processes.describe(pid) for pid in living_descendants(os.getpid())]
+        self._begin_to_stop(_STRAGGLER_GRACE_S if status == 0 else self._options.grace_s)
+
+    def _is_frozen(self, pid: int) -> None:
+        worker = self._workers.get(pid)
+        if pid == self._task:  # the gang takes its node for lost
+            self._begin_to_stop(self._options.grace_s)
+        elif worker is not None:
+            self._say("frozen", pid=pid, rank=worker.rank, local_rank=worker.local_rank)
+        else:
+            self._say("frozen", pid=pid, rank=None, local_rank=None)
+
+    def _reap_orphans(self) -> bool:
+        """Reap the agent and what was re-parented to us; return whether any child is left."""
+        with suppress(ChildProcessError):
+            while True:
+                # Looked at before it is taken, so that the agent's end reaches its Popen.
+                dead = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+                if dead is None:
+                    return True
+                if dead.si_pid == self._agent.pid:
+                    self._agent.poll()
+                else:
+                    _, status = os.waitpid(dead.si_pid, 0)
+                    worker = self._workers.get(dead.si_pid)
+                    if worker is not None and worker.status is None:
+                        self._worker_ended(worker, os.waitstatus_to_exitcode(status))
+        return False
+
+    # --- stopping ------------------------------------------------------------------------------
+
+    def _begin_to_stop(self, grace_s: float, preempt_signal: int | None = None) -> None:
+        """Have the main loop stop everything; who asks first says how."""
+        if self._state is State.WATCHING:
+            self._enter(State.STOPPING)
+            self._deadline = time.monotonic() + grace_s
+            self._preempt_signal = preempt_signal
+
+    def _terminate(self) -> None:
+        """Signal everything once and give it time to end."""
+        if self._workers.any_reaped:
+            self._let_agent_report()
+        # The agent is frozen, not told: told, it would signal its workers a second time, reap them
+        # before we see how they ended, or wait out its exit barrier (300 s, torch 2.13).
+        self._agent.send_signal(signal.SIGSTOP)
+        if self._preempt_signal is not None:
+            self._find_workers()
+            self._end_all(self._workers.living, self._preempt_signal, self._deadline)
+            self._deadline = min(self._deadline, time.monotonic() + _STRAGGLER_GRACE_S)
+        self._end_all(self._below_agent, signal.SIGTERM, self._deadline)
+
+    def _below_agent(self) -> list[int]:
+        return [pid for pid in living_descendants(os.getpid()) if pid != self._agent.pid]
+
+    def _end_all(self, which: Callable[[], list[int]], number: int, deadline: float) -> None:
+        """Signal processes once and wait until they are gone, or the deadline has come."""
+        for pid in which():
+            send_signal(pid, number)
+            send_signal(pid, signal.SIGCONT)
+        while time.monotonic() < deadline and which():
+            self._wait(SEARCH_S)
+            self._reap_orphans()
+
+    def _let_agent_report(self) -> None:
+        """Give the agent a moment to end by itself: it stops its workers and prints how they failed."""
+        deadline = time.monotonic() + _REPORT_S
+        while self._agent.returncode is None and time.monotonic() < deadline:
+            self._wait(SEARCH_S)
+            self._reap_orphans()
+
+    def _kill(self) -> None:
+        deadline = time.monotonic() + _KILL_WAIT_S
+        while time.monotonic() < deadline:
+            living = living_descendants(os.getpid())
+            for pid in living:
+                # Workers first: dead while their agent is frozen, they come to us with their exit codes.
+                if pid != self._agent.pid or len(living) == 1 or time.monotonic() > deadline - _KILL_WAIT_S / 2:
+                    send_signal(pid, signal.SIGKILL)
+            if not self._reap_orphans():
+                return
+            self._wait(SEARCH_S / 5)

@@ -1,0 +1,263 @@
+"""Rank-labelled, live, complete output, bounded in memory.
+
+torchrun redirects every worker's stdout and stderr to files of their own, and a thread of ours follows them. So a
+worker never waits for us. What it wrote before it died is in the file, and is read up to the last byte.
+"""
+
+from __future__ import annotations
+
+import atexit
+import codecs
+import glob
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from typing import BinaryIO
+
+# Well under the half second in which a line must be seen.
+POLL_S = 0.1
+_CHUNK_BYTES = 256 * 1024
+# A longer line is shown in several pieces, each labelled, so that memory stays bounded.
+MAX_LINE_CHARS = 1024 * 1024
+# How torchrun begins to report its own failure or a worker's (torch 2.13), and how much of it is held back. The last is
+# of a node that waits in the exit barrier while the store's host, which has passed it, ends: 22 lines of C++ frames,
+# then "Error waiting on exit barrier".
+_AGENT_REPORT = re.compile(
+    r"E\d{4} |Traceback \(most recent call last\):|\[W\d{4} .*TCPStore\.cpp:\d+\] \[c10d\] recvValue"
+)
+_HELD_LINES = 1000
+
+Write = Callable[[str, str], bool]
+"""Takes a stream's name (``"stdout"`` or ``"stderr"``) and a text that ends with a line end, or an empty one.
+
+Returns False after a while with a reader that takes nothing; what it has taken over by then is written later.
+"""
+Show = Callable[[str, str], None]
+
+
+class LineSplitter:
+    """Turns bytes, cut anywhere, into whole lines of text.
+
+    A line ends with ``\\n``, ``\\r\\n`` or, as progress bars write it, ``\\r``.
+    """
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._parts: list[str] = []
+        self._size = 0
+        self._after_cr = False
+
+    def feed(self, data: bytes, final: bool = False) -> Iterator[str]:
+        """Yield the lines that `data` completes, without their ends; `final` flushes the rest."""
+        text = self._decoder.decode(data, final)
+        if self._after_cr and text:
+            self._after_cr = False
+            if text[0] == "\n":  # the second half of \r\n, whose line was yielded already
+                text = text[1:]
+        yield from self._split(text)
+        if final and self._parts:
+            yield self._take("")
+
+    def _split(self, text: str) -> Iterator[str]:
+        start = 0
+        for match in _LINE_END.finditer(text):
+            line = self._take(text[start : match.start()])
+            start = match.end()
+            redraw = not line and match.group() == "\r"  # a progress bar's return to the line's start
+            if not redraw:
+                yield line
+            self._after_cr = match.group() == "\r" and start == len(text) and not redraw
+        rest = text[start:]
+        while self._size + len(rest) > MAX_LINE_CHARS:
+            room = MAX_LINE_CHARS - self._size
+            yield self._take(rest[:room])
+            rest = rest[room:]
+        if rest:
+            self._parts.append(rest)
+            self._size += len(rest)
+
+    def _take(self, last: str) -> str:
+        line = "".join([*self._parts, last])
+        self._parts.clear()
+        self._size = 0
+        return line
+
+
+_LINE_END = re.compile(r"\r\n|\n|\r")
+
+
+class FollowedFile:
+    """One growing log file; it must exist."""
+
+    def __init__(self, path: str, label: str | None, stream: str, hold_from: re.Pattern[str] | None = None) -> None:
+        self._file: BinaryIO = open(path, "rb", buffering=0)  # noqa: SIM115 - closed by close()
+        self._label = label  # put before every line; None shows nothing
+        self._stream = stream  # "stdout" or "stderr"
+        self._hold_from = hold_from  # the first line that begins so is held back until the end, with all after it
+        self._held: list[str] = []
+        self._splitter = LineSplitter()
+
+    def pump(self, show: Show) -> bool:
+        """Show what was added, at most one chunk; tell whether there was anything."""
+        data = self._file.read(_CHUNK_BYTES)
+        self._show(self._splitter.feed(data), show)
+        return bool(data)
+
+    def finish(self, show: Show, show_held: bool = True) -> None:
+        """Show everything up to the end, an unfinished last line too, and close the file."""
+        while self.pump(show):
+            pass
+        self._show(self._splitter.feed(b"", final=True), show)
+        if show_held:
+            self._hold_from = None
+            self._show(self._held, show)
+        self.close()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _show(self, lines: Iterable[str], show: Show) -> None:
+        text = "".join(f"{self._label}{line}\n" for line in lines if not self._hold(line))
+        if text and self._label is not None:
+            show(self._stream, text)
+
+    def _hold(self, line: str) -> bool:
+        if self._hold_from is None or len(self._held) >= _HELD_LINES:
+            return False
+        if self._held or self._hold_from.match(line):
+            self._held.append(line)
+            return True
+        return False
+
+
+class LogFollower:
+    """Follows all logs of one generation of workers in a thread of its own.
+
+    If a reader of our output stops to read, only this thread stops: what is not read yet is safe in the files.
+    If it is still so at the end, the thread goes on alone, with files that are open and perhaps removed.
+    """
+
+    def __init__(
+        self,
+        log_dir: str,
+        agent_logs: dict[str, str],
+        label: Callable[[int], str | None],
+        agent_label: str,
+        write: Write,
+        worker_files: int | None = None,
+        hold_report: bool = False,
+    ) -> None:
+        self._log_dir = log_dir  # torchrun's --log-dir
+        self._label = label  # local rank -> label; None for a rank that is not shown
+        self._write = write
+        self._worker_files = worker_files  # how many there will be; None if more can come at any time
+        hold = _AGENT_REPORT if hold_report else None  # until `finish`
+        # The list and its files belong to this object's thread. `agent_logs`: stream -> file of the agent's own output.
+        self._files = [FollowedFile(path, agent_label, stream, hold) for stream, path in agent_logs.items()]
+        self._known: set[str] = set()  # written by this object's thread, read by others, too
+        self._stop = threading.Event()
+        self._released = threading.Event()  # whoever waits for this object's thread, by it
+        self._explained = False  # set before `_stop`, read after
+        self._thread = threading.Thread(target=self._follow, name="torchrun-logs", daemon=True)
+        self._seen_bytes = 0
+        self._grew_at: float | None = None
+
+    @property
+    def last_output_at(self) -> float | None:
+        """When workers were last found to have written, in monotonic seconds; hidden ranks count.
+
+        It is the files that tell: the thread that reads them may be waiting for the reader of our output.
+        """
+        written = sum(map(_size, list(self._known)))
+        if written > self._seen_bytes:
+            self._seen_bytes, self._grew_at = written, time.monotonic()
+        return self._grew_at
+
+    def start(self) -> None:
+        """Begin to follow."""
+        self._thread.start()
+
+    def finish(self, explained: bool = False) -> None:
+        """Show all that is left and end. Call it when no process writes any more.
+
+        A reader that takes nothing is not waited for; until the process's end it can still have all.
+        """
+        self._explained = explained  # the agent's report of a failure would say less than what is known already
+        self._stop.set()
+        self._await_thread()
+        if self._thread.is_alive():
+            self._released.clear()
+            atexit.register(self._await_thread)
+
+    def _await_thread(self) -> None:
+        """Wait for the end of this object's thread, or until it has waited in vain for the reader of our output."""
+        while self._thread.is_alive() and not self._released.is_set():
+            self._thread.join(POLL_S)
+
+    def _follow(self) -> None:
+        try:
+            while not self._stop.wait(POLL_S):
+                if self._worker_files is None or len(self._known) < self._worker_files:
+                    self._find_files()
+                while sum(self._pump(file) for file in self._files):
+                    pass  # all in turns, so that a loud rank does not silence the others
+            self._find_files()
+            for file in self._files:
+                with suppress(OSError):  # a disk's fault; the others' output is to be had
+                    file.finish(self._show, show_held=not self._explained)
+        finally:
+            for file in self._files:
+                file.close()
+
+    def _show(self, stream: str, text: str) -> None:
+        """Write, and wait for the reader as long as it takes."""
+        while not self._write(stream, text):
+            text = ""
+            if self._stop.is_set():
+                self._find_files()  # the folder may be removed once nobody waits
+                self._released.set()
+
+    def _pump(self, file: FollowedFile) -> bool:
+        with suppress(OSError):
+            return file.pump(self._show)
+        return False
+
+    def _find_files(self) -> None:
+        for path, local_rank, stream in worker_logs(self._log_dir):
+            if path not in self._known:
+                try:
+                    self._files.append(FollowedFile(path, self._label(local_rank), stream))
+                except OSError as error:  # too many open files, perhaps not for long
+                    if not self._stop.is_set():
+                        continue
+                    self._write("stderr", f"[torchrun] {path} can't be read: {error}\n")
+                self._known.add(path)
+
+
+def _size(path: str) -> int:
+    with suppress(OSError):
+        return os.stat(path).st_size
+    return 0
+
+
+def worker_logs(log_dir: str) -> Iterator[tuple[str, int, str]]:
+    """Yield path, local rank and stream of the log files under torchrun's ``--log-dir``.
+
+    Their layout is ``<run id>_<random>/attempt_<n>/<local rank>/stdout.log`` (``DefaultLogsSpecs`` in
+    ``torch/distributed/elastic/multiprocessing/api.py``, torch 2.13).
+    """
+    for path in sorted(glob.glob(os.path.join(glob.escape(log_dir), "*", "attempt_*", "*", "std*.log"))):
+        local_rank, name = path.split(os.sep)[-2:]
+        if local_rank.isdigit() and name in ("stdout.log", "stderr.log"):
+            yield path, int(local_rank), name[: -len(".log")]
+
+
+def worker_folder(log_dir: str, local_rank: int) -> str:
+    """Return the folder with a worker's logs and error file; it may not exist."""
+    pattern = os.path.join(glob.escape(log_dir), "*", "attempt_*", str(local_rank))
+    found = sorted(glob.glob(pattern), key=os.path.getmtime)
+    return found[-1] if found else os.path.join(log_dir, "none")

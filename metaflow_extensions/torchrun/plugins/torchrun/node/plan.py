@@ -1,0 +1,52 @@
+"""What one node does in one launch, as data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..gang.policy import LaunchPolicy
+from ..launch.function import FunctionCall
+from ..launch.spec import LaunchSpec
+from ..machine.accelerators import Machine
+from .logs import Write
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One launch on one node."""
+
+    spec: LaunchSpec
+    main_addr: str  # of the control node, as this node reaches it
+    machine: Machine  # what this node may use
+    write: Write  # takes the workers' output
+    policy: LaunchPolicy = field(default_factory=LaunchPolicy)  # the control node's counts
+    facts: Mapping[str, Any] = field(default_factory=dict)  # what must agree besides `spec`, as the torch version
+    grace_s: float = 30.0  # that workers have between SIGTERM and SIGKILL
+    silence_s: float = 30.0  # that a process of this node may be stopped by a signal
+    call: FunctionCall | None = None  # of the function that the workers call, where they do
+
+    @property
+    def ranks(self) -> list[int]:
+        """The global ranks of this node."""
+        return [self.spec.global_rank(local_rank) for local_rank in range(self.spec.nproc)]
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether torchrun itself may start workers again."""
+        return self.spec.min_nodes is not None
+
+    @property
+    def shares_machine(self) -> bool:
+        """Whether nodes of this gang share this machine, and so their terminal."""
+        return self.machine.nodes_here > 1
+
+    def label(self, local_rank: int) -> str | None:
+        """Return what the log puts before the lines of a worker; None if they are not shown."""
+        spec = self.spec
+        if spec.shown_local_ranks is not None and local_rank not in spec.shown_local_ranks:
+            return None
+        if self.is_elastic:  # torchrun gives ranks out anew at each restart
+            return f"[node {spec.node_index} local rank {local_rank}] "
+        return f"[rank {spec.global_rank(local_rank)}] "

@@ -1,0 +1,119 @@
+"""What is shown of the error that ends a task, or that keeps a run from starting.
+
+Metaflow's own printing (`print_metaflow_exception` and `print_unknown_exception` in ``metaflow/cli.py``, 2.19) drops
+every ``*``, which it takes for a mark of bold, and shows each frame between its command line and the step's code. So
+this module prints our errors, and in a task of a ``@torchrun`` step also what the step's code has raised.
+
+All nodes raise the same error. On a local run they share one terminal: one node tells the error, the others point
+there, and nobody repeats what a worker has written itself.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from metaflow.exception import MetaflowException
+
+from ..errors import TorchrunError
+from ..gang.cause import Cause, is_consequence
+from ..gang.launch import teller
+from ..tracebacks import user_traceback
+from .console import write_output
+
+_INDENT = "    "  # as Metaflow has it
+
+
+@dataclass(frozen=True)
+class View:
+    """What a node's report can leave to others."""
+
+    node: int  # whose report it is
+    shared: bool  # all nodes write to one terminal
+    known: bool  # the gang has this error, so all nodes raise it
+    live: bool  # all that the workers wrote was shown while they ran
+
+
+def report(error: BaseException, view: View) -> str | None:
+    """Return the lines that tell `error` at the end of a node's task; None leaves it to Metaflow, as its own errors."""
+    verdict = error if isinstance(error, TorchrunError) else error.__cause__
+    if not isinstance(verdict, TorchrunError):
+        return None if isinstance(error, MetaflowException) else _barred(user_traceback(error))
+    cause = None if verdict.cause is None else Cause.from_dict(verdict.cause)
+    if view.shared and view.known and teller(cause) != view.node:
+        return _pointer(verdict, cause)
+    trace = "" if error is verdict else _barred(user_traceback(error, with_cause=False))
+    if cause is not None and _stands_above(cause, view):
+        if not trace:
+            return _headed(verdict, _without_detail(verdict, cause))
+        # The traceback ends with what was raised, and by whom.
+        return f"{trace}\n{verdict.message.replace(cause.describe(), '').strip()}"
+    return f"{_headed(verdict, verdict.message)}\n{trace}".rstrip("\n")
+
+
+def _stands_above(cause: Cause, view: View) -> bool:
+    """Tell whether what the failed worker wrote is on this terminal, with all that `cause` says in detail."""
+    written = cause.kind in ("exception", "exit", "signal", "oom") and not is_consequence(cause)
+    return view.shared and view.live and written
+
+
+def _pointer(verdict: TorchrunError, cause: Cause | None) -> str:
+    """Return where the report stands that this node does not repeat."""
+    place = f"see the report of node {teller(cause)}."
+    if cause is not None and cause.kind in ("step", "call"):
+        return _headed(verdict, f"{_without_detail(verdict, cause)}\n{place.capitalize()}")
+    return f"{verdict.headline}:{'' if cause is None else f' {cause.who};'} {place}"
+
+
+def _without_detail(verdict: TorchrunError, cause: Cause) -> str:
+    brief = replace(cause, detail="").describe()
+    if cause.detail and cause.kind not in ("step", "call"):
+        brief += " What it wrote itself stands above."
+    message: str = verdict.message
+    return message.replace(cause.describe(), brief)
+
+
+def _headed(error: TorchrunError, message: str) -> str:
+    return "\n".join([f"{_INDENT}{error.headline}:", *(f"{_INDENT}{line}" for line in message.split("\n"))])
+
+
+def _barred(text: str) -> str:
+    # Metaflow's console strips leading spaces; behind the bar the indentation survives.
+    return "\n".join(f"  | {line}" for line in text.split("\n"))
+
+
+# --- Metaflow's printing --------------------------------------------------------------------------
+
+# The error that ends this task and what to show of it; set and read in the main thread.
+_end: tuple[BaseException, str] | None = None
+
+
+def end_with(error: BaseException, text: str | None) -> None:
+    """Show `text` when Metaflow comes to print `error`; None leaves it to Metaflow."""
+    global _end
+    _end = None if text is None else (error, text)
+
+
+def print_errors_ourselves(in_task: bool) -> None:
+    """Take the printing of our errors over from Metaflow; in a task of ours, of all errors. Can be called again."""
+    cli = sys.modules.get("metaflow.cli")
+    for name, others in (("print_metaflow_exception", False), ("print_unknown_exception", in_task)):
+        printer = getattr(cli, name, None)
+        if printer is not None:
+            original = printer.args[0] if isinstance(printer, partial) else printer
+            setattr(cli, name, partial(_print_error, original, others))
+
+
+def _print_error(original: Callable[[Any], None], others: bool, error: Any) -> None:
+    """Print an error in place of `original`; `others` tells whether also one that is not ours."""
+    if _end is not None and _end[0] is error:
+        write_output("stderr", f"{_end[1]}\n")
+    elif isinstance(error, TorchrunError):
+        write_output("stderr", f"{_headed(error, error.message)}\n")
+    elif others:
+        write_output("stderr", f"{_barred(user_traceback(error))}\n")
+    else:
+        original(error)

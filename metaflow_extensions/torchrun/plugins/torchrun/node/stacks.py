@@ -1,0 +1,292 @@
+"""What the workers of one node were doing when the gang was found to hang.
+
+Before the start, `hook_environment` arranges that the workers can be asked. Our ``sitecustomize`` (`worker_hooks`)
+registers a handler that writes their Python stacks; NCCL's flight recorder gets a pipe for requests. Later, `collect`
+asks all workers at once, each in a thread of its own: with py-spy where it is installed, else by the signal.
+
+Made for Linux. Elsewhere (untried) only py-spy can tell stacks.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from ..machine import processes
+from .flight_recorder import FileChange, dumps_in, recorder_environment, request_dump
+
+# A real-time signal: SIGUSR1 and SIGUSR2 belong to scripts, schedulers and torch itself (FatalSignalHandler in
+# c10/util/signal_handler.h, torch 2.13). Who needs any real-time signal counts up from SIGRTMIN, and Valgrind
+# takes SIGRTMAX, so this one is far from both. Counted from the top since C libraries differ in SIGRTMIN.
+_SIGNAL = int(signal.SIGRTMAX) - 7 if hasattr(signal, "SIGRTMAX") else None
+_FOLDER_VARIABLE = "TORCHRUN_STACKS_FOLDER"
+_SIGNAL_VARIABLE = "TORCHRUN_STACKS_SIGNAL"
+
+_MAX_LOG_CHARS = 200_000
+_PY_SPY_SHARE = 0.6  # of the time; the rest is for the signal
+_MARGIN_S = 0.5  # for threads that end at the deadline to say so
+_NONE = "no Python stack: "
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What was found out about the workers of one node."""
+
+    file: str | None  # with everything; flight recorder dumps lie beside it. None if nothing could be written
+    text: str  # its contents for the log, at most some 200 KB: of long stacks the middle is left out
+    where: dict[int, str]  # for every rank one line: where its main thread was, or why that is not known
+
+
+def hook_environment(folder: str, inherited: Mapping[str, str], torch_version: str) -> dict[str, str]:
+    """Return the variables that let workers be asked what they do; what the user has set in `inherited` stays.
+
+    Stacks and dumps go to `folder`. It must exist already, and as long as the workers do.
+    """
+    env = recorder_environment(folder, inherited, torch_version)
+    if _SIGNAL is not None:
+        env[_FOLDER_VARIABLE] = folder
+        env[_SIGNAL_VARIABLE] = str(_SIGNAL)
+    return env
+
+
+def find_py_spy(python: str = sys.executable, path: str | None = None) -> str | None:
+    """Return the py-spy beside `python`, else the one on `path` (None: ``PATH``), or None."""
+    return shutil.which("py-spy", path=os.path.dirname(python)) or shutil.which("py-spy", path=path)
+
+
+def collect(
+    workers: Mapping[int, int], folder: str, keep_in: str | None, name: str, within_s: float, py_spy: str | None
+) -> Findings:
+    """Ask all workers at once what they do, and keep the answers where they survive the launch.
+
+    `workers` has a pid for each global rank; `folder` is that of `hook_environment`. The file lies in a fresh folder
+    below `keep_in`; if that is None or can't be written to, below the system's temporary folder. A worker without our
+    hook is never signalled. Never raises for what workers, py-spy or the disk do.
+    """
+    answers = _ask_all(workers, folder, within_s, py_spy)
+    where = {rank: _where(answer, workers[rank]) for rank, answer in answers.items()}
+    sections = [_section(rank, workers[rank], where[rank], answer) for rank, answer in answers.items()]
+    file, kept = _keep("\n".join(sections), _dumps(answers, folder), keep_in, name)
+    share = _MAX_LOG_CHARS // max(1, len(sections))
+    return Findings(file, "\n".join([_shortened(section, share) for section in sections] + kept), where)
+
+
+# --- asking -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """What one worker told: its stacks, or why there are none; notes about ways that failed; its dump, if one came."""
+
+    stacks: str = ""
+    problem: str = ""
+    notes: tuple[str, ...] = ()
+    dump: str | None = None
+
+
+def _ask_all(workers: Mapping[int, int], folder: str, within_s: float, py_spy: str | None) -> dict[int, _Answer]:
+    """Ask every worker in a thread of its own: even reading /proc can block on a process that the kernel holds."""
+    deadline = time.monotonic() + within_s
+    answers: dict[int, _Answer] = {}
+
+    def ask(rank: int, pid: int) -> None:
+        try:
+            dump = request_dump(pid, rank, folder)
+            answers[rank] = answer = _ask(pid, folder, deadline, within_s * _PY_SPY_SHARE, py_spy)
+            if dump is not None and dump.arrives(deadline):
+                answers[rank] = replace(answer, dump=dump.path)
+        except Exception as error:
+            answers.setdefault(rank, _Answer(problem=f"it could not be asked ({type(error).__name__}: {error})"))
+
+    threads = [threading.Thread(target=ask, args=each, name="torchrun-stacks", daemon=True) for each in workers.items()]
+    with suppress(RuntimeError):  # no thread or process is to be had any more
+        for thread in threads:
+            thread.start()
+    for thread in threads:
+        if thread.ident is not None:
+            thread.join(max(0.0, deadline + _MARGIN_S - time.monotonic()))
+    return {rank: answers.get(rank) or _silent(pid, within_s) for rank, pid in sorted(workers.items())}
+
+
+def _ask(pid: int, folder: str, deadline: float, py_spy_s: float, py_spy: str | None) -> _Answer:
+    if _is_gone(pid):
+        return _Answer(problem="the process has ended")
+    first = _Answer() if py_spy is None else _by_py_spy(py_spy, pid, py_spy_s)
+    if first.stacks:
+        return first
+    return replace(_by_signal(pid, folder, deadline), notes=(first.problem,) if first.problem else ())
+
+
+def _by_py_spy(py_spy: str, pid: int, within_s: float) -> _Answer:
+    argv = [py_spy, "dump", "--full-filenames", "--pid", str(pid)]
+    if _state(pid)[:1] in ("T", "t"):
+        argv.append("--nonblocking")  # py-spy 0.4.3 fails to pause what is stopped already
+    try:
+        env = {**os.environ, "CLICOLOR_FORCE": "0"}
+        done = subprocess.run(argv, env=env, stdin=subprocess.DEVNULL, capture_output=True, timeout=within_s)
+    except subprocess.TimeoutExpired:
+        return _Answer(problem=f"py-spy gave no answer within {within_s:g} s")
+    except OSError as error:
+        return _Answer(problem=f"py-spy could not be started ({error})")
+    stacks = done.stdout.decode("utf-8", "replace").strip()
+    if done.returncode == 0 and _PY_SPY_FRAME.search(stacks):
+        return _Answer(stacks)
+    said = done.stderr.decode("utf-8", "replace").split("Stack backtrace:")[0]
+    return _Answer(problem=f"py-spy failed: {' '.join(said.split())[:500] or f'exit code {done.returncode}'}")
+
+
+def _by_signal(pid: int, folder: str, deadline: float) -> _Answer:
+    path = os.path.join(folder, f"stacks-{pid}.txt")
+    # Without a handler the signal would kill it. The file says that ours ran in this process.
+    if _SIGNAL is None or not os.path.exists(path) or not _catches(pid, _SIGNAL):
+        return _Answer(problem="it has no handler of ours (no Python, or one started with -I, -E or -S)")
+    if _state(pid)[:1] in ("T", "t"):
+        return _Answer(problem=f"it is in state {_state(pid)}, so it runs no handler; install py-spy to see it anyway")
+    answer = FileChange(path)
+    try:
+        os.kill(pid, _SIGNAL)
+    except OSError as error:
+        return _Answer(problem=f"it could not be signalled ({error})")
+    answer.arrives(deadline)
+    with open(path, encoding="utf-8", errors="replace") as file:
+        file.seek(answer.former_size)
+        stacks = file.read().strip()
+    return _Answer(stacks) if stacks else _Answer(problem=f"it did not answer in time; it is in state {_state(pid)}")
+
+
+def _silent(pid: int, within_s: float) -> _Answer:
+    return _Answer(problem=f"nothing could be learned within {within_s:g} s; it is in state {_state(pid)}")
+
+
+def _state(pid: int) -> str:
+    """Return a process's state, such as ``D (disk sleep)``."""
+    return processes.status(pid).get("State", "unknown")
+
+
+def _is_gone(pid: int) -> bool:
+    with suppress(PermissionError):
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return True
+    return _state(pid)[:1] in ("Z", "X")
+
+
+def _catches(pid: int, number: int) -> bool:
+    return bool(int(processes.status(pid).get("SigCgt", "0"), 16) >> (number - 1) & 1)
+
+
+# --- keeping ------------------------------------------------------------------------------------
+
+
+def _dumps(answers: Mapping[int, _Answer], folder: str) -> list[str]:
+    """Return the dumps that came, and those that had been made before, such as at a timeout of NCCL's own."""
+    came = [answer.dump for answer in answers.values() if answer.dump is not None]
+    return list({os.path.basename(path): path for path in [*came, *dumps_in(folder)]}.values())
+
+
+def _keep(text: str, dumps: Sequence[str], keep_in: str | None, name: str) -> tuple[str | None, list[str]]:
+    """Write a fresh folder with everything; return the file and what to say of the dumps."""
+    for parent in dict.fromkeys((keep_in, None)):
+        try:
+            folder = _fresh_folder(parent, name)
+        except OSError:
+            continue
+        path = os.path.join(folder, "stacks.txt")
+        try:
+            _append(path, text)
+        except OSError:  # the disk is full
+            shutil.rmtree(folder, ignore_errors=True)
+            continue
+        copied = [os.path.basename(dump) for dump in dumps if _copied(dump, folder)]
+        if not copied:
+            return path, []
+        said = (
+            f"NCCL's flight recorder: {', '.join(copied)} in {folder}. With those of all nodes in one folder, "
+            "torchfrtrace FOLDER (it comes with torch) tells which collective is missing whom."
+        )
+        with suppress(OSError):
+            _append(path, said)
+        return path, [said]
+    return None, []
+
+
+def _fresh_folder(parent: str | None, name: str) -> str:
+    if parent is not None:
+        os.makedirs(parent, exist_ok=True)
+    name = re.sub(r"[^\w.-]", "_", name)[:50]
+    return tempfile.mkdtemp(prefix=f"torchrun-hang-{name}-", dir=parent)
+
+
+def _append(path: str, text: str) -> None:
+    with open(path, "a", encoding="utf-8", errors="backslashreplace") as file:
+        file.write(text + "\n")
+
+
+def _copied(dump: str, folder: str) -> bool:
+    copy = os.path.join(folder, os.path.basename(dump))
+    try:
+        shutil.copyfile(dump, copy)
+    except OSError:
+        with suppress(OSError):
+            os.unlink(copy)
+        return False
+    return True
+
+
+# --- reading stacks -----------------------------------------------------------------------------
+
+_PY_SPY_FRAME = re.compile(r"^    (?P<function>\S.*) \((?P<path>.*):(?P<line>\d+)\)$", re.MULTILINE)
+_FAULTHANDLER_FRAME = re.compile(r'^  File "(?P<path>.*)", line (?P<line>\d+|\?+) in (?P<function>.*)$', re.MULTILINE)
+_THREAD = re.compile(r"^(?=(?:Thread|Current thread) \S+ )", re.MULTILINE)
+# torch and the standard library. Not all installed packages: a trainer's loop may be one.
+_LIBRARY = re.compile(r"(site|dist)-packages/torch/|/lib(64)?/python3\.\d+t?/(?!(site|dist)-packages/)|^<frozen ")
+
+
+def _where(answer: _Answer, pid: int) -> str:
+    """Return where the main thread was: the innermost frame of the user's and the innermost function of all."""
+    if not answer.stacks:
+        return _NONE + answer.problem
+    if answer.stacks.endswith("\n..."):
+        return "of 100 threads none is the main one; install py-spy to see all"  # MAX_NTHREADS in Python/traceback.c
+    thread = _main_thread(answer.stacks, pid)
+    frames = list(_PY_SPY_FRAME.finditer(thread)) or list(_FAULTHANDLER_FRAME.finditer(thread))
+    if not frames:
+        return "outside of Python"
+    own = next((frame for frame in frames if not _LIBRARY.search(frame["path"])), frames[0])
+    text = f"{os.path.basename(own['path'])}:{own['line']} in {own['function']}"
+    return text if own is frames[0] else f"{text} (in {frames[0]['function']})"
+
+
+def _main_thread(stacks: str, pid: int) -> str:
+    threads = _THREAD.split(stacks)[1:]
+    for thread in threads:
+        # py-spy gives the kernel's thread id, which is the process id for the main one.
+        if thread.startswith(f"Thread {pid} "):
+            return thread
+    # faulthandler begins with the youngest (Python/traceback.c and add_threadstate in Python/pystate.c, 3.10 to 3.13).
+    return threads[-1] if threads else ""
+
+
+def _section(rank: int, pid: int, where: str, answer: _Answer) -> str:
+    heading = f"--- rank {rank}, pid {pid}: {where}"
+    notes = [f"({note})" for note in answer.notes]
+    return "\n".join([heading, *notes, *([answer.stacks] if answer.stacks else [])]) + "\n"
+
+
+def _shortened(text: str, limit: int) -> str:
+    """Leave out the middle: py-spy has the main thread first, faulthandler has it last."""
+    if len(text) <= limit:
+        return text
+    half = limit // 2
+    return f"{text[:half]}\n[… {len(text) - 2 * half} characters left out …]\n{text[-half:]}"

@@ -1,0 +1,107 @@
+"""How a launch becomes an agent with workers: command, environment, folder and log files of one generation."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from ..gang.cause import SHORT_PEER_ERRORS
+from ..gang.member import Member
+from ..gang.protocol import Go
+from ..launch.command import Rendezvous, agent_command, agent_environment
+from ..machine.accelerators import omp_threads
+from ..machine.network import interface_of, interface_towards
+from .agent import AgentProcess
+from .agent_events import AgentEvent
+from .generation import Generation, stacks_folder
+from .guardian import Options
+from .logs import LogFollower
+from .machine_faults import MachineFaults
+from .plan import Plan
+from .stacks import hook_environment
+
+
+@dataclass(frozen=True)
+class AgentNews:
+    """What has happened to the agent of one generation, in the launch's inbox."""
+
+    generation: int
+    event: AgentEvent
+
+
+def prepare(plan: Plan, go: Go, member: Member, new_agent: Callable[..., AgentProcess] = AgentProcess) -> Generation:
+    """Make all that a generation needs, or raise what keeps it from starting, as a full disk; `new_agent` is for tests.
+
+    The inbox of `member` gets `AgentNews`.
+    """
+    if plan.call is not None:
+        plan.call.begin()
+    folder = _make_folder(plan, go)
+    try:
+        logs = {stream: os.path.join(folder, f"agent.{stream}") for stream in ("stdout", "stderr")}
+        for path in logs.values():
+            open(path, "wb").close()
+        command = _command(plan, go, folder)
+        env = _environment(plan, folder, member.own_address)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    own_label = f"[torchrun node {plan.spec.node_index}] "
+    # An elastic agent goes on after it has reported a failure.
+    files = None if plan.is_elastic else 2 * plan.spec.nproc
+    follower = LogFollower(folder, logs, plan.label, own_label, plan.write, files, hold_report=not plan.is_elastic)
+    inbox = member.inbox  # this launch's; a later launch has another
+
+    def on_event(event: AgentEvent) -> None:
+        inbox.put(AgentNews(go.generation, event))
+
+    agent = new_agent(command, env, _options(plan, folder, logs), on_event)
+    return Generation(plan, member.host, go, folder, command, agent, follower, MachineFaults(folder))
+
+
+def _make_folder(plan: Plan, go: Go) -> str:
+    name = f"torchrun-node{plan.spec.node_index}-launch{go.launch}-{go.generation}-"
+    if plan.spec.log_dir is not None:
+        os.makedirs(plan.spec.log_dir, exist_ok=True)
+    # Relative where the system has no temporary folder but the working one, which can be another for the agent.
+    return os.path.abspath(tempfile.mkdtemp(prefix=name, dir=plan.spec.log_dir))
+
+
+def _command(plan: Plan, go: Go, folder: str) -> list[str]:
+    run_id = f"launch{go.launch}-{go.generation}-{go.gang}"
+    meeting = Rendezvous(plan.main_addr, go.port, run_id, go.restarts)
+    # The control node's number of restarts counts, for all nodes.
+    spec = plan.spec if plan.is_elastic else replace(plan.spec, max_restarts=go.max_restarts)
+    return agent_command(spec, meeting, folder)
+
+
+def _environment(plan: Plan, folder: str, own_address: str | None) -> dict[str, str]:
+    spec, machine = plan.spec, plan.machine
+    # The connection to the others knows best which interface reaches them; a gang of one has none.
+    interface = interface_of(own_address) if own_address else interface_towards(plan.main_addr)
+    env = agent_environment(spec, os.environ, omp_threads(machine, spec.nproc), interface)
+    if plan.shares_machine:
+        env.update(SHORT_PEER_ERRORS)
+        if machine.accelerators and "CUDA_VISIBLE_DEVICES" not in dict(spec.env):
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(machine.own_accelerators)
+    if plan.policy.hang_timeout_s is not None:
+        os.makedirs(stacks_folder(folder))
+        env.update(hook_environment(stacks_folder(folder), env, str(plan.facts.get("torch"))))
+    return env
+
+
+def _options(plan: Plan, folder: str, logs: dict[str, str]) -> Options:
+    scratch = [] if plan.spec.log_dir is not None else [folder]
+    scratch += [] if plan.call is None else [plan.call.folder]
+    return Options(
+        **logs,
+        grace_s=plan.grace_s,
+        silence_s=plan.silence_s,
+        workers=plan.spec.nproc,
+        restarts=plan.is_elastic,
+        cwd=plan.spec.cwd,
+        scratch=scratch,
+    )

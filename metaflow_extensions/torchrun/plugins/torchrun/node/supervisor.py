@@ -1,0 +1,304 @@
+"""One launch on one node: what its agent does, and what the gang decides.
+
+`Supervisor.run` reports *ready*, obeys *go*, *stop* and the *verdict*, and reports what happens to the workers.
+Everything that it waits for arrives in one queue, the launch's inbox: the gang's messages, the agent's events, news of
+an upload, and what interrupts this node. A table says what is done with each. Other threads, and signal handlers, put
+into the inbox only; everything else here belongs to the thread that calls `run`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import LaunchFailed, TorchrunError
+from ..events import Event, Kind
+from ..gang.cause import Cause, Failure
+from ..gang.member import Interruption, Member, TimedOut
+from ..gang.protocol import CONTROL, Active, Ended, Failed, Go, Ready, Restart, Stop, Verdict
+from ..launch.command import shown
+from ..launch.function import FunctionCall
+from ..launch.transfer import TransferFailed
+from ..result import TorchrunResult
+from .agent import AgentProcess
+from .agent_events import End, WorkerEnded
+from .generation import Generation, Phase
+from .plan import Plan
+from .start import AgentNews, prepare
+from .upload import Upload
+
+# How long to wait for news before looking around. Waking up now and then also lets Python run its signal handlers.
+_LOOK_S = 0.5
+# The gang hears of output once in this part of hang_timeout_s.
+_ACTIVE_PART = 0.1
+
+
+@dataclass(frozen=True)
+class Quiet:
+    """Nothing has come for a while."""
+
+
+class Supervisor:
+    """One launch on one node; an agent other than `AgentProcess` is for tests."""
+
+    def __init__(self, plan: Plan, member: Member, new_agent: Callable[..., AgentProcess] = AgentProcess) -> None:
+        # Where the verdict says that values of the function, or what it has raised, lie: global rank -> key.
+        self.stored: dict[int, str] = {}
+        self._plan = plan
+        self._member = member
+        self._new_agent = new_agent
+        self._launch = -1
+        self._generation: Generation | None = None  # the one that lives
+        self._upload: Upload | None = None
+        self._verdict: Verdict | None = None
+        self._is_preempted = False
+        self._went_at = 0.0
+        self._said_active_at = 0.0
+        self._command: list[str] = []
+        self._exit_codes: dict[int, int] = {}
+        self._restarts: list[dict[str, Any]] = []
+        self._handlers: dict[type, Callable[[Any], None]] = {
+            Go: self._on_go,
+            Stop: self._on_stop,
+            Restart: self._on_restart,
+            Verdict: self._on_verdict,
+            AgentNews: self._on_agent_news,
+            Upload: self._on_upload_news,
+            Quiet: self._on_quiet,
+            Interruption: self._on_interruption,
+            TimedOut: self._on_timed_out,
+        }
+
+    def run(self) -> TorchrunResult[Any]:
+        """Run the launch to its end on all nodes. Raises the gang's verdict, the same TorchrunError on every node."""
+        self._launch = self._member.begin_launch(self._plan.spec.shown_local_ranks is None)
+        try:
+            with self._clean_up():
+                self._member.send(self._ready())
+                while self._verdict is None:
+                    self._take(self._next())
+                if self._verdict.error is not None:
+                    raise self._verdict.error
+        except BaseException:
+            self._member.end_launch(None if self._verdict is None else self._verdict.error, failing=True)
+            raise
+        self._member.end_launch(None)
+        return self._result()
+
+    def _ready(self) -> Ready:
+        spec, plan = self._plan.spec, self._plan
+        policy = plan.policy if self._member.node == CONTROL else None
+        return Ready(self._launch, spec.nproc, spec.digest(), dict(plan.facts), spec.master_port, policy)
+
+    def _next(self) -> Any:
+        try:
+            return self._member.inbox.get(timeout=_LOOK_S)
+        except queue.Empty:
+            return Quiet()
+
+    def _take(self, news: Any) -> None:
+        if isinstance(news, Go | Stop | Restart | Verdict) and news.launch != self._launch:
+            return  # late news of a launch that the step's code gave up
+        self._handlers[type(news)](news)
+
+    # --- what the gang decides --------------------------------------------------------------------
+
+    def _on_go(self, go: Go) -> None:
+        self._give_up_upload()
+        if go.generation == 0:
+            self._went_at = time.monotonic()
+        try:
+            self._generation = generation = prepare(self._plan, go, self._member, self._new_agent)
+            self._command = generation.command
+            self._emit("command", f"runs: {shown(generation.command)}")
+            generation.start()
+        except Exception as error:  # a full disk, no more processes, a zero byte in a variable
+            self._could_not_start(go, error)
+
+    def _could_not_start(self, go: Go, error: Exception) -> None:
+        self._close_generation(0.0)
+        reason = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+        text = f"its torchrun agent could not be started: {reason}"
+        self._emit("worker_failed", f"{text}; stopping all nodes")
+        failure = Failure(Cause("agent", self._member.node, self._member.host, exception=text))
+        self._member.send(Ended(self._launch, False, go.generation, (failure,)))
+
+    def _on_stop(self, stop: Stop) -> None:
+        generation = self._generation
+        if self._upload is not None and self._upload.is_vital:
+            self._give_up_upload()
+        if generation is None:
+            return
+        is_told = stop.teller != CONTROL and self._plan.shares_machine  # another node has said why in this terminal
+        if self._member.node == CONTROL and stop.because and not is_told:
+            self._emit("stopping", f"{stop.because}; stopping all nodes")
+        if stop.diagnostics and generation.phase is Phase.RUNNING:
+            self._emit("diagnostics", f"what the workers were doing:\n{generation.diagnose()}")
+        generation.stop(stop.signal)
+
+    def _on_restart(self, restart: Restart) -> None:
+        cause = restart.cause
+        self._restarts.append({"generation": restart.number, "cause": cause.as_dict()})
+        text = f"restart {restart.number} of {restart.of} in {restart.pause_s:g} s, because {cause.who} {cause.what}"
+        self._emit("restart", text)
+
+    def _on_verdict(self, verdict: Verdict) -> None:
+        self._verdict, self.stored = verdict, verdict.stored
+
+    # --- what interrupts this node ----------------------------------------------------------------
+
+    def _on_interruption(self, interruption: Interruption) -> None:
+        if interruption is Interruption.BROKEN:
+            text = "The step's code has ended while another thread was still in current.torch.run."
+            raise self._member.broken or TorchrunError(text)
+        error = self._member.terminated()
+        if self._generation is None or self._is_preempted:  # the second time means: at once
+            raise error
+        self._is_preempted = True
+        what = self._member.cause_of(error).what
+        self._emit("stopping", f"{what}; stopping all nodes")
+        self._tell(error)
+
+    def _on_timed_out(self, news: TimedOut) -> None:
+        error = self._member.timed_out(news.text)
+        if self._generation is None:
+            raise error
+        self._tell(error)
+
+    def _tell(self, error: BaseException, given_up: bool = False) -> None:
+        """Tell the gang what has happened to this node, unless it knows; a launch goes on until the verdict."""
+        if not self._member.gang_knows(error):
+            failure = Failure(self._member.cause_of(error))
+            self._member.send(Failed(self._launch, failures=(failure,), given_up=given_up))
+
+    # --- what happens to the workers --------------------------------------------------------------
+
+    def _on_agent_news(self, news: AgentNews) -> None:
+        generation = self._generation
+        if generation is None or generation.number != news.generation:
+            return
+        failed = generation.take(news.event)
+        if isinstance(news.event, WorkerEnded):
+            self._say_active(generation, news.event.at)
+        if failed is not None:
+            self._fail(generation, failed)
+        if isinstance(news.event, End):
+            self._generation_ended(generation, news.event)
+
+    def _on_quiet(self, _: Quiet) -> None:
+        """See what no event tells: an upload that takes long, failures that only torchrun saw, and output."""
+        if self._upload is not None and self._upload.look():
+            self._upload = None
+        generation = self._generation
+        if generation is None:
+            return
+        generation.raise_if_overdue()
+        if (failed := generation.look()) is not None:
+            self._fail(generation, failed)
+        elif generation.phase is Phase.RUNNING and generation.active_at is not None:
+            self._say_active(generation, generation.active_at)
+
+    def _fail(self, generation: Generation, what: str) -> None:
+        """Report a failure on this node at once, and stop its workers."""
+        self._emit("worker_failed", f"{what}; stopping all nodes")
+        self._member.send(Failed(self._launch, generation.number, generation.failures()))
+        generation.stop()
+
+    def _say_active(self, generation: Generation, at: float) -> None:
+        """Tell the gang that a worker has written or ended, unless it knows of something about as recent."""
+        limit_s = self._plan.policy.hang_timeout_s
+        if limit_s is not None and at > self._said_active_at + limit_s * _ACTIVE_PART:
+            self._said_active_at = at
+            self._member.send(Active(self._launch, generation.number, time.monotonic() - at))
+
+    def _generation_ended(self, generation: Generation, end: End) -> None:
+        generation.close()
+        if end.left:
+            self._emit("left_behind", f"stopped what the workers had left running: {', '.join(end.left)}")
+        codes = self._exit_codes = generation.exits.codes
+        upload = self._make_upload(generation)
+        message = Ended(
+            self._launch,
+            generation.ended_well,
+            generation.number,
+            generation.failures(),
+            ended_well=tuple(sorted(rank for rank, code in codes.items() if code == 0)),
+            storing=None if upload is None else upload.what,
+            diagnostics=generation.diagnostics,
+        )
+        self._member.send(message)
+        generation.remove_files()
+        self._generation, self._upload = None, upload
+        if upload is not None:
+            upload.start()
+
+    # --- what other nodes need of this node's ranks -----------------------------------------------
+
+    def _make_upload(self, generation: Generation) -> Upload | None:
+        call, plan = self._plan.call, self._plan
+        if call is None or (generation.ended_well and generation.was_stopped):
+            return None
+        transfer = call.upload(plan.ranks, self._member.node, generation.ended_well)
+        return None if transfer is None else Upload(transfer, plan, generation.go, self._member)
+
+    def _on_upload_news(self, upload: Upload) -> None:
+        if upload is self._upload and upload.tell_news():  # another one was given up
+            self._upload = None
+
+    def _give_up_upload(self) -> None:
+        if self._upload is not None:
+            self._upload.give_up()
+            self._upload = None
+
+    # --- the end ----------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _clean_up(self) -> Iterator[None]:
+        """Whatever ends the launch early: tell the gang first, then stop everything here."""
+        try:
+            yield
+        except BaseException as error:
+            self._tell(error, given_up=True)
+            self._give_up_upload()
+            self._close_generation(self._plan.grace_s)
+            # Of whatever generation: others may have begun, or wait for, one that this node knows nothing of.
+            self._member.send(Ended(self._launch, ok=False, given_up=True))
+            raise
+
+    def _close_generation(self, grace_s: float) -> None:
+        if self._generation is not None:
+            generation, self._generation = self._generation, None
+            generation.close(grace_s)
+            generation.remove_files()
+
+    def _emit(self, kind: Kind, text: str) -> None:
+        self._member.emit(Event(kind, self._member.node, text))
+
+    def _result(self) -> TorchrunResult[Any]:
+        spec, call = self._plan.spec, self._plan.call
+        values: Mapping[int, bytes] = {} if call is None else self._values(call)
+        return TorchrunResult(
+            launch=self._launch,
+            num_nodes=spec.num_nodes,
+            node_index=spec.node_index,
+            nproc_per_node=spec.nproc,
+            world_size=spec.world_size,
+            command=shown(self._command),
+            restarts=self._restarts,
+            duration_s=time.monotonic() - self._went_at,
+            exit_codes=dict(sorted(self._exit_codes.items())),
+            values=values,
+            gathered=call is not None and call.gather and self._member.node == CONTROL,
+        )
+
+    def _values(self, call: FunctionCall) -> Mapping[int, bytes]:
+        try:
+            return call.returned(self._plan.ranks, self.stored, lambda line: self._emit("note", line))
+        except TransferFailed as error:
+            cause = Cause("store", self._member.node, self._member.host, exception=f"has no result: {error}")
+            text = f"{cause.describe()}\nThe workers of launch {self._launch} had ended well on all nodes."
+            raise LaunchFailed(text, cause.as_dict()) from error

@@ -1,0 +1,123 @@
+"""Turns what the user wrote into checked values; every parse function of a setting is here.
+
+Each takes the value and how to call the setting in an error, and raises `TorchrunConfigError` for a wrong value.
+``--with torchrun:key=value`` sends strings, so every value may be one. None stays None where a setting may be absent.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import signal
+from typing import Any
+
+from .errors import TorchrunConfigError
+
+NPROC_WORDS = ("auto", "cpu", "gpu")
+# The classes of causes (see `cause.Cause.category`) that a new generation on the same nodes may mend.
+RETRY_CLASSES = ("user", "killed", "timeout", "hang", "start")
+DEFAULT_RETRY_ON = frozenset({"user", "killed", "timeout", "hang"})
+_NEVER_RETRIED = {
+    "node_lost": "the nodes that are left can't bring one back; use Metaflow's @retry",
+    "preempted": "the nodes that are left can't bring one back; use Metaflow's @retry",
+    "store": "the function has ended well, and to run it again mends no datastore; use Metaflow's @retry",
+}
+
+
+def parse_int(value: Any) -> int | None:
+    """Return `value` as an int if it is a whole number or the text of one, else None."""
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, int):
+        return value
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, str) and re.fullmatch(r"\s*[+-]?\d+\s*", value):
+        return int(value)
+    return None
+
+
+def parse_nproc(value: Any, setting: str) -> int | str | None:
+    """Return a number of processes per node as an int or one of `NPROC_WORDS`."""
+    if value is None:
+        return None
+    if isinstance(value, str) and value.strip().lower() in NPROC_WORDS:
+        return value.strip().lower()
+    number = parse_int(value)
+    if number is None or number < 1:
+        raise TorchrunConfigError(
+            f"{setting} is {value!r}, but it must be a whole number of at least 1 or one of "
+            f"{', '.join(map(repr, NPROC_WORDS))}."
+        )
+    return number
+
+
+def parse_port(value: Any, setting: str) -> int | None:
+    """Return a port as an int; None and ``""`` leave the choice to the kernel."""
+    if value is None or value == "":
+        return None
+    number = parse_int(value)
+    if number is None or not 1 <= number <= 65535:
+        raise TorchrunConfigError(f"{setting} is {value!r}, but a port is a whole number from 1 to 65535.")
+    return number
+
+
+def parse_restarts(value: Any, setting: str) -> int | None:
+    """Return a number of restarts as an int."""
+    if value is None:
+        return None
+    number = parse_int(value)
+    if number is None or number < 0:
+        raise TorchrunConfigError(f"{setting} is {value!r}, but it must be a whole number of at least 0.")
+    return number
+
+
+def parse_required_seconds(value: Any, setting: str, zero: bool = False) -> float:
+    """Return a time in seconds, which must be given; `zero` says whether it may be 0."""
+    try:
+        number = math.nan if isinstance(value, bool) or value is None else float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number) or number < 0 or (number == 0 and not zero):
+        raise TorchrunConfigError(f"{setting} is {value!r}, but it must be a number of seconds above 0.")
+    return number
+
+
+def parse_seconds(value: Any, setting: str) -> float | None:
+    """Return a time limit in seconds; None is no limit."""
+    return None if value is None else parse_required_seconds(value, setting)
+
+
+def parse_switch(value: Any, setting: str) -> bool:
+    """Return True or False; None is False."""
+    word = "false" if value is None else str(value).strip().lower()
+    if word not in ("true", "1", "false", "0"):
+        raise TorchrunConfigError(f"{setting} is {value!r}, but it must be True or False.")
+    return word in ("true", "1")
+
+
+def parse_retry_on(value: Any, setting: str) -> frozenset[str] | None:
+    """Return the classes of causes that restart the gang, out of `RETRY_CLASSES`; in a string with commas between."""
+    if value is None:
+        return None
+    words = value.split(",") if isinstance(value, str) else value
+    if not isinstance(words, (list, tuple, set, frozenset)) or not all(isinstance(word, str) for word in words):
+        raise TorchrunConfigError(f"{setting} is {value!r}, but it must be a list out of {', '.join(RETRY_CLASSES)}.")
+    names = frozenset(word.strip() for word in words if word.strip())
+    for name in sorted(names - set(RETRY_CLASSES)):
+        why = _NEVER_RETRIED.get(name, "there is no such class of causes")
+        raise TorchrunConfigError(f"{setting} has {name!r}, but {why}. Choose out of {', '.join(RETRY_CLASSES)}.")
+    return names
+
+
+def parse_signal(value: Any, setting: str) -> int | None:
+    """Return a signal that a process can heed, given by name (``"SIGUSR1"``, ``"usr1"``) or number, as a number."""
+    if value is None:
+        return None
+    text = str(value).strip().upper()
+    number = int(text) if text.isdecimal() else getattr(signal, text if text.startswith("SIG") else f"SIG{text}", None)
+    if isinstance(value, bool) or number not in signal.valid_signals():
+        raise TorchrunConfigError(f"{setting} is {value!r}, but it must be a signal, such as 'SIGUSR1'.")
+    if number in (signal.SIGKILL, signal.SIGSTOP):
+        raise TorchrunConfigError(f"{setting} is {value!r}, which no process can heed to save its work.")
+    return int(number)

@@ -1,0 +1,309 @@
+"""Calls a function in a worker; torchrun runs this file with the folder of a `FunctionCall` as its argument.
+
+Besides the standard library it needs torch, and only where a process group is asked for or a value lies on a device.
+The file of the flow is imported only if the call needs something of it, under another name than ``__main__``, so
+that it does not run.
+
+`launch/function`, the task's side, imports this file, so that both sides pickle alike and name the files alike.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import io
+import operator
+import os
+import pickle
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from types import FunctionType, ModuleType
+from typing import Any
+
+# The files in the folder of a call: the call itself, and what each rank has returned or raised.
+CALL, VALUES = "call.pkl", "values"
+RETURNED, RAISED = "returned-{}.pkl", "raised-{}.pkl"
+_MAIN = "__torchrun_main__"
+
+
+class CantReturn(Exception):
+    """A value that can't be pickled; its text names rank and type."""
+
+
+class FlowStarts(BaseException):
+    """Ends the import of a flow file where it would run its flow."""
+
+
+def main() -> None:
+    """Make the call, and leave what it returned or raised for the task."""
+    folder, rank = sys.argv[1], int(os.environ["RANK"])
+    try:
+        with open(os.path.join(folder, CALL), "rb") as file:
+            header = pickle.load(file)  # noqa: S301 - written by this worker's own task
+            sys.path[:] = header["path"]
+            sys.argv[:] = [header["main"] or ""]
+            function, args, kwargs = CallUnpickler(file, header).load()
+        # No context managers around the call: contextlib sets attributes of an exception, and some forbid that.
+        begin_process_group(header["init"])
+        value = function(*args, **kwargs)
+        store(value, rank, path_of(folder, RETURNED, rank))
+        del function, args, kwargs, value  # see end_process_group
+        end_process_group(header["init"])
+    except Exception as error:
+        with suppress(OSError), whole(path_of(folder, RAISED, rank)) as file:
+            pickle.dump(report_of(error), file)
+        raise
+
+
+def path_of(folder: str, name: str, rank: int) -> str:
+    """Return where a rank leaves what it has `RETURNED` or `RAISED`."""
+    return os.path.join(folder, VALUES, name.format(rank))
+
+
+# --- the call ---------------------------------------------------------------------------------
+
+
+class CallUnpickler(pickle.Unpickler):
+    """Finds what was defined in the flow file by importing that file as a module."""
+
+    def __init__(self, file: Any, header: dict[str, Any]) -> None:
+        super().__init__(file)
+        self._main, self._package = header["main"], header["package"]
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return what `name` of `module` means."""
+        if module == "__main__" and self._main is not None:
+            main, self._main = self._main, None
+            import_main(main, self._package)
+        return super().find_class(module, name)
+
+
+def import_main(path: str, package: str | None = None) -> None:
+    """Import the program of the task as this process's ``__main__``, up to where it would run its flow."""
+    module = ModuleType(_MAIN)
+    module.__file__, module.__package__ = path, package
+    sys.modules[_MAIN] = sys.modules["__main__"] = module
+    with open(path, "rb") as file:
+        # Without the future imports of this file here, or the flow's annotations would become texts.
+        code = compile(file.read(), path, "exec", dont_inherit=True)
+    with suppress(FlowStarts), flows_do_not_run():
+        exec(code, vars(module))  # noqa: S102 - what running the file would do
+    rename(module)
+    # What is defined from now on says where it comes from as everything else.
+    module.__name__ = "__main__"
+
+
+@contextmanager
+def flows_do_not_run() -> Iterator[None]:
+    """End a flow file that runs its flow without ``if __name__ == "__main__"`` where it does, as in the task."""
+    flow_class = None
+    with suppress(ImportError):
+        flow_class = importlib.import_module("metaflow").FlowSpec
+    if flow_class is None:
+        yield
+        return
+    original = flow_class.__init__
+
+    def begin(self: Any, use_cli: bool = True) -> None:
+        if use_cli:
+            raise FlowStarts
+        original(self, use_cli=False)
+
+    flow_class.__init__ = begin
+    try:
+        yield
+    finally:
+        flow_class.__init__ = original
+
+
+def rename(module: ModuleType) -> None:
+    """Have every function and class of `module` say ``__main__``, as in the task and in later steps."""
+    stack, seen = list(vars(module).values()), set()
+    while stack:
+        thing = stack.pop()
+        if id(thing) in seen or own_module(thing) != _MAIN:
+            continue
+        seen.add(id(thing))
+        with suppress(AttributeError, TypeError):
+            thing.__module__ = "__main__"
+        if isinstance(thing, type):
+            stack += [getattr(member, "__func__", member) for member in vars(thing).values()]
+
+
+def own_module(thing: Any) -> str | None:
+    """Return the module that a function, a class or a wrapper of one says it is of; objects say their class's."""
+    if isinstance(thing, (type, FunctionType)):
+        return thing.__module__
+    try:
+        module: str | None = vars(thing).get("__module__")
+    except Exception:  # no __dict__, or a proxy of something that is not there
+        return None
+    return module
+
+
+def begin_process_group(init: str | None) -> None:
+    """Make the process group that was asked for, on this rank's own device."""
+    if init is None:
+        return
+    import torch
+    import torch.distributed as dist
+
+    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if devices:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % devices)
+    if init == "auto":  # NCCL wants a device of its own for each rank
+        init = "nccl" if devices >= int(os.environ["LOCAL_WORLD_SIZE"]) else "gloo"
+    dist.init_process_group(init)
+
+
+def end_process_group(init: str | None) -> None:
+    """End the process group that was asked for, if the function has not."""
+    if init is None:
+        return
+    import torch.distributed as dist
+
+    # A DistributedDataParallel object that is alive now can abort the interpreter's exit (torch 2.13, gloo).
+    gc.collect()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+# --- pickling, in the task and here -------------------------------------------------------------
+
+Reducer = Callable[[Any], Any]  # says how to pickle an object, as pickle.Pickler.reducer_override does
+
+
+def as_it_is(thing: Any) -> Any:
+    """Leave it to pickle how `thing` is pickled."""
+    return NotImplemented
+
+
+def dump(thing: Any, file: Any, reduced: Reducer = as_it_is) -> None:
+    """Pickle `thing` by the standard library's means or, where these don't do, by cloudpickle's."""
+    start = file.tell()
+    try:
+        _Pickler(file, reduced).dump(thing)
+    except OSError:
+        raise  # the disk's failure, not the value's
+    except Exception:
+        if (cloud_pickler := find_cloud_pickler()) is None:
+            raise
+        file.seek(start)
+        file.truncate()
+        cloud_pickler(file, reduced).dump(thing)
+
+
+class _Pickler(pickle.Pickler):
+    """Names functions and classes; refuses those of a program that has no file to import them from."""
+
+    def __init__(self, file: Any, reduced: Reducer) -> None:
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self._reduced = reduced
+
+    def reducer_override(self, thing: Any) -> Any:
+        if isinstance(thing, (type, FunctionType)) and thing.__module__ == "__main__" and main_file() is None:
+            raise pickle.PicklingError(f"{thing.__qualname__} is of this program, which has no file to import it from")
+        return self._reduced(thing)
+
+
+def find_cloud_pickler() -> Any:
+    """Return cloudpickle's pickler, None where that is not installed.
+
+    What stands in the program's file goes by name, so that both sides have the same; cloudpickle itself would copy it.
+    """
+    try:
+        cloudpickle = importlib.import_module("cloudpickle")
+    except ImportError:
+        return None
+
+    class CloudPickler(cloudpickle.Pickler):  # type: ignore[misc, name-defined]
+        def __init__(self, file: Any, reduced: Reducer) -> None:
+            super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+            self._reduced = reduced
+
+        def reducer_override(self, thing: Any) -> Any:
+            if is_of_main_file(thing):
+                return thing.__qualname__
+            result = self._reduced(thing)
+            return super().reducer_override(thing) if result is NotImplemented else result
+
+    return CloudPickler
+
+
+def main_file() -> str | None:
+    """Return the file of this process's program, the flow; None in a notebook or a shell."""
+    path: str | None = getattr(sys.modules.get("__main__"), "__file__", None)
+    return os.path.abspath(path) if path is not None and os.path.isfile(path) else None
+
+
+def is_of_main_file(thing: Any) -> bool:
+    """Tell whether `thing` is a function or class that importing the program's file would give."""
+    if not isinstance(thing, (type, FunctionType)) or thing.__module__ != "__main__" or main_file() is None:
+        return False
+    try:
+        return operator.attrgetter(thing.__qualname__)(sys.modules["__main__"]) is thing
+    except AttributeError:
+        return False
+
+
+# --- what comes back --------------------------------------------------------------------------
+
+
+def on_cpu(thing: Any) -> Any:
+    """Return how to pickle a tensor of a device: as one of the CPU, since who reads it may have no such device."""
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(thing, torch.Tensor) or not is_elsewhere(thing):
+        return NotImplemented
+    here = thing.detach().cpu()
+    if isinstance(thing, torch.nn.Parameter):
+        here = torch.nn.Parameter(here, requires_grad=thing.requires_grad)
+    else:
+        here.requires_grad_(thing.requires_grad)
+    return here.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+
+
+def is_elsewhere(tensor: Any) -> bool:
+    """Tell whether a tensor lies on a device that another process may not have."""
+    return tensor.device.type not in ("cpu", "meta")
+
+
+def store(value: Any, rank: int, path: str) -> None:
+    """Pickle a value into a file, or raise CantReturn."""
+    try:
+        with whole(path) as file:
+            dump(value, file, on_cpu)
+    except OSError:
+        raise  # as in dump
+    except Exception as error:
+        kind = f"{type(value).__module__}.{type(value).__qualname__}"
+        hint = "" if find_cloud_pickler() else " (cloudpickle, which can carry more, is not installed)"
+        text = f"Rank {rank} returned a {kind}, which can't be pickled: {type(error).__name__}: {error}{hint}"
+        raise CantReturn(text) from error
+
+
+def report_of(error: Exception) -> dict[str, Any]:
+    """Return an exception as the task wants it: pickled where that goes, and in words."""
+    text = "".join(traceback.format_exception_only(type(error), error)).strip()
+    if isinstance(error, CantReturn):
+        return {"exception": None, "text": str(error)}
+    file = io.BytesIO()
+    try:
+        dump(error, file, on_cpu)
+    except Exception as problem:
+        why = f"it can't be pickled ({type(problem).__name__}: {problem})"
+        return {"exception": None, "text": text, "why": why}
+    return {"exception": file.getvalue(), "text": text}
+
+
+@contextmanager
+def whole(path: str) -> Iterator[Any]:
+    """Open a file that is either there as a whole or not at all."""
+    with open(path + ".part", "wb") as file:
+        yield file
+    os.replace(path + ".part", path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,187 @@
+"""Lets a worker say which exception ended it, and where it is when a signal asks, even while it hangs.
+
+Python imports the first module of this name on its path before it runs a script; `launch.command` puts this folder
+first. Every Python process of a launch loads it, so it imports nothing that costs anything. It acts only in a worker,
+which is a child of the agent. What a worker starts has inherited the variables, but is no worker.
+`node.exits` reads ``exception.json``, `node.stacks` reads ``stacks-PID.txt``.
+"""
+
+import os
+import sys
+
+TYPE_CHECKING = False  # typing is not loaded yet
+if TYPE_CHECKING:
+    from types import TracebackType
+
+_AGENT = "TORCHRUN_AGENT_PID"
+_PEER_GONE = "TORCHRUN_PEER_GONE"
+_RECORD = "exception.json"
+_FUNCTION_WORKER = os.path.join(os.path.dirname(os.path.dirname(__file__)), "function_worker.py")
+_MAX_CHARS = 4096  # of a message, and of each frame or message in a traceback
+_MAX_TRACEBACK_CHARS = 32 * 1024
+
+
+def _is_worker() -> bool:
+    agent = os.environ.get(_AGENT)
+    if agent == "":  # the first Python of a launch is its agent
+        os.environ[_AGENT] = str(os.getpid())
+    return agent == str(os.getppid())
+
+
+# --- what ended it ----------------------------------------------------------------------------
+
+
+def _record_the_end() -> None:
+    # Not torchelastic's own error file: it is left to the user's @record, and torchrun prints what it holds once more.
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not error_file:
+        return
+    import _thread
+    import atexit
+
+    path = os.path.join(os.path.dirname(os.path.abspath(error_file)), _RECORD)
+    getpid, get_ident = os.getpid, _thread.get_ident
+    here = getpid(), get_ident()
+    show = sys.__excepthook__
+
+    def look(error: "BaseException | None", trace: "TracebackType | None") -> "TracebackType | None":
+        """Record `error` if it ends this worker, and not a fork of it or a thread; return what to show of its trace."""
+        try:
+            if error is not None and _nobody_catches(error):
+                trace = _from_users_line(error, trace)
+                own = (getpid(), get_ident()) == here
+                # KeyboardInterrupt is how Python dies of SIGINT, unless its hook has compiled anything (3.10 to 3.13).
+                if own and type(error) is not KeyboardInterrupt and not os.path.exists(path):
+                    _record(path, error, trace)
+        except BaseException:  # noqa: S110 - no room, no memory, a __str__ of the user's
+            pass
+        return trace
+
+    def excepthook(kind: "type[BaseException]", error: BaseException, trace: "TracebackType | None") -> None:
+        trace = look(error, trace)
+        if not (os.path.exists(path) and _is_of_a_peer(error)):
+            show(kind, error, trace)
+
+    # Both, since a hook of the user's own may call either. If it calls none, there is the end: what is registered
+    # first runs last.
+    sys.excepthook = sys.__excepthook__ = excepthook
+    atexit.register(lambda: look(getattr(sys, "last_value", None), getattr(sys, "last_traceback", None)))
+
+
+def _is_of_a_peer(error: BaseException) -> bool:
+    """Show in one line an error that only says that a peer is gone; tell whether it is one.
+
+    One line is enough where many ranks share a terminal. The node shows the whole record if it is the cause.
+    """
+    try:
+        import re
+
+        pattern, name = os.environ.get(_PEER_GONE), _name(error)
+        found = pattern and _nobody_catches(error) and re.search(pattern, name, re.IGNORECASE)
+        if found:
+            sys.stderr.write(name.splitlines()[0] + " (a peer is gone; the traceback is left out)\n")
+        return bool(found)
+    except BaseException:
+        return False
+
+
+def _nobody_catches(error: BaseException) -> bool:
+    """Tell whether Python prints `error` because the program is over.
+
+    Before that it sets ``sys.last_value``. Others set it, too (pytest, pdb, `code`), or call the hook by hand; but of
+    what they have caught, the first frame was called by another.
+    """
+    trace = getattr(sys, "last_traceback", None)
+    return getattr(sys, "last_value", None) is error and (trace is None or trace.tb_frame.f_back is None)
+
+
+def _from_users_line(error: BaseException, trace: "TracebackType | None") -> "TracebackType | None":
+    """Take the frames before the user's first line off `error`, its causes and `trace`."""
+    seen = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        BaseException.with_traceback(link, _without_ours(link.__traceback__))
+        link = link.__context__ if link.__cause__ is None else link.__cause__
+    return _without_ours(trace)
+
+
+def _without_ours(trace: "TracebackType | None") -> "TracebackType | None":
+    while trace is not None:
+        frame = trace.tb_frame
+        if frame.f_code.co_filename != _FUNCTION_WORKER and frame.f_globals.get("__name__") != "runpy":
+            break
+        trace = trace.tb_next
+    return trace
+
+
+def _record(path: str, error: BaseException, trace: "TracebackType | None") -> None:
+    import time
+
+    at = time.monotonic()  # the same clock in all processes of the machine
+    import json
+
+    with open(path + ".part", "w", encoding="ascii") as file:
+        json.dump({"exception": _name(error), "traceback": _traceback(error, trace), "at": at}, file)
+    os.replace(path + ".part", path)
+
+
+def _name(error: BaseException) -> str:
+    """Return type and message, as Python prints them."""
+    kind = type(error)
+    module = kind.__module__ if isinstance(kind.__module__, str) else "<unknown>"
+    name = kind.__qualname__ if module in ("__main__", "builtins") else module + "." + kind.__qualname__
+    try:
+        text = str(error)
+    except BaseException:
+        text = "<exception str() failed>"
+    return name + ": " + _shortened(text, _MAX_CHARS) if text else name
+
+
+def _traceback(error: BaseException, trace: "TracebackType | None") -> str:
+    try:
+        import traceback
+
+        parts = traceback.format_exception(type(error), error, trace)
+        return _shortened("".join(_shortened(part, _MAX_CHARS) for part in parts), _MAX_TRACEBACK_CHARS)
+    except BaseException:  # then there is the name
+        return ""
+
+
+def _shortened(text: str, limit: int) -> str:
+    if len(text) <= limit:
+        return text
+    half = limit // 2
+    return f"{text[:half]}\n... {len(text) - 2 * half} characters left out ...\n{text[-half:]}"
+
+
+# --- where it hangs ---------------------------------------------------------------------------
+
+
+def _answer_with_stacks() -> None:
+    folder, number = os.environ.get("TORCHRUN_STACKS_FOLDER"), os.environ.get("TORCHRUN_STACKS_SIGNAL")
+    if not folder or not number:
+        return
+    import faulthandler  # built into the interpreter
+
+    # It must be open beforehand: the handler runs outside of the interpreter, which may be stuck.
+    path = os.path.join(folder, f"stacks-{os.getpid()}.txt")
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    faulthandler.register(int(number), file=file, all_threads=True, chain=False)
+
+
+def _step_aside() -> None:
+    """Import the ``sitecustomize`` that would have been without us; `site` sees its errors, or that there is none."""
+    own = os.path.dirname(__file__)
+    sys.path[:] = [entry for entry in sys.path if entry != own]
+    sys.modules.pop("sitecustomize", None)
+    __import__("sitecustomize")
+
+
+if _is_worker():
+    for _arrange in (_record_the_end, _answer_with_stacks):
+        try:  # noqa: SIM105 - as above
+            _arrange()
+        except Exception:  # noqa: S110 - a worker must start, whatever becomes of this
+            pass
+_step_aside()

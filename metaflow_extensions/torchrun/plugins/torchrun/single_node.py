@@ -1,0 +1,123 @@
+"""`TorchrunSingleNodeMultiGPU`, the sibling of ``current.torch`` for steps of a single node."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar, overload
+
+from metaflow import current
+
+from .border.step_timeout import StepTimeout
+from .errors import TorchrunError
+from .executor import Context, LaunchOptions, TorchrunExecutor
+from .gang.cause import Cause
+from .gang.join import LOOPBACK, join_alone
+from .machine.accelerators import this_machine
+from .node.console import to_log
+from .node.report import View, end_with, print_errors_ourselves, report
+from .result import TorchrunResult
+from .settings import DEFAULTS, parse_settings
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack  # in typing since Python 3.11
+
+T = TypeVar("T")
+
+
+class TorchrunSingleNodeMultiGPU:
+    """Runs torchrun on this machine alone, in a step without ``num_parallel``.
+
+    It is the same machinery as ``current.torch``, with a gang of one node.
+    """
+
+    @overload
+    def run(
+        self,
+        torchrun_args: Mapping[str, Any] | Sequence[Any] | None,
+        entrypoint: Callable[..., T],
+        entrypoint_args: Mapping[str, Any] | Sequence[Any] | None = None,
+        nproc_per_node: int | str | None = None,
+        **options: Unpack[LaunchOptions],
+    ) -> TorchrunResult[T]: ...
+
+    @overload
+    def run(
+        self,
+        *,
+        entrypoint: Callable[..., T],
+        entrypoint_args: Mapping[str, Any] | Sequence[Any] | None = None,
+        nproc_per_node: int | str | None = None,
+        **options: Unpack[LaunchOptions],
+    ) -> TorchrunResult[T]: ...
+
+    @overload
+    def run(
+        self,
+        torchrun_args: Mapping[str, Any] | Sequence[Any] | None = None,
+        entrypoint: str | os.PathLike[str] | None = None,
+        entrypoint_args: Mapping[str, Any] | Sequence[Any] | None = None,
+        nproc_per_node: int | str | None = None,
+        **options: Unpack[LaunchOptions],
+    ) -> TorchrunResult[None]: ...
+
+    def run(
+        self,
+        torchrun_args: Mapping[str, Any] | Sequence[Any] | None = None,
+        entrypoint: str | os.PathLike[str] | Callable[..., Any] | None = None,
+        entrypoint_args: Mapping[str, Any] | Sequence[Any] | None = None,
+        nproc_per_node: int | str | None = None,
+        **options: Any,
+    ) -> TorchrunResult[Any]:
+        """Run a script or a function under torchrun on this machine and wait for its end.
+
+        Parameters
+        ----------
+        torchrun_args, entrypoint, entrypoint_args, nproc_per_node : optional
+            As for `TorchrunExecutor.run`; their order is that of ``metaflow-torchrun`` 0.2.
+        **options
+            Its other arguments.
+
+        Returns
+        -------
+        TorchrunResult
+            Facts of the launch.
+
+        Raises
+        ------
+        TorchrunError
+            As `TorchrunExecutor.run`.
+        """
+        settings = parse_settings(DEFAULTS, "TorchrunSingleNodeMultiGPU")
+        member = join_alone(settings, to_log)
+        timeout = StepTimeout()
+        timeout.tell(member)
+        error: BaseException | None = None
+        try:
+            executor = TorchrunExecutor(Context(member, LOOPBACK, this_machine(), settings))
+            run: Callable[..., TorchrunResult[Any]] = executor.run  # which overload is this class's caller's to know
+            return run(
+                entrypoint, entrypoint_args, nproc_per_node=nproc_per_node, torchrun_args=torchrun_args, **options
+            )
+        except BaseException as caught:
+            error = caught
+            if isinstance(caught, TorchrunError) and member.gang_knows(caught) and current.get("is_parallel"):
+                rename_node(caught, current.parallel.node_index)
+            print_errors_ourselves(in_task=True)
+            end_with(caught, report(caught, View(member.node, shared=True, known=False, live=member.shows_output)))
+            raise
+        finally:
+            timeout.end()
+            member.leave(error)
+
+
+def rename_node(error: TorchrunError, node: int) -> None:
+    """Have an error of a gang of one, whose node is 0, speak of the node that it is in the gang around it."""
+    if error.cause is None:
+        return
+    before = Cause.from_dict(error.cause)
+    after = replace(before, node=node)
+    # Without the first letter, which is large where a sentence begins.
+    error.message = error.message.replace(before.who[1:], after.who[1:])
+    error.cause = after.as_dict()

@@ -1,0 +1,109 @@
+"""Unauthenticated connections to the channel: the gang must not notice."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import secrets
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterator
+
+import psutil
+import pytest
+from gangs import Gang
+from hosts import cannot
+
+HEARTBEAT_S = 2
+MANY = 1000
+JOIN_S = 5.0
+GREETING_BYTES, NONCE_BYTES, MAC_BYTES = 48, 32, 32  # see channel.py
+
+
+@pytest.fixture
+def enough_files() -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 2 * MANY:
+        cannot(f"this process may open {hard} files only, and a thousand connections need more")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2 * MANY), hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def channel_port(gang: Gang) -> int:
+    """Return the one port that the control node's task listens on."""
+
+    def listening() -> list[int]:
+        connections = psutil.Process(gang.task(0)).net_connections("tcp")
+        return [each.laddr.port for each in connections if each.status == psutil.CONN_LISTEN]
+
+    gang.await_that(listening, "the channel")
+    (port,) = listening()
+    return port
+
+
+def connect_to(port: int) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", port), timeout=5)
+
+
+def speak(port: int, *words: bytes) -> socket.socket:
+    """Connect, wait for the greeting, say something, and stay."""
+    connection = socket.create_connection(("127.0.0.1", port), timeout=5)
+    with contextlib.suppress(OSError):
+        connection.recv(GREETING_BYTES)
+        for word in words:
+            connection.sendall(word)
+    return connection
+
+
+def is_hung_up(connection: socket.socket) -> bool:
+    """Tell whether the control node has closed a connection, by now or within 5 s, without a word."""
+    try:
+        return connection.recv(1) == b""
+    except ConnectionError:
+        return True
+    except TimeoutError:
+        return False
+
+
+LIES: dict[str, Callable[[], list[bytes]]] = {
+    "garbage bytes": lambda: [secrets.token_bytes(100_000)],
+    "huge lengths": lambda: [b"\xff" * (NONCE_BYTES + MAC_BYTES), struct.pack(">I", 2**32 - 1)],
+    "no token": lambda: [struct.pack(">I", 40) + b'{"type": "join", "node": 1, "host": "x"}' + b" " * 20],
+    "a wrong token": lambda: [secrets.token_bytes(NONCE_BYTES) + secrets.token_bytes(MAC_BYTES)],
+}
+
+
+def test_unauthenticated_connections(gang, recorder, enough_files):
+    """All kinds at once, for longer than a heartbeat may be missing, before and while the gang works."""
+    gang.start(settings={"heartbeat_timeout_s": HEARTBEAT_S}, late={1: 0.5})
+    port = channel_port(gang)
+    with contextlib.ExitStack() as stack:
+        liars = [stack.enter_context(speak(port, *lie())) for lie in LIES.values()]
+        assert all(map(is_hung_up, liars))
+        gang.await_workers()
+        liars = [stack.enter_context(speak(port, *lie())) for lie in LIES.values()]
+        assert all(map(is_hung_up, liars))
+        begun_at = time.monotonic()
+        silent = [stack.enter_context(connect_to(port)) for _ in range(MANY)]
+        gang.await_that(lambda: gang.age(begun_at) > HEARTBEAT_S + 0.5, "longer than a heartbeat may be missing")
+        assert len(silent) == MANY
+        outcome = gang.end_well()
+    recorder.lasted("connections with garbage, huge lengths, no token, a wrong one, and 1000 silent ones", outcome)
+    for node in range(2):
+        assert gang.launch(node)["restarts"] == []
+
+
+def test_a_node_that_comes_when_unauthenticated_connections_hold_all_places(gang, recorder, enough_files):
+    """Those who say nothing must not keep out the one who has something to say."""
+    gang.start(absent=[1], settings={"all_nodes_started_timeout": 30})
+    port = channel_port(gang)
+    with contextlib.ExitStack() as stack:
+        for _ in range(MANY):
+            stack.enter_context(connect_to(port))
+        gang.start_node(1)
+        gang.await_workers()
+        outcome = gang.end_well()
+    recorder.lasted("a node comes when 1000 silent connections are there already", outcome)
+    assert gang.note("node-1.json")["join_s"] < JOIN_S

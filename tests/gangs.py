@@ -1,0 +1,380 @@
+"""Gangs of real processes without Metaflow's tasks: fixtures for tests/chaos and tests/integration."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from hosts import Host
+
+NODE = Path(__file__).parent / "nodes" / "node.py"
+MARK = "NODE_TEST_MARK"
+GRACE_S = 1.0
+START_S = 90.0  # a deadline for a machine that is busy with something else, too
+_LOOK_S = 0.02
+_LINE = re.compile(r"^\[rank (\d+)\] line (\S+)-(\d+) (\d+) of a log that nobody may lose$", re.MULTILINE)
+_LINE_BYTES = len("line launch0-0-0 000001 of a log that nobody may lose\n")
+ETC_HOSTS = "127.0.0.1 localhost\n::1 localhost\n"
+
+
+def marked(mark: str) -> set[int]:
+    """Return the pids of all living processes with this mark in their environment, however they detached themselves."""
+    wanted = f"{MARK}={mark}".encode()
+    found = set()
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(OSError):
+            state = Path(f"/proc/{name}/stat").read_bytes().rpartition(b")")[2].split()[0]
+            if state not in (b"Z", b"X") and wanted in Path(f"/proc/{name}/environ").read_bytes().split(b"\0"):
+                found.add(int(name))
+    return found
+
+
+def command_line(pid: int) -> str:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")[:160]
+    return "gone"
+
+
+@dataclass
+class Outcome:
+    """What a fault came to.
+
+    Attributes
+    ----------
+    seconds : float
+        From the fault until the last process was gone.
+    errors : dict
+        Node -> its last error, of the nodes that were there to tell.
+    left : list of str
+        Processes that were not gone in time, and temporary files.
+    lost_bytes : int
+        Bytes that workers wrote and that are not in their nodes' logs.
+    """
+
+    seconds: float | None
+    errors: dict[int, dict[str, Any]]
+    left: list[str]
+    lost_bytes: int
+
+    @property
+    def same(self) -> bool | None:
+        """Whether every node that was there to tell says the same; None if none was."""
+        if not self.errors:
+            return None
+        said = {json.dumps(error, sort_keys=True) for error in self.errors.values()}
+        return len(said) == 1 and None not in self.errors.values()
+
+    @property
+    def error(self) -> dict[str, Any]:
+        """What they say."""
+        assert self.same, self.errors
+        return next(iter(self.errors.values()))
+
+
+@dataclass
+class Gang:
+    """Nodes, each a process with a log of its own; the files that they and their workers run are in tests/nodes."""
+
+    out: Path
+    hosts: Sequence[Host] = ()
+    mark: str = field(default_factory=lambda: uuid.uuid4().hex)
+    nproc: int = 1
+    processes: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
+
+    # --- starting -------------------------------------------------------------------------------
+
+    def start(
+        self,
+        num_nodes: int = 2,
+        nproc: int = 1,
+        do: str = "",
+        settings: dict[str, Any] | None = None,
+        launches: int | dict[int, int] = 1,
+        absent: Collection[int] = (),
+        late: dict[int, float] | None = None,
+        gang: str = "1",
+        datastore: str | None = None,
+        squatted: int | None = None,
+        step: dict[int, str] | None = None,
+        wrap: dict[int, list[str]] | None = None,
+        agent_env: dict[str, str] | None = None,
+        own_code: dict[int, str] | None = None,
+        fails_late: Collection[int] = (),
+        main_ip: str = "10.77.0.1",
+        etc_hosts: str = ETC_HOSTS,
+        entrypoint: str = "worker.py",
+        **options: Any,
+    ) -> None:
+        """Start the nodes that are not `absent`.
+
+        `late` says how many seconds after its begin a node joins; `step` what the step's own code does before it joins
+        (see ``node.py``), `own_code` what it does before the launches (a node without launches waits), and who
+        `fails_late` does so after all; `gang` is the control task's id; `wrap` is what stands before a node's command;
+        `main_ip` is the address of a control node with a host of its own, as Metaflow says it, ``own name`` what its
+        name resolves to there; `etc_hosts` is for all hosts; `options` are those of ``run``.
+        """
+        self.out.mkdir(exist_ok=True)
+        self.temporary.mkdir()
+        self.nproc, self._num_nodes = nproc, num_nodes
+        (self.out / "hosts").write_text(etc_hosts)
+        env = {"CHAOS_OUT": str(self.out), "WORKER_DO": do, **(agent_env or {})}
+        self._task = {
+            "num_nodes": num_nodes,
+            "out": str(self.out),
+            "settings": {"all_nodes_started_timeout": 60, "grace_s": GRACE_S, **(settings or {})},
+            "main_ip": main_ip if self.hosts else None,
+            "entrypoint": entrypoint,
+            "gang": gang,
+            "options": {"nproc_per_node": nproc, "env": env, **options},
+            "datastore": datastore,
+            "squatted": squatted,
+        }
+        self._late, self._wrap, self._step = late or {}, wrap or {}, step or {}
+        self._launches = launches if isinstance(launches, dict) else dict.fromkeys(range(num_nodes), launches)
+        waiting = {node: "wait" for node, count in self._launches.items() if count == 0}
+        self._own_code, self._fails_late = waiting | (own_code or {}), fails_late
+        for node in range(num_nodes):
+            if node not in absent:
+                self.start_node(node)
+
+    def start_node(self, node: int) -> None:
+        """Start one node."""
+        own = {"start_after_s": self._late.get(node, 0), "step": self._step.get(node)}
+        own |= {"launches": self._launches[node], "own_code": self._own_code.get(node, "")}
+        task = {"fails_late": node in self._fails_late, **self._task, "node": node, **own}
+        command = [*self._wrap.get(node, []), sys.executable, str(NODE), json.dumps(task)]
+        if self.hosts:
+            command = self.hosts[node].command(self.out / "hosts", *command)
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("METAFLOW_")}
+        with open(self.log_path(node), "wb") as log:
+            self.processes[node] = subprocess.Popen(
+                command,
+                cwd=self.out,
+                env={**kept, "METAFLOW_USER": "tester", "TMPDIR": str(self.temporary), MARK: self.mark},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    @property
+    def temporary(self) -> Path:
+        """Where the temporary files of all nodes go."""
+        return self.out / "tmp"
+
+    # --- looking --------------------------------------------------------------------------------
+
+    def log_path(self, node: int) -> Path:
+        return self.out / f"log-{node}.txt"
+
+    def log(self, node: int) -> str:
+        return self.log_path(node).read_text(errors="replace")
+
+    @property
+    def told(self) -> str:
+        """The logs without the workers' lines, for a failed assertion."""
+        logs = {path.name: path.read_text(errors="replace") for path in sorted(self.out.glob("log-*.txt"))}
+        lines = [
+            f"{name}: {line[:300]}" for name, log in logs.items() for line in _LINE.sub("", log).splitlines() if line
+        ]
+        return "\n".join(lines[-150:])
+
+    def note(self, name: str) -> Any:
+        return json.loads((self.out / name).read_text())
+
+    def await_note(self, name: str, timeout_s: float = START_S) -> Any:
+        self.await_that(lambda: (self.out / name).exists(), name, timeout_s)
+        return self.note(name)
+
+    def await_that(self, condition: Callable[[], Any], what: str, timeout_s: float = START_S) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            over = all(process.poll() is not None for process in self.processes.values())
+            assert not over or condition(), f"all nodes have ended without {what}\n{self.told}"
+            assert time.monotonic() < deadline, f"waited {timeout_s} s for {what}\n{self.told}"
+            time.sleep(0.01)
+
+    def lines_of(self, rank: int, run_id: str = "launch0-0") -> int:
+        """Return how many lines a worker has written."""
+        return self._count(self.out / f"ledger-{run_id}-{rank}")
+
+    def await_workers(self, run_id: str = "launch0-0", timeout_s: float = START_S, lines: int = 3) -> None:
+        """Wait until every worker of a generation has written a few lines."""
+        ranks = range(self._num_nodes * self.nproc)
+        self.await_that(lambda: all(self.lines_of(rank, run_id) >= lines for rank in ranks), run_id, timeout_s)
+
+    def await_command(self, node: int) -> float:
+        """Wait until a node says what it runs, which it does at *go*, and return when it did."""
+        self.await_that(lambda: "] runs: " in self.log(node), f"node {node}'s go")
+        return time.monotonic()
+
+    def worker(self, rank: int, run_id: str = "launch0-0") -> int:
+        return int(self.note(f"worker-{run_id}-{rank}")["pid"])
+
+    def agent(self, rank: int, run_id: str = "launch0-0") -> int:
+        return int(self.note(f"worker-{run_id}-{rank}")["agent"])
+
+    def guardian(self, rank: int, run_id: str = "launch0-0") -> int:
+        return psutil.Process(self.agent(rank, run_id)).ppid()
+
+    def task(self, node: int) -> int:
+        return self.processes[node].pid
+
+    @staticmethod
+    def age(moment: float) -> float:
+        return time.monotonic() - moment
+
+    def living(self) -> set[int]:
+        """Return the pids of the nodes and of all that came of them; while a node calls exec, its mark can't be read."""
+        return marked(self.mark) | {each.pid for each in self.processes.values() if each.poll() is None}
+
+    @staticmethod
+    def _count(ledger: Path) -> int:
+        try:
+            return int(ledger.read_text() or 0)
+        except OSError:
+            return 0
+
+    # --- doing ----------------------------------------------------------------------------------
+
+    def tell(self, rank: int, order: str, run_id: str = "launch0-0") -> None:
+        """Give a running worker an order."""
+        path = self.out / f"do-{run_id}-{rank}"
+        path.with_suffix(".part").write_text(order)
+        path.with_suffix(".part").rename(path)
+
+    def begin_launch(self, number: int) -> None:
+        """Let the nodes call `run` for the (number + 1)th time; the first needs no leave."""
+        (self.out / f"launch-{number}").touch()
+
+    def await_steps(self) -> None:
+        """Wait until the nodes have joined and run code of their own."""
+        for node in self.processes:
+            self.await_note(f"step-{node}.json")
+
+    def end_steps(self) -> float:
+        """Let the nodes whose own code waits for it end it, and return when."""
+        (self.out / "launch-end").touch()
+        return time.monotonic()
+
+    def await_launch(self, number: int, timeout_s: float = START_S) -> None:
+        """Wait until a launch is over on all nodes."""
+        self.await_that(
+            lambda: all(len(self.launches(node)) > number for node in self.processes), f"launch {number}", timeout_s
+        )
+
+    def let_go(self) -> None:
+        """Let all workers end well."""
+        (self.out / "finish").touch()
+
+    def send(self, pid: int, number: signal.Signals) -> float:
+        """Send a signal and return when."""
+        os.kill(pid, number)
+        return time.monotonic()
+
+    def struck_at(self, rank: int, run_id: str = "launch0-0") -> float:
+        """Return when a worker did what it was told, as it noted itself."""
+        return float(self.await_note(f"struck-{run_id}-{rank}"))
+
+    # --- the end --------------------------------------------------------------------------------
+
+    def await_end(
+        self, struck_at: float, survivors: Collection[int], within_s: float, ignore: Collection[int] = ()
+    ) -> Outcome:
+        """Wait until no process is left but those to `ignore`, `within_s` seconds after the fault at most."""
+        while (left := self.living() - set(ignore)) and time.monotonic() < struck_at + within_s:
+            time.sleep(_LOOK_S)
+        seconds = time.monotonic() - struck_at
+        names = [f"{pid} {command_line(pid)}" for pid in left]
+        if not ignore:  # who still lives may still need it
+            names += [str(path) for path in self.temporary.glob("torchrun-*")]
+        return Outcome(seconds, {node: self.error(node) for node in survivors}, names, self.lost_bytes(survivors))
+
+    def end_well(self, within_s: float = 30) -> Outcome:
+        """Let the workers end and wait for the nodes, which must end well."""
+        self.let_go()
+        if not any(self._launches.values()):
+            self.await_steps()
+            self.end_steps()
+        outcome = self.await_end(time.monotonic(), self.processes, within_s)
+        for node in self.processes:
+            assert (self.out / f"node-{node}.json").exists(), self.told
+            assert self.note(f"node-{node}.json").get("ended_well"), self.told
+        return outcome
+
+    def launch(self, node: int, number: int = 0) -> dict[str, Any]:
+        """Return what came of one launch on one node."""
+        return self.launches(node)[number]
+
+    def launches(self, node: int) -> list[dict[str, Any]]:
+        """Return what came of each launch so far on one node."""
+        path = self.out / f"node-{node}.json"
+        return list(self.note(path.name)["launches"]) if path.exists() else []
+
+    def error(self, node: int) -> dict[str, Any] | None:
+        """Return what ended a node, or None if it ended well or told nothing."""
+        path = self.out / f"node-{node}.json"
+        return self.note(path.name)["error"] if path.exists() else None
+
+    def lost_bytes(self, nodes: Collection[int]) -> int:
+        """Count what workers of these nodes have written and their logs lack; lines out of order are lost, too."""
+        return sum(self._lost_lines(node) for node in nodes) * _LINE_BYTES
+
+    def _lost_lines(self, node: int) -> int:
+        shown: dict[str, list[int]] = {}
+        for rank, run_id, own, number in _LINE.findall(self.log(node)):
+            assert rank == own, f"rank {own}'s line is shown as rank {rank}'s"
+            shown.setdefault(f"{run_id}-{rank}", []).append(int(number))
+        for worker, numbers in shown.items():
+            assert numbers == sorted(set(numbers)), f"lines of {worker} are shown twice or out of order"
+        lost = 0
+        for ledger in self.out.glob("ledger-*"):
+            worker = ledger.name.removeprefix("ledger-")
+            if int(worker.rpartition("-")[2]) // self.nproc == node:
+                lost += len(set(range(1, self._count(ledger) + 1)) - set(shown.get(worker, ())))
+        return lost
+
+    def kill(self) -> list[str]:
+        """End whatever is left; return what it was."""
+        left = [command_line(pid) for pid in self.living()]
+        while living := self.living():
+            for pid in living:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(_LOOK_S)
+        for process in self.processes.values():
+            process.wait(10)
+        return left
+
+
+@pytest.fixture
+def make_gang(tmp_path: Path) -> Iterator[Callable[..., Gang]]:
+    """Return a function that makes a gang; at the end of the test nothing of it is left."""
+    made: list[Gang] = []
+
+    def make(hosts: Sequence[Host] = ()) -> Gang:
+        made.append(Gang(tmp_path / f"gang-{len(made)}", hosts))
+        return made[-1]
+
+    yield make
+    for gang in made:
+        gang.kill()
+
+
+@pytest.fixture
+def gang(make_gang: Callable[..., Gang]) -> Gang:
+    """Return a gang whose nodes talk over this machine's loopback interface."""
+    return make_gang()

@@ -1,0 +1,232 @@
+"""One node of a gang as a process of its own: what ``@torchrun`` does in a task, without Metaflow's task around it.
+
+Its only argument is a JSON object with the arguments of `main`; see `Gang.start` in ``tests/gangs.py``. What came
+of each launch, and of the node itself, is in ``node-N.json``.
+"""
+
+import functools
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+
+from metaflow.datastore import FlowDataStore
+from metaflow.plugins.datastores.local_storage import LocalStorage
+
+from metaflow_extensions.torchrun.plugins.torchrun.executor import Context, TorchrunExecutor
+from metaflow_extensions.torchrun.plugins.torchrun.gang import join as joining
+from metaflow_extensions.torchrun.plugins.torchrun.gang.registry import Registry
+from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import to_plain
+from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import this_machine
+from metaflow_extensions.torchrun.plugins.torchrun.node.console import to_log
+from metaflow_extensions.torchrun.plugins.torchrun.settings import parse_settings
+
+# As the decorator has it, for tasks that are on machines of their own.
+HOLD_S = 10.0
+DEADLINE_S = 120.0
+
+
+def faulty_storage(fault):
+    """Return a local datastore whose every call is slow, or fails at first, or always."""
+    calls = []
+
+    def misbehave():
+        calls.append(fault)
+        if fault == "slow":
+            time.sleep(2)
+        if fault == "gone" or (fault == "fails twice" and len(calls) <= 2):
+            raise OSError(5, f"the datastore is not there (call {len(calls)})")
+
+    def wrapped(method):
+        @functools.wraps(method)
+        def call(*args, **kwargs):
+            misbehave()
+            return method(*args, **kwargs)
+
+        return call
+
+    names = ("is_file", "info_file", "size_file", "list_content", "save_bytes", "load_bytes")
+    methods = {name: wrapped(getattr(LocalStorage, name)) for name in names}
+    return type("FaultyStorage", (LocalStorage,), methods)
+
+
+def take_port_first(squatted):
+    """Make the control node choose a port first that somebody else takes before its agent does."""
+    choose, chosen = joining.pick_port, []
+
+    def pick_port(pinned):
+        chosen.append(choose(pinned) if chosen else squatted)
+        return chosen[-1]
+
+    joining.pick_port = pick_port
+
+
+def fork_when_told(node, out):
+    """Fork a child of the step's own while its launch runs; it has all that the task has, but for what it closes."""
+
+    def wait_and_fork():
+        while not os.path.exists(os.path.join(out, "fork")):
+            time.sleep(0.01)
+        if os.fork() == 0:
+            with open(os.path.join(out, f"forked-{node}.part"), "w") as file:
+                file.write(str(os.getpid()))
+            os.replace(file.name, os.path.join(out, f"forked-{node}"))
+            time.sleep(DEADLINE_S)
+            os._exit(0)
+
+    threading.Thread(target=wait_and_fork, daemon=True).start()
+
+
+STEPS = {
+    None: lambda *_: None,
+    "ignore-sigchld": lambda *_: signal.signal(signal.SIGCHLD, signal.SIG_IGN),
+    "do-not-block": lambda *_: os.set_blocking(1, False),
+    "fork-when-told": fork_when_told,
+}
+
+
+class Notes:
+    """What came of this node, for the test to read."""
+
+    def __init__(self, path):
+        self._path = path
+        self.launches = []
+        self._facts = {"launches": self.launches, "error": None}
+
+    def save(self, **facts):
+        self._facts.update(facts)
+        with open(self._path + ".part", "w") as file:
+            json.dump(self._facts, file)
+        os.replace(self._path + ".part", self._path)
+
+    @staticmethod
+    def of(error):
+        return {"class": type(error).__name__, "text": str(error), "cause": getattr(error, "cause", None)}
+
+
+class NotedRegistry(Registry):
+    """Keeps what is published where the test can read it, too."""
+
+    def publish(self, record, *more):
+        with open("address.json", "w") as file:
+            json.dump(to_plain(record), file)
+        super().publish(record, *more)
+
+
+def join(node, num_nodes, registry, settings, main_ip):
+    """Return this node as a member, the control node's channel or None, and the control node's address."""
+    here_only = main_ip is None
+    if main_ip == "own name":  # what Metaflow 2.19 takes for the control node's address on AWS Batch
+        main_ip = socket.gethostbyname_ex(socket.gethostname())[-1][0]
+    if node > 0:
+        member, main_addr = joining.join_as_member(registry, node, num_nodes, settings, to_log)
+        return member, None, main_addr
+    member, channel = joining.join_as_control(registry, num_nodes, main_ip or "", settings, to_log, here_only)
+    return member, channel, joining.control_addresses(main_ip or "", here_only)[0]
+
+
+def await_leave(number, out):
+    """Wait until the test wants this launch, or the step's end."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not os.path.exists(os.path.join(out, f"launch-{number}")):
+        assert time.monotonic() < deadline, f"nobody wants launch {number}"
+        time.sleep(0.01)
+
+
+def run_all(executor, launches, out, notes, entrypoint, options):
+    """Run one launch after the other, as a step's code may that catches what `run` raises; raise the last error."""
+    error = None
+    for number in range(launches):
+        if number > 0:
+            await_leave(number, out)
+        begun = time.monotonic()
+        try:
+            result = executor.run(entrypoint, **options)
+            error = None
+            notes.launches.append({"restarts": result.restarts, "command": result.command})
+        except BaseException as caught:
+            error = caught
+            notes.launches.append(notes.of(caught))
+        notes.launches[-1]["seconds"] = time.monotonic() - begun
+        notes.save()
+    if error is not None:
+        raise error
+
+
+def run_own_code(node, what, out):
+    """Do what a step may do outside of `run`."""
+    facts = {}
+    if what == "use processes":  # and set SIGTERM back to its default, as a library may
+        with multiprocessing.get_context("fork").Pool(2) as pool:
+            pool.map(abs, [-1, -2])
+        facts["child"] = os.fork()
+        if facts["child"] == 0:
+            time.sleep(DEADLINE_S)
+            os._exit(0)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    Notes(os.path.join(out, f"step-{node}.json")).save(**facts)
+    if what == "use processes":
+        time.sleep(DEADLINE_S)
+    if what:
+        await_leave("end", out)
+
+
+def main(
+    node,
+    num_nodes,
+    out,
+    settings,
+    main_ip,
+    gang,
+    launches,
+    entrypoint,
+    options,
+    start_after_s,
+    datastore,
+    squatted,
+    step,
+    own_code,
+    fails_late,
+):
+    time.sleep(start_after_s)
+    STEPS[step](node, out)
+    if squatted is not None:
+        take_port_first(squatted)
+    notes = Notes(os.path.join(out, f"node-{node}.json"))
+    parsed = parse_settings(settings, "train")
+    member = channel = None
+    begun = time.monotonic()
+    try:
+        flow_datastore = FlowDataStore(
+            "ChaosFlow", storage_impl=faulty_storage(datastore), ds_root=os.path.join(out, "datastore")
+        )
+        registry = NotedRegistry(flow_datastore, "1", "train", gang, 0)
+        member, channel, main_addr = join(node, num_nodes, registry, parsed, main_ip)
+        notes.save(join_s=time.monotonic() - begun, main_addr=main_addr)
+        executor = TorchrunExecutor(Context(member, main_addr, this_machine(), parsed))
+        run_own_code(node, own_code, out)
+        run_all(executor, launches, out, notes, entrypoint, options)
+        member.finish()
+        if fails_late:
+            notes.save(failed_at=time.monotonic())
+            raise ValueError("the results can't be stored")
+        if channel is not None:
+            member.await_others(lambda: channel.gang.members)
+    except BaseException as error:
+        notes.save(error=notes.of(error), seconds=time.monotonic() - begun)
+        traceback.print_exc()
+        if member is not None:
+            member.leave(error, hold_s=0.0 if main_ip is None or channel is not None else HOLD_S)
+        return 1
+    member.leave(None)
+    notes.save(ended_well=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(**json.loads(sys.argv[1])))

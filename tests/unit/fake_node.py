@@ -1,0 +1,188 @@
+"""One node without processes and without a network: its agent says what the test wants, its gang is the test itself."""
+
+import queue
+import threading
+from pathlib import Path
+
+from unit_helpers import write
+
+from metaflow_extensions.torchrun.plugins.torchrun.gang.member import Member
+from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Go, Ready, Restart, Stop, Verdict
+from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec
+from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import Machine
+from metaflow_extensions.torchrun.plugins.torchrun.node.agent_events import (
+    AgentEnded,
+    End,
+    WorkerEnded,
+    WorkerReaped,
+    WorkerStarted,
+)
+from metaflow_extensions.torchrun.plugins.torchrun.node.plan import Plan
+from metaflow_extensions.torchrun.plugins.torchrun.node.supervisor import Supervisor
+
+DEADLINE_S = 20.0
+NOBODY = 2**22 + 1  # more than the kernel gives as a pid
+
+
+class FakeAgent:
+    """An agent that only notes what it is told; its guardian says what the test has it say."""
+
+    def __init__(self, command, env, options, on_event):
+        self.command, self.env, self.options, self.say = command, env, options, on_event
+        self.orders = []
+
+    def start(self):
+        self.orders.append("start")
+
+    def stop(self, grace_s):
+        self.orders.append(("stop", grace_s))
+
+    def preempt(self, grace_s, number):
+        self.orders.append(("preempt", grace_s, number))
+
+    def close(self, grace_s):
+        self.orders.append(("close", grace_s))
+
+
+class FakeNode:
+    """A node of a gang of two, each with two ranks, and what its supervisor sends, says and returns.
+
+    Parameters
+    ----------
+    folder : Path
+        Where the workers' logs go.
+    number : int
+        The node's index; ranks begin at twice that.
+    call : FunctionCall, optional
+        What the ranks call.
+    spec, plan : dict
+        Fields of `LaunchSpec` and `Plan` that matter to the test.
+    """
+
+    def __init__(self, folder, number=0, call=None, spec=None, **plan):
+        self.number = number
+        self.said, self.output = [], []
+        self._sent, self._agents, self._came = queue.Queue(), queue.Queue(), queue.Queue()
+        self.own_address = None
+        self.member = Member(number, 2, lambda event: self.said.append((event.kind, event.text)))
+        # In another thread, so that the handlers of the test's own process stay.
+        self._in_thread(lambda: self.member.attach(self, lambda: None)).join(DEADLINE_S)
+        spec = {
+            "nproc": 2,
+            "num_nodes": 2,
+            "node_index": number,
+            "python": "python3",
+            "log_dir": str(folder),
+            **(spec or {}),
+        }
+        launch = LaunchSpec("/flow/train.py", (), False, **spec)
+        self.plan = Plan(launch, "127.0.0.1", **{"machine": Machine(1), "write": self._write, "call": call, **plan})
+        self.new_agent = self._new_agent
+
+    def send(self, message):
+        """Take a message to the control node, as the member's link."""
+        self._sent.put(message)
+
+    def _write(self, stream, text):
+        self.output.append(text)
+        return True
+
+    def _new_agent(self, *args):
+        agent = FakeAgent(*args)
+        self._agents.put(agent)
+        return agent
+
+    @staticmethod
+    def _in_thread(do):
+        thread = threading.Thread(target=do, daemon=True)
+        thread.start()
+        return thread
+
+    def _run(self):
+        try:
+            self._came.put(Supervisor(self.plan, self.member, self.new_agent).run())
+        except BaseException as error:
+            self._came.put(error)
+
+    # --- what the test does ----------------------------------------------------------------------
+
+    def call_run(self):
+        """Have the step's code call `run`, in a thread."""
+        self._in_thread(self._run)
+
+    def launch(self):
+        """Have the step's code call `run`; return the node's *ready*."""
+        self.call_run()
+        return self.expect(Ready)
+
+    def go(self, generation=0, **more):
+        """Have the control node say *go*; return the agent that is made."""
+        self.say_go(generation, **more)
+        return self._agents.get(timeout=DEADLINE_S)
+
+    def say_go(self, generation=0, **more):
+        more = {"port": 29500, "gang": "gang", "restarts": generation, "max_restarts": 3, **more}
+        self.member.deliver(Go(0, generation, **more))
+
+    def running(self):
+        """Launch and start two workers; return their agent."""
+        self.launch()
+        agent = self.go()
+        for local_rank in (0, 1):
+            agent.say(WorkerStarted(self.rank(local_rank), local_rank, NOBODY + local_rank, "1"))
+        return agent
+
+    def stop(self, generation=0, **more):
+        self.member.deliver(Stop(0, generation, **more))
+
+    def restart(self, cause, number=1):
+        self.member.deliver(Restart(0, number, 3, 0.0, cause))
+
+    def verdict(self, error=None, stored=None):
+        """Have the control node decide; return what `run` returns or raises."""
+        self.member.deliver(Verdict(0, error, stored or {}))
+        return self.outcome()
+
+    def interrupt(self, news):
+        """Put something into the launch's inbox, as another thread or a signal handler does."""
+        self.member.inbox.put(news)
+
+    def rank(self, local_rank):
+        return 2 * self.number + local_rank
+
+    def worker_ended(self, agent, local_rank, status, stopped=False, at=0.0):
+        agent.say(WorkerEnded(self.rank(local_rank), local_rank, NOBODY + local_rank, status, stopped, at))
+
+    def worker_reaped(self, agent, local_rank, at=0.0):
+        agent.say(WorkerReaped(self.rank(local_rank), local_rank, NOBODY + local_rank, at))
+
+    def all_end_well(self, agent):
+        for local_rank in (0, 1):
+            self.worker_ended(agent, local_rank, 0)
+        agent.say(AgentEnded(0, 0.0))
+        agent.say(End(0))
+
+    def agent_stderr(self, agent, text):
+        write(self.agent_folder(agent) / "agent.stderr", text)
+
+    def agent_folder(self, agent):
+        return Path(agent.options.stderr).parent
+
+    # --- what the test looks at ------------------------------------------------------------------
+
+    def expect(self, kind):
+        """Return the next message, which must be of that kind."""
+        message = self._sent.get(timeout=DEADLINE_S)
+        assert isinstance(message, kind), message
+        return message
+
+    def outcome(self):
+        """Return what `run` has returned or raised."""
+        return self._came.get(timeout=DEADLINE_S)
+
+    def nothing_more_is_sent(self):
+        return self._sent.empty()
+
+    def texts(self, kind):
+        """Return what was said of that kind of event."""
+        return [text for said, text in self.said if said == kind]

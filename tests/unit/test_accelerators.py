@@ -1,0 +1,246 @@
+"""Processes per node, accelerators, threads: one place decides and says why."""
+
+import os
+
+import pytest
+from unit_helpers import write
+
+from metaflow_extensions.torchrun.plugins.torchrun.errors import TorchrunConfigError
+from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import (
+    Machine,
+    Nproc,
+    choose_nproc,
+    omp_threads,
+    requested_accelerators,
+    this_machine,
+    usable_cpus,
+    visible_accelerators,
+)
+
+EIGHT_GPUS = tuple("01234567")
+BARE = Machine(cpus=8)
+GPUS = Machine(cpus=16, accelerators=EIGHT_GPUS)
+REQUESTED = Nproc(4, "@kubernetes requests gpu=4")
+
+
+# --- who decides ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("setting", "requested", "machine", "value", "said"),
+    [
+        (5, REQUESTED, GPUS, 5, "set by run"),
+        (None, REQUESTED, GPUS, 4, "@kubernetes requests gpu=4"),
+        (None, None, GPUS, 8, "8 visible accelerators"),
+        (None, None, BARE, 1, "no setting and no accelerator: one process"),
+        ("auto", REQUESTED, GPUS, 4, "run='auto': @kubernetes requests gpu=4"),
+        ("gpu", REQUESTED, GPUS, 4, "run='gpu'"),
+        ("auto", None, GPUS, 8, "8 visible accelerators"),
+        ("gpu", None, GPUS, 8, "8 visible accelerators"),
+        ("auto", None, BARE, 8, "8 usable CPUs"),
+        ("cpu", REQUESTED, GPUS, 16, "16 usable CPUs"),
+        ("cpu", None, Machine(7, nodes_here=2), 3, "shared by 2 nodes"),
+        ("cpu", None, Machine(2, nodes_here=4), 1, "shared by 4 nodes"),
+        (None, None, Machine(8, EIGHT_GPUS, 3, 1), 2, "8 visible accelerators shared by 3 nodes"),
+        ("auto", None, Machine(8, ("0",), 2), 4, "8 usable CPUs"),
+        (None, None, Machine(8, ("0",), 2), 1, "fewer accelerators (1) than nodes here (2): one process"),
+    ],
+)
+def test_the_number_of_processes_and_where_it_comes_from(setting, requested, machine, value, said):
+    chosen = choose_nproc(setting, "run", requested, machine)
+    assert chosen.value == value
+    assert said in chosen.why
+
+
+@pytest.mark.parametrize(
+    ("machine", "words"),
+    [(BARE, r"run is 'gpu'.*@kubernetes\(gpu=1\)"), (Machine(8, ("0",), 2), "each of the 2 nodes here")],
+)
+def test_gpu_without_a_gpu_says_whose_fault_it_is_and_how_to_get_one(machine, words):
+    with pytest.raises(TorchrunConfigError, match=words):
+        choose_nproc("gpu", "run", None, machine)
+
+
+# --- what a remote task requested ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("decorators", "value"),
+    [
+        ([("kubernetes", {"gpu": 2})], 2),
+        ([("kubernetes", {"gpu": "2"})], 2),
+        ([("kubernetes", {"gpu": "2.0"})], 2),
+        ([("batch", {"gpu": 3})], 3),
+        ([("kubernetes", {"gpu": 1}), ("resources", {"gpu": 4})], 4),
+        ([("resources", {"gpu": "1"}), ("kubernetes", {"gpu": 4})], 4),
+        ([("kubernetes", {"gpu": None}), ("resources", {"gpu": "2"})], 2),
+        ([("kubernetes", {}), ("resources", {"gpu": 2})], 2),
+        ([("batch", {"gpu": 0}), ("resources", {"gpu": 1})], 1),
+        ([("batch", {"trainium": 16})], 32),
+        ([("batch", {"inferentia": "1"})], 2),
+        ([("batch", {"trainium": 1, "gpu": 0})], 2),
+        ([("kubernetes", {"extended_resources": {"nvidia.com/gpu": 2}})], 2),
+        ([("kubernetes", {"extended_resources": {"amd.com/gpu": "4"}})], 4),
+        ([("kubernetes", {"extended_resources": {"nvidia.com/mig-1g.5gb": 3}})], 3),
+        ([("kubernetes", {"extended_resources": {"nvidia.com/gpu.shared": 2}})], 2),
+        ([("kubernetes", {"extended_resources": {"aws.amazon.com/neuron": 2}})], 4),
+        ([("kubernetes", {"extended_resources": {"aws.amazon.com/neuroncore": 2}})], 2),
+        ([("kubernetes", {"extended_resources": {"vpc.amazonaws.com/efa": 4, "amd.com/gpu": 1}})], 1),
+    ],
+)
+def test_requested_accelerators_are_merged_as_metaflow_does(decorators, value):
+    assert requested_accelerators(decorators).value == value
+
+
+@pytest.mark.parametrize(
+    "decorators",
+    [
+        [],
+        [("resources", {"gpu": 4})],
+        [("kubernetes", {"gpu": 0})],
+        [("kubernetes", {"gpu": "0"}), ("resources", {"gpu": None})],
+        [("kubernetes", {"gpu": ""})],
+        [("batch", {"cpu": 8})],
+        [("kubernetes", {"extended_resources": {"vpc.amazonaws.com/efa": 4, "hugepages-2Mi": "1"}})],
+        [("kubernetes", {"extended_resources": None})],
+        [("retry", {"times": 3})],
+    ],
+)
+def test_no_request_for_accelerators_is_none(decorators):
+    assert requested_accelerators(decorators) is None
+
+
+@pytest.mark.parametrize("wrong", ["many", 1.5, "1.5", -1, True, "nan"])
+def test_a_count_that_is_no_whole_number_is_refused(wrong):
+    with pytest.raises(TorchrunConfigError, match=r"@kubernetes\(gpu="):
+        requested_accelerators([("kubernetes", {"gpu": wrong})])
+
+
+# --- sharing a machine ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gpus", range(10))
+@pytest.mark.parametrize("nodes", range(1, 6))
+def test_two_nodes_never_share_an_accelerator_and_shares_are_even(gpus, nodes):
+    names = tuple(f"GPU-{i}" for i in range(gpus))
+    shares = [Machine(1, names, nodes, node).own_accelerators for node in range(nodes)]
+    handed_out = [name for share in shares for name in share]
+    assert len(handed_out) == len(set(handed_out))
+    assert set(handed_out) <= set(names)
+    assert {len(share) for share in shares} == {gpus // nodes}
+
+
+@pytest.mark.parametrize(
+    ("cpus", "nproc", "nodes", "threads"), [(8, 2, 1, 4), (8, 2, 2, 2), (8, 3, 1, 2), (2, 4, 1, 1), (1, 1, 9, 1)]
+)
+def test_threads_are_shared_by_all_processes_of_the_machine(cpus, nproc, nodes, threads):
+    assert omp_threads(Machine(cpus, nodes_here=nodes), nproc) == threads
+
+
+# --- looking at the machine ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("variable", ["CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"])
+@pytest.mark.parametrize(
+    ("text", "seen"),
+    [
+        ("", ()),
+        ("-1", ()),
+        ("0", ("0",)),
+        ("0,1", ("0", "1")),
+        (" 3 , 1 ", ("3", "1")),
+        ("GPU-5f3a,MIG-1b2c", ("GPU-5f3a", "MIG-1b2c")),
+        ("0,-1,2", ("0",)),
+        ("2,,1", ("2",)),
+        ("1,", ("1",)),
+    ],
+)
+def test_the_variable_wins_and_ends_at_the_first_invalid_entry(variable, text, seen, tmp_path):
+    write(tmp_path / "dev/nvidia0", "")
+    write(tmp_path / "dev/nvidia1", "")
+    assert visible_accelerators({variable: text}, str(tmp_path)) == seen
+
+
+def test_device_files_of_nvidia_are_counted(tmp_path):
+    for name in ("nvidia0", "nvidia1", "nvidia10", "nvidiactl", "nvidia-uvm", "nvidia-caps/nvidia-cap1", "null"):
+        write(tmp_path / "dev" / name, "")
+    assert visible_accelerators({}, str(tmp_path)) == ("0", "1", "2")
+
+
+def test_gpus_of_amd_are_counted_and_its_cpus_are_not(tmp_path):
+    for node, gpu_id in enumerate(("0", "0\n", "51422\n", "27134\n")):
+        write(tmp_path / f"sys/class/kfd/kfd/topology/nodes/{node}/gpu_id", gpu_id)
+    assert visible_accelerators({}, str(tmp_path)) == ("0", "1")
+
+
+def test_a_machine_without_accelerators_has_none(tmp_path):
+    assert visible_accelerators({}, str(tmp_path)) == ()
+
+
+AFFINITY = len(os.sched_getaffinity(0))
+
+
+@pytest.mark.parametrize(
+    ("files", "cpus"),
+    [
+        ({}, AFFINITY),
+        ({"cpu.max": "max 100000\n"}, AFFINITY),
+        ({"cpu.max": "100000 100000\n"}, 1),
+        ({"cpu.max": "50000 100000\n"}, 1),
+        ({"cpu.max": "9900000 100000\n"}, min(99, AFFINITY)),
+        ({"cpu.max": "nonsense\n"}, AFFINITY),
+        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, AFFINITY),
+        ({"cpu/cpu.cfs_quota_us": "150000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 1),
+        ({"cpu/cpu.cfs_quota_us": "1000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 1),
+        ({"cpu/cpu.cfs_quota_us": "100000\n", "cpu/cpu.cfs_period_us": "0\n"}, AFFINITY),
+        ({"cpu/cpu.cfs_quota_us": "100000\n"}, AFFINITY),
+    ],
+)
+def test_cpus_are_bounded_by_affinity_and_cgroup(files, cpus, tmp_path):
+    for name, text in files.items():
+        write(tmp_path / "sys/fs/cgroup" / name, text)
+    assert usable_cpus(str(tmp_path)) == cpus
+
+
+QUOTA_OF_4 = "400000 100000\n"
+QUOTA_OF_1 = "100000 100000\n"
+
+
+@pytest.mark.parametrize(
+    ("own", "files", "cpus"),
+    [
+        # As systemd has it for CPUQuota=.
+        ("0::/user.slice/my job\n", {"user.slice/my job/cpu.max": QUOTA_OF_1}, 1),
+        ("0::/a/b\n", {"a/b/cpu.max": QUOTA_OF_4, "a/cpu.max": QUOTA_OF_1}, 1),
+        ("0::/a/b\n", {"a/b/cpu.max": "max 100000\n", "a/cpu.max": QUOTA_OF_4, "cpu.max": QUOTA_OF_1}, 1),
+        ("0::/a/b\n", {"a/b/cpu.max": QUOTA_OF_1, "cpu.max": QUOTA_OF_4}, 1),
+        ("0::/a\n", {"a/cpu.max": QUOTA_OF_4, "ab/cpu.max": QUOTA_OF_1, "a/b/cpu.max": QUOTA_OF_1}, 4),
+        # A container's own cgroup is mounted, the path is the host's.
+        ("0::/docker/5f3a\n", {"cpu.max": QUOTA_OF_1}, 1),
+        ("0::/../outside\n", {"../outside/cpu.max": QUOTA_OF_1, "cpu.max": QUOTA_OF_4}, 4),
+        (
+            "5:cpuset:/c\n4:cpu,cpuacct:/b:c/d\n0::/a\n",
+            {"cpu/b:c/cpu.cfs_quota_us": "100000\n", "cpu/b:c/cpu.cfs_period_us": "100000\n"},
+            1,
+        ),
+        (
+            "4:cpuacct:/a\n2:cpu:/b\n",
+            {"cpu/a/cpu.cfs_quota_us": "100000\n", "cpu/a/cpu.cfs_period_us": "100000\n"},
+            8,
+        ),
+        ("nonsense\n", {"cpu.max": QUOTA_OF_1}, 1),
+    ],
+)
+def test_a_quota_of_any_cgroup_around_the_process_binds(own, files, cpus, tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    write(tmp_path / "proc/self/cgroup", own)
+    for name, text in files.items():
+        write(tmp_path / "sys/fs/cgroup" / name, text)
+    assert usable_cpus(str(tmp_path)) == cpus
+
+
+def test_this_machine_is_looked_at_without_torch(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    machine = this_machine(2, 1)
+    assert machine.own_accelerators == ("5",)
+    assert machine.cpus >= 1

@@ -1,0 +1,166 @@
+"""``entrypoint_args`` and ``torchrun_args``: what may be written, and what it means."""
+
+import copy
+import json
+from pathlib import Path
+from types import MappingProxyType
+
+import pytest
+from unit_helpers import HOSTILE
+
+from metaflow_extensions.torchrun.plugins.torchrun.errors import TorchrunConfigError
+from metaflow_extensions.torchrun.plugins.torchrun.launch.arguments import entrypoint_arguments, torchrun_options
+
+# --- entrypoint_args ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (None, ("--key",)),
+        ("", ("--key",)),
+        (True, ("--key", "true")),
+        (False, ("--key", "false")),
+        (0, ("--key", "0")),
+        (1e-05, ("--key", "1e-05")),
+        ([1, "a"], ("--key", '[1, "a"]')),
+        ((1, None), ("--key", "[1, null]")),
+        ([], ("--key", "[]")),
+        ({"a": {"b": 'say "hi"'}}, ("--key", '{"a": {"b": "say \\"hi\\""}}')),
+        (["größe"], ("--key", '["größe"]')),
+        (Path("/a b"), ("--key", "/a b")),
+    ],
+)
+def test_a_dict_of_arguments_becomes_options(value, words):
+    assert entrypoint_arguments({"key": value}) == words
+
+
+@pytest.mark.parametrize("key", ["-k", "--key", "--key=x"])
+def test_a_key_that_has_its_dashes_keeps_them(key):
+    assert entrypoint_arguments({key: 1}) == (key, "1")
+
+
+def test_hostile_values_arrive_unchanged():
+    texts = [text for text in HOSTILE if text]
+    assert entrypoint_arguments(dict.fromkeys("k", "x")) == ("--k", "x")
+    assert [entrypoint_arguments({"k": text}) for text in texts] == [("--k", text) for text in texts]
+    nested = {text: [text, {"deep": text}] for text in HOSTILE}
+    assert json.loads(entrypoint_arguments({"k": nested})[1]) == nested
+
+
+def test_the_order_of_arguments_is_kept():
+    assert entrypoint_arguments({"b": 1, "a": 2, "flag": None}) == ("--b", "1", "--a", "2", "--flag")
+
+
+def test_a_list_is_passed_as_it_is():
+    assert entrypoint_arguments(HOSTILE) == tuple(HOSTILE)
+    assert entrypoint_arguments(("--n", 3, 0.5)) == ("--n", "3", "0.5")
+
+
+@pytest.mark.parametrize("nothing", [None, {}, [], ()])
+def test_no_arguments_are_none(nothing):
+    assert entrypoint_arguments(nothing) == ()
+
+
+@pytest.mark.parametrize("wrong", ["--lr 0.1", b"--lr", 3, {1, 2}])
+def test_another_form_of_arguments_is_refused(wrong):
+    with pytest.raises(TorchrunConfigError, match=r"entrypoint_args is a .* dict .* or a list"):
+        entrypoint_arguments(wrong)
+
+
+@pytest.mark.parametrize("wrong", [{"k": "a\0b"}, {"a\0b": 1}, ["a\0b"]])
+def test_a_nul_character_is_refused(wrong):
+    with pytest.raises(TorchrunConfigError, match="NUL"):
+        entrypoint_arguments(wrong)
+
+
+def test_a_value_that_json_can_not_hold_is_named():
+    with pytest.raises(TorchrunConfigError, match=r"entrypoint_args\['when'\]"):
+        entrypoint_arguments({"when": [object()]})
+
+
+# --- torchrun_args -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "spelling",
+    [
+        {"max_restarts": 3},
+        {"max-restarts": "3"},
+        {"--max_restarts": 3},
+        {"max_restarts": 3, "max-restarts": "3"},
+        ["--max-restarts=3"],
+        ["--max_restarts=3"],
+        ["--max-restarts", "3"],
+        ["max_restarts", 3],
+        ("--max-restarts=3", "--max_restarts", "3"),
+    ],
+)
+def test_all_spellings_of_an_option_mean_the_same(spelling):
+    assert torchrun_options(spelling) == {"max-restarts": "3"}
+
+
+@pytest.mark.parametrize(
+    "spelling",
+    [
+        {"no_python": None},
+        {"no-python": ""},
+        {"no_python": True},
+        ["--no-python"],
+        ["no_python", ""],
+        ["no-python", None],
+    ],
+)
+def test_all_spellings_of_a_flag_mean_the_same(spelling):
+    assert torchrun_options(spelling) == {"no-python": None}
+
+
+@pytest.mark.parametrize(
+    ("given", "options"),
+    [
+        (None, {}),
+        ({"no_python": False, "module": False}, {}),
+        # As metaflow-torchrun 0.2 has it.
+        (
+            ["--standalone", "", "max-restarts", "3", "module", None, "rdzv_id", "a b"],
+            {"standalone": None, "max-restarts": "3", "module": None, "rdzv-id": "a b"},
+        ),
+        # A flag does not swallow the next option, even one that only a newer torch has.
+        (["--no-python", "--max-restarts=3"], {"no-python": None, "max-restarts": "3"}),
+        (["--brand-new", "--max-restarts=3"], {"brand-new": None, "max-restarts": "3"}),
+        (["-m", "-r=3", "-t=1"], {"module": None, "redirects": "3", "tee": "1"}),
+        (["--rdzv-conf=a=1,b=2"], {"rdzv-conf": "a=1,b=2"}),
+    ],
+)
+def test_options_are_read_from_dicts_and_lists(given, options):
+    assert torchrun_options(given) == options
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        *(
+            (twice, r"twice: '\d' and '\d'")
+            for twice in (["--role=3", "--role=4"], {"max_restarts": 3, "max-restarts": 4})
+        ),
+        (["-t=1", "tee", "2"], "sets tee twice"),
+        *((other, "torchrun_args is a") for other in ("--max-restarts=3", 3, b"x")),
+        (["--role"], "option role has no value"),
+        (["", "3"], "empty word"),
+        ({"standalone": "yes"}, "flag without a value"),
+        *((bare, "needs a value") for bare in (["max-restarts", ""], {"max_restarts": None}, {"log-dir": ""})),
+    ],
+)
+def test_what_can_not_be_meant_is_refused_with_the_reason(wrong, why):
+    with pytest.raises(TorchrunConfigError, match=why):
+        torchrun_options(wrong)
+
+
+@pytest.mark.parametrize("read", [entrypoint_arguments, torchrun_options])
+@pytest.mark.parametrize(
+    "mine", [{"max_restarts": 3, "flag": None, "nested": ["x"]}, ["--standalone", "", "role", "3"]]
+)
+def test_the_callers_arguments_are_never_changed(read, mine):
+    before = copy.deepcopy(mine)
+    read(MappingProxyType(mine) if isinstance(mine, dict) else mine)
+    assert mine == before

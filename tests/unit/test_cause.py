@@ -1,0 +1,155 @@
+"""How a failure is told, and which of several was the first."""
+
+import signal
+
+import pytest
+
+from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import (
+    Cause,
+    DatedCause,
+    Failure,
+    describe_exit,
+    first_cause,
+    first_reported,
+    signal_name,
+)
+from metaflow_extensions.torchrun.plugins.torchrun.machine.memory import describe_oom
+
+PLAIN = """\
+Traceback (most recent call last):
+  File "train.py", line 3, in <module>
+    main()
+  File "train.py", line 2, in main
+    raise ValueError("loss is nan")
+ValueError: loss is nan""".splitlines()
+
+# --- exit statuses -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        (1, "exited with code 1"),
+        (0, "exited with code 0"),
+        (-9, "was killed by SIGKILL: often the out-of-memory killer"),
+        (-11, "was killed by SIGSEGV"),
+        (-6, "was killed by SIGABRT"),
+        (-7, "was killed by SIGBUS: often a full /dev/shm"),
+        (-15, "was killed by SIGTERM"),
+        (-10, "was killed by SIGUSR1"),
+        (-99, "was killed by signal 99"),
+    ],
+)
+def test_an_exit_code_is_explained(code, said):
+    assert describe_exit(code).startswith(said)
+
+
+def test_a_signal_has_a_name():
+    assert signal_name(9) == "SIGKILL"
+    assert signal_name(4242) == "signal 4242"
+
+
+# --- which came first ------------------------------------------------------------------------------
+
+
+def failed(rank, exception=None, code=1, kind="exception", detail=""):
+    return Cause(kind, rank, f"host-{rank}", rank, 0, code, exception, detail)
+
+
+ORIGIN = failed(1, "ValueError: loss is nan")
+
+
+def test_no_failure_has_no_cause():
+    assert first_cause([]) is None
+
+
+def test_the_earliest_failure_is_the_cause():
+    assert first_cause([DatedCause(2.0, failed(0, "KeyError: 1")), DatedCause(1.0, ORIGIN)]) is ORIGIN
+
+
+@pytest.mark.parametrize(
+    "consequence",
+    [
+        failed(0, "RuntimeError: [../third_party/gloo/pair.cc:525] Connection closed by peer [10.0.0.7]:4242"),
+        failed(0, "torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:94, ncclRemoteError"),
+        failed(0, "ConnectionResetError: [Errno 104] Connection reset by peer"),
+        failed(0, "BrokenPipeError: [Errno 32] Broken pipe"),
+        failed(0, "torch.distributed.DistNetworkError: failed to recv, got 0 bytes"),
+        failed(0, "torch.distributed.DistStoreError: Timed out after 300 seconds waiting for clients"),
+        failed(0, None, 1, "exit", "[E] Watchdog caught collective operation timeout: WorkNCCL"),
+        failed(0, None, -15, "signal"),
+        failed(0, None, -2, "signal"),
+        Cause("agent", 0, "host-0", exit_code=1, exception="its torchrun agent exited with code 1"),
+    ],
+)
+def test_a_consequence_yields_to_the_origin_that_is_seen_later(consequence):
+    assert first_cause([DatedCause(1.0, consequence), DatedCause(2.0, ORIGIN)]) is ORIGIN
+    assert first_cause([DatedCause(1.0, consequence)]) is consequence
+
+
+@pytest.mark.parametrize(
+    "origin",
+    [
+        failed(1, None, -9, "signal"),
+        failed(1, None, -11, "signal", "Connection closed by peer"),
+        failed(1, None, 3, "exit", "assertion failed"),
+        Cause("lost", 1, "host-1", exception="its connection to the control node was closed"),
+        Cause("step", 1, "host-1", exception="KeyError: 'x'"),
+        Cause("timeout", 0, "host-0", exception="it ran longer than 5 s"),
+        Cause("agent", 1, "host-1", exit_code=-9, exception="its torchrun agent was killed by SIGKILL"),
+    ],
+)
+def test_an_origin_of_any_kind_beats_a_broken_connection(origin):
+    reset = failed(0, "RuntimeError: Connection reset by peer")
+    assert first_cause([DatedCause(1.0, reset), DatedCause(2.0, origin)]) is origin
+
+
+# --- the cause itself ------------------------------------------------------------------------------
+
+
+def test_a_cause_is_the_same_again_after_being_plain_data():
+    assert Cause.from_dict({**ORIGIN.as_dict(), "colour": "red"}) == ORIGIN
+    assert ORIGIN.as_dict()["category"] == ORIGIN.category
+
+
+def test_a_report_says_who_what_and_where():
+    text = Cause("exception", 2, "host-2", 5, 1, 1, "ValueError: loss is nan", "\n".join(PLAIN)).describe()
+    assert text.startswith("Rank 5 on node 2 (host host-2) failed with ValueError: loss is nan.")
+    assert "exited with code 1" in text
+    for line in PLAIN:
+        assert line in text
+
+
+def test_a_report_without_traceback_shows_stderr():
+    text = Cause("exit", 2, "host-2", 5, 1, 3, None, "last words").describe()
+    assert "Rank 5 on node 2 (host host-2) exited with code 3." in text
+    assert "Last lines of its stderr:" in text
+    assert "last words" in text
+
+
+def test_a_report_on_a_node_names_no_rank():
+    text = Cause("lost", 2, "host-2", exception="its task was killed by SIGKILL").describe()
+    assert text == "Node 2 (host host-2) failed: its task was killed by SIGKILL."
+
+
+def test_a_killed_worker_with_an_older_traceback_is_said_to_be_killed_once():
+    text = Cause("signal", 0, "h", 0, 0, -9, "ValueError: handled long ago", "x").describe()
+    assert text.count("was killed by SIGKILL") == 1
+
+
+def test_an_out_of_memory_kill_says_so_once():
+    cause = Cause("oom", 1, "host-1", 3, 1, -signal.SIGKILL, describe_oom(2**30), "loading\n")
+    text = cause.describe()
+    assert text.startswith(
+        "Rank 3 on node 1 (host host-1) ran out of memory: the node's memory limit of 1 GiB was reached"
+    )
+    assert text.count("SIGKILL") == 1
+
+
+def test_of_a_nodes_failures_the_origin_is_reported_however_many_saw_only_their_peer_vanish():
+    reset = "ConnectionError: Connection reset by peer"
+    lost_peer = [Failure(Cause("exception", 1, "h", rank, rank, 1, reset), 2.0) for rank in range(20)]
+    origin = Failure(Cause("exception", 1, "h", 20, 20, 1, "ValueError: x"), 0.5)
+    assert first_reported([*lost_peer, origin]) == (origin,)
+    assert first_reported(lost_peer[3:]) == (lost_peer[3],)
+    assert first_reported([]) == ()

@@ -1,0 +1,169 @@
+"""The argv and the environment of an agent."""
+
+import os
+import shlex
+import string
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from unit_helpers import HOSTILE
+
+from metaflow_extensions.torchrun.plugins.torchrun.launch.command import (
+    WORKER_HOOKS,
+    Rendezvous,
+    agent_command,
+    agent_environment,
+    shown,
+)
+from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec
+
+MEETING = Rendezvous("10.0.0.7", 29512, "launch0-0")
+SPEC = LaunchSpec("/flow/train.py", (), False, nproc=2, num_nodes=3, node_index=1, python="/usr/bin/python3")
+
+
+def command_of(meeting=MEETING, **changes):
+    return agent_command(replace(SPEC, **changes), meeting, "/my logs")
+
+
+def options_of(**changes):
+    command = command_of(**changes)
+    return command[3 : command.index("--")]
+
+
+def program_of(**changes):
+    """Return what torch's elastic agent makes of a worker's words (torch/distributed/elastic/utils/api.py, 2.13)."""
+    command = command_of(**changes)
+    words = command[command.index("--") + 1 :]
+    return [string.Template(word).safe_substitute(local_rank="7") for word in words]
+
+
+# --- the command ---------------------------------------------------------------------------------
+
+
+def test_the_script_stands_behind_two_dashes_and_sees_what_was_given():
+    assert program_of(args=tuple(HOSTILE)) == ["/flow/train.py", *HOSTILE]
+    assert program_of(entrypoint="/my $HOME/${local_rank}.py") == ["/my $HOME/${local_rank}.py"]
+
+
+@given(st.lists(st.text(alphabet=st.sampled_from("$${}local_rank -x'\"\\é")), max_size=5))
+def test_torchruns_template_gives_back_every_argument(args):
+    assert program_of(args=tuple(args)) == ["/flow/train.py", *args]
+
+
+@pytest.mark.parametrize(
+    ("facts", "program"),
+    [
+        ({}, ["/usr/bin/python3", "-u", "/flow/train.py"]),
+        ({"module": True, "entrypoint": "pack.train"}, ["/usr/bin/python3", "-u", "-m", "pack.train"]),
+        ({"options": (("no-python", None),), "entrypoint": "./run $me"}, ["./run $me"]),
+    ],
+)
+def test_workers_are_told_how_often_the_gang_was_restarted(facts, program):
+    asked = {"meeting": replace(MEETING, restarts=2), "args": tuple(HOSTILE), "max_restarts": 3, **facts}
+    told = ["env", "TORCHELASTIC_RESTART_COUNT=2", "TORCHELASTIC_MAX_RESTARTS=3"]
+    assert program_of(**asked) == [*told, *program, *HOSTILE]
+    assert command_of(**asked).count("--no-python") == 1
+    assert "--module" not in command_of(**asked)
+
+
+def test_torchrun_gets_the_gangs_facts():
+    assert command_of()[:3] == ["/usr/bin/python3", "-m", "torch.distributed.run"]
+    assert sorted(options_of()) == [
+        "--log-dir=/my logs",
+        "--max-restarts=0",
+        "--nnodes=3",
+        "--node-rank=1",
+        "--nproc-per-node=2",
+        "--rdzv-backend=static",
+        "--rdzv-endpoint=10.0.0.7:29512",
+        "--rdzv-id=launch0-0",
+        "--redirects=3",
+    ]
+
+
+def test_restarts_are_the_gangs_and_not_torchruns():
+    assert "--max-restarts=0" in options_of(max_restarts=3)
+
+
+def test_a_module_is_run_as_one():
+    command = command_of(entrypoint="package.train", module=True)
+    assert command[-3:] == ["--module", "--", "package.train"]
+
+
+def test_an_ipv6_address_is_bracketed():
+    assert "--rdzv-endpoint=[fd00::7]:29512" in options_of(meeting=replace(MEETING, addr="fd00::7"))
+
+
+def test_the_users_other_options_are_passed_on_and_the_rendezvous_id_replaces_ours():
+    options = options_of(options=(("rdzv-id", "mine"), ("brand-new", "a b"), ("virtual-local-rank", None)))
+    assert [word for word in options if "rdzv-id" in word] == ["--rdzv-id=mine"]
+    assert {"--brand-new=a b", "--virtual-local-rank"} < set(options)
+
+
+def test_the_shown_command_can_be_pasted():
+    command = command_of(args=tuple(HOSTILE))
+    assert shlex.split(shown(command)) == command
+
+
+@pytest.mark.parametrize(("node", "is_host"), [(0, "true"), (1, "false")])
+def test_with_its_own_elasticity_torchrun_restarts_by_itself(node, is_host):
+    asked = {"node_index": node, "min_nodes": 1, "elastic_timeout_s": 120, "max_restarts": 3}
+    options = options_of(**asked)
+    conf = f"--rdzv-conf=read_timeout=120,join_timeout=120,is_host={is_host}"
+    endpoint = "--rdzv-endpoint=10.0.0.7:29512"
+    assert {"--nnodes=1:3", "--rdzv-backend=c10d", endpoint, "--max-restarts=3", conf} < set(options)
+    assert not [word for word in options if "node-rank" in word or "TORCHELASTIC" in word]
+    assert program_of(**asked) == ["/flow/train.py"]
+    given_conf = (("rdzv-conf", "join_timeout=7, last_call_timeout=2,is_host=1"),)
+    (conf,) = (word for word in options_of(**asked, options=given_conf) if word.startswith("--rdzv-conf"))
+    assert conf == f"--rdzv-conf=read_timeout=120,join_timeout=7,last_call_timeout=2,is_host={is_host}"
+
+
+# --- the environment -----------------------------------------------------------------------------
+
+
+def environment_of(inherited, interface=None, **env):
+    return agent_environment(replace(SPEC, env=tuple(env.items())), inherited, 6, interface)
+
+
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_RUN_ID", "PET_NNODES"])
+def test_variables_of_an_outer_torchrun_are_dropped(name):
+    env = environment_of({name: "5", "PATH": "/bin", "TORCHRUN_AGENT_PID": "7"})
+    assert name not in env
+    assert (env["PATH"], env["TORCHRUN_AGENT_PID"]) == ("/bin", "")
+
+
+def test_variables_that_only_look_alike_are_kept():
+    inherited = {"MY_RANK": "1", "PETS": "2", "RANKS": "3", "TORCH_HOME": "/t"}
+    assert inherited.items() <= environment_of(inherited).items()
+
+
+def test_defaults_fill_what_is_not_set():
+    always = {"PYTHONPATH": WORKER_HOOKS, "TORCHRUN_AGENT_PID": "", "OMP_NUM_THREADS": "6", "PYTHONUNBUFFERED": "1"}
+    assert environment_of({}) == always
+    assert environment_of({}, "eth0") == {**always, "GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth0"}
+
+
+@pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "PYTHONUNBUFFERED", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"])
+@pytest.mark.parametrize("value", ["mine", ""])
+def test_what_the_user_has_set_stays(name, value):
+    assert environment_of({name: value}, "eth0")[name] == value
+
+
+def test_the_launchs_own_environment_wins_over_everything():
+    own = {"OMP_NUM_THREADS": "9", "PATH": "/mine", "MASTER_ADDR": "me"}
+    assert own.items() < environment_of({"OMP_NUM_THREADS": "1", "PATH": "/bin"}, **own).items()
+
+
+def test_our_hooks_are_first_on_the_path_and_add_no_working_directory_to_it():
+    path = environment_of({"PYTHONPATH": "/task"}, PYTHONPATH="/mine:/too")["PYTHONPATH"]
+    assert path == f"{WORKER_HOOKS}:/mine:/too"
+    assert environment_of({"PYTHONPATH": ""})["PYTHONPATH"] == WORKER_HOOKS
+
+
+def test_the_tasks_own_environment_is_untouched():
+    before = dict(os.environ)
+    environment_of(os.environ, "eth0", NEW="1")
+    assert dict(os.environ) == before

@@ -1,0 +1,241 @@
+"""The pages: narrow enough, links that lead somewhere, names that exist, and commands that some test runs."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import metaflow
+import pytest
+
+from metaflow_extensions.torchrun.plugins.torchrun.executor import TorchrunExecutor
+from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
+from metaflow_extensions.torchrun.plugins.torchrun.parsing import RETRY_CLASSES
+from metaflow_extensions.torchrun.plugins.torchrun.settings import DEFAULTS
+
+REPOSITORY = Path(__file__).parents[2]
+PAGES = sorted(
+    [
+        *REPOSITORY.glob("*.md"),
+        *(page for folder in ("docs", "examples", "benchmarks") for page in (REPOSITORY / folder).rglob("*.md")),
+    ]
+)
+NAMES = [str(page.relative_to(REPOSITORY)) for page in PAGES]
+COLUMNS = 100
+README_LINES = 250
+# Stands before a block that no test can run, with the reason.
+MARK = re.compile(r"<!-- needs a (cloud|package index) -->\n$")
+EXAMPLE_TESTS = "tests/integration/test_examples.py"
+DOCUMENT_TESTS = "tests/integration/test_documents.py"
+
+# Commands that a test runs: that test's file, and what stands there for the command.
+RUN_ELSEWHERE = {
+    ("README.md", "python flow.py run"): (DOCUMENT_TESTS, "test_the_first_example_of_the_readme_runs"),
+    ("README.md", "pip install --editable ."): ("tests/integration/test_shipping.py", '"pip install --editable ."'),
+    ("docs/install.md", "pip install --editable ."): (
+        "tests/integration/test_shipping.py",
+        '"pip install --editable ."',
+    ),
+    ("examples/README.md", "pip install -e '.[examples]'"): ("setup.py", '"examples": EXAMPLES'),
+    ("examples/README.md", "export METAFLOW_USER=me"): ("tests/flow_runs.py", '"METAFLOW_USER": "tester"'),
+}
+# Commands that tests run with other numbers, because these would take minutes or tell nothing new. Here they are asked
+# for their help, which fails if an option does not exist.
+OTHER_NUMBERS = [
+    ("benchmarks/README.md", "python benchmarks/many_nodes.py --members 4000 --unauthenticated 2000"),
+    ("examples/min-gpt/README.md", "python flow.py run"),
+    ("examples/min-gpt/README.md", "python flow.py run --steps 3000"),
+    ("examples/single-node/README.md", "python flow.py run --nproc 4"),
+    ("examples/tensor-pass/README.md", "python flow.py run --nodes 3"),
+    ("examples/torch-ddp/README.md", "python flow.py run"),
+    ("examples/torch-ddp/README.md", "python flow.py run --epochs 3 --snapshot-dir snapshots"),
+]
+
+
+@dataclass
+class Block:
+    """A fenced block: its language, its text, and what stands before it."""
+
+    language: str
+    text: str
+    before: str
+
+
+def blocks_of(text: str) -> list[Block]:
+    found = re.finditer(r"^( *)```(\w*)\n(.*?)^ *```$", text, re.DOTALL | re.MULTILINE)
+    return [Block(match[2], match[3], text[: match.start()]) for match in found]
+
+
+def commands_of(text: str) -> list[str]:
+    """Return the commands of the blocks that are not marked as needing something that tests don't have."""
+    blocks = [block for block in blocks_of(text) if block.language in ("bash", "sh", "console")]
+    joined = "".join(block.text for block in blocks if not MARK.search(block.before)).replace("\\\n", " ")
+    return [line.strip() for line in joined.splitlines() if line.strip() and not line.startswith("#")]
+
+
+def read(name: str) -> str:
+    return (REPOSITORY / name).read_text(encoding="utf-8")
+
+
+COMMANDS = [(name, command) for name in NAMES for command in commands_of(read(name))]
+MAKE = sorted({command for _, command in COMMANDS if command.startswith("make ")})
+
+
+@cache
+def run_by_tests() -> set[tuple[str, str]]:
+    """Return the commands of the examples' pages that tests of examples name, as ``run(example, command)``."""
+    found = set()
+    for tests in (EXAMPLE_TESTS, DOCUMENT_TESTS):
+        for node in ast.walk(ast.parse(read(tests))):
+            if isinstance(node, ast.Call):
+                words = [arg.value for arg in node.args if isinstance(arg, ast.Constant)]
+                if len(words) >= 2 and all(isinstance(word, str) for word in words[:2]):
+                    found.add((f"examples/{words[0]}/README.md", words[1]))
+    generate = 'python generate.py --prompt "A function " --length 300 --seed 1'
+    if repr(generate) in read(EXAMPLE_TESTS):
+        found.add(("examples/min-gpt/README.md", generate))
+    standalone = "torchrun --standalone --nproc-per-node=2 hello/train.py"
+    if standalone in read(DOCUMENT_TESTS):
+        found.add(("examples/README.md", standalone))
+    return found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_lines_have_less_than_100_columns(name):
+    wide = [number for number, line in enumerate(read(name).splitlines(), 1) if len(line) >= COLUMNS]
+    assert not wide, f"{name}: lines {wide}"
+
+
+def test_the_readme_is_for_ten_minutes():
+    assert len(read("README.md").splitlines()) < README_LINES
+
+
+def anchors_of(text: str) -> set[str]:
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_links_to_files_and_headings_of_ours_lead_somewhere(name):
+    for target, anchor in re.findall(r"\]\((?!http)([^)#]*)#?([^)]*)\)", read(name)):
+        path = REPOSITORY / name if not target else (REPOSITORY / name).parent / target
+        assert path.exists(), f"{name} links to {target}"
+        assert not anchor or anchor in anchors_of(path.read_text(encoding="utf-8")), f"{name}: {target}#{anchor}"
+
+
+@pytest.mark.parametrize(("name", "command"), COMMANDS)
+def test_a_command_is_run_by_a_test_or_marked(name, command):
+    known = {*RUN_ELSEWHERE, *OTHER_NUMBERS, *run_by_tests(), *((name, make) for make in MAKE)}
+    assert (name, command) in known, f"{name}: no test runs {command!r}; see the tables in this file"
+
+
+def test_make_knows_its_targets():
+    words = [word for command in MAKE for word in shlex.split(command)[1:]]
+    made = subprocess.run(["make", "--dry-run", *words], cwd=REPOSITORY, capture_output=True, text=True)
+    assert made.returncode == 0, made.stderr
+
+
+def test_the_table_of_other_numbers_is_of_today():
+    assert set(OTHER_NUMBERS) <= set(COMMANDS)
+
+
+@pytest.mark.parametrize(("name", "command"), [entry for entry in OTHER_NUMBERS if "--" in entry[1]])
+def test_a_command_that_tests_run_with_other_numbers_has_these_options(name, command, tmp_path):
+    program, *words = shlex.split(command)
+    assert program == "python"
+    folder = REPOSITORY if name.startswith("benchmarks") else (REPOSITORY / name).parent
+    env = {"PATH": "/usr/bin:/bin", "METAFLOW_USER": "tester", "METAFLOW_DATASTORE_SYSROOT_LOCAL": str(tmp_path)}
+    asked = subprocess.run(
+        [sys.executable, "-B", *words, "--help"], cwd=folder, env=env, capture_output=True, text=True
+    )
+    assert asked.returncode == 0, asked.stderr
+    options = {word for word in words if word.startswith("--")}
+    assert options <= set(re.findall(r"--[a-z-]+", asked.stdout)), asked.stdout
+
+
+@pytest.mark.parametrize("command", RUN_ELSEWHERE)
+def test_what_is_said_to_run_a_command_is_there(command):
+    assert command in COMMANDS, "no page says so any more"
+    file, words = RUN_ELSEWHERE[command]
+    assert words in read(file)
+
+
+def test_the_report_in_the_readme_is_the_one_that_the_example_is_tested_for():
+    def report_of(name: str) -> str:
+        return next(block.text for block in blocks_of(read(name)) if block.text.startswith("[rank 3]"))
+
+    assert report_of("README.md") == report_of("examples/failing-node/README.md")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_python_in_pages_compiles(name):
+    for block in blocks_of(read(name)):
+        if block.language == "python":
+            compile(block.text, name, "exec", ast.PyCF_ONLY_AST)
+
+
+def test_the_flows_of_the_readme_can_be_defined(tmp_path):
+    """Metaflow refuses an attribute that a decorator does not have, and reads a flow's source from its file."""
+    flows = [block.text for block in blocks_of(read("README.md")) if block.language == "python"]
+    assert len(flows) == 2
+    on_batch = flows[1].replace("    @kubernetes(", "    @batch(")
+    assert on_batch != flows[1]
+    flows.append(on_batch)
+    for number, flow in enumerate(flows):
+        path = tmp_path / f"readme_flow_{number}.py"
+        path.write_text(flow)
+        runpy.run_path(str(path))
+
+
+def test_the_reference_names_every_attribute_and_argument():
+    reference = read("docs/reference.md")
+    attributes, arguments = reference.split("## `@torchrun`")[1].split("## `current.torch.run")
+    assert [name for name in DEFAULTS if f"`{name}`" not in attributes] == []
+    taken_for_0_2 = {"self", "push_results_dir_to_cloud", "local_output_dir", "cloud_output_dir"}
+    options = set(inspect.signature(TorchrunExecutor.run).parameters) - taken_for_0_2
+    assert [name for name in sorted(options) if f"`{name}`" not in arguments] == []
+
+
+def test_the_page_of_errors_names_every_class():
+    errors = {name for name, value in vars(metaflow).items() if inspect.isclass(value) and is_ours(value)}
+    assert len(errors) > 5
+    assert errors == set(re.findall(r"^(?:[│├└─ ]*)(\w+) {2,}", read("docs/errors.md"), re.MULTILINE))
+
+
+def test_the_page_of_errors_names_every_part_and_class_of_a_cause():
+    page = read("docs/errors.md")
+    cause = Cause("exit", 0, "host").as_dict()
+    assert [name for name in cause if f"`{name}`" not in page] == []
+    assert [name for name in RETRY_CLASSES if f"| `{name}` |" not in page] == []
+
+
+def test_the_table_of_modules_in_architecture_names_each_that_there_is():
+    table = read("docs/architecture.md").split("## The rooms")[1].split("\n## ")[0]
+    named = re.findall(r"`(\w+/\w+)`", "".join(line.split("|")[1] for line in table.splitlines() if line[:2] == "| "))
+    package = Path(inspect.getfile(TorchrunExecutor)).parent
+    rooms = sorted({path.parent for path in package.glob("*/__init__.py")})
+    modules = [f"{room.name}/{path.stem}" for room in rooms for path in room.glob("*.py") if path.stem != "__init__"]
+    assert sorted(named) == sorted(modules)
+
+
+def test_the_table_of_threads_in_architecture_names_each_where_it_is_started():
+    rows = re.findall(r"^\| `(torchrun-[a-z]+)` \|.*\| `(\w+/\w+)` \|$", read("docs/architecture.md"), re.MULTILINE)
+    package = Path(inspect.getfile(TorchrunExecutor)).parent
+    started = {
+        (name, str(path.relative_to(package).with_suffix("")))
+        for path in package.rglob("*.py")
+        for name in re.findall(r"(?:name=|LoopThread\()\"(torchrun-[a-z]+)\"", path.read_text(encoding="utf-8"))
+    }
+    assert set(rows) == started
+
+
+def is_ours(value: type) -> bool:
+    return issubclass(value, metaflow.TorchrunError)

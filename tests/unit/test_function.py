@@ -1,0 +1,375 @@
+"""The task's side of a function call: what is refused, what is stored for other nodes, what an error becomes."""
+
+import functools
+import os
+import pickle
+import tempfile
+import threading
+from collections import OrderedDict
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from metaflow.datastore import FlowDataStore
+from metaflow.metaflow_environment import MetaflowEnvironment
+from metaflow.plugins import DATASTORES
+from unit_helpers import eventually, write
+
+from metaflow_extensions.torchrun.plugins.torchrun.border.value_store import DatastoreValues
+from metaflow_extensions.torchrun.plugins.torchrun.errors import (
+    EntrypointError,
+    LaunchFailed,
+    LaunchHung,
+    LaunchTimeout,
+    TorchrunConfigError,
+    TorchrunPreempted,
+    WorkerFailed,
+)
+from metaflow_extensions.torchrun.plugins.torchrun.launch.facts import contents_digest
+from metaflow_extensions.torchrun.plugins.torchrun.launch.function import (
+    FUNCTION_WORKER,
+    FunctionCall,
+    refuse_for_functions,
+    refuse_for_scripts,
+)
+from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec, Request
+from metaflow_extensions.torchrun.plugins.torchrun.launch.transfer import TransferFailed
+
+SPEC = LaunchSpec(FUNCTION_WORKER, ("folder",), False, nproc=2, num_nodes=2, node_index=1, python="python3")
+CAUSE = {"kind": "exception", "node": 1, "rank": 2, "local_rank": 0, "host": "host-1"}
+
+
+def train(epochs=1):
+    return epochs
+
+
+class Trainer:
+    def fit(self):
+        pass
+
+    def __call__(self):
+        pass
+
+
+class Store:
+    """A datastore in a dict."""
+
+    where = "the local datastore /home"
+
+    def __init__(self):
+        self.data, self.broken, self.loads = {}, False, []
+
+    def save(self, data):
+        if self.broken:
+            raise RuntimeError("no bucket")
+        key = str(len(self.data))
+        self.data[key] = data
+        return key
+
+    def load(self, keys):
+        self.loads.append(list(keys))
+        for key in reversed(keys):
+            yield key, self.data[key]
+
+    def trouble(self):
+        return None
+
+
+@pytest.fixture
+def make(monkeypatch, tmp_path):
+    """Return a function that makes a call; at the end none of its files may be left."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    calls = []
+
+    def make(function=train, arguments=None, init=None, gather=False, store=None):
+        call = FunctionCall(function, arguments, init, gather, store)
+        calls.append(call)
+        call.begin()
+        return call
+
+    yield make
+    for call in calls:
+        call.close()
+    assert not list(tmp_path.glob("torchrun-call-*"))
+
+
+def leave(call, name, thing):
+    """Leave a file as a worker does."""
+    path = Path(call.folder, "values", name)
+    path.write_bytes(pickle.dumps(thing))
+    return path.read_bytes()
+
+
+def raised(error=None, text="ValueError: nan"):
+    return {"exception": None if error is None else pickle.dumps(error), "text": text}
+
+
+# --- what is refused --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arguments", ["--epochs 3", b"x", 3, {1, 2}, object()])
+def test_arguments_that_are_neither_keywords_nor_positions_are_refused(arguments, make):
+    with pytest.raises(TorchrunConfigError, match=r"dict \(keyword arguments\) or a list \(positional ones\)"):
+        make(arguments=arguments)
+
+
+def test_keywords_are_names(make):
+    with pytest.raises(TorchrunConfigError, match="3 is no name"):
+        make(arguments={"epochs": 1, 3: 4})
+
+
+def test_any_mapping_and_any_sequence_will_do(make):
+    for given, expected in ((OrderedDict(epochs=2), ([], {"epochs": 2})), (range(1), ([0], {})), (None, ([], {}))):
+        with open(os.path.join(make(arguments=given).folder, "call.pkl"), "rb") as file:
+            header = pickle.load(file)
+            assert pickle.load(file) == (train, *expected)
+        assert header["init"] is None
+
+
+@pytest.mark.parametrize("init", ["mpi", "cuda", "GLOO", True, ""])
+def test_a_process_group_is_of_a_known_kind(init, make):
+    with pytest.raises(TorchrunConfigError, match="must be one of gloo, nccl, auto"):
+        make(init=init)
+
+
+def test_what_can_not_be_pickled_leaves_no_file(make, tmp_path):
+    with pytest.raises(EntrypointError):
+        make(arguments=[threading.Lock()])
+    assert not list(tmp_path.glob("torchrun-call-*"))
+
+
+def test_a_full_disk_is_no_fault_of_the_function(make, monkeypatch):
+    class Full:
+        def __reduce__(self):
+            raise OSError(28, "No space left on device")
+
+    with pytest.raises(LaunchFailed, match="No space left"):
+        make(arguments=[Full()])
+
+
+def test_what_is_for_functions_is_refused_for_scripts():
+    refuse_for_scripts(None, False)
+    with pytest.raises(TorchrunConfigError, match=r"run\(init='gloo'\) is for functions"):
+        refuse_for_scripts("gloo", False)
+    with pytest.raises(TorchrunConfigError, match=r"run\(gather=True\) is for functions"):
+        refuse_for_scripts(None, True)
+
+
+@pytest.mark.parametrize(
+    "given", [{"module": True}, {"torchrun_args": ["--module"]}, {"torchrun_args": {"no_python": None}}]
+)
+def test_what_is_for_scripts_is_refused_for_functions(given):
+    refuse_for_functions(Request(train, None, {"nproc_per_node": 2, "module": False}))
+    with pytest.raises(TorchrunConfigError, match="says how to run a script, but the entrypoint is a function"):
+        refuse_for_functions(Request(train, None, given))
+
+
+def test_torchruns_own_elasticity_is_refused(make):
+    with pytest.raises(TorchrunConfigError, match="max_restarts"):
+        make().fit(replace(SPEC, min_nodes=1))
+
+
+# --- what the nodes compare -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [
+        (train, "train"),
+        (Trainer.fit, "Trainer.fit"),
+        (Trainer().fit, "Trainer.fit"),
+        (Trainer(), "Trainer"),
+        (functools.partial(train, 3), "train"),
+        (functools.partial(functools.partial(Trainer().fit)), "Trainer.fit"),
+    ],
+)
+def test_name_and_file_of_a_function(function, name, make):
+    spec = make(function).fit(SPEC)
+    assert (spec.function, spec.source) == (name, __file__)
+
+
+def test_two_functions_are_told_apart_and_two_folders_are_not(make):
+    specs = [make(function).fit(SPEC) for function in (train, Trainer.fit)]
+    assert specs[0].digest() != specs[1].digest()
+    assert specs[0].digest() == make(train).fit(replace(SPEC, entrypoint="/elsewhere/worker.py")).digest()
+
+
+def test_two_sources_are_told_apart(tmp_path):
+    one, other = (write(tmp_path / name / "flow.py", name) for name in ("a", "b"))
+    digests = {contents_digest(replace(SPEC, source=str(path))) for path in (one, other)}
+    assert len(digests) == 2
+
+
+def test_a_function_without_a_file_has_the_workers_contents(make):
+    spec = make(len).fit(SPEC)
+    assert spec.source is None
+    assert contents_digest(spec) == contents_digest(SPEC) != "unknown"
+
+
+# --- what goes to other nodes -------------------------------------------------------------------------
+
+
+def uploaded(call, ranks, node, ok):
+    """Return what an upload results in, or its problem; None if there is nothing to upload."""
+    upload = call.upload(ranks, node, ok)
+    if upload is None:
+        return None
+    upload.start()
+    eventually(lambda: upload.over)
+    return upload.problem() or upload.results
+
+
+def test_values_are_stored_only_where_they_are_to_be_gathered_and_not_by_the_control_node(make):
+    store = Store()
+    for call in (make(gather=True), make(store=store)):
+        leave(call, "returned-2.pkl", "value")
+        assert call.upload([2, 3], 1, True) is None
+    call = make(gather=True, store=store)
+    data = leave(call, "returned-2.pkl", "value")
+    assert call.upload([2, 3], 0, True) is None
+    assert call.upload([3], 1, True) is None  # it has ended by sys.exit(0)
+    upload = call.upload([2, 3], 1, True)
+    assert (upload.vital, upload.step.rank) == (True, 2)
+    assert upload.what() == f"rank 2's value ({len(data)} bytes)"
+    assert not store.data
+    assert uploaded(call, [2, 3], 1, True) == {2: "0"}
+    assert store.data == {"0": data}
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_what_was_raised_is_stored_by_every_node_that_is_not_alone(node, make):
+    store = Store()
+    call = make(store=store)
+    data = leave(call, "raised-2.pkl", raised())
+    leave(call, "returned-3.pkl", "value")
+    assert not call.upload([2, 3], node, False).vital
+    assert uploaded(call, [2, 3], node, False) == {2: "0"}
+    assert store.data == {"0": data}
+    alone = make()
+    leave(alone, "raised-2.pkl", raised())
+    assert alone.upload([2, 3], node, False) is None
+
+
+def test_a_broken_store_loses_no_value_silently(make):
+    store = Store()
+    call = make(gather=True, store=store)
+    leave(call, "returned-2.pkl", 1)
+    store.broken = True
+    assert uploaded(call, [2], 1, True) == "after 0 s: RuntimeError: no bucket"
+
+
+def test_values_are_this_nodes_and_the_gathered_ones_in_order(make):
+    store = Store()
+    call = make(gather=True, store=store)
+    own = {rank: leave(call, f"returned-{rank}.pkl", rank) for rank in (1, 0)}
+    keys = {rank: store.save(pickle.dumps(rank)) for rank in (3, 2)}
+    keys[4] = keys[2]  # what is the same has the same key
+    values = call.returned([0, 1], keys, print)
+    call.close()  # values outlive the files' names
+    assert list(values) == [0, 1, 2, 3, 4]
+    assert {rank: values[rank] for rank in own} == own
+    assert [pickle.loads(value) for value in values.values()] == [0, 1, 2, 3, 2]
+    assert store.loads == [[keys[3], keys[2]]], "one list, each key once"
+    assert make().returned([0, 1], {}, print) == {}
+
+
+def test_many_values_are_loaded_in_a_few_lists(make):
+    store = Store()
+    keys = {rank: store.save(bytes([rank])) for rank in range(150)}
+    assert dict(make(store=store).returned([], keys, print)) == {rank: bytes([rank]) for rank in range(150)}
+    assert [len(some) for some in store.loads] == [64, 64, 22]
+
+
+def test_values_that_can_not_be_loaded_say_where_they_should_be(make):
+    words = "rank 2's value could not be loaded from the local datastore /home after 0 s: KeyError"
+    with pytest.raises(TransferFailed, match=words):
+        make(store=Store()).returned([], {2: "no such key"}, print)
+
+
+def test_a_new_generation_forgets_what_the_last_one_left(make):
+    call = make()
+    leave(call, "returned-0.pkl", 1)
+    leave(call, "raised-1.pkl", raised(ValueError()))
+    call.begin()
+    assert call.returned([0, 1], {}, print) == {}
+    verdict = LaunchFailed("the gang's words", {**CAUSE, "rank": 1, "kind": "exit"})
+    assert call.original(verdict, {}) is verdict
+
+
+def test_values_go_through_metaflows_own_datastore(tmp_path, monkeypatch):
+    """Metaflow's local one, as it is."""
+    local = {datastore.TYPE: datastore for datastore in DATASTORES}["local"]
+    monkeypatch.chdir(tmp_path)
+    flow = FlowDataStore("SomeFlow", MetaflowEnvironment(None), storage_impl=local, ds_root=str(tmp_path / "store"))
+    values = DatastoreValues(flow)
+    data = [b"", b"\x1f\x8b not gzip", os.urandom(1 << 20), bytes(1 << 22)]
+    keys = [values.save(one) for one in data]
+    assert all(type(key) is str and len(key) == 40 for key in keys)
+    assert values.save(data[2]) == keys[2]
+    assert dict(values.load(keys)) == dict(zip(keys, data, strict=True))
+    assert values.where == f"the local datastore {tmp_path / 'store'}"
+    assert list((tmp_path / "store").glob("SomeFlow/data/*/*"))
+
+
+# --- what an error becomes ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["exception", "exit", "signal"])
+def test_the_exception_comes_whatever_was_seen_of_the_workers_end(kind, make):
+    call = make()
+    leave(call, "raised-2.pkl", raised(KeyError("lr")))
+    error = call.original(LaunchFailed("the gang's words", {**CAUSE, "kind": kind}), {})
+    assert type(error) is KeyError
+    assert error.__notes__ == ["raised by rank 2 on node 1 (host host-1)"]
+
+
+def test_the_exception_of_another_nodes_rank_comes_through_the_store(make):
+    store = Store()
+    key = store.save(pickle.dumps(raised(KeyError("lr"))))
+    verdict = LaunchFailed("the gang's words", CAUSE)
+    assert type(make(store=store).original(verdict, {2: key})) is KeyError
+    for missing in ({}, {2: "no such key"}, {3: key}):
+        error = make(store=store).original(verdict, missing)
+        assert type(error) is WorkerFailed
+        assert error.message == "the gang's words"
+        assert error.cause == CAUSE
+
+
+@pytest.mark.parametrize(
+    "verdict",
+    [
+        LaunchFailed("exit code 3", {**CAUSE, "kind": "exit"}),
+        LaunchFailed("SIGKILL", {**CAUSE, "kind": "signal"}),
+        LaunchFailed("out of memory", {**CAUSE, "kind": "oom"}),
+        LaunchFailed("the node vanished", {**CAUSE, "kind": "lost", "rank": None}),
+        LaunchFailed("nobody knows"),
+    ],
+)
+def test_what_was_no_exception_stays_the_gangs_verdict(verdict, make):
+    assert make().original(verdict, {}) is verdict
+
+
+@pytest.mark.parametrize("cls", [LaunchTimeout, LaunchHung, TorchrunPreempted])
+def test_what_the_gang_decided_is_not_replaced_by_what_a_rank_raised_meanwhile(cls, make):
+    call = make()
+    leave(call, "raised-2.pkl", raised(ValueError()))
+    verdict = cls("the gang's words", CAUSE)
+    assert call.original(verdict, {}) is verdict
+
+
+@pytest.mark.parametrize("data", [None, b"no pickle", pickle.dumps("no exception"), b"cno_such_module\nX\n."])
+def test_what_can_not_be_unpickled_comes_in_words(data, make):
+    call = make()
+    leave(call, "raised-2.pkl", {"exception": data, "text": "Custom: 42"})
+    error = call.original(LaunchFailed("the gang's words", CAUSE), {})
+    assert type(error) is WorkerFailed
+    assert error.message.startswith("Custom: 42\nthe gang's words")
+    assert ("told in words because" in error.message) is (data is not None)
+    assert error.cause == CAUSE
+
+
+def test_without_a_folder_for_temporary_files_the_launch_fails_and_says_what_to_change(make, monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
+    with pytest.raises(LaunchFailed, match=r"No such file or directory.*TMPDIR") as caught:
+        make()
+    assert isinstance(caught.value.__cause__, FileNotFoundError)

@@ -1,0 +1,233 @@
+"""How nodes find each other, whatever has become of the control node. Real sockets; the datastore is a dict."""
+
+import math
+import queue
+import socket
+import threading
+import time
+
+import pytest
+from test_registry import FlowDatastore, registry_of
+from unit_helpers import eventually
+
+from metaflow_extensions.torchrun.plugins.torchrun.errors import GangError, GangStartTimeout, TorchrunPreempted
+from metaflow_extensions.torchrun.plugins.torchrun.gang import join as joining
+from metaflow_extensions.torchrun.plugins.torchrun.gang import member_channel
+from metaflow_extensions.torchrun.plugins.torchrun.gang.connection import new_token
+from metaflow_extensions.torchrun.plugins.torchrun.gang.control_channel import ControlChannel
+from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import ConnectPolicy
+from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Join, Replaced
+from metaflow_extensions.torchrun.plugins.torchrun.gang.registry import AddressRecord
+from metaflow_extensions.torchrun.plugins.torchrun.gang.state import Gang, GangSettings
+from metaflow_extensions.torchrun.plugins.torchrun.machine.network import free_port, place
+from metaflow_extensions.torchrun.plugins.torchrun.settings import DEFAULTS, parse_settings
+
+HOST = "127.0.0.1"
+ELSEWHERE = "127.0.0.2"  # as good as another machine: only the very loopback address has no proxies before it
+
+
+@pytest.fixture
+def registry():
+    return registry_of(FlowDatastore())
+
+
+@pytest.fixture
+def policy(monkeypatch):
+    """Return a function that sets how long is tried what."""
+    return lambda **given: monkeypatch.setattr(joining, "_POLICY", ConnectPolicy(**given))
+
+
+@pytest.fixture
+def control():
+    """Return a function that makes a control node's channel: its address, and what is delivered there."""
+    open_ = {}
+
+    def start(host=HOST, port=None, token=None):
+        token, inbox = token or new_token(), []
+        channel = ControlChannel(Gang(GangSettings(2, 60.0, 1.0), lambda pinned: pinned), inbox.append, token, 20.0)
+        open_[channel] = channel
+        port = channel.listen(port, host)
+        channel.send(Join(node=0, host="host-0", place=place()))
+        assert eventually(lambda: channel.gang.absent == [1])
+        return AddressRecord((host,), port, token), inbox, lambda: open_.pop(channel).close(0.0)
+
+    yield start
+    for channel in open_:
+        channel.close(0.0)
+
+
+def settings(**attributes):
+    return parse_settings({**DEFAULTS, **attributes}, "train")
+
+
+def join(registry, **attributes):
+    events = []
+    try:
+        member, _ = joining.join_as_member(registry, 1, 2, settings(**attributes), events.append)
+        member.leave()
+    except Exception as error:
+        return error, [event.text for event in events]
+    return None, [event.text for event in events]
+
+
+def test_a_control_node_that_has_ended_without_a_word_is_given_up(registry, policy):
+    policy(refused_here_s=0.3)
+    port = free_port(HOST)
+    registry.publish(AddressRecord((HOST,), port, "secret"))
+    begun = time.monotonic()
+    error, said = join(registry)
+    assert time.monotonic() - begun < 5.0
+    assert isinstance(error, GangError)
+    assert f"gave up: node 0 (the control node) refuses connections at {HOST}, port {port}, for 0.3 s" in str(error)
+    assert "its task has ended without a word" in str(error)
+    assert said == []
+
+
+def test_of_one_elsewhere_a_word_is_said_first_and_a_newer_address_is_used(registry, control, policy):
+    policy(record_s=0.5, say_refused_s=0.5)
+    registry.publish(AddressRecord((ELSEWHERE,), free_port(ELSEWHERE), "secret"))
+    said = []
+
+    def emit(event):
+        said.append(event.text)
+        registry.publish(control()[0])
+
+    member, _ = joining.join_as_member(registry, 1, 2, settings(), emit)
+    member.leave()
+    (text,) = said
+    assert "its task may have ended; trying for 60 s in all" in text
+
+
+def test_an_address_that_does_not_answer_is_not_taken_for_dead(registry, policy):
+    policy(refused_here_s=0.3)
+    with socket.create_server((HOST, 0)) as silent:  # accepts, and says nothing
+        registry.publish(AddressRecord((HOST,), silent.getsockname()[1], "secret"))
+        error, said = join(registry, all_nodes_started_timeout=1)
+    assert "can't reach the control node: tried 127.0.0.1 on port" in str(error)
+    assert "for 1 s, in vain (no answer in time)" in str(error)
+    assert "channel_port" in str(error)
+    assert said == []
+
+
+def test_a_second_control_node_gives_way_to_the_first_while_that_lives(registry, control, monkeypatch):
+    former, inbox, end = control()
+    registry.publish(former)
+    monkeypatch.setattr(member_channel, "place", lambda: "another pod")
+    events, raised = [], []
+
+    def run():
+        try:
+            joining.join_as_control(registry, 2, HOST, settings(grace_s=1), events.append, False)
+        except TorchrunPreempted as error:
+            raised.append(error)
+
+    newcomer = threading.Thread(target=run)
+    newcomer.start()
+    assert eventually(lambda: [message for message in inbox if isinstance(message, Replaced)])
+    assert eventually(lambda: events)
+    assert "still runs" in events[0].text
+    assert "It waits until the gang has ended, 16 s at most" in events[0].text
+    assert newcomer.is_alive()
+    assert registry.look_up(0.0) == former
+    end()
+    newcomer.join(10.0)
+    assert len(raised) == 1
+
+
+def test_a_control_node_takes_the_place_of_one_that_is_gone(registry, policy, monkeypatch):
+    policy(former_s=1.0)
+    monkeypatch.setattr(joining, "addresses_for_others", lambda main_ip: [HOST])
+    registry.publish(AddressRecord((HOST,), free_port(HOST), "secret"))
+    member, channel = joining.join_as_control(registry, 2, HOST, settings(), lambda event: None, False)
+    assert registry.look_up(0.0).token != "secret"
+    assert channel.gang.absent == [1]
+    member.leave()
+
+
+def test_nobody_published_is_another_matter(registry):
+    error, _ = join(registry, all_nodes_started_timeout=1)
+    assert isinstance(error, GangStartTimeout)
+
+
+def test_a_control_node_that_can_not_listen_tells_those_who_would_wait_for_it(registry):
+    with socket.create_server((HOST, 0)) as taken:
+        pinned = settings(channel_port=taken.getsockname()[1])
+        with pytest.raises(GangError, match="channel_port") as here:
+            joining.join_as_control(registry, 2, HOST, pinned, lambda event: None, here_only=True)
+    error, _ = join(registry)
+    assert str(error) == str(here.value)
+
+
+def test_waiting_for_the_control_node_is_told_now_and_then(monkeypatch):
+    monkeypatch.setattr(joining, "QUIET_S", 0.01)
+    monkeypatch.setattr(joining, "REMIND_S", 0.01)
+    said = []
+
+    class Late:
+        def look_up(self, timeout_s, all_s, wait):
+            eventually(lambda: wait(0.001) or len(said) >= 2)
+            raise GangError("nobody came")
+
+    with pytest.raises(GangError):
+        joining.join_as_member(Late(), 1, 2, settings(), lambda event: said.append(event.text))
+    assert set(said) == {"waits for node 0 (the control node) to start"}
+
+
+def test_a_gang_joins_over_the_loopback_address_where_all_nodes_are_on_one_machine(registry):
+    control, channel = joining.join_as_control(registry, 2, "10.0.0.7", settings(), lambda event: None, True)
+    member, address = joining.join_as_member(registry, 1, 2, settings(), lambda event: None)
+    assert registry.look_up(0.0).addresses == (HOST,)
+    assert (address, control.own_address, member.own_address) == (HOST, HOST, HOST)
+    assert (channel.gang.absent, channel.gang.members) == ([], [1])
+    member.leave()
+    control.leave()
+    assert not registry.look_up(0.0).closed  # nobody is left that would look for it
+
+
+def test_a_gang_of_one_neither_listens_nor_publishes(monkeypatch):
+    monkeypatch.setattr(ControlChannel, "listen", None)
+    joining.join_alone(settings(), lambda event: None).leave()
+
+
+def test_a_member_that_is_refused_at_first_tries_again(registry, control, monkeypatch):
+    refused = queue.SimpleQueue()
+    monkeypatch.setattr(joining._Refusals, "note", lambda _, record, error: refused.put(error) or math.inf)
+    port = free_port(HOST)
+    registry.publish(AddressRecord((HOST,), port, "secret"))
+    joined = queue.SimpleQueue()
+    member = threading.Thread(target=lambda: joined.put(join(registry)))
+    member.start()
+    assert isinstance(refused.get(timeout=10.0), ConnectionRefusedError)
+    control(port=port, token="secret")
+    assert joined.get(timeout=10.0) == (None, [])
+    member.join()
+
+
+def test_a_member_that_comes_after_the_control_nodes_failure_fails_at_once(registry):
+    control, _ = joining.join_as_control(registry, 2, HOST, settings(), lambda event: None, True)
+    control.leave(GangError("step failed"))
+    error, said = join(registry)
+    assert "GangError: step failed" in str(error)
+    assert said == []
+
+
+def test_a_member_that_comes_after_the_control_nodes_end_can_not_launch(registry):
+    control, _ = joining.join_as_control(registry, 2, HOST, settings(), lambda event: None, True)
+    control.leave()
+    member, _ = joining.join_as_member(registry, 1, 2, settings(), lambda event: None)
+    with pytest.raises(GangError, match="after the gang had ended"):
+        member.begin_launch()
+    member.leave()
+
+
+def test_a_member_that_waits_for_the_record_says_so(registry, control, monkeypatch):
+    monkeypatch.setattr(joining, "QUIET_S", 0.0)
+    look_up = registry.look_up
+
+    def wait_once(left_s, of_s, sleep):
+        sleep(0.01)
+        registry.publish(control()[0])
+        return look_up(left_s, of_s, sleep)
+
+    monkeypatch.setattr(registry, "look_up", wait_once)
+    assert join(registry) == (None, ["waits for node 0 (the control node) to start"])

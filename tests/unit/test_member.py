@@ -1,0 +1,697 @@
+"""A node in its gang: the news reaches its code wherever it is, and it leaves once."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from metaflow_extensions.torchrun.plugins.torchrun.errors import GangError, LaunchFailed, TorchrunPreempted
+from metaflow_extensions.torchrun.plugins.torchrun.gang import member as member_module
+from metaflow_extensions.torchrun.plugins.torchrun.gang import wakeup
+from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
+from metaflow_extensions.torchrun.plugins.torchrun.gang.member import _NEXT, Interruption, Member, State
+from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
+    Abort,
+    Ack,
+    Alone,
+    Bye,
+    Done,
+    Go,
+    Leave,
+    Note,
+    Replaced,
+    Stop,
+    Verdict,
+    Welcome,
+)
+
+POOL = Path(__file__).parent / "programs" / "pool.py"
+CRASH = LaunchFailed("Rank 3 failed", {"kind": "exception", "node": 1, "host": "host-1"})
+ABORT = Abort(CRASH)
+
+
+class Link:
+    """A control node that acknowledges a leave, unless it is told not to."""
+
+    own_address = None
+
+    def __init__(self, member):
+        self.member, self.sent, self.closed, self.answers = member, [], 0, True
+
+    def send(self, message):
+        self.sent.append(message)
+        if isinstance(message, Leave) and self.answers:
+            self.member.deliver(Ack())
+
+    def close(self):
+        self.closed += 1
+
+    def leaves(self):
+        return [message for message in self.sent if isinstance(message, Leave)]
+
+
+def attach(node=1, num_nodes=3, emit=print):
+    """Return a member that the control node has not taken in yet, and its link."""
+    member = Member(node, num_nodes, emit)
+    link = Link(member)
+    member.attach(link, link.close)
+    return member, link
+
+
+@pytest.fixture
+def join():
+    """Return a function that returns a member and its link; the signals are given back in any case."""
+    before, members = signal.getsignal(signal.SIGTERM), []
+
+    def join(*args):
+        member, link = attach(*args)
+        members.append(member)
+        member.deliver(Welcome())
+        return member, link
+
+    yield join
+    for member in members[::-1]:
+        member.leave()
+    after = signal.signal(signal.SIGTERM, before)
+    assert after is before
+
+
+def work(limit_s=10.0):
+    """Do what a step does that blocks in no call."""
+    deadline = time.monotonic() + limit_s
+    while time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def blocked(limit_s=10.0):
+    time.sleep(limit_s)  # a step's own blocking call
+    pytest.fail("was not interrupted")
+
+
+def interrupted(member, what=blocked):
+    """Have bad news come while the main thread is in `what`, and return what that raises."""
+    timer = threading.Timer(0.1, member.deliver, [ABORT])
+    timer.start()
+    begun = time.monotonic()
+    with pytest.raises(LaunchFailed, match="Rank 3 failed") as caught:
+        what()
+    assert time.monotonic() - begun < 8
+    timer.join()
+    return caught.value
+
+
+# --- leaving -------------------------------------------------------------------------------------
+
+
+def test_leaving_happens_once(join):
+    member, link = join()
+    member.leave()
+    member.leave(ValueError("late"))
+    assert (link.leaves(), link.closed) == ([Leave(failed=False)], 1)
+
+
+def test_a_member_stays_one_until_its_results_are_stored(join):
+    member, link = join()
+    member.finish()
+    assert (link.sent, link.closed) == ([Done()], 0)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    with pytest.raises(GangError, match="after the gang had ended"):
+        member.begin_launch()
+    member.deliver(ABORT)  # too late for this node's code, which has ended
+    member.leave()
+    assert (link.sent[1:], link.closed) == ([Leave(failed=False)], 1)
+
+
+def test_the_control_node_waits_for_the_others_and_says_so(join, monkeypatch):
+    monkeypatch.setattr(member_module, "QUIET_S", 0.05)
+    monkeypatch.setattr(member_module, "REMIND_S", 0.05)
+    events, left = [], [[2], [1, 2]]
+    member, _ = join(0, 3, events.append)
+    member.finish()
+
+    def remaining():
+        nodes = left.pop()
+        if not left:
+            member.deliver(Alone())
+        return nodes
+
+    member.await_others(remaining)
+    assert [event.text for event in events] == [
+        f"done here; waiting until {nodes} ended the step and stored the results" for nodes in ("nodes 1, 2", "node 2")
+    ]
+
+
+@pytest.mark.parametrize("news", [(ABORT,), (ABORT, Alone())], ids=["one fails", "the last one leaves with an error"])
+def test_a_node_that_fails_ends_the_wait_for_it(join, news):
+    member, _ = join(0)
+    member.finish()
+    handler = signal.signal(wakeup._WAKE, signal.SIG_IGN)  # the wait itself has to end
+    try:
+        for message in news:
+            member.deliver(message)
+        with pytest.raises(LaunchFailed, match="Rank 3 failed"):
+            member.await_others(list)
+    finally:
+        signal.signal(wakeup._WAKE, handler)
+
+
+def test_a_control_node_whose_step_is_done_is_still_interrupted(join):
+    """On a local run Metaflow's code has the main thread then: it waits for the nodes' tasks."""
+    member, link = join(0)
+    member.finish()
+    assert link.sent == [Done()]
+    interrupted(member)
+
+
+def test_a_control_node_whose_step_has_swallowed_the_gangs_error_fails_at_its_end(join):
+    member, _ = join(0)
+    with pytest.raises(LaunchFailed):
+        member.deliver(ABORT)
+    with pytest.raises(LaunchFailed, match="Rank 3 failed"):
+        member.finish()
+
+
+def test_an_exception_of_the_step_is_news_for_the_gang(join):
+    member, link = join()
+    try:
+        raise KeyError("größe")
+    except KeyError as error:
+        member.leave(error)
+    cause = link.leaves()[0].cause
+    assert (cause.kind, cause.node, cause.host) == ("step", 1, member.host)
+    assert cause.exception == "KeyError: 'größe'"
+    assert "Traceback (most recent call last):" in cause.detail
+
+
+def chained(cause=None, context=None):
+    error = ValueError("wrapped")
+    error.__cause__, error.__context__ = cause, context
+    return error
+
+
+OTHER = LaunchFailed("another", {**CRASH.cause, "node": 2})
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (CRASH, None),
+        (chained(cause=CRASH), None),
+        (chained(context=CRASH), None),
+        (OSError("disk full"), ("step", 1, "OSError: disk full")),
+        (OTHER, ("exception", 2, None)),  # passed on as it is
+    ],
+)
+def test_the_gang_is_told_of_all_but_its_own_verdict(error, told, join):
+    member, link = join()
+    member.begin_launch()
+    member.end_launch(CRASH)
+    member.leave(error)
+    (leave,) = link.leaves()
+    assert leave.failed
+    assert (leave.cause and (leave.cause.kind, leave.cause.node, leave.cause.exception)) == told
+
+
+def test_the_receipt_is_awaited_but_not_for_ever(join, monkeypatch):
+    monkeypatch.setattr(member_module, "_ACK_WAIT_S", 0.1)
+    member, link = join()
+    link.answers = False
+    begun = time.monotonic()
+    member.leave(OSError("x"))
+    assert 0.1 <= time.monotonic() - begun < 2.0
+    assert link.closed == 1
+
+
+@pytest.mark.parametrize("error", [OSError("x"), None])
+def test_a_node_that_was_never_taken_in_waits_for_nothing(error):
+    member, link = attach()
+    link.answers = False
+    begun = time.monotonic()
+    member.leave(error)
+    Member(1, 2, print).leave(error)  # nor does one without a channel
+    assert time.monotonic() - begun < 1.0
+
+
+def test_a_link_that_breaks_is_closed_all_the_same(join):
+    member, link = join()
+    link.send = lambda message: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        member.leave()
+    assert link.closed == 1
+
+
+def test_after_an_error_alone_the_control_nodes_end_is_awaited(join):
+    (member, link), (other, _) = join(), join()
+    begun = time.monotonic()
+    other.leave(None, hold_s=20)
+    assert time.monotonic() - begun < 1
+    timer = threading.Timer(0.2, member.lose_control, ["closed"])
+    timer.start()
+    begun = time.monotonic()
+    member.leave(ValueError("x"), hold_s=20)
+    assert 0.1 < time.monotonic() - begun < 10
+    assert link.closed == 1
+    timer.join()
+
+
+def test_every_state_has_its_transitions_and_no_others_are_taken(join):
+    assert set(_NEXT) == set(State)
+    member, _ = join()
+    member.leave()
+    with pytest.raises(AssertionError, match="can't go from LEFT to STEP"):
+        member._enter(State.STEP)
+
+
+# --- launches ------------------------------------------------------------------------------------
+
+
+def test_launches_are_numbered_and_each_has_an_inbox_of_its_own(join):
+    member, _ = join()
+    for number in range(3):
+        assert member.begin_launch() == number
+        assert member.inbox.empty()
+        mail = [Go(number, 0, 29500, "gang", 0, 0), Stop(number, 0), Verdict(number)]
+        for message in [*mail, Verdict(number)]:
+            member.deliver(message)
+        assert [member.inbox.get(timeout=1) for _ in mail] == mail
+        member.end_launch(None)
+        member.deliver(Verdict(number))  # late
+
+
+def test_a_launch_in_a_broken_gang_hears_of_it_and_no_other_begins(join):
+    member, _ = join()
+    member.begin_launch()
+    member.deliver(ABORT)
+    member.deliver(Abort(LaunchFailed("another")))  # only the first bad news counts
+    assert member.inbox.get(timeout=1) is Interruption.BROKEN
+    assert member.inbox.empty()
+    member.end_launch(member.broken)
+    with pytest.raises(LaunchFailed, match="Rank 3 failed"):
+        member.begin_launch()
+
+
+def test_a_launch_after_the_control_node_has_left_says_what_is_wrong(join):
+    member, _ = join()
+    member.deliver(Bye())
+    with pytest.raises(GangError, match="same number of times"):
+        member.begin_launch()
+    member.lose_control("closed")
+    assert member.broken is None  # that it vanishes after its goodbye is no news
+
+
+def test_a_control_node_that_vanishes_breaks_the_gang_and_is_told_why_this_node_leaves(join):
+    """It may hear this node well, and would not know."""
+    member, link = join()
+    member.begin_launch()
+    member.lose_control("nothing was heard from it for 5 s")
+    assert member.inbox.get(timeout=1) is Interruption.BROKEN
+    assert "Node 0 (the control node) is lost: nothing was heard from it for 5 s" in str(member.broken)
+    assert not member.gang_knows(member.broken)
+    member.end_launch(None, failing=True)
+    member.leave(member.broken)
+    (leave,) = link.leaves()
+    assert (leave.cause.kind, leave.cause.node) == ("lost", 1)
+    assert "does not hear the control node any more: nothing was heard from it for 5 s" in leave.cause.exception
+
+
+def test_only_one_thread_at_a_time_is_in_a_launch(join):
+    member, link = join()
+    assert member.begin_launch() == 0
+    said = []
+
+    def second():
+        try:
+            member.begin_launch()
+        except GangError as error:
+            said.append(str(error))
+
+    thread = threading.Thread(target=second)
+    thread.start()
+    thread.join(5)
+    assert "while launch 0 still ran there, in another thread" in said[0]
+    member.deliver(Stop(0, 0))  # the first is unharmed
+    assert member.inbox.get(timeout=1) == Stop(0, 0)
+    member.end_launch(None)
+    assert member.begin_launch() == 1
+    member.end_launch(None)
+    assert link.sent == []
+
+
+def test_a_step_that_ends_before_a_launch_in_another_thread_is_an_error(join):
+    member, link = join()
+    member.begin_launch()
+    with pytest.raises(GangError, match="launch 0 still ran there in another thread") as caught:
+        member.finish()
+    member.leave(caught.value)
+    assert member.inbox.get(timeout=1) is Interruption.BROKEN  # the launch ends, too
+    member.end_launch(None, failing=True)
+    assert link.leaves()[0].cause.kind == "call"
+
+
+def test_a_note_of_the_control_node_is_an_event(join):
+    events = []
+    member, _ = join(1, 3, events.append)
+    member.deliver(Note(text="waits for node 2"))
+    assert [(event.kind, event.node, event.text) for event in events] == [("note", 1, "waits for node 2")]
+
+
+def test_not_being_taken_in_is_an_error_that_says_why():
+    member = Member(1, 3, print)
+    with pytest.raises(GangError, match="same node index"):
+        member.await_welcome(0.05)
+    member.deliver(Welcome())
+    member.await_welcome(0.05)
+
+
+# --- no news is lost ------------------------------------------------------------------------------
+
+NEWS = {
+    "abort": lambda member: member.deliver(ABORT),
+    "control lost": lambda member: member.lose_control("its task was killed"),
+    "SIGTERM": lambda member: signal.raise_signal(signal.SIGTERM),
+    "notice": lambda member: member.notice("a spot notice says so"),
+    "@timeout": lambda member: member.time_out("longer than the step's @timeout allows"),
+}
+TRACED = {member_module.__file__, wakeup.__file__}
+
+
+def with_news_at(moment, function, news):
+    """Call a function, with news in the middle of it: before its `moment`th line; return how many lines it ran."""
+    lines = 0
+
+    def trace(frame, event, _):
+        nonlocal lines
+        if frame.f_code.co_filename not in TRACED:
+            return None
+        if event == "line":
+            lines += 1
+            if lines == moment:
+                sys.settrace(None)
+                news()
+        return trace
+
+    sys.settrace(trace)
+    try:
+        function()
+    finally:
+        sys.settrace(None)
+    return lines
+
+
+def unread(member):
+    return [member.inbox.get() for _ in range(member.inbox.qsize())]
+
+
+def is_told(what, kind, moment):
+    """Tell whether the step hears of news that comes at a moment of what it does; None if that is over before."""
+    member, link = attach(0)
+    member.deliver(Welcome())
+    if what in ("end_launch", "SIGTERM"):
+        member.begin_launch()
+    steps = {
+        "begin_launch": member.begin_launch,
+        "end_launch": lambda: member.end_launch(None),
+        "finish": member.finish,
+        "SIGTERM": lambda: signal.raise_signal(signal.SIGTERM),
+    }
+    try:
+        if with_news_at(moment, steps[what], lambda: NEWS[kind](member)) < moment:
+            return None
+        if what == "begin_launch" and not member.inbox.empty():
+            return True
+        if what == "SIGTERM":  # which the launch hears of, too
+            return len(unread(member)) == 2 or kind == "notice"
+        work(0.5)  # the wake may still be on its way
+        return False
+    except TorchrunPreempted:
+        return link.leaves() != []
+    except LaunchFailed:
+        return True
+    finally:
+        member.leave()
+
+
+def is_told_apart(*arguments):
+    """Do it in a generator, which has an exception state of its own.
+
+    Where a trace function raises in an exception handler, CPython 3.11 goes on with that handler's exception as the one
+    being handled; it would be the context of whatever later tests raise.
+    """
+    yield is_told(*arguments)
+
+
+@pytest.mark.parametrize("kind", NEWS)
+@pytest.mark.parametrize("what", ["begin_launch", "end_launch", "finish", "SIGTERM"])
+def test_news_at_any_moment_is_never_lost(what, kind):
+    """It is raised, or is in the launch's inbox; `finish` is the control node's, which then waits for the others."""
+    moment = 1
+    while (told := next(is_told_apart(what, kind, moment))) is not None:
+        assert told, f"lost before line {moment}"
+        moment += 1
+    assert moment > 8
+
+
+# --- SIGTERM and notices --------------------------------------------------------------------------
+
+
+def test_sigterm_outside_of_a_launch_tells_the_gang_at_once_and_ends_the_step(join):
+    member, link = join()
+    with pytest.raises(TorchrunPreempted, match="got SIGTERM") as caught:
+        signal.raise_signal(signal.SIGTERM)
+    assert caught.value.cause["kind"] == "terminated"
+    told = [Leave(Cause.from_dict(caught.value.cause), failed=True)]
+    assert (link.sent, link.closed) == (told, 0)
+    # The step's code has the error and may take its time; a second SIGTERM would end it, as by default.
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    member.deliver(ABORT)
+    member.finish()
+    with pytest.raises(GangError, match="after the gang had ended"):
+        member.begin_launch()
+    begun = time.monotonic()
+    member.leave(caught.value, hold_s=20)
+    assert time.monotonic() - begun < 5
+    assert (link.sent, link.closed) == (told, 1)
+
+
+def test_a_node_that_gets_sigterm_while_it_joins_ends():
+    member, link = attach()
+    link.answers = False
+    with pytest.raises(TorchrunPreempted) as caught:
+        signal.raise_signal(signal.SIGTERM)
+    begun = time.monotonic()
+    member.leave(caught.value)
+    assert (link.closed, time.monotonic() - begun < 1) == (1, True)
+
+
+def test_the_handler_of_sigterm_waits_for_no_lock(join):
+    member, _ = join()
+    thread = threading.Thread(target=member.note_sigterm)
+    with member._lock:
+        thread.start()
+        thread.join(5)
+        assert not thread.is_alive()
+    with pytest.raises(TorchrunPreempted):
+        member.raise_news()
+
+
+def test_sigterm_in_a_launch_is_mail_for_its_supervisor_each_time(join):
+    member, link = join()
+    member.begin_launch()
+    for _ in range(2):  # the second means: at once
+        signal.raise_signal(signal.SIGTERM)
+        assert member.inbox.get(timeout=1) is Interruption.MUST_END
+    assert not link.leaves()
+    member.end_launch(None)
+
+
+def test_a_notice_reaches_the_launch_that_runs(join):
+    member, link = join()
+    member.begin_launch()
+    member.notice("a spot notice says so")
+    assert member.inbox.get(timeout=1) is Interruption.MUST_END
+    assert "was preempted: a spot notice says so" in str(member.terminated())
+    member.deliver(Replaced(why="another task has come"))  # as true, but the second order would end it at once
+    assert member.inbox.empty()
+    member.end_launch(None, failing=True)
+    with pytest.raises(TorchrunPreempted, match="was preempted: its machine goes"):
+        member.deliver(Replaced(why="its machine goes"))
+    assert link.leaves()[0].cause.exception == "its machine goes"
+
+
+def test_the_previous_handler_is_back_after_leaving(join):
+    def mine(number, frame):
+        raise AssertionError
+
+    before = signal.signal(signal.SIGTERM, mine)
+    try:
+        member, _ = attach()
+        assert signal.getsignal(signal.SIGTERM) is not mine
+        member.leave()
+        assert signal.getsignal(signal.SIGTERM) is mine
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_joining_in_another_thread_leaves_signals_alone():
+    before, after = signal.getsignal(signal.SIGTERM), []
+
+    def other():
+        member, _ = attach()
+        member.deliver(ABORT)
+        after.append(signal.getsignal(signal.SIGTERM))
+        member.leave()
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    thread.join(10.0)
+    assert after == [before]
+
+
+# --- waking ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", [None, signal.SIG_DFL, signal.SIG_IGN])
+def test_bad_news_interrupts_a_blocking_call_whatever_the_step_does_with_sigterm(way, join):
+    member, _ = join()
+    if way is not None:
+        signal.signal(signal.SIGTERM, way)
+    try:
+        interrupted(member)
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def test_a_step_that_blocks_all_signals_is_woken_between_its_calls_and_lives_on(join):
+    member, _ = join()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    try:
+        interrupted(member, work)
+        assert wakeup._WAKE in signal.sigpending()
+        member.leave()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)  # what is pending would kill now
+
+
+def test_news_is_raised_once(join):
+    member, _ = join()
+    interrupted(member)
+    assert not member.has_news()
+    member.raise_news()
+
+
+def test_bad_news_after_a_failed_launch_does_not_interrupt_its_handling(join):
+    member, _ = join()
+    member.begin_launch()
+    member.end_launch(CRASH)
+    member.deliver(ABORT)
+    assert member.broken is not None
+    assert not member.has_news()
+
+
+def test_the_news_of_a_gang_reaches_its_step_inside_of_a_gang_of_one_node(join):
+    """`TorchrunSingleNodeMultiGPU` in a gang's step."""
+    member, _ = join()
+    inner, _ = join(0, 1)
+    inner.begin_launch()
+    with pytest.raises(LaunchFailed, match="Rank 3 failed"):
+        member.deliver(ABORT)
+    assert inner.inbox.empty()  # nobody was preempted
+    for tell in (lambda: signal.raise_signal(signal.SIGTERM), lambda: member.notice("its machine goes")):
+        tell()
+        assert inner.inbox.get(timeout=1) is Interruption.MUST_END
+        inner.end_launch(None, failing=True)
+        inner.begin_launch()
+    inner.end_launch(None, failing=True)
+
+
+# --- what is the task's, and not its children's ---------------------------------------------------
+
+
+def in_child(function):
+    """Call a function in a forked child and return what it returns, or the text of what it raises."""
+    mine, its = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            said = str(function())
+        except BaseException as error:
+            said = f"{type(error).__name__}: {error}"
+        os.write(its, said.encode())
+        os._exit(0)
+    os.close(its)
+    with os.fdopen(mine) as answer:
+        said = answer.read()
+    os.waitpid(pid, 0)
+    return said
+
+
+@pytest.mark.parametrize("where", ["main", "thread"])
+def test_pools_of_the_steps_end_at_once_and_tell_nobody(where):
+    """Some of their processes get SIGTERM in the moment in which they are forked."""
+    done = subprocess.run([sys.executable, POOL, where], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stderr == ""
+    said = json.loads(done.stdout)
+    assert said["sent"] == []
+    assert said["longest_s"] < 2
+
+
+def test_a_child_that_is_told_to_end_in_the_moment_of_the_fork_ends(join):
+    join()
+    pid = os.fork()
+    if pid == 0:
+        time.sleep(20)
+        os._exit(0)
+    os.kill(pid, signal.SIGTERM)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGTERM
+
+
+def test_a_forked_child_has_the_former_handlers_and_the_task_has_ours(join):
+    join()
+    child = in_child(lambda: [signal.getsignal(signal.SIGTERM), signal.getsignal(wakeup._WAKE)])
+    assert child == str([signal.SIG_DFL, signal.SIG_DFL])
+    with pytest.raises(TorchrunPreempted):
+        signal.raise_signal(signal.SIGTERM)
+
+
+def test_a_handler_that_the_step_has_set_is_its_own_in_a_child_and_after_the_end(join):
+    member, _ = join()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    assert in_child(lambda: signal.getsignal(signal.SIGTERM)) == str(signal.SIG_IGN)
+    member.leave()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def test_a_forked_child_can_not_launch_finish_or_leave_even_where_a_thread_has_the_lock(join):
+    member, link = join()
+    calls = (
+        member.finish,
+        member.leave,
+        lambda: member.leave(ValueError("x")),
+        lambda: member.await_others(lambda: [2]),
+    )
+    held, done = threading.Event(), threading.Event()
+
+    def hold():
+        with member._lock:
+            held.set()
+            done.wait(20)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait(20)
+    try:
+        assert "was forked from the task" in in_child(member.begin_launch)
+        assert [in_child(call) for call in calls] == ["None"] * len(calls)
+    finally:
+        done.set()
+        thread.join()
+    assert link.sent == []
+    assert member.begin_launch() == 0
+    member.end_launch(None)

@@ -1,0 +1,92 @@
+"""Every message arrives as it was sent, and what is none is refused by name."""
+
+import dataclasses
+import json
+import typing
+
+import pytest
+
+from metaflow_extensions.torchrun.plugins.torchrun.errors import LaunchHung
+from metaflow_extensions.torchrun.plugins.torchrun.gang import wire
+from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause, Failure
+from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import LaunchPolicy
+from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
+    Abort,
+    Diagnostics,
+    Ended,
+    Go,
+    Message,
+    Ready,
+    Refused,
+    Stop,
+    Stored,
+    Verdict,
+    from_wire,
+    to_wire,
+)
+
+CAUSE = Cause("exception", 2, "hőst", 5, 1, 1, "ValueError: größe\n🙂", "Traceback…\n\x00\x1b[0m")
+POLICY = LaunchPolicy(5.0, 60.0, 30.0, 2, frozenset({"user", "hang"}), 10, 1)
+SAMPLES = [
+    Ready(0, 2, "abc", {"torch": "2.13.0"}, 29500, POLICY),
+    Ready(1, 2, "abc"),
+    Ended(0, False, 1, (Failure(CAUSE, 0.5), Failure(CAUSE)), (0, 1), "a value", Diagnostics("h", None, {3: "a.py:1"})),
+    Stored(0, 0, {3: "key"}),
+    Stop(0, 0, "why", 1, 15, True),
+    Go(0, 1, 29500, "gang", 1, 2),
+]
+
+
+def travelled(message):
+    return from_wire(json.loads(json.dumps(to_wire(message))))
+
+
+@pytest.mark.parametrize("message", SAMPLES, ids=lambda message: type(message).__name__)
+def test_a_message_arrives_as_it_was_sent(message):
+    assert travelled(message) == message
+
+
+@pytest.mark.parametrize("cls", [Abort, Refused, Verdict])
+def test_an_error_arrives_with_class_text_and_cause(cls):
+    error = LaunchHung("no rank wrote", CAUSE.as_dict())
+    sent = Verdict(3, error) if cls is Verdict else cls(error)
+    got = travelled(sent).error
+    assert (type(got), str(got), got.cause) == (LaunchHung, str(error), error.cause)
+
+
+@pytest.mark.parametrize("cls", typing.get_args(Message), ids=lambda cls: cls.__name__)
+def test_every_message_is_frozen_and_its_fields_can_travel(cls):
+    assert cls.__dataclass_params__.frozen
+    assert cls.__doc__
+    assert set(wire._hints(cls)) == {field.name for field in dataclasses.fields(cls)}
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        ({}, "no message of type 'None'"),
+        ({"type": "dance"}, "no message of type 'dance'"),
+        ({"type": ["go"]}, "no message of type"),
+        ({"type": "active", "launch": 0, "generation": 0}, r"active lacks the fields \['age_s'\]"),
+        ({"type": "done", "colour": "red"}, r"done .*nobody knows: \['colour'\]"),
+        ({"type": "join", "node": "1"}, "join.node is '1', which does not fit"),
+        ({"type": "join", "node": True}, "join.node is 'True'"),
+        ({"type": "note", "text": None}, "note.text is 'None'"),
+        ({"type": "leave", "cause": "none"}, "leave.cause is 'none', not an object"),
+        ({"type": "leave", "cause": {"kind": "lost"}}, r"leave.cause lacks the fields \['node', 'host'\]"),
+        ({"type": "stored", "launch": 0, "generation": 0, "keys": {"x": "k"}}, "stored.keys has the key 'x'"),
+        ({"type": "failed", "launch": 0, "failures": {}}, "failed.failures is '{}', which does not fit"),
+        ({"type": "failed", "launch": 0, "failures": [{"cause": None}]}, "failed.failures.cause is 'None'"),
+    ],
+)
+def test_what_is_no_message_is_refused_by_name(data, said):
+    with pytest.raises(ValueError, match=said):
+        from_wire(data)
+
+
+def test_a_causes_texts_are_cut_on_their_way():
+    long = Cause("exception", 1, "h", 0, 0, 1, "ValueError: " + "x" * 100_000, "y" * 100_000 + "THE END")
+    (arrived,) = travelled(Ended(0, False, failures=(Failure(long),))).failures
+    assert arrived.cause == long.bounded()
+    assert arrived.cause.exception.startswith("ValueError: x")
+    assert arrived.cause.detail.endswith("THE END")

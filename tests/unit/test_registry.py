@@ -1,0 +1,149 @@
+"""The address record; a dict that keeps attempts apart plays Metaflow's datastore."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from metaflow_extensions.torchrun.plugins.torchrun.errors import (
+    GangError,
+    GangStartTimeout,
+    LaunchFailed,
+    TorchrunPreempted,
+)
+from metaflow_extensions.torchrun.plugins.torchrun.gang.registry import AddressRecord, Registry
+
+RECORD = AddressRecord(("10.0.0.7", "fd00::7"), 40123, "secret")
+
+
+class FlowDatastore:
+    """Answers as Metaflow's does to what the registry asks; JSON lies between writing and reading."""
+
+    def __init__(self):
+        self.stored, self.questions = {}, 0
+
+    def get_task_datastore(self, run_id, step, task_id, attempt=None, data_metadata=None, mode="r"):
+        return TaskDatastore(self, (run_id, step, task_id, attempt), mode)
+
+
+class TaskDatastore:
+    def __init__(self, flow, key, mode):
+        self.flow, self.key, self.mode = flow, key, mode
+
+    def save_metadata(self, contents):
+        assert self.mode == "w"
+        for name, content in contents.items():
+            self.flow.stored[(*self.key, name)] = json.dumps(content)
+
+    def has_metadata(self, name):
+        self.flow.questions += 1
+        return (*self.key, name) in self.flow.stored
+
+    def load_metadata(self, names):
+        return {name: json.loads(self.flow.stored[(*self.key, name)]) for name in names}
+
+
+@pytest.fixture
+def flow():
+    return FlowDatastore()
+
+
+def registry_of(flow, run="7", step="train", task="3", attempt=0):
+    return Registry(flow, run, step, task, attempt)
+
+
+def test_what_is_published_is_found(flow):
+    registry_of(flow).publish(RECORD)
+    assert registry_of(flow).look_up(0.0) == RECORD
+
+
+def test_an_error_is_found_as_its_class_with_its_text_and_cause(flow):
+    registry_of(flow).publish(replace(RECORD, closed=True, error=LaunchFailed("größe", {"kind": "exit", "node": 2})))
+    error = registry_of(flow).look_up(0.0).error
+    assert (type(error), error.message, error.cause) == (LaunchFailed, "größe", {"kind": "exit", "node": 2})
+
+
+@pytest.mark.parametrize("other", [{"run": "8"}, {"step": "eval"}, {"task": "4"}, {"attempt": 1}])
+def test_other_gangs_and_attempts_are_never_seen(other, flow):
+    registry_of(flow, **other).publish(RECORD)
+    with pytest.raises(GangStartTimeout):
+        registry_of(flow).look_up(0.0)
+
+
+def test_a_reader_waits_with_growing_pauses_and_reads_once_it_is_there(flow):
+    pauses = []
+
+    def sleep(seconds):
+        pauses.append(seconds)
+        if len(pauses) == 8:
+            registry_of(flow).publish(RECORD)
+
+    assert registry_of(flow).look_up(1000.0, sleep=sleep) == RECORD
+    assert pauses == sorted(pauses)
+    assert pauses[0] < 0.2
+    assert max(pauses) <= 5.0
+    assert flow.questions == 9
+
+
+@pytest.mark.parametrize("so_far", ["", '{"addresses": ["10.0.', '{"addresses": ["h\u00f6'.encode()[:-1]])
+def test_a_record_that_is_half_written_is_read_again(flow, so_far):
+    flow.stored["7", "train", "3", 0, "torchrun_gang.json"] = so_far
+    assert registry_of(flow).look_up(1000.0, sleep=lambda _: registry_of(flow).publish(RECORD)) == RECORD
+    assert flow.questions == 2
+
+
+def test_a_control_node_that_never_comes_is_named_with_the_setting(flow):
+    with pytest.raises(
+        GangStartTimeout, match=r"Waited 0.1 s, but node 0 .*7/train/3, attempt 0.*all_nodes_started_timeout"
+    ):
+        registry_of(flow).look_up(0.1)
+
+
+class Failing(FlowDatastore):
+    """Fails some times before it works."""
+
+    def __init__(self, times, error):
+        super().__init__()
+        self.left, self.error = times, error
+
+    def get_task_datastore(self, *words, **options):
+        store = super().get_task_datastore(*words, **options)
+        for name in ("save_metadata", "has_metadata", "load_metadata"):
+            setattr(store, name, self._failing(getattr(store, name)))
+        return store
+
+    def _failing(self, request):
+        def answer(*words):
+            if self.left > 0:
+                self.left -= 1
+                raise self.error
+            return request(*words)
+
+        return answer
+
+
+def test_a_datastore_that_fails_for_a_while_is_asked_again():
+    flow, pauses = Failing(2, OSError("503 Slow Down")), []
+    registry_of(flow).publish(RECORD, sleep=pauses.append)
+    flow.left = 3
+    assert registry_of(flow).look_up(1000.0, sleep=pauses.append) == RECORD
+    assert len(pauses) == 5
+    assert pauses[:2] == sorted(pauses[:2])
+
+
+def test_a_datastore_that_is_gone_is_named_as_the_reason():
+    flow = Failing(10**9, PermissionError("AccessDenied"))
+    for request in (lambda: registry_of(flow).publish(RECORD, 0.1), lambda: registry_of(flow).look_up(0.1)):
+        with pytest.raises(GangError, match=r"7/train/3, attempt 0: PermissionError: AccessDenied.*may read and write"):
+            request()
+
+
+def test_what_a_signals_handler_raises_is_no_failure_of_the_datastore():
+    flow = Failing(1, TorchrunPreempted("its task got SIGTERM"))
+    with pytest.raises(TorchrunPreempted):
+        registry_of(flow).look_up(1000.0)
+
+
+def test_the_time_that_the_user_has_set_is_told(flow):
+    with pytest.raises(GangStartTimeout, match="Waited 600 s"):
+        registry_of(flow).look_up(0.1, 600.0)

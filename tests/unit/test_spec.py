@@ -1,0 +1,230 @@
+"""One call of `run` becomes a launch, or an error that names what contradicts what."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from unit_helpers import write
+
+from metaflow_extensions.torchrun.plugins.torchrun.errors import EntrypointError, TorchrunConfigError
+from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec, Node, Request, build_spec
+from metaflow_extensions.torchrun.plugins.torchrun.settings import parse_settings
+
+NODE = Node(num_nodes=2, node_index=1, main_addr="10.0.0.7")
+SETTINGS = parse_settings({"master_port": 29400, "max_restarts": 5, "all_nodes_started_timeout": 90}, "train")
+SPEC = LaunchSpec("/flow/train.py", (), False, nproc=2, num_nodes=3, node_index=1, python="/usr/bin/python3")
+
+
+@pytest.fixture
+def script(tmp_path):
+    return str(write(tmp_path / "train.py", ""))
+
+
+def build(entrypoint, entrypoint_args=None, node=NODE, **arguments):
+    return build_spec(Request(entrypoint, entrypoint_args, arguments), 2, SETTINGS, node)
+
+
+def refusal(*args, **arguments):
+    with pytest.raises((TorchrunConfigError, EntrypointError)) as caught:
+        build(*args, **arguments)
+    return str(caught.value)
+
+
+# --- the gang ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "agreeing",
+    [
+        {"nnodes": 2},
+        {"nnodes": "2:2"},
+        {"node-rank": "1"},
+        {"rdzv_backend": "static"},
+        {"master_addr": "10.0.0.7"},
+        {"nproc_per_node": 2},
+        {"redirects": 3, "tee": 3},
+    ],
+)
+def test_what_the_gang_does_anyway_may_be_said(agreeing, script):
+    assert build(script, torchrun_args=agreeing).options == ()
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "other"),
+    [
+        ("nnodes", 3, "num_parallel=2"),
+        ("nnodes", "1:2", "num_parallel=2"),
+        ("node_rank", 0, "node_index=1"),
+        ("master_addr", "10.1.2.3", "control node"),
+        ("rdzv_backend", "etcd", "static"),
+        ("rdzv_endpoint", "host:1234", "control node"),
+    ],
+)
+def test_what_contradicts_the_gang_is_refused_with_both_named(option, value, other, script):
+    told = refusal(script, torchrun_args={option: value})
+    assert f"{option.replace('_', '-')}={value}" in told
+    assert other in told
+
+
+@pytest.mark.parametrize(("own", "said"), [("10.0.0.7", "10.0.0.7"), ("fd00::7", "fd00::7"), ("fd00::7", "[fd00::7]")])
+def test_the_control_nodes_address_may_be_repeated_with_a_port(own, said, script):
+    node = replace(NODE, main_addr=own)
+    assert build(script, node=node, torchrun_args={"master_addr": said}).options == ()
+    spec = build(script, node=node, torchrun_args={"rdzv_endpoint": f"{said}:3339"})
+    assert (spec.options, spec.master_port) == ((), 3339)
+    told = refusal(script, node=node, torchrun_args={"rdzv_endpoint": "[fd00::8]:3339"})
+    assert "contradicts the control node's address" in told
+
+
+def test_standalone_is_fine_for_one_node_and_refused_for_more(script):
+    assert build(script, node=replace(NODE, num_nodes=1, node_index=0), torchrun_args=["--standalone"]).options == ()
+    assert "standalone contradicts num_parallel=2" in refusal(script, torchrun_args=["--standalone"])
+
+
+@pytest.mark.parametrize(
+    ("options", "fewest"),
+    [
+        ({}, None),
+        ({"nnodes": "3:3"}, None),
+        ({"rdzv_backend": "c10d"}, 3),
+        ({"rdzv_backend": "c10d", "nnodes": "3"}, 3),
+        ({"rdzv_backend": "c10d", "nnodes": "1:3"}, 1),
+        ({"rdzv_backend": "c10d", "nnodes": "3:3"}, 3),
+    ],
+)
+def test_only_c10d_makes_a_launch_elastic(options, fewest, script):
+    spec = build(script, node=replace(NODE, num_nodes=3), torchrun_args=options)
+    assert (spec.min_nodes, spec.options, spec.elastic_timeout_s) == (fewest, (), 90)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"nnodes": "1:3"}, ["num_parallel=3", "fixes it", "rdzv_backend='c10d'", "docs/elastic.md"]),
+        ({"nnodes": "1:3", "rdzv_backend": "static"}, ["fixes it"]),
+        ({"nnodes": "1:4", "rdzv_backend": "c10d"}, ["num_parallel=3", "MIN:3"]),
+        ({"nnodes": "4:3", "rdzv_backend": "c10d"}, ["MIN from 1 to 3"]),
+        ({"nnodes": "0:3", "rdzv_backend": "c10d"}, ["MIN from 1 to 3"]),
+        ({"nnodes": "few:3", "rdzv_backend": "c10d"}, ["few:3"]),
+    ],
+)
+def test_a_size_that_metaflow_cannot_give_is_refused_with_the_reason(options, said, script):
+    told = refusal(script, node=replace(NODE, num_nodes=3), torchrun_args=options)
+    assert all(words in told for words in said)
+
+
+# --- settings and options ------------------------------------------------------------------------
+
+
+def test_port_and_restarts_are_those_that_count_and_not_torchruns(script):
+    assert (build(script).master_port, build(script).max_restarts) == (29400, 5)
+    spec = build(script, master_port=29500, torchrun_args={"max_restarts": 3, "brand_new": "a b"})
+    assert (spec.master_port, spec.max_restarts, spec.options) == (29500, 3, (("brand-new", "a b"),))
+
+
+def test_local_ranks_filter_is_ours_to_do(script):
+    spec = build(script, torchrun_args={"local_ranks_filter": "0,2"})
+    assert (spec.shown_local_ranks, spec.options) == ({0, 2}, ())
+    assert "local-ranks-filter is 'first'" in refusal(script, torchrun_args={"local_ranks_filter": "first"})
+
+
+def test_the_environment_of_a_launch_is_text(script):
+    assert build(script, env={"N": 1, "HOSTILE": "$HOME 'x'\n"}).env == (("N", "1"), ("HOSTILE", "$HOME 'x'\n"))
+
+
+@pytest.mark.parametrize("wrong", [{"A=B": 1}, {"": 1}, {"A": "x\0y"}, {"A\0": 1}, {3: 1}, ["A=1"]])
+def test_a_variable_that_can_not_be_is_refused(wrong, script):
+    told = refusal(script, env=wrong)
+    assert ("must be a dict" if isinstance(wrong, list) else "can't be an environment variable") in told
+
+
+def test_a_working_folder_must_exist(script, tmp_path):
+    assert build(script, cwd=str(tmp_path)).cwd == str(tmp_path)
+    assert "is not a folder" in refusal(script, cwd=str(tmp_path / "gone"))
+
+
+def test_a_folder_for_logs_is_what_torchrun_would_take_it_for(script, tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path)
+    asked = {"torchrun_args": {"log_dir": "my logs"}}
+    assert build(script, **asked).log_dir == str(tmp_path / "my logs")
+    for cwd in ("here", str(tmp_path / "here")):
+        assert build(script, cwd=cwd, **asked).log_dir == str(tmp_path / "here" / "my logs")
+    assert build(script, cwd="here", torchrun_args={"log_dir": "/logs"}).log_dir == "/logs"
+    assert build(script).log_dir is None
+
+
+# --- the entrypoint ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        *((missing, "entrypoint='train.py'") for missing in (None, "")),
+        *((other, "must be the path of a script") for other in (3, ["train.py"], b"train.py", print)),
+    ],
+)
+def test_an_entrypoint_that_is_none_is_refused(wrong, words):
+    assert words in refusal(wrong)
+
+
+@pytest.mark.parametrize(
+    "name", ["train.py", "sub/folder/train.py", "a b/it's.py", "$HOME/größe 模型.py", "-rf/--x.py", 'q"uote\\.py']
+)
+def test_a_script_is_found_beside_the_flow(name, tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    script = write(tmp_path / "flow" / name, "")
+    node = replace(NODE, flow_dir=str(tmp_path / "flow"))
+    for given in (name, Path(name)):
+        spec = build(given, {"lr": 1}, node)
+        assert (spec.entrypoint, spec.args, spec.module) == (str(script), ("--lr", "1"), False)
+
+
+def test_the_working_folder_comes_before_the_flows(tmp_path, monkeypatch):
+    here, flow, other = (write(tmp_path / folder / "train.py", "") for folder in ("here", "flow", "other"))
+    node = replace(NODE, flow_dir=str(flow.parent))
+    monkeypatch.chdir(here.parent)
+    assert build("train.py", node=node).entrypoint == str(here)
+    assert build("train.py", node=node, cwd=str(other.parent)).entrypoint == str(other)
+
+
+def test_a_missing_script_names_every_place_looked_at(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a folder").mkdir()
+    flow_dir = tmp_path / "flow dir"
+    for name in ("no such.py", "a folder"):
+        told = refusal(name, node=replace(NODE, flow_dir=str(flow_dir)))
+        assert f"does not exist; looked for {tmp_path / name} and {flow_dir / name}." in told
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"module": True}, {"torchrun_args": ["-m"]}, {"module": True, "torchrun_args": ["-m"]}]
+)
+def test_a_module_is_not_looked_for_as_a_file(arguments):
+    spec = build("package.train", **arguments)
+    assert (spec.entrypoint, spec.module, spec.options) == ("package.train", True, ())
+
+
+def test_an_executable_is_not_looked_for_as_a_file():
+    assert build("nvidia-smi", torchrun_args=["--no-python"]).entrypoint == "nvidia-smi"
+
+
+# --- the launch ----------------------------------------------------------------------------------
+
+
+def test_ranks_are_counted_over_the_nodes():
+    spec = replace(SPEC, nproc=4, num_nodes=3, node_index=2)
+    assert spec.world_size == 12
+    assert [spec.global_rank(local) for local in range(4)] == [8, 9, 10, 11]
+
+
+def test_the_fingerprint_ignores_what_may_differ_and_sees_what_may_not():
+    same = [
+        {"node_index": 2, "args": ("x",), "env": (("A", "1"),)},
+        {"entrypoint": "/another/place/train.py"},
+        {"options": (("rdzv-id", "mine"),)},
+    ]
+    others = [{"entrypoint": "/flow/other.py"}, {"module": True}, {"options": (("role", "x"),)}, {"function": "train"}]
+    assert {replace(SPEC, **changes).digest() for changes in same} == {SPEC.digest()}
+    assert len({replace(SPEC, **changes).digest() for changes in [{}, *others]}) == 1 + len(others)

@@ -1,0 +1,519 @@
+"""What hanging workers were doing is found out: real processes, asked by py-spy and by the signal."""
+
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from setuptools import find_namespace_packages
+from unit_helpers import eventually, is_running, worker_environment, write
+
+from metaflow_extensions.torchrun.plugins.torchrun.launch.command import WORKER_HOOKS
+from metaflow_extensions.torchrun.plugins.torchrun.node import stacks
+
+PY_SPY = shutil.which("py-spy", path=os.path.dirname(sys.executable))
+TORCH = "2.13.0+cpu"
+BY_SIGNAL = None  # what is found where py-spy is not installed
+
+# Where kernel.yama.ptrace_scope is 1, py-spy may look at what it has not started only if that allows it.
+TRACEABLE = "import ctypes; ctypes.CDLL(None).prctl(0x59616D61, ctypes.c_ulong(-1));"
+HANG = TRACEABLE + "print('ready', flush=True); import time; time.sleep(1000)"
+
+
+def start_worker(argv, folder, env=None):
+    """Start a worker as the agent would, and return its process when it hangs."""
+    inherited = {**os.environ, **(env or {})}
+    inherited |= stacks.hook_environment(str(folder), inherited, TORCH)
+    inherited = worker_environment(inherited, folder.parent)
+    worker = subprocess.Popen(argv, env=inherited, start_new_session=True, stdout=subprocess.PIPE)
+    assert worker.stdout.readline() == b"ready\n"
+    until(worker.pid, "S")
+    return worker
+
+
+def until(pid, state):
+    eventually(lambda: stacks._state(pid)[:1] == state, f"state {state}")
+
+
+def end(workers):
+    for worker in workers:
+        os.killpg(worker.pid, signal.SIGKILL)  # with its children; it is not reaped yet
+        worker.wait()
+        worker.stdout.close()
+
+
+def collect(workers, folder, py_spy=BY_SIGNAL, keep_in=None, within_s=10.0, name="launch0"):
+    keep_in = str(keep_in if keep_in is not None else folder.parent / "kept")
+    return stacks.collect(workers, str(folder), keep_in, name, within_s, py_spy)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    path = tmp_path / "gang's folder ü"
+    path.mkdir()
+    return path
+
+
+@pytest.fixture
+def start(folder):
+    started = []
+
+    def begin(argv, env=None):
+        started.append(start_worker(argv, folder, env))
+        return started[-1].pid
+
+    yield begin
+    end(started)
+
+
+@pytest.fixture
+def fake_py_spy(tmp_path):
+    def make(text):
+        path = write(tmp_path / "bin" / "py-spy", text)
+        path.chmod(0o755)
+        return str(path)
+
+    return make
+
+
+# --- where workers hang -----------------------------------------------------------------------
+
+ANOTHER_THREAD = "threading.Thread(target=time.sleep, args=(1000,), daemon=True)"
+NO_PYTHON = ["sh", "-c", "echo ready; sleep 1000; :"]
+NO_HANDLER = "no Python stack: it has no handler of ours (no Python, or one started with -I, -E or -S)"
+# Without our file it is somebody else's; calling it could do anything.
+OWN_HANDLER = f"import signal, sys; signal.signal({stacks._SIGNAL}, lambda *_: sys.exit(1)); "
+
+
+def script(body, before=""):
+    """Return a script that says that it is ready and hangs in its function `train`."""
+    text = f"{TRACEABLE} import os, queue, select, sys, threading, time\n{before}\ndef train():\n    {body}\n"
+    return f"{text}print('ready', flush=True)\ntrain()\n"
+
+
+# What a worker runs, a script or an argv, and what py-spy and the signal tell of it.
+HERE = "train.py:4 in train"
+WORKERS = {
+    "sleeps": (script("time.sleep(1000)"), HERE, HERE),
+    "waits for a lock": (script("lock = threading.Lock(); lock.acquire(); lock.acquire()"), HERE, HERE),
+    "is in native code": (script("read, _ = os.pipe(); select.select([read], [], [])"), HERE, HERE),
+    "reads": (script("read, _ = os.pipe(); os.read(read, 1)"), HERE, HERE),
+    "has another thread": (script("time.sleep(1000)", f"{ANOTHER_THREAD}.start()"), HERE, HERE),
+    "waits for its fork": (script("os.fork() or time.sleep(1000); os.wait()"), HERE, HERE),
+    # py-spy guesses the class.
+    "is in the standard library": (script("queue.Queue().get()"), f"{HERE} (in Condition.wait)", f"{HERE} (in wait)"),
+    # The shape that a hang in all_reduce has, made of files in a place like torch's.
+    "is in torch": (
+        f"{TRACEABLE} import trainer\nprint('ready', flush=True)\ntrainer.loop()\n",
+        "trainer.py:3 in loop (in all_reduce)",
+        "trainer.py:3 in loop (in all_reduce)",
+    ),
+    # The handler tells of 100 threads, the youngest first.
+    "has too many threads": (
+        script("time.sleep(1000)", f"for _ in range(120): {ANOTHER_THREAD}.start()"),
+        HERE,
+        "of 100 threads none is the main one; install py-spy to see all",
+    ),
+    "is stopped": (
+        script("time.sleep(1000)"),
+        HERE,
+        "no Python stack: it is in state T (stopped), so it runs no handler; install py-spy to see it anyway",
+    ),
+    "is no Python": (NO_PYTHON, NO_HANDLER, NO_HANDLER),
+    # Our hook ran, but of the process that it ran in, the handler is gone.
+    "became no Python": ([sys.executable, "-c", f"import os; os.execvp('sh', {NO_PYTHON})"], NO_HANDLER, NO_HANDLER),
+    "has -I": ([sys.executable, "-I", "-c", HANG], "<string>:1 in <module>", NO_HANDLER),
+    "has -E": ([sys.executable, "-E", "-c", HANG], "<string>:1 in <module>", NO_HANDLER),
+    "has -S": ([sys.executable, "-S", "-c", HANG], "<string>:1 in <module>", NO_HANDLER),
+    "has a handler of its own": (
+        [sys.executable, "-I", "-c", OWN_HANDLER + HANG],
+        "<string>:1 in <module>",
+        NO_HANDLER,
+    ),
+}
+RANKS = {name: rank for rank, name in enumerate(WORKERS)}
+
+
+@pytest.fixture(scope="module")
+def hanging(tmp_path_factory):
+    """Return the workers of the table, and what py-spy and then the signal have told of them."""
+    assert PY_SPY, "the test extra has py-spy"
+    root = tmp_path_factory.mktemp("hanging")
+    folder = root / "gang's folder ü"
+    folder.mkdir()
+    site = root / "lib" / "python3.11" / "site-packages"
+    write(site / "torch" / "__init__.py", "")
+    write(site / "torch" / "distributed.py", "import time\ndef all_reduce():\n    time.sleep(1000)\n")
+    write(site / "trainer.py", "import torch.distributed\ndef loop():\n    torch.distributed.all_reduce()\n")
+    started = []
+    try:
+        for rank, (runs, _, _) in enumerate(WORKERS.values()):
+            argv = [sys.executable, str(write(root / f"{rank}" / "train.py", runs))] if isinstance(runs, str) else runs
+            started.append(start_worker(argv, folder, {"PYTHONPATH": str(site)}))
+        pids = {rank: worker.pid for rank, worker in enumerate(started)}
+        stopped = pids[RANKS["is stopped"]]
+        os.kill(stopped, signal.SIGSTOP)
+        until(stopped, "T")
+        by_py_spy = collect(pids, folder, PY_SPY, within_s=60.0)
+        signalled = {path.name for path in folder.glob("stacks-*.txt") if path.stat().st_size}
+        by_signal = collect(pids, folder, BY_SIGNAL, within_s=60.0)
+        yield SimpleNamespace(
+            folder=folder, pids=pids, by_py_spy=by_py_spy, by_signal=by_signal, signalled=signalled, started=started
+        )
+    finally:
+        end(started)
+
+
+@pytest.mark.parametrize("name", WORKERS)
+def test_a_hanging_worker_tells_where_and_lives_on(name, hanging):
+    rank, (_, by_py_spy, by_signal) = RANKS[name], WORKERS[name]
+    assert hanging.by_py_spy.where[rank] == by_py_spy
+    assert hanging.by_signal.where[rank] == by_signal
+    assert is_running(hanging.pids[rank])
+
+
+def test_all_stacks_stand_under_their_ranks_in_log_and_file(hanging):
+    for found in (hanging.by_py_spy, hanging.by_signal):
+        headings = [line for line in found.text.splitlines() if line.startswith("---")]
+        assert headings == [f"--- rank {rank}, pid {pid}: {found.where[rank]}" for rank, pid in hanging.pids.items()]
+        assert found.text.count("train.py") > len(headings), "the stacks themselves"
+
+
+def test_whom_py_spy_has_seen_is_not_signalled(hanging):
+    assert f"Thread {hanging.pids[0]} (idle)" in hanging.by_py_spy.text
+    assert hanging.signalled == set()
+    assert hanging.by_py_spy.text.count("(py-spy failed: Error: ") == 2, "of what is no Python"
+
+
+def test_asked_twice_a_worker_tells_its_new_stack_only(hanging):
+    first, second = (collect({0: hanging.pids[0]}, hanging.folder) for _ in range(2))
+    assert first.text == second.text
+    assert Path(first.file).read_text(encoding="utf-8").strip() == first.text.strip()
+
+
+def test_py_spy_is_looked_for_beside_python_then_on_the_path(tmp_path):
+    beside, on_path = tmp_path / "env", tmp_path / "path"
+    for place in (beside, on_path):
+        write(place / "py-spy", "#!/bin/sh\n").chmod(0o755)
+    nowhere = tmp_path / "nowhere"
+    assert stacks.find_py_spy(str(beside / "python"), str(on_path)) == str(beside / "py-spy")
+    assert stacks.find_py_spy(str(nowhere / "python"), str(on_path)) == str(on_path / "py-spy")
+    assert stacks.find_py_spy(str(nowhere / "python"), str(nowhere)) is None
+
+
+@pytest.mark.parametrize(
+    ("does", "said"),
+    [
+        (
+            "echo 'Error: Permission Denied' >&2; echo 'Stack backtrace: 0: x' >&2; exit 1",
+            "(py-spy failed: Error: Permission Denied)",
+        ),
+        ("exit 3", "(py-spy failed: exit code 3)"),
+        ("echo 'Process 1: python'", "(py-spy failed: exit code 0)"),
+        ("exec sleep 1000", "(py-spy gave no answer within 1.2 s)"),
+        (None, "(py-spy could not be started ("),
+    ],
+)
+def test_when_py_spy_fails_the_signal_helps(does, said, hanging, fake_py_spy):
+    fake = "/none/py-spy" if does is None else fake_py_spy(f"#!/bin/sh\n{does}\n")
+    began = time.monotonic()
+    found = collect({rank: hanging.pids[rank] for rank in range(4)}, hanging.folder, fake, within_s=2.0)
+    assert time.monotonic() - began < 2 * 2.0, "one after the other would take 4 x 1.2 s for a silent py-spy alone"
+    assert found.where == dict.fromkeys(range(4), HERE)
+    assert found.text.count(said) == 4
+    assert "backtrace" not in found.text
+
+
+# --- workers that can't answer ----------------------------------------------------------------
+
+
+def test_a_worker_that_does_not_answer_is_said_so_in_time(start, folder):
+    blocks = f"import signal; signal.pthread_sigmask(signal.SIG_BLOCK, [{stacks._SIGNAL}]);"
+    workers = {0: start([sys.executable, "-c", blocks + HANG]), 1: start([sys.executable, "-c", HANG])}
+    began = time.monotonic()
+    found = collect(workers, folder, within_s=1.0)
+    assert 1.0 <= time.monotonic() - began < 4.0
+    assert found.where[0] == "no Python stack: it did not answer in time; it is in state S (sleeping)"
+    assert found.where[1] == "<string>:1 in <module>"
+
+
+def test_workers_that_have_ended_are_said_so(folder):
+    zombie = subprocess.Popen(["true"])
+    until(zombie.pid, "Z")
+    assert collect({0: zombie.pid}, folder, PY_SPY).where == {0: "no Python stack: the process has ended"}
+    zombie.wait()
+    assert collect({0: zombie.pid}, folder, PY_SPY).where == {0: "no Python stack: the process has ended"}
+
+
+def test_no_worker_is_no_error(folder):
+    found = collect({}, folder)
+    assert (found.where, found.text) == ({}, "")
+
+
+# --- the hook in the worker -------------------------------------------------------------------
+
+SHOW = """
+import json, os, signal, sys
+status = dict(line.split(":", 1) for line in open("/proc/self/status"))
+print(json.dumps({
+    "path": sys.path, "argv": sys.argv, "name": __name__, "main": vars(sys.modules["__main__"])["__file__"],
+    "modules": sorted(sys.modules), "custom": str(sys.modules.get("sitecustomize")), "mark": os.environ.get("MARK"),
+    "handlers": int(status["SigCgt"], 16),
+}))
+"""
+OUR_HANDLER = 1 << (stacks._SIGNAL - 1)
+
+
+def run_hooked(argv, folder, env=None, hooked=True):
+    inherited = {**os.environ, **(env or {})}
+    if hooked:
+        inherited = worker_environment(
+            inherited | stacks.hook_environment(str(folder), inherited, TORCH), folder.parent
+        )
+    return subprocess.run([sys.executable, *argv], env=inherited, capture_output=True, text=True, timeout=30)
+
+
+@pytest.mark.parametrize("env", [{}, {"PYTHONPATH": "{own}"}, {"PYTHONPATH": ":{own}::"}, {"PYTHONPATH": ""}])
+def test_a_script_finds_everything_as_it_would_without_us(env, folder, tmp_path):
+    own = tmp_path / "own"
+    write(own / "sitecustomize.py", "import os; os.environ['MARK'] = 'own'\n")
+    env = {name: value.format(own=own) for name, value in env.items()}
+    argv = [str(write(tmp_path / "show.py", SHOW)), "--an", "argument"]
+    plain, hooked = (run_hooked(argv, folder, env, hooked) for hooked in (False, True))
+    assert hooked.stderr == plain.stderr == ""
+    before, after = json.loads(plain.stdout), json.loads(hooked.stdout)
+    assert after.pop("handlers") == before.pop("handlers") | OUR_HANDLER
+    assert set(after.pop("modules")) - set(before.pop("modules")) <= {"faulthandler", "atexit"}
+    assert after == before
+    assert (after["mark"] == "own") is ("own" in env.get("PYTHONPATH", ""))
+
+
+@pytest.mark.parametrize("body", ["raise ValueError('mine')", "import no_such_module", "raise SystemExit(3)", "x = ("])
+def test_errors_of_the_users_own_sitecustomize_are_as_they_would_be(body, folder, tmp_path):
+    write(tmp_path / "own" / "sitecustomize.py", body)
+    env = {"PYTHONPATH": str(tmp_path / "own")}
+    argv = ["-c", "print('ran')"]
+    plain, hooked = (run_hooked(argv, folder, env, hooked) for hooked in (False, True))
+    ends = [(each.returncode, each.stdout, each.stderr.splitlines()[-1:]) for each in (plain, hooked)]
+    assert ends[0] == ends[1]
+    assert len(list(folder.glob("stacks-*"))) == 1, "ours ran, too"
+
+
+@pytest.mark.parametrize("agent", [None, "", "1"], ids=["nobody asked", "the agent", "not our parent"])
+def test_the_hook_does_nothing_in_what_is_no_worker(agent, folder):
+    env = worker_environment(stacks.hook_environment(str(folder), {}, TORCH), folder)
+    env |= {"TORCHRUN_AGENT_PID": agent} if agent is not None else {"TORCHRUN_STACKS_FOLDER": ""}
+    shown = run_hooked(["-c", "__file__ = ''" + SHOW], folder, env, hooked=False)
+    assert not json.loads(shown.stdout)["handlers"] & OUR_HANDLER
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize(("place", "number"), [("none", "58"), ("", "no number"), ("", "9"), ("", "1000")])
+def test_a_worker_starts_whatever_becomes_of_the_hook(place, number, folder):
+    env = worker_environment(stacks.hook_environment(str(folder), {}, TORCH), folder)
+    env |= {"TORCHRUN_STACKS_FOLDER": str(folder / place), "TORCHRUN_STACKS_SIGNAL": number}
+    done = run_hooked(["-c", "print('ran')"], folder, env, hooked=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "ran\n", "")
+
+
+def test_the_hooks_folder_is_shipped_and_holds_nothing_else(tmp_path):
+    hooks = Path(WORKER_HOOKS)
+    assert [path.name for path in hooks.iterdir() if path.name != "__pycache__"] == ["sitecustomize.py"]
+    in_wheel = find_namespace_packages(str(hooks.parents[5]), include=["metaflow_extensions.*"])
+    assert "metaflow_extensions.torchrun.plugins.torchrun.scripts.worker_hooks" in in_wheel
+    # Elsewhere than here, where Metaflow would take the list of files from a build's old egg-info.
+    listing = (
+        "import metaflow.extension_support as e; print(*(inside for _, inside in e.package_mfext_all()), sep='\\n')"
+    )
+    done = subprocess.run([sys.executable, "-c", listing], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    in_code_package = done.stdout.splitlines()
+    assert "metaflow_extensions/torchrun/plugins/torchrun/scripts/worker_hooks/sitecustomize.py" in in_code_package
+
+
+# --- the environment --------------------------------------------------------------------------
+
+
+def test_the_recorder_is_switched_on_and_can_be_asked(folder):
+    env = stacks.hook_environment(str(folder), {}, TORCH)
+    stem = str(folder / "nccl_trace_rank_")
+    assert {name: value for name, value in env.items() if name.startswith("TORCH_")} == {
+        "TORCH_FR_BUFFER_SIZE": "2000",
+        "TORCH_FR_DUMP_TEMP_FILE": stem,
+        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": stem,
+        "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": stem,
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+    }
+    assert list(folder.iterdir()) == [], "the probe is gone"
+
+
+@pytest.mark.parametrize("version", ["2.4.1", "2.7.1+cu128", "2.8.0", "2.13.0+cpu", "unknown"])
+def test_the_recorders_size_is_set_by_the_name_that_this_torch_wants(version, folder):
+    """Of another it prints on every rank that it is deprecated, or it does not know it."""
+    old = version.startswith(("2.4", "2.7"))
+    wanted = {"TORCH_NCCL_TRACE_BUFFER_SIZE" if old else "TORCH_FR_BUFFER_SIZE"}
+    env = stacks.hook_environment(str(folder), {}, version)
+    assert {name for name in env if "BUFFER_SIZE" in name} == wanted
+    for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"):
+        env = stacks.hook_environment(str(folder), {name: "7"}, version)
+        assert not [name for name in env if "BUFFER_SIZE" in name], "the user's goes"
+
+
+@pytest.mark.parametrize("name", ["TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"])
+def test_a_dump_file_of_the_user_is_not_overruled_by_the_other_name(name, folder):
+    env = stacks.hook_environment(str(folder), {name: "/mine"}, TORCH)
+    assert "TORCH_FR_DUMP_TEMP_FILE" not in env
+    assert "TORCH_NCCL_DEBUG_INFO_TEMP_FILE" not in env
+
+
+@pytest.mark.parametrize(
+    "name", ["TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_NCCL_DEBUG_INFO_PIPE_FILE", "TORCH_FR_BUFFER_SIZE"]
+)
+def test_nothing_that_the_user_has_set_is_set(name, folder):
+    assert name not in stacks.hook_environment(str(folder), {name: "0"}, TORCH)
+
+
+def test_no_pipe_is_asked_for_where_none_can_be_made(folder):
+    """NCCL would end the worker with an exception in a thread."""
+    env = stacks.hook_environment(str(folder / "missing"), {}, TORCH)
+    assert "TORCH_NCCL_DEBUG_INFO_PIPE_FILE" not in env
+    assert "TORCH_FR_BUFFER_SIZE" in env
+
+
+# --- flight recorder --------------------------------------------------------------------------
+
+# Does what NCCL's monitor thread does: a pipe per rank, looked at now and then; then a dump beside the stem.
+RECORDER = """
+import os, sys, time
+rank, says = sys.argv[1:]
+pipe = f"{os.environ['TORCH_NCCL_DEBUG_INFO_PIPE_FILE']}{rank}.pipe"
+os.mkfifo(pipe)
+fd = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+print("ready", flush=True)
+while True:
+    try:
+        if os.read(fd, 128):
+            break
+    except BlockingIOError:  # it has been opened, but not written to yet
+        pass
+    time.sleep(0.05)
+if says:
+    with open(os.environ["TORCH_FR_DUMP_TEMP_FILE"] + rank, "w") as file:
+        for part in says:
+            file.write(part); file.flush(); time.sleep(0.05)
+time.sleep(1000)
+"""
+
+
+@pytest.fixture
+def record(start, tmp_path):
+    path = str(write(tmp_path / "recorder.py", RECORDER))
+    return lambda rank, says, env=None: start([sys.executable, path, str(rank), says], env)
+
+
+def test_dumps_are_asked_for_and_kept_whole(record, folder):
+    found = collect({2: record(2, "two!"), 5: record(5, "five")}, folder)
+    kept = Path(found.file).parent
+    assert (kept / "nccl_trace_rank_2").read_text() == "two!"
+    assert (kept / "nccl_trace_rank_5").read_text() == "five"
+    line = f"NCCL's flight recorder: nccl_trace_rank_2, nccl_trace_rank_5 in {kept}. "
+    assert line in found.text
+    assert line in Path(found.file).read_text(encoding="utf-8")
+    assert {path.name for path in kept.iterdir()} == {"stacks.txt", "nccl_trace_rank_2", "nccl_trace_rank_5"}
+
+
+@pytest.mark.parametrize("stem", ["{own}/mine_", "mine_"])
+def test_a_dump_lands_where_the_user_wants_it_and_is_kept_too(stem, record, folder, tmp_path, monkeypatch):
+    (tmp_path / "own").mkdir()
+    monkeypatch.chdir(tmp_path / "own")
+    write(tmp_path / "own" / "mine_0", "of another day")
+    pid = record(0, "today", {"TORCH_FR_DUMP_TEMP_FILE": stem.format(own=tmp_path / "own")})
+    monkeypatch.chdir(tmp_path)
+    found = collect({0: pid}, folder)
+    assert (Path(found.file).parent / "mine_0").read_text() == "today"
+
+
+def test_an_old_dump_is_not_passed_off_as_the_answer(record, folder, tmp_path):
+    write(tmp_path / "mine_0", "of another day")
+    pid = record(0, "", {"TORCH_FR_DUMP_TEMP_FILE": str(tmp_path / "mine_")})
+    found = collect({0: pid}, folder, within_s=1.0)
+    assert "recorder.py" in found.where[0], "the stack came nevertheless"
+    assert "NCCL" not in found.text
+
+
+def test_dumps_made_before_are_kept_too_and_dead_pipes_do_no_harm(start, folder):
+    write(folder / "nccl_trace_rank_7", "at a timeout of NCCL's own")
+    write(folder / "nccl_trace_rank_x", "something else")
+    os.mkfifo(folder / "nccl_trace_rank_0.pipe")
+    write(folder / "nccl_trace_rank_1.pipe", "no pipe")
+    workers = {rank: start([sys.executable, "-c", HANG]) for rank in (0, 1)}
+    began = time.monotonic()
+    found = collect(workers, folder)
+    assert time.monotonic() - began < 5
+    assert {path.name for path in Path(found.file).parent.iterdir()} == {"stacks.txt", "nccl_trace_rank_7"}
+    assert (folder / "nccl_trace_rank_1.pipe").read_text() == "no pipe"
+
+
+def test_a_dump_that_can_not_be_copied_is_not_promised(start, folder):
+    (folder / "nccl_trace_rank_3").mkdir()
+    found = collect({0: start([sys.executable, "-c", HANG])}, folder)
+    assert "NCCL" not in found.text
+    assert os.listdir(os.path.dirname(found.file)) == ["stacks.txt"]
+
+
+# --- keeping ----------------------------------------------------------------------------------
+
+OURSELVES = {0: os.getpid()}  # a process without our hook
+
+
+def test_everything_is_in_a_fresh_folder_of_that_name(folder, tmp_path):
+    files = [Path(collect(OURSELVES, folder, keep_in=tmp_path / "a" / "b", name="../Flow/1 ü*").file) for _ in range(2)]
+    assert files[0] != files[1]
+    for file in files:
+        assert file.name == "stacks.txt"
+        assert file.parent.name.startswith("torchrun-hang-.._Flow_1_ü_-")
+        assert file.parent.parent == tmp_path / "a" / "b"
+
+
+def test_without_a_place_it_goes_to_the_temporary_folder(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    for place in (None, str(write(tmp_path / "a file", "")), "/proc/none"):
+        found = stacks.collect(OURSELVES, str(folder), place, "launch0", 10.0, BY_SIGNAL)
+        assert Path(found.file).parent.parent == tmp_path
+        assert "rank 0" in Path(found.file).read_text()
+
+
+def test_a_full_disk_does_not_lose_the_text(folder, tmp_path, monkeypatch):
+    """No file may grow, which is how it is on a full disk."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temp"))
+    (tmp_path / "temp").mkdir()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        found = collect(OURSELVES, folder, keep_in=tmp_path / "kept")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert found.file is None
+    assert found.where == {0: NO_HANDLER}
+    assert NO_HANDLER in found.text
+    assert [*(tmp_path / "temp").iterdir(), *(tmp_path / "kept").iterdir()] == [], "nothing half is left"
+
+
+def test_long_stacks_are_whole_in_the_file_and_bounded_in_the_log(folder, fake_py_spy):
+    frames = '"    frame%d (/x.py:%d)\\n" % (i, i) for i in range(20000)'
+    prints = f"import sys\nprint('Thread ' + sys.argv[-1] + ' (idle)')\nprint(''.join({frames}))\n"
+    fake = fake_py_spy(f"#!{sys.executable}\n{prints}")
+    workers = dict.fromkeys(range(3), os.getpid())
+    found = collect(workers, folder, fake)
+    assert len(found.text) < 210_000
+    for rank in workers:
+        assert f"--- rank {rank}, pid {os.getpid()}: x.py:0 in frame0\n" in found.text
+    assert found.text.count("frame1 (") == found.text.count("frame19999 (") == 3
+    assert found.text.count("characters left out") == 3
+    assert Path(found.file).read_text().count("\n    frame") == 60_000

@@ -1,0 +1,1492 @@
+"""Who is in, who is ready, what was decided; with a clock that the test holds."""
+
+import math
+import signal
+from dataclasses import fields
+
+import pytest
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from metaflow_extensions.torchrun.plugins.torchrun.errors import (
+    GangError,
+    GangStartTimeout,
+    LaunchFailed,
+    LaunchHung,
+    LaunchTimeout,
+    TorchrunPreempted,
+)
+from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause, Failure
+from metaflow_extensions.torchrun.plugins.torchrun.gang.nodes import Nodes
+from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import LaunchPolicy
+from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
+    Abort,
+    Ack,
+    Active,
+    Alone,
+    Bye,
+    Diagnostics,
+    Done,
+    Ended,
+    Failed,
+    Go,
+    Join,
+    Leave,
+    Note,
+    Ready,
+    Replaced,
+    Restart,
+    Stop,
+    Stored,
+    Storing,
+    Verdict,
+    Welcome,
+)
+from metaflow_extensions.torchrun.plugins.torchrun.gang.state import Gang, GangSettings
+from metaflow_extensions.torchrun.plugins.torchrun.gang.texts import names
+
+FIELDS = {"nproc": 2, "digest": "abc"}
+FACTS = {"torch": "2.13.0", "python": "3.11.7"}
+READY = {"nproc", "digest", "master_port"}
+POLICY = {field.name for field in fields(LaunchPolicy)}
+GRACE_S = 30.0
+
+
+class Clock:
+    def __init__(self):
+        self.now = 1000.0
+
+    def __call__(self):
+        return self.now
+
+
+def failures(causes, age_s=0.0):
+    return tuple(Failure(cause, age_s) for cause in causes)
+
+
+class GangOf:
+    """A gang, and what its nodes have been sent."""
+
+    def __init__(self, num_nodes=3, started_timeout_s=600.0, taken=(), join=True):
+        self.clock = Clock()
+        self.ports = iter(range(40001, 41000))
+        self.taken = set(taken)
+        self.state = Gang(GangSettings(num_nodes, started_timeout_s, GRACE_S), self._pick, self.clock)
+        self.num_nodes = num_nodes
+        self.sent = {node: [] for node in range(num_nodes)}
+        if join:
+            for node in range(num_nodes):
+                self.join(node)
+
+    def _pick(self, pinned):
+        return next(self.ports) if pinned is None else None if pinned in self.taken else pinned
+
+    def post(self, outgoing):
+        for node, message in outgoing:
+            self.sent[node].append(message)
+
+    def join(self, node):
+        self.post(self.state.handle(node, Join(node, f"host-{node}")))
+
+    def ready(self, node, launch=0, **said):
+        policy = LaunchPolicy(**{name: said.pop(name) for name in POLICY & said.keys()})
+        fields = {**FIELDS, **{name: said.pop(name) for name in READY & said.keys()}}
+        self.post(
+            self.state.handle(node, Ready(launch, facts={**FACTS, **said}, policy=None if node else policy, **fields))
+        )
+
+    def all_ready(self, launch=0, **facts):
+        for node in range(self.num_nodes):
+            self.ready(node, launch, **facts)
+
+    def failed(self, node, *causes, launch=0, generation=0, age_s=0.0):
+        self._say(node, Failed(launch, generation, failures(causes, age_s)))
+
+    def ended(self, node, *causes, ok=None, launch=0, generation=0, age_s=0.0, **more):
+        ok = not causes if ok is None else ok
+        self._say(node, Ended(launch, ok, generation, failures(causes, age_s), **more))
+
+    def all_ended(self, *causes, **more):
+        for node in range(self.num_nodes):
+            self.ended(node, *causes, **more)
+
+    def stored(self, node, keys, *causes, launch=0, generation=0):
+        self._say(node, Stored(launch, generation, keys, failures(causes)))
+
+    def leave(self, node, cause=None, failed=None):
+        self._say(node, Leave(cause, cause is not None if failed is None else failed))
+
+    def give_up(self, node, cause, launch=0):
+        """Do what a node does whose `run` is ended by an exception of its own."""
+        self._say(node, Failed(launch, failures=failures([cause]), given_up=True))
+        self._say(node, Ended(launch, ok=False, given_up=True))
+
+    def _say(self, node, message):
+        self.post(self.state.handle(node, message))
+
+    def done(self, node):
+        self.post(self.state.handle(node, Done()))
+
+    def lost(self, node, reason="its task was killed by SIGKILL"):
+        self.post(self.state.lost(node, reason))
+
+    def pass_time(self, seconds):
+        self.clock.now += seconds
+        self.post(self.state.tick())
+
+    def got(self, node, kind):
+        return [message for message in self.sent[node] if isinstance(message, kind)]
+
+    def verdict(self, node):
+        (verdict,) = self.got(node, Verdict)
+        return verdict.error
+
+    def same_verdict(self, *nodes):
+        """Return the one verdict that all nodes got."""
+        verdicts = [self.got(node, Verdict) for node in nodes or range(self.num_nodes)]
+        assert all(len(got) == 1 for got in verdicts), verdicts
+        assert all(got[0].error is verdicts[0][0].error for got in verdicts)
+        return verdicts[0][0].error
+
+    def abort(self, node):
+        (abort,) = self.got(node, Abort)
+        return abort.error
+
+
+def running(num_nodes, taken=(), **facts):
+    """Return a gang whose first launch runs."""
+    gang = GangOf(num_nodes, taken=taken)
+    gang.all_ready(**facts)
+    return gang
+
+
+def crash(node=1, text="ValueError: loss is nan", kind="exception", code=1):
+    return Cause(kind, node, f"host-{node}", node * 2, 0, code, text)
+
+
+# --- the good way --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_nodes", [1, 3])
+def test_a_launch_begins_when_all_are_ready_and_ends_well_when_all_have(num_nodes):
+    gang = GangOf(num_nodes)
+    *others, last = range(num_nodes)
+    for node in range(num_nodes):
+        assert gang.got(node, Welcome) == [Welcome()]
+    for node in others:
+        gang.ready(node)
+    assert not any(gang.got(node, Go) for node in range(num_nodes))
+    gang.ready(last)
+    for node in range(num_nodes):
+        (go,) = gang.got(node, Go)
+        assert (go.launch, go.generation, go.port) == (0, 0, 40001)
+    for node in others:
+        gang.ended(node)
+    assert not any(gang.got(node, Verdict) for node in range(num_nodes))
+    gang.ended(last)
+    assert gang.same_verdict() is None
+    assert gang.state.members == [*range(1, num_nodes)]
+
+
+@pytest.mark.parametrize("first", ["ends well", "fails", "can't begin"])
+def test_launches_follow_each_other_with_ports_of_their_own(first):
+    gang = GangOf(2)
+    gang.ready(0)
+    gang.ready(1, **({"nproc": 9} if first == "can't begin" else {}))
+    gang.all_ended(*([crash(1)] if first == "fails" else []))
+    assert (gang.same_verdict() is None) is (first == "ends well")
+    gang.all_ready(1, nproc=5)
+    *before, go = gang.got(1, Go)
+    assert go.launch == 1
+    assert [each.port for each in before] == ([] if first == "can't begin" else [go.port - 1])
+    assert [verdict.launch for verdict in gang.got(1, Verdict)] == [0]
+
+
+def test_messages_of_nodes_that_are_none_and_that_no_node_sends_are_ignored():
+    gang = GangOf(2)
+    for node, message in ((7, Ready(0, 2, "abc")), (0, Go(0, 0, 1, "", 0, 0)), (-1, Join(-1))):
+        assert gang.state.handle(node, message) == []
+
+
+# --- joining -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("missing", "named"), [([1], "node 1 of 3"), ([1, 2], "nodes 1, 2 of 3")])
+def test_missing_nodes_are_named_once_with_time_and_setting(missing, named):
+    gang = GangOf(3, started_timeout_s=90.0, join=False)
+    for node in {0, 1, 2} - {*missing}:
+        gang.join(node)
+    gang.ready(0)
+    gang.pass_time(89.0)
+    assert not gang.got(0, Abort)
+    for _ in range(3):
+        gang.pass_time(1.1)
+    for node in missing:  # too late
+        gang.join(node)
+    for node in range(3):
+        error = gang.abort(node)
+        assert isinstance(error, GangStartTimeout)
+        assert f"Waited 90 s, but {named}" in str(error)
+        assert "all_nodes_started_timeout" in str(error)
+
+
+def newcomer(node, task="b", place="pod-b"):
+    return Join(node, f"host-{node}", task, place)
+
+
+def test_a_second_task_in_another_pod_means_that_the_first_is_being_replaced():
+    gang = GangOf(2, join=False)
+    gang.join(0)
+    gang.post(gang.state.handle(1, newcomer(1, "a", "pod-a")))
+    gang.all_ready()
+    for task in ("b", "c"):  # however many come
+        assert not gang.state.may_join(newcomer(1, task))
+        error, hold_s, out = gang.state.turn_away(newcomer(1, task))
+        gang.post(out)
+        assert isinstance(error, TorchrunPreempted)
+        assert "the task that it is to replace still runs (host host-1), and all ranks may save" in str(error)
+        assert hold_s == GRACE_S + 15.0
+    (replaced,) = gang.got(1, Replaced)
+    assert "another task of this node has started" in replaced.why
+    assert [note.text for note in gang.got(0, Note)] == [
+        "node 1 (host host-1) is being replaced: another task of this node has come"
+    ]
+
+
+@pytest.mark.parametrize("first", ["is being stopped", "is lost"])
+def test_a_replacement_that_comes_when_the_gang_ends_already_makes_no_noise(first):
+    gang = running(2)
+    if first == "is lost":
+        gang.lost(1)
+    else:
+        gang.failed(1, crash(1, kind="terminated"))
+    error, hold_s, out = gang.state.turn_away(newcomer(1))
+    assert "the task that it is to replace " + ("has ended" if first == "is lost" else "still runs") in str(error)
+    assert hold_s > GRACE_S  # the others may still save
+    assert out == []
+
+
+def test_a_second_task_in_the_same_place_is_a_mistake_and_harms_nobody():
+    gang = GangOf(2, join=False)
+    gang.post(gang.state.handle(1, newcomer(1, "a")))
+    assert not gang.state.may_join(newcomer(1, "b"))
+    error, hold_s, out = gang.state.turn_away(newcomer(1, "b"))
+    assert "another task of this attempt has the same node index" in str(error)
+    assert not isinstance(error, TorchrunPreempted)
+    assert (hold_s, out) == (0.0, [])
+    assert "there are 2 nodes in this gang" in str(gang.state.turn_away(newcomer(7))[0])
+
+
+def test_a_member_that_has_not_heard_its_welcome_may_come_again():
+    gang = GangOf(2, join=False)
+    gang.post(gang.state.handle(1, newcomer(1)))
+    assert gang.state.may_join(newcomer(1))
+    gang.post(gang.state.handle(1, newcomer(1)))
+    assert len(gang.got(1, Welcome)) == 2
+
+
+def test_slow_user_code_after_joining_is_not_a_late_start():
+    gang = GangOf(2, started_timeout_s=5.0)
+    gang.ready(0)
+    gang.pass_time(10_000.0)
+    assert not gang.got(0, Abort)
+    gang.ready(1)
+    assert gang.got(0, Go)
+
+
+def test_who_waits_for_a_node_in_its_own_code_is_told_now_and_then():
+    gang = GangOf(4, join=False)
+    for node in (0, 1, 2):
+        gang.join(node)
+    gang.ready(0)
+    gang.pass_time(9.0)
+    assert not gang.got(0, Note)
+    gang.pass_time(1.0)
+    (note,) = gang.got(0, Note)
+    assert note.text == "launch 0 waits for node 3 to start and for nodes 1, 2 to call current.torch.run"
+    assert not gang.got(1, Note)
+    gang.join(3)
+    gang.ready(1)
+    gang.pass_time(29.0)
+    gang.pass_time(1.0)
+    assert gang.got(0, Note)[1:] == gang.got(1, Note)
+    assert gang.got(1, Note)[0].text == "launch 0 waits for nodes 2, 3 to call current.torch.run"
+
+
+def test_a_node_joins_once():
+    gang = GangOf(3, join=False)
+    assert gang.state.may_join(Join(1))
+    gang.join(1)
+    assert not gang.state.may_join(Join(1))
+    gang.lost(1)
+    for node in (1, 3, -1):
+        assert not gang.state.may_join(Join(node))
+    gang.join(1)
+    assert len(gang.got(1, Welcome)) == 1
+
+
+# --- contradictions ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fact", "value", "named"),
+    [
+        ("torch", "2.5.1", "torch version"),
+        ("python", "3.10.1", "Python version"),
+        ("nproc", 4, "processes per node"),
+        ("digest", "xyz", "entrypoint and torchrun options"),
+        ("launch", 7, "launch number"),
+    ],
+)
+def test_a_contradiction_names_nodes_and_values_and_nothing_starts(fact, value, named):
+    gang = GangOf(3)
+    gang.ready(0)
+    gang.ready(1)
+    gang.ready(2, **{fact: value})
+    error = gang.same_verdict()
+    assert isinstance(error, GangError)
+    assert named in str(error)
+    assert f"nodes 0, 1: { {**FACTS, **FIELDS}.get(fact, 0) }" in str(error)
+    assert f"node 2: {value}" in str(error)
+    assert not gang.got(0, Go)
+
+
+def test_a_pinned_port_that_is_taken_is_named_on_every_node():
+    gang = running(2, taken=[29500], master_port=29500)
+    error = gang.same_verdict()
+    assert isinstance(error, GangError)
+    assert "Port 29500 is taken on the control node (host host-0)" in str(error)
+    assert "master_port" in str(error)
+
+
+PORT_TAKEN = Cause(
+    "agent", 0, "host-0", exit_code=1, exception="its torchrun agent exited", detail="... EADDRINUSE ..."
+)
+
+
+def test_a_port_that_is_taken_after_it_was_chosen_is_replaced_and_counts_as_no_restart():
+    gang = running(2)
+    gang.ended(0, PORT_TAKEN)
+    gang.ended(1, ok=False)
+    goes = gang.got(1, Go)
+    assert [go.generation for go in goes] == [0, 1]
+    assert goes[0].port != goes[1].port
+    assert not gang.got(1, Restart)
+    gang.all_ended(generation=1)
+    assert gang.same_verdict() is None
+
+
+@pytest.mark.parametrize(("facts", "tries"), [({"master_port": 29500}, [29500]), ({}, [40001, 40002, 40003, 40004])])
+def test_moving_to_another_port_ends_and_never_leaves_a_pinned_one(facts, tries):
+    gang = running(2, **facts)
+    for generation in range(len(tries)):
+        gang.ended(0, PORT_TAKEN, generation=generation)
+        gang.ended(1, ok=False, generation=generation)
+    assert [go.port for go in gang.got(1, Go)] == tries
+    assert "EADDRINUSE" in str(gang.same_verdict())
+
+
+# --- failures while it runs ------------------------------------------------------------------------
+
+
+def test_a_failure_stops_all_once_and_every_node_gets_the_same_verdict():
+    gang = running(3)
+    for node in (1, 2):
+        gang.failed(node, crash(node))
+    assert all(len(gang.got(node, Stop)) == 1 for node in range(3))
+    assert not gang.got(0, Verdict)
+    gang.ended(1, crash(1))
+    gang.ended(0, ok=False)
+    gang.ended(2, ok=False)
+    error = gang.same_verdict()
+    assert isinstance(error, LaunchFailed)
+    assert "Rank 2 on node 1 (host host-1) failed with ValueError: loss is nan" in str(error)
+    assert error.cause["node"] == 1
+
+
+def test_the_first_failure_counts_even_if_it_is_reported_last():
+    gang = running(2)
+    gang.clock.now += 100
+    gang.ended(0, crash(0, "KeyError: second"), age_s=1.0)
+    gang.clock.now += 5
+    gang.ended(1, crash(1, "ValueError: first"), age_s=20.0)
+    assert "ValueError: first" in str(gang.same_verdict())
+
+
+def test_the_origin_beats_a_broken_connection_that_was_seen_earlier():
+    gang = running(2)
+    gang.failed(0, crash(0, "RuntimeError: Connection closed by peer"))
+    gang.clock.now += 1
+    gang.ended(1, crash(1, "ValueError: origin"))
+    gang.ended(0, crash(0, "RuntimeError: Connection closed by peer"), age_s=1.0)
+    assert "ValueError: origin" in str(gang.same_verdict())
+
+
+def test_an_end_without_success_and_without_cause_is_still_a_failure():
+    gang = running(2)
+    gang.ended(0, ok=False)
+    gang.ended(1)
+    assert isinstance(gang.same_verdict(), LaunchFailed)
+
+
+def test_a_silent_node_does_not_hold_up_the_verdict_for_ever():
+    gang = running(3)
+    gang.ended(1, crash(1))
+    gang.ended(0, ok=False)
+    gang.pass_time(GRACE_S)
+    assert not gang.got(0, Verdict)
+    gang.pass_time(60.0)
+    error = gang.same_verdict()
+    assert "loss is nan" in str(error)
+    assert "No word came from node 2" in str(error)
+
+
+def test_reports_after_the_verdict_change_nothing():
+    gang = running(2)
+    for node in (0, 1):
+        gang.ended(node, crash(node))
+    before = {node: list(sent) for node, sent in gang.sent.items()}
+    gang.ended(1, crash(1, "another"))
+    gang.failed(0, crash(0))
+    gang.pass_time(1000.0)
+    assert gang.sent == before
+
+
+def test_reports_of_another_launch_or_generation_are_ignored():
+    gang = running(2, max_restarts=1)
+    gang.ended(0, crash(0), launch=5)
+    gang.failed(0, crash(0), generation=3)
+    assert not gang.got(0, Stop)
+
+
+# --- lost and leaving nodes ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("phase", "where"),
+    [("before", "outside of current.torch.run"), ("gathering", "before launch 0 began"), ("running", "stopped")],
+)
+@pytest.mark.parametrize(
+    ("how", "what"), [("lost", ": its task was killed by SIGKILL"), ("fails", " with KeyError: 'x'")]
+)
+def test_a_node_that_is_gone_ends_what_the_others_do(phase, where, how, what):
+    gang = GangOf(3)
+    if phase == "gathering":
+        gang.ready(0)
+    elif phase == "running":
+        gang.all_ready()
+    if how == "lost":
+        gang.lost(1)
+    else:
+        gang.leave(1, step_failure(1))
+    if phase == "running":
+        assert gang.got(0, Stop)
+        assert not gang.got(0, Verdict)
+        gang.ended(0, ok=False)
+        gang.ended(2, crash(2, "RuntimeError: Connection reset by peer"))
+    gang.ready(0, launch=5)
+    assert len(gang.got(0, Go)) == (phase == "running")
+    errors = [verdict.error for verdict in gang.got(0, Verdict)]
+    if phase != "running" or how == "lost":  # nodes that had the verdict of a launch need not hear it again
+        errors += [gang.abort(node) for node in (0, 2)]
+        assert len({str(error) for error in errors}) == 1
+    assert isinstance(errors[0], LaunchFailed)
+    assert f"Node 1 (host host-1) failed{what}" in str(errors[0])
+    assert where in str(errors[0])
+
+
+def test_a_node_that_never_joined_can_be_lost_too():
+    gang = GangOf(2, join=False)
+    gang.join(0)
+    gang.lost(1, "its task ended at once, before it joined")
+    assert "before it joined" in str(gang.abort(0))
+
+
+def test_leaving_is_acknowledged_once_and_who_has_left_is_not_lost():
+    gang = GangOf(2)
+    gang.leave(1)
+    gang.leave(1)
+    gang.lost(1)
+    assert len(gang.got(1, Ack)) == 1
+    assert not gang.got(0, Abort)
+
+
+def step_failure(node):
+    return Cause("step", node, f"host-{node}", exception="KeyError: 'x'", detail="Traceback (most recent call last):")
+
+
+@pytest.mark.parametrize("how", ["leave", "done"])
+def test_a_node_whose_step_ends_while_others_wait_called_run_less_often(how):
+    gang = GangOf(3)
+    gang.ready(0)
+    getattr(gang, how)(2)
+    gang.ready(1)  # which comes later
+    error = gang.same_verdict(0, 1)
+    assert isinstance(error, GangError)
+    assert "already ended on node 2" in str(error)
+    assert "same number of times" in str(error)
+
+
+@pytest.mark.parametrize("first", ["control node", "member"])
+def test_a_control_node_that_calls_run_less_often_is_named_and_fails_as_well(first):
+    gang = running(3)
+    gang.all_ended()
+    if first == "control node":
+        gang.done(0)
+        gang.ready(1, 1)
+    else:
+        gang.ready(1, 1)
+        gang.done(0)
+    error = gang.got(1, Verdict)[1].error
+    assert isinstance(error, GangError)
+    assert "the step's code has already ended on node 0." in str(error)
+    assert "same number of times" in str(error)
+    gang.done(2)
+    gang.leave(2)
+    assert not gang.got(0, Abort)  # node 1 may catch it
+    gang.leave(1, failed=True)
+    assert str(gang.abort(0)) == str(error)
+
+
+def test_a_control_node_that_is_done_hears_when_it_is_alone():
+    gang = GangOf(3)
+    gang.leave(1)
+    gang.done(0)
+    assert not gang.got(0, Alone)
+    gang.done(2)
+    assert not gang.got(0, Alone)
+    gang.leave(2)
+    assert gang.got(0, Alone)
+    assert not gang.got(0, Abort)
+
+
+def test_a_control_node_that_is_done_hears_of_a_failure_before_it_hears_that_it_is_alone():
+    gang = GangOf(2)
+    gang.done(0)
+    gang.done(1)
+    gang.leave(1, step_failure(1))
+    assert [type(message) for message in gang.sent[0]][-2:] == [Abort, Alone]
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_node_that_fails_with_a_verdict_that_the_control_node_has_caught_fails_the_run(when):
+    gang = running(2)
+    gang.failed(1, crash(1))
+    gang.all_ended(ok=False)
+    if when == "after":
+        gang.done(0)
+    gang.leave(1, failed=True)
+    if when == "before":
+        assert not gang.got(0, Abort)
+        gang.done(0)
+    assert str(gang.abort(0)) == str(gang.verdict(0))
+
+
+def test_when_the_control_node_leaves_the_others_hear_it():
+    gang = GangOf(3)
+    gang.leave(2)
+    assert gang.state.members == [1]
+    gang.leave(0)
+    assert gang.got(1, Bye)
+    assert not gang.got(2, Bye)
+    gang.leave(1)
+    assert not gang.state.members
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_the_control_node_hears_why_everything_stops_unless_it_has_failed_itself(node):
+    gang = running(2)
+    gang.failed(node, crash(node, "ValueError: " + "x" * 500 + "\nsecond line"))
+    (stop,) = gang.got(0, Stop)
+    assert stop.because == "" if node == 0 else stop.because.startswith("Rank 2 on node 1 (host host-1) failed with")
+    assert "\n" not in stop.because
+    assert len(stop.because) <= 301
+
+
+# --- between the end of the step's code and the end of the task -----------------------------------
+
+
+def test_a_node_whose_results_are_not_stored_yet_is_still_there():
+    gang = GangOf(2)
+    gang.done(1)
+    assert gang.state.members == [1]
+    gang.leave(1)
+    assert gang.state.members == []
+    assert gang.got(1, Ack)
+    assert not gang.got(0, Abort)
+
+
+def test_a_node_that_is_lost_while_it_stores_its_results_breaks_the_gang():
+    gang = running(3)
+    gang.all_ended()
+    gang.done(1)
+    gang.done(2)
+    gang.leave(2)
+    gang.lost(1)
+    (abort,) = gang.got(0, Abort)
+    assert "node 1 (host host-1)" in abort.error.message.lower()
+    assert "before its results were stored" in abort.error.message
+    assert gang.state.members == []
+
+
+def test_a_node_that_is_done_hears_nothing_of_the_others_failures():
+    gang = GangOf(3)
+    gang.done(1)
+    gang.leave(2, step_failure(2))
+    assert gang.got(0, Abort)
+    assert not gang.got(1, Abort)
+
+
+# --- restarts ------------------------------------------------------------------------------------
+
+
+def fail_everywhere(gang, generation):
+    gang.failed(1, crash(1), generation=generation)
+    for node in range(gang.num_nodes):
+        gang.ended(node, *([crash(1)] if node == 1 else []), ok=False, generation=generation)
+
+
+def test_a_failure_is_restarted_on_all_nodes_with_a_new_port_after_a_pause():
+    gang = running(3, max_restarts=2)
+    fail_everywhere(gang, 0)
+    assert not gang.got(0, Verdict)
+    (restart,) = gang.got(2, Restart)
+    assert (restart.number, restart.of) == (1, 2)
+    assert "loss is nan" in restart.cause.exception
+    assert len(gang.got(0, Go)) == 1
+    gang.pass_time(restart.pause_s + 0.01)
+    goes = gang.got(0, Go)
+    assert [go.generation for go in goes] == [0, 1]
+    assert [(go.restarts, go.max_restarts) for go in goes] == [(0, 2), (1, 2)]
+    assert goes[0].port != goes[1].port
+    gang.all_ended(generation=1)
+    assert gang.same_verdict() is None
+
+
+@pytest.mark.parametrize(
+    ("cause", "category", "restarts_by_default"),
+    [
+        (crash(1), "user", True),
+        (crash(1, kind="exit", text=None), "user", True),
+        (crash(1, kind="signal", code=-9), "killed", True),
+        (crash(1, kind="oom", code=-9), "killed", True),
+        (crash(1, kind="agent", code=-9), "killed", True),
+        (crash(1, kind="timeout"), "timeout", True),
+        (crash(1, kind="hang"), "hang", True),
+        (crash(1, kind="frozen"), "hang", True),
+        (crash(1, kind="agent"), "start", False),
+        (crash(1, kind="agent_ended"), "killed", True),
+        (crash(1, kind="lost"), "node_lost", False),
+        (crash(1, kind="terminated"), "preempted", False),
+    ],
+)
+def test_the_class_of_the_cause_decides_about_a_restart(cause, category, restarts_by_default):
+    assert cause.category == cause.as_dict()["category"] == category
+    for retry_on, restarts in [(None, restarts_by_default), ([category], category != "preempted"), ([], False)]:
+        gang = GangOf(2)
+        gang.all_ready(max_restarts=1, **({} if retry_on is None else {"retry_on": frozenset(retry_on)}))
+        for node in (0, 1):
+            gang.ended(node, *([cause] if node == 1 else []), ok=False)
+        assert bool(gang.got(0, Restart)) is restarts
+        if not restarts:
+            error = gang.same_verdict()
+            assert error.cause["category"] == category
+            assert isinstance(error, TorchrunPreempted) is (category == "preempted")
+            assert cause.kind in ("terminated", "timeout", "hang") or f"(class of the cause: {category})" in str(error)
+
+
+def test_who_saved_before_a_preemption_is_told():
+    gang = running(2)
+    gang.failed(1, crash(1, kind="terminated"))
+    assert all(gang.got(node, Stop) for node in (0, 1))
+    gang.ended(0, ok=False, ended_well=[1])
+    gang.ended(1, ok=False, ended_well=[2, 3])
+    error = gang.same_verdict()
+    assert isinstance(error, TorchrunPreempted)
+    assert "exited with code 0 in time: 1, 2, 3" in str(error)
+
+
+def test_restarts_end_and_the_pauses_between_them_grow_and_stay_bounded():
+    gang = running(2, max_restarts=20)
+    for generation in range(21):
+        fail_everywhere(gang, generation)
+        gang.pass_time(1000.0)
+    pauses = [restart.pause_s for restart in gang.got(0, Restart)]
+    assert pauses == sorted(pauses)
+    assert (len(pauses), pauses[0], pauses[-1]) == (20, 1.0, 30.0)
+    assert "after 20 restarts" in str(gang.same_verdict())
+
+
+def test_an_end_of_the_generation_before_does_not_count_for_the_next():
+    gang = running(2, max_restarts=1)
+    fail_everywhere(gang, 0)
+    gang.pass_time(10.0)
+    gang.ended(0, generation=0)
+    gang.ended(1, generation=1)
+    assert not gang.got(0, Verdict)
+    gang.ended(0, generation=1)
+    assert gang.same_verdict() is None
+
+
+@pytest.mark.parametrize("pausing", [False, True])
+def test_without_all_its_nodes_a_gang_is_not_restarted(pausing):
+    gang = running(2, max_restarts=3, retry_on=frozenset({"user", "node_lost"}))
+    if pausing:
+        fail_everywhere(gang, 0)
+    gang.lost(1)
+    gang.ended(0, ok=False)
+    assert gang.verdict(0)
+    gang.pass_time(100.0)
+    assert len(gang.got(0, Go)) == 1
+
+
+def test_the_end_of_the_steps_time_is_no_reason_to_restart():
+    gang = running(2, max_restarts=3, left_s=5.0)
+    gang.pass_time(5.1)
+    gang.all_ended(ok=False)
+    error = gang.same_verdict()
+    assert isinstance(error, LaunchTimeout)
+    assert "longer than the step's @timeout allows" in str(error)
+
+
+# --- time limits ---------------------------------------------------------------------------------
+
+
+def test_a_launch_that_takes_too_long_is_stopped_and_says_what_changes_that():
+    gang = GangOf(2)
+    gang.clock.now += 500
+    gang.all_ready(timeout_s=60.0)
+    gang.pass_time(59.0)
+    assert not gang.got(0, Stop)
+    gang.pass_time(1.5)
+    assert all(gang.got(node, Stop) for node in (0, 1))
+    gang.all_ended(ok=False)
+    error = gang.same_verdict()
+    assert isinstance(error, LaunchTimeout)
+    assert "longer than 60 s" in str(error)
+    assert "timeout_s" in str(error)
+
+
+STEP_TIMEOUT = Cause("step_timeout", 1, "host-1", exception="longer than the step's @timeout of 6 s allows")
+
+
+def test_the_end_of_the_steps_time_on_one_node_stops_the_launch_and_restarts_nothing():
+    gang = running(2, max_restarts=1, left_s=7.0)
+    gang.failed(1, STEP_TIMEOUT)
+    gang.all_ended()
+    error = gang.same_verdict()
+    assert (type(error), error.cause["category"]) == (LaunchTimeout, "timeout")
+    assert "node 1 (host host-1) ran longer than the step's @timeout of 6 s allows" in error.message
+    assert not gang.got(0, Restart)
+
+
+@pytest.mark.parametrize(
+    ("cause", "cls", "where"),
+    [
+        (STEP_TIMEOUT, LaunchTimeout, "before launch 0 began"),
+        (STEP_TIMEOUT, LaunchTimeout, "outside of current.torch.run"),
+        (crash(1, kind="terminated"), TorchrunPreempted, "before launch 0 began"),
+        (crash(1, kind="terminated"), TorchrunPreempted, "outside of current.torch.run"),
+        (Cause("call", 1, "host-1", exception="EntrypointError"), LaunchFailed, "in the call of current.torch.run"),
+    ],
+)
+def test_what_ends_a_step_before_a_launch_is_the_same_class_of_error_everywhere(cause, cls, where):
+    gang = GangOf(2)
+    if "launch" in where:
+        gang.ready(0)
+    gang.leave(1, cause)
+    error = gang.abort(0)
+    assert type(error) is cls
+    assert where in error.message
+    assert f"ode 1 (host host-1) {cause.what}" in error.message
+
+
+@pytest.mark.parametrize(
+    ("limits", "second_stop_after_s"), [({"timeout_s": 60.0}, 60.0), ({"left_s": 60.0, "timeout_s": 59.0}, 5.0)]
+)
+def test_a_launchs_limit_counts_anew_for_each_restart_and_the_steps_does_not(limits, second_stop_after_s):
+    gang = running(2, max_restarts=1, **limits)
+    gang.pass_time(50.0)
+    fail_everywhere(gang, 0)
+    gang.pass_time(5.0)
+    gang.pass_time(second_stop_after_s - 1.0)
+    assert len(gang.got(0, Stop)) == 1
+    gang.pass_time(2.0)
+    assert len(gang.got(0, Stop)) == 2
+
+
+# --- hangs ---------------------------------------------------------------------------------------
+
+
+def active(gang, node, age_s=0.0, generation=0):
+    gang.post(gang.state.handle(node, Active(0, generation, age_s)))
+
+
+def test_silence_of_all_ranks_is_a_hang_and_diagnostics_is_asked_for():
+    gang = running(2, hang_timeout_s=30.0)
+    gang.pass_time(29.0)
+    assert not gang.got(0, Stop)
+    gang.pass_time(1.5)
+    for node in (0, 1):
+        (stop,) = gang.got(node, Stop)
+        assert stop.diagnostics
+        assert "no rank wrote anything or exited for 30 s" in stop.because
+    for node in (0, 1):
+        gang.ended(
+            node,
+            ok=False,
+            diagnostics=Diagnostics(f"host-{node}", f"/tmp/stacks-{node}", {node: f"train.py:{node}3 in step"}),
+        )
+    error = gang.same_verdict()
+    assert isinstance(error, LaunchHung)
+    for words in (
+        "Rank 0 was at train.py:03 in step",
+        "Rank 1 was at train.py:13",
+        "node 1 (host host-1): /tmp/stacks-1",
+    ):
+        assert words in str(error)
+    assert "hang_timeout_s" in str(error)
+
+
+def test_output_of_any_rank_on_any_node_shows_that_nothing_hangs():
+    gang = running(2, hang_timeout_s=30.0)
+    for _ in range(3):
+        gang.pass_time(20.0)
+        active(gang, 1, age_s=1.0)
+    gang.pass_time(28.0)
+    assert not gang.got(0, Stop)
+    gang.pass_time(1.5)  # the last output was 30.5 s ago
+    assert gang.got(0, Stop)
+
+
+def test_output_of_a_former_generation_is_no_sign_of_life():
+    gang = running(2, hang_timeout_s=30.0, max_restarts=1)
+    fail_everywhere(gang, 0)
+    gang.pass_time(2.0)
+    gang.pass_time(29.0)
+    active(gang, 1, generation=0)
+    gang.pass_time(2.0)
+    assert len(gang.got(0, Stop)) == 2
+
+
+def test_a_hang_leaves_time_for_the_diagnostics_before_silent_nodes_are_given_up():
+    gang = running(2, hang_timeout_s=30.0)
+    gang.pass_time(31.0)
+    gang.pass_time(GRACE_S + 20.0)
+    assert not gang.got(0, Verdict)
+    gang.pass_time(20.0)
+    assert "No word came from nodes 0, 1" in str(gang.same_verdict())
+
+
+# --- preemption ----------------------------------------------------------------------------------
+
+
+def test_a_preemption_sends_the_users_signal_and_other_failures_do_not():
+    for kind, signals in (("terminated", [signal.SIGUSR1]), ("exception", [None])):
+        gang = running(2, preemption_signal=signal.SIGUSR1)
+        gang.failed(1, crash(1, kind=kind))
+        assert [stop.signal for stop in gang.got(0, Stop)] == signals
+
+
+def test_a_failure_is_not_restarted_on_a_node_that_is_preempted_meanwhile():
+    gang = running(2, max_restarts=3)
+    gang.failed(1, crash(1))
+    gang.failed(0, Cause("terminated", 0, "host-0", exception="its Metaflow task got SIGTERM"), age_s=-0.1)
+    gang.all_ended(ok=False)
+    error = gang.same_verdict()
+    assert str(error).startswith("Rank 2 on node 1")
+    assert "Meanwhile node 0 (host host-0) was preempted" in str(error)
+
+
+# --- torchrun's own elasticity ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["lost", "ended", "failed"])
+def test_an_elastic_launch_goes_on_without_a_node(how):
+    gang = running(3, min_nodes=2)
+    if how == "lost":
+        gang.lost(2)
+    else:
+        if how == "failed":
+            gang.failed(2, crash(2))
+        gang.ended(2, crash(2), ok=False)
+        assert "loss is nan" in str(gang.verdict(2))
+        assert "goes on without it" in str(gang.verdict(2))
+        assert "stopped" not in str(gang.verdict(2))
+        assert len(gang.got(2, Stop)) == 1
+    assert not gang.got(0, Stop)
+    assert any("goes on with 2 nodes" in note.text for note in gang.got(1, Note))
+    for node in (0, 1):
+        gang.ended(node)
+    assert gang.same_verdict(0, 1) is None
+    assert gang.state.broken is None
+
+
+def test_an_elastic_launch_stops_when_too_few_nodes_are_left():
+    gang = running(3, min_nodes=2)
+    gang.lost(2)
+    gang.lost(1)
+    assert gang.got(0, Stop)
+    gang.ended(0, ok=False)
+    assert "Node 2" in str(gang.verdict(0))
+
+
+def test_an_elastic_launch_needs_the_control_node():
+    gang = running(3, min_nodes=2)
+    gang.failed(0, crash(0))
+    assert all(gang.got(node, Stop) for node in range(3))
+
+
+def test_a_preempted_node_of_an_elastic_launch_is_stopped_alone():
+    gang = running(3, min_nodes=2)
+    gang.failed(2, crash(2, kind="terminated"))
+    (stop,) = gang.got(2, Stop)
+    assert stop.signal == signal.SIGTERM
+    assert not gang.got(1, Stop)
+    gang.ended(2, ok=False)
+    assert isinstance(gang.verdict(2), TorchrunPreempted)
+
+
+def test_a_node_that_has_dropped_out_and_calls_run_again_does_not_end_the_launch_of_the_others():
+    gang = running(3, min_nodes=2)
+    gang.ended(2, crash(2), ok=False)
+    gang.ready(2, 1)
+    error = gang.got(2, Verdict)[1].error
+    assert isinstance(error, GangError)
+    assert "Launch 1 can't begin on node 2: it has dropped out of launch 0, which goes on" in str(error)
+    gang.leave(2, failed=True)
+    for node in (0, 1):
+        assert not gang.got(node, Verdict)
+        gang.ended(node)
+    assert gang.same_verdict(0, 1) is None
+    gang.done(0)
+    assert not gang.got(0, Abort)  # elastic as it is, it goes on without node 2 to its end
+
+
+def test_after_an_elastic_launch_has_lost_a_node_no_other_can_begin():
+    gang = running(3, min_nodes=2)
+    gang.lost(2)
+    for node in (0, 1):
+        gang.ended(node)
+    gang.ready(0, 1)
+    assert "already ended on node 2" in str(gang.got(0, Verdict)[-1].error)
+
+
+# --- a node that gives up by itself ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("phase", ["gathering", "running", "pause"])
+def test_an_exception_in_run_ends_the_launch_for_all_and_restarts_nothing(phase):
+    gang = GangOf(3)
+    if phase == "gathering":
+        gang.ready(0)
+        gang.ready(1)
+    else:
+        gang.all_ready(max_restarts=5)
+    if phase == "pause":
+        gang.failed(2, crash(2))
+        gang.all_ended(ok=False)
+        assert gang.got(0, Restart)
+    gang.give_up(1, Cause("step", 1, "host-1", exception="KeyError: 'x'"))
+    for node in (0, 2):
+        if phase == "running":
+            gang.ended(node, ok=False)
+    waiting = (0,) if phase == "gathering" else (0, 2)
+    error = gang.same_verdict(*waiting)
+    assert phase == "pause" or "failed with KeyError: 'x'" in str(error)
+    assert "No word" not in str(error)
+    gang.pass_time(60.0)
+    assert len(gang.got(0, Go)) == (0 if phase == "gathering" else 1)
+
+
+def test_a_node_that_gives_a_launch_up_and_calls_run_again_waits_for_the_others():
+    gang = running(2)
+    gang.give_up(1, Cause("step", 1, "host-1", exception="KeyError: 'x'"))
+    gang.ready(1, 1)
+    assert not gang.got(0, Verdict)  # its workers are still being stopped
+    gang.ended(0, ok=False)
+    assert "KeyError" in str(gang.verdict(0))
+    gang.ready(0, 1)
+    assert gang.got(1, Go)[-1].launch == 1
+
+
+def test_what_ended_a_launch_is_told_in_the_same_words_when_the_step_ends_with_it():
+    gang = GangOf(3)
+    gang.ready(0)
+    cause = Cause("step", 1, "host-1", exception="KeyError: 'x'", detail="Traceback: in run")
+    gang.give_up(1, cause)
+    gang.leave(1, Cause("step", 1, "host-1", exception="KeyError: 'x'", detail="Traceback: in the step"))
+    assert str(gang.abort(2)) == str(gang.verdict(0))
+
+
+# --- any order of anything -------------------------------------------------------------------------
+
+
+class AnyInterleaving(RuleBasedStateMachine):
+    """Nodes that behave, in any order, on a network that drops any of them at any time."""
+
+    @initialize(
+        num_nodes=st.sampled_from([3, 2, 1]),
+        max_restarts=st.integers(0, 2),
+        hang_timeout_s=st.sampled_from([None, 20.0]),
+    )
+    def begin(self, num_nodes, max_restarts, hang_timeout_s):
+        self.gang = GangOf(num_nodes, started_timeout_s=50.0, join=False)
+        self.max_restarts, self.hang_timeout_s = max_restarts, hang_timeout_s
+        # A node: absent -> out (in its own code) <-> in (a launch) -> storing (its results) -> gone. The control
+        # node is waiting instead of storing.
+        self.state = dict.fromkeys(range(num_nodes), "absent")
+        self.launches = dict.fromkeys(range(num_nodes), 0)  # as each node counts its calls
+        self.running = dict.fromkeys(range(num_nodes))  # generation whose agent runs
+        self.stores = {}  # node -> generation whose values it stores
+        self.verdicts = {}  # launch -> node -> verdict
+        self.read = dict.fromkeys(range(num_nodes), 0)
+        self.goes = {}  # (launch, generation) -> what the nodes were told
+        self.preempted = set()  # launches and generations in which some node was
+        self.given_up = set()  # launches and the nodes that gave them up
+
+    def nodes(self, *states):
+        return [node for node, state in getattr(self, "state", {}).items() if state in states]
+
+    def read_messages(self):
+        """Let every node do what a supervisor does with its messages."""
+        for node, sent in self.gang.sent.items():
+            while self.read[node] < len(sent):
+                message = sent[self.read[node]]
+                self.read[node] += 1
+                given_up = isinstance(message, Go | Verdict) and (message.launch, node) in self.given_up
+                if self.state[node] == "gone" or given_up:
+                    continue
+                if isinstance(message, Go):
+                    assert self.state[node] == "in", "go for a node that did not ask for it"
+                    assert self.running[node] is None, "two generations at once"
+                    self.note_go(node, message)
+                    self.running[node] = message.generation
+                    self.stores.pop(node, None)
+                elif isinstance(message, Verdict):
+                    self.note_verdict(node, message)
+                elif isinstance(message, Abort):
+                    assert self.state[node] != "storing", "news for a node that is done"
+                    self.state[node] = "aborted"
+                    self.running[node] = None
+
+    def note_go(self, node, message):
+        launch, generation = self.launches[node], message.generation
+        other = self.goes.setdefault((launch, generation), message)
+        assert message == other, "nodes were told to start differently"
+        assert not self.preempted & {(launch, before) for before in range(generation)}, "a restart after a preemption"
+        assert message.restarts <= self.max_restarts, "more restarts than allowed"
+
+    def note_verdict(self, node, message):
+        number = self.launches[node]
+        got = self.verdicts.setdefault(number, {})
+        assert self.state[node] in ("in", "aborted"), "a verdict for a node that is in no launch"
+        assert node not in got, "a second verdict for one launch"
+        assert message.launch == number, "a verdict for another launch"
+        got[node] = message.error
+        self.stores.pop(node, None)
+        if self.state[node] == "in":
+            self.state[node], self.running[node] = "out", None
+            self.launches[node] += 1
+
+    @precondition(lambda self: self.nodes("absent"))
+    @rule(data=st.data())
+    def join(self, data):
+        node = data.draw(st.sampled_from(self.nodes("absent")))
+        assert self.gang.state.may_join(Join(node))
+        self.state[node] = "out"
+        self.gang.join(node)
+
+    @precondition(lambda self: self.nodes("out"))
+    @rule(data=st.data(), odd=st.booleans())
+    def ready(self, data, odd):
+        node = data.draw(st.sampled_from(self.nodes("out")))
+        self.state[node] = "in"
+        facts = {"torch": "2.5.1"} if odd and node == 1 else {}
+        limits = {"timeout_s": 40.0, "hang_timeout_s": self.hang_timeout_s}
+        self.gang.ready(node, self.launches[node], max_restarts=self.max_restarts, **limits, **facts)
+
+    @precondition(lambda self: self.busy())
+    @rule(data=st.data(), how=st.sampled_from(["ok", "crash", "stopped"]))
+    def end(self, data, how):
+        node = data.draw(st.sampled_from(self.busy()))
+        generation, self.running[node] = self.running[node], None
+        causes = [crash(node)] if how == "crash" else []
+        self.gang.ended(node, *causes, ok=how == "ok", launch=self.launches[node], generation=generation)
+
+    @precondition(lambda self: self.busy())
+    @rule(data=st.data(), ok=st.booleans())
+    def end_and_store(self, data, ok):
+        node = data.draw(st.sampled_from(self.busy()))
+        generation, self.running[node] = self.running[node], None
+        self.stores[node] = generation
+        causes = [] if ok else [crash(node)]
+        self.gang.ended(node, *causes, launch=self.launches[node], generation=generation, storing=VALUE)
+
+    @precondition(lambda self: getattr(self, "stores", None))
+    @rule(data=st.data(), how=st.sampled_from(["ok", "fails"]))
+    def store(self, data, how):
+        node = data.draw(st.sampled_from(sorted(self.stores)))
+        generation = self.stores.pop(node)
+        causes = [store_failure(node)] if how == "fails" else []
+        self.gang.stored(node, {}, *causes, launch=self.launches[node], generation=generation)
+
+    @precondition(lambda self: self.busy())
+    @rule(data=st.data())
+    def fail(self, data):
+        node = data.draw(st.sampled_from(self.busy()))
+        self.gang.failed(node, crash(node), launch=self.launches[node], generation=self.running[node])
+
+    @precondition(lambda self: self.nodes("in"))
+    @rule(data=st.data())
+    def give_up(self, data):
+        """Something in the node's own process ends its `run`."""
+        node = data.draw(st.sampled_from(self.nodes("in")))
+        number = self.launches[node]
+        self.state[node], self.running[node] = "out", None
+        self.launches[node] += 1
+        self.given_up.add((number, node))
+        self.gang.give_up(node, step_failure(node), launch=number)
+
+    @precondition(lambda self: self.busy())
+    @rule(data=st.data(), age_s=st.sampled_from([0.0, 15.0]))
+    def write(self, data, age_s):
+        node = data.draw(st.sampled_from(self.busy()))
+        self.gang.post(self.gang.state.handle(node, Active(self.launches[node], self.running[node], age_s)))
+
+    @precondition(lambda self: self.busy())
+    @rule(data=st.data())
+    def preempt(self, data):
+        """The node's task gets SIGTERM, or its machine a spot notice, while its workers run."""
+        node = data.draw(st.sampled_from(self.busy()))
+        generation = self.running[node]
+        self.preempted.add((self.launches[node], generation))
+        self.gang.failed(node, crash(node, kind="terminated"), launch=self.launches[node], generation=generation)
+
+    @precondition(lambda self: self.nodes("in"))
+    @rule(data=st.data(), kind=st.sampled_from(["failed", "ended", "active"]))
+    def say_again_what_is_long_over(self, data, kind):
+        node = data.draw(st.sampled_from(self.nodes("in")))
+        about = (self.launches[node] - 1, 0)
+        late = {"failed": Failed(*about), "ended": Ended(about[0], False, 0), "active": Active(*about, 0.0)}[kind]
+        self.gang.post(self.gang.state.handle(node, late))
+
+    @precondition(lambda self: self.nodes("absent", "out", "in", "aborted", "storing"))
+    @rule(data=st.data())
+    def lose(self, data):
+        node = data.draw(st.sampled_from(self.nodes("absent", "out", "in", "aborted", "storing")))
+        if node != 0:
+            self.state[node] = "gone"
+            self.gang.lost(node)
+
+    @precondition(lambda self: self.nodes("out"))
+    @rule(data=st.data())
+    def done(self, data):
+        node = data.draw(st.sampled_from(self.nodes("out")))
+        self.state[node] = "storing" if node != 0 else "waiting"
+        self.gang.done(node)
+
+    @precondition(lambda self: self.nodes("out", "aborted", "storing"))
+    @rule(data=st.data(), badly=st.booleans())
+    def leave(self, data, badly):
+        node = data.draw(st.sampled_from(self.nodes("out", "aborted", "storing")))
+        if node != 0 or len(self.nodes("out", "in", "absent")) == 1:  # without its host there is no gang
+            self.state[node] = "gone"
+            self.gang.leave(node, step_failure(node) if badly else None)
+
+    @rule(seconds=st.sampled_from([0.1, 3.0, 45.0, 100.0]))
+    def tick(self, seconds):
+        self.gang.pass_time(seconds)
+
+    def busy(self):
+        return [node for node in self.nodes("in") if self.running[node] is not None]
+
+    @invariant()
+    def all_verdicts_of_a_launch_are_equal(self):
+        if hasattr(self, "gang"):
+            self.read_messages()
+            for got in self.verdicts.values():
+                assert len({repr(error) for error in got.values()}) <= 1, got
+
+    def teardown(self):
+        """Whatever happened, once all nodes are gone or done the rest gets an answer in bounded time."""
+        if not hasattr(self, "gang"):
+            return
+        self.read_messages()
+        for node in self.nodes("absent", "out"):
+            if node != 0:
+                self.state[node] = "gone"
+                self.gang.lost(node)
+            else:
+                self.state[node] = "waiting"
+                self.gang.done(node)
+        self.read_messages()
+        for node, generation in list(self.stores.items()):
+            self.gang.stored(node, {}, launch=self.launches[node], generation=generation)
+        self.read_messages()
+        for _ in range(2 * (self.max_restarts + 2)):
+            for node in self.busy():
+                generation, self.running[node] = self.running[node], None
+                self.gang.ended(node, ok=False, launch=self.launches[node], generation=generation)
+            self.gang.pass_time(200.0)
+            self.read_messages()
+        stuck = self.nodes("in")
+        assert not stuck, f"no answer for {stuck}"
+        self.all_verdicts_of_a_launch_are_equal()
+        assert math.isfinite(self.gang.clock.now)
+
+
+TestAnyInterleaving = AnyInterleaving.TestCase
+TestAnyInterleaving.settings = hypothesis_settings(max_examples=300, stateful_step_count=25, deadline=None)
+
+
+# --- functions: what goes to the datastore ------------------------------------------------------------
+
+VALUE = "rank 2's value (2.1 GB)"
+
+
+def keys(gang, node):
+    (verdict,) = gang.got(node, Verdict)
+    return verdict.stored
+
+
+def notes(gang, node):
+    return [message.text for message in gang.got(node, Note)]
+
+
+def store_failure(node=1):
+    return Cause("store", node, f"host-{node}", 2, 0, exception="has ended well, but its value could not be stored")
+
+
+def test_the_control_node_alone_hears_where_the_gathered_values_lie():
+    gang = running(3)
+    gang.ended(1, storing=VALUE)
+    gang.ended(2, storing="rank 4's value (1 bytes)")
+    gang.stored(1, {2: "key of 2", 3: "key of 3"})
+    gang.ended(0)
+    assert not gang.got(0, Verdict)
+    gang.stored(2, {4: "key of 4"})
+    assert gang.same_verdict() is None
+    assert keys(gang, 0) == {2: "key of 2", 3: "key of 3", 4: "key of 4"}
+    assert keys(gang, 1) == keys(gang, 2) == {}
+
+
+def test_all_nodes_hear_where_the_causes_exception_lies_and_of_no_other():
+    gang = running(2)
+    gang.failed(1, crash(1, "ValueError: origin"))
+    gang.ended(0, crash(0, "RuntimeError: Connection closed by peer"), storing="what its ranks raised")
+    gang.ended(1, crash(1, "ValueError: origin"), storing="what its ranks raised")
+    gang.stored(0, {0: "follows", 1: "follows"})
+    gang.stored(1, {2: "origin", 3: "follows"})
+    assert gang.same_verdict().cause["rank"] == 2
+    assert keys(gang, 0) == keys(gang, 1) == {2: "origin"}
+
+
+def test_a_restart_forgets_what_the_last_generation_stored():
+    gang = running(2, max_restarts=1)
+    gang.ended(1, crash(1), storing="what its ranks raised")
+    gang.ended(0, ok=False)
+    gang.stored(1, {2: "old", 3: "old"})
+    gang.pass_time(1.1)
+    gang.ended(0, generation=1)
+    gang.ended(1, generation=1, storing=VALUE)
+    gang.stored(1, {4: "late"})  # of the generation before
+    gang.stored(1, {2: "new"}, generation=1)
+    assert keys(gang, 0) == {2: "new"}
+
+
+def test_workers_that_have_ended_are_neither_too_slow_nor_do_they_hang():
+    gang = running(2, hang_timeout_s=20.0, timeout_s=40.0, max_restarts=3)
+    gang.ended(0)
+    gang.ended(1, storing=VALUE)
+    gang.pass_time(3600.0)
+    assert not gang.got(0, Stop)
+    gang.stored(1, {2: "key"})
+    assert gang.same_verdict() is None
+
+
+@pytest.mark.parametrize("limit", ["hang_timeout_s", "timeout_s"])
+def test_a_node_that_stores_does_not_hide_that_others_hang(limit):
+    gang = running(2, **{limit: 20.0})
+    gang.ended(1, storing=VALUE)
+    gang.pass_time(20.1)
+    assert gang.got(1, Stop)
+    gang.ended(0, ok=False)  # node 1 need not store any more
+    assert isinstance(gang.same_verdict(), LaunchHung if limit == "hang_timeout_s" else LaunchTimeout)
+
+
+def test_the_control_node_says_every_30_s_who_stores_what():
+    gang = running(7)
+    for node in range(6):
+        gang.ended(node, storing=f"rank {node * 2}'s value" if node != 1 else VALUE)
+    gang.pass_time(29.0)
+    assert not notes(gang, 0)
+    gang.pass_time(1.1)  # while node 6 computes on
+    assert notes(gang, 0) == [
+        f"node 1 stores {VALUE}; node 2 stores rank 4's value; node 3 stores rank 6's value; so do 2 other nodes "
+        "(for 30 s so far)"
+    ]
+    for node in (0, 2, 3, 4, 5):
+        gang.stored(node, {})
+    gang.post(gang.state.handle(1, Storing(launch=0, generation=0, what="another value")))
+    gang.pass_time(30.1)
+    assert notes(gang, 0)[1:] == ["node 1 stores another value (for 60 s so far)"]
+    assert not notes(gang, 1)
+
+
+def test_the_steps_timeout_bounds_storing_and_says_so():
+    gang = running(2, left_s=100.0)
+    gang.ended(0)
+    gang.ended(1, storing=VALUE)
+    gang.pass_time(100.1)
+    error = gang.same_verdict()
+    assert isinstance(error, LaunchTimeout)
+    assert f"node 1 stores {VALUE} (for 100 s so far)" in str(error)
+    assert gang.got(1, Stop)
+
+
+def test_a_value_that_can_not_be_stored_fails_the_launch_and_restarts_nothing():
+    gang = running(3, max_restarts=3, retry_on=frozenset({"user", "killed", "timeout", "hang", "start"}))
+    gang.ended(0)
+    gang.ended(1, storing=VALUE)
+    gang.ended(2, storing=VALUE)
+    gang.stored(1, {}, store_failure())
+    error = gang.same_verdict()
+    assert type(error) is LaunchFailed
+    assert error.cause["category"] == "store"
+    assert "Rank 2 on node 1 (host host-1) has ended well, but its value could not be stored." in str(error)
+    assert "its workers had ended well" in str(error)
+    assert all(gang.got(node, Stop) for node in range(3))
+    gang.stored(2, {4: "late"})
+    assert gang.same_verdict()
+
+
+def test_a_value_that_can_not_be_stored_stops_those_that_still_compute():
+    gang = running(2)
+    gang.ended(1, storing=VALUE)
+    gang.stored(1, {}, store_failure())
+    assert gang.got(0, Stop)
+    gang.ended(0, ok=False)
+    assert gang.same_verdict().cause["category"] == "store"
+
+
+@pytest.mark.parametrize("how", ["lost", "terminated", "left"])
+def test_a_node_that_goes_while_it_stores_ends_the_launch_at_once(how):
+    gang = running(3, max_restarts=1)
+    for node in range(3):
+        gang.ended(node, storing=VALUE if node else None)
+    if how == "lost":
+        gang.lost(1)
+    elif how == "terminated":
+        gang.failed(1, crash(1, kind="terminated"))
+    else:
+        gang.leave(1, crash(1, kind="terminated"))
+    error = gang.same_verdict(0, 2)
+    assert error.cause["category"] == ("node_lost" if how == "lost" else "preempted")
+
+
+def test_a_store_that_is_away_delays_no_verdict_of_a_failure_for_long():
+    gang = running(2)
+    gang.ended(1, crash(1), storing="what its ranks raised")
+    gang.ended(0, ok=False)
+    gang.pass_time(GRACE_S + 15.1)
+    assert gang.same_verdict().cause["rank"] == 2
+    assert "No word" not in str(gang.same_verdict())
+
+
+# --- thousands -----------------------------------------------------------------------------------
+
+MANY = 300
+
+
+def test_no_message_of_one_node_makes_the_gang_look_through_all_nodes(monkeypatch):
+    """With thousands of nodes that would be millions of looks, while all of them wait."""
+    gang, looks = GangOf(MANY), []
+    which = Nodes.which
+    monkeypatch.setattr(Nodes, "which", lambda nodes, *states: looks.append(states) or which(nodes, *states))
+    gang.all_ready()
+    for node in range(MANY):
+        gang.ended(node, storing="a value of 1 MB")
+    for node in range(MANY):
+        gang.stored(node, {node: "key"})
+    assert gang.same_verdict() is None
+    gang.all_ready(1)
+    for node in range(MANY):
+        gang.failed(node, crash(node), launch=1)
+    for node in range(MANY):
+        gang.ended(node, crash(node), launch=1)
+    for node in range(MANY):
+        assert len(gang.got(node, Verdict)) == 2
+        gang.done(node)
+        gang.pass_time(0.1)
+    for node in reversed(range(MANY)):
+        gang.leave(node)
+    assert len(looks) < 30
+
+
+def test_what_all_nodes_get_is_one_message_that_is_made_into_bytes_once():
+    gang = running(4)
+    gang.failed(2, crash(2))
+    for node in range(4):
+        gang.ended(node, crash(node))
+    for kind in (Go, Stop, Verdict):
+        assert gang.got(1, kind)[0] is gang.got(2, kind)[0] is gang.got(3, kind)[0]
+
+
+def test_of_thousands_of_reports_little_is_kept():
+    gang = GangOf(MANY)
+    for node in range(MANY):
+        gang.ready(node, left_s=float(node))
+    origin = crash(7, "ValueError: the first")
+    for node in range(MANY):
+        gang.failed(node, crash(node, "ConnectionError: Connection reset by peer"), age_s=5.0)
+        gang.failed(
+            node, *([origin] if node == 7 else [crash(node, "KeyError: later")]), age_s=1.0 if node == 7 else 0.5
+        )
+    preempted = Cause("terminated", 9, "host-9", exception="its Metaflow task got SIGTERM")
+    gang.failed(9, preempted)
+    launch = gang.state._launch
+    assert [dated.cause for dated in launch.causes] == [origin.bounded(), preempted]
+    assert len({id(message) for message in launch.ready.values()}) == 2  # the control node's and everybody's
+    for node in range(MANY):
+        gang.ended(node, crash(node))
+    assert "ValueError: the first" in str(gang.same_verdict())
+    assert not any(ended.failures for ended in launch.ended.values())
+
+
+def test_a_contradiction_of_thousands_is_told_in_short():
+    gang = GangOf(MANY)
+    for node in range(MANY):
+        gang.ready(node, digest=f"digest-{node}")
+    error = str(gang.same_verdict())
+    assert "node 0: digest-0, node 1: digest-1" in error
+    assert f"and {MANY - 8} more values" in error
+    assert len(error) < 1000
+
+
+@pytest.mark.parametrize(
+    ("nodes", "said"),
+    [
+        ([3], "node 3"),
+        ([1, 2], "nodes 1, 2"),
+        (range(8), "nodes 0, 1, 2, 3, 4, 5, 6, 7"),
+        ([*range(1, 38), 40, 42], "nodes 1-37, 40, 42"),
+        (range(0, 4000, 2), "nodes 0, 2, 4, 6, 8, 10, 12, 14 and 1992 more"),
+    ],
+)
+def test_many_nodes_are_named_in_short(nodes, said):
+    assert names(nodes) == said
+
+
+def test_where_thousands_of_ranks_hang_is_told_by_place():
+    gang = running(MANY, hang_timeout_s=5.0)
+    gang.pass_time(6.0)
+    for node in range(MANY):
+        place = "train.py:9 in load" if node == 17 else "train.py:12 in step"
+        where = {node * 2 + local_rank: place for local_rank in range(2)}
+        gang.ended(node, diagnostics=Diagnostics(f"host-{node}", f"/logs/{node}.txt", where))
+    error = str(gang.same_verdict())
+    assert "Ranks 0-33, 36-599 were at train.py:12 in step.\nRanks 34, 35 were at train.py:9 in load." in error
+    assert "Stacks of node 0 (host host-0): /logs/0.txt" in error
+    assert f"{MANY - 64} more such lines are left out." in error

@@ -1,0 +1,82 @@
+"""What a task does with its gang, without Metaflow around it: a gang of one, whose channel is real."""
+
+import os
+import signal
+from types import SimpleNamespace
+
+import pytest
+from metaflow import current
+from metaflow.metaflow_current import Parallel
+
+from metaflow_extensions.torchrun.plugins.torchrun.border.starters import STARTED_BY
+from metaflow_extensions.torchrun.plugins.torchrun.border.task_gang import TaskGang
+from metaflow_extensions.torchrun.plugins.torchrun.errors import TorchrunPreempted
+from metaflow_extensions.torchrun.plugins.torchrun.settings import DEFAULTS, parse_settings
+
+
+@pytest.fixture
+def gang(monkeypatch):
+    """Return the gang of a task that is the only node; its signals are given back in any case."""
+    parallel = Parallel(main_ip="127.0.0.1", num_nodes=1, node_index=0, control_task_id=None)
+    monkeypatch.setattr(type(current), "parallel", parallel, raising=False)
+    monkeypatch.setenv(STARTED_BY, "run=1")
+    before = signal.getsignal(signal.SIGTERM)
+    gang = TaskGang(parse_settings(DEFAULTS, "train"), None, "1", "train", "2", 0)
+    yield gang
+    gang.leave(None)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_task_stays_in_its_gang_until_its_results_are_stored(gang):
+    members = []
+
+    def step():
+        members.append(gang.join()[0])
+        assert STARTED_BY not in os.environ  # what the step's code starts is no task
+        gang.finish()
+
+    gang.run(step)
+    assert members[0].is_storing
+    gang.leave(None)
+    assert not members[0].is_storing
+
+
+def test_an_error_of_the_step_is_raised_and_leaves_the_gang(gang):
+    before, error = signal.getsignal(signal.SIGTERM), ValueError("diverged")
+
+    def step():
+        gang.join()
+        raise error
+
+    with pytest.raises(ValueError, match="diverged") as caught:
+        gang.run(step)
+    assert caught.value is error
+    assert signal.getsignal(signal.SIGTERM) is before
+    gang.fail(error)  # as `task_exception` does then; it is too late for that
+
+
+@pytest.mark.parametrize("name", ["persist", "save_metadata", "done"])
+def test_results_that_can_not_be_stored_leave_the_gang_with_that_error(name, gang):
+    def refuse(*_):
+        raise OSError("no space left")
+
+    datastore = SimpleNamespace(
+        **{**dict.fromkeys(("persist", "save_metadata", "done"), lambda *_: "stored"), name: refuse}
+    )
+    gang.watch_storing(datastore)
+    member, _ = gang.join()
+    gang.finish()
+    for each in ("persist", "save_metadata", "done"):
+        if each == name:
+            with pytest.raises(OSError, match="no space left"):
+                getattr(datastore, each)({})
+        else:
+            assert getattr(datastore, each)({}) == "stored"
+    assert not member.is_storing
+
+
+def test_a_run_that_is_gone_ends_its_task_as_a_preemption_and_at_once_before_it_has_joined(gang):
+    assert gang._run_is_gone(1234) == 0.0
+    gang.join()
+    with pytest.raises(TorchrunPreempted, match=r"the process of the run \(pid 1234\) is gone"):
+        gang._run_is_gone(1234)
