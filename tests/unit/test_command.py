@@ -1,7 +1,6 @@
 """The argv and the environment of an agent."""
 
 import os
-import shlex
 import string
 from dataclasses import replace
 
@@ -10,21 +9,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from unit_helpers import HOSTILE
 
+from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Go
 from metaflow_extensions.torchrun.plugins.torchrun.launch.command import (
     WORKER_HOOKS,
-    Rendezvous,
     agent_command,
     agent_environment,
-    shown,
 )
 from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec
 
-MEETING = Rendezvous("10.0.0.7", 29512, "launch0-0")
+GO = Go(launch=0, generation=0, port=29512, gang="gang", restarts=0, max_restarts=0)
 SPEC = LaunchSpec("/flow/train.py", (), False, nproc=2, num_nodes=3, node_index=1, python="/usr/bin/python3")
 
 
-def command_of(meeting=MEETING, **changes):
-    return agent_command(replace(SPEC, **changes), meeting, "/my logs")
+def command_of(go=GO, main_addr="10.0.0.7", **changes):
+    return agent_command(replace(SPEC, **changes), go, main_addr, "/my logs")
 
 
 def options_of(**changes):
@@ -61,7 +59,7 @@ def test_torchruns_template_gives_back_every_argument(args):
     ],
 )
 def test_workers_are_told_how_often_the_gang_was_restarted(facts, program):
-    asked = {"meeting": replace(MEETING, restarts=2), "args": tuple(HOSTILE), "max_restarts": 3, **facts}
+    asked = {"go": replace(GO, restarts=2, max_restarts=3), "args": tuple(HOSTILE), **facts}
     told = ["env", "TORCHELASTIC_RESTART_COUNT=2", "TORCHELASTIC_MAX_RESTARTS=3"]
     assert program_of(**asked) == [*told, *program, *HOSTILE]
     assert command_of(**asked).count("--no-python") == 1
@@ -70,7 +68,7 @@ def test_workers_are_told_how_often_the_gang_was_restarted(facts, program):
 
 def test_torchrun_gets_the_gangs_facts():
     assert command_of()[:3] == ["/usr/bin/python3", "-m", "torch.distributed.run"]
-    assert sorted(options_of()) == [
+    assert sorted(options_of(max_restarts=3)) == [
         "--log-dir=/my logs",
         "--max-restarts=0",
         "--nnodes=3",
@@ -78,13 +76,9 @@ def test_torchrun_gets_the_gangs_facts():
         "--nproc-per-node=2",
         "--rdzv-backend=static",
         "--rdzv-endpoint=10.0.0.7:29512",
-        "--rdzv-id=launch0-0",
+        "--rdzv-id=launch0-0-gang",
         "--redirects=3",
     ]
-
-
-def test_restarts_are_the_gangs_and_not_torchruns():
-    assert "--max-restarts=0" in options_of(max_restarts=3)
 
 
 def test_a_module_is_run_as_one():
@@ -93,18 +87,13 @@ def test_a_module_is_run_as_one():
 
 
 def test_an_ipv6_address_is_bracketed():
-    assert "--rdzv-endpoint=[fd00::7]:29512" in options_of(meeting=replace(MEETING, addr="fd00::7"))
+    assert "--rdzv-endpoint=[fd00::7]:29512" in options_of(main_addr="fd00::7")
 
 
 def test_the_users_other_options_are_passed_on_and_the_rendezvous_id_replaces_ours():
     options = options_of(options=(("rdzv-id", "mine"), ("brand-new", "a b"), ("virtual-local-rank", None)))
     assert [word for word in options if "rdzv-id" in word] == ["--rdzv-id=mine"]
     assert {"--brand-new=a b", "--virtual-local-rank"} < set(options)
-
-
-def test_the_shown_command_can_be_pasted():
-    command = command_of(args=tuple(HOSTILE))
-    assert shlex.split(shown(command)) == command
 
 
 @pytest.mark.parametrize(("node", "is_host"), [(0, "true"), (1, "false")])

@@ -9,6 +9,7 @@ import sys
 import tempfile
 import threading
 import time
+from contextlib import closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -113,7 +114,7 @@ class Node(threading.Thread):
         else:
             self.member, _ = join_as_member(self.registry, 1, 2, settings, emit)
         try:
-            with FunctionCall(print, None, None, True, self.store) as call:
+            with closing(FunctionCall(print, None, None, True, self.store)) as call:
                 self.launch(call)
         except BaseException as error:
             self.error = error

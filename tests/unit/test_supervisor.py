@@ -7,6 +7,7 @@ import signal
 import tempfile
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -568,7 +569,7 @@ def store():
 
 @pytest.fixture
 def call(store):
-    with FunctionCall(print, None, None, True, store) as call:
+    with closing(FunctionCall(print, None, None, True, store)) as call:
         yield call
 
 

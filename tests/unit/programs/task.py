@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
+from contextlib import closing
 
 FOLDER = os.path.dirname(os.path.abspath(__file__))
 
@@ -30,7 +31,7 @@ class Outcome:
 
 def launch(function, arguments=None, rank=3, env=None, **options):
     """Call a function in a worker; return its `Outcome`."""
-    with FunctionCall(function, arguments, None, False, None, **options) as call:
+    with closing(FunctionCall(function, arguments, None, False, None, **options)) as call:
         call.begin()
         path = os.pathsep.join(filter(None, [WORKER_HOOKS, os.environ.get("PYTHONPATH")]))
         own = {"RANK": str(rank), "PYTHONPATH": path, "TORCHRUN_AGENT_PID": str(os.getpid())}

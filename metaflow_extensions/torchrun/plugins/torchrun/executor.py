@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, cast, overload
 
@@ -253,7 +254,7 @@ class TorchrunExecutor:
             refuse_for_scripts(init, gather)
             return self._run(request)
         refuse_for_functions(request)
-        with FunctionCall(entrypoint, entrypoint_args, init, gather, self._context.store) as call:
+        with closing(FunctionCall(entrypoint, entrypoint_args, init, gather, self._context.store)) as call:
             return self._run(call.request(request), call)
 
     def _run(self, request: Request, call: FunctionCall | None = None) -> TorchrunResult[Any]:

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 from ..errors import EntrypointError, LaunchFailed, TorchrunConfigError, WorkerFailed
@@ -48,7 +47,7 @@ _RAISING = frozenset({"exception", "exit", "signal"})
 
 
 class FunctionCall:
-    """One function launched on all nodes; a context manager that removes its files at the end."""
+    """One function launched on all nodes; `close` removes its files."""
 
     def __init__(
         self, function: Callable[..., Any], arguments: Any, init: str | None, gather: bool, store: ValueStore | None
@@ -68,24 +67,15 @@ class FunctionCall:
                 header = {"path": _search_path(), "init": init, "main": main_file(), "package": package}
                 pickle.dump(header, file)
                 _dump_call((function, args, kwargs), self.name, file)
-        except OSError as error:
+        except BaseException as error:
             self.close()
+            if not isinstance(error, OSError):
+                raise
             raise LaunchFailed(
                 f"{self.name} and its arguments could not be written on host {socket.gethostname()}: {error}. They go to "
                 "the folder for temporary files, which must exist, be writable and have room for them; TMPDIR says where "
                 "it is."
             ) from error
-        except BaseException:
-            self.close()
-            raise
-
-    def __enter__(self) -> FunctionCall:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """Remove the files."""

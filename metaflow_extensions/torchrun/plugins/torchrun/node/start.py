@@ -6,12 +6,12 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ..gang.cause import SHORT_PEER_ERRORS
 from ..gang.member import Member
 from ..gang.protocol import Go
-from ..launch.command import Rendezvous, agent_command, agent_environment
+from ..launch.command import agent_command, agent_environment
 from ..machine.accelerators import omp_threads
 from ..machine.network import interface_of, interface_towards
 from .agent import AgentProcess
@@ -44,7 +44,7 @@ def prepare(plan: Plan, go: Go, member: Member, new_agent: Callable[..., AgentPr
         logs = {stream: os.path.join(folder, f"agent.{stream}") for stream in ("stdout", "stderr")}
         for path in logs.values():
             open(path, "wb").close()
-        command = _command(plan, go, folder)
+        command = agent_command(plan.spec, go, plan.main_addr, folder)
         env = _environment(plan, folder, member.own_address)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
@@ -68,14 +68,6 @@ def _make_folder(plan: Plan, go: Go) -> str:
         os.makedirs(plan.spec.log_dir, exist_ok=True)
     # Relative where the system has no temporary folder but the working one, which can be another for the agent.
     return os.path.abspath(tempfile.mkdtemp(prefix=name, dir=plan.spec.log_dir))
-
-
-def _command(plan: Plan, go: Go, folder: str) -> list[str]:
-    run_id = f"launch{go.launch}-{go.generation}-{go.gang}"
-    meeting = Rendezvous(plan.main_addr, go.port, run_id, go.restarts)
-    # The control node's number of restarts counts, for all nodes.
-    spec = plan.spec if plan.is_elastic else replace(plan.spec, max_restarts=go.max_restarts)
-    return agent_command(spec, meeting, folder)
 
 
 def _environment(plan: Plan, folder: str, own_address: str | None) -> dict[str, str]:

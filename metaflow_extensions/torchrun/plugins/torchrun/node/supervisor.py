@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -20,7 +21,6 @@ from ..events import Event, Kind
 from ..gang.cause import Cause, Failure
 from ..gang.member import Interruption, Member, TimedOut
 from ..gang.protocol import CONTROL, Active, Ended, Failed, Go, Ready, Restart, Stop, Verdict
-from ..launch.command import shown
 from ..launch.function import FunctionCall
 from ..launch.transfer import TransferFailed
 from ..result import TorchrunResult
@@ -114,7 +114,7 @@ class Supervisor:
         try:
             self._generation = generation = prepare(self._plan, go, self._member, self._new_agent)
             self._command = generation.command
-            self._emit("command", f"runs: {shown(generation.command)}")
+            self._emit("command", f"runs: {shlex.join(generation.command)}")
             generation.start()
         except Exception as error:  # a full disk, no more processes, a zero byte in a variable
             self._could_not_start(go, error)
@@ -287,7 +287,7 @@ class Supervisor:
             node_index=spec.node_index,
             nproc_per_node=spec.nproc,
             world_size=spec.world_size,
-            command=shown(self._command),
+            command=shlex.join(self._command),
             restarts=self._restarts,
             duration_s=time.monotonic() - self._went_at,
             exit_codes=dict(sorted(self._exit_codes.items())),
