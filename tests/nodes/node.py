@@ -216,7 +216,7 @@ def main(
             notes.save(failed_at=time.monotonic())
             raise ValueError("the results can't be stored")
         if channel is not None:
-            member.await_others(lambda: channel.gang.members)
+            member.await_others(lambda: channel.gang.nodes.members)
     except BaseException as error:
         notes.save(error=notes.of(error), seconds=time.monotonic() - begun)
         traceback.print_exc()

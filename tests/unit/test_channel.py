@@ -532,7 +532,7 @@ def test_a_task_that_comes_to_replace_another_waits_for_the_gangs_end(start_cont
     second.send(Leave())  # its words don't count
     heard_at = second._connection._heard_at
     eventually(lambda: second._connection._heard_at > heard_at + 0.5, "living longer than either may be silent")
-    assert control.channel.gang.members == [1]
+    assert control.channel.gang.nodes.members == [1]
     assert second.hold_s == 1.0 + 15.0
     control.close()
     second.inbox.expect(ControlLost)
@@ -545,7 +545,7 @@ def test_a_member_whose_first_connection_was_lost_unseen_gets_in_by_another(star
     again.connect((HOST,), control.port, control.token, 10.0)
     again.inbox.expect(Welcome)
     first.inbox.expect(ControlLost)
-    assert control.channel.gang.members == [1]
+    assert control.channel.gang.nodes.members == [1]
 
 
 def test_a_member_that_is_cut_off_before_its_welcome_can_connect_again(start_control, new_member, monkeypatch):

@@ -48,7 +48,7 @@ def control():
         open_[channel] = channel
         port = channel.listen(port, host)
         channel.send(Join(node=0, host="host-0", place=place()))
-        assert eventually(lambda: channel.gang.absent == [1])
+        assert eventually(lambda: channel.gang.nodes.absent == [1])
         return AddressRecord((host,), port, token), inbox, lambda: open_.pop(channel).close(0.0)
 
     yield start
@@ -140,7 +140,7 @@ def test_a_control_node_takes_the_place_of_one_that_is_gone(registry, policy, mo
     registry.publish(AddressRecord((HOST,), free_port(HOST), "secret"))
     member, channel = joining.join_as_control(registry, 2, HOST, settings(), lambda event: None, False)
     assert registry.look_up(0.0).token != "secret"
-    assert channel.gang.absent == [1]
+    assert channel.gang.nodes.absent == [1]
     member.leave()
 
 
@@ -178,7 +178,7 @@ def test_a_gang_joins_over_the_loopback_address_where_all_nodes_are_on_one_machi
     member, address = joining.join_as_member(registry, 1, 2, settings(), lambda event: None)
     assert registry.look_up(0.0).addresses == (HOST,)
     assert (address, control.own_address, member.own_address) == (HOST, HOST, HOST)
-    assert (channel.gang.absent, channel.gang.members) == ([], [1])
+    assert (channel.gang.nodes.absent, channel.gang.nodes.members) == ([], [1])
     member.leave()
     control.leave()
     assert not registry.look_up(0.0).closed  # nobody is left that would look for it

@@ -186,7 +186,7 @@ def test_a_launch_begins_when_all_are_ready_and_ends_well_when_all_have(num_node
     assert not any(gang.got(node, Verdict) for node in range(num_nodes))
     gang.ended(last)
     assert gang.same_verdict() is None
-    assert gang.state.members == [*range(1, num_nodes)]
+    assert gang.state.nodes.members == [*range(1, num_nodes)]
 
 
 @pytest.mark.parametrize("first", ["ends well", "fails", "can't begin"])
@@ -241,7 +241,7 @@ def test_a_second_task_in_another_pod_means_that_the_first_is_being_replaced():
     gang.post(gang.state.handle(1, newcomer(1, "a", "pod-a")))
     gang.all_ready()
     for task in ("b", "c"):  # however many come
-        assert not gang.state.may_join(newcomer(1, task))
+        assert not gang.state.nodes.may_join(newcomer(1, task))
         error, hold_s, out = gang.state.turn_away(newcomer(1, task))
         gang.post(out)
         assert isinstance(error, TorchrunPreempted)
@@ -270,7 +270,7 @@ def test_a_replacement_that_comes_when_the_gang_ends_already_makes_no_noise(firs
 def test_a_second_task_in_the_same_place_is_a_mistake_and_harms_nobody():
     gang = GangOf(2, join=False)
     gang.post(gang.state.handle(1, newcomer(1, "a")))
-    assert not gang.state.may_join(newcomer(1, "b"))
+    assert not gang.state.nodes.may_join(newcomer(1, "b"))
     error, hold_s, out = gang.state.turn_away(newcomer(1, "b"))
     assert "another task of this attempt has the same node index" in str(error)
     assert not isinstance(error, TorchrunPreempted)
@@ -281,7 +281,7 @@ def test_a_second_task_in_the_same_place_is_a_mistake_and_harms_nobody():
 def test_a_member_that_has_not_heard_its_welcome_may_come_again():
     gang = GangOf(2, join=False)
     gang.post(gang.state.handle(1, newcomer(1)))
-    assert gang.state.may_join(newcomer(1))
+    assert gang.state.nodes.may_join(newcomer(1))
     gang.post(gang.state.handle(1, newcomer(1)))
     assert len(gang.got(1, Welcome)) == 2
 
@@ -316,12 +316,12 @@ def test_who_waits_for_a_node_in_its_own_code_is_told_now_and_then():
 
 def test_a_node_joins_once():
     gang = GangOf(3, join=False)
-    assert gang.state.may_join(Join(1))
+    assert gang.state.nodes.may_join(Join(1))
     gang.join(1)
-    assert not gang.state.may_join(Join(1))
+    assert not gang.state.nodes.may_join(Join(1))
     gang.lost(1)
     for node in (1, 3, -1):
-        assert not gang.state.may_join(Join(node))
+        assert not gang.state.nodes.may_join(Join(node))
     gang.join(1)
     assert len(gang.got(1, Welcome)) == 1
 
@@ -586,12 +586,12 @@ def test_a_node_that_fails_with_a_verdict_that_the_control_node_has_caught_fails
 def test_when_the_control_node_leaves_the_others_hear_it():
     gang = GangOf(3)
     gang.leave(2)
-    assert gang.state.members == [1]
+    assert gang.state.nodes.members == [1]
     gang.leave(0)
     assert gang.got(1, Bye)
     assert not gang.got(2, Bye)
     gang.leave(1)
-    assert not gang.state.members
+    assert not gang.state.nodes.members
 
 
 @pytest.mark.parametrize("node", [0, 1])
@@ -610,9 +610,9 @@ def test_the_control_node_hears_why_everything_stops_unless_it_has_failed_itself
 def test_a_node_whose_results_are_not_stored_yet_is_still_there():
     gang = GangOf(2)
     gang.done(1)
-    assert gang.state.members == [1]
+    assert gang.state.nodes.members == [1]
     gang.leave(1)
-    assert gang.state.members == []
+    assert gang.state.nodes.members == []
     assert gang.got(1, Ack)
     assert not gang.got(0, Abort)
 
@@ -627,7 +627,7 @@ def test_a_node_that_is_lost_while_it_stores_its_results_breaks_the_gang():
     (abort,) = gang.got(0, Abort)
     assert "node 1 (host host-1)" in abort.error.message.lower()
     assert "before its results were stored" in abort.error.message
-    assert gang.state.members == []
+    assert gang.state.nodes.members == []
 
 
 def test_a_node_that_is_done_hears_nothing_of_the_others_failures():
@@ -1094,7 +1094,7 @@ class AnyInterleaving(RuleBasedStateMachine):
     @rule(data=st.data())
     def join(self, data):
         node = data.draw(st.sampled_from(self.nodes("absent")))
-        assert self.gang.state.may_join(Join(node))
+        assert self.gang.state.nodes.may_join(Join(node))
         self.state[node] = "out"
         self.gang.join(node)
 
@@ -1447,7 +1447,7 @@ def test_of_thousands_of_reports_little_is_kept():
     preempted = Cause("terminated", 9, "host-9", exception="its Metaflow task got SIGTERM")
     gang.failed(9, preempted)
     launch = gang.state._launch
-    assert [dated.cause for dated in launch.causes] == [origin.bounded(), preempted]
+    assert [failure.cause for failure in launch.failures] == [origin.bounded(), preempted]
     assert len({id(message) for message in launch.ready.values()}) == 2  # the control node's and everybody's
     for node in range(MANY):
         gang.ended(node, crash(node))

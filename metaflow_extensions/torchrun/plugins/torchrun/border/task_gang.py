@@ -135,7 +135,7 @@ class TaskGang:
             self._report(error)
             self.leave(error)
             if self._local_nodes is not None:
-                absent = self._channel.gang.absent if self._channel is not None else ()
+                absent = self._channel.gang.nodes.absent if self._channel is not None else ()
                 self._local_nodes.stop(self._settings.grace_s + _LOCAL_NODE_MARGIN_S, absent)
             raise
         if self._channel is not None:
@@ -153,8 +153,8 @@ class TaskGang:
         the run's (Metaflow 2.19 waits there for the others' ends only).
         """
         if self._member is not None and self._channel is not None:
-            gang = self._channel.gang
-            self._member.await_others(lambda: gang.members)
+            nodes = self._channel.gang.nodes
+            self._member.await_others(lambda: nodes.members)
 
     def fail(self, error: BaseException) -> None:
         """Report an error after the step's code, and leave with it; nothing if the node has left."""

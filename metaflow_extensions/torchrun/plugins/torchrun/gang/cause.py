@@ -1,6 +1,6 @@
 """Why a launch failed, in words that can be shown, and which of several failures was the first.
 
-Each failure becomes a `Cause`; `first_cause` picks the one that started it all.
+Each failure becomes a `Cause`; `first_failure` picks the one that started it all.
 """
 
 from __future__ import annotations
@@ -89,12 +89,20 @@ class Cause:
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> Cause:
         """Return the cause that `as_dict` described; unknown fields are ignored."""
-        known = {field.name for field in fields(Cause)}
-        return Cause(**{name: value for name, value in data.items() if name in known})
+        return Cause(**{each.name: data[each.name] for each in fields(Cause) if each.name in data})
 
     def is_same_event(self, other: Mapping[str, Any]) -> bool:
         """Tell whether `other`, as plain data, tells of this same failure, perhaps from another place in the code."""
         return all(getattr(self, name) == other.get(name) for name in ("kind", "node", "rank", "exception"))
+
+    @cached_property  # the look takes milliseconds in a long text
+    def is_consequence(self) -> bool:
+        """Whether it follows from another failure, as far as it tells itself."""
+        if self.exception is None and self.exit_code is not None and -self.exit_code in _STOP_SIGNALS:
+            return True
+        if self.kind in ("exception", "exit"):
+            return _CONNECTION_ERRORS.search(self.exception or self.detail) is not None
+        return self.kind in ("agent", "agent_ended") and self.exit_code == 1
 
     @property
     def who(self) -> str:
@@ -161,45 +169,7 @@ class Failure:
     age_s: float = 0.0
 
 
-@dataclass(frozen=True)
-class DatedCause:
-    """A cause and the moment it happened, in seconds of the control node's monotonic clock."""
-
-    at: float
-    cause: Cause
-
-    @cached_property
-    def is_consequence(self) -> bool:
-        """Whether it may follow from another failure; looked for once, since that takes milliseconds in a long text."""
-        return is_consequence(self.cause)
-
-
-def first_cause(candidates: Iterable[DatedCause]) -> Cause | None:
-    """Return the failure that started it all, or None without candidates; see `first_dated`."""
-    found = first_dated(candidates)
-    return None if found is None else found.cause
-
-
-def first_dated(candidates: Iterable[DatedCause]) -> DatedCause | None:
-    """Return the failure that started it all, with its moment, or None without candidates.
-
-    A consequence may be seen before its origin, which is slower to exit.
-    """
-    ordered = sorted(candidates, key=lambda dated: dated.at)
-    return next((dated for dated in ordered if not dated.is_consequence), ordered[0] if ordered else None)
-
-
-def first_reported(failures: Iterable[Failure]) -> tuple[Failure, ...]:
-    """Return, of the failures that a node would report, the one that can be the gang's; none if there is none."""
-    dated = {DatedCause(-failure.age_s, failure.cause): failure for failure in failures}
-    first = first_dated(dated)
-    return () if first is None else (dated[first],)
-
-
-def is_consequence(cause: Cause) -> bool:
-    """Tell whether a failure follows from another, as far as it tells itself."""
-    if cause.exception is None and cause.exit_code is not None and -cause.exit_code in _STOP_SIGNALS:
-        return True
-    if cause.kind in ("exception", "exit"):
-        return _CONNECTION_ERRORS.search(cause.exception or cause.detail) is not None
-    return cause.kind in ("agent", "agent_ended") and cause.exit_code == 1
+def first_failure(failures: Iterable[Failure]) -> Failure | None:
+    """Return the failure that started it all, or None without any: a consequence may be seen before its origin."""
+    ordered = sorted(failures, key=lambda failure: -failure.age_s)
+    return next((each for each in ordered if not each.cause.is_consequence), ordered[0] if ordered else None)

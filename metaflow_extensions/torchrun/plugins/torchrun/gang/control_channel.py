@@ -5,8 +5,8 @@ the connections belong to that thread, and no other one calls them: that is why 
 each node's messages are handled one after the other. From any other thread, `listen`, `send`, `report_gone`
 and `close` hand their work to the channel's thread. `deliver` is called in the channel's thread.
 
-Other threads may read `gang.absent`, `gang.members`, `gang.broken` and `own_address`. What they see may be
-one message old, but it is whole: the gang's nodes are fixed, and each value is replaced in one step.
+Other threads may read `gang.nodes.absent`, `gang.nodes.members`, `gang.broken` and `own_address`. What they see
+may be one message old, but it is whole: the gang's nodes are fixed, and each value is replaced in one step.
 
 The control node's own messages take the same way as the members', without a socket, so that there is one
 code path for all nodes. An exception in the loop breaks the gang with its text: nobody would hear of it
@@ -79,7 +79,7 @@ class ControlChannel:
     def close(self, wait_s: float) -> None:
         """Wait until the members have left, `wait_s` seconds at most, and close."""
         deadline = time.monotonic() + wait_s
-        while self.gang.members and time.monotonic() < deadline:
+        while self.gang.nodes.members and time.monotonic() < deadline:
             time.sleep(_TICK_S / 4)
         with suppress(Exception):
             self._thread.call(self._close(), CLOSE_S)
@@ -141,7 +141,7 @@ class ControlChannel:
     # --- in the channel's thread: connections ---------------------------------------------------
 
     async def _listen(self, port: int | None, host: str) -> int:
-        members = self.gang.num_nodes - 1
+        members = self.gang.settings.num_nodes - 1
         self._listener = Listener(self._thread.loop, members, self._connection, self._token, self._serve)
         return self._listener.listen(port or 0, host)
 
@@ -153,7 +153,7 @@ class ControlChannel:
         join = yield from next_message()
         if not isinstance(join, Join):
             return
-        if self.gang.may_join(join):
+        if self.gang.nodes.may_join(join):
             self._take_in(connection, join)
         elif not self._turn_away(connection, join):
             return

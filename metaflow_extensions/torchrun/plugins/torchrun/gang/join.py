@@ -122,7 +122,7 @@ def _give_way_to_former(registry: Registry, num_nodes: int, settings: StepSettin
 
 def _tell_latecomers(registry: Registry, record: AddressRecord, channel: ControlChannel) -> None:
     """Leave word for nodes that have not arrived when the control node ends, so that none waits for it."""
-    if channel.gang.absent:
+    if channel.gang.nodes.absent:
         with suppress(GangError):  # without the word they wait until their time is up
             registry.publish(replace(record, closed=True, error=channel.gang.broken), _LEAVE_WAIT_S)
 

@@ -6,15 +6,14 @@ A launch is in one `Phase` at a time, and `Launch.enter` is the only way to anot
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..errors import GangError, LaunchFailed, LaunchHung, LaunchTimeout, TorchrunError, TorchrunPreempted
-from .cause import Cause, DatedCause, first_cause, first_dated
+from .cause import Cause, Failure, first_failure
 from .policy import LaunchPolicy
 from .protocol import CONTROL, Ended, Ready
-from .texts import first_lines, first_values, headline, names, places, shortened
+from .texts import REMIND_S, first_lines, first_values, headline, names, places, shortened
 
 # What must be the same on every node besides the launch's number, and how to call it. The first two are
 # fields of *ready*, the others its facts.
@@ -62,20 +61,18 @@ class Launch:
     ready: dict[int, Ready] = field(default_factory=dict)
     generation: int = 0
     moves: int = 0  # generations that began because the rendezvous' port was taken
-    ended: dict[int, Ended] = field(default_factory=dict)  # without what failed, which is in `causes`
-    causes: list[DatedCause] = field(default_factory=list)
+    ended: dict[int, Ended] = field(default_factory=dict)  # without what failed, which is in `failures`
+    failures: list[Failure] = field(default_factory=list)  # with ages as of the clock's zero, so that all compare
     dropped: set[int] = field(default_factory=set)  # nodes that an elastic launch goes on without
     given_up: set[int] = field(default_factory=set)  # nodes whose own code has ended their call of `run`
     policy: LaunchPolicy = field(default_factory=LaunchPolicy)
     went_at: float = 0.0
     active_at: float = 0.0
     deadline: float = float("inf")
-    stop_by: float = float("inf")
-    restart_at: float = float("inf")
-    remind_at: float = float("inf")
+    until: float = float("inf")  # when to go on from STOPPING or PAUSING, whatever is missing
+    remind_at: float = float("inf")  # when to say next what the launch waits for
     stores: dict[int, str] = field(default_factory=dict)  # nodes whose workers have ended -> what they store
     stores_since: float = 0.0
-    say_stores_at: float = float("inf")
     stored: dict[int, str] = field(default_factory=dict)  # global rank -> key in the datastore
 
     def enter(self, phase: Phase) -> None:
@@ -87,15 +84,14 @@ class Launch:
         """All nodes start their workers; nothing of the generation before counts any more."""
         self.enter(Phase.RUNNING)
         self.went_at = self.active_at = now
-        self.stop_by = self.restart_at = float("inf")
-        for each in (self.ended, self.stores, self.stored, self.causes):
+        for each in (self.ended, self.stores, self.stored, self.failures):
             each.clear()
 
     def begin_pause(self, now: float, pause_s: float) -> None:
         """All workers are gone and start again after `pause_s` seconds."""
         self.enter(Phase.PAUSING)
         self.generation += 1
-        self.restart_at = now + pause_s
+        self.until = now + pause_s
         self.ended.clear()
 
     @property
@@ -108,31 +104,29 @@ class Launch:
         last = next(reversed(self.ready.values()), None)
         self.ready[node] = last if last is not None and last == ready else ready
 
-    def note_ended(self, node: int, ended: Ended) -> None:
-        """Take a node's *ended*; its failures are noted by `note_cause`."""
-        self.ended[node] = replace(ended, failures=())
-
-    def note_cause(self, dated: DatedCause) -> None:
+    def note_failure(self, failure: Failure, now: float) -> None:
         """Take a failure. Of thousands, whose texts take hundreds of megabytes, those are kept that may be wanted."""
-        self.causes.append(dated)
+        self.failures.append(Failure(failure.cause, failure.age_s - now))
         if self.policy.min_nodes is None:  # where the launch may go on, each node's own is wanted
-            preempted = first_dated(each for each in self.causes if each.cause.category == "preempted")
-            kept = (first_dated(self.causes), preempted)
-            self.causes = [each for each in dict.fromkeys(kept) if each is not None]
+            preempted = first_failure(each for each in self.failures if each.cause.category == "preempted")
+            kept = (first_failure(self.failures), preempted)
+            self.failures = [each for each in dict.fromkeys(kept) if each is not None]
+
+    def note_storing(self, node: int, what: str, now: float) -> None:
+        """Take the news that a node, whose workers have ended, stores something."""
+        if not self.stores:
+            self.stores_since, self.remind_at = now, now + REMIND_S
+        self.stores[node] = what
 
     @property
     def preempted(self) -> Cause | None:
-        """The first preemption of a node in this generation, be it the first cause or not; it will not come back."""
-        return first_cause(dated for dated in self.causes if dated.cause.category == "preempted")
-
-    def can_go_on_with(self, nodes: Sequence[int]) -> bool:
-        """Tell whether an elastic launch can do with `nodes` alone; the control node hosts its store."""
-        wanted = self.policy.min_nodes
-        return wanted is not None and self.phase is Phase.RUNNING and CONTROL in nodes and len(nodes) >= wanted
+        """A preemption of a node in this generation, be it the first cause or not; that node will not come back."""
+        return next((each.cause for each in self.failures if each.cause.category == "preempted"), None)
 
     def cause_of(self, node: int) -> Cause | None:
         """Return the failure of one node, or None."""
-        return first_cause(dated for dated in self.causes if dated.cause.node == node)
+        first = first_failure(each for each in self.failures if each.cause.node == node)
+        return None if first is None else first.cause
 
     def contradiction(self) -> TorchrunError | None:
         """Return what keeps the nodes from working together, naming nodes and values, or None."""
@@ -165,7 +159,8 @@ class Launch:
 
     def first_cause(self) -> Cause | None:
         """Return the failure that started it all; of a hang with what the nodes have found."""
-        cause = first_cause(self.causes)
+        first = first_failure(self.failures)
+        cause = None if first is None else first.cause
         return replace(cause, detail=self._diagnostics()) if cause is not None and cause.kind == "hang" else cause
 
     def _diagnostics(self) -> str:
@@ -200,7 +195,7 @@ class Launch:
         if cause is None:
             return LaunchFailed(f"Launch {self.number} failed.{quiet}")
         cls, text = self._class_and_text(cause)
-        return cls(f"{text}{quiet}" + (f"\n{cls.remedy}" if cls is TorchrunPreempted else ""), cause.as_dict())
+        return cls(text + quiet, cause.as_dict())
 
     def dropped_error(self, node: int) -> LaunchFailed:
         """Return what a node raises that an elastic launch goes on without."""
@@ -208,10 +203,10 @@ class Launch:
         cause = self.cause_of(node)
         if cause is None:
             return LaunchFailed(f"Node {node} failed. {goes_on}")
-        return class_of(cause)(f"{cause.describe()}\n{goes_on}", cause.as_dict())
+        return error_of(cause, goes_on)
 
     def _class_and_text(self, cause: Cause) -> tuple[type[LaunchFailed], str]:
-        stopped = f"Launch {self.number} was stopped"
+        report, stopped = cause.describe(), f"Launch {self.number} was stopped"
         if cause.kind == "timeout":
             remedy = "run(timeout_s=...) and the step's @timeout change how long it may run."
             return LaunchTimeout, f"{stopped}: it ran {cause.exception}. {remedy}"
@@ -221,25 +216,23 @@ class Launch:
             remedy = "hang_timeout_s changes how long they may be silent."
             return LaunchHung, f"{stopped}: {cause.exception}. {remedy}\n{cause.detail}"
         if cause.kind == "store":
-            remedy = (
-                "If the datastore is well, return less: a function can store large results itself and return where."
-            )
-            return LaunchFailed, f"{cause.describe()}\n{stopped} on all nodes; its workers had ended well. {remedy}"
+            remedy = "If the datastore is well, return less: a function can store results itself and return where."
+            return LaunchFailed, f"{report}\n{stopped} on all nodes; its workers had ended well. {remedy}"
         if cause.category == "preempted":
             saved = sorted(rank for ended in self.ended.values() for rank in ended.ended_well)
-            ended = shortened(saved) or "none"
-            text = f"{cause.describe()}\n{stopped} on all nodes. Ranks that exited with code 0 in time: {ended}."
-            return TorchrunPreempted, text
+            ended = f"Ranks that exited with code 0 in time: {shortened(saved) or 'none'}."
+            return TorchrunPreempted, f"{report}\n{stopped} on all nodes. {ended}\n{TorchrunPreempted.remedy}"
         count = f" after {self.restarts} restarts" if self.restarts else ""
-        text = f"{cause.describe()}\n{stopped} on all nodes{count} (class of the cause: {cause.category})."
+        text = f"{report}\n{stopped} on all nodes{count} (class of the cause: {cause.category})."
         if self.preempted is not None:
             text += f" Meanwhile {self.preempted.who} {self.preempted.what}."
         return LaunchFailed, text
 
 
-def class_of(cause: Cause) -> type[LaunchFailed]:
-    """Return the error's class for a node that failed outside of its workers."""
-    return {"preempted": TorchrunPreempted, "timeout": LaunchTimeout}.get(cause.category, LaunchFailed)
+def error_of(cause: Cause, more: str) -> LaunchFailed:
+    """Return the error for a node's failure that did not end a launch of all nodes; `more` goes on after the report."""
+    cls = {"preempted": TorchrunPreempted, "timeout": LaunchTimeout}.get(cause.category, LaunchFailed)
+    return cls(f"{cause.describe()}\n{more}", cause.as_dict())
 
 
 def teller(cause: Cause | None) -> int:

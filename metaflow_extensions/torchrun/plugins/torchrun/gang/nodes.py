@@ -35,15 +35,8 @@ class Nodes:
         self._states = dict.fromkeys(range(num_nodes), NodeState.ABSENT)
         # How many have which state: thousands are not to be looked through at each message.
         self._count: Counter[NodeState] = Counter(self._states.values())
-        self._hosts: dict[int, str] = {}
-        self._tasks: dict[int, tuple[str, str]] = {}  # which process a node is, and in which container
+        self._joins: dict[int, Join] = {}
         self.replaced: set[int] = set()  # nodes that know that another task has come in their place
-
-    def __len__(self) -> int:
-        return len(self._states)
-
-    def __contains__(self, node: object) -> bool:
-        return node in self._states
 
     def __getitem__(self, node: int) -> NodeState | None:
         return self._states.get(node)
@@ -58,24 +51,21 @@ class Nodes:
 
     def may_join(self, join: Join) -> bool:
         """Tell whether a task may be its node: nobody is that node, or the task itself is, without knowing it yet."""
-        state = self._states.get(join.node)
-        return state is NodeState.ABSENT or (
-            state is NodeState.JOINED and bool(join.task) and self._tasks[join.node] == (join.task, join.place)
-        )
+        again = self[join.node] is NodeState.JOINED and bool(join.task) and join == self._joins[join.node]
+        return again or self[join.node] is NodeState.ABSENT
 
     def join(self, join: Join) -> None:
         """Take a node in."""
         self.enter(join.node, NodeState.JOINED)
-        self._hosts[join.node] = join.host
-        self._tasks[join.node] = (join.task, join.place)
+        self._joins[join.node] = join
 
     def is_same_place(self, join: Join) -> bool:
         """Tell whether a task is in the same container as the node that it wants to be."""
-        return self._tasks.get(join.node, ("", ""))[1] == join.place
+        return self._joins.get(join.node, Join(join.node)).place == join.place
 
     def host(self, node: int) -> str:
         """Return a node's host name."""
-        return self._hosts.get(node, "unknown")
+        return self._joins.get(node, Join(node)).host
 
     def count(self, *states: NodeState) -> int:
         """Return how many nodes are in one of `states`."""
@@ -84,6 +74,11 @@ class Nodes:
     def which(self, *states: NodeState) -> list[int]:
         """Return the indexes of the nodes in one of `states`."""
         return [node for node, state in self._states.items() if state in states]
+
+    @property
+    def absent(self) -> list[int]:
+        """Indexes of the nodes that have not arrived."""
+        return self.which(NodeState.ABSENT)
 
     @property
     def joined(self) -> list[int]:

@@ -10,12 +10,12 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import GangError, GangStartTimeout, TorchrunError, TorchrunPreempted
-from .cause import Cause, DatedCause, Failure
-from .launch import Launch, Phase, class_of, reason, teller
+from .cause import Cause, Failure
+from .launch import Launch, Phase, error_of, reason, teller
 from .nodes import Nodes, NodeState
 from .policy import LaunchPolicy
 from .protocol import (
@@ -53,7 +53,6 @@ _PORT_TAKEN = re.compile("EADDRINUSE|address already in use", re.IGNORECASE)
 _MAX_MOVES = 3
 # What a node needs beyond the workers' grace to kill, reap and read the last bytes.
 _STOP_MARGIN_S = 15.0
-_SAY_STORES_S = 30.0
 # How long the nodes may take to write down what the workers of a hang are doing.
 DIAGNOSTICS_S = 15.0
 
@@ -79,15 +78,15 @@ class Gang:
         pick_port: Callable[[int | None], int | None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._settings = settings
+        self.settings = settings
         self._pick_port = pick_port  # returns the pinned port (None if taken), or else a free one
         self._clock = clock  # monotonic seconds
-        self._nodes = Nodes(settings.num_nodes)
+        self.nodes = Nodes(settings.num_nodes)
+        self.broken: TorchrunError | None = None  # why nothing can be launched any more
         self._started_at = clock()
         self._launch: Launch | None = None
         self._verdicts: dict[int, Verdict] = {}
         self._early: dict[int, Ready] = {}  # of nodes that have given up the launch that still runs
-        self._broken: TorchrunError | None = None
         self._failed_with: TorchrunError | None = None  # a verdict that a member's step has ended with
         self._out: list[Outgoing] = []
         self._handlers: dict[type, Callable[[int, Any], None]] = {
@@ -107,18 +106,18 @@ class Gang:
     def handle(self, node: int, message: Message) -> list[Outgoing]:
         """Take a message of a node and return what is to be sent; what no node sends is ignored."""
         handler = self._handlers.get(type(message))
-        if handler is not None and node in self._nodes:
+        if handler is not None and self.nodes[node] is not None:
             handler(node, message)
         return self._flush()
 
     def lost(self, node: int, why: str) -> list[Outgoing]:
         """Note that a node's connection or task ended, or that it fell silent."""
-        state = self._nodes[node]
+        state = self.nodes[node]
         if state in (NodeState.ABSENT, NodeState.JOINED, NodeState.DONE):
-            self._nodes.enter(node, NodeState.LOST)
+            self.nodes.enter(node, NodeState.LOST)
             if state is NodeState.DONE:
                 why = f"{why}, after its step's code but before its results were stored; see its log"
-            self._node_is_gone(node, Cause("lost", node, self._nodes.host(node), exception=why))
+            self._node_is_gone(node, Cause("lost", node, self.nodes.host(node), exception=why))
             self._see_who_is_left()
         return self._flush()
 
@@ -130,9 +129,9 @@ class Gang:
     def tick(self) -> list[Outgoing]:
         """Look at the clock; call it a few times a second."""
         now = self._clock()
-        overdue = self._nodes.count(NodeState.ABSENT) and now - self._started_at > self._settings.started_timeout_s
-        if overdue and self._broken is None:
-            self._break(self._missing_error(self.absent))
+        overdue = self.nodes.count(NodeState.ABSENT) and now - self._started_at > self.settings.started_timeout_s
+        if overdue and self.broken is None:
+            self._break(self._missing_error(self.nodes.absent))
         launch = self._launch
         if launch is not None:
             self._remind(launch, now)
@@ -140,43 +139,38 @@ class Gang:
         return self._flush()
 
     def _remind(self, launch: Launch, now: float) -> None:
-        if launch.phase is Phase.GATHERING and now >= launch.remind_at:
-            launch.remind_at = now + REMIND_S
-            late = [node for node in self._nodes.joined if node not in launch.ready]
-            waits = [f"{names(self.absent)} to start"] if self.absent else []
+        if now < launch.remind_at:
+            return
+        launch.remind_at = now + REMIND_S
+        if launch.phase is Phase.GATHERING:
+            late = [node for node in self.nodes.joined if node not in launch.ready]
+            waits = [f"{names(self.nodes.absent)} to start"] if self.nodes.absent else []
             waits += [f"{names(late)} to call current.torch.run"] if late else []
             self._say(launch.ready, f"launch {launch.number} waits for {' and for '.join(waits)}")
-        if launch.stores and now >= launch.say_stores_at:
-            launch.say_stores_at = now + _SAY_STORES_S
-            if text := launch.who_stores(now, besides=CONTROL):  # which says so itself
-                self._say([CONTROL], text)
+        elif text := launch.who_stores(now, besides=CONTROL):  # which says so itself
+            self._say([CONTROL], text)
 
     def _look_at_limits(self, launch: Launch, now: float) -> None:
         if launch.phase in (Phase.RUNNING, Phase.STORING):
             overrun = launch.overrun(now)
             if overrun is not None:
                 kind, text = overrun
-                cause = Cause(kind, CONTROL, self._nodes.host(CONTROL), exception=text)
-                launch.note_cause(DatedCause(now, cause))
+                launch.note_failure(Failure(Cause(kind, CONTROL, self.nodes.host(CONTROL), exception=text)), now)
                 self._stop(launch)
-        if launch.phase is Phase.PAUSING and now >= launch.restart_at:
+        if launch.phase is Phase.PAUSING and now >= launch.until:
             self._go(launch)
-        elif launch.phase is Phase.STOPPING and now > launch.stop_by:
+        elif launch.phase is Phase.STOPPING and now > launch.until:
             self._decide(launch)
 
     # --- joining --------------------------------------------------------------------------------
 
-    def may_join(self, join: Join) -> bool:
-        """Tell whether a task may be its node."""
-        return self._nodes.may_join(join)
-
     def _on_join(self, node: int, join: Join) -> None:
-        if node != join.node or not self.may_join(join):
+        if node != join.node or not self.nodes.may_join(join):
             return
-        self._nodes.join(join)
+        self.nodes.join(join)
         self._send(node, Welcome())
-        if self._broken is not None:
-            self._send(node, Abort(self._broken))
+        if self.broken is not None:
+            self._send(node, Abort(self.broken))
 
     def turn_away(self, join: Join) -> tuple[TorchrunError, float, list[Outgoing]]:
         """Say why a task can't be its node, how long it shall put off its end, and what the nodes have to know.
@@ -185,44 +179,24 @@ class Gang:
         The first is told, so that all can save. The second waits for their ends, because its own would have all pods
         killed.
         """
-        node, host = join.node, self._nodes.host(join.node)
-        state = self._nodes[node]
+        node, host = join.node, self.nodes.host(join.node)
+        state = self.nodes[node]
         who = f"Node {node} (host {join.host}) was turned away by the control node"
         if state is None:
-            return GangError(f"{who}: there are {self.num_nodes} nodes in this gang."), 0.0, []
-        if self._nodes.is_same_place(join):
+            return GangError(f"{who}: there are {self.settings.num_nodes} nodes in this gang."), 0.0, []
+        if self.nodes.is_same_place(join):
             return GangError(f"{who}: another task of this attempt has the same node index (host {host})."), 0.0, []
         launch = self._launch
         ending = launch is not None and launch.phase in (Phase.STOPPING, Phase.PAUSING)
         is_member = state is NodeState.JOINED
-        if is_member and not ending and self._broken is None and node not in self._nodes.replaced:
-            self._nodes.replaced.add(node)
+        if is_member and not ending and self.broken is None and node not in self.nodes.replaced:
+            self.nodes.replaced.add(node)
             why = "it is being replaced: another task of this node has started, as when its pod is deleted or drained"
             self._send(node, Replaced(why))
             self._say([CONTROL], f"node {node} (host {host}) is being replaced: another task of this node has come")
         before = f"still runs (host {host}), and all ranks may save" if is_member else f"has ended (host {host})"
         text = f"{who}: the task that it is to replace {before}. A gang takes no node twice. {TorchrunPreempted.remedy}"
-        return TorchrunPreempted(text), self._settings.grace_s + _STOP_MARGIN_S, self._flush()
-
-    @property
-    def num_nodes(self) -> int:
-        """Size of the gang."""
-        return self._settings.num_nodes
-
-    @property
-    def absent(self) -> list[int]:
-        """Indexes of the nodes that have not arrived."""
-        return self._nodes.which(NodeState.ABSENT)
-
-    @property
-    def broken(self) -> TorchrunError | None:
-        """Why nothing can be launched any more, or None."""
-        return self._broken
-
-    @property
-    def members(self) -> list[int]:
-        """Indexes of the nodes, besides the control node, that have joined and not yet left."""
-        return self._nodes.members
+        return TorchrunPreempted(text), self.settings.grace_s + _STOP_MARGIN_S, self._flush()
 
     # --- a launch: its start --------------------------------------------------------------------
 
@@ -231,8 +205,8 @@ class Gang:
         if number in self._verdicts:
             self._send(node, self._verdicts[number])  # it was over before this node came to it
             return
-        if self._broken is not None:
-            self._send(node, Verdict(number, self._broken))
+        if self.broken is not None:
+            self._send(node, Verdict(number, self.broken))
             return
         if self._launch is None or self._launch.phase is Phase.OVER:
             self._launch = Launch(number, remind_at=self._clock() + QUIET_S)
@@ -247,9 +221,9 @@ class Gang:
 
     def _start_if_all_ready(self, launch: Launch) -> None:
         gone = (NodeState.DONE, NodeState.LEFT, NodeState.LOST)
-        if self._nodes.count(*gone):
-            self._finish(launch, self._left_error(launch, self._nodes.which(*gone)))
-        elif len(launch.ready) == self.num_nodes:
+        if self.nodes.count(*gone):
+            self._finish(launch, self._left_error(launch, self.nodes.which(*gone)))
+        elif len(launch.ready) == self.settings.num_nodes:
             error = launch.contradiction()
             if error is not None:
                 self._finish(launch, error)
@@ -266,7 +240,7 @@ class Gang:
             self._finish(launch, self._port_error(pinned))
             return
         launch.begin_generation(self._clock())
-        name, limit = self._settings.name, launch.policy.max_restarts
+        name, limit = self.settings.name, launch.policy.max_restarts
         self._broadcast(Go(launch.number, launch.generation, port, name, launch.restarts, limit))
 
     # --- a launch: what its nodes report --------------------------------------------------------
@@ -279,9 +253,8 @@ class Gang:
         return launch if generation in (None, launch.generation) else None
 
     def _note_failures(self, launch: Launch, failures: Iterable[Failure]) -> None:
-        now = self._clock()
         for failure in failures:
-            launch.note_cause(DatedCause(now - failure.age_s, failure.cause))
+            launch.note_failure(failure, self._clock())
 
     def _on_active(self, node: int, active: Active) -> None:
         launch = self._current(active.launch, active.generation)
@@ -307,20 +280,14 @@ class Gang:
         if launch is None or launch.phase not in (Phase.RUNNING, Phase.STOPPING):
             return
         self._note_failures(launch, ended.failures)
-        launch.note_ended(node, ended)
+        launch.ended[node] = replace(ended, failures=())
         if ended.storing and not (ended.ok and launch.phase is Phase.STOPPING):
-            self._note_storing(launch, node, ended.storing)
+            launch.note_storing(node, ended.storing, self._clock())
         if not ended.ok:
             self._stop_or_drop(launch, node)
         if node in launch.dropped:
             self._send_verdict(launch, [node], launch.dropped_error(node))
         self._decide_if_all_ended(launch)
-
-    def _note_storing(self, launch: Launch, node: int, what: str) -> None:
-        if not launch.stores:
-            launch.stores_since = self._clock()
-            launch.say_stores_at = launch.stores_since + _SAY_STORES_S
-        launch.stores[node] = what
 
     def _on_storing(self, node: int, storing: Storing) -> None:
         launch = self._current(storing.launch, storing.generation)
@@ -344,11 +311,12 @@ class Gang:
         if launch.phase is Phase.PAUSING:  # nothing runs, and nothing can start any more
             self._finish(launch, launch.error(launch.first_cause(), []))
             return
-        if launch.policy.min_nodes is None:  # before all nodes are looked through
+        wanted = launch.policy.min_nodes
+        if wanted is None:  # before all nodes are looked through
             self._stop(launch)
             return
-        others = [other for other in self._nodes.joined if other != node and other not in launch.dropped]
-        if not launch.can_go_on_with(others):
+        others = [other for other in self.nodes.joined if other != node and other not in launch.dropped]
+        if launch.phase is not Phase.RUNNING or CONTROL not in others or len(others) < wanted:
             self._stop(launch)
         elif node not in launch.dropped:
             launch.dropped.add(node)
@@ -365,7 +333,7 @@ class Gang:
             del launch.stores[node]  # after a failure, only what was raised is wanted
         cause = launch.first_cause()
         is_hang = cause is not None and cause.kind == "hang"
-        launch.stop_by = self._clock() + self._settings.grace_s + _STOP_MARGIN_S + (DIAGNOSTICS_S if is_hang else 0.0)
+        launch.until = self._clock() + self.settings.grace_s + _STOP_MARGIN_S + (DIAGNOSTICS_S if is_hang else 0.0)
         number = self._signal_for(launch, cause)
         self._broadcast(Stop(launch.number, launch.generation, reason(cause), teller(cause), number, is_hang))
         self._decide_if_all_ended(launch)  # no word of the workers' ends will come, if there are none
@@ -379,10 +347,10 @@ class Gang:
     def _decide_if_all_ended(self, launch: Launch) -> None:
         # Each node's message leads here, so what is quickly known comes first.
         running = launch.phase in (Phase.RUNNING, Phase.STORING, Phase.STOPPING)
-        if not running or len(launch.ended) < self._nodes.count(NodeState.JOINED):
+        if not running or len(launch.ended) < self.nodes.count(NodeState.JOINED):
             return
-        is_storing = any(self._nodes[node] is NodeState.JOINED for node in launch.stores)
-        if (is_storing and launch.phase is not Phase.RUNNING) or not launch.ended.keys() >= set(self._nodes.joined):
+        is_storing = any(self.nodes[node] is NodeState.JOINED for node in launch.stores)
+        if (is_storing and launch.phase is not Phase.RUNNING) or not launch.ended.keys() >= set(self.nodes.joined):
             return
         if is_storing:
             launch.enter(Phase.STORING)
@@ -391,7 +359,7 @@ class Gang:
 
     def _decide(self, launch: Launch) -> None:
         """All nodes have ended, or their time is up: success, restart or failure."""
-        silent = [node for node in self._nodes.joined if node not in launch.ended]
+        silent = [node for node in self.nodes.joined if node not in launch.ended]
         cause = launch.first_cause()
         all_well = all(ended.ok for node, ended in launch.ended.items() if node not in launch.dropped)
         if (cause is None or launch.dropped) and not silent and all_well:
@@ -405,7 +373,7 @@ class Gang:
 
     def _can_start_again(self, launch: Launch, silent: list[int]) -> bool:
         """Tell whether all nodes can go on; one that has given the launch up by itself does not listen to it."""
-        is_whole = self._nodes.count(NodeState.JOINED) == self.num_nodes
+        is_whole = self.nodes.count(NodeState.JOINED) == self.settings.num_nodes
         return is_whole and not silent and not launch.given_up and launch.preempted is None
 
     def _may_move(self, launch: Launch, cause: Cause, silent: list[int]) -> bool:
@@ -417,7 +385,7 @@ class Gang:
     def _move(self, launch: Launch) -> None:
         launch.generation += 1
         launch.moves += 1
-        self._say(self._nodes.joined, "the port chosen for the rendezvous was taken meanwhile; starting on another")
+        self._say(self.nodes.joined, "the port chosen for the rendezvous was taken meanwhile; starting on another")
         self._go(launch)
 
     def _may_restart(self, launch: Launch, cause: Cause, silent: list[int]) -> bool:
@@ -434,12 +402,12 @@ class Gang:
     def _finish(self, launch: Launch, error: TorchrunError | None) -> None:
         launch.enter(Phase.OVER)
         self._verdicts[launch.number] = Verdict(launch.number, error)
-        self._send_verdict(launch, [node for node in self._nodes.joined if node not in launch.dropped], error)
-        if error is not None and self._nodes.count(NodeState.LOST):
+        self._send_verdict(launch, [node for node in self.nodes.joined if node not in launch.dropped], error)
+        if error is not None and self.nodes.count(NodeState.LOST):
             self._break(error)  # without all its nodes the gang can't launch again
         early, self._early = self._early, {}
         for node, ready in early.items():
-            if self._nodes[node] is NodeState.JOINED:
+            if self.nodes[node] is NodeState.JOINED:
                 self._on_ready(node, ready)
 
     def _send_verdict(self, launch: Launch, nodes: Iterable[int], error: TorchrunError | None) -> None:
@@ -455,16 +423,16 @@ class Gang:
     # --- leaving --------------------------------------------------------------------------------
 
     def _on_done(self, node: int, message: Done) -> None:
-        if self._nodes[node] is NodeState.JOINED:
-            self._nodes.enter(node, NodeState.DONE)
+        if self.nodes[node] is NodeState.JOINED:
+            self.nodes.enter(node, NodeState.DONE)
             self._go_on_without(node)
             self._see_who_is_left()
 
     def _on_leave(self, node: int, leave: Leave) -> None:
-        before = self._nodes[node]
+        before = self.nodes[node]
         if before not in (NodeState.JOINED, NodeState.DONE):
             return
-        self._nodes.enter(node, NodeState.LEFT)
+        self.nodes.enter(node, NodeState.LEFT)
         self._send(node, Ack())
         if leave.cause is not None:
             self._node_is_gone(node, leave.cause, after_step=before is NodeState.DONE)
@@ -488,11 +456,11 @@ class Gang:
         A member that raises the verdict of a launch, as all do, fails the run. The control node's step may have ended
         well even so: it has caught the verdict, or ended before that launch.
         """
-        if self._nodes[CONTROL] is not NodeState.DONE:
+        if self.nodes[CONTROL] is not NodeState.DONE:
             return
         if self._failed_with is not None:
             self._break(self._failed_with)
-        if self._nodes.count(NodeState.JOINED, NodeState.DONE) == 1:
+        if self.nodes.count(NodeState.JOINED, NodeState.DONE) == 1:
             self._send(CONTROL, Alone())
 
     def _go_on_without(self, node: int) -> None:
@@ -512,16 +480,16 @@ class Gang:
             self._finish(launch, error)
             self._break(error)
         else:
-            launch.note_cause(DatedCause(self._clock(), cause))
+            launch.note_failure(Failure(cause), self._clock())
             self._stop_or_drop(launch, node)
             self._decide_if_all_ended(launch)
 
     def _break(self, error: TorchrunError) -> None:
         """Nothing can be launched any more: tell every node, wherever its code is."""
-        if self._broken is None:
-            self._broken = error
+        if self.broken is None:
+            self.broken = error
             self._broadcast(Abort(error))
-            if self._nodes[CONTROL] is NodeState.DONE:  # it waits for the others
+            if self.nodes[CONTROL] is NodeState.DONE:  # it waits for the others
                 self._send(CONTROL, Abort(error))
 
     # --- errors ---------------------------------------------------------------------------------
@@ -535,24 +503,21 @@ class Gang:
         when = f"{place} current.torch.run"
         if after_step:
             when = "after the step's code, before its results were stored"
-        return class_of(cause)(
-            f"{cause.describe()}\nIt happened {when}; the other nodes were stopped.", cause.as_dict()
-        )
+        return error_of(cause, f"It happened {when}; the other nodes were stopped.")
 
     def _too_early_error(self, launch: Launch, cause: Cause) -> TorchrunError:
-        text = f"{cause.describe()}\nIt happened before launch {launch.number} began."
-        return class_of(cause)(text, cause.as_dict())
+        return error_of(cause, f"It happened before launch {launch.number} began.")
 
     def _missing_error(self, missing: list[int]) -> GangStartTimeout:
         return GangStartTimeout(
-            f"Waited {self._settings.started_timeout_s:g} s, but {names(missing)} of {self.num_nodes} did not "
+            f"Waited {self.settings.started_timeout_s:g} s, but {names(missing)} of {self.settings.num_nodes} did not "
             "arrive. Look at the logs of these tasks: they may wait for machines, fail to pull their image, or not reach "
             "the control node. @torchrun(all_nodes_started_timeout=...) changes how long to wait."
         )
 
     def _port_error(self, port: int | None) -> GangError:
         return GangError(
-            f"Port {port} is taken on the control node (host {self._nodes.host(CONTROL)}). Pin another with "
+            f"Port {port} is taken on the control node (host {self.nodes.host(CONTROL)}). Pin another with "
             "master_port, or leave it out: the kernel then chooses a free one."
         )
 
@@ -576,7 +541,7 @@ class Gang:
             self._send(node, note)
 
     def _broadcast(self, message: Message) -> None:
-        for node in self._nodes.joined:
+        for node in self.nodes.joined:
             self._send(node, message)
 
     def _send(self, node: int, message: Message) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..errors import TorchrunError
-from ..gang.cause import Cause, Failure, describe_exit, first_reported, signal_name
+from ..gang.cause import Cause, Failure, describe_exit, first_failure, signal_name
 from ..gang.protocol import Diagnostics, Go
 from ..gang.state import DIAGNOSTICS_S
 from .agent import AgentProcess
@@ -253,7 +253,8 @@ class Generation:
             dated = [(now, unseen)]
         if not dated and self._agent_failed_at is not None:
             dated = [(self._agent_failed_at, self._agent_cause())]
-        return first_reported(Failure(cause, now - at) for at, cause in dated)
+        first = first_failure(Failure(cause, now - at) for at, cause in dated)
+        return () if first is None else (first,)
 
     def _causes(self) -> list[tuple[float, Cause]]:
         return self.exits.causes(self._node, self._host, self._stopped_at)

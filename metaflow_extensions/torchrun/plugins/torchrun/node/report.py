@@ -19,7 +19,7 @@ from typing import Any
 from metaflow.exception import MetaflowException
 
 from ..errors import TorchrunError
-from ..gang.cause import Cause, is_consequence
+from ..gang.cause import Cause
 from ..gang.launch import teller
 from ..tracebacks import user_traceback
 from .console import write_output
@@ -56,7 +56,7 @@ def report(error: BaseException, view: View) -> str | None:
 
 def _stands_above(cause: Cause, view: View) -> bool:
     """Tell whether what the failed worker wrote is on this terminal, with all that `cause` says in detail."""
-    written = cause.kind in ("exception", "exit", "signal", "oom") and not is_consequence(cause)
+    written = cause.kind in ("exception", "exit", "signal", "oom") and not cause.is_consequence
     return view.shared and view.live and written
 
 
