@@ -14,7 +14,6 @@ from metaflow_extensions.torchrun.plugins.torchrun.node.agent_events import (
     AgentEnded,
     End,
     WorkerEnded,
-    WorkerReaped,
     WorkerStarted,
 )
 from metaflow_extensions.torchrun.plugins.torchrun.node.plan import Plan
@@ -154,7 +153,7 @@ class FakeNode:
         agent.say(WorkerEnded(self.rank(local_rank), local_rank, NOBODY + local_rank, status, stopped, at))
 
     def worker_reaped(self, agent, local_rank, at=0.0):
-        agent.say(WorkerReaped(self.rank(local_rank), local_rank, NOBODY + local_rank, at))
+        self.worker_ended(agent, local_rank, None, stopped=True, at=at)
 
     def all_end_well(self, agent):
         for local_rank in (0, 1):

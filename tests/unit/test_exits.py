@@ -9,11 +9,10 @@ import pytest
 from unit_helpers import write
 
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
-from metaflow_extensions.torchrun.plugins.torchrun.node.agent_events import WorkerEnded, WorkerReaped
+from metaflow_extensions.torchrun.plugins.torchrun.node.agent_events import WorkerEnded
 from metaflow_extensions.torchrun.plugins.torchrun.node.exits import (
     Exits,
     Record,
-    WorkerEnd,
     read_agent_report,
     read_end,
     read_record,
@@ -119,7 +118,7 @@ def test_what_no_log_could_take_is_escaped(leave):
 @pytest.fixture
 def cause_of(leave):
     def make(exit_code, stopped=False, stopped_at=float("inf"), **files):
-        found = worker_cause(WorkerEnd(1, 5, exit_code, stopped), 2, "host-2", leave(**files), stopped_at)
+        found = worker_cause(WorkerEnded(5, 1, 0, exit_code, stopped, 0.0), 2, "host-2", leave(**files), stopped_at)
         return found and found[0]
 
     return make
@@ -130,9 +129,9 @@ def test_success_has_no_cause(cause_of):
 
 
 def test_an_exception_is_the_cause_since_it_was_raised(leave):
-    end = WorkerEnd(1, 5, 1, False)
+    end = WorkerEnded(5, 1, 0, 1, False, 0.0)
     expected = Cause("exception", 2, "host-2", 5, 1, 1, "RuntimeError: recorded", "Traceback: ours")
-    assert worker_cause(end, 2, "host-2", leave(stderr="x", record=own_record(7.5))) == (expected, 7.5)
+    assert worker_cause(end, 2, "host-2", leave(stderr="x", record=own_record(7.5)), 0.0) == (expected, 7.5)
 
 
 @pytest.mark.parametrize("code", [3, -6, -11])
@@ -208,19 +207,23 @@ Root Cause (first observed failure):
 """
 
 
-def test_a_signal_that_torchrun_got_stands_in_its_traceback(tmp_path):
-    text = "torch.distributed.elastic.multiprocessing.api.SignalException: Process 7 got signal: 15\n"
-    assert read_agent_report(str(write(tmp_path / "agent.stderr", text))).got_signal == 15
-    assert read_agent_report(str(write(tmp_path / "agent.stderr", REPORT))).got_signal is None
+GOT_SIGNAL = "torch.distributed.elastic.multiprocessing.api.SignalException: Process 7 got signal: 15\n"
 
 
-def test_torchruns_report_names_every_failed_worker(tmp_path):
-    assert read_agent_report(str(write(tmp_path / "agent.stderr", REPORT))).exit_codes == {1: 3, 2: -9}
-
-
-@pytest.mark.parametrize("text", ["", "ModuleNotFoundError: No module named 'torch'\n", REPORT[:300]])
-def test_without_report_no_worker_is_accused(text, tmp_path):
-    assert read_agent_report(str(write(tmp_path / "agent.stderr", text))).exit_codes == {}
+@pytest.mark.parametrize(
+    ("text", "exit_codes", "got_signal"),
+    [
+        (REPORT, {1: 3, 2: -9}, None),
+        (GOT_SIGNAL, {}, 15),
+        ("", {}, None),
+        ("ModuleNotFoundError: No module named 'torch'\n", {}, None),
+        (REPORT[:300], {}, None),
+    ],
+)
+def test_torchruns_report_names_every_failed_worker_and_the_signal_it_got(text, exit_codes, got_signal, tmp_path):
+    write(tmp_path / "agent.stderr", text)
+    report = read_agent_report(str(tmp_path))
+    assert (report.exit_codes, report.got_signal) == (exit_codes, got_signal)
 
 
 # --- which ends of one node's workers count as failures, and since when ------------------------------
@@ -240,7 +243,7 @@ class Node:
         self.folder = folder
         self.origin = time.monotonic() - 60
         self.agent_stderr = write(folder / "agent.stderr", "")
-        self.exits = Exits(str(folder), str(self.agent_stderr), first_rank=3)
+        self.exits = Exits(str(folder), first_rank=3)
         self.stopped_at = float("inf")
 
     def raised(self, local_rank, exception, at):
@@ -248,11 +251,10 @@ class Node:
         write(self.folder / "run_x" / "attempt_0" / str(local_rank) / "exception.json", json.dumps(record))
 
     def ended(self, local_rank, status, at, stopped=False):
-        event = WorkerEnded(3 + local_rank, local_rank, 100 + local_rank, status, stopped, self.origin + at)
-        self.exits.note_end(event)
+        self.exits.note(WorkerEnded(3 + local_rank, local_rank, 100 + local_rank, status, stopped, self.origin + at))
 
     def reaped(self, local_rank, at):
-        self.exits.note_reaped(WorkerReaped(3 + local_rank, local_rank, 100 + local_rank, self.origin + at))
+        self.ended(local_rank, None, at, stopped=True)
 
     def stop(self, at):
         self.stopped_at = self.origin + at

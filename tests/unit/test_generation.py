@@ -11,7 +11,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Go
 from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec
 from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import Machine
-from metaflow_extensions.torchrun.plugins.torchrun.node.agent_events import AgentEnded, Frozen, event_of
+from metaflow_extensions.torchrun.plugins.torchrun.node.agent_events import AgentEnded, Frozen
 from metaflow_extensions.torchrun.plugins.torchrun.node.generation import Generation, Phase
 from metaflow_extensions.torchrun.plugins.torchrun.node.machine_faults import MachineFaults
 from metaflow_extensions.torchrun.plugins.torchrun.node.plan import Plan
@@ -106,12 +106,3 @@ def test_a_full_disk_explains_an_agents_end(tmp_path):
     generation.take(AgentEnded(1, 0.0))
     text = "its torchrun agent exited with code 1, on a full disk: nothing more can be written to /proc"
     assert [failure.cause.exception for failure in generation.failures()] == [text]
-
-
-# --- what the guardian says --------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("said", [{}, {"event": "stopping"}, {"event": "agent_end", "status": 0}, {"event": []}])
-def test_what_is_no_event_of_the_guardian_is_refused(said):
-    with pytest.raises(ValueError, match="this is no event"):
-        event_of(said)

@@ -133,7 +133,7 @@ def test_the_guardian_can_start_without_metaflow():
     while left:
         needed.add(module := left.pop())
         left += IMPORTS[module][0] - needed
-    assert needed == {"node.guardian", "node.workers", "machine.processes", "machine.libc"}
+    assert needed == {"node.guardian", "node.agent_events", "node.workers", "machine.processes", "machine.libc"}
     assert {name for module in needed for name in IMPORTS[module][1]} <= set(sys.stdlib_module_names)
 
 

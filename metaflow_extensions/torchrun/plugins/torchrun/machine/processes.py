@@ -48,11 +48,6 @@ def find(pid: int) -> Process | None:
     return Process(pid, int(parent), state, start_time, status)
 
 
-def pids() -> list[int]:
-    """Return the numbers of all processes; none where there is no ``/proc``."""
-    return [int(name) for name in os.listdir("/proc") if name.isdigit()] if _HAS_PROC else []
-
-
 def began(pid: int) -> str:
     """Return when a process began, see `Process.began`; empty if it is gone."""
     process = find(pid)
@@ -68,6 +63,16 @@ def is_alive(pid: int, since: str) -> bool:
 def children(parent: int) -> list[int]:
     """Return the pids of the living children of a process."""
     return [process.pid for process in _table() if process.is_alive and process.parent == parent]
+
+
+def children_of_main_thread(parent: int) -> list[int]:
+    """Return the pids of the children, dead ones too, that a process's main thread has started; cheap enough to repeat.
+
+    A kernel without CONFIG_PROC_CHILDREN, or another system, tells the living children of all threads.
+    """
+    with suppress(OSError), open(f"/proc/{parent}/task/{parent}/children", encoding="ascii") as file:
+        return [int(pid) for pid in file.read().split()]
+    return children(parent)
 
 
 def living_descendants(ancestor: int) -> list[int]:
@@ -87,9 +92,9 @@ def living_descendants(ancestor: int) -> list[int]:
 def _table() -> Iterator[Process]:
     if not _HAS_PROC:
         yield from _table_from_ps()
-    for pid in pids():
-        process = find(pid)
-        if process is not None:
+        return
+    for name in os.listdir("/proc"):
+        if name.isdigit() and (process := find(int(name))) is not None:
             yield process
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 
 from ..machine import processes
-from .agent_events import AgentEvent, AgentStarted, End, WorkerStarted, event_of
+from .agent_events import AgentEvent, AgentStarted, End, WorkerStarted, from_line
 from .guardian import Options
 
 # The guardian is a module of this package, but it runs without the package's `__init__`, which imports Metaflow, and
@@ -88,12 +88,11 @@ class AgentProcess:
     def _read(self) -> None:
         ended = False
         for line in self._lines():
-            with suppress(ValueError):
-                event = event_of(json.loads(line))
-                ended = ended or isinstance(event, End)
-                if isinstance(event, AgentStarted | WorkerStarted):
-                    self._tree[event.pid] = event.began
-                self._on_event(event)
+            event = from_line(line)
+            ended = isinstance(event, End)
+            if isinstance(event, AgentStarted | WorkerStarted):
+                self._tree[event.pid] = event.began
+            self._on_event(event)
         if not ended:
             self._guardian_was_killed()
 

@@ -1,25 +1,23 @@
-"""What the guardian tells of an agent and its workers, as types.
+"""What the guardian tells of an agent and its workers: a line of JSON each, with the event's name and its fields.
 
 Times are seconds of this machine's monotonic clock. An exit code is negative for a signal.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+import json
+from collections.abc import Sequence
+from typing import NamedTuple, TypeAlias, get_args
 
 
-@dataclass(frozen=True)
-class AgentStarted:
+class AgentStarted(NamedTuple):
     """The agent runs; `began` tells its process from a later one with the same pid."""
 
     pid: int
     began: str
 
 
-@dataclass(frozen=True)
-class WorkerStarted:
+class WorkerStarted(NamedTuple):
     """A worker runs; `began` as for the agent."""
 
     rank: int
@@ -28,30 +26,18 @@ class WorkerStarted:
     began: str
 
 
-@dataclass(frozen=True)
-class WorkerEnded:
-    """A worker has ended; `stopped`: while everything was being stopped."""
+class WorkerEnded(NamedTuple):
+    """A worker has ended."""
 
     rank: int
     local_rank: int
     pid: int
-    status: int
-    stopped: bool
+    status: int | None  # None as long as only torchrun knows it: it reaped the worker before the guardian could look
+    stopped: bool  # whether it may have obeyed: somebody had told it to stop, or its exit code is not known
     at: float
 
 
-@dataclass(frozen=True)
-class WorkerReaped:
-    """A worker has ended, but torchrun alone knows how."""
-
-    rank: int
-    local_rank: int
-    pid: int
-    at: float
-
-
-@dataclass(frozen=True)
-class Frozen:
+class Frozen(NamedTuple):
     """Somebody has stopped a worker (or, without a rank, the agent) and has not continued it in time."""
 
     rank: int | None
@@ -60,23 +46,20 @@ class Frozen:
     at: float
 
 
-@dataclass(frozen=True)
-class Terminated:
+class Terminated(NamedTuple):
     """Somebody has sent SIGTERM to the guardian, which now stops everything."""
 
     at: float
 
 
-@dataclass(frozen=True)
-class AgentEnded:
+class AgentEnded(NamedTuple):
     """The agent has ended by itself; what it has left running is stopped now."""
 
     status: int
     at: float
 
 
-@dataclass(frozen=True)
-class End:
+class End(NamedTuple):
     """The last event: nothing is left of the agent and its workers."""
 
     status: int | None  # the agent's exit code
@@ -85,30 +68,17 @@ class End:
     guardian: int | None = None  # the guardian's exit code if it was killed; 0 if that is not known
 
 
-AgentEvent: TypeAlias = (
-    AgentStarted | WorkerStarted | WorkerEnded | WorkerReaped | Frozen | Terminated | AgentEnded | End
-)
+AgentEvent: TypeAlias = AgentStarted | WorkerStarted | WorkerEnded | Frozen | Terminated | AgentEnded | End
+_EVENTS = {event.__name__: event for event in get_args(AgentEvent)}
 
 
-_WORKER = ("rank", "local_rank", "pid")
-# What the guardian calls an event -> its class, and what the guardian calls the fields.
-_EVENTS: dict[str, tuple[type[Any], tuple[str, ...]]] = {
-    "agent": (AgentStarted, ("pid", "began")),
-    "worker": (WorkerStarted, (*_WORKER, "began")),
-    "worker_end": (WorkerEnded, (*_WORKER, "status", "stopped", "t")),
-    "worker_reaped": (WorkerReaped, (*_WORKER, "t")),
-    "frozen": (Frozen, (*_WORKER, "t")),
-    "terminated": (Terminated, ("t",)),
-    "agent_end": (AgentEnded, ("status", "t")),
-    "end": (End, ("status", "error", "left")),
-}
+def as_line(event: AgentEvent) -> bytes:
+    """Return an event as the guardian says it."""
+    return json.dumps([type(event).__name__, *event]).encode() + b"\n"
 
 
-def event_of(said: Mapping[str, Any]) -> AgentEvent:
-    """Return what the guardian has said as an event. Raises ValueError if it is none."""
-    try:
-        cls, names = _EVENTS[said["event"]]
-        event: AgentEvent = cls(*(said[name] for name in names))
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"this is no event: {str(said)[:200]}") from error
+def from_line(line: bytes) -> AgentEvent:
+    """Return the event that the guardian has said."""
+    name, *fields = json.loads(line)
+    event: AgentEvent = _EVENTS[name](*fields)
     return event

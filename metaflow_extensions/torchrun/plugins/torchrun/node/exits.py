@@ -15,12 +15,12 @@ import re
 import signal
 import time
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
 from ..gang.cause import Cause
-from .agent_events import WorkerEnded, WorkerReaped
+from .agent_events import WorkerEnded
 from .logs import worker_folder
 
 _TAIL_LINES = 30
@@ -28,102 +28,79 @@ _TAIL_BYTES = 64 * 1024
 _NEVER = float("inf")
 
 
-@dataclass(frozen=True)
-class WorkerEnd:
-    """How one worker of this node ended."""
-
-    local_rank: int
-    rank: int
-    exit_code: int | None  # negative for a signal; None as long as only torchrun knows it
-    stopped: bool  # whether it may have obeyed: we or torchrun had told it to stop, or its exit code is not known
-    at: float | None = None  # when it ended, in monotonic seconds; None where only torchrun's report tells of it
-    reaped: int | None = None  # its pid, if torchrun reaped it before the guardian could read its exit code
-
-    @property
-    def failed(self) -> bool:
-        """Whether it is known to have failed by itself."""
-        return self.exit_code not in (0, None) and not self.stopped
+def _failed(end: WorkerEnded) -> bool:
+    """Tell whether a worker is known to have failed by itself."""
+    return end.status not in (0, None) and not end.stopped
 
 
 class Exits:
-    """The ends of the workers of one generation on this node."""
+    """The ends of the workers of one generation on this node; `folder` is torchrun's --log-dir."""
 
-    def __init__(self, folder: str, agent_stderr: str, first_rank: int) -> None:
-        self._folder = folder  # torchrun's --log-dir
-        self._agent_stderr = agent_stderr  # a file
+    def __init__(self, folder: str, first_rank: int) -> None:
+        self._folder = folder
         self._first_rank = first_rank  # the global rank of local rank 0
-        self._ends: dict[int, WorkerEnd] = {}  # local rank -> its latest end
-        self._unseen_failure: WorkerEnd | None = None
+        self._ends: dict[int, WorkerEnded] = {}  # local rank -> its latest end
+        self._unseen_failure: WorkerEnded | None = None
 
     @property
     def codes(self) -> dict[int, int]:
         """Global rank -> exit code of all workers whose exit code is known."""
-        return {end.rank: end.exit_code for end in self._ends.values() if end.exit_code is not None}
+        return {end.rank: end.status for end in self._ends.values() if end.status is not None}
 
     def has_ended(self, rank: int) -> bool:
         """Tell whether a worker has ended."""
         return any(end.rank == rank for end in self._ends.values())
 
-    # --- what the guardian says -----------------------------------------------------------------
-
-    def note_end(self, event: WorkerEnded) -> WorkerEnd:
-        """Take in that a worker has ended."""
-        code, stopped = event.status, event.stopped
-        if code != 0 and not stopped:
+    def note(self, end: WorkerEnded) -> bool:
+        """Take in that a worker has ended; return whether it is known to have failed by itself."""
+        if _failed(end) and end.pid in self._report().stopped:
             # If torchrun stopped this one, it has seen another fail that the guardian did not see.
-            stopped = event.pid in self._report().stopped
-        return self._note(WorkerEnd(event.local_rank, event.rank, code, stopped, event.at))
-
-    def note_reaped(self, event: WorkerReaped) -> None:
-        """Take in that a worker has ended, and torchrun alone knows how."""
-        self._note(WorkerEnd(event.local_rank, event.rank, None, True, event.at, reaped=event.pid))
-
-    def _note(self, end: WorkerEnd) -> WorkerEnd:
+            end = end._replace(stopped=True)
         self._ends[end.local_rank] = end
-        return end
+        return _failed(end)
 
     # --- what torchrun says ---------------------------------------------------------------------
 
     def _report(self) -> AgentReport:
-        return read_agent_report(self._agent_stderr)
+        return read_agent_report(self._folder)
 
-    def failed_unseen(self) -> WorkerEnd | None:
+    def failed_unseen(self) -> WorkerEnded | None:
         """Return the worker that has failed as torchrun alone has seen, and acts upon; None if there is none."""
-        reaped = [end for end in self._ends.values() if end.reaped is not None]
+        reaped = [end for end in self._ends.values() if end.status is None]
         if self._unseen_failure is None and reaped and self.first_failed() is None:
             stopped = self._report().stopped
             # Ranks reaped before the last one ended well: torchrun stops the others at the first failure.
-            own = [end for end in reaped if end.reaped not in stopped]
+            own = [end for end in reaped if end.pid not in stopped]
             if stopped and own:
-                self._unseen_failure = max(own, key=lambda end: end.at or 0.0)
+                self._unseen_failure = max(own, key=lambda end: end.at)
         return self._unseen_failure
 
     def complete(self, agent_exit: int | None, nproc: int, stopping: bool) -> None:
         """Fill in the exit codes that torchrun alone tells; `stopping`: we had begun to stop the workers."""
         codes = dict.fromkeys(range(nproc), 0) if agent_exit == 0 else self._report().exit_codes
         for local_rank, code in codes.items():
-            rank = self._first_rank + local_rank
-            known = self._ends.get(local_rank) or WorkerEnd(local_rank, rank, None, True)
-            if known.exit_code is None:
-                stopped = code == -signal.SIGTERM or (stopping and known.reaped is None)
-                self._note(replace(known, exit_code=code, stopped=stopped))
+            known = self._ends.get(local_rank)
+            if known is None:  # the guardian has never seen it
+                stopped = stopping or code == -signal.SIGTERM
+                end = WorkerEnded(self._first_rank + local_rank, local_rank, 0, code, stopped, time.monotonic())
+                self._ends[local_rank] = end
+            elif known.status is None:
+                self._ends[local_rank] = known._replace(status=code, stopped=code == -signal.SIGTERM)
 
     # --- why ------------------------------------------------------------------------------------
 
-    def first_failed(self) -> WorkerEnd | None:
+    def first_failed(self) -> WorkerEnded | None:
         """Return a worker whose exit code says that it has failed by itself, or None."""
-        return next((end for end in self._ends.values() if end.failed), None)
+        return next(filter(_failed, self._ends.values()), None)
 
     def causes(self, node: int, host: str, stopped_at: float) -> list[tuple[float, Cause]]:
         """Return when and why workers have failed, the earliest first; `stopped_at` is when we began to stop them."""
-        now, found = time.monotonic(), []
-        told = self._told_to_stop_at(stopped_at)
+        found, told = [], self._told_to_stop_at(stopped_at)
         for end in self._ends.values():
             failed = worker_cause(end, node, host, worker_folder(self._folder, end.local_rank), told)
             if failed is not None:
                 cause, raised_at = failed
-                ended_at = now if end.at is None else end.at
-                found.append((ended_at if raised_at is None else raised_at, cause))
+                found.append((end.at if raised_at is None else raised_at, cause))
         return sorted(found, key=lambda each: each[0])
 
     def _told_to_stop_at(self, stopped_at: float) -> float:
@@ -131,9 +108,8 @@ class Exits:
 
         torchrun does so, too, but not before a worker has failed.
         """
-        failed = [end for end in self._ends.values() if end.failed]
-        failed += [] if self._unseen_failure is None else [self._unseen_failure]
-        return min([stopped_at, self._report().stopped_at, *(end.at for end in failed if end.at is not None)])
+        failed = [*filter(_failed, self._ends.values()), *filter(None, [self._unseen_failure])]
+        return min([stopped_at, self._report().stopped_at, *(end.at for end in failed)])
 
     def unseen_cause(self, node: int, host: str) -> Cause | None:
         """Return what can be said of a failure that torchrun alone has seen, where the worker recorded nothing."""
@@ -145,24 +121,25 @@ class Exits:
 
 
 def worker_cause(
-    end: WorkerEnd, node: int, host: str, folder: str, stopped_at: float = _NEVER
+    end: WorkerEnded, node: int, host: str, folder: str, stopped_at: float
 ) -> tuple[Cause, float | None] | None:
     """Return why a worker failed, and when if it said so; None if it did not fail by itself.
 
     What a stopped worker has raised after `stopped_at`, when the workers were told to stop, is no cause.
     """
-    if end.exit_code == 0:
+    code = end.status
+    if code == 0:
         return None
     record = read_record(folder)
     who = (node, host, end.rank, end.local_rank)
     if record is not None:
         if end.stopped and record.at > stopped_at:
             return None
-        exit_code = None if end.stopped and (end.exit_code or 0) < 0 else end.exit_code
-        return Cause("exception", *who, exit_code, record.exception, record.traceback), record.at
-    if end.stopped or end.exit_code is None:
+        shown = None if end.stopped and (code or 0) < 0 else code
+        return Cause("exception", *who, shown, record.exception, record.traceback), record.at
+    if end.stopped or code is None:
         return None  # it obeyed
-    return Cause("signal" if end.exit_code < 0 else "exit", *who, end.exit_code, None, stderr_tail(folder)), None
+    return Cause("signal" if code < 0 else "exit", *who, code, None, stderr_tail(folder)), None
 
 
 # --- what a worker leaves -----------------------------------------------------------------------
@@ -263,9 +240,9 @@ _OLDEST_LINE_S = 900.0
 _GOT_SIGNAL = re.compile(r"SignalException: Process \d+ got signal: (\d+)")
 
 
-def read_agent_report(path: str) -> AgentReport:
-    """Return what torchrun's stderr says; nothing of all that if the file is missing."""
-    text = read_end(path)
+def read_agent_report(folder: str) -> AgentReport:
+    """Return what torchrun, which has this log folder, has said; nothing of all that if its stderr is missing."""
+    text = read_end(os.path.join(folder, "agent.stderr"))
     stopped = list(_STOPPED.finditer(text))
     got_signal = _GOT_SIGNAL.search(text)
     return AgentReport(

@@ -18,7 +18,7 @@ from ..gang.cause import Cause, Failure, describe_exit, first_failure, signal_na
 from ..gang.protocol import Diagnostics, Go
 from ..gang.state import DIAGNOSTICS_S
 from .agent import AgentProcess
-from .agent_events import AgentEnded, AgentEvent, End, Frozen, Terminated, WorkerEnded, WorkerReaped, WorkerStarted
+from .agent_events import AgentEnded, AgentEvent, End, Frozen, Terminated, WorkerEnded, WorkerStarted
 from .exits import Exits, read_agent_report
 from .logs import LogFollower
 from .machine_faults import MachineFaults
@@ -70,7 +70,7 @@ class Generation:
         self.number = go.generation
         self.command = command  # the agent's argv
         self.phase = Phase.STARTING
-        self.exits = Exits(folder, os.path.join(folder, "agent.stderr"), plan.spec.global_rank(0))
+        self.exits = Exits(folder, plan.spec.global_rank(0))
         self.diagnostics: Diagnostics | None = None  # what `diagnose` has found
         self._plan = plan
         self._node, self._host = plan.spec.node_index, host
@@ -88,7 +88,6 @@ class Generation:
         self._handlers: dict[type, Callable[[Any], str | None]] = {
             WorkerStarted: self._on_worker_started,
             WorkerEnded: self._on_worker_ended,
-            WorkerReaped: self._on_worker_reaped,
             Frozen: self._on_frozen,
             Terminated: self._on_terminated,
             AgentEnded: self._on_agent_ended,
@@ -188,16 +187,12 @@ class Generation:
         self._pids[event.rank] = event.pid
 
     def _on_worker_ended(self, event: WorkerEnded) -> str | None:
-        end = self.exits.note_end(event)
-        if self.phase is not Phase.RUNNING or self._plan.is_elastic:
-            return None
-        unseen = self.look()
-        if unseen is not None or not end.failed:
-            return unseen
-        return f"rank {end.rank} {self._machine.how_ended(event.status)}"
-
-    def _on_worker_reaped(self, event: WorkerReaped) -> None:
-        self.exits.note_reaped(event)
+        failed = self.exits.note(event)
+        if event.status is None:
+            return None  # who was reaped before the others is not known yet
+        if failed and self.phase is Phase.RUNNING and not self._plan.is_elastic:
+            return f"rank {event.rank} {self._machine.how_ended(event.status)}"
+        return self.look()
 
     def _on_frozen(self, event: Frozen) -> str | None:
         whose = "its torchrun agent " if event.rank is None else ""
@@ -227,9 +222,9 @@ class Generation:
         self._agent_failed_at = event.at
         self._begin_to_stop(event.at)
         failed = self.exits.first_failed()
-        if failed is None or failed.exit_code is None:
+        if failed is None or failed.status is None:
             return f"the torchrun agent {describe_exit(event.status)}"
-        return f"rank {failed.rank} {self._machine.how_ended(failed.exit_code)}"
+        return f"rank {failed.rank} {self._machine.how_ended(failed.status)}"
 
     def _on_end(self, event: End) -> None:
         if self._agent_exit is None:  # it has not ended by itself
@@ -260,7 +255,7 @@ class Generation:
         return self.exits.causes(self._node, self._host, self._stopped_at)
 
     def _agent_cause(self) -> Cause:
-        report = read_agent_report(os.path.join(self._folder, "agent.stderr"))
+        report = read_agent_report(self._folder)
         guardian, error = (None, None) if self._end is None else (self._end.guardian, self._end.error)
         code, who = self._agent_exit, "its torchrun agent"
         if guardian is not None:

@@ -21,10 +21,21 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ..machine import libc, processes
 from ..machine.processes import living_descendants, send_signal
+from .agent_events import (
+    AgentEnded,
+    AgentEvent,
+    AgentStarted,
+    End,
+    Frozen,
+    Terminated,
+    WorkerEnded,
+    WorkerStarted,
+    as_line,
+)
 from .workers import SEARCH_S, FrozenWatch, Worker, Workers
 
 _KILL_WAIT_S = 10.0  # after SIGKILL only a process in uninterruptible sleep stays
@@ -95,7 +106,7 @@ class Guardian:
         self._options = options
         self._state = State.STARTING
         self._agent: subprocess.Popen[bytes]  # from `_start` on
-        self._workers = Workers(options.workers, options.restarts, os.path.dirname(options.stdout))
+        self._workers = Workers(options.workers, options.restarts)
         self._frozen = FrozenWatch(options.silence_s)
         self._pidfds: dict[int, int] = {}  # pidfd -> pid of a worker or the agent
         self._commands = b""
@@ -144,34 +155,28 @@ class Guardian:
                 preexec_fn=libc.die_with_parent,
             )
         self._observe(self._agent.pid)
-        self._say("agent", pid=self._agent.pid, began=processes.began(self._agent.pid))
+        self._say(AgentStarted(self._agent.pid, processes.began(self._agent.pid)))
         self._enter(State.WATCHING)
 
     def _end(self, status: int | None, error: str | None) -> None:
-        self._say("end", status=status, error=error, left=self._left)
+        self._say(End(status, error, self._left))
         self._enter(State.OVER)
 
-    def _say(self, event: str, **fields: Any) -> None:
-        # `agent_events` reads and describes it.
-        line = json.dumps({"event": event, "t": time.monotonic(), **fields}) + "\n"
+    def _say(self, event: AgentEvent) -> None:
         with suppress(OSError):  # the task is gone; what is left to do is to clean up
-            os.write(sys.stdout.fileno(), line.encode())
+            os.write(sys.stdout.fileno(), as_line(event))
 
     # --- waiting -------------------------------------------------------------------------------
 
     def _wait(self, seconds: float) -> None:
-        """Sleep until a command, a worker's end, a folder of torchrun's, or until `seconds` have passed."""
-        stdin, folders = None if self._task_gone else sys.stdin.fileno(), self._workers.folders.fd
-        ready, _, _ = select.select(
-            [*self._pidfds, *(fd for fd in (stdin, folders) if fd is not None)], [], [], seconds
-        )
-        if stdin in ready:
-            self._read_commands()
-        if folders in ready:
-            self._workers.on_folder_made()
+        """Sleep until a command, a worker's end, or until `seconds` have passed."""
+        stdin = () if self._task_gone else (sys.stdin.fileno(),)
+        ready, _, _ = select.select([*self._pidfds, *stdin], [], [], seconds)
         for fd in ready:
             if fd in self._pidfds:
                 self._has_ended(fd)
+            else:
+                self._read_commands()
 
     def _read_commands(self) -> None:
         data = os.read(sys.stdin.fileno(), 4096)
@@ -201,16 +206,14 @@ class Guardian:
 
     def _worker_ended(self, worker: Worker, status: int | None) -> None:
         worker.status, worker.reaped = status, status is None
-        if worker.reaped:  # torchrun was faster; now it alone knows how the worker ended
-            self._say("worker_reaped", **worker.facts())
-        else:
-            self._say("worker_end", **worker.facts(), status=status, stopped=self._state is State.STOPPING)
+        stopped = worker.reaped or self._state is State.STOPPING
+        self._say(WorkerEnded(worker.rank, worker.local_rank, worker.pid, status, stopped, time.monotonic()))
 
     # --- watching ------------------------------------------------------------------------------
 
     def _watch(self) -> None:
         if self._got_sigterm and self._state is State.WATCHING:
-            self._say("terminated")
+            self._say(Terminated(time.monotonic()))
             self._begin_to_stop(self._options.grace_s)
         # Its pipe alone does not tell: a process that the step has forked may hold the other end.
         if os.getppid() != self._task:
@@ -230,11 +233,11 @@ class Guardian:
     def _find_workers(self) -> None:
         for worker in self._workers.find(self._agent.pid):
             self._observe(worker.pid)
-            self._say("worker", **worker.facts())
+            self._say(WorkerStarted(worker.rank, worker.local_rank, worker.pid, worker.began))
 
     def _agent_ended(self, status: int) -> None:
         """Tell of an agent that has ended by itself, and stop what it has left running."""
-        self._say("agent_end", status=status)
+        self._say(AgentEnded(status, time.monotonic()))
         self._left = [processes.describe(pid) for pid in living_descendants(os.getpid())]
         self._begin_to_stop(_STRAGGLER_GRACE_S if status == 0 else self._options.grace_s)
 
@@ -242,10 +245,9 @@ class Guardian:
         worker = self._workers.get(pid)
         if pid == self._task:  # the gang takes its node for lost
             self._begin_to_stop(self._options.grace_s)
-        elif worker is not None:
-            self._say("frozen", pid=pid, rank=worker.rank, local_rank=worker.local_rank)
         else:
-            self._say("frozen", pid=pid, rank=None, local_rank=None)
+            rank, local_rank = (None, None) if worker is None else (worker.rank, worker.local_rank)
+            self._say(Frozen(rank, local_rank, pid, time.monotonic()))
 
     def _reap_orphans(self) -> bool:
         """Reap the agent and what was re-parented to us; return whether any child is left."""

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
-from contextlib import suppress
-from typing import Any
 
 from ..machine import processes
-from ..machine.libc import FolderWatch
 
-SEARCH_S = 0.05  # between looks while workers appear
-WATCH_S = 0.5  # between looks while none appear, or all are known
-_SLOWER = 1.05  # a factor that makes of the former the latter within 10 s
+SEARCH_S = 0.05  # between looks while workers are to come
+WATCH_S = 0.5  # between looks when all are known
 
 
 class Worker:
@@ -29,23 +24,14 @@ class Worker:
         """Whether it has not ended."""
         return processes.is_alive(self.pid, self.began)
 
-    def facts(self) -> dict[str, Any]:
-        """Return what every event about it says."""
-        return {"rank": self.rank, "local_rank": self.local_rank, "pid": self.pid, "began": self.began}
-
 
 class Workers:
     """The workers of one agent."""
 
-    def __init__(self, count: int, restarts: bool, log_dir: str) -> None:
+    def __init__(self, count: int, restarts: bool) -> None:
         self._count = count  # how many the agent will start
         self._restarts = restarts  # whether it may start them again
-        self._log_dir = log_dir  # torchrun's --log-dir
         self._by_pid: dict[int, Worker] = {}
-        self._unrelated: set[int] = set()  # pids that are known to be no children of the agent
-        self._search_s = SEARCH_S
-        self.folders = FolderWatch()
-        self._watch_folders()
 
     def get(self, pid: int) -> Worker | None:
         """Return the worker that had this pid last."""
@@ -66,50 +52,19 @@ class Workers:
 
     @property
     def pause_s(self) -> float:
-        """Seconds until the next look.
-
-        An agent takes minutes to import torch where a pod has a tenth of a CPU, and we share that. So we look ever more
-        seldom, until a worker appears or torchrun makes a folder.
-        """
-        return self._search_s if self.expects_more() else WATCH_S
+        """Seconds until the next look."""
+        return SEARCH_S if self.expects_more() else WATCH_S
 
     def find(self, agent: int) -> list[Worker]:
         """Return the workers that are new among the children of process `agent`."""
-        self._search_s = min(self._search_s * _SLOWER, WATCH_S)
-        pids, found = set(processes.pids()), []
-        self._unrelated &= pids  # whoever gets the number of one that is gone is somebody else
-        for pid in pids - self._unrelated:
-            process, known = processes.find(pid), self._by_pid.get(pid)
-            if process is None or process.parent != agent:
-                self._unrelated.add(pid)
-            elif known is None or not known.is_alive:
-                found += self._recognised(pid)
-        if found:
-            self._search_s = SEARCH_S  # their siblings come now
+        found = []
+        for pid in processes.children_of_main_thread(agent):  # where torchrun starts its workers
+            known, env = self._by_pid.get(pid), processes.environment(pid)
+            # Between fork and exec a child still shows its parent's environment, without a rank.
+            if (known is None or not known.is_alive) and "RANK" in env and "LOCAL_RANK" in env:
+                self._by_pid[pid] = Worker(int(env["RANK"]), int(env["LOCAL_RANK"]), pid)
+                found.append(self._by_pid[pid])
         return found
-
-    def _recognised(self, pid: int) -> list[Worker]:
-        env = processes.environment(pid)
-        # Between fork and exec a child still shows its parent's environment, without a rank.
-        if "RANK" not in env or "LOCAL_RANK" not in env:
-            return []
-        self._by_pid[pid] = Worker(int(env["RANK"]), int(env["LOCAL_RANK"]), pid)
-        return [self._by_pid[pid]]
-
-    def on_folder_made(self) -> None:
-        """Look often again: torchrun is about to start workers."""
-        self.folders.drain()
-        self._watch_folders()  # a restart's is below that of the first start
-        self._search_s = SEARCH_S
-
-    def _watch_folders(self) -> None:
-        """Be woken when torchrun makes folders for its workers' output.
-
-        It does so right before it starts them (`reify` in ``torch/distributed/elastic/multiprocessing/api.py``, 2.13).
-        Where that can't be watched, or another version does otherwise, we find them a moment later.
-        """
-        with suppress(OSError), os.scandir(self._log_dir) as entries:
-            self.folders.add([self._log_dir, *(entry.path for entry in entries if entry.is_dir())])
 
 
 class FrozenWatch:
