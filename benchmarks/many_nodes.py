@@ -26,7 +26,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause, Fail
 from metaflow_extensions.torchrun.plugins.torchrun.gang.connection import new_token
 from metaflow_extensions.torchrun.plugins.torchrun.gang.control_channel import ControlChannel
 from metaflow_extensions.torchrun.plugins.torchrun.gang.loop_thread import LoopThread
-from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import LaunchPolicy, random_pauses
+from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import LaunchPolicy, growing_pauses
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
     Abort,
     Ended,
@@ -89,7 +89,7 @@ class Member:
         """Connect at the same moment as all others."""
         await asyncio.sleep(begin_at - time.monotonic())
         deadline = time.monotonic() + WAIT_S
-        for pause_s in random_pauses():  # as `join` does it, but in the thread that all share
+        for pause_s in growing_pauses():  # as `join` does it, but in the thread that all share
             try:
                 await self.channel._connect([HOST], port, token, deadline - time.monotonic())
                 return

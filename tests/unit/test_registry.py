@@ -79,9 +79,9 @@ def test_a_reader_waits_with_growing_pauses_and_reads_once_it_is_there(flow):
             registry_of(flow).publish(RECORD)
 
     assert registry_of(flow).look_up(1000.0, sleep=sleep) == RECORD
-    assert pauses == sorted(pauses)
+    assert pauses[:6] == sorted(pauses[:6])
     assert pauses[0] < 0.2
-    assert max(pauses) <= 5.0
+    assert max(pauses) <= 2.0
     assert flow.questions == 9
 
 
@@ -123,12 +123,11 @@ class Failing(FlowDatastore):
 
 
 def test_a_datastore_that_fails_for_a_while_is_asked_again():
-    flow, pauses = Failing(2, OSError("503 Slow Down")), []
-    registry_of(flow).publish(RECORD, sleep=pauses.append)
-    flow.left = 3
-    assert registry_of(flow).look_up(1000.0, sleep=pauses.append) == RECORD
-    assert len(pauses) == 5
-    assert pauses[:2] == sorted(pauses[:2])
+    flow = Failing(2, OSError("503 Slow Down"))
+    registry_of(flow).publish(RECORD)
+    flow.left = 1
+    assert registry_of(flow).look_up(1000.0) == RECORD
+    assert flow.left == 0
 
 
 def test_a_datastore_that_is_gone_is_named_as_the_reason():

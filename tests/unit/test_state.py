@@ -120,7 +120,7 @@ class GangOf:
     def give_up(self, node, cause, launch=0):
         """Do what a node does whose `run` is ended by an exception of its own."""
         self._say(node, Failed(launch, failures=failures([cause]), given_up=True))
-        self._say(node, Ended(launch, ok=False, given_up=True))
+        self._say(node, Ended(launch, ok=False))
 
     def _say(self, node, message):
         self.post(self.state.handle(node, message))

@@ -18,7 +18,7 @@ from .connection import new_token
 from .control_channel import ControlChannel
 from .member import Member
 from .member_channel import MemberChannel
-from .policy import ConnectPolicy, random_pauses
+from .policy import ConnectPolicy, growing_pauses
 from .protocol import CONTROL, Bye, Join
 from .registry import STORE_PATIENCE_S, AddressRecord, Registry
 from .state import Gang, GangSettings
@@ -202,7 +202,7 @@ def _connect(
     """
     deadline = time.monotonic() + timeout_s
     record, found_at = None, 0.0
-    for pause_s in random_pauses():
+    for pause_s in growing_pauses():
         if record is None or time.monotonic() - found_at >= _POLICY.record_s:
             record, found_at = find(max(1.0, deadline - time.monotonic())), time.monotonic()
         if record.closed:

@@ -86,7 +86,7 @@ class MemberChannel:
         Once it stands no other attempt goes on: the control node would take the end of a second connection for
         this member's end.
         """
-        stagger_s = self._policy.stagger_s(len(addresses))
+        stagger_s = min(self._policy.next_address_s, self._policy.all_addresses_s / len(addresses))
         left = list(addresses)
         attempts: set[asyncio.Task[Connection]] = set()
         errors: list[OSError] = []

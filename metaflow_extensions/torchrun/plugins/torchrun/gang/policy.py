@@ -44,20 +44,13 @@ class ConnectPolicy:
     refused_here_s: float = 5.0
     former_s: float = 5.0  # how long a new control node looks for one that it is to replace
 
-    def stagger_s(self, addresses: int) -> float:
-        """Return how long one of so many addresses is tried before the next one is."""
-        return min(self.next_address_s, self.all_addresses_s / addresses)
-
 
 def growing_pauses() -> Iterator[float]:
-    """Yield pauses between tries, in seconds: each twice the one before, and none over 2 s."""
+    """Yield pauses between tries, in seconds: each about twice the one before, and none over 2 s.
+
+    They differ from node to node: thousands that try at once would else do so again.
+    """
     pause_s = 0.05
     while True:
-        yield pause_s
-        pause_s = min(pause_s * 2, 2.0)
-
-
-def random_pauses() -> Iterator[float]:
-    """Yield growing pauses that differ from node to node: thousands that try at once would else do so again."""
-    for pause_s in growing_pauses():
         yield pause_s * random.uniform(0.5, 1.0)  # noqa: S311 - no secret
+        pause_s = min(pause_s * 2, 2.0)

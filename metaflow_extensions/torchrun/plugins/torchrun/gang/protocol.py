@@ -108,7 +108,6 @@ class Ended:
     # What the node stores in the datastore for other nodes now; `Stored` says when that is over.
     storing: str | None = None
     diagnostics: Diagnostics | None = None  # of a hang
-    given_up: bool = False  # as in `Failed`
 
 
 @dataclass(frozen=True)

@@ -46,17 +46,13 @@ class Registry:
         )
         self._writer = flow_datastore.get_task_datastore(run_id, step_name, control_task_id, attempt=attempt, mode="w")
 
-    def publish(
-        self, record: AddressRecord, patience_s: float = STORE_PATIENCE_S, sleep: Callable[[float], None] = time.sleep
-    ) -> None:
+    def publish(self, record: AddressRecord, patience_s: float = STORE_PATIENCE_S) -> None:
         """Write the record; raise GangError if the datastore fails `patience_s` seconds long."""
-        self._request(lambda: self._writer.save_metadata({_RECORD: to_plain(record)}), patience_s, sleep)
+        self._request(lambda: self._writer.save_metadata({_RECORD: to_plain(record)}), patience_s)
 
-    def peek(
-        self, patience_s: float = STORE_PATIENCE_S, sleep: Callable[[float], None] = time.sleep
-    ) -> AddressRecord | None:
+    def peek(self, patience_s: float) -> AddressRecord | None:
         """Return the record if there is one; raise GangError if the datastore fails `patience_s` seconds long."""
-        found: AddressRecord | None = self._request(self._read, patience_s, sleep)
+        found: AddressRecord | None = self._request(self._read, patience_s)
         return found
 
     def look_up(
@@ -65,7 +61,7 @@ class Registry:
         """Return the record, waiting `timeout_s` seconds at most; `of_s` is the user's whole timeout, for the error."""
         deadline = time.monotonic() + timeout_s
         for pause_s in growing_pauses():
-            record = self.peek(min(STORE_PATIENCE_S, deadline - time.monotonic()), sleep)
+            record = self.peek(min(STORE_PATIENCE_S, deadline - time.monotonic()))
             if record is not None:
                 return record
             if time.monotonic() + pause_s > deadline:
@@ -77,7 +73,7 @@ class Registry:
             "@torchrun(all_nodes_started_timeout=...) changes how long to wait."
         )
 
-    def _request(self, request: Callable[[], Any], patience_s: float, sleep: Callable[[float], None]) -> Any:
+    def _request(self, request: Callable[[], Any], patience_s: float) -> Any:
         """Make a request of the datastore; while it fails, make it again, `patience_s` seconds long."""
         give_up_at = time.monotonic() + patience_s
         for pause_s in growing_pauses():
@@ -91,7 +87,7 @@ class Registry:
                         f"The nodes meet in Metaflow's datastore, but it failed for {self._where}: "
                         f"{type(error).__name__}: {error}. Check that it is up and that this task may read and write there."
                     ) from error
-            sleep(pause_s)
+            time.sleep(pause_s)
         raise AssertionError("the pauses never end")
 
     def _read(self) -> AddressRecord | None:

@@ -266,7 +266,7 @@ class Supervisor:
             self._give_up_upload()
             self._close_generation(self._plan.grace_s)
             # Of whatever generation: others may have begun, or wait for, one that this node knows nothing of.
-            self._member.send(Ended(self._launch, ok=False, given_up=True))
+            self._member.send(Ended(self._launch, ok=False))
             raise
 
     def _close_generation(self, grace_s: float) -> None:
