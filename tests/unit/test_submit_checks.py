@@ -5,23 +5,19 @@ from types import SimpleNamespace
 import pytest
 from metaflow import FlowSpec, batch, parallel, step, torchrun
 
-from metaflow_extensions.torchrun.plugins.torchrun.border.submit_checks import (
-    GangStep,
-    Submission,
-    gang_step,
-    refuse_on_batch,
-    refuse_on_kubernetes,
-)
+from metaflow_extensions.torchrun.plugins.torchrun.border import submit_checks
+from metaflow_extensions.torchrun.plugins.torchrun.border.submit_checks import Submission
 from metaflow_extensions.torchrun.plugins.torchrun.decorator import TorchrunDecorator
 from metaflow_extensions.torchrun.plugins.torchrun.errors import TorchrunConfigError
 
-STEP = GangStep("train", 2, None)
-IN_FOREACH = GangStep("train", 2, "items")
 CATCH = {"catch": {"var": "failure"}}
 BATCH = {"batch": {"queue": "q"}}
+KUBERNETES = {"kubernetes": {}}
 
 
-class Plain(FlowSpec):
+class Flow(FlowSpec):
+    """A gang, a gang in a foreach, and a gang whose size only the run knows."""
+
     @step
     def start(self):
         self.next(self.train, num_parallel=2)
@@ -34,32 +30,24 @@ class Plain(FlowSpec):
 
     @step
     def join(self, inputs):
-        self.next(self.end)
+        self.next(self.items)
 
     @step
-    def end(self):
-        pass
-
-
-class Nested(FlowSpec):
-    """A foreach around a gang, and a gang whose size only the run knows."""
-
-    @step
-    def start(self):
-        self.items = [1, 2]
-        self.next(self.item, foreach="items")
+    def items(self):
+        self.names = [1, 2]
+        self.next(self.item, foreach="names")
 
     @step
     def item(self):
-        self.next(self.train, num_parallel=3)
+        self.next(self.nested, num_parallel=2)
 
     @parallel
     @step
-    def train(self):
-        self.next(self.join)
+    def nested(self):
+        self.next(self.nested_join)
 
     @step
-    def join(self, inputs):
+    def nested_join(self, inputs):
         self.next(self.merge)
 
     @step
@@ -69,11 +57,11 @@ class Nested(FlowSpec):
     @step
     def size(self):
         self.nodes = 2
-        self.next(self.again, num_parallel=self.nodes)
+        self.next(self.unsized, num_parallel=self.nodes)
 
     @parallel
     @step
-    def again(self):
+    def unsized(self):
         self.next(self.last)
 
     @step
@@ -85,21 +73,17 @@ class Nested(FlowSpec):
         pass
 
 
+def submission(decorators, master_port=None, metadata_type="local", name="train"):
+    """Return the checks of a step of the flow above as if it had these decorators."""
+    written = [SimpleNamespace(name=name, attributes=attributes) for name, attributes in decorators.items()]
+    flow = SimpleNamespace(**{name: SimpleNamespace(decorators=written)})
+    return Submission(flow, Flow._graph, name, master_port, metadata_type)
+
+
 def refusal(check, *arguments):
     with pytest.raises(TorchrunConfigError) as error:
         check(*arguments)
     return error.value.message
-
-
-def test_the_graph_tells_what_a_gang_is():
-    assert gang_step(Plain._graph, "train") == GangStep("train", 2, None)
-    assert gang_step(Nested._graph, "train") == GangStep("train", 3, "start")
-    assert gang_step(Nested._graph, "again") == GangStep("again", None, None)
-    for name in ("start", "item", "join", "merge", "size", "end"):
-        assert gang_step(Nested._graph, name) is None
-
-
-KUBERNETES = {"kubernetes": {}}
 
 
 def port(number):
@@ -107,16 +91,17 @@ def port(number):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("decorators", "master_port", "site_port", "words"),
     [
-        (({**CATCH, **KUBERNETES}, None, None), ["Step train", "@catch(var='failure')", "TorchrunError", "@retry"]),
-        ((port(8080), 29500, None), ["Step train: @kubernetes(port=8080) and @torchrun(master_port=29500) disagree"]),
-        ((port("8080"), 29500, None), ["the same number in both"]),
-        ((port(8081), 29500, "8080"), ["port=8081"]),
+        ({**CATCH, **KUBERNETES}, None, None, ["Step train", "@catch(var='failure')", "TorchrunError", "@retry"]),
+        (port(8080), 29500, None, ["Step train: @kubernetes(port=8080) and @torchrun(master_port=29500) disagree"]),
+        (port("8080"), 29500, None, ["the same number in both"]),
+        (port(8081), 29500, "8080", ["port=8081"]),
     ],
 )
-def test_what_can_not_work_on_kubernetes_is_refused(arguments, words):
-    told = refusal(refuse_on_kubernetes, STEP, *arguments)
+def test_what_can_not_work_on_kubernetes_is_refused(decorators, master_port, site_port, words, monkeypatch):
+    monkeypatch.setattr(submit_checks, "KUBERNETES_PORT", site_port)
+    told = refusal(submission(decorators, master_port).check_kubernetes)
     assert [word for word in words if word not in told] == []
 
 
@@ -133,36 +118,51 @@ def test_what_can_not_work_on_kubernetes_is_refused(arguments, words):
         (port(8080), 29500, "8080"),
     ],
 )
-def test_ports_that_agree_and_catch_elsewhere_are_fine(decorators, master_port, site_port):
-    refuse_on_kubernetes(STEP, decorators, master_port, site_port)
+def test_ports_that_agree_and_catch_elsewhere_are_fine(decorators, master_port, site_port, monkeypatch):
+    monkeypatch.setattr(submit_checks, "KUBERNETES_PORT", site_port)
+    submission(decorators, master_port).check_kubernetes()
 
 
 @pytest.mark.parametrize(
-    ("gang", "metadata_type", "words"),
+    ("name", "metadata_type", "words"),
     [
-        (STEP, "local", ["--metadata=local", "600 s", "--metadata=service"]),
-        (IN_FOREACH, "local", ["foreach of step items", "exactly 2 finished tasks", "@kubernetes"]),
-        (IN_FOREACH, "service", ["foreach of step items"]),
+        ("train", "local", ["--metadata=local", "600 s", "--metadata=service"]),
+        ("nested", "local", ["foreach of step items", "exactly 2 finished tasks", "@kubernetes"]),
+        ("nested", "service", ["foreach of step items"]),
     ],
 )
-def test_what_would_never_see_its_end_on_batch_is_refused(gang, metadata_type, words):
-    told = refusal(refuse_on_batch, gang, 2, BATCH, metadata_type)
-    assert told.startswith("Step train, a gang of 2 nodes with @batch(queue='q'),")
+def test_what_would_never_see_its_end_on_batch_is_refused(name, metadata_type, words):
+    told = refusal(submission(BATCH, metadata_type=metadata_type, name=name).check_batch)
+    assert told.startswith(f"Step {name}, a gang of 2 nodes with @batch(queue='q'),")
     assert [word for word in words if word not in told] == []
 
 
 @pytest.mark.parametrize(
-    ("gang", "num_nodes", "decorators", "metadata_type"),
+    ("name", "num_nodes", "decorators", "metadata_type"),
     [
-        (STEP, 2, BATCH, "service"),
-        (IN_FOREACH, 2, KUBERNETES, "local"),
-        (STEP, 2, {}, "local"),
-        (IN_FOREACH, 1, BATCH, "local"),  # it waits for nobody
-        (STEP, None, BATCH, "local"),  # asked again when it is known
+        ("train", None, BATCH, "service"),
+        ("nested", None, KUBERNETES, "local"),
+        ("train", None, {}, "local"),
+        ("nested", 1, BATCH, "local"),  # it waits for nobody
+        ("unsized", None, BATCH, "local"),  # asked again when it is known
+        ("join", 3, BATCH, "local"),  # it is no gang
+        ("join", 3, {**CATCH, **KUBERNETES}, "local"),
     ],
 )
-def test_gangs_that_see_their_end_are_fine(gang, num_nodes, decorators, metadata_type):
-    refuse_on_batch(gang, num_nodes, decorators, metadata_type)
+def test_what_sees_its_end_is_fine(name, num_nodes, decorators, metadata_type):
+    checks = submission(decorators, metadata_type=metadata_type, name=name)
+    checks.check_batch(num_nodes)
+    if "catch" in decorators:
+        checks.check_kubernetes()
+
+
+@pytest.fixture
+def decorator():
+    """Return a decorator as `step_init` leaves it, at a step that is meant for AWS Batch."""
+    decorator = TorchrunDecorator()
+    decorator._submission = Submission(Flow(use_cli=False), Flow._graph, "train", None, "local")
+    decorator._siblings = []
+    return decorator
 
 
 def start(decorator, num_nodes):
@@ -173,10 +173,8 @@ def start(decorator, num_nodes):
     return cli_args
 
 
-def test_the_number_of_nodes_is_checked_when_the_run_tells_it():
-    flow, decorator = Plain(use_cli=False), TorchrunDecorator()
-    submission = decorator._submission = Submission(flow, flow._graph, "train", None, "local")
-    assert "gang of 2 nodes" in refusal(submission.check_batch)
+def test_the_number_of_nodes_is_checked_when_the_run_tells_it(decorator):
+    assert "gang of 2 nodes" in refusal(decorator._submission.check_batch)
     start(decorator, 1)
     assert "gang of 3 nodes" in refusal(start, decorator, 3)
 
@@ -185,18 +183,11 @@ def test_the_number_of_nodes_is_checked_when_the_run_tells_it():
     ("beside", "num_nodes", "told"),
     [("kubernetes", 1, None), ("kubernetes", 2, "2"), ("batch", 1, "1")],
 )
-def test_a_gang_of_one_is_an_ordinary_pod(beside, num_nodes, told):
+def test_a_gang_of_one_is_an_ordinary_pod(beside, num_nodes, told, decorator):
     """Metaflow 2.19 refuses a job set of one."""
-    decorator = TorchrunDecorator()
+    decorator._submission = submission({})
     decorator._siblings = [SimpleNamespace(name=beside), decorator]
     cli_args = start(decorator, num_nodes)
     assert cli_args.command_options.get("num-parallel") == told
     # What lets the task see SIGTERM; only a pod's shell knows it.
     assert ("METAFLOW_KUBERNETES_SANDBOX_INIT_SCRIPT" in cli_args.env) is (beside == "kubernetes")
-
-
-def test_a_step_that_is_no_gang_is_not_checked():
-    flow = Plain(use_cli=False)
-    submission = Submission(flow, flow._graph, "join", None, "local")
-    submission.check_kubernetes()
-    submission.check_batch(3)

@@ -87,9 +87,6 @@ class TorchrunDecorator(ParallelDecorator):  # type: ignore[misc]  # Metaflow is
     name = "torchrun"
     defaults = DEFAULTS
     IS_PARALLEL = True
-    # `spin` of another step makes a package without step_init (Metaflow 2.19).
-    _submission: Submission | None = None
-    _siblings: Sequence[Any] = ()
     _gang: TaskGang | None = None  # in a task
 
     def __init__(self, attributes: dict[str, Any] | None = None, *args: Any, **kwargs: Any) -> None:
@@ -124,22 +121,21 @@ class TorchrunDecorator(ParallelDecorator):  # type: ignore[misc]  # Metaflow is
     def package_init(self, flow: Any, step_name: str, environment: Any) -> None:
         """Check again; `argo-workflows create` adds ``@kubernetes`` after `step_init` (Metaflow 2.19)."""
         super().package_init(flow, step_name, environment)
-        if self._submission is not None:
+        if hasattr(self, "_submission"):  # `spin` of another step makes a package without step_init (Metaflow 2.19)
             self._submission.check_kubernetes()
 
     def runtime_init(self, flow: Any, graph: Any, package: Any, run_id: str) -> None:
         """Check what only a run can do; deployments, tasks and commands such as ``show`` don't come here."""
         super().runtime_init(flow, graph, package, run_id)
         heed_signals_to_run()
-        if self._submission is not None:
-            self._submission.check_batch()
+        self._submission.check_batch()
 
     def runtime_step_cli(
         self, cli_args: Any, retry_count: int, max_user_code_retries: int, ubf_context: str | None
     ) -> None:
         """Check what depends on the number of nodes; called on the submitting machine, right before the start."""
         super().runtime_step_cli(cli_args, retry_count, max_user_code_retries, ubf_context)
-        if self._submission is not None and ubf_context == UBF_CONTROL:
+        if ubf_context == UBF_CONTROL:
             self._submission.check_batch(cli_args.task.ubf_iter.num_parallel)
         on_kubernetes = any(deco.name == "kubernetes" for deco in self._siblings)
         if on_kubernetes and cli_args.command_options.get("num-parallel") == "1":
@@ -149,34 +145,10 @@ class TorchrunDecorator(ParallelDecorator):  # type: ignore[misc]  # Metaflow is
             cli_args.env[_POD_SCRIPT] = pod_script(KUBERNETES_SANDBOX_INIT_SCRIPT or "")
         name_as_starter(cli_args.env, "run")
 
-    def task_pre_step(
-        self,
-        step_name: str,
-        task_datastore: Any,
-        metadata: Any,
-        run_id: str,
-        task_id: str,
-        flow: Any,
-        graph: Any,
-        retry_count: int,
-        max_user_code_retries: int,
-        ubf_context: str | None,
-        inputs: Any,
-    ) -> None:
+    def task_pre_step(self, *args: Any) -> None:
         """Note which gang this is."""
-        super().task_pre_step(
-            step_name,
-            task_datastore,
-            metadata,
-            run_id,
-            task_id,
-            flow,
-            graph,
-            retry_count,
-            max_user_code_retries,
-            ubf_context,
-            inputs,
-        )
+        super().task_pre_step(*args)
+        step_name, task_datastore, _, run_id, task_id, flow, _, retry_count, _, ubf_context, _ = args
         if ubf_context is None and flow._parallel_ubf_iter.num_parallel == 1:
             # An ordinary pod as the whole gang: say what Metaflow's join asks of a control task (2.19).
             flow._control_mapper_tasks = [f"{run_id}/{step_name}/{task_id}"]
@@ -186,16 +158,9 @@ class TorchrunDecorator(ParallelDecorator):  # type: ignore[misc]  # Metaflow is
         self._gang.watch_storing(task_datastore)
         self._gang.follow_starters()
 
-    def task_decorate(
-        self,
-        step_func: Callable[[], None],
-        flow: Any,
-        graph: Any,
-        retry_count: int,
-        max_user_code_retries: int,
-        ubf_context: str | None,
-    ) -> Callable[[], None]:
+    def task_decorate(self, step_func: Callable[[], None], *args: Any) -> Callable[[], None]:
         """Join the gang before the step's code and leave it after, whatever happens in between."""
+        flow, _, retry_count, max_user_code_retries, ubf_context = args
         gang = self._gang
         if gang is None or retry_count > max_user_code_retries:
             return step_func  # @catch's fallback runs instead of the step's code, on no gang
@@ -204,40 +169,31 @@ class TorchrunDecorator(ParallelDecorator):  # type: ignore[misc]  # Metaflow is
             step_func()
             gang.finish()  # on a local run Metaflow waits in `inner` for the other nodes' tasks: they have to know before
 
-        inner = super().task_decorate(step_to_its_end, flow, graph, retry_count, max_user_code_retries, ubf_context)
+        inner = super().task_decorate(step_to_its_end, *args)
         if ubf_context == UBF_CONTROL:
             gang.will_start_nodes(flow._parallel_ubf_iter.num_parallel)
         return lambda: gang.run(inner)
 
-    def task_exception(
-        self,
-        exception: BaseException,
-        step_name: str,
-        flow: Any,
-        graph: Any,
-        retry_count: int,
-        max_user_code_retries: int,
-    ) -> Any:
+    def task_exception(self, exception: BaseException, *args: Any) -> Any:
         """Tell the gang of an exception after the step's code, in another decorator; handling it is left to others."""
         cut_frames_around(exception)
         if self._gang is not None:
             self._gang.fail(exception)
-        return super().task_exception(exception, step_name, flow, graph, retry_count, max_user_code_retries)
+        return super().task_exception(exception, *args)
 
     def task_finished(
         self, step_name: str, flow: Any, graph: Any, is_task_ok: bool, retry_count: int, max_user_code_retries: int
     ) -> None:
         """Leave the gang for good: Metaflow has stored this node's results."""
         super().task_finished(step_name, flow, graph, is_task_ok, retry_count, max_user_code_retries)
-        # What Metaflow does not hand to `task_exception`, such as SystemExit, is on its way through `run_step`.
         if self._gang is not None:
+            # What Metaflow does not hand to `task_exception`, such as SystemExit, is on its way through `run_step`.
             self._gang.leave(None if is_task_ok else sys.exc_info()[1])
 
     def setup_distributed_env(self, flow: Any) -> None:
         """Join the gang and offer ``current.torch``; called right before the step's code."""
         super().setup_distributed_env(flow)
-        if self._gang is None:
-            return
+        assert self._gang is not None
         parallel, here = current.parallel, is_local()
         machine = this_machine(parallel.num_nodes, parallel.node_index) if here else this_machine()
         member, main_addr = self._gang.join()

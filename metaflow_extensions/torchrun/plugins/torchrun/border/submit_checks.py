@@ -6,7 +6,6 @@ What goes wrong is that of Metaflow 2.19. What Metaflow refuses itself is not ch
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from metaflow._vendor import click
@@ -15,110 +14,84 @@ from metaflow.metaflow_config import KUBERNETES_PORT
 
 from ..errors import TorchrunConfigError
 
-Decorators = Mapping[str, Mapping[str, Any]]  # attributes by the decorator's name
-
-
-@dataclass(frozen=True)
-class GangStep:
-    """A step that is entered with ``num_parallel``, as far as the source tells it."""
-
-    name: str
-    num_nodes: int | None  # None if only the run will tell
-    foreach: str | None  # the step whose foreach it stands in
-
 
 class Submission:
-    """The checks of one step, each for the moment when Metaflow has said enough."""
+    """The checks of one step, each for the moment when Metaflow has said enough; a step that is no gang has none."""
 
     def __init__(self, flow: Any, graph: Any, step: str, master_port: int | None, metadata_type: str | None) -> None:
-        self._flow = flow  # its decorators are read anew for each check, as some come late
-        self._step = gang_step(graph, step)
+        self._flow = flow
+        self._step = step
         self._master_port = master_port
         self._metadata_type = metadata_type  # Metaflow's metadata provider, for example "local"
+        callers = [node for node in graph if step in (node.out_funcs or ()) and node.parallel_foreach]
+        self._is_gang = bool(callers)
+        # Only the run will tell of what is no literal: Metaflow's parser leaves it as None.
+        self._num_nodes = next((node.num_parallel for node in callers if isinstance(node.num_parallel, int)), None)
+        around = [graph[parent] for parent in graph[step].split_parents]
+        self._foreach = [node.name for node in around if node.type == "foreach" and not node.parallel_foreach]
+
+    def _decorators(self) -> dict[str, Any]:
+        """Return attributes by the decorator's name; read anew for each check, as some decorators come late."""
+        return {deco.name: deco.attributes for deco in getattr(self._flow, self._step).decorators}
 
     def check_kubernetes(self) -> None:
-        """Check what is meant for Kubernetes; runs and deployments go there."""
-        if self._step is not None:
-            refuse_on_kubernetes(self._step, self._decorators(self._step), self._master_port, KUBERNETES_PORT)
+        """Raise `TorchrunConfigError` for ``@catch`` on Kubernetes, and for a ``port`` there that is not `master_port`.
+
+        Called for runs and deployments.
+        """
+        decorators, master_port = self._decorators(), self._master_port
+        if not self._is_gang or "kubernetes" not in decorators:
+            return
+        if "catch" in decorators:
+            # Metaflow's KubernetesDecorator.step_init refuses it for a decorator named "parallel", and ours is not.
+            raise TorchrunConfigError(
+                f"Step {self._step} has {_shown('catch', decorators, 'var')}, @torchrun and @kubernetes, but @catch does not "
+                "work with a gang on Kubernetes; Metaflow refuses it beside @parallel, too. When a pod dies, the whole gang "
+                "ends with it, and on a run @catch's fallback starts on the submitting machine, which lacks the gang's "
+                "MF_MASTER_ADDR: the run ends with an internal error, or that is what gets caught instead of the cause. "
+                "Remove @catch. To go on after a failed launch, write in the step: try: current.torch.run(...) except "
+                "TorchrunError as error: self.failure = str(error). All nodes raise the same error. Against pods that die, "
+                "use @retry."
+            )
+        port = decorators["kubernetes"].get("port")
+        # @kubernetes takes METAFLOW_KUBERNETES_PORT where no port is written.
+        if None not in (port, master_port) and str(port) not in (str(KUBERNETES_PORT), str(master_port)):
+            raise TorchrunConfigError(
+                f"Step {self._step}: @kubernetes(port={port}) and @torchrun(master_port={master_port}) disagree. Metaflow "
+                "opens port on the pods (containerPort) and names it in MF_MASTER_PORT, but the gang would meet on "
+                "master_port. Write the same number in both, or leave one of them out; master_port alone decides where the "
+                "gang meets."
+            )
 
     def check_batch(self, num_nodes: int | None = None) -> None:
-        """Check what is meant for AWS Batch, where only ``run`` and ``resume`` send gangs."""
-        if self._step is not None:
-            count = num_nodes or self._step.num_nodes  # what the run has told, or else the source
-            refuse_on_batch(self._step, count, self._decorators(self._step), self._metadata_type)
+        """Raise `TorchrunConfigError` if the control node would never see its nodes' ends on AWS Batch.
 
-    def _decorators(self, step: GangStep) -> Decorators:
-        return {deco.name: deco.attributes for deco in getattr(self._flow, step.name).decorators}
-
-
-def gang_step(graph: Any, name: str) -> GangStep | None:
-    """Return the step `name`; None if it is not entered with ``num_parallel``."""
-    caller = next((node for node in graph if name in (node.out_funcs or ()) and node.parallel_foreach), None)
-    if caller is None:
-        return None
-    # Metaflow's parser leaves what is no literal as None.
-    num_nodes = caller.num_parallel if isinstance(caller.num_parallel, int) else None
-    around = [graph[parent] for parent in graph[name].split_parents]
-    foreach = [node.name for node in around if node.type == "foreach" and not node.parallel_foreach]
-    return GangStep(name, num_nodes, foreach[-1] if foreach else None)
-
-
-def refuse_on_kubernetes(
-    step: GangStep, decorators: Decorators, master_port: int | None, site_port: str | int | None
-) -> None:
-    """Raise `TorchrunConfigError` for ``@catch`` on Kubernetes, and for a ``port`` there that is not `master_port`.
-    `site_port` is ``METAFLOW_KUBERNETES_PORT``, which ``@kubernetes`` takes where no port is written.
-    """
-    kubernetes = decorators.get("kubernetes")
-    if kubernetes is None:
-        return
-    if "catch" in decorators:
-        # Metaflow's KubernetesDecorator.step_init refuses it for a decorator named "parallel", and ours is not.
-        raise TorchrunConfigError(
-            f"Step {step.name} has {_shown('catch', decorators, 'var')}, @torchrun and @kubernetes, but @catch does not "
-            "work with a gang on Kubernetes; Metaflow refuses it beside @parallel, too. When a pod dies, the whole gang "
-            "ends with it, and on a run @catch's fallback starts on the submitting machine, which lacks the gang's "
-            "MF_MASTER_ADDR: the run ends with an internal error, or that is what gets caught instead of the cause. Remove "
-            "@catch. To go on after a failed launch, write in the step: try: current.torch.run(...) except TorchrunError as "
-            "error: self.failure = str(error). All nodes raise the same error. Against pods that die, use @retry."
-        )
-    port = kubernetes.get("port")
-    if None not in (port, master_port) and str(port) not in (str(site_port), str(master_port)):
-        raise TorchrunConfigError(
-            f"Step {step.name}: @kubernetes(port={port}) and @torchrun(master_port={master_port}) disagree. Metaflow opens "
-            "port on the pods (containerPort) and names it in MF_MASTER_PORT, but the gang would meet on master_port. "
-            "Write the same number in both, or leave one of them out; master_port alone decides where the gang meets."
-        )
+        Before it ends, Metaflow asks its metadata provider for the tasks of the step until there are as many
+        as nodes, all finished; after 600 s it fails the task (`BatchDecorator._wait_for_mapper_tasks`). A gang
+        of one does not wait. Only ``run`` and ``resume`` send gangs there. `num_nodes` is what the run has told.
+        """
+        decorators, count = self._decorators(), num_nodes or self._num_nodes
+        if not self._is_gang or "batch" not in decorators or count is None or count < 2:
+            return
+        where = f"Step {self._step}, a gang of {count} nodes with {_shown('batch', decorators, 'queue')},"
+        if self._foreach:
+            raise TorchrunConfigError(
+                f"{where} stands in the foreach of step {self._foreach[-1]} and can't finish there. On AWS Batch the control "
+                f"node waits until the step has exactly {count} finished tasks, but the foreach's other gangs have theirs in "
+                "it: the step would fail 600 s after its work is done. Train the items one after another in one gang (call "
+                f"current.torch.run for each of them in step {self._step}), or start a run for each, or use @kubernetes "
+                "instead of @batch."
+            )
+        if self._metadata_type == "local":
+            raise TorchrunConfigError(
+                f"{where} can't finish with --metadata=local. On AWS Batch the control node waits until the metadata shows "
+                "the other nodes' tasks as finished, but local metadata is a folder in each node's own container: the step "
+                "would fail 600 s after its work is done. Use a metadata service (--metadata=service with "
+                "METAFLOW_SERVICE_URL), or num_parallel=1, or @kubernetes instead of @batch."
+            )
 
 
-def refuse_on_batch(step: GangStep, num_nodes: int | None, decorators: Decorators, metadata_type: str | None) -> None:
-    """Raise `TorchrunConfigError` if the control node would never see its nodes' ends on AWS Batch.
-
-    Before it ends, Metaflow asks its metadata provider for the tasks of the step until there are as many
-    as nodes, all finished; after 600 s it fails the task (`BatchDecorator._wait_for_mapper_tasks`). A gang
-    of one does not wait.
-    """
-    if "batch" not in decorators or num_nodes is None or num_nodes < 2:
-        return
-    where = f"Step {step.name}, a gang of {num_nodes} nodes with {_shown('batch', decorators, 'queue')},"
-    if step.foreach is not None:
-        raise TorchrunConfigError(
-            f"{where} stands in the foreach of step {step.foreach} and can't finish there. On AWS Batch the control node "
-            f"waits until the step has exactly {num_nodes} finished tasks, but the foreach's other gangs have theirs in it: "
-            "the step would fail 600 s after its work is done. Train the items one after another in one gang (call "
-            f"current.torch.run for each of them in step {step.name}), or start a run for each, or use @kubernetes "
-            "instead of @batch."
-        )
-    if metadata_type == "local":
-        raise TorchrunConfigError(
-            f"{where} can't finish with --metadata=local. On AWS Batch the control node waits until the metadata shows the "
-            "other nodes' tasks as finished, but local metadata is a folder in each node's own container: the step would "
-            "fail 600 s after its work is done. Use a metadata service (--metadata=service with METAFLOW_SERVICE_URL), or "
-            "num_parallel=1, or @kubernetes instead of @batch."
-        )
-
-
-def _shown(name: str, decorators: Decorators, attribute: str) -> str:
+def _shown(name: str, decorators: Mapping[str, Any], attribute: str) -> str:
     value = decorators[name].get(attribute)
     return f"@{name}" if value is None else f"@{name}({attribute}={value!r})"
 
