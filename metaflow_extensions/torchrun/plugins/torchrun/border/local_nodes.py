@@ -4,7 +4,7 @@ On a local run Metaflow's control task starts them as its children (``_local_mul
 ``metaflow.plugins.parallel_decorator``, 2.19). They get the first ``python`` on the PATH. It does not look at
 them while its own step runs, and it does not stop them when that fails. This module corrects the three.
 A child is known as a node's task by its command line. Its environment does not tell: the children that make
-cards may have a node's. A pidfd holds it, so that no process that gets its number later is taken for it.
+cards may have a node's. Its begin is kept, so that no process that gets its number later is taken for it.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from itertools import pairwise
 from typing import Any
 
 from ..gang.cause import describe_exit
-from ..machine.processes import await_or_kill, children, command_line, open_pidfd, send_signal
+from ..machine.processes import Process, await_or_kill, children, command_line, find, send_signal
 
 _POLL_S = 0.25
 # Enough to start Python and Metaflow and read one record; less than the 5 s that Metaflow's runtime
@@ -48,7 +47,7 @@ class LocalNodes:
     def __init__(self, run_id: str, control_task_id: str, num_nodes: int) -> None:
         self._run = ("--run-id", run_id)
         self._options = {("--task-id", f"{control_task_id}_node_{node}"): node for node in range(1, num_nodes)}
-        self._tasks: dict[int, _Task] = {}
+        self._tasks: dict[int, Process] = {}
         self._lock = threading.Lock()  # the watching thread and the main thread both look for tasks
 
     def watch(self, on_gone: Callable[[int, str], None]) -> None:
@@ -64,29 +63,24 @@ class LocalNodes:
             on_gone(node, "its task ended at once, before it joined")
         while running:
             for node, task in list(running.items()):
-                how = task.end()
+                how = _end(task)
                 if how is not None:
                     del running[node]
                     on_gone(node, f"its task {how}")
             time.sleep(_POLL_S)
 
-    def tasks(self) -> dict[int, _Task]:
+    def tasks(self) -> dict[int, Process]:
         """Return node index -> task of all that have been seen, ended ones included."""
         with self._lock:
-            if len(self._tasks) < len(self._options):
-                known = {task.pid for task in self._tasks.values()}
-                for task in [_Task(pid) for pid in children(os.getpid()) if pid not in known]:
-                    node = self._node_of(task)
-                    if node is None:
-                        task.release()
-                    else:
-                        self._tasks[node] = task
+            for pid in children(os.getpid()) if len(self._tasks) < len(self._options) else ():
+                task, node = find(pid), self._node_of(pid)
+                if task is not None and node is not None:
+                    self._tasks.setdefault(node, task)
             return self._tasks
 
-    def _node_of(self, task: _Task) -> int | None:
-        words = command_line(task.pid)
-        options = set(pairwise(words))
-        if self._run not in options or task.end() is not None:
+    def _node_of(self, pid: int) -> int | None:
+        options = set(pairwise(command_line(pid)))
+        if self._run not in options:
             return None
         return next((node for option, node in self._options.items() if option in options), None)
 
@@ -98,45 +92,22 @@ class LocalNodes:
         """
         begin = time.monotonic()
         late = [task for node, task in self.tasks().items() if node in absent]
-        _await_ends(late, begin + min(wait_s, _LATECOMER_S))
-        for task in late:
-            task.terminate()
+        for task in _await_ends(late, begin + min(wait_s, _LATECOMER_S)):
+            send_signal(task.pid, signal.SIGTERM)
         left = _await_ends(list(self.tasks().values()), begin + wait_s)
-        await_or_kill({task.pid for task in left}, 0.0)
+        await_or_kill([task.pid for task in left], 0.0)
 
 
-class _Task:
-    """A child of this process, held so that it can't be mistaken for another."""
-
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-        self._handle: int | None = None
-        with suppress(ProcessLookupError):
-            self._handle = open_pidfd(pid)
-
-    def release(self) -> None:
-        """Give the handle back; a node's is kept as long as this process lives."""
-        if self._handle is not None:
-            os.close(self._handle)
-
-    def end(self) -> str | None:
-        """Say how it ended, or None while it runs; its status is left for whoever waits for it."""
-        which = (os.P_PID, self.pid) if self._handle is None else (os.P_PIDFD, self._handle)
-        with suppress(ChildProcessError):
-            end = os.waitid(*which, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            if end is None:
-                return None
-            return describe_exit(end.si_status if end.si_code == os.CLD_EXITED else -end.si_status)
+def _end(task: Process) -> str | None:
+    """Say how a child ended, or None while it runs; its status is left for whoever waits for it."""
+    now = find(task.pid)
+    if now is None or now.began != task.began:
         return "ended"  # Metaflow has waited for it already, or the step ignores SIGCHLD
-
-    def terminate(self) -> None:
-        """Send SIGTERM, if it still runs."""
-        if self.end() is None:
-            send_signal(self.pid, signal.SIGTERM)
+    return None if now.is_alive else describe_exit(now.status or 0)
 
 
-def _await_ends(tasks: Sequence[_Task], deadline: float) -> list[_Task]:
+def _await_ends(tasks: Sequence[Process], deadline: float) -> list[Process]:
     """Wait until `tasks` have ended or the deadline has come; return those that run."""
-    while (left := [task for task in tasks if task.end() is None]) and time.monotonic() < deadline:
+    while (left := [task for task in tasks if _end(task) is None]) and time.monotonic() < deadline:
         time.sleep(_POLL_S)
     return left
