@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
@@ -35,8 +34,7 @@ if TYPE_CHECKING:
 _IGNORED = ("push_results_dir_to_cloud", "local_output_dir", "cloud_output_dir")
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
-_warned_lock = threading.Lock()
-_warned: set[str] = set()
+_warned: set[str] = set()  # what this task has said, which it says once
 
 
 class LaunchOptions(TypedDict, total=False):
@@ -247,7 +245,11 @@ class TorchrunExecutor:
         """
         arguments = dict(locals())  # before there are other variables
         self._context.member.refuse_in_child()  # before any lock, which a thread of the task may hold for ever here
-        self._warn_of_ignored(arguments)
+        ignored = ", ".join(name for name in _IGNORED if arguments[name])
+        if ignored:
+            self._note_once(
+                f"warning: run({ignored}) has no effect; store outputs as artifacts or with @checkpoint instead"
+            )
         del arguments["self"], arguments["entrypoint"], arguments["entrypoint_args"]
         request = Request(entrypoint, entrypoint_args, arguments)
         if not callable(entrypoint):
@@ -267,7 +269,9 @@ class TorchrunExecutor:
         policy = self._policy(request, spec)
         facts = node_facts(spec, context.machine)
         context.member.emit(Event("chosen", self.node_index, f"processes per node: {nproc.value} ({nproc.why})"))
-        self._look_at_shm(nproc.value)
+        warning = shm_warning(shm_bytes(), nproc.value, context.machine.accelerators, os.environ)
+        if warning is not None:
+            self._note_once(warning)
         if self._preflight_due:
             self._preflight(spec, facts, policy)
             self._preflight_due = False
@@ -290,13 +294,12 @@ class TorchrunExecutor:
         self, spec: LaunchSpec, facts: Mapping[str, Any], policy: LaunchPolicy, call: FunctionCall | None = None
     ) -> TorchrunResult[Any]:
         context, deadline = self._context, self._context.deadline
-        left_s = None if deadline is None else max(0.1, deadline - time.monotonic())
         plan = Plan(
             spec=spec,
             main_addr=self.main_addr,
             machine=context.machine,
             write=write_output,
-            policy=replace(policy, left_s=left_s),
+            policy=replace(policy, left_s=None if deadline is None else max(0.1, deadline - time.monotonic())),
             facts=facts,
             grace_s=context.settings.grace_s,
             silence_s=context.settings.heartbeat_timeout_s,
@@ -306,21 +309,18 @@ class TorchrunExecutor:
         try:
             return supervisor.run()
         except LaunchFailed as error:
-            if call is None:
-                raise
-            original = call.original(error, supervisor.stored)
+            original = error if call is None else call.original(error, supervisor.stored)
             if original is error:
                 raise
             raise original from error
 
-    def _look_at_shm(self, nproc: int) -> None:
-        """Warn once if this node's shared memory is small for what it runs."""
-        warning = shm_warning(shm_bytes(), nproc, self._context.machine.accelerators, os.environ)
-        if warning is not None and _is_first("/dev/shm"):  # noqa: S108 - a name, not a temporary file
-            self._note(warning)
-
     def _note(self, text: str) -> None:
         self._context.member.emit(Event("note", self.node_index, text))
+
+    def _note_once(self, warning: str) -> None:
+        if warning not in _warned:
+            _warned.add(warning)
+            self._note(warning)
 
     def _policy(self, request: Request, spec: LaunchSpec) -> LaunchPolicy:
         def chosen(setting: str) -> Any:
@@ -339,20 +339,6 @@ class TorchrunExecutor:
         context = self._context
         choice = choose("nproc_per_node", arguments, options, context.settings)
         return choose_nproc(*choice, context.requested, context.machine)
-
-    def _warn_of_ignored(self, arguments: Mapping[str, Any]) -> None:
-        names = [name for name in _IGNORED if arguments[name] and _is_first(name)]
-        if names:
-            text = f"warning: run({', '.join(names)}) has no effect; store outputs as artifacts or with @checkpoint instead"
-            self._note(text)
-
-
-def _is_first(warning: str) -> bool:
-    """Tell whether this task gives this warning for the first time."""
-    with _warned_lock:
-        known = warning in _warned
-        _warned.add(warning)
-    return not known
 
 
 def _flow_folder() -> str | None:

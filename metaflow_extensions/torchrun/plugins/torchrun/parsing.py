@@ -1,7 +1,7 @@
 """Turns what the user wrote into checked values; every parse function of a setting is here.
 
 Each takes the value and how to call the setting in an error, and raises `TorchrunConfigError` for a wrong value.
-``--with torchrun:key=value`` sends strings, so every value may be one. None stays None where a setting may be absent.
+``--with torchrun:key=value`` sends strings, so every value may be one.
 """
 
 from __future__ import annotations
@@ -37,10 +37,8 @@ def parse_int(value: Any) -> int | None:
     return None
 
 
-def parse_nproc(value: Any, setting: str) -> int | str | None:
+def parse_nproc(value: Any, setting: str) -> int | str:
     """Return a number of processes per node as an int or one of `NPROC_WORDS`."""
-    if value is None:
-        return None
     if isinstance(value, str) and value.strip().lower() in NPROC_WORDS:
         return value.strip().lower()
     number = parse_int(value)
@@ -53,8 +51,8 @@ def parse_nproc(value: Any, setting: str) -> int | str | None:
 
 
 def parse_port(value: Any, setting: str) -> int | None:
-    """Return a port as an int; None and ``""`` leave the choice to the kernel."""
-    if value is None or value == "":
+    """Return a port as an int; ``""`` leaves the choice to the kernel."""
+    if value == "":
         return None
     number = parse_int(value)
     if number is None or not 1 <= number <= 65535:
@@ -62,20 +60,18 @@ def parse_port(value: Any, setting: str) -> int | None:
     return number
 
 
-def parse_restarts(value: Any, setting: str) -> int | None:
+def parse_restarts(value: Any, setting: str) -> int:
     """Return a number of restarts as an int."""
-    if value is None:
-        return None
     number = parse_int(value)
     if number is None or number < 0:
         raise TorchrunConfigError(f"{setting} is {value!r}, but it must be a whole number of at least 0.")
     return number
 
 
-def parse_required_seconds(value: Any, setting: str, zero: bool = False) -> float:
-    """Return a time in seconds, which must be given; `zero` says whether it may be 0."""
+def parse_seconds(value: Any, setting: str, zero: bool = False) -> float:
+    """Return a time in seconds; `zero` says whether it may be 0."""
     try:
-        number = math.nan if isinstance(value, bool) or value is None else float(value)
+        number = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError):
         number = math.nan
     if not math.isfinite(number) or number < 0 or (number == 0 and not zero):
@@ -83,23 +79,16 @@ def parse_required_seconds(value: Any, setting: str, zero: bool = False) -> floa
     return number
 
 
-def parse_seconds(value: Any, setting: str) -> float | None:
-    """Return a time limit in seconds; None is no limit."""
-    return None if value is None else parse_required_seconds(value, setting)
-
-
 def parse_switch(value: Any, setting: str) -> bool:
-    """Return True or False; None is False."""
-    word = "false" if value is None else str(value).strip().lower()
+    """Return True or False."""
+    word = str(value).strip().lower()
     if word not in ("true", "1", "false", "0"):
         raise TorchrunConfigError(f"{setting} is {value!r}, but it must be True or False.")
     return word in ("true", "1")
 
 
-def parse_retry_on(value: Any, setting: str) -> frozenset[str] | None:
+def parse_retry_on(value: Any, setting: str) -> frozenset[str]:
     """Return the classes of causes that restart the gang, out of `RETRY_CLASSES`; in a string with commas between."""
-    if value is None:
-        return None
     words = value.split(",") if isinstance(value, str) else value
     if not isinstance(words, (list, tuple, set, frozenset)) or not all(isinstance(word, str) for word in words):
         raise TorchrunConfigError(f"{setting} is {value!r}, but it must be a list out of {', '.join(RETRY_CLASSES)}.")
@@ -110,10 +99,8 @@ def parse_retry_on(value: Any, setting: str) -> frozenset[str] | None:
     return names
 
 
-def parse_signal(value: Any, setting: str) -> int | None:
+def parse_signal(value: Any, setting: str) -> int:
     """Return a signal that a process can heed, given by name (``"SIGUSR1"``, ``"usr1"``) or number, as a number."""
-    if value is None:
-        return None
     text = str(value).strip().upper()
     number = int(text) if text.isdecimal() else getattr(signal, text if text.startswith("SIG") else f"SIG{text}", None)
     if isinstance(value, bool) or number not in signal.valid_signals():

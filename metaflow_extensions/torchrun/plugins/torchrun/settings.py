@@ -9,49 +9,33 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
+from . import parsing
 from .errors import TorchrunConfigError
-from .parsing import (
-    DEFAULT_RETRY_ON,
-    parse_nproc,
-    parse_port,
-    parse_required_seconds,
-    parse_restarts,
-    parse_retry_on,
-    parse_seconds,
-    parse_signal,
-    parse_switch,
-)
 
-DEFAULTS: dict[str, Any] = {
-    "nproc_per_node": None,
-    "all_nodes_started_timeout": 600,
-    "master_port": None,
-    "channel_port": None,
-    "heartbeat_timeout_s": 30,
-    "grace_s": 30,
+# Attribute -> its default, and how its value is read, wherever it is given.
+_ATTRIBUTES: dict[str, tuple[Any, Callable[[Any, str], Any]]] = {
+    "nproc_per_node": (None, parsing.parse_nproc),
+    "all_nodes_started_timeout": (600, parsing.parse_seconds),
+    "master_port": (None, parsing.parse_port),
+    "channel_port": (None, parsing.parse_port),
+    "heartbeat_timeout_s": (30, parsing.parse_seconds),
+    "grace_s": (30, partial(parsing.parse_seconds, zero=True)),
+    "max_restarts": (0, parsing.parse_restarts),
+    "retry_on": (None, parsing.parse_retry_on),
+    "preemption_signal": ("SIGTERM", parsing.parse_signal),
+    "hang_timeout_s": (None, parsing.parse_seconds),
+    "preflight": (False, parsing.parse_switch),
+}
+DEFAULTS = {name: default for name, (default, _) in _ATTRIBUTES.items()}
+_PARSERS = {name: parse for name, (_, parse) in _ATTRIBUTES.items()} | {"timeout_s": parsing.parse_seconds}
+# What an attribute means that is given as None; the others must have a value.
+_WITHOUT_VALUE = {
+    **dict.fromkeys(("nproc_per_node", "master_port", "channel_port", "hang_timeout_s")),
     "max_restarts": 0,
-    "retry_on": None,
-    "preemption_signal": "SIGTERM",
-    "hang_timeout_s": None,
+    "retry_on": parsing.DEFAULT_RETRY_ON,
+    "preemption_signal": int(signal.SIGTERM),
     "preflight": False,
 }
-# How a setting is read, wherever it is given; `timeout_s` is of `run` alone.
-_PARSERS: dict[str, Callable[[Any, str], Any]] = {
-    "nproc_per_node": parse_nproc,
-    "all_nodes_started_timeout": parse_required_seconds,
-    "master_port": parse_port,
-    "channel_port": parse_port,
-    "heartbeat_timeout_s": parse_required_seconds,
-    "grace_s": partial(parse_required_seconds, zero=True),
-    "max_restarts": parse_restarts,
-    "retry_on": parse_retry_on,
-    "preemption_signal": parse_signal,
-    "hang_timeout_s": parse_seconds,
-    "preflight": parse_switch,
-    "timeout_s": parse_seconds,
-}
-# What an attribute means that is given as None.
-_WITHOUT_VALUE = {"max_restarts": 0, "retry_on": DEFAULT_RETRY_ON, "preemption_signal": int(signal.SIGTERM)}
 
 
 @dataclass(frozen=True)
@@ -81,8 +65,7 @@ def parse_settings(attributes: Mapping[str, Any], step: str) -> StepSettings:
         given = attributes.get(key, DEFAULTS[key])
         # `--with torchrun:key=value` sends strings.
         given = None if isinstance(given, str) and given.strip().lower() in ("", "none") else given
-        value = _PARSERS[key](given, name(key))
-        return _WITHOUT_VALUE.get(key) if value is None else value
+        return _WITHOUT_VALUE[key] if given is None and key in _WITHOUT_VALUE else _PARSERS[key](given, name(key))
 
     settings = StepSettings(**{key: parsed(key) for key in DEFAULTS})
     if settings.master_port is not None and settings.master_port == settings.channel_port:
@@ -104,18 +87,15 @@ def choose(
     setting: str, arguments: Mapping[str, Any], options: Mapping[str, str | None], settings: StepSettings
 ) -> Choice:
     """Return the value that counts: the call's comes first, then that of ``torchrun_args``, then the attribute's."""
-    parse, option = _PARSERS[setting], setting.replace("_", "-")
-    argument = parse(arguments.get(setting), f"run({setting})")
-    from_options = parse(options.get(option), f"torchrun_args {option}")
-    if argument is not None and from_options is not None and argument != from_options:
+    option = setting.replace("_", "-")
+    given = {f"run({setting})": arguments.get(setting), f"torchrun_args {option}": options.get(option)}
+    parsed = [Choice(_PARSERS[setting](value, source), source) for source, value in given.items() if value is not None]
+    choices = [choice for choice in parsed if choice.value is not None]
+    if len({choice.value for choice in choices}) > 1:
         raise TorchrunConfigError(
-            f"run({setting}={argument!r}) and torchrun_args {option}={from_options!r} disagree; keep one of them."
+            f"run({setting}={choices[0].value!r}) and torchrun_args {option}={choices[1].value!r} disagree; keep one of them."
         )
-    if argument is not None:
-        return Choice(argument, f"run({setting})")
-    if from_options is not None:
-        return Choice(from_options, f"torchrun_args {option}")
-    return Choice(getattr(settings, setting, None), f"@torchrun({setting})")
+    return choices[0] if choices else Choice(getattr(settings, setting, None), f"@torchrun({setting})")
 
 
 def refuse_unknown(names: Sequence[str], step: str) -> None:

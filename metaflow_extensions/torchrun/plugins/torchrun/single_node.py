@@ -35,32 +35,22 @@ class TorchrunSingleNodeMultiGPU:
     @overload
     def run(
         self,
-        torchrun_args: Mapping[str, Any] | Sequence[Any] | None,
-        entrypoint: Callable[..., T],
-        entrypoint_args: Mapping[str, Any] | Sequence[Any] | None = None,
-        nproc_per_node: int | str | None = None,
-        **options: Unpack[LaunchOptions],
-    ) -> TorchrunResult[T]: ...
-
-    @overload
-    def run(
-        self,
-        *,
-        entrypoint: Callable[..., T],
-        entrypoint_args: Mapping[str, Any] | Sequence[Any] | None = None,
-        nproc_per_node: int | str | None = None,
-        **options: Unpack[LaunchOptions],
-    ) -> TorchrunResult[T]: ...
-
-    @overload
-    def run(
-        self,
         torchrun_args: Mapping[str, Any] | Sequence[Any] | None = None,
         entrypoint: str | os.PathLike[str] | None = None,
         entrypoint_args: Mapping[str, Any] | Sequence[Any] | None = None,
         nproc_per_node: int | str | None = None,
         **options: Unpack[LaunchOptions],
     ) -> TorchrunResult[None]: ...
+
+    @overload
+    def run(
+        self,
+        torchrun_args: Mapping[str, Any] | Sequence[Any] | None = None,
+        entrypoint: Callable[..., T] = ...,
+        entrypoint_args: Mapping[str, Any] | Sequence[Any] | None = None,
+        nproc_per_node: int | str | None = None,
+        **options: Unpack[LaunchOptions],
+    ) -> TorchrunResult[T]: ...
 
     def run(
         self,
