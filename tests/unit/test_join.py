@@ -104,7 +104,7 @@ def test_an_address_that_does_not_answer_is_not_taken_for_dead(registry, policy)
         registry.publish(AddressRecord((HOST,), silent.getsockname()[1], "secret"))
         error, said = join(registry, all_nodes_started_timeout=1)
     assert "can't reach the control node: tried 127.0.0.1 on port" in str(error)
-    assert "for 1 s, in vain (no answer in time)" in str(error)
+    assert "for 1 s, in vain (no answer within 1 s)" in str(error)
     assert "channel_port" in str(error)
     assert said == []
 

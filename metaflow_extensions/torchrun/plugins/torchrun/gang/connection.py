@@ -13,7 +13,7 @@ import hmac
 import random
 import secrets
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Collection, Generator
 from typing import TypeVar
 
 from ..machine.network import plain_address
@@ -25,6 +25,7 @@ _NONCE_BYTES = 32
 _MAC_BYTES = hashlib.sha256().digest_size
 _BEAT = encode(Beat())
 _BEATS = 5  # in the time after which silence means loss
+_FLUSH_S = 1.0
 
 T = TypeVar("T")
 Reading = Generator[int, bytes, T]
@@ -52,7 +53,6 @@ class Connection(asyncio.Protocol):
         self._needed = 0
         self._transport: asyncio.Transport | None = None
         self._heard_at = self.opened_at = time.monotonic()
-        self._beat_at = float("inf")
         self.why_closed: str | None = None  # why this side has aborted it, if it has
         self.has_ended = False
 
@@ -106,23 +106,39 @@ class Connection(asyncio.Protocol):
             self._transport.abort()
 
     def begin_beating(self) -> None:
-        """Send heartbeats from a random moment on, or thousands that came at once would beat at once."""
-        self._beat_at = time.monotonic() + random.random() * self._timeout_s / _BEATS  # noqa: S311 - no secret
+        """Send heartbeats, and abort when the other side falls silent.
 
-    def keep_alive(self) -> float:
-        """Abort if the other side is silent, or send a heartbeat if one is due; return the seconds until the next."""
-        now = time.monotonic()
-        if now - self._heard_at > self._timeout_s:
+        The first comes at a random moment, or thousands that came at once would beat at once. What has arrived is read
+        before a timer runs, however busy we are: nobody is aborted for our own delay.
+        """
+        self._beat_in(random.random() * self._timeout_s / _BEATS)  # noqa: S311 - no secret
+
+    def _beat_in(self, seconds: float) -> None:
+        asyncio.get_running_loop().call_later(seconds, self._beat)
+
+    def _beat(self) -> None:
+        left_s = self._heard_at + self._timeout_s - time.monotonic()
+        if left_s <= 0:
             self.abort(f"nothing was heard from it for {self._timeout_s:g} s (heartbeat_timeout_s)")
-        elif now >= self._beat_at:
-            self._beat_at = now + self._timeout_s / _BEATS
+        elif not self.is_closing():
             self.write(_BEAT)
-        return max(0.0, self._beat_at - now)
+            self._beat_in(min(left_s, self._timeout_s / _BEATS))
 
     def address(self, whose: str) -> str:
         """Return the IP address of this side (``"sockname"``) or of the other (``"peername"``)."""
         assert self._transport is not None
         return plain_address(self._transport.get_extra_info(whose)[0])
+
+
+async def close_all(connections: Collection[Connection]) -> None:
+    """Send what is still to be sent, for a moment, and end the connections."""
+    for connection in connections:
+        connection.close()
+    deadline = time.monotonic() + _FLUSH_S
+    while not all(connection.has_ended for connection in connections) and time.monotonic() < deadline:
+        await asyncio.sleep(_FLUSH_S / 100)
+    for connection in connections:
+        connection.abort("the gang is over")
 
 
 # --- what is read ---------------------------------------------------------------------------------

@@ -15,15 +15,15 @@ otherwise.
 
 from __future__ import annotations
 
-import asyncio
 import socket
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import Any
 
 from ..errors import GangError
-from .connection import Connection, Reading, next_message
+from .connection import Connection, Reading, close_all, next_message
 from .frames import encode
 from .listener import Listener
 from .loop_thread import CLOSE_S, LoopThread
@@ -31,7 +31,8 @@ from .protocol import CONTROL, Abort, Beat, Join, Message, Refused
 from .state import Gang, Outgoing
 
 _TICK_S = 0.1
-_FLUSH_S = 1.0
+# After its own end the control node waits so long for the others', to hear of late failures.
+_LEAVE_WAIT_S = 5.0
 # A node whose task has ended is reported so much later, so that its own last words, which say more, come first.
 _REPORT_GONE_S = 0.2
 
@@ -70,13 +71,13 @@ class ControlChannel:
 
     def send(self, message: Message) -> None:
         """Hand a message of the control node itself to the gang."""
-        self._thread.post(self._handle, CONTROL, message)
+        self._thread.post(self._step, self.gang.handle, CONTROL, message)
 
     def report_gone(self, node: int, reason: str) -> None:
         """Tell the gang that a node's task has ended; safe to call for one that left before."""
-        self._thread.post(self._report_gone_soon, node, reason)
+        self._thread.post(self._thread.loop.call_later, _REPORT_GONE_S, self._step, self.gang.lost, node, reason)
 
-    def close(self, wait_s: float) -> None:
+    def close(self, wait_s: float = _LEAVE_WAIT_S) -> None:
         """Wait until the members have left, `wait_s` seconds at most, and close."""
         deadline = time.monotonic() + wait_s
         while self.gang.nodes.members and time.monotonic() < deadline:
@@ -88,25 +89,16 @@ class ControlChannel:
     # --- in the channel's thread: the gang ------------------------------------------------------
 
     def _tick(self) -> None:
-        try:
+        if not self._is_closing:
+            self._thread.loop.call_later(_TICK_S, self._tick)
             self._step(self.gang.tick)
             if self._listener is not None:
-                for connection in self._listener.connections:
-                    connection.keep_alive()
                 self._listener.tick()
-        finally:
-            self._thread.loop.call_later(_TICK_S, self._tick)
 
-    def _handle(self, node: int, message: Message) -> None:
-        self._step(lambda: self.gang.handle(node, message))
-
-    def _report_gone_soon(self, node: int, reason: str) -> None:
-        self._thread.loop.call_later(_REPORT_GONE_S, lambda: self._step(lambda: self.gang.lost(node, reason)))
-
-    def _step(self, step: Callable[[], Sequence[Outgoing]]) -> None:
+    def _step(self, step: Callable[..., Sequence[Outgoing]], *args: Any) -> None:
         """Let the gang take a step and send what it says; an exception in it must not vanish."""
         try:
-            self._dispatch(step())
+            self._dispatch(step(*args))
         except Exception as error:
             self._fail(error)
 
@@ -141,15 +133,15 @@ class ControlChannel:
     # --- in the channel's thread: connections ---------------------------------------------------
 
     async def _listen(self, port: int | None, host: str) -> int:
-        members = self.gang.settings.num_nodes - 1
-        self._listener = Listener(self._thread.loop, members, self._connection, self._token, self._serve)
-        return self._listener.listen(port or 0, host)
+        def connect(dialogue: Callable[[Connection], Reading[None]]) -> Connection:
+            return Connection(dialogue, self._ended, self._timeout_s)
 
-    def _connection(self, dialogue: Callable[[Connection], Reading[None]]) -> Connection:
-        return Connection(dialogue, self._ended, self._timeout_s)
+        self._listener = Listener(port or 0, host, self.gang.settings.num_nodes - 1, connect, self._token, self._serve)
+        return self._listener.port
 
     def _serve(self, connection: Connection) -> Reading[None]:
         """Read what a connection says that has proven that it knows the token."""
+        connection.begin_beating()
         join = yield from next_message()
         if not isinstance(join, Join):
             return
@@ -160,26 +152,23 @@ class ControlChannel:
         while True:
             message = yield from next_message()
             if not isinstance(message, Beat) and connection in self._nodes:
-                self._handle(join.node, message)
+                self._step(self.gang.handle, join.node, message)
 
     def _take_in(self, connection: Connection, join: Join) -> None:
         """Let a node be a member; one that joins again has lost its connection."""
-        connection.begin_beating()
         before = self._members.get(join.node)
         if before is not None:
             del self._nodes[before]
             before.abort("it has connected once more")
         self._members[join.node], self._nodes[connection] = connection, join.node
         self.own_address = self.own_address or connection.address("sockname")
-        self._handle(join.node, join)
+        self._step(self.gang.handle, join.node, join)
 
     def _turn_away(self, connection: Connection, join: Join) -> bool:
         """Tell a task why it can't be its node, and return whether it shall stay connected until the gang's end."""
         error, hold_s, outgoing = self.gang.turn_away(join)
         connection.write(encode(Refused(error, hold_s)))
         self._step(lambda: outgoing)
-        if hold_s:
-            connection.begin_beating()
         return hold_s > 0
 
     def _ended(self, connection: Connection) -> None:
@@ -190,17 +179,10 @@ class ControlChannel:
             del self._members[node]
             if not self._is_closing:
                 closed = "its connection to the control node was closed: its task ended or was killed"
-                self._step(lambda: self.gang.lost(node, connection.why_closed or closed))
+                self._step(self.gang.lost, node, connection.why_closed or closed)
 
     async def _close(self) -> None:
         self._is_closing = True
-        if self._listener is None:
-            return
-        self._listener.close()
-        for connection in self._listener.connections:
-            connection.close()
-        deadline = time.monotonic() + _FLUSH_S
-        while self._listener.connections and time.monotonic() < deadline:
-            await asyncio.sleep(_FLUSH_S / 100)
-        for connection in self._listener.connections:
-            connection.abort("the gang is over")
+        if self._listener is not None:
+            self._listener.close()
+            await close_all(list(self._listener.connections))

@@ -28,15 +28,10 @@ class LoopThread:
         # Not the kind of loop that the step may have set as its policy: `descriptors` must know the selector.
         self._selector = selectors.DefaultSelector()
         self.loop = asyncio.SelectorEventLoop(self._selector)
-        self.loop.set_exception_handler(lambda _, context: self._raised(context.get("exception"), on_error))
+        self.loop.set_exception_handler(lambda _, what: on_error(what["exception"]) if "exception" in what else None)
         _all.add(self)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
-
-    @staticmethod
-    def _raised(error: BaseException | None, on_error: Callable[[BaseException], None]) -> None:
-        if error is not None:
-            on_error(error)
 
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)
@@ -50,7 +45,7 @@ class LoopThread:
         """Run a coroutine in the loop and return its result; call it in any other thread."""
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(timeout_s)
 
-    def post(self, function: Callable[..., None], *args: Any) -> None:
+    def post(self, function: Callable[..., object], *args: Any) -> None:
         """Have a function called in the loop soon, in the order of the calls; call it in any thread."""
         with suppress(RuntimeError):  # the loop is closed: the gang is over
             self.loop.call_soon_threadsafe(function, *args)

@@ -11,20 +11,17 @@ from __future__ import annotations
 import asyncio
 import secrets
 import socket
-import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from ..errors import TorchrunError
 from ..machine.network import place
-from .connection import Connection, Reading, handshake_as_member, next_message
+from .connection import Connection, Reading, close_all, handshake_as_member, next_message
 from .frames import encode
 from .loop_thread import CLOSE_S, LoopThread
 from .policy import ConnectPolicy
 from .protocol import Beat, Join, Message, Refused, Welcome
-
-_FLUSH_S = 1.0
 
 
 class MemberChannel:
@@ -76,11 +73,23 @@ class MemberChannel:
     # --- in the channel's thread: to become a member --------------------------------------------
 
     async def _connect(self, addresses: Sequence[str], port: int, token: str, timeout_s: float) -> str:
-        connection = await self._first_to_open(addresses, port, token, time.monotonic() + timeout_s)
-        await self._become_member(connection)
+        attempt_s = min(timeout_s, self._policy.attempt_s)
+        connection = await self._first_to_open(addresses, port, token, attempt_s)
+        if connection.is_closing():
+            raise ConnectionError("the connection ended at once")
+        # Now we say who we are, and wait until the control node has taken us in.
+        self._connection, self._answer = connection, self._thread.loop.create_future()
+        connection.write(encode(self._join))
+        try:
+            await asyncio.wait_for(self._answer, self._timeout_s)
+        except asyncio.TimeoutError:
+            self._connection = None
+            connection.abort("")
+            text = f"the control node was reached, but gave no answer within {self._timeout_s:g} s"
+            raise TimeoutError(f"{text} (heartbeat_timeout_s); see its log") from None
         return connection.address("peername")
 
-    async def _first_to_open(self, addresses: Sequence[str], port: int, token: str, deadline: float) -> Connection:
+    async def _first_to_open(self, addresses: Sequence[str], port: int, token: str, attempt_s: float) -> Connection:
         """Try all addresses, each a moment after the one before, and return the first connection that stands.
 
         Once it stands no other attempt goes on: the control node would take the end of a second connection for
@@ -93,24 +102,24 @@ class MemberChannel:
         try:
             while left or attempts:
                 if left:
-                    attempts.add(asyncio.ensure_future(self._attempt(left.pop(0), port, token)))
-                wait_s = max(0.0, deadline - time.monotonic())
-                done, _ = await asyncio.wait(
-                    attempts, timeout=min(wait_s, stagger_s) if left else wait_s, return_when=asyncio.FIRST_COMPLETED
-                )
+                    attempts.add(asyncio.ensure_future(self._attempt(left.pop(0), port, token, attempt_s)))
+                pause_s = stagger_s if left else None
+                done, _ = await asyncio.wait(attempts, timeout=pause_s, return_when=asyncio.FIRST_COMPLETED)
                 for attempt in done:
                     attempts.discard(attempt)
                     try:
                         return attempt.result()
                     except OSError as error:
                         errors.append(error)
-                if not done and time.monotonic() >= deadline:
-                    raise TimeoutError("no answer in time")
         finally:
-            await _abandon(attempts)
+            for attempt in attempts:
+                attempt.cancel()
+            for opened in await asyncio.gather(*attempts, return_exceptions=True):
+                if isinstance(opened, Connection):  # at the same moment as another
+                    opened.abort("")
         raise _summary(errors)
 
-    async def _attempt(self, address: str, port: int, token: str) -> Connection:
+    async def _attempt(self, address: str, port: int, token: str, limit_s: float) -> Connection:
         """Connect, and have both sides prove that they know the token."""
         loop = self._thread.loop
         is_proven: asyncio.Future[bool] = loop.create_future()
@@ -121,10 +130,10 @@ class MemberChannel:
         )
         works = False
         try:
-            await asyncio.wait_for(loop.create_connection(lambda: connection, address, port), self._policy.attempt_s)
-            works = await asyncio.wait_for(is_proven, self._policy.attempt_s)
+            await asyncio.wait_for(loop.create_connection(lambda: connection, address, port), limit_s)
+            works = await asyncio.wait_for(is_proven, limit_s)
         except asyncio.TimeoutError:  # no OSError before Python 3.11
-            raise TimeoutError(f"no answer within {self._policy.attempt_s:g} s") from None
+            raise TimeoutError(f"no answer within {limit_s:.2g} s") from None
         except ValueError as error:  # it can't be a name
             raise OSError(str(error)) from error
         finally:
@@ -144,56 +153,26 @@ class MemberChannel:
             if not isinstance(message, Beat):
                 self._hear(connection, message)
 
-    async def _become_member(self, connection: Connection) -> None:
-        """Say who we are, and wait until the control node has taken us in."""
-        self._connection, self._answer = connection, self._thread.loop.create_future()
-        connection.write(encode(self._join))
-        try:
-            if connection.is_closing():
-                raise ConnectionError("the connection ended at once")
-            await asyncio.wait_for(self._answer, self._timeout_s)
-        except asyncio.TimeoutError:
-            self._give_up(connection)
-            text = f"the control node was reached, but gave no answer within {self._timeout_s:g} s"
-            raise TimeoutError(f"{text} (heartbeat_timeout_s); see its log") from None
-        except OSError:
-            self._give_up(connection)
-            raise
-
-    def _give_up(self, connection: Connection) -> None:
-        self._connection = None
-        connection.abort("")
-
     # --- in the channel's thread: as a member ---------------------------------------------------
 
     def _hear(self, connection: Connection, message: Message) -> None:
         if connection is not self._connection or self._answer is None:
             return  # nothing is said before *join*
+        if not self._answer.done():
+            connection.begin_beating()
         if isinstance(message, Refused):
-            self._turned_away(connection, message.error, message.hold_s)
+            self._turned_away(message.error, message.hold_s)
             return
         if isinstance(message, Welcome) and not self._answer.done():
             self.own_address = connection.address("sockname")
             self._answer.set_result(None)
-            self._begin_beating(connection)
         self._deliver(message)
 
-    def _turned_away(self, connection: Connection, error: TorchrunError, hold_s: float) -> None:
+    def _turned_away(self, error: TorchrunError, hold_s: float) -> None:
         self.hold_s = hold_s
         self._is_over = not hold_s
         if self._answer is not None and not self._answer.done():
             self._answer.set_exception(error)
-        if hold_s:
-            self._begin_beating(connection)
-
-    def _begin_beating(self, connection: Connection) -> None:
-        connection.begin_beating()
-        self._keep_alive(connection)
-
-    def _keep_alive(self, connection: Connection) -> None:
-        next_s = connection.keep_alive()
-        if not connection.is_closing():
-            self._thread.loop.call_later(next_s, self._keep_alive, connection)
 
     def _ended(self, connection: Connection, is_proven: asyncio.Future[bool]) -> None:
         if not is_proven.done():
@@ -224,11 +203,7 @@ class MemberChannel:
     async def _close(self) -> None:
         self._is_over = True
         if self._connection is not None:
-            self._connection.close()
-            deadline = time.monotonic() + _FLUSH_S
-            while not self._connection.has_ended and time.monotonic() < deadline:
-                await asyncio.sleep(_FLUSH_S / 100)
-            self._connection.abort("the gang is over")
+            await close_all([self._connection])
 
 
 def _summary(errors: Sequence[OSError]) -> OSError:
@@ -236,12 +211,3 @@ def _summary(errors: Sequence[OSError]) -> OSError:
     # A name that is not known any more says nothing about the control node.
     telling = [error for error in errors if not isinstance(error, socket.gaierror)]
     return next((error for error in telling if not isinstance(error, ConnectionRefusedError)), (telling or errors)[0])
-
-
-async def _abandon(attempts: set[asyncio.Task[Connection]]) -> None:
-    """Stop connection attempts, and close what has opened at the same moment as another."""
-    for attempt in attempts:
-        attempt.cancel()
-    for opened in await asyncio.gather(*attempts, return_exceptions=True):
-        if isinstance(opened, Connection):
-            opened.abort("")
