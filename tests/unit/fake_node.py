@@ -65,7 +65,7 @@ class FakeNode:
         self.own_address = None
         self.member = Member(number, 2, lambda event: self.said.append((event.kind, event.text)))
         # In another thread, so that the handlers of the test's own process stay.
-        self._in_thread(lambda: self.member.attach(self, lambda: None)).join(DEADLINE_S)
+        self._in_thread(lambda: self.member.attach(self)).join(DEADLINE_S)
         spec = {
             "nproc": 2,
             "num_nodes": 2,
@@ -81,6 +81,9 @@ class FakeNode:
     def send(self, message):
         """Take a message to the control node, as the member's link."""
         self._sent.put(message)
+
+    def close(self):
+        """Close nothing, as the member's link."""
 
     def _write(self, stream, text):
         self.output.append(text)

@@ -60,7 +60,7 @@ def attach(node=1, num_nodes=3, emit=print):
     """Return a member that the control node has not taken in yet, and its link."""
     member = Member(node, num_nodes, emit)
     link = Link(member)
-    member.attach(link, link.close)
+    member.attach(link)
     return member, link
 
 
@@ -359,14 +359,6 @@ def test_a_note_of_the_control_node_is_an_event(join):
     member, _ = join(1, 3, events.append)
     member.deliver(Note(text="waits for node 2"))
     assert [(event.kind, event.node, event.text) for event in events] == [("note", 1, "waits for node 2")]
-
-
-def test_not_being_taken_in_is_an_error_that_says_why():
-    member = Member(1, 3, print)
-    with pytest.raises(GangError, match="same node index"):
-        member.await_welcome(0.05)
-    member.deliver(Welcome())
-    member.await_welcome(0.05)
 
 
 # --- no news is lost ------------------------------------------------------------------------------

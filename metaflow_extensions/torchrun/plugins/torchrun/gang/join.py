@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import secrets
 import time
@@ -26,8 +25,7 @@ from .texts import QUIET_S, REMIND_S
 
 LOOPBACK = "127.0.0.1"
 _POLICY = ConnectPolicy()
-# After its own end the control node waits so long for the others', to hear of late failures.
-_LEAVE_WAIT_S = 5.0
+_LAST_RECORD_S = 5.0  # how long the control node tries to publish how it ended
 # The part of all_nodes_started_timeout that the control node may take to publish where it is.
 _PUBLISH_PART = 0.8
 
@@ -83,9 +81,8 @@ def _open_channel(
     member = Member(CONTROL, num_nodes, emit)
     gang_settings = GangSettings(num_nodes, settings.all_nodes_started_timeout, settings.grace_s, secrets.token_hex(4))
     channel = ControlChannel(Gang(gang_settings, pick_port), member.deliver, token, settings.heartbeat_timeout_s)
-    member.attach(channel, functools.partial(channel.close, _LEAVE_WAIT_S))
+    member.attach(channel)
     channel.send(Join(CONTROL, member.host, place=place()))
-    member.await_welcome(_LEAVE_WAIT_S)
     return member, channel
 
 
@@ -95,7 +92,7 @@ def _listen(registry: Registry, channel: ControlChannel, settings: StepSettings,
         return channel.listen(settings.channel_port, host)
     except GangError as error:
         with suppress(GangError):
-            registry.publish(AddressRecord((), 0, token, closed=True, error=error), _LEAVE_WAIT_S)
+            registry.publish(AddressRecord((), 0, token, closed=True, error=error), _LAST_RECORD_S)
         raise
 
 
@@ -112,7 +109,7 @@ def _give_way_to_former(registry: Registry, num_nodes: int, settings: StepSettin
         return
     member, channel = _member(CONTROL, num_nodes, settings, emit)
     try:
-        _connect(channel, lambda _: former, _POLICY.former_s)
+        _connect(member, channel, lambda _: former, _POLICY.former_s)
     except OSError as error:
         member.leave(error)
     except BaseException as error:
@@ -124,7 +121,7 @@ def _tell_latecomers(registry: Registry, record: AddressRecord, channel: Control
     """Leave word for nodes that have not arrived when the control node ends, so that none waits for it."""
     if channel.gang.nodes.absent:
         with suppress(GangError):  # without the word they wait until their time is up
-            registry.publish(replace(record, closed=True, error=channel.gang.broken), _LEAVE_WAIT_S)
+            registry.publish(replace(record, closed=True, error=channel.gang.broken), _LAST_RECORD_S)
 
 
 # --- as another member ----------------------------------------------------------------------------
@@ -147,7 +144,7 @@ def join_as_member(
         return record
 
     try:
-        return member, _connect(channel, find, timeout_s, _Refusals(member).note)
+        return member, _connect(member, channel, find, timeout_s)
     except OSError as error:
         told = GangError(
             f"Node {node} (host {member.host}) can't reach the control node: {error}. Check that network policies and "
@@ -163,7 +160,7 @@ def join_as_member(
 def _member(node: int, num_nodes: int, settings: StepSettings, emit: Subscriber) -> tuple[Member, MemberChannel]:
     member = Member(node, num_nodes, emit)
     channel = MemberChannel(node, member.deliver, member.lose_control, settings.heartbeat_timeout_s, _POLICY)
-    member.attach(channel, channel.close)
+    member.attach(channel)
     return member, channel
 
 
@@ -189,18 +186,12 @@ def _wait_and_say(member: Member) -> Callable[[float], None]:
     return wait
 
 
-def _connect(
-    channel: MemberChannel,
-    find: Callable[[float], AddressRecord],
-    timeout_s: float,
-    failed: Callable[[AddressRecord, OSError], float] = lambda *_: math.inf,
-) -> str:
+def _connect(member: Member, channel: MemberChannel, find: Callable[[float], AddressRecord], timeout_s: float) -> str:
     """Become a member within `timeout_s` seconds, or raise OSError; return the address that worked.
 
-    `find` takes the seconds that are left. `failed` is called each time that all addresses have failed; it returns
-    how long the next pause may be.
+    `find` takes the seconds that are left.
     """
-    deadline = time.monotonic() + timeout_s
+    deadline, refusals = time.monotonic() + timeout_s, _Refusals(member)
     record, found_at = None, 0.0
     for pause_s in growing_pauses():
         if record is None or time.monotonic() - found_at >= _POLICY.record_s:
@@ -211,7 +202,7 @@ def _connect(
             left_s = max(1.0, deadline - time.monotonic())
             return channel.connect(record.addresses, record.port, record.token, left_s)
         except OSError as error:
-            pause_s = min(pause_s, failed(record, error))
+            pause_s = min(pause_s, refusals.note(record, error))
             if time.monotonic() + pause_s > deadline:
                 tried = f"tried {', '.join(record.addresses)} on port {record.port} for {timeout_s:g} s"
                 raise ConnectionError(f"{tried}, in vain ({error})") from error

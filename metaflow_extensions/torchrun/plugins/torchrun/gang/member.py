@@ -92,11 +92,7 @@ class ControlNode(enum.IntEnum):
     GONE = 4  # the connection has ended
 
 
-_SAYS: dict[type[Any], ControlNode] = {
-    Welcome: ControlNode.HERE,
-    Ack: ControlNode.ACKNOWLEDGED,
-    Bye: ControlNode.BYE,
-}
+_SAYS: dict[type, ControlNode] = {Welcome: ControlNode.HERE, Ack: ControlNode.ACKNOWLEDGED, Bye: ControlNode.BYE}
 
 
 class Interruption(enum.Enum):
@@ -121,6 +117,9 @@ class Link(Protocol):
     def send(self, message: Message) -> None:
         """Send a message to the control node, without waiting."""
 
+    def close(self) -> None:
+        """Close the channel."""
+
 
 class Member:
     """One node in its gang."""
@@ -133,7 +132,6 @@ class Member:
         self.emit = emit
         self.shows_output = True  # whether the last launch shows here all that its workers write
         self._link: Link | None = None
-        self._close_link: Callable[[], None] = lambda: None
         self._at_end: Callable[[], None] = lambda: None
         self._pid = os.getpid()
         self._lock = threading.RLock()
@@ -144,13 +142,13 @@ class Member:
         self._launches = 0
         self._noted: deque[str] = deque()  # orders to end that nobody has looked at
         self._order: str | None = None  # why this node must end
-        self._broken: TorchrunError | None = None  # why the gang can't go on
+        self.broken: TorchrunError | None = None  # why the gang can't go on; others only read it
         self._lost: TorchrunError | None = None  # that the control node is not heard, which it may not know
         self._verdict: TorchrunError | None = None  # of the last launch
 
-    def attach(self, link: Link, close_link: Callable[[], None]) -> None:
+    def attach(self, link: Link) -> None:
         """Begin to use `link`; `deliver` must get its messages from now on."""
-        self._link, self._close_link = link, close_link
+        self._link = link
         self._wakeup.take_signals()
 
     def at_end(self, callback: Callable[[], None]) -> None:
@@ -171,11 +169,6 @@ class Member:
     def is_storing(self) -> bool:
         """Whether the step's code has ended well here and its results are being stored."""
         return self.in_task and self._state is State.STORING
-
-    @property
-    def broken(self) -> TorchrunError | None:
-        """Why the gang can't go on, or None."""
-        return self._broken
 
     def _enter(self, state: State) -> None:
         """Go to another state; called with the lock."""
@@ -227,9 +220,9 @@ class Member:
 
     def _break(self, error: TorchrunError) -> None:
         with self._lock:
-            if self._broken is not None or self._state in _OVER:
+            if self.broken is not None or self._state in _OVER:
                 return
-            self._broken = error
+            self.broken = error
             self._changed.notify_all()
             if self._state is State.LAUNCH:
                 self.inbox.put(Interruption.BROKEN)
@@ -252,7 +245,7 @@ class Member:
     def notice_here(self, why: str) -> None:
         """Take such news for this member itself, once: it may repeat, and a second order means: at once."""
         with self._lock:
-            if self._broken is not None or self._order is not None:
+            if self.broken is not None or self._order is not None:
                 return
             self._take_order(why)
         self._wakeup.wake()
@@ -267,7 +260,7 @@ class Member:
         """Tell whether the step's own code has to be interrupted."""
         if self._state is State.LAUNCH or self._state in _OVER:
             return False
-        return self._order is not None or (self._broken is not None and self._state is not State.TOLD)
+        return self._order is not None or (self.broken is not None and self._state is not State.TOLD)
 
     def raise_news(self) -> None:
         """Raise what the step's own code has to know, once; called in its thread, or in a handler there."""
@@ -279,10 +272,10 @@ class Member:
                     self._take_order(self._noted.popleft())
             if not self.has_news():
                 return
-            if self._broken is not None:
+            if self.broken is not None:
                 self._order = None
                 self._enter(State.TOLD)
-                raise self._broken
+                raise self.broken
             error = self.terminated()
             self._enter(State.ENDING)
             self.send(Leave(self.cause_of(error), failed=True))
@@ -318,14 +311,6 @@ class Member:
         if self._link is not None and self.in_task:
             self._link.send(message)
 
-    def await_welcome(self, timeout_s: float) -> None:
-        """Wait until the control node has taken us in; raise `GangError` if it does not in time."""
-        if not self._wait(lambda: self._control is not ControlNode.UNKNOWN, timeout_s):
-            raise GangError(
-                f"Node {self.node} (host {self.host}) reached the control node but was not taken in within {timeout_s:g} s. "
-                "Does another task of this attempt run with the same node index?"
-            )
-
     def refuse_in_child(self) -> None:
         """Raise if this is a process that the task has forked: the gang's nodes are the tasks alone."""
         if not self.in_task:
@@ -346,7 +331,7 @@ class Member:
                 number, self._launches = self._launches, self._launches + 1
                 self._enter(State.LAUNCH)
                 return number
-            if error is self._broken and self._state is State.STEP:
+            if error is self.broken and self._state is State.STEP:
                 self._enter(State.TOLD)
         raise error
 
@@ -358,8 +343,8 @@ class Member:
                 "another thread. A node takes part in one launch at a time: let the step's threads call it one after the "
                 "other, in the same order on every node."
             )
-        if self._broken is not None:
-            return self._broken
+        if self.broken is not None:
+            return self.broken
         if self._order is not None and self._state not in _OVER:
             return self.terminated()
         if self._control >= ControlNode.BYE or self._state not in (State.STEP, State.TOLD):
@@ -377,11 +362,9 @@ class Member:
         with self._lock:
             self._verdict = verdict
             if self._state is State.LAUNCH:
-                told = verdict is not None or (failing and self._broken is not None)
+                told = verdict is not None or (failing and self.broken is not None)
                 self._enter(State.TOLD if told else State.STEP)
-            unread = []
-            while not self.inbox.empty():
-                unread.append(self.inbox.get_nowait())
+            unread = [self.inbox.get_nowait() for _ in range(self.inbox.qsize())]
             if Interruption.MUST_END not in unread:
                 self._order = None  # the launch has dealt with it
         if not failing or Interruption.MUST_END in unread:
@@ -415,12 +398,12 @@ class Member:
         if not self.in_task:
             return
         patience_s = QUIET_S
-        while not self._wait(lambda: self._state is not State.WAITING or self._broken is not None, patience_s):
+        while not self._wait(lambda: self._state is not State.WAITING or self.broken is not None, patience_s):
             patience_s = REMIND_S
             text = f"done here; waiting until {names(remaining())} ended the step and stored the results"
             self.emit(Event("note", self.node, text))
-        if self._broken is not None:
-            raise self._broken
+        if self.broken is not None:
+            raise self.broken
 
     def leave(self, error: BaseException | None = None, hold_s: float = 0.0) -> None:
         """Leave the gang; safe to call more than once, and without effect in a forked child.
@@ -446,14 +429,14 @@ class Member:
                 self._wait(lambda: self._control is ControlNode.GONE, hold_s)
             self._at_end()
         finally:
-            self._close_link()
+            self._link.close()
             self._wakeup.give_back()
 
     def gang_knows(self, error: BaseException) -> bool:
         """Tell whether the gang has this error already: it is its own verdict, bare or chained."""
         link: BaseException | None = error
         while link is not None:
-            if link is self._verdict or (link is self._broken and link is not self._lost):
+            if link is self._verdict or (link is self.broken and link is not self._lost):
                 return True
             link = link.__cause__ or link.__context__
         return False

@@ -2,8 +2,8 @@
 
 Who may touch what. Python runs signal handlers in the main thread, between two instructions of whatever runs there and
 with whatever locks that holds. So the handler of SIGTERM only has it noted and sends the wake signal: it takes no
-lock, uses no socket and waits for nothing. The handler of the wake signal lets the listener raise its news out of the
-step's code. It takes the listener's lock, which a thread that has it can take again; other threads hold it for
+lock, uses no socket and waits for nothing. The handler of the wake signal lets the member raise its news out of the
+step's code. It takes the member's lock, which a thread that has it can take again; other threads hold it for
 moments. It waits for nothing, too. `wake` may be called in any thread; signals are set and given back in the main
 thread alone. `_active` is changed there only.
 
@@ -19,7 +19,10 @@ import threading
 import time
 from contextlib import suppress
 from types import FrameType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .member import Member
 
 # A real-time signal, beside that of `node/stacks`; see there. SIGURG does no harm where there are none.
 _WAKE = int(signal.SIGRTMAX) - 6 if hasattr(signal, "SIGRTMAX") else int(signal.SIGURG)
@@ -27,28 +30,12 @@ _WAKE = int(signal.SIGRTMAX) - 6 if hasattr(signal, "SIGRTMAX") else int(signal.
 _PAUSES_S = (0.05, 5.0)
 
 
-class Listener(Protocol):
-    """Whose step's code is interrupted."""
-
-    def note_sigterm(self) -> bool:
-        """Note SIGTERM for `raise_news`, or return False if it does not concern this one; called in the handler."""
-
-    def has_news(self) -> bool:
-        """Tell whether `raise_news` would raise; called with the lock."""
-
-    def raise_news(self) -> None:
-        """Raise what the step's code has to know, once; called in the handler of the wake signal."""
-
-    def notice_here(self, why: str) -> None:
-        """Take the news that this node must end."""
-
-
 class Wakeup:
-    """The signals of one listener. Those of the one that took them last are in force."""
+    """The signals of one member. Those of the one that took them last are in force."""
 
-    def __init__(self, listener: Listener, lock: Any) -> None:
-        self.listener = listener
-        self._lock = lock  # the listener's: its news changes under it only
+    def __init__(self, member: Member, lock: Any) -> None:
+        self.member = member
+        self._lock = lock  # the member's: its news changes under it only
         self._handlers = {int(signal.SIGTERM): self._on_sigterm, _WAKE: self._on_wake}
         self._former: dict[int, Any] = {}
 
@@ -62,7 +49,7 @@ class Wakeup:
     def give_back(self) -> None:
         """Set the former handlers, unless the step has set others meanwhile.
 
-        Only the main thread can, and only when the listener will have no more news: see `_wake_once`.
+        Only the main thread can, and only when the member will have no more news: see `_wake_once`.
         """
         if threading.current_thread() is not threading.main_thread() or self not in _active:
             return
@@ -75,12 +62,12 @@ class Wakeup:
                     signal.signal(number, self._former[number])
 
     @property
-    def innermost(self) -> Listener:
-        """Who is to hear of what concerns the whole task: a listener inside of this one, if there is one."""
-        return _active[-1].listener if self in _active else self.listener
+    def innermost(self) -> Member:
+        """Who is to hear of what concerns the whole task: a member inside of this one, if there is one."""
+        return _active[-1].member if self in _active else self.member
 
     def wake(self) -> None:
-        """Have the listener's news raised in the main thread soon, whatever blocks there; called in any thread."""
+        """Have the member's news raised in the main thread soon, whatever blocks there; called in any thread."""
         if self._wake_once():
             with suppress(RuntimeError):  # no thread is to be had any more
                 threading.Thread(target=self._keep_waking, name="torchrun-wake", daemon=True).start()
@@ -95,7 +82,7 @@ class Wakeup:
     def _wake_once(self) -> bool:
         with self._lock:  # while there is news the handler is not given back, and without it the signal would kill
             # A step may have reset all signals.
-            if self not in _active or not self.listener.has_news() or not callable(signal.getsignal(_WAKE)):
+            if self not in _active or not self.member.has_news() or not callable(signal.getsignal(_WAKE)):
                 return False
             # The first gets through where the step has blocked signals, the second ends a blocking call.
             _thread.interrupt_main(_WAKE)  # type: ignore[arg-type]  # an int will do
@@ -106,7 +93,7 @@ class Wakeup:
 
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
         former = self._former[number]
-        if self.listener.note_sigterm():
+        if self.member.note_sigterm():
             _thread.interrupt_main(_WAKE)  # type: ignore[arg-type]  # its handler runs right after this one
         elif callable(former):  # for example in a child that was forked past Python
             former(number, frame)
@@ -116,7 +103,7 @@ class Wakeup:
 
     def _on_wake(self, number: int, frame: FrameType | None) -> None:
         for each in _active[::-1]:
-            each.listener.raise_news()
+            each.member.raise_news()
 
 
 # Whose handlers are set, the innermost last: a gang's step may use `TorchrunSingleNodeMultiGPU`.
