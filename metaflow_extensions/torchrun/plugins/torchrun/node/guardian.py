@@ -20,7 +20,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from enum import Enum
 from typing import NamedTuple
 
 from ..machine import libc, processes
@@ -36,7 +35,7 @@ from .agent_events import (
     WorkerStarted,
     as_line,
 )
-from .workers import SEARCH_S, FrozenWatch, Worker, Workers
+from .workers import SEARCH_S, FrozenWatch, Workers
 
 _KILL_WAIT_S = 10.0  # after SIGKILL only a process in uninterruptible sleep stays
 _REPORT_S = 1.0  # torchrun polls every 0.1 s; workers that obey SIGTERM are gone soon after
@@ -60,40 +59,17 @@ def main() -> int:
     """Run one agent; return 0 unless it could not be started."""
     task, options, *command = sys.argv[1:]
     guardian = Guardian(int(task), Options(**json.loads(options)))
-    _reset_signals()
+    # What the step's code ignores came through exec, and would reach the workers. With SIGCHLD ignored, the kernel
+    # reaps our children and nobody hears of their ends.
+    # Python ignores two for itself; a Popen sets them back in its child.
+    for number in signal.valid_signals() - {signal.SIGPIPE, signal.SIGXFSZ}:
+        with suppress(OSError):  # SIGKILL and SIGSTOP
+            signal.signal(number, signal.SIG_DFL)
     # Ctrl-C is the task's to handle: it tells us. A handler, since workers would inherit SIG_IGN.
     signal.signal(signal.SIGINT, lambda *_: None)
     signal.signal(signal.SIGTERM, lambda *_: guardian.note_sigterm())
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # last: what was blocked may be waiting
     return guardian.run(command)
-
-
-def _reset_signals() -> None:
-    """Set back what the step's code ignores: it came through exec, and would reach the workers.
-
-    With SIGCHLD ignored, the kernel reaps our children and nobody hears of their ends.
-    """
-    # Python ignores these two for itself; a Popen sets them back in its child.
-    for number in signal.valid_signals() - {signal.SIGPIPE, signal.SIGXFSZ}:
-        with suppress(OSError):  # SIGKILL and SIGSTOP
-            signal.signal(number, signal.SIG_DFL)
-
-
-class State(Enum):
-    """What the guardian is doing."""
-
-    STARTING = "starting"
-    WATCHING = "watching"
-    STOPPING = "stopping"
-    OVER = "over"
-
-
-_NEXT = {
-    State.STARTING: {State.WATCHING, State.OVER},
-    State.WATCHING: {State.STOPPING},
-    State.STOPPING: {State.OVER},
-    State.OVER: set(),
-}
 
 
 class Guardian:
@@ -104,7 +80,6 @@ class Guardian:
     def __init__(self, task: int, options: Options) -> None:
         self._task = task
         self._options = options
-        self._state = State.STARTING
         self._agent: subprocess.Popen[bytes]  # from `_start` on
         self._workers = Workers(options.workers, options.restarts)
         self._frozen = FrozenWatch(options.silence_s)
@@ -112,7 +87,7 @@ class Guardian:
         self._commands = b""
         self._got_sigterm = False
         self._task_gone = False
-        self._deadline = 0.0  # when SIGKILL comes; this and the following from STOPPING on
+        self._deadline: float | None = None  # when SIGKILL comes; set once, when everything is to end
         self._preempt_signal: int | None = None
         self._left: list[str] = []
 
@@ -126,21 +101,17 @@ class Guardian:
         try:
             self._start(command)
         except OSError as error:
-            self._end(None, f"could not be started: {error}")
+            self._say(End(None, f"could not be started: {error}"))
             return 1
-        while self._state is State.WATCHING:
+        while self._deadline is None:
             self._wait(self._workers.pause_s)
             self._watch()
-        self._terminate()
+        self._terminate(self._deadline)
         self._kill()
         for folder in self._options.scratch if self._task_gone else ():
             shutil.rmtree(folder, ignore_errors=True)
-        self._end(self._agent.returncode, None)
+        self._say(End(self._agent.returncode, left=self._left))
         return 0
-
-    def _enter(self, state: State) -> None:
-        assert state in _NEXT[self._state], f"{self._state} -> {state}"
-        self._state = state
 
     def _start(self, command: Sequence[str]) -> None:
         with open(self._options.stdout, "ab") as out, open(self._options.stderr, "ab") as err:
@@ -156,11 +127,6 @@ class Guardian:
             )
         self._observe(self._agent.pid)
         self._say(AgentStarted(self._agent.pid, processes.began(self._agent.pid)))
-        self._enter(State.WATCHING)
-
-    def _end(self, status: int | None, error: str | None) -> None:
-        self._say(End(status, error, self._left))
-        self._enter(State.OVER)
 
     def _say(self, event: AgentEvent) -> None:
         with suppress(OSError):  # the task is gone; what is left to do is to clean up
@@ -186,8 +152,8 @@ class Guardian:
         # ``stop GRACE_S`` sends SIGTERM to the whole tree. ``preempt GRACE_S SIGNAL`` first sends SIGNAL to the workers
         # alone, so that what they have started still serves them while they save.
         for line in lines:
-            verb, *values = line.decode("ascii", "replace").split()
-            self._begin_to_stop(float(values[0]), int(values[1]) if verb == "preempt" else None)
+            _, grace_s, *first = line.split()
+            self._begin_to_stop(float(grace_s), *map(int, first))
 
     def _observe(self, pid: int) -> None:
         """Be woken by the end of `pid` where the system can do that (Linux 5.3); else we poll."""
@@ -200,19 +166,22 @@ class Guardian:
         pid = self._pidfds.pop(pidfd)
         os.close(pidfd)
         # torchrun polls ten times a second; until it does, the dead worker tells its exit code.
-        dead, worker = processes.find(pid), self._workers.get(pid)
-        if worker is not None and worker.status is None:
-            self._worker_ended(worker, None if dead is None else dead.status)
+        dead = processes.find(pid)
+        self._note_exit(pid, None if dead is None else dead.status)
 
-    def _worker_ended(self, worker: Worker, status: int | None) -> None:
+    def _note_exit(self, pid: int, status: int | None) -> None:
+        """Say how a worker has ended; None: torchrun was faster, and now it alone knows."""
+        worker = self._workers.get(pid)
+        if worker is None or worker.status is not None:
+            return
         worker.status, worker.reaped = status, status is None
-        stopped = worker.reaped or self._state is State.STOPPING
+        stopped = worker.reaped or self._deadline is not None
         self._say(WorkerEnded(worker.rank, worker.local_rank, worker.pid, status, stopped, time.monotonic()))
 
     # --- watching ------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        if self._got_sigterm and self._state is State.WATCHING:
+        if self._got_sigterm and self._deadline is None:
             self._say(Terminated(time.monotonic()))
             self._begin_to_stop(self._options.grace_s)
         # Its pipe alone does not tell: a process that the step has forked may hold the other end.
@@ -221,7 +190,7 @@ class Guardian:
         if self._workers.expects_more():
             self._find_workers()
         self._reap_orphans()
-        if self._agent.returncode is not None and self._state is State.WATCHING:
+        if self._agent.returncode is not None and self._deadline is None:
             self._agent_ended(self._agent.returncode)
         for pid in self._frozen.look((self._agent.pid, self._task, *self._workers.living()), time.monotonic()):
             self._is_frozen(pid)
@@ -242,51 +211,46 @@ class Guardian:
         self._begin_to_stop(_STRAGGLER_GRACE_S if status == 0 else self._options.grace_s)
 
     def _is_frozen(self, pid: int) -> None:
-        worker = self._workers.get(pid)
         if pid == self._task:  # the gang takes its node for lost
             self._begin_to_stop(self._options.grace_s)
-        else:
-            rank, local_rank = (None, None) if worker is None else (worker.rank, worker.local_rank)
-            self._say(Frozen(rank, local_rank, pid, time.monotonic()))
+            return
+        worker = self._workers.get(pid)
+        rank, local_rank = (None, None) if worker is None else (worker.rank, worker.local_rank)
+        self._say(Frozen(rank, local_rank, pid, time.monotonic()))
 
     def _reap_orphans(self) -> bool:
         """Reap the agent and what was re-parented to us; return whether any child is left."""
         with suppress(ChildProcessError):
-            while True:
-                # Looked at before it is taken, so that the agent's end reaches its Popen.
-                dead = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-                if dead is None:
-                    return True
+            # Looked at before it is taken, so that the agent's end reaches its Popen.
+            while (dead := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
                 if dead.si_pid == self._agent.pid:
                     self._agent.poll()
                 else:
                     _, status = os.waitpid(dead.si_pid, 0)
-                    worker = self._workers.get(dead.si_pid)
-                    if worker is not None and worker.status is None:
-                        self._worker_ended(worker, os.waitstatus_to_exitcode(status))
+                    self._note_exit(dead.si_pid, os.waitstatus_to_exitcode(status))
+            return True
         return False
 
     # --- stopping ------------------------------------------------------------------------------
 
     def _begin_to_stop(self, grace_s: float, preempt_signal: int | None = None) -> None:
         """Have the main loop stop everything; who asks first says how."""
-        if self._state is State.WATCHING:
-            self._enter(State.STOPPING)
+        if self._deadline is None:
             self._deadline = time.monotonic() + grace_s
             self._preempt_signal = preempt_signal
 
-    def _terminate(self) -> None:
+    def _terminate(self, deadline: float) -> None:
         """Signal everything once and give it time to end."""
-        if self._workers.any_reaped:
-            self._let_agent_report()
+        if self._workers.any_reaped:  # the agent has a moment to stop its workers and print how they failed
+            self._wait_while(lambda: self._agent.returncode is None, time.monotonic() + _REPORT_S)
         # The agent is frozen, not told: told, it would signal its workers a second time, reap them
         # before we see how they ended, or wait out its exit barrier (300 s, torch 2.13).
         self._agent.send_signal(signal.SIGSTOP)
         if self._preempt_signal is not None:
             self._find_workers()
-            self._end_all(self._workers.living, self._preempt_signal, self._deadline)
-            self._deadline = min(self._deadline, time.monotonic() + _STRAGGLER_GRACE_S)
-        self._end_all(self._below_agent, signal.SIGTERM, self._deadline)
+            self._end_all(self._workers.living, self._preempt_signal, deadline)
+            deadline = min(deadline, time.monotonic() + _STRAGGLER_GRACE_S)
+        self._end_all(self._below_agent, signal.SIGTERM, deadline)
 
     def _below_agent(self) -> list[int]:
         return [pid for pid in living_descendants(os.getpid()) if pid != self._agent.pid]
@@ -296,14 +260,10 @@ class Guardian:
         for pid in which():
             send_signal(pid, number)
             send_signal(pid, signal.SIGCONT)
-        while time.monotonic() < deadline and which():
-            self._wait(SEARCH_S)
-            self._reap_orphans()
+        self._wait_while(lambda: bool(which()), deadline)
 
-    def _let_agent_report(self) -> None:
-        """Give the agent a moment to end by itself: it stops its workers and prints how they failed."""
-        deadline = time.monotonic() + _REPORT_S
-        while self._agent.returncode is None and time.monotonic() < deadline:
+    def _wait_while(self, going_on: Callable[[], bool], deadline: float) -> None:
+        while time.monotonic() < deadline and going_on():
             self._wait(SEARCH_S)
             self._reap_orphans()
 
