@@ -60,6 +60,7 @@ NASTY = st.lists(
         (b"10%\r50%\r100%\n", ["10%", "50%", "100%"]),
         (b"\r10%\r20%\n", ["10%", "20%"]),
         (b"a\rb\nc\n", ["a", "b", "c"]),
+        (b"pty\r\r\n\r\n\rend", ["pty", "", "end"]),
         (b"a\x00b\x1b[31mred\n", ["a\x00b\x1b[31mred"]),
         (b"bad \xff\xfe bytes\n", ["bad \ufffd\ufffd bytes"]),
         ("cut 🙂"[:-1].encode() + b"\xf0\x9f", ["cut \ufffd"]),

@@ -198,14 +198,16 @@ def test_asked_twice_a_worker_tells_its_new_stack_only(hanging):
     assert Path(first.file).read_text(encoding="utf-8").strip() == first.text.strip()
 
 
-def test_py_spy_is_looked_for_beside_python_then_on_the_path(tmp_path):
-    beside, on_path = tmp_path / "env", tmp_path / "path"
-    for place in (beside, on_path):
-        write(place / "py-spy", "#!/bin/sh\n").chmod(0o755)
-    nowhere = tmp_path / "nowhere"
-    assert stacks.find_py_spy(str(beside / "python"), str(on_path)) == str(beside / "py-spy")
-    assert stacks.find_py_spy(str(nowhere / "python"), str(on_path)) == str(on_path / "py-spy")
-    assert stacks.find_py_spy(str(nowhere / "python"), str(nowhere)) is None
+def test_py_spy_is_looked_for_beside_python_then_on_the_path(tmp_path, monkeypatch):
+    beside, on_path = (write(tmp_path / place / "py-spy", "#!/bin/sh\n") for place in ("env", "path"))
+    for path in (beside, on_path):
+        path.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "env" / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path / "path"))
+    for path in (beside, on_path):
+        assert stacks.find_py_spy() == str(path)
+        path.unlink()
+    assert stacks.find_py_spy() is None
 
 
 @pytest.mark.parametrize(

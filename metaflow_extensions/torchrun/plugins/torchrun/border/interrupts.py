@@ -20,28 +20,6 @@ from ..machine import processes
 _REMOTE_JOBS = (["kubernetes", "step"], ["batch", "step"])
 
 
-class _CtrlC:
-    """A signal handler that raises KeyboardInterrupt once; the clean-up that follows is not disturbed again."""
-
-    def __init__(self, pass_on: bool) -> None:
-        self._pass_on = pass_on
-        self._pid = os.getpid()
-        self._interrupted = False
-
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._pid:  # a forked child has inherited this handler
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-        elif not self._interrupted:
-            self._interrupted = True
-            if self._pass_on:
-                _interrupt_children()
-            name = signal.Signals(number).name
-            with suppress(OSError):  # SIGHUP: the terminal is gone
-                os.write(2, f"[torchrun] {name}: the run is interrupted, as by Ctrl-C\n".encode())
-            raise KeyboardInterrupt
-
-
 def heed_signals_to_run() -> None:
     """Have SIGTERM and SIGHUP interrupt this run and its tasks; a handler that is there stays, and so does nohup's."""
     _handle((signal.SIGTERM, signal.SIGHUP), pass_on=True)
@@ -58,12 +36,28 @@ def heed_signals_to_job(arguments: Sequence[str] = sys.argv) -> None:
 
 
 def _handle(signals: Sequence[signal.Signals], pass_on: bool) -> None:
+    """Have a signal raise KeyboardInterrupt, once: the clean-up that follows is not disturbed again."""
     if threading.current_thread() is not threading.main_thread():
         return
-    handler = _CtrlC(pass_on)
+    owner, is_interrupted = os.getpid(), False
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        nonlocal is_interrupted
+        if os.getpid() != owner:  # a forked child has inherited this handler
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        elif not is_interrupted:
+            is_interrupted = True
+            if pass_on:
+                _interrupt_children()
+            name = signal.Signals(number).name
+            with suppress(OSError):  # SIGHUP: the terminal is gone
+                os.write(2, f"[torchrun] {name}: the run is interrupted, as by Ctrl-C\n".encode())
+            raise KeyboardInterrupt
+
     for number in signals:
-        if signal.getsignal(number) == (signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL):
-            signal.signal(number, handler)
+        if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
+            signal.signal(number, on_signal)
 
 
 def _interrupt_children() -> None:

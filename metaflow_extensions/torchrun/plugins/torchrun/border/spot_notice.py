@@ -30,8 +30,7 @@ os.execvp("bash", ["bash", "-c", sys.argv[1]])' "$BASH_EXECUTION_STRING"
 fi
 """
 
-Sign = Callable[[], str | None]
-"""Says why this node is taken away, or returns None."""
+Sign = Callable[[], str | None]  # says why this node is taken away, or returns None
 
 
 def pod_script(own: str = "") -> str:
@@ -49,9 +48,8 @@ def pod_is_told_to_stop(environ: Mapping[str, str] = os.environ) -> str | None:
     """Look whether SIGTERM is pending for the pod's shell."""
     status = processes.status(int(environ.get(_SHELL, "0")))
     pending = int(status.get("SigPnd", "0"), 16) | int(status.get("ShdPnd", "0"), 16)
-    if pending >> (signal.SIGTERM - 1) & 1:
-        return "its pod got SIGTERM (it is deleted or evicted, or its machine drained)"
-    return None
+    told = pending >> (signal.SIGTERM - 1) & 1
+    return "its pod got SIGTERM (it is deleted or evicted, or its machine drained)" if told else None
 
 
 def spot_notice(path: str) -> Sign:
@@ -73,10 +71,11 @@ def watch(signs: Sequence[Sign], on_sign: Callable[[str], None]) -> threading.Ev
     over = threading.Event()
 
     def look() -> None:
-        while not over.wait(_LOOK_S):
-            for why in filter(None, (sign() for sign in signs)):
-                on_sign(why)
-                return
+        why = None
+        while why is None and not over.wait(_LOOK_S):
+            why = next(filter(None, (sign() for sign in signs)), None)
+        if why is not None:
+            on_sign(why)
 
     threading.Thread(target=look, name="torchrun-preemption", daemon=True).start()
     return over

@@ -33,7 +33,7 @@ class TaskLog:
     def __init__(self, open_store: Callable[[], Any], environ: Mapping[str, str] = os.environ) -> None:
         self._open_store = open_store  # returns the task's datastore, opened for writing
         self._files = {stream: Path(environ[name]) for stream, name in _FILES.items() if environ.get(name)}
-        self._saving: threading.Thread | None = None
+        self._uploading = threading.Lock()  # or an older state of the log could come last
 
     def after(self, subscriber: Subscriber) -> Subscriber:
         """Return a subscriber that passes events on and then uploads the log if they are bad news."""
@@ -50,19 +50,14 @@ class TaskLog:
 
         A failure is ignored: Metaflow uploads the log once more at the task's end.
         """
-        if not self._files:
-            return
-        busy = self._saving
-        self._saving = threading.Thread(target=self._save, args=(busy,), name="torchrun-log", daemon=True)
-        self._saving.start()
-        if wait_s > 0:
-            self._saving.join(wait_s)
+        if self._files:
+            saving = threading.Thread(target=self._save, name="torchrun-log", daemon=True)
+            saving.start()
+            saving.join(wait_s)
 
-    def _save(self, before: threading.Thread | None) -> None:
-        if before is not None:
-            before.join()  # or an older state of the log could come last
+    def _save(self) -> None:
         time.sleep(_TEE_S)
-        with suppress(Exception):
+        with self._uploading, suppress(Exception):
             existing = {stream: path for stream, path in self._files.items() if path.exists()}
             data = {stream: p.read_bytes() if p.stat().st_size < _SMALL_BYTES else p for stream, p in existing.items()}
             self._open_store().save_logs(TASK_LOG_SOURCE, data)

@@ -92,21 +92,20 @@ class _Output:
         if target is None:  # closed before Python began
             raise OSError(f"there is no {self._name}")
         fd = _descriptor(target)
+        encoding = getattr(target, "encoding", None) or "utf-8"
         if fd is None:
-            text, self._cut = self._cut.decode(errors="replace") + text, b""
-            target.write(_encoded(target, text).decode(_encoding(target)))
+            text, self._cut = self._cut.decode(encoding, errors="replace") + text, b""
+            target.write(text.encode(encoding, errors="backslashreplace").decode(encoding))
             target.flush()
             return
         kind = os.fstat(fd)
         is_pipe = stat.S_ISFIFO(kind.st_mode)
         _flush(target, fd, is_pipe)
-        if not is_pipe:
-            self._cut = _write_all(fd, self._cut or _encoded(target, text), patience_s)
-            return
-        with self._lock(fd, kind.st_ino):
-            if text.count("\n") == 1:  # `write` has made the last line of a text a text of its own
+        with self._lock(fd, kind.st_ino) if is_pipe else contextlib.nullcontext():
+            if is_pipe and text.count("\n") == 1:  # `write` has made the last line of a text a text of its own
                 _await_reader(fd)
-            self._cut = _write_all(fd, self._cut or text.encode(errors="replace"), patience_s)
+            data = text.encode("utf-8" if is_pipe else encoding, errors="backslashreplace")
+            self._cut = _write_all(fd, self._cut or data, patience_s)
 
     def _say_lost(self, error: Exception) -> None:
         if not self._said_lost:
@@ -160,19 +159,12 @@ def _begin_anew() -> None:
 
 
 os.register_at_fork(after_in_child=_begin_anew)
-
-
-@atexit.register
-def _write_the_rest() -> None:
-    for name in _outputs:
-        write_output(name, "")
+for _name in _outputs:
+    atexit.register(write_output, _name, "")
 
 
 def _descriptor(target: TextIO) -> int | None:
-    """Return the file descriptor of a stream of Python's own kind.
-
-    One that somebody else has put there, as a notebook or a tee, may have one as well, but wants the text.
-    """
+    # A stream that somebody else has put there, as a notebook or a tee, may have one as well, but wants the text.
     with contextlib.suppress(OSError, ValueError):
         return target.fileno() if isinstance(target, io.TextIOWrapper) else None
     return None
@@ -201,19 +193,9 @@ def _write_all(fd: int, data: bytes, patience_s: float) -> bytes:
 
 
 def _await_room(fd: int, patience_s: float) -> bool:
-    """Wait until something can be written, or an error can be had."""
     poll = select.poll()
     poll.register(fd, select.POLLOUT)
     return bool(poll.poll(patience_s * 1000))
-
-
-def _encoded(target: TextIO, text: str) -> bytes:
-    """Encode what the stream's encoding has no character for as an escape, rather than not at all."""
-    return text.encode(_encoding(target), errors="backslashreplace")
-
-
-def _encoding(target: TextIO) -> str:
-    return getattr(target, "encoding", None) or "utf-8"
 
 
 def _take_lock(fd: int, patience_s: float) -> bool:

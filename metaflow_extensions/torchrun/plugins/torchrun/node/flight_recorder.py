@@ -8,6 +8,7 @@ import stat
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from pathlib import Path
 
 from ..machine import processes
 
@@ -27,7 +28,6 @@ _MONITOR_VARIABLE = "TORCH_NCCL_DUMP_ON_TIMEOUT"
 # torchfrtrace infers the prefix if only dumps have names that end with digits
 # (_determine_prefix in torch/distributed/flight_recorder/components/loader.py, torch 2.13).
 _DUMP_STEM = "nccl_trace_rank_"
-_DUMP_NAME = re.compile(re.escape(_DUMP_STEM) + r"\d+")
 
 _SETTLED_S = 0.3  # a file that has not changed for so long is complete
 _POLL_S = (0.01, 0.1)  # first and longest pause between looks
@@ -38,17 +38,14 @@ def recorder_environment(folder: str, inherited: Mapping[str, str], torch_versio
     """Return the variables that switch the recorder on; what the user has set stays. See `stacks.hook_environment`."""
     defaults = {_MONITOR_VARIABLE: "1"}
     if not any(name in inherited for name in _SIZE_VARIABLES):
-        defaults[_SIZE_VARIABLES[_is_older(torch_version, _RENAMED_IN)]] = _ENTRIES
+        found = re.match(r"(\d+)\.(\d+)", torch_version)
+        is_old = found is not None and (int(found[1]), int(found[2])) < _RENAMED_IN
+        defaults[_SIZE_VARIABLES[is_old]] = _ENTRIES
     if not any(name in inherited for name in _DUMP_VARIABLES):  # ours under one name would beat theirs under the other
         defaults.update(dict.fromkeys(_DUMP_VARIABLES, os.path.join(folder, _DUMP_STEM)))
     if _holds_pipes(folder):  # or NCCL's monitor thread would throw, which ends the worker
         defaults[_PIPE_VARIABLE] = os.path.join(folder, _DUMP_STEM)
     return {name: value for name, value in defaults.items() if name not in inherited}
-
-
-def _is_older(version: str, than: tuple[int, int]) -> bool:
-    found = re.match(r"(\d+)\.(\d+)", version)
-    return found is not None and (int(found[1]), int(found[2])) < than
 
 
 def _holds_pipes(folder: str) -> bool:
@@ -84,9 +81,7 @@ def request_dump(pid: int, rank: int, folder: str) -> FileChange | None:
 
 def dumps_in(folder: str) -> list[str]:
     """Return the dumps that lie in `folder`."""
-    with suppress(OSError):
-        return [os.path.join(folder, name) for name in sorted(os.listdir(folder)) if _DUMP_NAME.fullmatch(name)]
-    return []
+    return sorted(map(str, Path(folder).glob(f"{_DUMP_STEM}*[0-9]")))
 
 
 class FileChange:

@@ -38,67 +38,52 @@ Returns False after a while with a reader that takes nothing; what it has taken 
 Show = Callable[[str, str], None]
 
 
+_LINE_END = re.compile(r"\n\r*|\r+(?:\n\r*)?")
+
+
 class LineSplitter:
     """Turns bytes, cut anywhere, into whole lines of text.
 
-    A line ends with ``\\n``, ``\\r\\n`` or, as progress bars write it, ``\\r``.
+    A line ends with ``\\n``, ``\\r\\n`` or, as progress bars write it, ``\\r``; at a line's start ``\\r`` means nothing.
     """
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._parts: list[str] = []
-        self._size = 0
-        self._after_cr = False
+        self._rest = ""  # of a line without its end
+        self._after_return = False  # the last line ended with "\r", perhaps the first half of "\r\n"
 
     def feed(self, data: bytes, final: bool = False) -> Iterator[str]:
         """Yield the lines that `data` completes, without their ends; `final` flushes the rest."""
         text = self._decoder.decode(data, final)
-        if self._after_cr and text:
-            self._after_cr = False
-            if text[0] == "\n":  # the second half of \r\n, whose line was yielded already
-                text = text[1:]
-        yield from self._split(text)
-        if final and self._parts:
-            yield self._take("")
-
-    def _split(self, text: str) -> Iterator[str]:
-        start = 0
-        for match in _LINE_END.finditer(text):
-            line = self._take(text[start : match.start()])
-            start = match.end()
-            redraw = not line and match.group() == "\r"  # a progress bar's return to the line's start
-            if not redraw:
-                yield line
-            self._after_cr = match.group() == "\r" and start == len(text) and not redraw
-        rest = text[start:]
-        while self._size + len(rest) > MAX_LINE_CHARS:
-            room = MAX_LINE_CHARS - self._size
-            yield self._take(rest[:room])
-            rest = rest[room:]
-        if rest:
-            self._parts.append(rest)
-            self._size += len(rest)
-
-    def _take(self, last: str) -> str:
-        line = "".join([*self._parts, last])
-        self._parts.clear()
-        self._size = 0
-        return line
-
-
-_LINE_END = re.compile(r"\r\n|\n|\r")
+        if not self._rest:
+            text = text.lstrip("\r")
+        if text and self._after_return:
+            text = text.removeprefix("\n").lstrip("\r")
+            self._after_return = False
+        if text.endswith("\r"):
+            self._after_return = not text.rstrip("\r").endswith("\n")
+        first, *more = _LINE_END.split(text)
+        *lines, rest = [self._rest + first, *more]
+        yield from lines
+        while len(rest) > MAX_LINE_CHARS:
+            yield rest[:MAX_LINE_CHARS]
+            rest = rest[MAX_LINE_CHARS:]
+        self._rest = rest
+        if final and rest:
+            yield rest
 
 
 class FollowedFile:
     """One growing log file; it must exist."""
 
-    def __init__(self, path: str, label: str | None, stream: str, hold_from: re.Pattern[str] | None = None) -> None:
+    def __init__(self, path: str, label: str, stream: str, hold_from: re.Pattern[str] | None = None) -> None:
         self._file: BinaryIO = open(path, "rb", buffering=0)  # noqa: SIM115 - closed by close()
-        self._label = label  # put before every line; None shows nothing
+        self._label = label  # put before every line
         self._stream = stream  # "stdout" or "stderr"
         self._hold_from = hold_from  # the first line that begins so is held back until the end, with all after it
         self._held: list[str] = []
         self._splitter = LineSplitter()
+        self.close = self._file.close
 
     def pump(self, show: Show) -> bool:
         """Show what was added, at most one chunk; tell whether there was anything."""
@@ -106,32 +91,27 @@ class FollowedFile:
         self._show(self._splitter.feed(data), show)
         return bool(data)
 
-    def finish(self, show: Show, show_held: bool = True) -> None:
-        """Show everything up to the end, an unfinished last line too, and close the file."""
+    def finish(self, show: Show, show_held: bool) -> None:
+        """Show everything up to the end, an unfinished last line too."""
         while self.pump(show):
             pass
         self._show(self._splitter.feed(b"", final=True), show)
         if show_held:
             self._hold_from = None
             self._show(self._held, show)
-        self.close()
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
 
     def _show(self, lines: Iterable[str], show: Show) -> None:
         text = "".join(f"{self._label}{line}\n" for line in lines if not self._hold(line))
-        if text and self._label is not None:
+        if text:
             show(self._stream, text)
 
     def _hold(self, line: str) -> bool:
         if self._hold_from is None or len(self._held) >= _HELD_LINES:
             return False
-        if self._held or self._hold_from.match(line):
+        is_held = bool(self._held or self._hold_from.match(line))
+        if is_held:
             self._held.append(line)
-            return True
-        return False
+        return is_held
 
 
 class LogFollower:
@@ -228,14 +208,15 @@ class LogFollower:
 
     def _find_files(self) -> None:
         for path, local_rank, stream in worker_logs(self._log_dir):
-            if path not in self._known:
-                try:
-                    self._files.append(FollowedFile(path, self._label(local_rank), stream))
-                except OSError as error:  # too many open files, perhaps not for long
-                    if not self._stop.is_set():
-                        continue
-                    self._write("stderr", f"[torchrun] {path} can't be read: {error}\n")
-                self._known.add(path)
+            label = self._label(local_rank)
+            try:
+                if path not in self._known and label is not None:
+                    self._files.append(FollowedFile(path, label, stream))
+            except OSError as error:  # too many open files, perhaps not for long
+                if not self._stop.is_set():
+                    continue
+                self._write("stderr", f"[torchrun] {path} can't be read: {error}\n")
+            self._known.add(path)
 
 
 def _size(path: str) -> int:

@@ -59,9 +59,9 @@ def hook_environment(folder: str, inherited: Mapping[str, str], torch_version: s
     return env
 
 
-def find_py_spy(python: str = sys.executable, path: str | None = None) -> str | None:
-    """Return the py-spy beside `python`, else the one on `path` (None: ``PATH``), or None."""
-    return shutil.which("py-spy", path=os.path.dirname(python)) or shutil.which("py-spy", path=path)
+def find_py_spy() -> str | None:
+    """Return the py-spy beside this Python, else the one on ``PATH``, or None."""
+    return shutil.which("py-spy", path=os.path.dirname(sys.executable)) or shutil.which("py-spy")
 
 
 def collect(
@@ -115,7 +115,10 @@ def _ask_all(workers: Mapping[int, int], folder: str, within_s: float, py_spy: s
     for thread in threads:
         if thread.ident is not None:
             thread.join(max(0.0, deadline + _MARGIN_S - time.monotonic()))
-    return {rank: answers.get(rank) or _silent(pid, within_s) for rank, pid in sorted(workers.items())}
+    for rank in workers.keys() - answers:
+        text = f"nothing could be learned within {within_s:g} s; it is in state {_state(workers[rank])}"
+        answers.setdefault(rank, _Answer(problem=text))
+    return {rank: answers[rank] for rank in sorted(workers)}
 
 
 def _ask(pid: int, folder: str, deadline: float, py_spy_s: float, py_spy: str | None) -> _Answer:
@@ -164,12 +167,7 @@ def _by_signal(pid: int, folder: str, deadline: float) -> _Answer:
     return _Answer(stacks) if stacks else _Answer(problem=f"it did not answer in time; it is in state {_state(pid)}")
 
 
-def _silent(pid: int, within_s: float) -> _Answer:
-    return _Answer(problem=f"nothing could be learned within {within_s:g} s; it is in state {_state(pid)}")
-
-
 def _state(pid: int) -> str:
-    """Return a process's state, such as ``D (disk sleep)``."""
     return processes.status(pid).get("State", "unknown")
 
 
@@ -197,17 +195,13 @@ def _dumps(answers: Mapping[int, _Answer], folder: str) -> list[str]:
 
 def _keep(text: str, dumps: Sequence[str], keep_in: str | None, name: str) -> tuple[str | None, list[str]]:
     """Write a fresh folder with everything; return the file and what to say of the dumps."""
+    prefix = "torchrun-hang-" + re.sub(r"[^\w.-]", "_", name)[:50] + "-"
     for parent in dict.fromkeys((keep_in, None)):
         try:
-            folder = _fresh_folder(parent, name)
-        except OSError:
+            path = _written(text, parent, prefix)
+        except OSError:  # no such place, or the disk is full
             continue
-        path = os.path.join(folder, "stacks.txt")
-        try:
-            _append(path, text)
-        except OSError:  # the disk is full
-            shutil.rmtree(folder, ignore_errors=True)
-            continue
+        folder = os.path.dirname(path)
         copied = [os.path.basename(dump) for dump in dumps if _copied(dump, folder)]
         if not copied:
             return path, []
@@ -215,22 +209,23 @@ def _keep(text: str, dumps: Sequence[str], keep_in: str | None, name: str) -> tu
             f"NCCL's flight recorder: {', '.join(copied)} in {folder}. With those of all nodes in one folder, "
             "torchfrtrace FOLDER (it comes with torch) tells which collective is missing whom."
         )
-        with suppress(OSError):
-            _append(path, said)
+        with suppress(OSError), open(path, "a", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(f"{said}\n")
         return path, [said]
     return None, []
 
 
-def _fresh_folder(parent: str | None, name: str) -> str:
+def _written(text: str, parent: str | None, prefix: str) -> str:
     if parent is not None:
         os.makedirs(parent, exist_ok=True)
-    name = re.sub(r"[^\w.-]", "_", name)[:50]
-    return tempfile.mkdtemp(prefix=f"torchrun-hang-{name}-", dir=parent)
-
-
-def _append(path: str, text: str) -> None:
-    with open(path, "a", encoding="utf-8", errors="backslashreplace") as file:
-        file.write(text + "\n")
+    path = os.path.join(tempfile.mkdtemp(prefix=prefix, dir=parent), "stacks.txt")
+    try:
+        with open(path, "w", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(f"{text}\n")
+    except OSError:
+        shutil.rmtree(os.path.dirname(path), ignore_errors=True)
+        raise
+    return path
 
 
 def _copied(dump: str, folder: str) -> bool:
@@ -257,8 +252,8 @@ def _where(answer: _Answer, pid: int) -> str:
     """Return where the main thread was: the innermost frame of the user's and the innermost function of all."""
     if not answer.stacks:
         return _NONE + answer.problem
-    if answer.stacks.endswith("\n..."):
-        return "of 100 threads none is the main one; install py-spy to see all"  # MAX_NTHREADS in Python/traceback.c
+    if answer.stacks.endswith("\n..."):  # MAX_NTHREADS in Python/traceback.c
+        return "of 100 threads none is the main one; install py-spy to see all"
     thread = _main_thread(answer.stacks, pid)
     frames = list(_PY_SPY_FRAME.finditer(thread)) or list(_FAULTHANDLER_FRAME.finditer(thread))
     if not frames:
@@ -281,7 +276,7 @@ def _main_thread(stacks: str, pid: int) -> str:
 def _section(rank: int, pid: int, where: str, answer: _Answer) -> str:
     heading = f"--- rank {rank}, pid {pid}: {where}"
     notes = [f"({note})" for note in answer.notes]
-    return "\n".join([heading, *notes, *([answer.stacks] if answer.stacks else [])]) + "\n"
+    return "\n".join([heading, *notes, answer.stacks]).rstrip("\n") + "\n"
 
 
 def _shortened(text: str, limit: int) -> str:
