@@ -24,17 +24,10 @@ _SHORT = {"m": "module", "r": "redirects", "t": "tee"}
 
 def entrypoint_arguments(given: Mapping[str, Any] | Sequence[Any] | None) -> tuple[str, ...]:
     """Return ``entrypoint_args`` as argv words, as `TorchrunExecutor.run` tells users."""
-    if given is None:
-        return ()
+    given = dict_or_list(given, "entrypoint_args", "it must be a dict ({'lr': 0.1}) or a list (['--lr', '0.1'])")
+    words = [str(word) for word in given]
     if isinstance(given, Mapping):
         words = [word for key, value in given.items() for word in _option_words(str(key), value)]
-    elif isinstance(given, Sequence) and not isinstance(given, (str, bytes)):
-        words = [str(word) for word in given]
-    else:
-        raise TorchrunConfigError(
-            f"entrypoint_args is a {type(given).__name__}, but it must be a dict ({{'lr': 0.1}}) or a list "
-            "(['--lr', '0.1'])."
-        )
     for word in words:
         if "\0" in word:
             raise TorchrunConfigError(
@@ -43,39 +36,39 @@ def entrypoint_arguments(given: Mapping[str, Any] | Sequence[Any] | None) -> tup
     return tuple(words)
 
 
+def dict_or_list(given: Any, name: str, forms: str) -> Mapping[str, Any] | list[Any]:
+    """Return `given` as a mapping or a list, None as an empty one; what is neither is refused, with its `forms`."""
+    if given is None:
+        return []
+    if isinstance(given, Mapping):
+        return given
+    if isinstance(given, Sequence) and not isinstance(given, (str, bytes)):
+        return list(given)
+    raise TorchrunConfigError(f"{name} is a {type(given).__name__}, but {forms}.")
+
+
 def _option_words(key: str, value: Any) -> list[str]:
     option = key if key.startswith("-") else f"--{key}"
-    return [option] if _is_absent(value) else [option, _as_text(value, key)]
+    if _is_absent(value):
+        return [option]
+    if not isinstance(value, (bool, list, tuple, dict)):
+        return [option, str(value)]
+    try:
+        return [option, json.dumps(value, ensure_ascii=False)]
+    except (TypeError, ValueError) as error:
+        raise TorchrunConfigError(f"entrypoint_args[{key!r}] can't be written as JSON: {error}.") from error
 
 
 def _is_absent(value: Any) -> bool:
     return value is None or (isinstance(value, str) and value == "")
 
 
-def _as_text(value: Any, key: str) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, (list, tuple, dict)):
-        try:
-            return json.dumps(value, ensure_ascii=False)
-        except (TypeError, ValueError) as error:
-            raise TorchrunConfigError(f"entrypoint_args[{key!r}] can't be written as JSON: {error}.") from error
-    return str(value)
-
-
 def torchrun_options(given: Mapping[str, Any] | Sequence[Any] | None) -> dict[str, str | None]:
     """Return ``torchrun_args`` as a dict: hyphen spelling to value, None for a flag."""
-    if given is None:
-        return {}
-    if isinstance(given, Mapping):
-        pairs = _mapping_pairs(given)
-    elif isinstance(given, Sequence) and not isinstance(given, (str, bytes)):
-        pairs = _sequence_pairs(given)
-    else:
-        raise TorchrunConfigError(
-            f"torchrun_args is a {type(given).__name__}, but it must be a dict ({{'max_restarts': 3}}) or a list "
-            "(['--max-restarts=3'])."
-        )
+    given = dict_or_list(
+        given, "torchrun_args", "it must be a dict ({'max_restarts': 3}) or a list (['--max-restarts=3'])"
+    )
+    pairs = _mapping_pairs(given) if isinstance(given, Mapping) else _list_pairs(given)
     options: dict[str, str | None] = {}
     for name, value in pairs:
         if name in options and options[name] != value:
@@ -102,13 +95,13 @@ def _mapping_pairs(given: Mapping[str, Any]) -> Iterator[tuple[str, str | None]]
             yield name, None
 
 
-def _sequence_pairs(given: Sequence[Any]) -> Iterator[tuple[str, str | None]]:
+def _list_pairs(given: list[Any]) -> Iterator[tuple[str, str | None]]:
     # ["--max-restarts=3"] and ["max-restarts", "3"] mean the same.
     words = [None if word is None else str(word) for word in given]
     while words:
         word = words.pop(0)
         if not word:
-            raise TorchrunConfigError(f"torchrun_args {list(given)!r} has an empty word where an option is expected.")
+            raise TorchrunConfigError(f"torchrun_args {given!r} has an empty word where an option is expected.")
         name, equals, value = word.partition("=")
         name = _option_name(name)
         if equals:
@@ -122,4 +115,4 @@ def _sequence_pairs(given: Sequence[Any]) -> Iterator[tuple[str, str | None]]:
         elif words:
             yield name, words.pop(0) or None
         else:
-            raise TorchrunConfigError(f"torchrun_args {list(given)!r}: option {name} has no value.")
+            raise TorchrunConfigError(f"torchrun_args {given!r}: option {name} has no value.")

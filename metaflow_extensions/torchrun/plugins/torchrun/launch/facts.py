@@ -5,17 +5,16 @@ All of it is found without importing torch: the task stays small, and a node tha
 
 from __future__ import annotations
 
-import ast
 import glob
 import hashlib
 import importlib.metadata
 import importlib.util
 import os
 import platform
+import re
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
 
 from ..errors import TorchNotFoundError
 from ..machine.accelerators import Machine
@@ -30,7 +29,7 @@ def node_facts(spec: LaunchSpec, machine: Machine) -> dict[str, str]:
     """Return what this node's *ready* says besides the launch itself; raises TorchNotFoundError without PyTorch."""
     folder = _torch_folder()
     built_with = _read_version_file(os.path.join(folder, "version.py"))
-    cuda = _accelerator_build(built_with)
+    cuda = f"ROCm {built_with['hip']}" if "hip" in built_with else built_with.get("cuda")
     return {
         "torch": _version_of("torch") or built_with.get("__version__") or _UNKNOWN,
         "cuda": cuda or _NONE,
@@ -54,21 +53,9 @@ def _torch_folder() -> str:
 
 def _read_version_file(path: str) -> dict[str, str]:
     """Return the texts that torch's ``version.py`` assigns (torch 2.13: ``cuda: Optional[str] = '12.8'``)."""
-    values: dict[str, str] = {}
-    with suppress(OSError, SyntaxError, ValueError), open(path, encoding="utf-8") as file:
-        for node in ast.parse(file.read()).body:
-            targets = [node.target] if isinstance(node, ast.AnnAssign) else getattr(node, "targets", [])
-            value: Any = getattr(node, "value", None)
-            if isinstance(value, ast.Constant) and isinstance(value.value, str):
-                values.update({target.id: value.value for target in targets if isinstance(target, ast.Name)})
-    return values
-
-
-def _accelerator_build(built_with: dict[str, str]) -> str | None:
-    """Return the CUDA version, or the ROCm version behind its name, that torch was built for."""
-    if "hip" in built_with:
-        return f"ROCm {built_with['hip']}"
-    return built_with.get("cuda")
+    with suppress(OSError, ValueError), open(path, encoding="utf-8") as file:
+        return dict(re.findall(r"""^(\w+)\s*(?::[^=\n]*)?=\s*['"]([^'"\n]*)['"]""", file.read(), re.MULTILINE))
+    return {}
 
 
 def nccl_version(cuda: str | None) -> str | None:
@@ -102,11 +89,8 @@ def contents_digest(spec: LaunchSpec) -> str:
     """Return a digest of the script's bytes; a module or a program has no file to read."""
     if spec.module or "no-python" in dict(spec.options):
         return _NONE
-    digest = hashlib.sha256()
     try:
         with open(spec.source or spec.entrypoint, "rb") as file:
-            while chunk := file.read(1024 * 1024):
-                digest.update(chunk)
+            return hashlib.sha256(file.read()).hexdigest()[:_DIGEST_CHARS]
     except OSError:  # its interpreter reports that
         return _UNKNOWN
-    return digest.hexdigest()[:_DIGEST_CHARS]

@@ -7,7 +7,6 @@ the gang's channel carries their keys only.
 
 from __future__ import annotations
 
-import functools
 import os
 import pickle
 import shutil
@@ -23,6 +22,7 @@ from typing import Any
 from ..errors import EntrypointError, LaunchFailed, TorchrunConfigError, WorkerFailed
 from ..gang.protocol import CONTROL
 from ..scripts.function_worker import CALL, RAISED, RETURNED, VALUES, dump, find_cloud_pickler, main_file, path_of
+from .arguments import dict_or_list
 from .command import SCRIPTS
 from .spec import LaunchSpec, Request
 from .transfer import (
@@ -57,8 +57,9 @@ class FunctionCall:
         args, kwargs = _as_call(arguments)
         self.gather = gather  # whether the control node gets the values of all ranks
         self._store = store  # carries values between nodes; None for a gang of one
-        self.name = _name_of(function)
-        self.source = _source_of(function)
+        inner = function.func if isinstance(function, partial) else function
+        self.name = str(getattr(inner, "__qualname__", type(inner).__qualname__))
+        self.source = _source_of(inner)
         self.folder = ""
         try:
             self.folder = os.path.abspath(tempfile.mkdtemp(prefix="torchrun-call-"))
@@ -66,6 +67,7 @@ class FunctionCall:
                 package = getattr(sys.modules.get("__main__"), "__package__", None)
                 header = {"path": _search_path(), "init": init, "main": main_file(), "package": package}
                 pickle.dump(header, file)
+                _refuse_methods_of_flows(inner, self.name)
                 _dump_call((function, args, kwargs), self.name, file)
         except BaseException as error:
             self.close()
@@ -202,35 +204,20 @@ def refuse_for_functions(request: Request) -> None:
 
 
 def _as_call(arguments: Any) -> tuple[list[Any], dict[str, Any]]:
-    if arguments is None:
-        return [], {}
-    if isinstance(arguments, Mapping):
-        wrong = [key for key in arguments if not isinstance(key, str)]
-        if wrong:
+    forms = "for a function it must be a dict (keyword arguments) or a list (positional ones)"
+    given = dict_or_list(arguments, "entrypoint_args", forms)
+    if not isinstance(given, Mapping):
+        return given, {}
+    for key in given:
+        if not isinstance(key, str):
             raise TorchrunConfigError(
-                f"entrypoint_args of a function are its keyword arguments, but {wrong[0]!r} is no name."
+                f"entrypoint_args of a function are its keyword arguments, but {key!r} is no name."
             )
-        return [], dict(arguments)
-    if isinstance(arguments, Sequence) and not isinstance(arguments, (str, bytes)):
-        return list(arguments), {}
-    raise TorchrunConfigError(
-        f"entrypoint_args is a {type(arguments).__name__}, but for a function it must be a dict (keyword arguments) or a "
-        "list (positional ones)."
-    )
+    return [], dict(given)
 
 
-def _inner(function: Callable[..., Any]) -> Any:
-    return function.func if isinstance(function, functools.partial) else function
-
-
-def _name_of(function: Callable[..., Any]) -> str:
-    inner = _inner(function)
-    return str(getattr(inner, "__qualname__", type(inner).__qualname__))
-
-
-def _source_of(function: Callable[..., Any]) -> str | None:
-    """Return the file with the function's code; nodes whose files differ are refused."""
-    inner = _inner(function)
+def _source_of(inner: Any) -> str | None:
+    """Return the file with a function's code; nodes whose files differ are refused."""
     module = sys.modules.get(getattr(inner, "__module__", None) or type(inner).__module__)
     path = getattr(module, "__file__", None)
     return path if path is not None and os.path.isfile(path) else None
@@ -244,15 +231,18 @@ def _search_path() -> list[str]:
     return [os.path.abspath(entry) if os.path.exists(entry or os.curdir) else entry for entry in sys.path]
 
 
-def _dump_call(call: tuple[Any, ...], name: str, file: Any) -> None:
-    """Pickle the call, by reference where that goes: a worker then imports what the task has imported."""
-    owner = getattr(_inner(call[0]), "__self__", None)
+def _refuse_methods_of_flows(inner: Any, name: str) -> None:
+    owner = getattr(inner, "__self__", None)
     is_flow = any(base.__module__ == "metaflow.flowspec" for base in type(owner).__mro__)
     if is_flow and not isinstance(owner, type):
         raise EntrypointError(
             f"{name} is a method of the flow, and a flow can't be sent to the workers. Make it a function at "
             "the top level of the flow file, or a @staticmethod, and pass what it needs of self as arguments."
         )
+
+
+def _dump_call(call: tuple[Any, ...], name: str, file: Any) -> None:
+    """Pickle the call, by reference where that goes: a worker then imports what the task has imported."""
     try:
         dump(call, file)
     except OSError:

@@ -57,11 +57,8 @@ class LaunchSpec:
 
     def digest(self) -> str:
         """Return a fingerprint of what must be the same on every node."""
-        what = [
-            self.function or os.path.basename(self.entrypoint),
-            self.module,
-            [o for o in self.options if o[0] != "rdzv-id"],
-        ]
+        options = [option for option in self.options if option[0] != "rdzv-id"]
+        what = [self.function or os.path.basename(self.entrypoint), self.module, options]
         return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
 
 
@@ -95,7 +92,7 @@ def build_spec(request: Request, nproc: int, settings: StepSettings, node: Node)
     min_nodes = _take_min_nodes(options, node.num_nodes)
     _refuse_what_the_gang_decides(options, node)
     module = bool(arguments.get("module")) | (options.pop("module", "absent") is None)
-    cwd = _working_directory(arguments.get("cwd"))
+    cwd, log_dir = _working_directory(arguments.get("cwd")), options.pop("log-dir", None)
     return LaunchSpec(
         entrypoint=_find_entrypoint(request, node.flow_dir, is_path=not module and "no-python" not in options),
         args=entrypoint_arguments(request.entrypoint_args),
@@ -107,7 +104,8 @@ def build_spec(request: Request, nproc: int, settings: StepSettings, node: Node)
         master_port=choose("master_port", arguments, options, settings).value,
         max_restarts=choose("max_restarts", arguments, options, settings).value,
         shown_local_ranks=_local_ranks(options.pop("local-ranks-filter", None)),
-        log_dir=_log_folder(options.pop("log-dir", None), cwd),
+        # As torchrun, which runs in `cwd`, would take this name; we run elsewhere and read there, too.
+        log_dir=None if log_dir is None else os.path.abspath(os.path.join(cwd or "", log_dir)),
         env=_environment(arguments.get("env")),
         cwd=cwd,
         min_nodes=min_nodes,
@@ -168,9 +166,7 @@ def _find_entrypoint(request: Request, flow_dir: str | None, is_path: bool) -> s
         raise EntrypointError(
             f"run(entrypoint=...) must be the path of a script, but is a {type(entrypoint).__name__}."
         )
-    name = os.fspath(entrypoint)
-    if not isinstance(name, str):
-        raise EntrypointError(f"run(entrypoint={entrypoint!r}) must be text, not bytes.")
+    name = os.fsdecode(entrypoint)
     if not is_path:
         return name
     folders = [request.arguments.get("cwd") or os.getcwd(), *([flow_dir] if flow_dir else [])]
@@ -214,11 +210,6 @@ def _working_directory(cwd: str | None) -> str | None:
     if not os.path.isdir(folder):
         raise TorchrunConfigError(f"run(cwd={cwd!r}): {folder} is not a folder on this node.")
     return folder
-
-
-def _log_folder(name: str | None, cwd: str | None) -> str | None:
-    """Return what torchrun, which runs in `cwd`, would take this name for; we run elsewhere and read there, too."""
-    return None if name is None else os.path.abspath(os.path.join(cwd or "", name))
 
 
 def bracketed(addr: str) -> str:

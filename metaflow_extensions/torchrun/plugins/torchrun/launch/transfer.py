@@ -73,13 +73,10 @@ class Transfer:
         self._error: BaseException | None = None
         self._ended = threading.Event()
         self._given_up = False
-        self._news: Callable[[], None] = lambda: None
-        self._thread = threading.Thread(target=self._run, name="torchrun-values", daemon=True)
 
     def start(self, news: Callable[[], None] = lambda: None) -> None:
         """Begin; the transfer's thread calls `news` when a step begins and at the end."""
-        self._news = news
-        self._thread.start()
+        threading.Thread(target=self._run, args=(news,), name="torchrun-values", daemon=True).start()
 
     @property
     def over(self) -> bool:
@@ -129,19 +126,19 @@ class Transfer:
             raise TransferFailed(f"{self.step.what} could not be loaded from {self.where} {problem}") from self._error
         return self.results
 
-    def _run(self) -> None:
+    def _run(self, news: Callable[[], None]) -> None:
         try:
             for step in self._steps:
                 if self._given_up:
                     return
                 self._step_begun_at, self.step = time.monotonic(), step  # in this order: see `over`
-                self._news()
+                news()
                 self.results.update(step.do())
         except BaseException as error:  # whatever a store's client raises
             self._error = error
         finally:
             self._ended.set()
-            self._news()
+            news()
 
 
 def _do_not_wait_for_pools() -> None:
