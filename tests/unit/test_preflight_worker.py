@@ -2,8 +2,6 @@
 
 import json
 import os
-import re
-import socket
 import subprocess
 import sys
 import threading
@@ -14,22 +12,8 @@ from datetime import timedelta
 import pytest
 from unit_helpers import write
 
-from metaflow_extensions.torchrun.plugins.torchrun.scripts import preflight_worker
-from metaflow_extensions.torchrun.plugins.torchrun.scripts.preflight_worker import (
-    Figures,
-    Place,
-    PreflightError,
-    Stages,
-    bus_bandwidth,
-    choose_backend,
-    connect_to,
-    judge_connections,
-    listen,
-    own_address,
-    ring_phases,
-    slow_nodes,
-    summary,
-)
+from metaflow_extensions.torchrun.plugins.torchrun.scripts import preflight_worker as preflight
+from metaflow_extensions.torchrun.plugins.torchrun.scripts.preflight_worker import Figures, Place, PreflightError
 
 HOSTS = [f"host-{letter}" for letter in "abcdefgh"]
 GOOD, SLOW = Figures(0.0001, 2e9), Figures(0.1, 2e7)
@@ -40,7 +24,7 @@ GOOD, SLOW = Figures(0.0001, 2e9), Figures(0.1, 2e7)
 
 @pytest.mark.parametrize("nodes", range(9))
 def test_every_link_is_measured_once_and_no_node_is_in_two_at_a_time(nodes):
-    phases = ring_phases(nodes)
+    phases = preflight.ring_phases(nodes)
     links = [link for phase in phases for link in phase]
     assert sorted(links) == list(range(nodes if nodes > 2 else max(0, nodes - 1)))
     for phase in phases:
@@ -63,16 +47,13 @@ def ring(nodes, slow=(), good=GOOD, bad=SLOW):
     return found
 
 
-@pytest.mark.parametrize("nodes", [3, 4, 5, 8])
-def test_a_slow_node_is_named_and_its_good_neighbours_are_not(nodes):
-    for slow in range(nodes):
-        (warning,) = slow_nodes(ring(nodes, {slow}), HOSTS)
-        own = f"warning: preflight: node {slow} (host {HOSTS[slow]}) is slow: its best link has 100 ms, 0.02 GB/s"
+@pytest.mark.parametrize(
+    ("nodes", "slow"), [*((nodes, {slow}) for nodes in (3, 4, 5) for slow in range(nodes)), (8, {2, 5})]
+)
+def test_a_slow_node_is_named_and_its_good_neighbours_are_not(nodes, slow):
+    for node, warning in zip(sorted(slow), preflight.slow_nodes(ring(nodes, slow), HOSTS), strict=True):
+        own = f"warning: preflight: node {node} (host {HOSTS[node]}) is slow: its best link has 100 ms, 0.02 GB/s"
         assert warning.startswith(f"{own}, that of the median node 0.1 ms, 2 GB/s")
-
-
-def test_two_slow_nodes_are_both_named():
-    assert [re.findall(r"node (\d) \(host", text) for text in slow_nodes(ring(8, {2, 5}), HOSTS)] == [["2"], ["5"]]
 
 
 @pytest.mark.parametrize(
@@ -88,7 +69,7 @@ def test_two_slow_nodes_are_both_named():
     ],
 )
 def test_nobody_is_named_where_all_are_alike(links):
-    assert slow_nodes(links, HOSTS) == []
+    assert preflight.slow_nodes(links, HOSTS) == []
 
 
 @pytest.mark.parametrize(
@@ -101,7 +82,7 @@ def test_nobody_is_named_where_all_are_alike(links):
     ],
 )
 def test_either_figure_may_show_it(figures, named):
-    assert bool(slow_nodes(ring(4, {1}, bad=figures), HOSTS)) is named
+    assert bool(preflight.slow_nodes(ring(4, {1}, bad=figures), HOSTS)) is named
 
 
 # --- what is printed ------------------------------------------------------------------------------
@@ -110,20 +91,15 @@ def test_either_figure_may_show_it(figures, named):
 def test_the_line_of_a_node():
     place = Place(rank=2, local_rank=0, node=1, nproc=2, world=4)
     assert place.next_node == 0
-    text = summary(place, "b", Figures(0.00021, 1.3e9), Figures(0.0001, 1.1e9))
+    text = preflight.summary(place, "b", Figures(0.00021, 1.3e9), Figures(0.0001, 1.1e9))
     reduced = "all-reduce over 4 ranks: 0.21 ms, 1.3 GB/s (bus 1.9 GB/s)"
     assert text == f"preflight: node 1 (host b): {reduced}; link to node 0: 0.1 ms, 1.1 GB/s"
-    assert summary(place, "b", Figures(0.00021, 1.3e9), None).endswith("(bus 1.9 GB/s)")
+    assert preflight.summary(place, "b", Figures(0.00021, 1.3e9), None).endswith("(bus 1.9 GB/s)")
 
 
 def test_large_and_small_figures_are_written_without_powers_of_ten():
     assert str(Figures(1.2345, 4.56e11)) == "1234 ms, 456 GB/s"
     assert str(Figures(0.0000035, 1.8e7)) == "0.0035 ms, 0.018 GB/s"
-
-
-@pytest.mark.parametrize(("ranks", "bus"), [(2, 1.0), (4, 1.5), (8, 1.75)])
-def test_the_bus_bandwidth_is_that_of_nccl_tests(ranks, bus):
-    assert bus_bandwidth(1.0, ranks) == bus
 
 
 # --- devices and connections ----------------------------------------------------------------------
@@ -142,12 +118,12 @@ def seen(*devices, nproc=2):
     ("devices", "backend"), [((2, 8), "nccl"), ((0, 0), "gloo"), ((1, 1), "gloo"), ((1, 0), "gloo")]
 )
 def test_a_device_for_every_worker_means_nccl(devices, backend):
-    assert choose_backend(seen(*devices), 2) == backend
+    assert preflight.choose_backend(seen(*devices), 2) == backend
 
 
 def test_a_node_that_differs_is_named():
     with pytest.raises(PreflightError, match=r"^node 1 \(host host-b\) .*node 0: 2, node 1: 0, node 2: 2; .*each: 2"):
-        choose_backend(seen(2, 0, 2), 2)
+        preflight.choose_backend(seen(2, 0, 2), 2)
 
 
 @pytest.mark.parametrize(
@@ -164,31 +140,21 @@ def test_a_node_that_differs_is_named():
 def test_the_node_that_two_ways_fail_at_is_to_blame(why, named):
     reports = [{"why": reason} for reason in why for _ in range(2)]
     if named is None:
-        assert judge_connections(reports, 2, HOSTS) == {}
+        assert preflight.judge_connections(reports, 2, HOSTS) == {}
         return
     with pytest.raises(PreflightError, match=r"node 1 to node [02]: timed out|node 0 to node 1: timed out") as caught:
-        judge_connections(reports, 2, HOSTS)
+        preflight.judge_connections(reports, 2, HOSTS)
     assert str(caught.value).startswith(f"{named} can't be reached from a neighbour")
 
 
-def test_connecting():
-    with closing(listen("10.0.0.1")) as listener:
+@pytest.mark.parametrize("address", ["10.0.0.1", "127.0.0.1"])
+def test_connecting_and_on_a_local_run_from_nowhere_else(address):
+    with closing(preflight.listen(address)) as listener:
         port = listener.getsockname()[1]
-        assert connect_to((own_address("127.0.0.1"), port), 5) is None
-    assert "refused" in connect_to(("127.0.0.1", port), 5)
-
-
-def test_on_a_local_run_nobody_else_can_connect():
-    with closing(listen("127.0.0.1")) as listener:
-        host, port = listener.getsockname()
-        assert host == "127.0.0.1"
-        assert connect_to(("127.0.0.1", port), 5) is None
-        assert "refused" in connect_to(("127.0.0.2", port), 5)
-
-
-def test_own_address_is_the_one_that_leads_there():
-    assert own_address("127.0.0.1") == "127.0.0.1"
-    assert own_address(socket.gethostname())
+        assert preflight.connect_to((preflight.own_address("127.0.0.1"), port), 5) is None
+        refused = preflight.connect_to(("127.0.0.2", port), 5)
+        assert (refused is not None) is (address == "127.0.0.1")
+    assert "refused" in preflight.connect_to(("127.0.0.1", port), 5)
 
 
 # --- the stages -----------------------------------------------------------------------------------
@@ -217,26 +183,30 @@ class Store:
                 raise RuntimeError("wait timeout")
 
 
-def play(
-    works, judge=lambda reports: {"sum": sum(report["n"] for report in reports)}, nproc=1, wait_s=5.0, margin_s=5.0
-):
-    """Have each rank do its work, None is silent, and return what came of each."""
-    store, world, came = Store(), len(works), {}
+@pytest.fixture
+def play(monkeypatch):
+    """Return a function that has each rank do its work, None is silent, and returns what came of each."""
 
-    def rank_does(rank, work):
-        stages = Stages(store, Place(rank, rank % nproc, rank // nproc, nproc, world))
-        stages.hosts = HOSTS
-        try:
-            came[rank] = stages.run("the test", work, judge, wait_s, margin_s)
-        except PreflightError as error:
-            came[rank] = error
+    def play(works, judge=lambda reports: {"sum": sum(report["n"] for report in reports)}, wait_s=5.0, margin_s=0.2):
+        monkeypatch.setattr(preflight, "_MARGIN_S", margin_s)
+        store, came, nproc = Store(), {}, max(1, len(works) // 2)
 
-    threads = [threading.Thread(target=rank_does, args=(rank, work)) for rank, work in enumerate(works) if work]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    return came
+        def rank_does(rank, work):
+            stages = preflight.Stages(store, Place(rank, rank % nproc, rank // nproc, nproc, len(works)))
+            stages.hosts = HOSTS
+            try:
+                came[rank] = stages.run("the test", work, judge, wait_s)
+            except PreflightError as error:
+                came[rank] = str(error)
+
+        threads = [threading.Thread(target=rank_does, args=(rank, work)) for rank, work in enumerate(works) if work]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        return came
+
+    return play
 
 
 def says(number):
@@ -247,40 +217,40 @@ def breaks():
     raise ValueError("it's broken")
 
 
-def test_every_rank_gets_the_answer():
-    assert play([says(1), says(2), says(4)]) == {rank: {"sum": 7} for rank in range(3)}
+NOT_IN = "node 1 (host host-b) did not take part in the test: no word within 0.2 s."
+NO_ANSWER = "node 0 did not answer after the test: its rank 0 is stuck or slow."
+BROKEN = "; ".join(f"rank {rank}: ValueError: it's broken" for rank in (1, 3))
 
 
-def test_rank_0_names_the_nodes_that_are_silent():
-    came = play([says(1), says(2), None, says(4)], nproc=2, wait_s=0.2, margin_s=0.2)
-    assert str(came[0]) == "node 1 (host host-b) did not take part in the test: no word within 0.2 s."
-    assert "node 0 did not answer" in str(came[1]), "rank 1 must not wait for ever"
-
-
-def test_rank_0_names_the_nodes_that_failed_and_why():
-    came = play([says(1), breaks, says(2), breaks], nproc=2, wait_s=0.5, margin_s=0.1)
-    why = "; ".join(f"rank {rank}: ValueError: it's broken" for rank in (1, 3))
-    assert str(came[0]) == f"the test failed on nodes 0 (host host-a), 1 (host host-b). {why}"
-
-
-def test_rank_0_waits_a_little_only_when_it_has_failed_itself():
+@pytest.mark.parametrize(
+    ("works", "wait_s", "came"),
+    [
+        ([says(1), says(2), says(4), says(0)], 5.0, {rank: {"sum": 7} for rank in range(4)}),
+        # Nobody waits for ever where rank 0 has raised, or is not there.
+        ([says(1), says(2), None, says(4)], 0.2, {0: NOT_IN, 1: NO_ANSWER, 3: NO_ANSWER}),
+        ([None, says(1)], 0.2, {1: NO_ANSWER}),
+        (
+            [says(1), breaks, says(2), breaks],
+            0.5,
+            {0: f"the test failed on nodes 0 (host host-a), 1 (host host-b). {BROKEN}"}
+            | dict.fromkeys((1, 2, 3), NO_ANSWER),
+        ),
+        # Rank 0 has failed itself, so it waits a little only: as long as the margin.
+        ([breaks, None], 20.0, {0: NOT_IN}),
+    ],
+    ids=["all answer", "one is silent", "without rank 0", "two fail", "rank 0 fails"],
+)
+def test_every_rank_hears_the_answer_or_who_is_at_fault(works, wait_s, came, play):
     begun = time.monotonic()
-    came = play([breaks, None], wait_s=20, margin_s=0.2)
-    assert "node 1 (host host-b) did not take part" in str(came[0])
+    assert play(works, wait_s=wait_s) == came
     assert time.monotonic() - begun < 10
 
 
-def test_without_rank_0_the_others_end_and_say_so():
-    came = play([None, says(1)], wait_s=0.1, margin_s=0.1)
-    assert str(came[1]) == "node 0 did not answer after the test: its rank 0 is stuck or slow."
-
-
-def test_what_rank_0_finds_wrong_it_raises():
+def test_what_rank_0_finds_wrong_it_raises(play):
     def judge(reports):
         raise PreflightError("node 1 is odd")
 
-    came = play([says(1), says(2)], judge, wait_s=0.1, margin_s=0.1)
-    assert str(came[0]) == "node 1 is odd"
+    assert play([says(1), says(2)], judge, wait_s=0.1)[0] == "node 1 is odd"
 
 
 # --- as a script ----------------------------------------------------------------------------------
@@ -289,7 +259,7 @@ def test_what_rank_0_finds_wrong_it_raises():
 def test_modules_beside_it_do_not_shadow_those_that_torch_needs(tmp_path):
     """`import settings` in anybody's package must not find ours."""
     write(tmp_path / "torch" / "__init__.py", "import sys, json\nprint(json.dumps(sys.path))\nraise SystemExit(0)\n")
-    script = preflight_worker.__file__
+    script = preflight.__file__
     environ = {"PATH": os.environ["PATH"], "PYTHONPATH": str(tmp_path)}
     names = {"RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0", "LOCAL_WORLD_SIZE": "1", "WORLD_SIZE": "1"}
     done = subprocess.run(

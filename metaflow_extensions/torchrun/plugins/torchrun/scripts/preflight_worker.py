@@ -15,11 +15,11 @@ import socket
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 Report = dict[str, Any]
 
@@ -60,12 +60,6 @@ class Place:
     nproc: int
     world: int
 
-    @staticmethod
-    def from_environment(environ: Mapping[str, str]) -> Place:
-        """Return what torchrun says."""
-        names = ("RANK", "LOCAL_RANK", "GROUP_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE")
-        return Place(*(int(environ[name]) for name in names))
-
     @property
     def nodes(self) -> int:
         """Nodes of the gang; torchrun's are of one width here."""
@@ -77,8 +71,7 @@ class Place:
         return (self.node + 1) % self.nodes
 
 
-@dataclass(frozen=True)
-class Figures:
+class Figures(NamedTuple):
     """What was measured of a link or a collective."""
 
     latency_s: float
@@ -109,7 +102,6 @@ class Stages:
         work: Callable[[], Report],
         judge: Callable[[list[Report]], Report],  # rank 0's; no report that it takes is an error
         wait_s: float,  # how long rank 0 waits for the others when its own part is done
-        margin_s: float = _MARGIN_S,  # how long when its own part has failed, as the others' soon will
     ) -> Report:
         """Do this rank's part of a stage and return rank 0's answer, or raise PreflightError."""
         faulthandler.dump_traceback_later(_STAGE_S, exit=True)
@@ -120,11 +112,11 @@ class Stages:
         finally:
             faulthandler.cancel_dump_traceback_later()
         self._store.set(f"{stage}/{self._place.rank}", json.dumps(report))
-        if self._place.rank == 0:
-            answer = judge(self._collect(stage, margin_s if "error" in report else wait_s))
+        if self._place.rank == 0:  # where its own part has failed, the others' soon will
+            answer = judge(self._collect(stage, _MARGIN_S if "error" in report else wait_s))
             self._store.set(f"{stage}/answer", json.dumps(answer))
             return answer
-        said = self._read(f"{stage}/answer", time.monotonic() + 2 * (wait_s + margin_s))
+        said = self._read(f"{stage}/answer", time.monotonic() + 2 * (wait_s + _MARGIN_S))
         if said is None:  # rank 0 is alone to know who is at fault, unless it is itself
             raise PreflightError(f"node 0 did not answer after {stage}: its rank 0 is stuck or slow.")
         return said
@@ -132,20 +124,24 @@ class Stages:
     def _collect(self, stage: str, wait_s: float) -> list[Report]:
         """Return the reports of all ranks, or raise for those that are silent or have failed."""
         deadline = time.monotonic() + wait_s
-        reports = [self._read(f"{stage}/{rank}", deadline) for rank in range(self._place.world)]
-        silent = sorted({rank // self._place.nproc for rank, report in enumerate(reports) if report is None})
+        reports: list[Report] = []
+        silent: list[int] = []
+        failed: dict[int, str] = {}
+        for rank in range(self._place.world):
+            node, report = rank // self._place.nproc, self._read(f"{stage}/{rank}", deadline)
+            if report is None:
+                silent.append(node)
+            elif "error" in report:
+                failed.setdefault(node, f"rank {rank}: {report['error']}")
+            else:
+                reports.append(report)
         if silent:
             named = nodes_text(silent, self.hosts)
             raise PreflightError(f"{named} did not take part in {stage}: no word within {wait_s:g} s.")
-        found = [report for report in reports if report is not None]
-        failed: dict[int, str] = {}
-        for rank, report in enumerate(found):
-            if "error" in report:
-                failed.setdefault(rank // self._place.nproc, f"rank {rank}: {report['error']}")
         if failed:
             quoted = "; ".join(list(failed.values())[:_MOST_QUOTED])
-            raise PreflightError(f"{stage} failed on {nodes_text(sorted(failed), self.hosts)}. {quoted}")
-        return found
+            raise PreflightError(f"{stage} failed on {nodes_text(failed, self.hosts)}. {quoted}")
+        return reports
 
     def _read(self, key: str, deadline: float) -> Report | None:
         """Return what stands under `key`, or None if nothing does by then."""
@@ -157,9 +153,9 @@ class Stages:
         return read
 
 
-def nodes_text(nodes: Sequence[int], hosts: Sequence[str] = ()) -> str:
-    """Name nodes, with their hosts where these are known."""
-    named = [f"{node} (host {hosts[node]})" if hosts else str(node) for node in nodes]
+def nodes_text(nodes: Iterable[int], hosts: Sequence[str] = ()) -> str:
+    """Name nodes, each once and in order, with their hosts where these are known."""
+    named = [f"{node} (host {hosts[node]})" if hosts else str(node) for node in sorted(set(nodes))]
     return ("node " if len(named) == 1 else "nodes ") + ", ".join(named)
 
 
@@ -183,13 +179,14 @@ def listen(address: str) -> socket.socket:
 
 def choose_backend(reports: Sequence[Report], nproc: int) -> str:
     """Return nccl if every worker has a CUDA device of its own, gloo if none has; raise if the nodes differ."""
-    without = sorted({rank // nproc for rank, report in enumerate(reports) if not report["cuda"]})
+    firsts = reports[::nproc]
+    without = {rank // nproc for rank, report in enumerate(reports) if not report["cuda"]}
     if not without:
         return "nccl"
-    if len(without) == len(reports) // nproc:
+    if len(without) == len(firsts):
         return "gloo"
-    hosts = [report["host"] for report in reports[::nproc]]
-    counts = ", ".join(f"node {node}: {reports[node * nproc]['devices']}" for node in range(len(hosts)))
+    hosts = [report["host"] for report in firsts]
+    counts = ", ".join(f"node {node}: {report['devices']}" for node, report in enumerate(firsts))
     raise PreflightError(
         f"{nodes_text(without, hosts)} have fewer CUDA devices than workers, or torch can't use them, but others have "
         f"enough (devices that torch sees: {counts}; workers on each: {nproc}). Look at the driver and the devices there."
@@ -213,10 +210,10 @@ def judge_connections(reports: Sequence[Report], nproc: int, hosts: Sequence[str
         return {}
     ends = [end for way in failed for end in way[:2]]
     # Of three or more nodes, those that two ways fail at are to blame.
-    guilty = sorted({node for node in ends if ends.count(node) > 1}) if len(firsts) > 2 else []
+    guilty = [node for node in ends if ends.count(node) > 1 and len(firsts) > 2]
     ways = "; ".join(f"node {one} to node {other}: {why}" for one, other, why in failed)
     raise PreflightError(
-        f"{nodes_text(guilty or sorted(set(ends)), hosts)} can't be reached from a neighbour, or can't reach it, on a port "
+        f"{nodes_text(guilty or ends, hosts)} can't be reached from a neighbour, or can't reach it, on a port "
         f"that the kernel chose ({ways}). gloo and NCCL need such ports: open all TCP ports between the nodes."
     )
 
@@ -230,21 +227,10 @@ def ring_phases(nodes: int) -> list[list[int]]:
     No node is in two links of one phase, and there are three phases at most, whatever the gang's size:
     the even links, the odd ones, and the last link of an odd ring, which meets the first at node 0.
     """
-    if nodes < 2:
-        return []
-    if nodes == 2:
-        return [[0]]
-    last = [nodes - 1] if nodes % 2 else []
-    return [phase for phase in (list(range(0, nodes - len(last), 2)), list(range(1, nodes, 2)), last) if phase]
-
-
-def bus_bandwidth(bytes_per_s: float, ranks: int) -> float:
-    """Return the bus bandwidth of an all-reduce from its algorithm bandwidth (bytes / time).
-
-    The factor 2 (n - 1) / n is that of nccl-tests (doc/PERFORMANCE.md): what each rank must send and
-    receive, so that the figure can be held against the hardware's, whatever the number of ranks.
-    """
-    return bytes_per_s * 2 * (ranks - 1) / ranks
+    if nodes <= 2:
+        return [[0]] if nodes == 2 else []
+    phases = [list(range(0, nodes - nodes % 2, 2)), list(range(1, nodes, 2))]
+    return [*phases, [nodes - 1]] if nodes % 2 else phases
 
 
 def slow_nodes(links: Mapping[int, Sequence[Figures]], hosts: Sequence[str]) -> list[str]:
@@ -267,13 +253,9 @@ def slow_nodes(links: Mapping[int, Sequence[Figures]], hosts: Sequence[str]) -> 
         f"warning: preflight: {nodes_text([node], hosts)} is slow: its best link has {own}, that of the median node "
         f"{median}. All ranks wait for it; look at its network, or replace it."
         for node, own in sorted(best.items())
-        if _is_slow(own, median)
+        if own.latency_s > max(_TIMES_SLOWER * median.latency_s, _LATENCY_FLOOR_S)
+        or own.bytes_per_s < median.bytes_per_s / _TIMES_SLOWER
     ]
-
-
-def _is_slow(own: Figures, median: Figures) -> bool:
-    far = own.latency_s > _TIMES_SLOWER * median.latency_s and own.latency_s > _LATENCY_FLOOR_S
-    return far or own.bytes_per_s < median.bytes_per_s / _TIMES_SLOWER
 
 
 class Bench:
@@ -284,32 +266,46 @@ class Bench:
         import torch.distributed as dist
 
         self._torch, self._dist = torch, dist
-        self._place, self._backend = place, backend
-        self._device = "cpu"
-        if backend == "nccl":
+        self._place, self._backend, self._store = place, backend, store
+        self._device = f"cuda:{place.local_rank}" if backend == "nccl" else "cpu"
+        self.found: dict[int, Figures] = {}  # the other end of a link of this node -> what was measured of it
+        self.reduced = Figures(0, 0)  # latency and algorithm bandwidth (bytes / time) of an all-reduce over all ranks
+
+    def links(self) -> Report:
+        """Make the group and measure this node's links; others than local rank 0 wait."""
+        place = self._place
+        if self._backend == "nccl":
             # So that a call that waits too long raises here, instead of ending the process from a thread.
             os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
-            torch.cuda.set_device(place.local_rank)
-            self._device = f"cuda:{place.local_rank}"
-        timeout = timedelta(seconds=_OPERATION_S)
-        dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world, timeout=timeout)
-
-    def close(self) -> None:
-        """Leave the group."""
-        self._dist.destroy_process_group()
-
-    def links(self) -> dict[int, Figures]:
-        """Return what was measured of this node's links: the other node -> figures; others than local rank 0 wait."""
-        place = self._place
-        found: dict[int, Figures] = {}
+            self._torch.cuda.set_device(place.local_rank)
+        self._dist.init_process_group(
+            self._backend,
+            store=self._store,
+            rank=place.rank,
+            world_size=place.world,
+            timeout=timedelta(seconds=_OPERATION_S),
+        )
         for phase in ring_phases(place.nodes):
             for link in phase:
                 ends = (link, (link + 1) % place.nodes)
                 if place.local_rank == 0 and place.node in ends:
-                    other = ends[place.node == ends[0]]
-                    found[other] = self._link(other, first=place.node == ends[0])
+                    first = place.node == ends[0]
+                    other = ends[first]
+                    self.found[other] = self._link(other, first)
             self._all_reduce(self._tensor(4))  # all of this phase are done
-        return found
+        return {"links": list(self.found.values())}
+
+    def all_reduce(self) -> Report:
+        """Measure an all-reduce over all ranks."""
+        small, bulk = self._tensor(4), self._tensor(_ALL_REDUCE_BYTES[self._backend])
+        latency_s = statistics.median(self._laps_s(lambda: self._all_reduce(small), _LAPS))
+        bulk_s = statistics.median(self._laps_s(lambda: self._all_reduce(bulk), _BULK_LAPS))
+        self.reduced = Figures(latency_s, bulk.nbytes / bulk_s)
+        return {}
+
+    def close(self) -> None:
+        """Leave the group."""
+        self._dist.destroy_process_group()
 
     def _link(self, other: int, first: bool) -> Figures:
         """Play ping-pong with local rank 0 of the other node; half a round is one way.
@@ -329,13 +325,6 @@ class Bench:
 
         latency_s = min(self._laps_s(lambda: round_trip(small), _LAPS)) / 2
         bulk_s = min(self._laps_s(lambda: round_trip(bulk), _BULK_LAPS)) / 2
-        return Figures(latency_s, bulk.nbytes / bulk_s)
-
-    def all_reduce(self) -> Figures:
-        """Return latency and algorithm bandwidth of an all-reduce over all ranks."""
-        small, bulk = self._tensor(4), self._tensor(_ALL_REDUCE_BYTES[self._backend])
-        latency_s = statistics.median(self._laps_s(lambda: self._all_reduce(small), _LAPS))
-        bulk_s = statistics.median(self._laps_s(lambda: self._all_reduce(bulk), _BULK_LAPS))
         return Figures(latency_s, bulk.nbytes / bulk_s)
 
     def _tensor(self, size: int) -> Any:
@@ -367,7 +356,8 @@ def main() -> None:
     import torch
     from torch.distributed import PrefixStore, TCPStore, is_nccl_available
 
-    place = Place.from_environment(os.environ)
+    names = ("RANK", "LOCAL_RANK", "GROUP_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE")
+    place = Place(*(int(os.environ[name]) for name in names))
     main_addr, main_port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = TCPStore(main_addr, main_port, is_master=False, timeout=timedelta(seconds=_OPERATION_S))
     stages = Stages(PrefixStore("preflight", store), place)
@@ -410,39 +400,28 @@ def _connect(stages: Stages, place: Place, main_addr: str, plan: Report) -> None
 
 def _measure(stages: Stages, place: Place, plan: Report, store: Any) -> None:
     """Measure links and all-reduce, and say what came of it."""
-    benches: list[Bench] = []
-    links: dict[int, Figures] = {}
-    reduced: list[Figures] = []
-    wait_s = _OPERATION_S + _MARGIN_S
-
-    def measure_links() -> Report:
-        benches.append(Bench(place, plan["backend"], store))
-        links.update(benches[0].links())
-        return {"links": [[each.latency_s, each.bytes_per_s] for each in links.values()]}
+    bench, wait_s = Bench(place, plan["backend"], store), _OPERATION_S + _MARGIN_S
 
     def judge_links(reports: list[Report]) -> Report:
         figures = {node: [Figures(*each) for each in own["links"]] for node, own in enumerate(reports[:: place.nproc])}
         return {"warnings": slow_nodes(figures, plan["hosts"])}
 
-    def measure_all_reduce() -> Report:
-        reduced.append(benches[0].all_reduce())
-        return {}
-
-    answer = stages.run("measuring the links", measure_links, judge_links, wait_s)
+    answer = stages.run("measuring the links", bench.links, judge_links, wait_s)
     for warning in answer["warnings"] if place.rank == 0 else ():
         _say(warning)
-    stages.run("the all-reduce", measure_all_reduce, lambda reports: {}, wait_s)
+    stages.run("the all-reduce", bench.all_reduce, lambda reports: {}, wait_s)
     if place.local_rank == 0:
-        _say(summary(place, plan["hosts"][place.node], reduced[0], links.get(place.next_node)))
-    benches[0].close()
+        _say(summary(place, plan["hosts"][place.node], bench.reduced, bench.found.get(place.next_node)))
+    bench.close()
 
 
 def summary(place: Place, host: str, reduced: Figures, link: Figures | None) -> str:
     """Return the line in which a node says what it measured."""
-    bus = _short(bus_bandwidth(reduced.bytes_per_s, place.world) / 1e9)
-    line = (
-        f"preflight: node {place.node} (host {host}): all-reduce over {place.world} ranks: {reduced} (bus {bus} GB/s)"
-    )
+    # nccl-tests' factor (doc/PERFORMANCE.md): what each rank must send and receive, so that the figure can be held
+    # against the hardware's, whatever the number of ranks.
+    bus = _short(reduced.bytes_per_s * 2 * (place.world - 1) / place.world / 1e9)
+    who = f"preflight: node {place.node} (host {host})"
+    line = f"{who}: all-reduce over {place.world} ranks: {reduced} (bus {bus} GB/s)"
     return line if link is None else f"{line}; link to node {place.next_node}: {link}"
 
 
