@@ -47,7 +47,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
     Welcome,
 )
 from metaflow_extensions.torchrun.plugins.torchrun.gang.state import Gang, GangSettings
-from metaflow_extensions.torchrun.plugins.torchrun.machine.network import free_port
+from metaflow_extensions.torchrun.plugins.torchrun.machine.network import pick_port
 
 HOST = "127.0.0.1"
 READY = Ready(0, 1, "abc", {"torch": "2.13.0", "python": "3.11.7"})
@@ -103,7 +103,7 @@ class Control:
 
     def __init__(self, num_nodes, heartbeat_s, started_timeout_s, host):
         self.inbox, self.token = Inbox(), new_token()
-        gang = Gang(GangSettings(num_nodes, started_timeout_s, 1.0), lambda pinned: pinned or free_port(HOST))
+        gang = Gang(GangSettings(num_nodes, started_timeout_s, 1.0), lambda pinned: pinned or pick_port())
         self.channel = ControlChannel(gang, self.inbox, self.token, heartbeat_s)
         self.port = self.channel.listen(None, host)
         self.channel.send(Join(node=0, host="host-0"))
@@ -468,7 +468,7 @@ def test_an_address_where_nobody_speaks_takes_no_longer_than_the_policy_says(ope
     ids=["alone", "a name that nobody knows", "a silent one", "no name at all"],
 )
 def test_a_member_tells_whether_nobody_listens_any_more(others, is_refused, opened, new_member):
-    port = free_port(HOST)
+    port = pick_port()
     opened.enter_context(socket.create_server(("127.0.0.2", port)))
     addresses = [HOST, *("127.0.0.2" if other == "SILENT" else other for other in others)]
     with pytest.raises(OSError) as caught:  # noqa: PT011 - which one is looked at below

@@ -2,6 +2,7 @@
 
 import signal
 import types
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -11,6 +12,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Go
 from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec
 from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import Machine
+from metaflow_extensions.torchrun.plugins.torchrun.node import machine_faults
 from metaflow_extensions.torchrun.plugins.torchrun.node.agent_events import AgentEnded, Frozen
 from metaflow_extensions.torchrun.plugins.torchrun.node.generation import Generation, Phase
 from metaflow_extensions.torchrun.plugins.torchrun.node.machine_faults import MachineFaults
@@ -72,21 +74,21 @@ def test_a_generation_starts_once(acts, generation):
 # --- what the machine has to do with it --------------------------------------------------------------
 
 
-def counter(*values):
-    return iter(values).__next__
-
-
-def test_a_worker_killed_for_lack_of_memory_is_called_so(tmp_path):
-    faults = MachineFaults(str(tmp_path), counter(1, 2, 2))
-    assert faults.explained(KILLED).kind == "oom"
-    assert faults.how_ended(-signal.SIGKILL).startswith("ran out of memory")
-
-
 @pytest.mark.parametrize(
-    ("counts", "exit_code"), [((1, 1), -signal.SIGKILL), ((1, 2), -signal.SIGSEGV), ((None, 2), -signal.SIGKILL)]
+    ("before", "now", "exit_code", "is_oom"),
+    [
+        (1, 2, -signal.SIGKILL, True),
+        (1, 1, -signal.SIGKILL, False),
+        (1, 2, -signal.SIGSEGV, False),
+        (None, 2, -signal.SIGKILL, False),
+    ],
 )
-def test_other_deaths_are_not(counts, exit_code, tmp_path):
-    assert not MachineFaults(str(tmp_path), counter(*counts)).how_ended(exit_code).startswith("ran")
+def test_a_worker_killed_for_lack_of_memory_is_called_so(before, now, exit_code, is_oom, monkeypatch):
+    counts = iter([before, now, now])
+    monkeypatch.setattr(machine_faults, "oom_kills", lambda: next(counts))
+    faults = MachineFaults("/")
+    assert (faults.explained(replace(KILLED, exit_code=exit_code)).kind == "oom") is is_oom
+    assert faults.how_ended(exit_code).startswith("ran out of memory") is is_oom
 
 
 def test_a_full_disk_explains_what_a_worker_could_not(tmp_path):

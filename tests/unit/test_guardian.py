@@ -407,6 +407,20 @@ def test_a_process_that_was_never_started_can_be_closed():
     never.close(1.0)
 
 
+def test_a_guardian_for_whose_reader_there_is_no_thread_is_ended(tmp_path, monkeypatch):
+    options = Options(str(tmp_path / "out"), str(tmp_path / "err"), grace_s=1.0, silence_s=30.0, workers=1)
+    process = AgentProcess(["sleep", "600"], os.environ, options, print)
+
+    def no_threads():
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(process._reader, "start", no_threads)
+    with pytest.raises(RuntimeError):
+        process.start()
+    process.close(0.1)
+    assert not is_running(process._guardian.pid)
+
+
 # --- sudden deaths -----------------------------------------------------------------------------------
 
 

@@ -19,7 +19,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import ConnectPol
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Join, Replaced
 from metaflow_extensions.torchrun.plugins.torchrun.gang.registry import AddressRecord
 from metaflow_extensions.torchrun.plugins.torchrun.gang.state import Gang, GangSettings
-from metaflow_extensions.torchrun.plugins.torchrun.machine.network import free_port, place
+from metaflow_extensions.torchrun.plugins.torchrun.machine.network import pick_port, place
 from metaflow_extensions.torchrun.plugins.torchrun.settings import DEFAULTS, parse_settings
 
 HOST = "127.0.0.1"
@@ -72,7 +72,7 @@ def join(registry, **attributes):
 
 def test_a_control_node_that_has_ended_without_a_word_is_given_up(registry, policy):
     policy(refused_here_s=0.3)
-    port = free_port(HOST)
+    port = pick_port()
     registry.publish(AddressRecord((HOST,), port, "secret"))
     begun = time.monotonic()
     error, said = join(registry)
@@ -85,7 +85,7 @@ def test_a_control_node_that_has_ended_without_a_word_is_given_up(registry, poli
 
 def test_of_one_elsewhere_a_word_is_said_first_and_a_newer_address_is_used(registry, control, policy):
     policy(record_s=0.5, say_refused_s=0.5)
-    registry.publish(AddressRecord((ELSEWHERE,), free_port(ELSEWHERE), "secret"))
+    registry.publish(AddressRecord((ELSEWHERE,), pick_port(), "secret"))
     said = []
 
     def emit(event):
@@ -137,7 +137,7 @@ def test_a_second_control_node_gives_way_to_the_first_while_that_lives(registry,
 def test_a_control_node_takes_the_place_of_one_that_is_gone(registry, policy, monkeypatch):
     policy(former_s=1.0)
     monkeypatch.setattr(joining, "addresses_for_others", lambda main_ip: [HOST])
-    registry.publish(AddressRecord((HOST,), free_port(HOST), "secret"))
+    registry.publish(AddressRecord((HOST,), pick_port(), "secret"))
     member, channel = joining.join_as_control(registry, 2, HOST, settings(), lambda event: None, False)
     assert registry.look_up(0.0).token != "secret"
     assert channel.gang.nodes.absent == [1]
@@ -192,7 +192,7 @@ def test_a_gang_of_one_neither_listens_nor_publishes(monkeypatch):
 def test_a_member_that_is_refused_at_first_tries_again(registry, control, monkeypatch):
     refused = queue.SimpleQueue()
     monkeypatch.setattr(joining._Refusals, "note", lambda _, record, error: refused.put(error) or math.inf)
-    port = free_port(HOST)
+    port = pick_port()
     registry.publish(AddressRecord((HOST,), port, "secret"))
     joined = queue.SimpleQueue()
     member = threading.Thread(target=lambda: joined.put(join(registry)))

@@ -8,18 +8,20 @@ import pytest
 from metaflow_extensions.torchrun.plugins.torchrun.machine import network
 from metaflow_extensions.torchrun.plugins.torchrun.machine.network import (
     addresses_for_others,
-    free_port,
     interface_of,
-    interface_towards,
-    own_addresses,
+    pick_port,
     plain_address,
-    port_is_free,
 )
+
+
+def listen(host, port=0):
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family)
 
 
 def _ipv6_works():
     try:
-        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+        listen("::1").close()
     except OSError:
         return False
     return True
@@ -28,56 +30,40 @@ def _ipv6_works():
 needs_ipv6 = pytest.mark.skipif(not _ipv6_works(), reason="this machine has no IPv6 loopback address")
 
 
-def listen(host, port=0):
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server((host, port), family=family)
-
-
-@pytest.mark.parametrize("host", ["", "127.0.0.1", pytest.param("::1", marks=needs_ipv6)])
-def test_a_free_port_can_be_listened_on(host):
-    port = free_port(host)
-    assert 1024 <= port <= 65535
-    with listen(host, port):
-        pass
-
-
-@pytest.mark.parametrize("host", ["", "127.0.0.1", *(pytest.param(host, marks=needs_ipv6) for host in ("::", "::1"))])
-def test_a_port_with_a_listener_of_either_family_is_not_free(host):
-    with listen(host) as server:
+@pytest.mark.parametrize(
+    ("host", "has_ipv6"),
+    [
+        ("", True),
+        ("127.0.0.1", True),
+        ("127.0.0.1", False),
+        *(pytest.param(host, True, marks=needs_ipv6) for host in ("::", "::1")),
+    ],
+)
+def test_a_port_with_a_listener_of_either_family_is_not_picked(host, has_ipv6, monkeypatch):
+    if not has_ipv6:
+        monkeypatch.setattr(socket, "has_dualstack_ipv6", lambda: False)
+    with listen(host, pick_port()) as server:
         port = server.getsockname()[1]
-        assert not port_is_free(port)
-    assert port_is_free(port)
+        assert pick_port(port) is None
+    assert pick_port(port) == port
 
 
-def test_ports_are_found_where_there_is_no_ipv6(monkeypatch):
-    monkeypatch.setattr(socket, "has_dualstack_ipv6", lambda: False)
-    with listen("127.0.0.1", free_port()) as server:
-        port = server.getsockname()[1]
-        assert not port_is_free(port)
-    assert port_is_free(port)
-
-
-@pytest.mark.parametrize("address", ["127.0.0.1", "127.0.0.2", "127.255.255.254"])
-def test_loopback_addresses_belong_to_lo(address):
-    assert interface_of(address) == "lo"
-
-
-def test_the_way_to_this_host_is_lo():
-    assert interface_towards("127.0.0.1") == "lo"
-    assert interface_towards("localhost") == "lo"
-
-
-def test_nothing_is_known_of_a_foreign_address():
-    assert interface_of("192.0.2.1") is None
-    assert interface_of("2001:db8::1") is None
-
-
-def test_an_unknown_host_has_no_way():
-    assert interface_towards("no.such.host.invalid") is None
+@pytest.mark.parametrize(
+    ("address", "interface"),
+    [
+        ("127.0.0.1", "lo"),
+        ("127.0.0.2", "lo"),
+        ("127.255.255.254", "lo"),
+        ("192.0.2.1", None),
+        ("2001:db8::1", None),
+    ],
+)
+def test_an_address_belongs_to_an_interface_of_this_host_or_to_none(address, interface):
+    assert interface_of(address) == interface
 
 
 def test_own_addresses_are_real_and_reachable_from_elsewhere():
-    for address in own_addresses():
+    for address in addresses_for_others("a.name")[1:]:
         ip = ipaddress.ip_address(address)
         assert not ip.is_loopback
         assert not ip.is_link_local
@@ -98,18 +84,21 @@ def test_an_ipv4_address_that_an_ipv6_socket_shows_is_ipv4_again(seen, plain):
     assert plain_address(seen) == plain
 
 
-@pytest.mark.parametrize("known", ["127.0.0.1", "127.0.1.1", "::1"])
-def test_others_are_not_sent_to_themselves(known, monkeypatch):
-    monkeypatch.setattr(network, "own_addresses", lambda: ["10.0.0.7", "fd00::7"])
-    assert addresses_for_others(known) == ["10.0.0.7", "fd00::7"]
+LOOPBACK, LINK = ["127.0.0.1", "::1"], "fe80::1"
+OWN, FIXED = "10.0.0.7", "fd00::7"
 
 
-@pytest.mark.parametrize(("known", "own"), [("192.0.2.1", []), ("a.name", []), ("10.0.0.7", ["10.0.0.7"])])
-def test_what_is_known_of_this_host_comes_first_and_once(known, own, monkeypatch):
-    monkeypatch.setattr(network, "own_addresses", lambda: [*own, "fd00::7"])
-    assert addresses_for_others(known) == [known, "fd00::7"]
-
-
-def test_a_host_that_knows_only_its_loopback_address_says_so(monkeypatch):
-    monkeypatch.setattr(network, "own_addresses", list)
-    assert addresses_for_others("127.0.1.1") == ["127.0.1.1"]
+@pytest.mark.parametrize(
+    ("known", "own", "addresses"),
+    [
+        *((known, [OWN, FIXED], [OWN, FIXED]) for known in ("127.0.0.1", "127.0.1.1", "::1")),
+        ("127.0.1.1", [], ["127.0.1.1"]),  # it has no other
+        ("192.0.2.1", [FIXED], ["192.0.2.1", FIXED]),
+        ("a.name", [FIXED], ["a.name", FIXED]),
+        (OWN, [OWN, FIXED], [OWN, FIXED]),
+    ],
+)
+def test_others_are_not_sent_to_themselves_and_what_is_known_comes_first(known, own, addresses, monkeypatch):
+    found = {ipaddress.ip_address(ip): "eth0" for ip in [*LOOPBACK, *own, LINK]}
+    monkeypatch.setattr(network, "_interfaces", lambda: found)
+    assert addresses_for_others(known) == addresses

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from ..errors import GangError
 from ..events import Event, Subscriber
-from ..machine.network import addresses_for_others, free_port, place, port_is_free
+from ..machine.network import addresses_for_others, pick_port, place
 from ..settings import StepSettings
 from .connection import new_token
 from .control_channel import ControlChannel
@@ -28,13 +28,6 @@ _POLICY = ConnectPolicy()
 _LAST_RECORD_S = 5.0  # how long the control node tries to publish how it ended
 # The part of all_nodes_started_timeout that the control node may take to publish where it is.
 _PUBLISH_PART = 0.8
-
-
-def pick_port(pinned: int | None) -> int | None:
-    """Return the pinned port if it is free, else None; without one, a free port."""
-    if pinned is None:
-        return free_port()
-    return pinned if port_is_free(pinned) else None
 
 
 def control_addresses(main_ip: str, here_only: bool) -> list[str]:

@@ -28,26 +28,18 @@ def oom_kills(root: str = "/") -> int | None:
     return None
 
 
-def memory_limit(root: str = "/") -> int | None:
-    """Return the smallest memory limit of this process's cgroups in bytes, or None if there is none."""
-    limits = [int(text) for text in _texts(_LIMITS, root) if text.strip().isdigit()]
-    return min((limit for limit in limits if limit < _NO_LIMIT), default=None)
-
-
-def describe_oom(limit: int | None) -> str:
+def describe_oom(root: str = "/") -> str:
     """Say that the kernel's out-of-memory killer ended a process, and what to change."""
-    room = (
-        "this node's memory is used up" if limit is None else f"the node's memory limit of {_in_gib(limit)} was reached"
-    )
+    limits = [int(text) for text in _texts(_LIMITS, root) if text.strip().isdigit()]
+    limit = min(limits, default=_NO_LIMIT)  # of all cgroups around this process
+    room = "this node's memory is used up"
+    if limit < _NO_LIMIT:
+        size = f"{limit / 2**30:.4g} GiB" if limit >= 2**30 else f"{limit / 2**20:.4g} MiB"
+        room = f"the node's memory limit of {size} was reached"
     return (
         f"out of memory: {room}, and the kernel killed it (SIGKILL). Raise memory of @resources, @kubernetes or @batch, "
         "or use fewer processes, smaller batches or fewer data loader workers"
     )
-
-
-def _in_gib(size: int) -> str:
-    """Return bytes as GiB, or MiB below one."""
-    return f"{size / 2**30:.4g} GiB" if size >= 2**30 else f"{size / 2**20:.4g} MiB"
 
 
 def _texts(names: tuple[str, ...], root: str) -> Iterator[str]:

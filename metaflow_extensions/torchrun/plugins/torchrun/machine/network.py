@@ -41,24 +41,17 @@ def listening_socket(port: int, host: str = "", backlog: int | None = None) -> s
     return socket.create_server((host, port), family=family, backlog=backlog)
 
 
-def free_port(host: str = "") -> int:
-    """Return a TCP port that was free on `host` (default: all interfaces, IPv4 and IPv6) a moment ago.
+def pick_port(pinned: int | None = None) -> int | None:
+    """Return the pinned port if it is free on all interfaces, IPv4 and IPv6, else None; without one, a free port.
 
     Another process can take the port before it is used; whoever uses it must be ready to ask again.
     """
-    with listening_socket(0, host) as probe:
-        port: int = probe.getsockname()[1]
-        return port
-
-
-def port_is_free(port: int) -> bool:
-    """Tell whether a socket can listen on `port` of every interface, IPv4 and IPv6."""
     try:
-        with listening_socket(port):
-            return True
+        with listening_socket(pinned or 0) as probe:
+            return int(probe.getsockname()[1])
     except OSError as error:
         if error.errno in _PORT_TAKEN:
-            return False
+            return None
         raise
 
 
@@ -77,38 +70,17 @@ def interface_of(address: str) -> str | None:
     return _interfaces().get(ip)
 
 
-def interface_towards(host: str) -> str | None:
-    """Return the name of the interface that routes to `host`, or None if that can't be told.
-
-    Nothing is sent: connecting a datagram socket only asks the kernel for a route.
-    """
-    with suppress(OSError):
-        for family, kind, proto, _, target in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
-            with suppress(OSError), socket.socket(family, kind, proto) as probe:
-                probe.connect(target)
-                return interface_of(probe.getsockname()[0])
-    return None
-
-
-def own_addresses() -> list[str]:
-    """Return this host's own addresses, IPv4 before IPv6, without loopback and link-local ones."""
-    return [str(ip) for ip in _interfaces() if not (ip.is_loopback or ip.is_link_local)]
-
-
 def addresses_for_others(known: str) -> list[str]:
     """Return where other hosts may reach this one, in the order to try; never empty.
 
     `known` is its address or name as somebody found it. Metaflow's ``@batch`` (2.19) takes what the host's own
     name resolves to. On Debian that is 127.0.1.1, by which the others would reach themselves.
     """
-    own = own_addresses()
-    return own if own and _is_loopback(known) else list(dict.fromkeys([known, *own]))
-
-
-def _is_loopback(host: str) -> bool:
+    own = [str(ip) for ip in _interfaces() if not (ip.is_loopback or ip.is_link_local)]
     with suppress(ValueError):  # it is a name, and may mean something else to others
-        return ipaddress.ip_address(host).is_loopback
-    return False
+        if own and ipaddress.ip_address(known).is_loopback:
+            return own
+    return list(dict.fromkeys([known, *own]))
 
 
 def _interfaces() -> dict[_Address, str]:

@@ -42,7 +42,7 @@ class AgentProcess:
         self._grace_s = options.grace_s
         self._on_event = on_event
         self._guardian: subprocess.Popen[bytes] | None = None
-        self._reader: threading.Thread | None = None
+        self._reader = threading.Thread(target=self._read, name="torchrun-agent", daemon=True)
         self._tree: dict[int, str] = {}  # pid -> when it began
 
     def start(self) -> None:
@@ -50,7 +50,6 @@ class AgentProcess:
         self._guardian = subprocess.Popen(
             self._argv, env=self._env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
         )
-        self._reader = threading.Thread(target=self._read, name="torchrun-agent", daemon=True)
         self._reader.start()
 
     def stop(self, grace_s: float) -> None:
@@ -63,13 +62,15 @@ class AgentProcess:
 
     def _command(self, line: str) -> None:
         guardian = self._guardian
-        if guardian is not None and guardian.stdin is not None and guardian.poll() is None:
+        # Asked, since the step's code may have set SIGPIPE to end the task.
+        if guardian is not None and guardian.poll() is None:
+            assert guardian.stdin is not None
             with suppress(OSError, ValueError):  # it has ended meanwhile
                 guardian.stdin.write(f"{line}\n".encode())
                 guardian.stdin.flush()
 
     def close(self, grace_s: float) -> None:
-        """Stop whatever still runs and wait for its end, at most the grace and 15 s."""
+        """Stop whatever still runs and wait for its end, at most the grace and 15 s; can be repeated."""
         if self._guardian is None:
             return
         self.stop(grace_s)
@@ -79,35 +80,35 @@ class AgentProcess:
             self._guardian.kill()
             self._guardian.wait()
         finally:
-            if self._guardian.stdin is not None:
-                with suppress(OSError):
-                    self._guardian.stdin.close()
-            if self._reader is not None and self._reader is not threading.current_thread():
+            assert self._guardian.stdin is not None
+            with suppress(OSError):
+                self._guardian.stdin.close()
+            if self._reader.ident is not None:  # else there was no thread to be had
                 self._reader.join(_END_WAIT_S)
 
     def _read(self) -> None:
+        assert self._guardian is not None
         ended = False
-        for line in self._lines():
+        for line in self._lines(self._guardian):
             event = from_line(line)
             ended = isinstance(event, End)
             if isinstance(event, AgentStarted | WorkerStarted):
                 self._tree[event.pid] = event.began
             self._on_event(event)
         if not ended:
-            self._guardian_was_killed()
+            self._guardian_was_killed(self._guardian)
 
-    def _lines(self) -> Iterator[bytes]:
+    def _lines(self, guardian: subprocess.Popen[bytes]) -> Iterator[bytes]:
         """Yield what the guardian says, to its end.
 
         The pipe alone does not tell the end: a process that the step's code has forked can hold it open.
         """
-        assert self._guardian is not None
-        assert self._guardian.stdout is not None
-        with self._guardian.stdout as events:
+        assert guardian.stdout is not None
+        with guardian.stdout as events:
             poll, rest = select.poll(), b""
             poll.register(events, select.POLLIN)
             while True:
-                gone = self._guardian.poll() is not None  # asked first: what it has said is in the pipe by then
+                gone = guardian.poll() is not None  # asked first: what it has said is in the pipe by then
                 if poll.poll(0 if gone else _LOOK_S * 1000):
                     data = os.read(events.fileno(), 65536)
                     *lines, rest = (rest + data).split(b"\n")
@@ -116,14 +117,14 @@ class AgentProcess:
                 if gone:
                     return
 
-    def _guardian_was_killed(self) -> None:
+    def _guardian_was_killed(self, guardian: subprocess.Popen[bytes]) -> None:
         """Stop in the guardian's place what it had told of, then report the end."""
-        assert self._guardian is not None
-        code, error = self._guardian.wait(), None
-        if code == 0:  # so it is for Popen where the kernel, or the step's code, has reaped it
-            error = (
-                "ended, and how is not known: the step's code ignores SIGCHLD, or waits for all children of its process"
-            )
+        code = guardian.wait()
+        # 0 is what Popen says where the kernel, or the step's code, has reaped it.
+        ignored = (
+            "ended, and how is not known: the step's code ignores SIGCHLD, or waits for all children of its process"
+        )
+        error = ignored if code == 0 else None
         # The agent's parent-death signal makes it stop its workers; what does not obey is killed.
         same = {pid for pid, began in self._tree.items() if processes.began(pid) == began}
         processes.await_or_kill(same, self._grace_s)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
 from ..gang.cause import Cause, describe_exit
-from ..machine.memory import describe_oom, memory_limit, oom_kills
+from ..machine.memory import describe_oom, oom_kills
 
 # What is left of a disk that can't take another block.
 _FULL_BYTES = 64 * 1024
@@ -18,10 +17,9 @@ _FULL_BYTES = 64 * 1024
 class MachineFaults:
     """What this machine does to the workers of one generation, from now on."""
 
-    def __init__(self, folder: str, count_oom_kills: Callable[[], int | None] = oom_kills) -> None:
+    def __init__(self, folder: str) -> None:
         self._folder = folder  # where the workers' output goes
-        self._count_oom_kills = count_oom_kills  # returns None where nobody counts
-        self._oom_kills_before = count_oom_kills()
+        self._oom_kills_before = oom_kills()
         self.full_disk = f"a full disk: nothing more can be written to {folder}"
 
     def explained(self, cause: Cause) -> Cause:
@@ -29,13 +27,12 @@ class MachineFaults:
         if cause.exception is None and self.is_disk_full():
             cause = replace(cause, exception=f"{self.full_disk}, where its output goes")
         if cause.kind == "signal" and self._is_out_of_memory(cause.exit_code):
-            cause = replace(cause, kind="oom", exception=describe_oom(memory_limit()))
+            cause = replace(cause, kind="oom", exception=describe_oom())
         return cause
 
     def how_ended(self, exit_code: int) -> str:
         """Say how a process ended."""
-        is_oom = self._is_out_of_memory(exit_code)
-        return f"ran {describe_oom(memory_limit())}" if is_oom else describe_exit(exit_code)
+        return f"ran {describe_oom()}" if self._is_out_of_memory(exit_code) else describe_exit(exit_code)
 
     def is_disk_full(self) -> bool:
         """Tell whether the disk with the workers' output takes nothing more."""
@@ -46,5 +43,5 @@ class MachineFaults:
 
     def _is_out_of_memory(self, exit_code: int | None) -> bool:
         """Tell whether it was the kernel's out-of-memory killer: its counter has moved since *go*."""
-        before, now = self._oom_kills_before, self._count_oom_kills()
+        before, now = self._oom_kills_before, oom_kills()
         return exit_code == -signal.SIGKILL and before is not None and now is not None and now > before

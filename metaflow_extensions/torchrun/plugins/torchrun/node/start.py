@@ -13,7 +13,7 @@ from ..gang.member import Member
 from ..gang.protocol import Go
 from ..launch.command import agent_command, agent_environment
 from ..machine.accelerators import omp_threads
-from ..machine.network import interface_of, interface_towards
+from ..machine.network import interface_of
 from .agent import AgentProcess
 from .agent_events import AgentEvent
 from .generation import Generation, stacks_folder
@@ -32,11 +32,8 @@ class AgentNews:
     event: AgentEvent
 
 
-def prepare(plan: Plan, go: Go, member: Member, new_agent: Callable[..., AgentProcess] = AgentProcess) -> Generation:
-    """Make all that a generation needs, or raise what keeps it from starting, as a full disk; `new_agent` is for tests.
-
-    The inbox of `member` gets `AgentNews`.
-    """
+def prepare(plan: Plan, go: Go, member: Member, new_agent: Callable[..., AgentProcess]) -> Generation:
+    """Make all that a generation needs, or raise what keeps it from starting; the inbox of `member` gets `AgentNews`."""
     if plan.call is not None:
         plan.call.begin()
     folder = _make_folder(plan, go)
@@ -72,8 +69,8 @@ def _make_folder(plan: Plan, go: Go) -> str:
 
 def _environment(plan: Plan, folder: str, own_address: str | None) -> dict[str, str]:
     spec, machine = plan.spec, plan.machine
-    # The connection to the others knows best which interface reaches them; a gang of one has none.
-    interface = interface_of(own_address) if own_address else interface_towards(plan.main_addr)
+    # A gang of one has no connection; it is reached by its loopback address.
+    interface = interface_of(own_address or plan.main_addr)
     env = agent_environment(spec, os.environ, omp_threads(machine, spec.nproc), interface)
     if plan.shares_machine:
         env.update(SHORT_PEER_ERRORS)
@@ -86,8 +83,8 @@ def _environment(plan: Plan, folder: str, own_address: str | None) -> dict[str, 
 
 
 def _options(plan: Plan, folder: str, logs: dict[str, str]) -> Options:
-    scratch = [] if plan.spec.log_dir is not None else [folder]
-    scratch += [] if plan.call is None else [plan.call.folder]
+    scratch = [folder] if plan.spec.log_dir is None else []
+    scratch += [plan.call.folder] if plan.call is not None else []
     return Options(
         **logs,
         grace_s=plan.grace_s,
