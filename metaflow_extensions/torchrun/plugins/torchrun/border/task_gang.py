@@ -10,6 +10,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from metaflow import current
@@ -53,16 +54,13 @@ class TaskGang:
         self._flow_datastore = flow_datastore  # metaflow.datastore.FlowDataStore
         self._run_id, self._step_name, self._task_id, self._attempt = run_id, step_name, task_id, attempt
         self._is_local = is_local()
-        self._log = TaskLog(self._open_store)
+        self._log = TaskLog(
+            lambda: flow_datastore.get_task_datastore(run_id, step_name, task_id, attempt=attempt, mode="w")
+        )
         self._member: Member | None = None
         self._channel: ControlChannel | None = None  # on a control node of several
         self._local_nodes: LocalNodes | None = None  # on the control node of a local run
         self._preemption_watch: threading.Event | None = None
-
-    def _open_store(self) -> Any:
-        return self._flow_datastore.get_task_datastore(
-            self._run_id, self._step_name, self._task_id, attempt=self._attempt, mode="w"
-        )
 
     # --- before the step's code -----------------------------------------------------------------
 
@@ -127,7 +125,11 @@ class TaskGang:
             name_as_starter(os.environ, "control")
         try:
             step()
-            self._await_others()
+            if self._member is not None and self._channel is not None:
+                # On AWS Batch the control node's end stops all nodes, and nothing else makes another node's failure
+                # the run's (Metaflow 2.19 waits there for the others' ends only).
+                nodes = self._channel.gang.nodes
+                self._member.await_others(lambda: nodes.members)
         except BaseException as error:
             if self._member is not None and not self._member.in_task:
                 raise  # a child that the step has forked and that went on with the step's code
@@ -146,16 +148,6 @@ class TaskGang:
         if self._member is not None:
             self._member.finish()
 
-    def _await_others(self) -> None:
-        """Keep the control node until the others have stored their results, and fail if one of them can't.
-
-        On AWS Batch the control node's end stops all nodes, and nothing else makes another node's failure
-        the run's (Metaflow 2.19 waits there for the others' ends only).
-        """
-        if self._member is not None and self._channel is not None:
-            nodes = self._channel.gang.nodes
-            self._member.await_others(lambda: nodes.members)
-
     def fail(self, error: BaseException) -> None:
         """Report an error after the step's code, and leave with it; nothing if the node has left."""
         if self._member is not None and self._member.is_storing:
@@ -172,17 +164,14 @@ class TaskGang:
     def watch_storing(self, task_datastore: Any) -> None:
         """Tell the gang of artifacts that can't be stored: then Metaflow calls no decorator any more (task.py, 2.19)."""
         for name in ("persist", "save_metadata", "done"):
-            setattr(task_datastore, name, self._failing_with(getattr(task_datastore, name)))
+            setattr(task_datastore, name, partial(self._or_fail, getattr(task_datastore, name)))
 
-    def _failing_with(self, store: Callable[..., Any]) -> Callable[..., Any]:
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            try:
-                return store(*args, **kwargs)
-            except Exception as error:
-                self.fail(error)
-                raise
-
-        return watched
+    def _or_fail(self, store: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        try:
+            return store(*args, **kwargs)
+        except Exception as error:
+            self.fail(error)
+            raise
 
     def _report(self, error: BaseException) -> None:
         """Say what is to be shown of the error; a remote control node has it in its log at once.
