@@ -323,22 +323,14 @@ class TorchrunExecutor:
             self._note(warning)
 
     def _policy(self, request: Request, spec: LaunchSpec) -> LaunchPolicy:
-        def chosen(setting: str) -> Any:
-            return choose(setting, request.arguments, {}, self._context.settings).value
-
-        return LaunchPolicy(
-            timeout_s=chosen("timeout_s"),
-            hang_timeout_s=chosen("hang_timeout_s"),
-            max_restarts=spec.max_restarts if spec.min_nodes is None else 0,  # an elastic agent restarts by itself
-            min_nodes=spec.min_nodes,
-            retry_on=chosen("retry_on"),
-            preemption_signal=chosen("preemption_signal"),
-        )
+        settings = ("timeout_s", "hang_timeout_s", "retry_on", "preemption_signal")
+        chosen = {name: choose(name, request.arguments, {}, self._context.settings).value for name in settings}
+        restarts = spec.max_restarts if spec.min_nodes is None else 0  # an elastic agent restarts by itself
+        return LaunchPolicy(max_restarts=restarts, min_nodes=spec.min_nodes, **chosen)
 
     def _choose_nproc(self, arguments: Mapping[str, Any], options: Mapping[str, str | None]) -> Nproc:
-        context = self._context
-        choice = choose("nproc_per_node", arguments, options, context.settings)
-        return choose_nproc(*choice, context.requested, context.machine)
+        choice = choose("nproc_per_node", arguments, options, self._context.settings)
+        return choose_nproc(*choice, self._context.requested, self._context.machine)
 
 
 def _flow_folder() -> str | None:
