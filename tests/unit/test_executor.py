@@ -40,8 +40,7 @@ def launch_of(monkeypatch, tmp_path):
         said: list[Event] = []
         member = Member(0, 2, said.append)
         settings = parse_settings(attributes or {}, "train")
-        requested = Nproc(4, "@kubernetes requests gpu=4")
-        context = Context(member, "127.0.0.1", Machine(8), settings, requested)
+        context = Context(member, "127.0.0.1", Machine(8), settings, Nproc(4, "@kubernetes requests gpu=4"))
         TorchrunExecutor(context).run(*positional, **arguments)
         return *launches[-1], [event.text for event in said]
 
@@ -99,6 +98,4 @@ def test_a_gang_of_one_in_a_gangs_step_speaks_of_the_node_that_it_is_there(rank)
     assert "ode 2 (host Host-B)" in error.message
     assert "ode 0 (" not in error.message
     assert error.cause["node"] == 2
-    nameless = TorchrunError("no cause")
-    rename_node(nameless, 2)
-    assert nameless.message == "no cause"
+    rename_node(TorchrunError("no cause"), 2)
