@@ -22,30 +22,27 @@ from metaflow_extensions.torchrun.plugins.torchrun.parsing import RETRY_CLASSES
 from metaflow_extensions.torchrun.plugins.torchrun.settings import DEFAULTS
 
 REPOSITORY = Path(__file__).parents[2]
-PAGES = sorted(
-    [
-        *REPOSITORY.glob("*.md"),
-        *(page for folder in ("docs", "examples", "benchmarks") for page in (REPOSITORY / folder).rglob("*.md")),
-    ]
-)
-NAMES = [str(page.relative_to(REPOSITORY)) for page in PAGES]
-COLUMNS = 100
-README_LINES = 250
+PACKAGE = Path(inspect.getfile(TorchrunExecutor)).parent
+FOLDERS = ("docs", "examples", "benchmarks")
+PAGES = [*REPOSITORY.glob("*.md"), *(page for folder in FOLDERS for page in (REPOSITORY / folder).rglob("*.md"))]
+NAMES = sorted(str(page.relative_to(REPOSITORY)) for page in PAGES)
 # Stands before a block that no test can run, with the reason.
 MARK = re.compile(r"<!-- needs a (cloud|package index) -->\n$")
 EXAMPLE_TESTS = "tests/integration/test_examples.py"
 DOCUMENT_TESTS = "tests/integration/test_documents.py"
 
+INSTALL = "pip install --editable ."
+GENERATE = 'python generate.py --prompt "A function " --length 300 --seed 1'
+STANDALONE = "torchrun --standalone --nproc-per-node=2 hello/train.py"
 # Commands that a test runs: that test's file, and what stands there for the command.
 RUN_ELSEWHERE = {
     ("README.md", "python flow.py run"): (DOCUMENT_TESTS, "test_the_first_example_of_the_readme_runs"),
-    ("README.md", "pip install --editable ."): ("tests/integration/test_shipping.py", '"pip install --editable ."'),
-    ("docs/install.md", "pip install --editable ."): (
-        "tests/integration/test_shipping.py",
-        '"pip install --editable ."',
-    ),
+    ("README.md", INSTALL): ("tests/integration/test_shipping.py", INSTALL),
+    ("docs/install.md", INSTALL): ("tests/integration/test_shipping.py", INSTALL),
     ("examples/README.md", "pip install -e '.[examples]'"): ("setup.py", '"examples": EXAMPLES'),
     ("examples/README.md", "export METAFLOW_USER=me"): ("tests/flow_runs.py", '"METAFLOW_USER": "tester"'),
+    ("examples/README.md", STANDALONE): (DOCUMENT_TESTS, STANDALONE),
+    ("examples/min-gpt/README.md", GENERATE): (EXAMPLE_TESTS, GENERATE),
 }
 # Commands that tests run with other numbers, because these would take minutes or tell nothing new. Here they are asked
 # for their help, which fails if an option does not exist.
@@ -99,23 +96,17 @@ def run_by_tests() -> set[tuple[str, str]]:
                 words = [arg.value for arg in node.args if isinstance(arg, ast.Constant)]
                 if len(words) >= 2 and all(isinstance(word, str) for word in words[:2]):
                     found.add((f"examples/{words[0]}/README.md", words[1]))
-    generate = 'python generate.py --prompt "A function " --length 300 --seed 1'
-    if repr(generate) in read(EXAMPLE_TESTS):
-        found.add(("examples/min-gpt/README.md", generate))
-    standalone = "torchrun --standalone --nproc-per-node=2 hello/train.py"
-    if standalone in read(DOCUMENT_TESTS):
-        found.add(("examples/README.md", standalone))
     return found
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_lines_have_less_than_100_columns(name):
-    wide = [number for number, line in enumerate(read(name).splitlines(), 1) if len(line) >= COLUMNS]
+    wide = [number for number, line in enumerate(read(name).splitlines(), 1) if len(line) >= 100]
     assert not wide, f"{name}: lines {wide}"
 
 
 def test_the_readme_is_for_ten_minutes():
-    assert len(read("README.md").splitlines()) < README_LINES
+    assert len(read("README.md").splitlines()) < 250
 
 
 def anchors_of(text: str) -> set[str]:
@@ -143,10 +134,6 @@ def test_make_knows_its_targets():
     assert made.returncode == 0, made.stderr
 
 
-def test_the_table_of_other_numbers_is_of_today():
-    assert set(OTHER_NUMBERS) <= set(COMMANDS)
-
-
 @pytest.mark.parametrize(("name", "command"), [entry for entry in OTHER_NUMBERS if "--" in entry[1]])
 def test_a_command_that_tests_run_with_other_numbers_has_these_options(name, command, tmp_path):
     program, *words = shlex.split(command)
@@ -161,18 +148,17 @@ def test_a_command_that_tests_run_with_other_numbers_has_these_options(name, com
     assert options <= set(re.findall(r"--[a-z-]+", asked.stdout)), asked.stdout
 
 
-@pytest.mark.parametrize("command", RUN_ELSEWHERE)
-def test_what_is_said_to_run_a_command_is_there(command):
+@pytest.mark.parametrize("command", [*RUN_ELSEWHERE, *OTHER_NUMBERS])
+def test_the_tables_of_commands_are_of_today(command):
     assert command in COMMANDS, "no page says so any more"
-    file, words = RUN_ELSEWHERE[command]
+    file, words = RUN_ELSEWHERE.get(command, ("README.md", ""))
     assert words in read(file)
 
 
 def test_the_report_in_the_readme_is_the_one_that_the_example_is_tested_for():
-    def report_of(name: str) -> str:
-        return next(block.text for block in blocks_of(read(name)) if block.text.startswith("[rank 3]"))
-
-    assert report_of("README.md") == report_of("examples/failing-node/README.md")
+    blocks = [blocks_of(read(name)) for name in ("README.md", "examples/failing-node/README.md")]
+    ours, tested = (next(b.text for b in found if b.text.startswith("[rank 3]")) for found in blocks)
+    assert ours == tested
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -184,12 +170,9 @@ def test_python_in_pages_compiles(name):
 
 def test_the_flows_of_the_readme_can_be_defined(tmp_path):
     """Metaflow refuses an attribute that a decorator does not have, and reads a flow's source from its file."""
-    flows = [block.text for block in blocks_of(read("README.md")) if block.language == "python"]
-    assert len(flows) == 2
-    on_batch = flows[1].replace("    @kubernetes(", "    @batch(")
-    assert on_batch != flows[1]
-    flows.append(on_batch)
-    for number, flow in enumerate(flows):
+    first, second = [block.text for block in blocks_of(read("README.md")) if block.language == "python"]
+    assert "    @kubernetes(" in second
+    for number, flow in enumerate([first, second, second.replace("    @kubernetes(", "    @batch(")]):
         path = tmp_path / f"readme_flow_{number}.py"
         path.write_text(flow)
         runpy.run_path(str(path))
@@ -205,7 +188,8 @@ def test_the_reference_names_every_attribute_and_argument():
 
 
 def test_the_page_of_errors_names_every_class():
-    errors = {name for name, value in vars(metaflow).items() if inspect.isclass(value) and is_ours(value)}
+    named = vars(metaflow).items()
+    errors = {name for name, value in named if inspect.isclass(value) and issubclass(value, metaflow.TorchrunError)}
     assert len(errors) > 5
     assert errors == set(re.findall(r"^(?:[│├└─ ]*)(\w+) {2,}", read("docs/errors.md"), re.MULTILINE))
 
@@ -220,22 +204,16 @@ def test_the_page_of_errors_names_every_part_and_class_of_a_cause():
 def test_the_table_of_modules_in_architecture_names_each_that_there_is():
     table = read("docs/architecture.md").split("## The rooms")[1].split("\n## ")[0]
     named = re.findall(r"`(\w+/\w+)`", "".join(line.split("|")[1] for line in table.splitlines() if line[:2] == "| "))
-    package = Path(inspect.getfile(TorchrunExecutor)).parent
-    rooms = sorted({path.parent for path in package.glob("*/__init__.py")})
+    rooms = [path.parent for path in PACKAGE.glob("*/__init__.py")]
     modules = [f"{room.name}/{path.stem}" for room in rooms for path in room.glob("*.py") if path.stem != "__init__"]
     assert sorted(named) == sorted(modules)
 
 
 def test_the_table_of_threads_in_architecture_names_each_where_it_is_started():
     rows = re.findall(r"^\| `(torchrun-[a-z]+)` \|.*\| `(\w+/\w+)` \|$", read("docs/architecture.md"), re.MULTILINE)
-    package = Path(inspect.getfile(TorchrunExecutor)).parent
     started = {
-        (name, str(path.relative_to(package).with_suffix("")))
-        for path in package.rglob("*.py")
+        (name, str(path.relative_to(PACKAGE).with_suffix("")))
+        for path in PACKAGE.rglob("*.py")
         for name in re.findall(r"(?:name=|LoopThread\()\"(torchrun-[a-z]+)\"", path.read_text(encoding="utf-8"))
     }
     assert set(rows) == started
-
-
-def is_ours(value: type) -> bool:
-    return issubclass(value, metaflow.TorchrunError)
