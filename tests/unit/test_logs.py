@@ -125,9 +125,9 @@ def follow(tmp_path):
     screen = Screen()
     started = []
 
-    def start(label=lambda rank: f"[rank {rank}] ", worker_files=None):
+    def start(label=lambda rank: f"[rank {rank}] "):
         agent = {stream: str(write(tmp_path / f"agent.{stream}", "")) for stream in ("stdout", "stderr")}
-        follower = LogFollower(str(tmp_path), agent, label, "[agent] ", screen.write, worker_files)
+        follower = LogFollower(str(tmp_path), agent, label, "[agent] ", screen.write)
         follower.start()
         started.append(follower)
         return follower, screen
@@ -263,21 +263,6 @@ def test_a_file_that_can_not_be_opened_for_a_while_is_read_later(follow, tmp_pat
     monkeypatch.setattr(logs, "FollowedFile", made)
     follower.finish()
     assert screen.streams == {"stdout": "[rank 0] patience\n", "stderr": ""}
-
-
-def test_nobody_looks_for_files_when_all_are_there(follow, tmp_path, monkeypatch):
-    follower, screen = follow(worker_files=1)
-    path = write(worker_file(tmp_path, 0, "stdout"), "first\n")
-    eventually(lambda: "first" in screen.streams["stdout"])
-    looked, known = [], logs.worker_logs
-    monkeypatch.setattr(logs, "worker_logs", lambda folder: looked.append(folder) or known(folder))
-    with open(path, "ab", 0) as file:
-        file.write(b"second\n")
-        eventually(lambda: "second" in screen.streams["stdout"])
-    assert looked == []
-    write(worker_file(tmp_path, 1, "stdout"), "of a file that is one too many\n")
-    follower.finish()
-    assert screen.lines("stdout", "[rank 1] ") == ["of a file that is one too many"]
 
 
 def test_what_exists_before_finish_is_shown_even_without_a_single_poll(tmp_path):

@@ -57,9 +57,7 @@ def _await_end(pid: int) -> None:
             while os.getppid() == parent:
                 time.sleep(_POLL_S)
             return
-        try:
-            end = select.poll()
-            end.register(handle, select.POLLIN)
-            end.poll()
-        finally:
-            os.close(handle)
+        end = select.poll()
+        end.register(handle, select.POLLIN)
+        end.poll()
+        os.close(handle)

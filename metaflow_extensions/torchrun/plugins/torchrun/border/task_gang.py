@@ -104,7 +104,7 @@ class TaskGang:
 
     def _join(self) -> tuple[Member, str]:
         parallel, settings = current.parallel, self._settings
-        emit: Subscriber = to_log if self._is_local else self._log.after(to_log)
+        emit: Subscriber = to_log if self._is_local else self._log.take
         if parallel.num_nodes == 1:
             return join_alone(settings, emit), LOOPBACK
         control_task_id = parallel.control_task_id or self._task_id

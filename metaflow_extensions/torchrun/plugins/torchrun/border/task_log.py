@@ -17,7 +17,8 @@ from typing import Any
 
 from metaflow.mflog import TASK_LOG_SOURCE
 
-from ..events import Event, Subscriber
+from ..events import Event
+from ..node.console import to_log
 
 # Where Metaflow's wrapper of the task keeps its output (`export_mflog_env_vars`, 2.19).
 _FILES = {"stdout": "MFLOG_STDOUT", "stderr": "MFLOG_STDERR"}
@@ -35,15 +36,11 @@ class TaskLog:
         self._files = {stream: Path(environ[name]) for stream, name in _FILES.items() if environ.get(name)}
         self._uploading = threading.Lock()  # or an older state of the log could come last
 
-    def after(self, subscriber: Subscriber) -> Subscriber:
-        """Return a subscriber that passes events on and then uploads the log if they are bad news."""
-
-        def take(event: Event) -> None:
-            subscriber(event)
-            if event.kind in _URGENT:
-                self.save()
-
-        return take
+    def take(self, event: Event) -> None:
+        """Write an event to the log, and upload the log if it is bad news."""
+        to_log(event)
+        if event.kind in _URGENT:
+            self.save()
 
     def save(self, wait_s: float = 0.0) -> None:
         """Upload the log in a thread of its own, and wait for it `wait_s` seconds at most.

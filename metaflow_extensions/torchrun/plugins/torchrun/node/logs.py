@@ -87,7 +87,9 @@ class FollowedFile:
 
     def pump(self, show: Show) -> bool:
         """Show what was added, at most one chunk; tell whether there was anything."""
-        data = self._file.read(_CHUNK_BYTES)
+        data = b""
+        with suppress(OSError):  # a disk's fault; the others' output is to be had
+            data = self._file.read(_CHUNK_BYTES)
         self._show(self._splitter.feed(data), show)
         return bool(data)
 
@@ -128,13 +130,11 @@ class LogFollower:
         label: Callable[[int], str | None],
         agent_label: str,
         write: Write,
-        worker_files: int | None = None,
         hold_report: bool = False,
     ) -> None:
         self._log_dir = log_dir  # torchrun's --log-dir
         self._label = label  # local rank -> label; None for a rank that is not shown
         self._write = write
-        self._worker_files = worker_files  # how many there will be; None if more can come at any time
         hold = _AGENT_REPORT if hold_report else None  # until `finish`
         # The list and its files belong to this object's thread. `agent_logs`: stream -> file of the agent's own output.
         self._files = [FollowedFile(path, agent_label, stream, hold) for stream, path in agent_logs.items()]
@@ -181,14 +181,12 @@ class LogFollower:
     def _follow(self) -> None:
         try:
             while not self._stop.wait(POLL_S):
-                if self._worker_files is None or len(self._known) < self._worker_files:
-                    self._find_files()
-                while sum(self._pump(file) for file in self._files):
+                self._find_files()
+                while sum(file.pump(self._show) for file in self._files):
                     pass  # all in turns, so that a loud rank does not silence the others
             self._find_files()
             for file in self._files:
-                with suppress(OSError):  # a disk's fault; the others' output is to be had
-                    file.finish(self._show, show_held=not self._explained)
+                file.finish(self._show, show_held=not self._explained)
         finally:
             for file in self._files:
                 file.close()
@@ -200,11 +198,6 @@ class LogFollower:
             if self._stop.is_set():
                 self._find_files()  # the folder may be removed once nobody waits
                 self._released.set()
-
-    def _pump(self, file: FollowedFile) -> bool:
-        with suppress(OSError):
-            return file.pump(self._show)
-        return False
 
     def _find_files(self) -> None:
         for path, local_rank, stream in worker_logs(self._log_dir):

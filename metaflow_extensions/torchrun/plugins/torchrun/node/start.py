@@ -48,8 +48,7 @@ def prepare(plan: Plan, go: Go, member: Member, new_agent: Callable[..., AgentPr
         raise
     own_label = f"[torchrun node {plan.spec.node_index}] "
     # An elastic agent goes on after it has reported a failure.
-    files = None if plan.is_elastic else 2 * plan.spec.nproc
-    follower = LogFollower(folder, logs, plan.label, own_label, plan.write, files, hold_report=not plan.is_elastic)
+    follower = LogFollower(folder, logs, plan.label, own_label, plan.write, hold_report=not plan.is_elastic)
     inbox = member.inbox  # this launch's; a later launch has another
 
     def on_event(event: AgentEvent) -> None:
