@@ -25,11 +25,7 @@ BLOCK = ("x" * 79 + "\n") * 1000  # more than a pipe holds
 @pytest.fixture(autouse=True)
 def outputs(monkeypatch):
     """Have each test begin as a process does."""
-    outputs = {name: console._Output(name) for name in ("stdout", "stderr")}
-    monkeypatch.setattr(console, "_outputs", outputs)
-    yield outputs
-    for output in outputs.values():
-        output.close()
+    monkeypatch.setattr(console, "_outputs", {name: console._Output(name) for name in ("stdout", "stderr")})
 
 
 @pytest.fixture
@@ -46,12 +42,8 @@ class Stream:
         self.reading, self.writing = reading, writing
         self.stdout = os.fdopen(writing, "w", encoding="utf-8")
 
-    def end(self):
-        console._outputs["stdout"].close()  # it holds the pipe by its lock
-        self.stdout.close()
-
     def text(self):
-        """Return all that comes until `end`."""
+        """Return all that comes until stdout is closed."""
         with open(self.reading, encoding="utf-8") as file:
             return file.read()
 
@@ -63,7 +55,7 @@ def take_stdout(monkeypatch):
 
         def take(kind=os.pipe):
             stream = Stream(*kind())
-            streams.callback(stream.end)
+            streams.callback(stream.stdout.close)
             monkeypatch.setattr(sys, "stdout", stream.stdout)
             return stream
 
@@ -186,12 +178,11 @@ def test_long_lines_of_two_nodes_on_one_pipe_do_not_mix(take_stdout, side):
         node = console._Output("stdout")
         for _ in range(50):
             node.write(mark * 10_000 + "\n", 20)
-        node.close()
 
     read = side(stream.text)
     for writer in [side(write, mark) for mark in "ab"]:
         writer.result()
-    stream.end()
+    stream.stdout.close()
     assert sorted(read.result().splitlines()) == ["a" * 10_000] * 50 + ["b" * 10_000] * 50
 
 
@@ -201,7 +192,7 @@ def test_a_writer_that_was_halted_with_the_lock_is_waited_for_once(take_stdout, 
     monkeypatch.setattr(console, "_take_lock", lambda fd, patience_s: patience.append(patience_s))
     for _ in range(3):
         write_output("stdout", "aaa\n")
-    stream.end()
+    stream.stdout.close()
     assert stream.text() == "aaa\n" * 3
     assert patience == [console._LOCK_PATIENCE_S, 0.0, 0.0]
 
@@ -240,7 +231,7 @@ def test_a_reader_that_does_not_read_is_not_waited_for_again_and_again(take_stdo
     begun = time.monotonic()
     assert write_output("stdout", "b\n" * 200)
     assert time.monotonic() - begun < 5.0  # 200 lines at 0.05 s each would be 10 s
-    stream.end()
+    stream.stdout.close()
     assert stream.text() == "aaa\n" + "b\n" * 200
 
 
@@ -257,7 +248,7 @@ def test_nobody_waits_for_a_reader_that_does_not_read_and_it_can_have_all_later(
     read = side(stream.text)
     assert waits.result()
     assert write_output("stdout", "late\n", 30)
-    stream.end()
+    stream.stdout.close()
     assert read.result() == BLOCK + "waits\nevent 1\nevent 2\nlate\n"
 
 

@@ -32,6 +32,7 @@ def printing(monkeypatch):
     for name in ("print_metaflow_exception", "print_unknown_exception"):
         monkeypatch.setattr(metaflow.cli, name, getattr(metaflow.cli, name))
     monkeypatch.setattr(module, "_end", None)
+    monkeypatch.setattr(module, "_in_task", False)
     return metaflow.cli
 
 

@@ -60,7 +60,6 @@ class _Output:
         self._turn = threading.Lock()
         # All below belongs to the thread that has the turn.
         self._cut = b""  # the rest of what was begun
-        self._locks: dict[int, int] = {}  # pipe's inode -> descriptor for its lock, kept while the process lives
         self._lock_patience_s = _LOCK_PATIENCE_S
         self._said_lost = False
 
@@ -98,10 +97,9 @@ class _Output:
             target.write(text.encode(encoding, errors="backslashreplace").decode(encoding))
             target.flush()
             return
-        kind = os.fstat(fd)
-        is_pipe = stat.S_ISFIFO(kind.st_mode)
+        is_pipe = stat.S_ISFIFO(os.fstat(fd).st_mode)
         _flush(target, fd, is_pipe)
-        with self._lock(fd, kind.st_ino) if is_pipe else contextlib.nullcontext():
+        with self._lock(fd) if is_pipe else contextlib.nullcontext():
             if is_pipe and text.count("\n") == 1:  # `write` has made the last line of a text a text of its own
                 _await_reader(fd)
             data = text.encode("utf-8" if is_pipe else encoding, errors="backslashreplace")
@@ -115,47 +113,32 @@ class _Output:
             write_output(other, text, 0.0)
 
     @contextlib.contextmanager
-    def _lock(self, target_fd: int, pipe: int) -> Iterator[None]:
+    def _lock(self, target_fd: int) -> Iterator[None]:
         """Hold the pipe's lock where there is one; after some patience go on without.
 
         A write of more than ``PIPE_BUF`` bytes is not atomic, so lines of two nodes could mix.
         """
-        fd = self._lock_fd(target_fd, pipe)
-        held = fd is not None and _take_lock(fd, self._lock_patience_s)
-        # A holder that was stopped keeps it for long; each text would wait for it.
-        self._lock_patience_s = _LOCK_PATIENCE_S if held else 0.0
+        try:  # a descriptor of our own: locks of one that others have, too, would be shared with them
+            fd = os.open(f"/proc/self/fd/{target_fd}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError:  # no /proc: then lines of two nodes can mix, as any programs' can
+            yield
+            return
         try:
+            # A holder that was stopped keeps it for long; each text would wait for it.
+            self._lock_patience_s = _LOCK_PATIENCE_S if _take_lock(fd, self._lock_patience_s) else 0.0
             yield
         finally:
-            if fd is not None and held:
-                with contextlib.suppress(OSError):
-                    fcntl.flock(fd, fcntl.LOCK_UN)
-
-    def _lock_fd(self, target_fd: int, pipe: int) -> int | None:
-        """Return a descriptor of our own: locks of one that others have, too, would be shared with them."""
-        if pipe not in self._locks:
-            with contextlib.suppress(OSError):  # no /proc: then lines of two nodes can mix, as any programs' can
-                fd = os.open(f"/proc/self/fd/{target_fd}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-                # Not the number of a standard stream that somebody has closed: what is meant for it would go here.
-                self._locks[pipe] = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)
+            with contextlib.suppress(OSError):  # the step's code has closed all that it did not know
+                fcntl.flock(fd, fcntl.LOCK_UN)  # a child that was forked meanwhile holds it, too
                 os.close(fd)
-        return self._locks.get(pipe)
-
-    def close(self) -> None:
-        """Close the descriptors for locks; a forked child has its parent's, and shares the locks by them."""
-        while self._locks:
-            with contextlib.suppress(OSError):
-                os.close(self._locks.popitem()[1])
 
 
 _outputs = {name: _Output(name) for name in ("stdout", "stderr")}
 
 
 def _begin_anew() -> None:
-    """Leave a forked child nothing of what its parent is still to write, and none of its locks."""
-    for name, output in _outputs.items():
-        output.close()
-        _outputs[name] = _Output(name)
+    """Leave a forked child nothing of what its parent is still to write."""
+    _outputs.update({name: _Output(name) for name in _outputs})
 
 
 os.register_at_fork(after_in_child=_begin_anew)
@@ -201,7 +184,7 @@ def _await_room(fd: int, patience_s: float) -> bool:
 def _take_lock(fd: int, patience_s: float) -> bool:
     deadline = time.monotonic() + patience_s
     while True:
-        with contextlib.suppress(OSError):  # somebody has it; or the step's code has closed all that it did not know
+        with contextlib.suppress(OSError):  # somebody has it
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
         if time.monotonic() >= deadline:

@@ -90,11 +90,7 @@ class FileChange:
     def __init__(self, path: str) -> None:
         self.path = path
         self._before = self._signature()
-
-    @property
-    def former_size(self) -> int:
-        """Its size before, in bytes."""
-        return self._before[0]
+        self.former_size = self._before[0]  # in bytes
 
     def arrives(self, deadline: float) -> bool:
         """Wait until the file has changed and stays as it is; tell whether it has changed."""

@@ -89,6 +89,7 @@ def _barred(text: str) -> str:
 
 # The error that ends this task and what to show of it; set and read in the main thread.
 _end: tuple[BaseException, str] | None = None
+_in_task = False
 
 
 def end_with(error: BaseException, text: str | None) -> None:
@@ -99,21 +100,21 @@ def end_with(error: BaseException, text: str | None) -> None:
 
 def print_errors_ourselves(in_task: bool) -> None:
     """Take the printing of our errors over from Metaflow; in a task of ours, of all errors. Can be called again."""
+    global _in_task
+    _in_task = _in_task or in_task
     cli = sys.modules.get("metaflow.cli")
-    for name, others in (("print_metaflow_exception", False), ("print_unknown_exception", in_task)):
+    for name in ("print_metaflow_exception", "print_unknown_exception"):
         printer = getattr(cli, name, None)
-        if printer is not None:
-            original = printer.args[0] if isinstance(printer, partial) else printer
-            setattr(cli, name, partial(_print_error, original, others))
+        if printer is not None and not isinstance(printer, partial):
+            setattr(cli, name, partial(_print_error, printer))
 
 
-def _print_error(original: Callable[[Any], None], others: bool, error: Any) -> None:
-    """Print an error in place of `original`; `others` tells whether also one that is not ours."""
+def _print_error(original: Callable[[Any], None], error: Any) -> None:
     if _end is not None and _end[0] is error:
         write_output("stderr", f"{_end[1]}\n")
     elif isinstance(error, TorchrunError):
         write_output("stderr", f"{_headed(error, error.message)}\n")
-    elif others:
+    elif _in_task and not isinstance(error, MetaflowException):
         write_output("stderr", f"{_barred(user_traceback(error))}\n")
     else:
         original(error)

@@ -86,11 +86,11 @@ def collect(
 
 @dataclass(frozen=True)
 class _Answer:
-    """What one worker told: its stacks, or why there are none; notes about ways that failed; its dump, if one came."""
+    """What one worker told: its stacks, or why there are none; a note about py-spy; its dump, if one came."""
 
     stacks: str = ""
     problem: str = ""
-    notes: tuple[str, ...] = ()
+    note: str = ""
     dump: str | None = None
 
 
@@ -115,9 +115,10 @@ def _ask_all(workers: Mapping[int, int], folder: str, within_s: float, py_spy: s
     for thread in threads:
         if thread.ident is not None:
             thread.join(max(0.0, deadline + _MARGIN_S - time.monotonic()))
-    for rank in workers.keys() - answers:
-        text = f"nothing could be learned within {within_s:g} s; it is in state {_state(workers[rank])}"
-        answers.setdefault(rank, _Answer(problem=text))
+    for rank, pid in workers.items():
+        if rank not in answers:
+            text = f"nothing could be learned within {within_s:g} s; it is in state {_state(pid)}"
+            answers[rank] = _Answer(problem=text)
     return {rank: answers[rank] for rank in sorted(workers)}
 
 
@@ -127,7 +128,7 @@ def _ask(pid: int, folder: str, deadline: float, py_spy_s: float, py_spy: str | 
     first = _Answer() if py_spy is None else _by_py_spy(py_spy, pid, py_spy_s)
     if first.stacks:
         return first
-    return replace(_by_signal(pid, folder, deadline), notes=(first.problem,) if first.problem else ())
+    return replace(_by_signal(pid, folder, deadline), note=first.problem)
 
 
 def _by_py_spy(py_spy: str, pid: int, within_s: float) -> _Answer:
@@ -275,8 +276,8 @@ def _main_thread(stacks: str, pid: int) -> str:
 
 def _section(rank: int, pid: int, where: str, answer: _Answer) -> str:
     heading = f"--- rank {rank}, pid {pid}: {where}"
-    notes = [f"({note})" for note in answer.notes]
-    return "\n".join([heading, *notes, answer.stacks]).rstrip("\n") + "\n"
+    note = f"({answer.note})" if answer.note else ""
+    return "\n".join(filter(None, [heading, note, answer.stacks])) + "\n"
 
 
 def _shortened(text: str, limit: int) -> str:
