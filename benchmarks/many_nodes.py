@@ -40,7 +40,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
     Verdict,
     Welcome,
 )
-from metaflow_extensions.torchrun.plugins.torchrun.gang.state import Gang, GangSettings
+from metaflow_extensions.torchrun.plugins.torchrun.gang.state import Gang
 from metaflow_extensions.torchrun.plugins.torchrun.machine.network import pick_port
 
 HOST = "127.0.0.1"
@@ -194,7 +194,7 @@ def begin(parts: list[subprocess.Popen[str]]) -> float:
 def control(count: int, others: int, processes: int) -> dict[str, float]:
     """Run a gang of `count` members from its first join to its last verdict; return the figures."""
     inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
-    gang = Gang(GangSettings(count + 1, WAIT_S, 30.0), lambda pinned: pinned or pick_port())
+    gang = Gang(count + 1, lambda pinned: pinned or pick_port(), WAIT_S)
     token = new_token()
     channel = ControlChannel(gang, inbox.put, token, HEARTBEAT_S)
     port = channel.listen(None, HOST)

@@ -46,7 +46,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
     Verdict,
     Welcome,
 )
-from metaflow_extensions.torchrun.plugins.torchrun.gang.state import Gang, GangSettings
+from metaflow_extensions.torchrun.plugins.torchrun.gang.state import Gang
 from metaflow_extensions.torchrun.plugins.torchrun.machine.network import pick_port
 
 HOST = "127.0.0.1"
@@ -103,7 +103,7 @@ class Control:
 
     def __init__(self, num_nodes, heartbeat_s, started_timeout_s, host):
         self.inbox, self.token = Inbox(), new_token()
-        gang = Gang(GangSettings(num_nodes, started_timeout_s, 1.0), lambda pinned: pinned or pick_port())
+        gang = Gang(num_nodes, lambda pinned: pinned or pick_port(), started_timeout_s, 1.0)
         self.channel = ControlChannel(gang, self.inbox, self.token, heartbeat_s)
         self.port = self.channel.listen(None, host)
         self.channel.send(Join(node=0, host="host-0"))
@@ -344,7 +344,7 @@ def test_a_taken_channel_port_names_the_setting(taken_on, host, opened):
     """A port that is taken for one family only is taken."""
     family = socket.AF_INET6 if taken_on == "::" else socket.AF_INET
     taken = opened.enter_context(socket.create_server((taken_on, 0), family=family))
-    channel = ControlChannel(Gang(GangSettings(2), lambda _: None), Inbox(), new_token(), 20.0)
+    channel = ControlChannel(Gang(2, lambda _: None), Inbox(), new_token(), 20.0)
     opened.callback(channel.close, 0.0)
     with pytest.raises(GangError, match=r"channel port \d+.*channel_port"):
         channel.listen(taken.getsockname()[1], host)

@@ -8,7 +8,7 @@ from unit_helpers import write
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import GangError, TorchNotFoundError
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Go, Join, Ready, Verdict
-from metaflow_extensions.torchrun.plugins.torchrun.gang.state import Gang, GangSettings
+from metaflow_extensions.torchrun.plugins.torchrun.gang.state import Gang
 from metaflow_extensions.torchrun.plugins.torchrun.launch.facts import (
     contents_digest,
     device_kind,
@@ -152,7 +152,7 @@ def test_a_file_that_cannot_be_read_is_left_to_its_interpreter(tmp_path):
 )
 def test_a_contradiction_ends_the_launch_before_it_begins(fact, values, said, site, tmp_path):
     site(CUDA, torch="2.5.1")
-    gang = Gang(GangSettings(2), lambda pinned: 40001)
+    gang = Gang(2, lambda pinned: 40001)
     own = node_facts(spec(write(tmp_path / "train.py", "pass")), MACHINE)
     assert fact in own
     sent = []
@@ -170,7 +170,7 @@ def test_a_contradiction_ends_the_launch_before_it_begins(fact, values, said, si
 
 def test_nodes_with_the_same_facts_go(site, tmp_path):
     site(CUDA, torch="2.5.1")
-    gang = Gang(GangSettings(2), lambda pinned: 40001)
+    gang = Gang(2, lambda pinned: 40001)
     own = node_facts(spec(write(tmp_path / "train.py", "pass")), MACHINE)
     sent = []
     for node in range(2):

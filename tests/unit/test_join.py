@@ -18,7 +18,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.control_channel import C
 from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import ConnectPolicy
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Join, Replaced
 from metaflow_extensions.torchrun.plugins.torchrun.gang.registry import AddressRecord
-from metaflow_extensions.torchrun.plugins.torchrun.gang.state import Gang, GangSettings
+from metaflow_extensions.torchrun.plugins.torchrun.gang.state import Gang
 from metaflow_extensions.torchrun.plugins.torchrun.machine.network import pick_port, place
 from metaflow_extensions.torchrun.plugins.torchrun.settings import DEFAULTS, parse_settings
 
@@ -44,7 +44,7 @@ def control():
 
     def start(host=HOST, port=None, token=None):
         token, inbox = token or new_token(), []
-        channel = ControlChannel(Gang(GangSettings(2, 60.0, 1.0), lambda pinned: pinned), inbox.append, token, 20.0)
+        channel = ControlChannel(Gang(2, lambda pinned: pinned, 60.0, 1.0), inbox.append, token, 20.0)
         open_[channel] = channel
         port = channel.listen(port, host)
         channel.send(Join(node=0, host="host-0", place=place()))

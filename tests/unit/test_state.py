@@ -43,7 +43,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
     Verdict,
     Welcome,
 )
-from metaflow_extensions.torchrun.plugins.torchrun.gang.state import Gang, GangSettings
+from metaflow_extensions.torchrun.plugins.torchrun.gang.state import Gang
 from metaflow_extensions.torchrun.plugins.torchrun.gang.texts import names
 
 FIELDS = {"nproc": 2, "digest": "abc"}
@@ -72,7 +72,7 @@ class GangOf:
         self.clock = Clock()
         self.ports = iter(range(40001, 41000))
         self.taken = set(taken)
-        self.state = Gang(GangSettings(num_nodes, started_timeout_s, GRACE_S), self._pick, self.clock)
+        self.state = Gang(num_nodes, self._pick, started_timeout_s, GRACE_S, clock=self.clock)
         self.num_nodes = num_nodes
         self.sent = {node: [] for node in range(num_nodes)}
         if join:
@@ -242,11 +242,11 @@ def test_a_second_task_in_another_pod_means_that_the_first_is_being_replaced():
     gang.all_ready()
     for task in ("b", "c"):  # however many come
         assert not gang.state.nodes.may_join(newcomer(1, task))
-        error, hold_s, out = gang.state.turn_away(newcomer(1, task))
+        refused, out = gang.state.turn_away(newcomer(1, task))
         gang.post(out)
-        assert isinstance(error, TorchrunPreempted)
-        assert "the task that it is to replace still runs (host host-1), and all ranks may save" in str(error)
-        assert hold_s == GRACE_S + 15.0
+        assert isinstance(refused.error, TorchrunPreempted)
+        assert "the task that it is to replace still runs (host host-1), and all ranks may save" in str(refused.error)
+        assert refused.hold_s == GRACE_S + 15.0
     (replaced,) = gang.got(1, Replaced)
     assert "another task of this node has started" in replaced.why
     assert [note.text for note in gang.got(0, Note)] == [
@@ -261,9 +261,10 @@ def test_a_replacement_that_comes_when_the_gang_ends_already_makes_no_noise(firs
         gang.lost(1)
     else:
         gang.failed(1, crash(1, kind="terminated"))
-    error, hold_s, out = gang.state.turn_away(newcomer(1))
-    assert "the task that it is to replace " + ("has ended" if first == "is lost" else "still runs") in str(error)
-    assert hold_s > GRACE_S  # the others may still save
+    refused, out = gang.state.turn_away(newcomer(1))
+    before = "has ended" if first == "is lost" else "still runs"
+    assert f"the task that it is to replace {before}" in str(refused.error)
+    assert refused.hold_s > GRACE_S  # the others may still save
     assert out == []
 
 
@@ -271,11 +272,11 @@ def test_a_second_task_in_the_same_place_is_a_mistake_and_harms_nobody():
     gang = GangOf(2, join=False)
     gang.post(gang.state.handle(1, newcomer(1, "a")))
     assert not gang.state.nodes.may_join(newcomer(1, "b"))
-    error, hold_s, out = gang.state.turn_away(newcomer(1, "b"))
-    assert "another task of this attempt has the same node index" in str(error)
-    assert not isinstance(error, TorchrunPreempted)
-    assert (hold_s, out) == (0.0, [])
-    assert "there are 2 nodes in this gang" in str(gang.state.turn_away(newcomer(7))[0])
+    refused, out = gang.state.turn_away(newcomer(1, "b"))
+    assert "another task of this attempt has the same node index" in str(refused.error)
+    assert not isinstance(refused.error, TorchrunPreempted)
+    assert (refused.hold_s, out) == (0.0, [])
+    assert "there are 2 nodes in this gang" in str(gang.state.turn_away(newcomer(7))[0].error)
 
 
 def test_a_member_that_has_not_heard_its_welcome_may_come_again():
@@ -1393,6 +1394,9 @@ def test_a_store_that_is_away_delays_no_verdict_of_a_failure_for_long():
     gang.pass_time(GRACE_S + 15.1)
     assert gang.same_verdict().cause["rank"] == 2
     assert "No word" not in str(gang.same_verdict())
+    said = notes(gang, 0)
+    gang.pass_time(60.0)
+    assert notes(gang, 0) == said  # nobody waits for it any more
 
 
 # --- thousands -----------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from .connection import Connection, Reading, close_all, next_message
 from .frames import encode
 from .listener import Listener
 from .loop_thread import CLOSE_S, LoopThread
-from .protocol import CONTROL, Abort, Beat, Join, Message, Refused
+from .protocol import CONTROL, Abort, Beat, Join, Message
 from .state import Gang, Outgoing
 
 _TICK_S = 0.1
@@ -136,7 +136,7 @@ class ControlChannel:
         def connect(dialogue: Callable[[Connection], Reading[None]]) -> Connection:
             return Connection(dialogue, self._ended, self._timeout_s)
 
-        self._listener = Listener(port or 0, host, self.gang.settings.num_nodes - 1, connect, self._token, self._serve)
+        self._listener = Listener(port or 0, host, self.gang.num_nodes - 1, connect, self._token, self._serve)
         return self._listener.port
 
     def _serve(self, connection: Connection) -> Reading[None]:
@@ -166,10 +166,10 @@ class ControlChannel:
 
     def _turn_away(self, connection: Connection, join: Join) -> bool:
         """Tell a task why it can't be its node, and return whether it shall stay connected until the gang's end."""
-        error, hold_s, outgoing = self.gang.turn_away(join)
-        connection.write(encode(Refused(error, hold_s)))
+        refused, outgoing = self.gang.turn_away(join)
+        connection.write(encode(refused))
         self._step(lambda: outgoing)
-        return hold_s > 0
+        return refused.hold_s > 0
 
     def _ended(self, connection: Connection) -> None:
         if self._listener is not None:

@@ -20,7 +20,7 @@ from .member_channel import MemberChannel
 from .policy import ConnectPolicy, growing_pauses
 from .protocol import CONTROL, Bye, Join
 from .registry import STORE_PATIENCE_S, AddressRecord, Registry
-from .state import Gang, GangSettings
+from .state import Gang
 from .texts import QUIET_S, REMIND_S
 
 LOOPBACK = "127.0.0.1"
@@ -72,8 +72,9 @@ def _open_channel(
     num_nodes: int, settings: StepSettings, emit: Subscriber, token: str
 ) -> tuple[Member, ControlChannel]:
     member = Member(CONTROL, num_nodes, emit)
-    gang_settings = GangSettings(num_nodes, settings.all_nodes_started_timeout, settings.grace_s, secrets.token_hex(4))
-    channel = ControlChannel(Gang(gang_settings, pick_port), member.deliver, token, settings.heartbeat_timeout_s)
+    name = secrets.token_hex(4)
+    gang = Gang(num_nodes, pick_port, settings.all_nodes_started_timeout, settings.grace_s, name)
+    channel = ControlChannel(gang, member.deliver, token, settings.heartbeat_timeout_s)
     member.attach(channel)
     channel.send(Join(CONTROL, member.host, place=place()))
     return member, channel

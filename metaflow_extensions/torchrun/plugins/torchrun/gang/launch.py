@@ -6,6 +6,7 @@ A launch is in one `Phase` at a time, and `Launch.enter` is the only way to anot
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -64,6 +65,7 @@ class Launch:
     ended: dict[int, Ended] = field(default_factory=dict)  # without what failed, which is in `failures`
     failures: list[Failure] = field(default_factory=list)  # with ages as of the clock's zero, so that all compare
     dropped: set[int] = field(default_factory=set)  # nodes that an elastic launch goes on without
+    verdict: TorchrunError | None = None  # when it is over: what it has ended with
     given_up: set[int] = field(default_factory=set)  # nodes whose own code has ended their call of `run`
     policy: LaunchPolicy = field(default_factory=LaunchPolicy)
     went_at: float = 0.0
@@ -104,9 +106,9 @@ class Launch:
         last = next(reversed(self.ready.values()), None)
         self.ready[node] = last if last is not None and last == ready else ready
 
-    def note_failure(self, failure: Failure, now: float) -> None:
-        """Take a failure. Of thousands, whose texts take hundreds of megabytes, those are kept that may be wanted."""
-        self.failures.append(Failure(failure.cause, failure.age_s - now))
+    def note_failures(self, failures: Iterable[Failure], now: float) -> None:
+        """Take failures. Of thousands, whose texts take hundreds of megabytes, those are kept that may be wanted."""
+        self.failures += [Failure(each.cause, each.age_s - now) for each in failures]
         if self.policy.min_nodes is None:  # where the launch may go on, each node's own is wanted
             preempted = first_failure(each for each in self.failures if each.cause.category == "preempted")
             kept = (first_failure(self.failures), preempted)
@@ -143,9 +145,16 @@ class Launch:
                 )
         return None
 
+    def signal_for(self, cause: Cause | None) -> int | None:
+        """Return what the workers get so that they can save, where `cause` leaves time for it."""
+        is_preempted = cause is not None and cause.category == "preempted"
+        return self.policy.preemption_signal if is_preempted else None
+
     def overrun(self, now: float) -> tuple[str, str] | None:
-        """Return kind and text of the limit that the generation has passed, or None."""
+        """Return kind and text of the limit that the workers, or what they have left, have passed; else None."""
         policy = self.policy
+        if self.phase not in (Phase.RUNNING, Phase.STORING):
+            return None
         if now > self.deadline:
             stores = self.who_stores(now) if self.phase is Phase.STORING else ""
             return "timeout", "longer than the step's @timeout allows" + (f"; {stores}" if stores else "")

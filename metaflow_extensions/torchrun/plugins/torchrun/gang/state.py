@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from ..errors import GangError, GangStartTimeout, TorchrunError, TorchrunPreempted
@@ -34,6 +34,7 @@ from .protocol import (
     Message,
     Note,
     Ready,
+    Refused,
     Replaced,
     Restart,
     Stop,
@@ -57,34 +58,28 @@ _STOP_MARGIN_S = 15.0
 DIAGNOSTICS_S = 15.0
 
 
-@dataclass(frozen=True)
-class GangSettings:
-    """What the gang is called, and how patient it is."""
-
-    num_nodes: int
-    started_timeout_s: float = 600.0  # ``all_nodes_started_timeout``
-    grace_s: float = 30.0  # seconds workers have between SIGTERM and SIGKILL
-    # Its own in the world: part of every rendezvous' id, so that two gangs with the same pinned port can't meet in
-    # one store.
-    name: str = "gang"
-
-
 class Gang:
     """The gang's state machine."""
 
     def __init__(
         self,
-        settings: GangSettings,
-        pick_port: Callable[[int | None], int | None],
+        num_nodes: int,
+        pick_port: Callable[[int | None], int | None],  # returns the pinned port (None if taken), or else a free one
+        started_timeout_s: float = 600.0,  # ``all_nodes_started_timeout``
+        grace_s: float = 30.0,  # what workers have between SIGTERM and SIGKILL
+        name: str = "gang",  # its own in the world, so that two gangs with one pinned port can't meet in one store
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.settings = settings
-        self._pick_port = pick_port  # returns the pinned port (None if taken), or else a free one
-        self._clock = clock  # monotonic seconds
-        self.nodes = Nodes(settings.num_nodes)
+        self.num_nodes = num_nodes
+        self.nodes = Nodes(num_nodes)
         self.broken: TorchrunError | None = None  # why nothing can be launched any more
+        self._pick_port = pick_port
+        self._started_timeout_s = started_timeout_s
+        self._stop_s = grace_s + _STOP_MARGIN_S
+        self._name = name
+        self._clock = clock
         self._started_at = clock()
-        self._launch: Launch | None = None
+        self._launch = Launch(-1, Phase.OVER)  # the last one
         self._verdicts: dict[int, Verdict] = {}
         self._early: dict[int, Ready] = {}  # of nodes that have given up the launch that still runs
         self._failed_with: TorchrunError | None = None  # a verdict that a member's step has ended with
@@ -106,9 +101,17 @@ class Gang:
     def handle(self, node: int, message: Message) -> list[Outgoing]:
         """Take a message of a node and return what is to be sent; what no node sends is ignored."""
         handler = self._handlers.get(type(message))
-        if handler is not None and self.nodes[node] is not None:
+        if handler is not None and self.nodes[node] is not None and not self._is_late(message):
             handler(node, message)
         return self._flush()
+
+    def _is_late(self, message: Message) -> bool:
+        """Tell whether a message speaks of a launch that is over, or of another generation than the one that runs."""
+        if not isinstance(message, Active | Failed | Ended | Storing | Stored):
+            return False
+        launch = self._launch
+        is_of_it = message.launch == launch.number and message.generation in (None, launch.generation)
+        return launch.phase is Phase.OVER or not is_of_it
 
     def lost(self, node: int, why: str) -> list[Outgoing]:
         """Note that a node's connection or task ended, or that it fell silent."""
@@ -129,51 +132,53 @@ class Gang:
     def tick(self) -> list[Outgoing]:
         """Look at the clock; call it a few times a second."""
         now = self._clock()
-        overdue = self.nodes.count(NodeState.ABSENT) and now - self._started_at > self.settings.started_timeout_s
-        if overdue and self.broken is None:
-            self._break(self._missing_error(self.nodes.absent))
-        launch = self._launch
-        if launch is not None:
-            self._remind(launch, now)
-            self._look_at_limits(launch, now)
+        if self.nodes.count(NodeState.ABSENT) and now - self._started_at > self._started_timeout_s:
+            self._break(
+                GangStartTimeout(
+                    f"Waited {self._started_timeout_s:g} s, but {names(self.nodes.absent)} of {self.num_nodes} did not "
+                    "arrive. Look at the logs of these tasks: they may wait for machines, fail to pull their image, or "
+                    "not reach the control node. @torchrun(all_nodes_started_timeout=...) changes how long to wait."
+                )
+            )
+        if now >= self._launch.remind_at:
+            self._remind(now)
+        self._look_at_limits(now)
         return self._flush()
 
-    def _remind(self, launch: Launch, now: float) -> None:
-        if now < launch.remind_at:
-            return
+    def _remind(self, now: float) -> None:
+        launch = self._launch
         launch.remind_at = now + REMIND_S
         if launch.phase is Phase.GATHERING:
-            late = [node for node in self.nodes.joined if node not in launch.ready]
-            waits = [f"{names(self.nodes.absent)} to start"] if self.nodes.absent else []
+            absent, late = self.nodes.absent, [node for node in self.nodes.joined if node not in launch.ready]
+            waits = [f"{names(absent)} to start"] if absent else []
             waits += [f"{names(late)} to call current.torch.run"] if late else []
-            self._say(launch.ready, f"launch {launch.number} waits for {' and for '.join(waits)}")
+            self._send(Note(f"launch {launch.number} waits for {' and for '.join(waits)}"), *launch.ready)
         elif text := launch.who_stores(now, besides=CONTROL):  # which says so itself
-            self._say([CONTROL], text)
+            self._send(Note(text), CONTROL)
 
-    def _look_at_limits(self, launch: Launch, now: float) -> None:
-        if launch.phase in (Phase.RUNNING, Phase.STORING):
-            overrun = launch.overrun(now)
-            if overrun is not None:
-                kind, text = overrun
-                launch.note_failure(Failure(Cause(kind, CONTROL, self.nodes.host(CONTROL), exception=text)), now)
-                self._stop(launch)
+    def _look_at_limits(self, now: float) -> None:
+        launch = self._launch
+        overrun = launch.overrun(now)
+        if overrun is not None:
+            kind, text = overrun
+            launch.note_failures([Failure(Cause(kind, CONTROL, self.nodes.host(CONTROL), exception=text))], now)
+            self._stop()
         if launch.phase is Phase.PAUSING and now >= launch.until:
-            self._go(launch)
+            self._go()
         elif launch.phase is Phase.STOPPING and now > launch.until:
-            self._decide(launch)
+            self._decide()
 
     # --- joining --------------------------------------------------------------------------------
 
     def _on_join(self, node: int, join: Join) -> None:
-        if node != join.node or not self.nodes.may_join(join):
-            return
-        self.nodes.join(join)
-        self._send(node, Welcome())
-        if self.broken is not None:
-            self._send(node, Abort(self.broken))
+        if node == join.node and self.nodes.may_join(join):
+            self.nodes.join(join)
+            self._send(Welcome(), node)
+            if self.broken is not None:
+                self._send(Abort(self.broken), node)
 
-    def turn_away(self, join: Join) -> tuple[TorchrunError, float, list[Outgoing]]:
-        """Say why a task can't be its node, how long it shall put off its end, and what the nodes have to know.
+    def turn_away(self, join: Join) -> tuple[Refused, list[Outgoing]]:
+        """Return what a task gets that can't be its node, and what the nodes have to know.
 
         Kubernetes starts a second task at once where a pod is deleted or drained, while the first still has its grace.
         The first is told, so that all can save. The second waits for their ends, because its own would have all pods
@@ -183,149 +188,146 @@ class Gang:
         state = self.nodes[node]
         who = f"Node {node} (host {join.host}) was turned away by the control node"
         if state is None:
-            return GangError(f"{who}: there are {self.settings.num_nodes} nodes in this gang."), 0.0, []
+            return Refused(GangError(f"{who}: there are {self.num_nodes} nodes in this gang.")), []
         if self.nodes.is_same_place(join):
-            return GangError(f"{who}: another task of this attempt has the same node index (host {host})."), 0.0, []
-        launch = self._launch
-        ending = launch is not None and launch.phase in (Phase.STOPPING, Phase.PAUSING)
+            text = f"{who}: another task of this attempt has the same node index (host {host})."
+            return Refused(GangError(text)), []
+        is_ending = self.broken is not None or self._launch.phase in (Phase.STOPPING, Phase.PAUSING)
         is_member = state is NodeState.JOINED
-        if is_member and not ending and self.broken is None and node not in self.nodes.replaced:
+        if is_member and not is_ending and node not in self.nodes.replaced:
             self.nodes.replaced.add(node)
             why = "it is being replaced: another task of this node has started, as when its pod is deleted or drained"
-            self._send(node, Replaced(why))
-            self._say([CONTROL], f"node {node} (host {host}) is being replaced: another task of this node has come")
+            self._send(Replaced(why), node)
+            self._send(
+                Note(f"node {node} (host {host}) is being replaced: another task of this node has come"), CONTROL
+            )
         before = f"still runs (host {host}), and all ranks may save" if is_member else f"has ended (host {host})"
         text = f"{who}: the task that it is to replace {before}. A gang takes no node twice. {TorchrunPreempted.remedy}"
-        return TorchrunPreempted(text), self.settings.grace_s + _STOP_MARGIN_S, self._flush()
+        return Refused(TorchrunPreempted(text), self._stop_s), self._flush()
 
     # --- a launch: its start --------------------------------------------------------------------
 
     def _on_ready(self, node: int, ready: Ready) -> None:
         number = ready.launch
         if number in self._verdicts:
-            self._send(node, self._verdicts[number])  # it was over before this node came to it
+            self._send(self._verdicts[number], node)  # it was over before this node came to it
             return
         if self.broken is not None:
-            self._send(node, Verdict(number, self.broken))
+            self._send(Verdict(number, self.broken), node)
             return
-        if self._launch is None or self._launch.phase is Phase.OVER:
+        if self._launch.phase is Phase.OVER:
             self._launch = Launch(number, remind_at=self._clock() + QUIET_S)
         launch = self._launch
         if node in launch.dropped:
-            self._send(node, Verdict(number, self._dropped_out_error(launch, node, number)))
+            error = GangError(
+                f"Launch {number} can't begin on node {node}: it has dropped out of launch {launch.number}, which goes "
+                "on without it, by torchrun's own elasticity. Let the step end there with the error that launch has raised."
+            )
+            self._send(Verdict(number, error), node)
         elif launch.phase is not Phase.GATHERING:
             self._early[node] = ready
         else:
             launch.note_ready(node, ready)
-            self._start_if_all_ready(launch)
+            self._start_if_all_ready()
 
-    def _start_if_all_ready(self, launch: Launch) -> None:
+    def _start_if_all_ready(self) -> None:
+        launch = self._launch
         gone = (NodeState.DONE, NodeState.LEFT, NodeState.LOST)
         if self.nodes.count(*gone):
-            self._finish(launch, self._left_error(launch, self.nodes.which(*gone)))
-        elif len(launch.ready) == self.settings.num_nodes:
+            self._finish(self._left_error(self.nodes.which(*gone)))
+        elif len(launch.ready) == self.num_nodes:
             error = launch.contradiction()
             if error is not None:
-                self._finish(launch, error)
+                self._finish(error)
                 return
             launch.policy = launch.ready[CONTROL].policy or LaunchPolicy()
             if launch.policy.left_s is not None:
                 launch.deadline = self._clock() + launch.policy.left_s
-            self._go(launch)
+            self._go()
 
-    def _go(self, launch: Launch) -> None:
+    def _go(self) -> None:
+        launch = self._launch
         pinned = launch.ready[CONTROL].master_port
         port = self._pick_port(pinned)
         if port is None:
-            self._finish(launch, self._port_error(pinned))
+            error = GangError(
+                f"Port {pinned} is taken on the control node (host {self.nodes.host(CONTROL)}). Pin another with "
+                "master_port, or leave it out: the kernel then chooses a free one."
+            )
+            self._finish(error)
             return
         launch.begin_generation(self._clock())
-        name, limit = self.settings.name, launch.policy.max_restarts
-        self._broadcast(Go(launch.number, launch.generation, port, name, launch.restarts, limit))
+        limit = launch.policy.max_restarts
+        self._broadcast(Go(launch.number, launch.generation, port, self._name, launch.restarts, limit))
 
     # --- a launch: what its nodes report --------------------------------------------------------
 
-    def _current(self, number: int, generation: int | None) -> Launch | None:
-        """Return the launch that a message speaks of, unless it is over or another generation runs."""
-        launch = self._launch
-        if launch is None or launch.phase is Phase.OVER or number != launch.number:
-            return None
-        return launch if generation in (None, launch.generation) else None
-
-    def _note_failures(self, launch: Launch, failures: Iterable[Failure]) -> None:
-        for failure in failures:
-            launch.note_failure(failure, self._clock())
-
     def _on_active(self, node: int, active: Active) -> None:
-        launch = self._current(active.launch, active.generation)
-        if launch is not None:
-            launch.active_at = max(launch.active_at, self._clock() - active.age_s)
+        self._launch.active_at = max(self._launch.active_at, self._clock() - active.age_s)
 
     def _on_failed(self, node: int, failed: Failed) -> None:
-        launch = self._current(failed.launch, failed.generation)
-        if launch is None:
-            return
-        self._note_failures(launch, failed.failures)
+        launch = self._launch
+        launch.note_failures(failed.failures, self._clock())
         if failed.given_up:
             launch.given_up.add(node)
             launch.stores.pop(node, None)
         cause = launch.first_cause()
         if launch.phase is Phase.GATHERING and cause is not None:
-            self._finish(launch, self._too_early_error(launch, cause))
+            self._finish(self._too_early_error(cause))
         else:
-            self._stop_or_drop(launch, node)
+            self._stop_or_drop(node)
 
     def _on_ended(self, node: int, ended: Ended) -> None:
-        launch = self._current(ended.launch, ended.generation)
-        if launch is None or launch.phase not in (Phase.RUNNING, Phase.STOPPING):
+        launch = self._launch
+        if launch.phase not in (Phase.RUNNING, Phase.STOPPING):
             return
-        self._note_failures(launch, ended.failures)
+        launch.note_failures(ended.failures, self._clock())
         launch.ended[node] = replace(ended, failures=())
         if ended.storing and not (ended.ok and launch.phase is Phase.STOPPING):
             launch.note_storing(node, ended.storing, self._clock())
         if not ended.ok:
-            self._stop_or_drop(launch, node)
+            self._stop_or_drop(node)
         if node in launch.dropped:
-            self._send_verdict(launch, [node], launch.dropped_error(node))
-        self._decide_if_all_ended(launch)
+            self._send_verdict([node], launch.dropped_error(node))
+        self._decide_if_all_ended()
 
     def _on_storing(self, node: int, storing: Storing) -> None:
-        launch = self._current(storing.launch, storing.generation)
-        if launch is not None and node in launch.stores:
-            launch.stores[node] = storing.what
+        if node in self._launch.stores:
+            self._launch.stores[node] = storing.what
 
     def _on_stored(self, node: int, stored: Stored) -> None:
-        launch = self._current(stored.launch, stored.generation)
-        if launch is None or launch.stores.pop(node, None) is None:
-            return
-        launch.stored.update(stored.keys)
-        self._note_failures(launch, stored.failures)
-        if stored.failures:
-            self._stop(launch)
-        self._decide_if_all_ended(launch)
+        if self._launch.stores.pop(node, None) is not None:
+            self._launch.stored.update(stored.keys)
+            self._launch.note_failures(stored.failures, self._clock())
+            if stored.failures:
+                self._stop()
+            self._decide_if_all_ended()
 
     # --- a launch: its end ----------------------------------------------------------------------
 
-    def _stop_or_drop(self, launch: Launch, node: int) -> None:
+    def _stop_or_drop(self, node: int) -> None:
         """Stop all because `node` fails; a launch with torchrun's own elasticity goes on while enough are left."""
+        launch = self._launch
         if launch.phase is Phase.PAUSING:  # nothing runs, and nothing can start any more
-            self._finish(launch, launch.error(launch.first_cause(), []))
+            self._finish(launch.error(launch.first_cause(), []))
             return
         wanted = launch.policy.min_nodes
         if wanted is None:  # before all nodes are looked through
-            self._stop(launch)
+            self._stop()
             return
         others = [other for other in self.nodes.joined if other != node and other not in launch.dropped]
         if launch.phase is not Phase.RUNNING or CONTROL not in others or len(others) < wanted:
-            self._stop(launch)
+            self._stop()
         elif node not in launch.dropped:
             launch.dropped.add(node)
             cause = launch.cause_of(node)
-            self._send(node, Stop(launch.number, launch.generation, signal=self._signal_for(launch, cause)))
+            self._send(Stop(launch.number, launch.generation, signal=launch.signal_for(cause)), node)
             what = f" ({cause.what.splitlines()[0]})" if cause is not None else ""
-            self._say(others, f"node {node} has dropped out{what}; the launch goes on with {len(others)} nodes")
+            text = f"node {node} has dropped out{what}; the launch goes on with {len(others)} nodes"
+            self._send(Note(text), *others)
 
-    def _stop(self, launch: Launch) -> None:
+    def _stop(self) -> None:
+        launch = self._launch
         if launch.phase not in (Phase.RUNNING, Phase.STORING):
             return
         launch.enter(Phase.STOPPING)
@@ -333,19 +335,14 @@ class Gang:
             del launch.stores[node]  # after a failure, only what was raised is wanted
         cause = launch.first_cause()
         is_hang = cause is not None and cause.kind == "hang"
-        launch.until = self._clock() + self.settings.grace_s + _STOP_MARGIN_S + (DIAGNOSTICS_S if is_hang else 0.0)
-        number = self._signal_for(launch, cause)
+        launch.until = self._clock() + self._stop_s + (DIAGNOSTICS_S if is_hang else 0.0)
+        number = launch.signal_for(cause)
         self._broadcast(Stop(launch.number, launch.generation, reason(cause), teller(cause), number, is_hang))
-        self._decide_if_all_ended(launch)  # no word of the workers' ends will come, if there are none
+        self._decide_if_all_ended()  # no word of the workers' ends will come, if there are none
 
-    @staticmethod
-    def _signal_for(launch: Launch, cause: Cause | None) -> int | None:
-        """Return what the workers get so that they can save, where `cause` leaves time for it."""
-        is_preempted = cause is not None and cause.category == "preempted"
-        return launch.policy.preemption_signal if is_preempted else None
-
-    def _decide_if_all_ended(self, launch: Launch) -> None:
+    def _decide_if_all_ended(self) -> None:
         # Each node's message leads here, so what is quickly known comes first.
+        launch = self._launch
         running = launch.phase in (Phase.RUNNING, Phase.STORING, Phase.STOPPING)
         if not running or len(launch.ended) < self.nodes.count(NodeState.JOINED):
             return
@@ -355,54 +352,52 @@ class Gang:
         if is_storing:
             launch.enter(Phase.STORING)
         else:
-            self._decide(launch)
+            self._decide()
 
-    def _decide(self, launch: Launch) -> None:
+    def _decide(self) -> None:
         """All nodes have ended, or their time is up: success, restart or failure."""
+        launch = self._launch
         silent = [node for node in self.nodes.joined if node not in launch.ended]
         cause = launch.first_cause()
         all_well = all(ended.ok for node, ended in launch.ended.items() if node not in launch.dropped)
         if (cause is None or launch.dropped) and not silent and all_well:
-            self._finish(launch, None)
-        elif cause is not None and self._may_move(launch, cause, silent):
-            self._move(launch)
-        elif cause is not None and self._may_restart(launch, cause, silent):
-            self._restart(launch, cause)
+            self._finish(None)
+        elif cause is None or silent or not self._can_start_again():
+            self._finish(launch.error(cause, silent))
+        elif self._may_move(cause):
+            launch.generation += 1
+            launch.moves += 1
+            self._broadcast(Note("the port chosen for the rendezvous was taken meanwhile; starting on another"))
+            self._go()
+        elif self._may_restart(cause):
+            pause_s = min(2.0**launch.restarts, _BACKOFF_LIMIT_S)
+            launch.begin_pause(self._clock(), pause_s)
+            self._broadcast(Restart(launch.number, launch.restarts, launch.policy.max_restarts, pause_s, cause))
         else:
-            self._finish(launch, launch.error(cause, silent))
+            self._finish(launch.error(cause, silent))
 
-    def _can_start_again(self, launch: Launch, silent: list[int]) -> bool:
+    def _can_start_again(self) -> bool:
         """Tell whether all nodes can go on; one that has given the launch up by itself does not listen to it."""
-        is_whole = self.nodes.count(NodeState.JOINED) == self.settings.num_nodes
-        return is_whole and not silent and not launch.given_up and launch.preempted is None
+        is_whole = self.nodes.count(NodeState.JOINED) == self.num_nodes
+        return is_whole and not self._launch.given_up and self._launch.preempted is None
 
-    def _may_move(self, launch: Launch, cause: Cause, silent: list[int]) -> bool:
+    def _may_move(self, cause: Cause) -> bool:
         """Tell whether somebody took the chosen port before the agent did, and another may be chosen."""
         taken = cause.kind == "agent" and _PORT_TAKEN.search(cause.detail) is not None
-        may_choose = launch.ready[CONTROL].master_port is None and launch.moves < _MAX_MOVES
-        return taken and may_choose and self._can_start_again(launch, silent)
+        return taken and self._launch.ready[CONTROL].master_port is None and self._launch.moves < _MAX_MOVES
 
-    def _move(self, launch: Launch) -> None:
-        launch.generation += 1
-        launch.moves += 1
-        self._say(self.nodes.joined, "the port chosen for the rendezvous was taken meanwhile; starting on another")
-        self._go(launch)
-
-    def _may_restart(self, launch: Launch, cause: Cause, silent: list[int]) -> bool:
-        policy = launch.policy
+    def _may_restart(self, cause: Cause) -> bool:
+        launch, policy = self._launch, self._launch.policy
         over = cause.kind == "step_timeout" or self._clock() >= launch.deadline  # as one node's clock has it
-        wanted = cause.category in policy.retry_on and launch.restarts < policy.max_restarts
-        return wanted and not over and self._can_start_again(launch, silent)
+        return cause.category in policy.retry_on and launch.restarts < policy.max_restarts and not over
 
-    def _restart(self, launch: Launch, cause: Cause) -> None:
-        pause_s = min(2.0**launch.restarts, _BACKOFF_LIMIT_S)
-        launch.begin_pause(self._clock(), pause_s)
-        self._broadcast(Restart(launch.number, launch.restarts, launch.policy.max_restarts, pause_s, cause))
-
-    def _finish(self, launch: Launch, error: TorchrunError | None) -> None:
+    def _finish(self, error: TorchrunError | None) -> None:
+        launch = self._launch
         launch.enter(Phase.OVER)
+        launch.verdict = error
+        launch.stores.clear()  # nobody waits for it any more
         self._verdicts[launch.number] = Verdict(launch.number, error)
-        self._send_verdict(launch, [node for node in self.nodes.joined if node not in launch.dropped], error)
+        self._send_verdict([node for node in self.nodes.joined if node not in launch.dropped], error)
         if error is not None and self.nodes.count(NodeState.LOST):
             self._break(error)  # without all its nodes the gang can't launch again
         early, self._early = self._early, {}
@@ -410,7 +405,8 @@ class Gang:
             if self.nodes[node] is NodeState.JOINED:
                 self._on_ready(node, ready)
 
-    def _send_verdict(self, launch: Launch, nodes: Iterable[int], error: TorchrunError | None) -> None:
+    def _send_verdict(self, nodes: Iterable[int], error: TorchrunError | None) -> None:
+        launch = self._launch
         made: dict[tuple[int, bool], Verdict] = {}  # one message for all that get the same
         for node in nodes:
             if node in launch.ready:  # by the number the node itself gave it, which may be the contradiction
@@ -418,11 +414,11 @@ class Gang:
                 key = (number, node == CONTROL)
                 if key not in made:
                     made[key] = Verdict(number, error, launch.stored_for(node, error))
-                self._send(node, made[key])
+                self._send(made[key], node)
 
     # --- leaving --------------------------------------------------------------------------------
 
-    def _on_done(self, node: int, message: Done) -> None:
+    def _on_done(self, node: int, done: Done) -> None:
         if self.nodes[node] is NodeState.JOINED:
             self.nodes.enter(node, NodeState.DONE)
             self._go_on_without(node)
@@ -433,22 +429,16 @@ class Gang:
         if before not in (NodeState.JOINED, NodeState.DONE):
             return
         self.nodes.enter(node, NodeState.LEFT)
-        self._send(node, Ack())
+        self._send(Ack(), node)
         if leave.cause is not None:
             self._node_is_gone(node, leave.cause, after_step=before is NodeState.DONE)
         elif before is NodeState.JOINED:
             self._go_on_without(node)
-        is_dropped = self._launch is not None and node in self._launch.dropped
-        if leave.failed and leave.cause is None and not is_dropped:
-            self._failed_with = self._last_error()
+        if leave.failed and leave.cause is None and node not in self._launch.dropped:
+            self._failed_with = self._launch.verdict
         self._see_who_is_left()
         if node == CONTROL:
             self._broadcast(Bye())
-
-    def _last_error(self) -> TorchrunError | None:
-        """Return the verdict of the last launch if that failed."""
-        is_over = self._launch is not None and self._launch.phase is Phase.OVER
-        return self._verdicts[self._launch.number].error if self._launch is not None and is_over else None
 
     def _see_who_is_left(self) -> None:
         """Tell a control node whose step has ended that a member's failed, or that no member is left.
@@ -456,96 +446,67 @@ class Gang:
         A member that raises the verdict of a launch, as all do, fails the run. The control node's step may have ended
         well even so: it has caught the verdict, or ended before that launch.
         """
-        if self.nodes[CONTROL] is not NodeState.DONE:
-            return
-        if self._failed_with is not None:
-            self._break(self._failed_with)
-        if self.nodes.count(NodeState.JOINED, NodeState.DONE) == 1:
-            self._send(CONTROL, Alone())
+        if self.nodes[CONTROL] is NodeState.DONE:
+            if self._failed_with is not None:
+                self._break(self._failed_with)
+            if self.nodes.count(NodeState.JOINED, NodeState.DONE) == 1:
+                self._send(Alone(), CONTROL)
 
     def _go_on_without(self, node: int) -> None:
         """See what it means for the launch that no more can be expected of `node`."""
-        if self._launch is not None and self._launch.phase is Phase.GATHERING:
-            self._finish(self._launch, self._left_error(self._launch, [node]))
-        elif self._launch is not None:
-            self._decide_if_all_ended(self._launch)
+        if self._launch.phase is Phase.GATHERING:
+            self._finish(self._left_error([node]))
+        else:
+            self._decide_if_all_ended()
 
     def _node_is_gone(self, node: int, cause: Cause, after_step: bool = False) -> None:
         """Stop everything, since a node failed outside of its workers."""
         launch = self._launch
-        if launch is None or launch.phase is Phase.OVER:
+        if launch.phase is Phase.OVER:
             self._break(self._outside_error(cause, after_step))
         elif launch.phase is Phase.GATHERING:
-            error = self._too_early_error(launch, cause)
-            self._finish(launch, error)
+            error = self._too_early_error(cause)
+            self._finish(error)
             self._break(error)
         else:
-            launch.note_failure(Failure(cause), self._clock())
-            self._stop_or_drop(launch, node)
-            self._decide_if_all_ended(launch)
+            launch.note_failures([Failure(cause)], self._clock())
+            self._stop_or_drop(node)
+            self._decide_if_all_ended()
 
     def _break(self, error: TorchrunError) -> None:
         """Nothing can be launched any more: tell every node, wherever its code is."""
         if self.broken is None:
             self.broken = error
-            self._broadcast(Abort(error))
-            if self.nodes[CONTROL] is NodeState.DONE:  # it waits for the others
-                self._send(CONTROL, Abort(error))
+            waits = [CONTROL] if self.nodes[CONTROL] is NodeState.DONE else []  # for the others
+            self._send(Abort(error), *self.nodes.joined, *waits)
 
     # --- errors ---------------------------------------------------------------------------------
 
     def _outside_error(self, cause: Cause, after_step: bool) -> TorchrunError:
         """Return the error for a node that failed while no launch ran."""
-        last = self._last_error()
+        last = self._launch.verdict
         if last is not None and last.cause is not None and cause.is_same_event(last.cause):
             return last
         place = "in the call of" if cause.kind == "call" else "outside of"
-        when = f"{place} current.torch.run"
-        if after_step:
-            when = "after the step's code, before its results were stored"
+        when = "after the step's code, before its results were stored" if after_step else f"{place} current.torch.run"
         return error_of(cause, f"It happened {when}; the other nodes were stopped.")
 
-    def _too_early_error(self, launch: Launch, cause: Cause) -> TorchrunError:
-        return error_of(cause, f"It happened before launch {launch.number} began.")
+    def _too_early_error(self, cause: Cause) -> TorchrunError:
+        return error_of(cause, f"It happened before launch {self._launch.number} began.")
 
-    def _missing_error(self, missing: list[int]) -> GangStartTimeout:
-        return GangStartTimeout(
-            f"Waited {self.settings.started_timeout_s:g} s, but {names(missing)} of {self.settings.num_nodes} did not "
-            "arrive. Look at the logs of these tasks: they may wait for machines, fail to pull their image, or not reach "
-            "the control node. @torchrun(all_nodes_started_timeout=...) changes how long to wait."
-        )
-
-    def _port_error(self, port: int | None) -> GangError:
+    def _left_error(self, gone: list[int]) -> GangError:
         return GangError(
-            f"Port {port} is taken on the control node (host {self.nodes.host(CONTROL)}). Pin another with "
-            "master_port, or leave it out: the kernel then chooses a free one."
-        )
-
-    def _left_error(self, launch: Launch, gone: list[int]) -> GangError:
-        return GangError(
-            f"Launch {launch.number} can't begin: the step's code has already ended on {names(gone)}. Every node must "
-            "call current.torch.run the same number of times."
-        )
-
-    def _dropped_out_error(self, launch: Launch, node: int, number: int) -> GangError:
-        return GangError(
-            f"Launch {number} can't begin on node {node}: it has dropped out of launch {launch.number}, which goes on "
-            "without it, by torchrun's own elasticity. Let the step end there with the error that launch has raised."
+            f"Launch {self._launch.number} can't begin: the step's code has already ended on {names(gone)}. Every node "
+            "must call current.torch.run the same number of times."
         )
 
     # --- sending --------------------------------------------------------------------------------
 
-    def _say(self, nodes: Iterable[int], text: str) -> None:
-        note = Note(text)
-        for node in nodes:
-            self._send(node, note)
-
     def _broadcast(self, message: Message) -> None:
-        for node in self.nodes.joined:
-            self._send(node, message)
+        self._send(message, *self.nodes.joined)
 
-    def _send(self, node: int, message: Message) -> None:
-        self._out.append((node, message))
+    def _send(self, message: Message, *nodes: int) -> None:
+        self._out += [(node, message) for node in nodes]
 
     def _flush(self) -> list[Outgoing]:
         out, self._out = self._out, []
