@@ -16,6 +16,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--chaos-table", metavar="FILE", help="write the chaos suite's table to FILE, as Markdown")
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    if item.path.parent == Path(__file__).parent:
+        item.add_marker(pytest.mark.chaos)
+
+
 class Reports:
     """Keeps the reports of the session's tests."""
 

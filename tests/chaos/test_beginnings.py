@@ -16,8 +16,8 @@ REFUSED_S = 5  # ConnectPolicy.refused_here_s
 DATASTORE_S = 2  # a slow datastore takes so long for a call
 
 
+@pytest.mark.untimed
 def test_a_node_that_starts_30_s_late(gang, recorder):
-    """The first test, so that others run meanwhile in other processes (pytest-xdist)."""
     gang.start(do="*:talk-for 1", late={1: LATE_S})
     gang.await_launch(0)
     recorder.lasted("a node starts 30 s late", gang.end_well())
@@ -58,6 +58,7 @@ def test_a_control_node_that_is_killed_before_another_has_come(gang, recorder):
     assert "its task has ended without a word" in outcome.error["text"]
 
 
+@pytest.mark.untimed
 def test_a_port_that_is_taken_at_go(gang, recorder):
     """Somebody takes the chosen port before the agent listens on it; the launch moves, which is no restart."""
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as squatter:
@@ -72,6 +73,7 @@ def test_a_port_that_is_taken_at_go(gang, recorder):
         assert "was taken meanwhile; starting on another" in gang.log(node)
 
 
+@pytest.mark.untimed
 @pytest.mark.parametrize("fault", ["slow", "fails twice"])
 def test_a_datastore_that_is(fault, gang, recorder):
     gang.start(datastore=fault, launches=0)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 
+import pytest
+
 WITHIN_S = 15
 APPOINTMENTS = 1500  # to fail together, on a machine that may be busy
 AT_ONCE_S = 0.001
@@ -27,6 +29,7 @@ def test_two_gangs_of_one_run(make_gang, tmp_path, recorder):
     recorder.lasted("the other gang of that run", other.end_well())
 
 
+@pytest.mark.untimed
 def test_a_restart_while_another_is_under_way(gang, recorder):
     """Rank 1 fails while it is stopped for rank 0's failure, and again as soon as it is back."""
     gang.start(do="1@0:fail-late 0.3,1@1:exit 4", max_restarts=2)
