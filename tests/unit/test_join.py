@@ -83,8 +83,9 @@ def test_a_control_node_that_has_ended_without_a_word_is_given_up(registry, poli
     assert said == []
 
 
-def test_of_one_elsewhere_a_word_is_said_first_and_a_newer_address_is_used(registry, control, policy):
-    policy(record_s=0.5, say_refused_s=0.5)
+def test_of_one_elsewhere_a_word_is_said_first_and_a_newer_address_is_used(registry, control, policy, monkeypatch):
+    policy(record_s=0.5)
+    monkeypatch.setattr(joining, "QUIET_S", 0.5)
     registry.publish(AddressRecord((ELSEWHERE,), pick_port(), "secret"))
     said = []
 
@@ -191,7 +192,7 @@ def test_a_gang_of_one_neither_listens_nor_publishes(monkeypatch):
 
 def test_a_member_that_is_refused_at_first_tries_again(registry, control, monkeypatch):
     refused = queue.SimpleQueue()
-    monkeypatch.setattr(joining._Refusals, "note", lambda _, record, error: refused.put(error) or math.inf)
+    monkeypatch.setattr(joining._Patience, "left_after", lambda _, error, record: refused.put(error) or math.inf)
     port = pick_port()
     registry.publish(AddressRecord((HOST,), port, "secret"))
     joined = queue.SimpleQueue()

@@ -103,7 +103,7 @@ def _give_way_to_former(registry: Registry, num_nodes: int, settings: StepSettin
         return
     member, channel = _member(CONTROL, num_nodes, settings, emit)
     try:
-        _connect(member, channel, lambda _: former, _POLICY.former_s)
+        _connect(channel, _Patience(member), lambda _: former, _POLICY.former_s)
     except OSError as error:
         member.leave(error)
     except BaseException as error:
@@ -127,10 +127,10 @@ def join_as_member(
     """Find the control node, join, and return this node as a member, and the address that worked."""
     member, channel = _member(node, num_nodes, settings, emit)
     timeout_s = settings.all_nodes_started_timeout
-    wait = _wait_and_say(member)
+    patience = _Patience(member)
 
     def find(left_s: float) -> AddressRecord:
-        record = registry.look_up(left_s, timeout_s, wait)
+        record = registry.look_up(left_s, timeout_s, patience.wait)
         if record.error is not None:
             raise record.error
         if record.closed:  # the control node's step launched nothing and has ended well
@@ -138,7 +138,7 @@ def join_as_member(
         return record
 
     try:
-        return member, _connect(member, channel, find, timeout_s)
+        return member, _connect(channel, patience, find, timeout_s)
     except OSError as error:
         told = GangError(
             f"Node {node} (host {member.host}) can't reach the control node: {error}. Check that network policies and "
@@ -166,26 +166,14 @@ def _leave_again(member: Member, channel: MemberChannel, error: BaseException) -
     member.leave(error, hold_s=channel.hold_s)
 
 
-def _wait_and_say(member: Member) -> Callable[[float], None]:
-    """Return what sleeps and, now and then, says what for."""
-    say_at = time.monotonic() + QUIET_S
-
-    def wait(seconds: float) -> None:
-        nonlocal say_at
-        time.sleep(seconds)
-        if time.monotonic() >= say_at:
-            say_at = time.monotonic() + REMIND_S
-            member.emit(Event("note", member.node, f"waits for node {CONTROL} (the control node) to start"))
-
-    return wait
-
-
-def _connect(member: Member, channel: MemberChannel, find: Callable[[float], AddressRecord], timeout_s: float) -> str:
+def _connect(
+    channel: MemberChannel, patience: _Patience, find: Callable[[float], AddressRecord], timeout_s: float
+) -> str:
     """Become a member within `timeout_s` seconds, or raise OSError; return the address that worked.
 
     `find` takes the seconds that are left.
     """
-    deadline, refusals = time.monotonic() + timeout_s, _Refusals(member)
+    deadline = time.monotonic() + timeout_s
     record, found_at = None, 0.0
     for pause_s in growing_pauses():
         if record is None or time.monotonic() - found_at >= _POLICY.record_s:
@@ -196,7 +184,7 @@ def _connect(member: Member, channel: MemberChannel, find: Callable[[float], Add
             left_s = max(1.0, deadline - time.monotonic())
             return channel.connect(record.addresses, record.port, record.token, left_s)
         except OSError as error:
-            pause_s = min(pause_s, refusals.note(record, error))
+            pause_s = min(pause_s, patience.left_after(error, record))
             if time.monotonic() + pause_s > deadline:
                 tried = f"tried {', '.join(record.addresses)} on port {record.port} for {timeout_s:g} s"
                 raise ConnectionError(f"{tried}, in vain ({error})") from error
@@ -204,22 +192,32 @@ def _connect(member: Member, channel: MemberChannel, find: Callable[[float], Add
     raise AssertionError("the pauses never end")
 
 
-class _Refusals:
-    """How long an address record has stood, without a break, for a host that refuses all connections."""
+class _Patience:
+    """What a node says while it tries to join, and how long it lets itself be refused."""
 
     def __init__(self, member: Member) -> None:
         self._member = member
-        self._record: AddressRecord | None = None
+        self._say_at = time.monotonic() + QUIET_S
+        self._refused: AddressRecord | None = None  # for whose host all connections are refused, without a break
         self._since = 0.0
-        self._is_said = False
 
-    def note(self, record: AddressRecord, error: OSError) -> float:
-        """Say once that it lasts, and raise when it has lasted too long; return how long it may still last."""
+    def _say(self, text: str) -> None:
+        if time.monotonic() >= self._say_at:
+            self._say_at = time.monotonic() + REMIND_S
+            self._member.emit(Event("note", self._member.node, text))
+
+    def wait(self, seconds: float) -> None:
+        """Sleep while there is no address record."""
+        time.sleep(seconds)
+        self._say(f"waits for node {CONTROL} (the control node) to start")
+
+    def left_after(self, error: OSError, record: AddressRecord) -> float:
+        """Return how long a host may still refuse connections; raise when it has done so for too long."""
         if not isinstance(error, ConnectionRefusedError):
-            self._record = None
+            self._refused = None
             return math.inf
-        if record != self._record:
-            self._record, self._since, self._is_said = record, time.monotonic(), False
+        if record != self._refused:
+            self._refused, self._since = record, time.monotonic()
         limit_s = _POLICY.refused_here_s if record.addresses == (LOOPBACK,) else _POLICY.refused_s
         where = f"node 0 (the control node) refuses connections at {', '.join(record.addresses)}, port {record.port}"
         so_far_s = time.monotonic() - self._since
@@ -228,8 +226,5 @@ class _Refusals:
                 f"Node {self._member.node} (host {self._member.host}) gave up: {where}, for {limit_s:g} s. That port was "
                 "open once, so its task has ended without a word. Look at its log, and at the events of its pod or job."
             )
-        if so_far_s >= _POLICY.say_refused_s and not self._is_said:
-            self._is_said = True
-            text = f"{where}: its task may have ended; trying for {limit_s:g} s in all"
-            self._member.emit(Event("note", self._member.node, text))
+        self._say(f"{where}: its task may have ended; trying for {limit_s:g} s in all")
         return limit_s - so_far_s

@@ -15,7 +15,6 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from ..errors import TorchrunError
 from ..machine.network import place
 from .connection import Connection, Reading, close_all, handshake_as_member, next_message
 from .frames import encode
@@ -44,9 +43,9 @@ class MemberChannel:
         self._policy = policy or ConnectPolicy()
         self._join = Join(node, socket.gethostname(), secrets.token_hex(8), place())
         self._connection: Connection | None = None  # the one over which *join* was sent
-        self._answer: asyncio.Future[None] | None = None  # to *join*
         self._is_over = False
         self._thread = LoopThread("torchrun-member", self._fail)
+        self._answer: asyncio.Future[None] = self._thread.loop.create_future()  # to *join*
 
     # --- called in other threads ----------------------------------------------------------------
 
@@ -156,33 +155,25 @@ class MemberChannel:
     # --- in the channel's thread: as a member ---------------------------------------------------
 
     def _hear(self, connection: Connection, message: Message) -> None:
-        if connection is not self._connection or self._answer is None:
+        if connection is not self._connection:
             return  # nothing is said before *join*
         if not self._answer.done():
             connection.begin_beating()
-        if isinstance(message, Refused):
-            self._turned_away(message.error, message.hold_s)
-            return
-        if isinstance(message, Welcome) and not self._answer.done():
-            self.own_address = connection.address("sockname")
-            self._answer.set_result(None)
+            if isinstance(message, Refused):
+                self.hold_s, self._is_over = message.hold_s, not message.hold_s
+                self._answer.set_exception(message.error)
+            elif isinstance(message, Welcome):
+                self.own_address = connection.address("sockname")
+                self._answer.set_result(None)
         self._deliver(message)
-
-    def _turned_away(self, error: TorchrunError, hold_s: float) -> None:
-        self.hold_s = hold_s
-        self._is_over = not hold_s
-        if self._answer is not None and not self._answer.done():
-            self._answer.set_exception(error)
 
     def _ended(self, connection: Connection, is_proven: asyncio.Future[bool]) -> None:
         if not is_proven.done():
             is_proven.set_result(False)
-        if connection is not self._connection or self._answer is None:
-            return
-        if self._answer.done():
-            self._lose_control(connection.why_closed or "its connection was closed: its task ended or was killed")
-        else:
+        if connection is self._connection and not self._answer.done():
             self._answer.set_exception(ConnectionError("the connection ended before the control node answered"))
+        elif connection is self._connection:
+            self._lose_control(connection.why_closed or "its connection was closed: its task ended or was killed")
 
     def _lose_control(self, reason: str) -> None:
         if not self._is_over:

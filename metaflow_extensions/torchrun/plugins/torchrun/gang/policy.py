@@ -36,7 +36,6 @@ class ConnectPolicy:
     next_address_s: float = 0.25
     all_addresses_s: float = 2.0
     record_s: float = 10.0  # how old the address record may get: a new control node may have written another
-    say_refused_s: float = 10.0  # after how long a node says that it is refused
     # How long a host may refuse all connections, and how long this machine. The port was open before it was published,
     # so its task has ended. Only proxies and firewalls that are still being set up refuse for a while, and on one
     # machine there are none.
