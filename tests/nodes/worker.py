@@ -6,7 +6,6 @@ between; ``*`` is every rank or generation. Later orders come as files ``do-RUN_
 """
 
 import json
-import mmap
 import os
 import signal
 import sys
@@ -18,7 +17,6 @@ OUT = os.environ["CHAOS_OUT"]
 NAME = f"{RUN_ID}-{RANK}"
 LINE_S = 0.01
 LAST_WORDS = 10
-APPOINTMENT_S, PUNCTUAL_S = 0.02, 0.0003
 DEADLINE_S = 120.0
 
 
@@ -52,26 +50,6 @@ def detach(levels=2):
     note(f"grandchild-{NAME}", os.getpid())
     time.sleep(300)
     os._exit(0)
-
-
-def fail_at_once(begin):
-    """Fail at the same moment as the other worker: after the first appointment to which both came in time."""
-    slot = 0 if RANK == "0" else 1
-    with open(os.path.join(OUT, f"appointments-{RUN_ID}"), "r+b") as file:
-        shared = memoryview(mmap.mmap(file.fileno(), 0)).cast("d")
-    for number in range(len(shared) // 2):
-        moment = begin + number * APPOINTMENT_S
-        while (came := time.monotonic()) < moment:
-            pass
-        shared[2 * number + slot] = came
-        while time.monotonic() < moment + APPOINTMENT_S / 4:
-            pass
-        if all(moment <= at < moment + PUNCTUAL_S for at in shared[2 * number : 2 * number + 2]):
-            break
-    while time.monotonic() < moment + APPOINTMENT_S / 2:
-        pass
-    note(f"struck-{NAME}", time.monotonic())
-    os._exit(3)
 
 
 def fail_late_when_told(delay_s):
@@ -119,7 +97,6 @@ ACTIONS = {
     "ignore-sigterm": lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN),
     "fail-late": lambda delay_s: fail_late_when_told(float(delay_s)),
     "detach": detach,
-    "fail-at-once": lambda begin: fail_at_once(float(begin)),
     "fill-disk": fill_disk,
     "shout": lambda size: shout(int(size)),
     "no-newline": lambda size: write_without_newline(int(size)),

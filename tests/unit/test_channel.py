@@ -15,15 +15,11 @@ from typing import NamedTuple
 
 import psutil
 import pytest
+from test_network import needs_ipv6
 from unit_helpers import eventually
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import GangError, TorchrunPreempted
-from metaflow_extensions.torchrun.plugins.torchrun.gang import (
-    connection,
-    control_channel,
-    listener,
-    member_channel,
-)
+from metaflow_extensions.torchrun.plugins.torchrun.gang import control_channel, listener, member_channel
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause, Failure
 from metaflow_extensions.torchrun.plugins.torchrun.gang.connection import new_token
 from metaflow_extensions.torchrun.plugins.torchrun.gang.control_channel import ControlChannel
@@ -53,17 +49,6 @@ HOST = "127.0.0.1"
 READY = Ready(0, 1, "abc", {"torch": "2.13.0", "python": "3.11.7"})
 MAGIC = b"mf-torchrun/1\0\0\0"
 QUICK = ConnectPolicy(attempt_s=0.5)
-
-
-def _ipv6_works():
-    try:
-        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
-    except OSError:
-        return False
-    return True
-
-
-needs_ipv6 = pytest.mark.skipif(not _ipv6_works(), reason="this machine has no IPv6 loopback address")
 
 
 class ControlLost(NamedTuple):
@@ -247,18 +232,6 @@ def answering(opened):
 # --- the good way ---------------------------------------------------------------------------------
 
 
-def test_a_launch_from_join_to_verdict(start_control, join):
-    control = start_control(3)
-    nodes = [control, join(control, 1), join(control, 2)]
-    for node in nodes:
-        node.send(READY)
-    goes = [node.inbox.expect(Go) for node in nodes]
-    assert goes[0] == goes[1] == goes[2]
-    for node in nodes:
-        node.send(Ended(0, True, 0))
-    assert [node.inbox.expect(Verdict).error for node in nodes] == [None] * 3
-
-
 def test_a_failure_on_one_node_reaches_all_with_its_text_unharmed(start_control, join):
     control = start_control()
     member = join(control)
@@ -286,20 +259,15 @@ def test_members_come_by_ipv4_and_by_ipv6(host, address, start_control, join):
     assert [control.channel.own_address, member.own_address] == [address, address]
 
 
-def test_a_host_without_ipv6_listens_by_ipv4(start_control, join, monkeypatch):
-    monkeypatch.setattr(socket, "has_dualstack_ipv6", lambda: False)
-    assert join(start_control(host="")).address == HOST
-
-
-@pytest.mark.parametrize(("count", "limit_s"), [(4, 3.0), (100, 6.0)])  # one after the other takes 5 s for each
-def test_addresses_that_never_answer_are_tried_side_by_side(count, limit_s, start_control, join, opened):
+def test_addresses_that_never_answer_are_tried_side_by_side(start_control, join, opened):
+    """One after the other takes 5 s for each."""
     control = start_control()
-    silent = [f"127.0.1.{number}" for number in range(1, count + 1)]
+    silent = [f"127.0.1.{number}" for number in range(1, 101)]
     for address in silent:  # the kernel connects, and then nobody speaks
         opened.enter_context(socket.create_server((address, control.port)))
     begun = time.monotonic()
     assert join(control, addresses=[*silent, HOST]).address == HOST
-    assert time.monotonic() - begun < limit_s
+    assert time.monotonic() - begun < 6
     eventually(lambda: connections_to(control.port) == ["ESTABLISHED"], "closing those to the silent", deadline_s=2.0)
 
 
@@ -313,18 +281,6 @@ def test_of_many_addresses_that_work_one_connection_stays(start_control, join):
     assert Abort not in control.inbox.seen
 
 
-def test_heartbeats_keep_idle_connections_alive(start_control, join, monkeypatch):
-    beats, beat = [], connection.Connection._beat
-    monkeypatch.setattr(connection.Connection, "_beat", lambda self: beats.append(self) or beat(self))
-    control = start_control(heartbeat_s=0.5)
-    member = join(control, heartbeat_s=0.5)
-    eventually(lambda: beats.count(member._connection) > 10, "ten heartbeats, which take a second")
-    member.send(Leave())
-    member.inbox.expect(Ack)
-    assert Abort not in control.inbox.seen
-    assert ControlLost not in member.inbox.seen
-
-
 def test_closing_waits_for_members_that_have_yet_to_leave(start_control, join):
     control = start_control()
     member = join(control)
@@ -335,19 +291,6 @@ def test_closing_waits_for_members_that_have_yet_to_leave(start_control, join):
     control.close(wait_s=30.0)
     assert time.monotonic() - begun < 10.0
     member.inbox.expect(Ack)
-
-
-@pytest.mark.parametrize(
-    ("taken_on", "host"), [(HOST, HOST), ("0.0.0.0", ""), pytest.param("::", "", marks=needs_ipv6)]
-)
-def test_a_taken_channel_port_names_the_setting(taken_on, host, opened):
-    """A port that is taken for one family only is taken."""
-    family = socket.AF_INET6 if taken_on == "::" else socket.AF_INET
-    taken = opened.enter_context(socket.create_server((taken_on, 0), family=family))
-    channel = ControlChannel(Gang(2, lambda _: None), Inbox(), new_token(), 20.0)
-    opened.callback(channel.close, 0.0)
-    with pytest.raises(GangError, match=r"channel port \d+.*channel_port"):
-        channel.listen(taken.getsockname()[1], host)
 
 
 def test_tokens_are_fresh_and_long():
@@ -432,25 +375,22 @@ def test_a_member_with_the_wrong_token_does_not_get_in(start_control, new_member
     join(control)
 
 
-def test_a_member_does_not_trust_a_control_node_that_can_not_prove_itself(answering, new_member):
+@pytest.mark.parametrize(
+    ("greeting", "answered"),
+    [(MAGIC + b"x" * 64, 64), (b"220 smtp.example.org ESMTP ready, and much more than forty-eight bytes\r\n", 0)],
+    ids=["can't prove itself", "another service"],
+)
+def test_a_member_does_not_trust_whoever_answers(greeting, answered, answering, new_member):
     heard = queue.SimpleQueue()
 
     def answer(sock):
-        sock.sendall(MAGIC + b"x" * 32)
-        receive(sock, 64)
-        sock.sendall(b"y" * 32)
-        heard.put(sock.recv(1000))
+        sock.sendall(greeting)
+        with sock.makefile("rb") as said:
+            heard.put(said.read())
 
     with pytest.raises(ConnectionError, match="token"):
         new_member().connect([HOST], answering(answer), new_token(), 10.0)
-    assert heard.get(timeout=10.0) == b""  # not even its join
-
-
-def test_another_service_on_the_port_is_no_control_node(answering, new_member):
-    greeting = b"220 smtp.example.org ESMTP ready, and much more than forty-eight bytes\r\n"
-    port = answering(lambda sock: sock.sendall(greeting))
-    with pytest.raises(ConnectionError, match="token"):
-        new_member().connect([HOST], port, new_token(), 10.0)
+    assert len(heard.get(timeout=10.0)) == answered  # its own proof, but not its join
 
 
 def test_an_address_where_nobody_speaks_takes_no_longer_than_the_policy_says(opened, new_member):
@@ -562,17 +502,6 @@ def test_a_member_that_is_cut_off_before_its_welcome_can_connect_again(start_con
 # --- silence and death ----------------------------------------------------------------------------
 
 
-def test_a_connection_that_closes_is_noticed_at_once(start_control):
-    control = start_control()
-    with raw_member(control) as sock:
-        receive(sock, 4)
-    begun = time.monotonic()
-    message = control.inbox.expect(Abort).error.message
-    assert time.monotonic() - begun < 2.0
-    assert "Node 1 (host host-1)" in message
-    assert "connection to the control node was closed" in message
-
-
 @contextmanager
 def forked_child():
     """Have a child of this process, forked as `multiprocessing` does it, that lives on."""
@@ -610,7 +539,7 @@ def test_a_child_that_a_task_has_forked_does_not_hold_its_connection(start_contr
         second.send(Leave())  # the task itself still hears and is heard
         second.inbox.expect(Ack)
         control.close()
-        second.inbox.expect(ControlLost, 3.0)
+        assert "connection was closed" in second.inbox.expect(ControlLost, 3.0).reason
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection((HOST, control.port), timeout=5.0)
         assert time.monotonic() - begun < 5
@@ -622,13 +551,6 @@ def test_a_member_that_falls_silent_is_lost_after_the_heartbeat_timeout(start_co
         message = control.inbox.expect(Abort, 5.0).error.message
         assert "nothing was heard from it for 0.3 s (heartbeat_timeout_s)" in message
         assert is_closed(sock)
-
-
-def test_members_notice_at_once_that_the_control_node_is_gone(start_control, join):
-    control = start_control()
-    member = join(control)
-    control.close()
-    assert "connection was closed" in member.inbox.expect(ControlLost, 3.0).reason
 
 
 @pytest.mark.parametrize("welcome", [True, False], ids=["after its welcome", "before"])

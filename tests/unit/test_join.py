@@ -62,12 +62,17 @@ def settings(**attributes):
 
 def join(registry, **attributes):
     events = []
+    raised = None
     try:
         member, _ = joining.join_as_member(registry, 1, 2, settings(**attributes), events.append)
         member.leave()
     except Exception as error:
-        return error, [event.text for event in events]
-    return None, [event.text for event in events]
+        raised = error
+    return raised, [event.text for event in events]
+
+
+def become_control(registry, main_ip=HOST, here_only=True, **attributes):
+    return joining.join_as_control(registry, 2, main_ip, settings(**attributes), lambda event: None, here_only)
 
 
 def test_a_control_node_that_has_ended_without_a_word_is_given_up(registry, policy):
@@ -139,7 +144,7 @@ def test_a_control_node_takes_the_place_of_one_that_is_gone(registry, policy, mo
     policy(former_s=1.0)
     monkeypatch.setattr(joining, "addresses_for_others", lambda main_ip: [HOST])
     registry.publish(AddressRecord((HOST,), pick_port(), "secret"))
-    member, channel = joining.join_as_control(registry, 2, HOST, settings(), lambda event: None, False)
+    member, channel = become_control(registry, here_only=False)
     assert registry.look_up(0.0).token != "secret"
     assert channel.gang.nodes.absent == [1]
     member.leave()
@@ -151,31 +156,14 @@ def test_nobody_published_is_another_matter(registry):
 
 
 def test_a_control_node_that_can_not_listen_tells_those_who_would_wait_for_it(registry):
-    with socket.create_server((HOST, 0)) as taken:
-        pinned = settings(channel_port=taken.getsockname()[1])
-        with pytest.raises(GangError, match="channel_port") as here:
-            joining.join_as_control(registry, 2, HOST, pinned, lambda event: None, here_only=True)
+    with socket.create_server((HOST, 0)) as taken, pytest.raises(GangError, match="channel_port") as here:
+        become_control(registry, channel_port=taken.getsockname()[1])
     error, _ = join(registry)
     assert str(error) == str(here.value)
 
 
-def test_waiting_for_the_control_node_is_told_now_and_then(monkeypatch):
-    monkeypatch.setattr(joining, "QUIET_S", 0.01)
-    monkeypatch.setattr(joining, "REMIND_S", 0.01)
-    said = []
-
-    class Late:
-        def look_up(self, timeout_s, all_s, wait):
-            eventually(lambda: wait(0.001) or len(said) >= 2)
-            raise GangError("nobody came")
-
-    with pytest.raises(GangError):
-        joining.join_as_member(Late(), 1, 2, settings(), lambda event: said.append(event.text))
-    assert set(said) == {"waits for node 0 (the control node) to start"}
-
-
 def test_a_gang_joins_over_the_loopback_address_where_all_nodes_are_on_one_machine(registry):
-    control, channel = joining.join_as_control(registry, 2, "10.0.0.7", settings(), lambda event: None, True)
+    control, channel = become_control(registry, "10.0.0.7")
     member, address = joining.join_as_member(registry, 1, 2, settings(), lambda event: None)
     assert registry.look_up(0.0).addresses == (HOST,)
     assert (address, control.own_address, member.own_address) == (HOST, HOST, HOST)
@@ -205,7 +193,7 @@ def test_a_member_that_is_refused_at_first_tries_again(registry, control, monkey
 
 
 def test_a_member_that_comes_after_the_control_nodes_failure_fails_at_once(registry):
-    control, _ = joining.join_as_control(registry, 2, HOST, settings(), lambda event: None, True)
+    control, _ = become_control(registry)
     control.leave(GangError("step failed"))
     error, said = join(registry)
     assert "GangError: step failed" in str(error)
@@ -213,7 +201,7 @@ def test_a_member_that_comes_after_the_control_nodes_failure_fails_at_once(regis
 
 
 def test_a_member_that_comes_after_the_control_nodes_end_can_not_launch(registry):
-    control, _ = joining.join_as_control(registry, 2, HOST, settings(), lambda event: None, True)
+    control, _ = become_control(registry)
     control.leave()
     member, _ = joining.join_as_member(registry, 1, 2, settings(), lambda event: None)
     with pytest.raises(GangError, match="after the gang had ended"):

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -94,16 +95,22 @@ def blocked(limit_s=10.0):
     pytest.fail("was not interrupted")
 
 
+def seconds_of(function, *args, **options):
+    begun = time.monotonic()
+    function(*args, **options)
+    return time.monotonic() - begun
+
+
 def interrupted(member, what=blocked):
-    """Have bad news come while the main thread is in `what`, and return what that raises."""
+    """Have bad news come while the main thread is in `what`, which raises it."""
     timer = threading.Timer(0.1, member.deliver, [ABORT])
     timer.start()
     begun = time.monotonic()
-    with pytest.raises(LaunchFailed, match="Rank 3 failed") as caught:
+    with pytest.raises(LaunchFailed, match="Rank 3 failed"):
         what()
     assert time.monotonic() - begun < 8
     timer.join()
-    return caught.value
+    assert not member.has_news()  # it is raised once
 
 
 # --- leaving -------------------------------------------------------------------------------------
@@ -222,20 +229,21 @@ def test_the_receipt_is_awaited_but_not_for_ever(join, monkeypatch):
     monkeypatch.setattr(member_module, "_ACK_WAIT_S", 0.1)
     member, link = join()
     link.answers = False
-    begun = time.monotonic()
-    member.leave(OSError("x"))
-    assert 0.1 <= time.monotonic() - begun < 2.0
+    assert 0.1 <= seconds_of(member.leave, OSError("x")) < 2.0
     assert link.closed == 1
 
 
-@pytest.mark.parametrize("error", [OSError("x"), None])
-def test_a_node_that_was_never_taken_in_waits_for_nothing(error):
+@pytest.mark.parametrize("why", [None, OSError("x"), "SIGTERM"])
+def test_a_node_that_was_never_taken_in_waits_for_nothing(why):
     member, link = attach()
     link.answers = False
-    begun = time.monotonic()
-    member.leave(error)
-    Member(1, 2, print).leave(error)  # nor does one without a channel
-    assert time.monotonic() - begun < 1.0
+    if why == "SIGTERM":
+        with pytest.raises(TorchrunPreempted) as caught:
+            signal.raise_signal(signal.SIGTERM)
+        why = caught.value
+    assert seconds_of(member.leave, why) < 1
+    assert seconds_of(Member(1, 2, print).leave, why) < 1  # nor does one without a channel
+    assert link.closed == 1
 
 
 def test_a_link_that_breaks_is_closed_all_the_same(join):
@@ -248,14 +256,10 @@ def test_a_link_that_breaks_is_closed_all_the_same(join):
 
 def test_after_an_error_alone_the_control_nodes_end_is_awaited(join):
     (member, link), (other, _) = join(), join()
-    begun = time.monotonic()
-    other.leave(None, hold_s=20)
-    assert time.monotonic() - begun < 1
+    assert seconds_of(other.leave, None, hold_s=20) < 1
     timer = threading.Timer(0.2, member.lose_control, ["closed"])
     timer.start()
-    begun = time.monotonic()
-    member.leave(ValueError("x"), hold_s=20)
-    assert 0.1 < time.monotonic() - begun < 10
+    assert 0.1 < seconds_of(member.leave, ValueError("x"), hold_s=20) < 10
     assert link.closed == 1
     timer.join()
 
@@ -321,26 +325,15 @@ def test_a_control_node_that_vanishes_breaks_the_gang_and_is_told_why_this_node_
 
 
 def test_only_one_thread_at_a_time_is_in_a_launch(join):
-    member, link = join()
+    member, _ = join()
     assert member.begin_launch() == 0
-    said = []
-
-    def second():
-        try:
-            member.begin_launch()
-        except GangError as error:
-            said.append(str(error))
-
-    thread = threading.Thread(target=second)
-    thread.start()
-    thread.join(5)
-    assert "while launch 0 still ran there, in another thread" in said[0]
+    with ThreadPoolExecutor() as pool, pytest.raises(GangError, match="launch 0 still ran there, in another thread"):
+        pool.submit(member.begin_launch).result()
     member.deliver(Stop(0, 0))  # the first is unharmed
     assert member.inbox.get(timeout=1) == Stop(0, 0)
     member.end_launch(None)
     assert member.begin_launch() == 1
     member.end_launch(None)
-    assert link.sent == []
 
 
 def test_a_step_that_ends_before_a_launch_in_another_thread_is_an_error(join):
@@ -465,29 +458,14 @@ def test_sigterm_outside_of_a_launch_tells_the_gang_at_once_and_ends_the_step(jo
     member.finish()
     with pytest.raises(GangError, match="after the gang had ended"):
         member.begin_launch()
-    begun = time.monotonic()
-    member.leave(caught.value, hold_s=20)
-    assert time.monotonic() - begun < 5
+    assert seconds_of(member.leave, caught.value, hold_s=20) < 5
     assert (link.sent, link.closed) == (told, 1)
-
-
-def test_a_node_that_gets_sigterm_while_it_joins_ends():
-    member, link = attach()
-    link.answers = False
-    with pytest.raises(TorchrunPreempted) as caught:
-        signal.raise_signal(signal.SIGTERM)
-    begun = time.monotonic()
-    member.leave(caught.value)
-    assert (link.closed, time.monotonic() - begun < 1) == (1, True)
 
 
 def test_the_handler_of_sigterm_waits_for_no_lock(join):
     member, _ = join()
-    thread = threading.Thread(target=member.note_sigterm)
-    with member._lock:
-        thread.start()
-        thread.join(5)
-        assert not thread.is_alive()
+    with ThreadPoolExecutor() as pool, member._lock:
+        assert pool.submit(member.note_sigterm).result(5)
     with pytest.raises(TorchrunPreempted):
         member.raise_news()
 
@@ -531,18 +509,11 @@ def test_the_previous_handler_is_back_after_leaving(join):
 
 
 def test_joining_in_another_thread_leaves_signals_alone():
-    before, after = signal.getsignal(signal.SIGTERM), []
-
-    def other():
-        member, _ = attach()
+    with ThreadPoolExecutor() as pool:
+        member, _ = pool.submit(attach).result()
         member.deliver(ABORT)
-        after.append(signal.getsignal(signal.SIGTERM))
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
         member.leave()
-
-    thread = threading.Thread(target=other)
-    thread.start()
-    thread.join(10.0)
-    assert after == [before]
 
 
 # --- waking ---------------------------------------------------------------------------------------
@@ -568,13 +539,6 @@ def test_a_step_that_blocks_all_signals_is_woken_between_its_calls_and_lives_on(
         member.leave()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)  # what is pending would kill now
-
-
-def test_news_is_raised_once(join):
-    member, _ = join()
-    interrupted(member)
-    assert not member.has_news()
-    member.raise_news()
 
 
 def test_bad_news_after_a_failed_launch_does_not_interrupt_its_handling(join):
@@ -668,22 +632,13 @@ def test_a_forked_child_can_not_launch_finish_or_leave_even_where_a_thread_has_t
         lambda: member.leave(ValueError("x")),
         lambda: member.await_others(lambda: [2]),
     )
-    held, done = threading.Event(), threading.Event()
-
-    def hold():
-        with member._lock:
-            held.set()
-            done.wait(20)
-
-    thread = threading.Thread(target=hold)
-    thread.start()
-    held.wait(20)
-    try:
-        assert "was forked from the task" in in_child(member.begin_launch)
-        assert [in_child(call) for call in calls] == ["None"] * len(calls)
-    finally:
-        done.set()
-        thread.join()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(member._lock.acquire).result()  # the child has no such thread, and nobody who gives it back
+        try:
+            assert "was forked from the task" in in_child(member.begin_launch)
+            assert [in_child(call) for call in calls] == ["None"] * len(calls)
+        finally:
+            pool.submit(member._lock.release).result()
     assert link.sent == []
     assert member.begin_launch() == 0
     member.end_launch(None)
