@@ -32,9 +32,9 @@ class HelloFlow(FlowSpec):
     @step
     def join(self, inputs):
         for node in inputs:
-            strangers = [fact["rank"] for fact in node.ranks if fact["node"] != node.node_index]
-            if strangers:
-                raise RuntimeError(f"ranks {strangers} ran on node {node.node_index} but believe otherwise")
+            misplaced = [fact["rank"] for fact in node.ranks if fact["node"] != node.node_index]
+            if misplaced:
+                raise RuntimeError(f"ranks {misplaced} ran on node {node.node_index} but believe otherwise")
         self.ranks = sorted((fact for node in inputs for fact in node.ranks), key=lambda fact: fact["rank"])
         self.next(self.end)
 

@@ -43,9 +43,9 @@ def main() -> None:
     args = parse_args()
     data = args.model.read_bytes() if args.model else stored_model(args.run)
     checkpoint = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    strangers = sorted(set(args.prompt) - set(checkpoint["vocabulary"]))
-    if strangers or not args.prompt:
-        raise SystemExit(f"the prompt must have at least one character, and none that the model never saw: {strangers}")
+    unseen = sorted(set(args.prompt) - set(checkpoint["vocabulary"]))
+    if unseen or not args.prompt:
+        raise SystemExit(f"the prompt must have at least one character, and none that the model never saw: {unseen}")
     model = GPT(GPTConfig(**checkpoint["config"]))
     model.load_state_dict(checkpoint["weights"])
     prompt = encode(args.prompt, checkpoint["vocabulary"]).unsqueeze(0)
