@@ -9,6 +9,7 @@ import pytest
 from unit_helpers import write
 
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
+from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec
 from metaflow_extensions.torchrun.plugins.torchrun.node.agent_events import WorkerEnded
 from metaflow_extensions.torchrun.plugins.torchrun.node.exits import (
     Exits,
@@ -17,7 +18,6 @@ from metaflow_extensions.torchrun.plugins.torchrun.node.exits import (
     read_end,
     read_record,
     stderr_tail,
-    worker_cause,
 )
 
 PLAIN = """\
@@ -27,23 +27,7 @@ Traceback (most recent call last):
   File "train.py", line 2, in main
     raise ValueError("loss is nan")
 ValueError: loss is nan""".splitlines()
-
-
-def test_torchs_rank_prefixes_are_taken_off(tmp_path):
-    log = write(tmp_path / "stderr.log", "".join(f"[rank3]: {line}\n" for line in PLAIN))
-    assert read_end(str(log)).splitlines() == PLAIN
-
-
-def test_the_tail_of_a_huge_log_is_read_without_the_rest(tmp_path):
-    log = tmp_path / "stderr.log"
-    log.write_bytes(b"x" * 1_000_000 + b"\nlast \xff line\n")
-    text = read_end(str(log))
-    assert text.endswith("\nlast \ufffd line")
-    assert len(text) < 100_000
-
-
-def test_a_missing_log_has_no_tail(tmp_path):
-    assert stderr_tail(str(tmp_path / "none")) == ""
+TERMINATED = -signal.SIGTERM
 
 
 def elastic_error(message, trace="Traceback: here\n"):
@@ -56,34 +40,85 @@ def own_record(at, exception="RuntimeError: recorded", trace="Traceback: ours\n"
     return json.dumps({"exception": exception, "traceback": trace, "at": at})
 
 
-@pytest.fixture
-def leave(tmp_path):
-    """Write files into a worker's folder, and return it."""
+class Node:
+    """The second node of a gang, whose ranks are 3, 4 and 5; its clock's origin was a minute ago."""
 
-    def make(stderr=None, error=None, record=None):
+    def __init__(self, folder):
+        self.folder = folder
+        self.origin = time.monotonic() - 60
+        spec = LaunchSpec("train.py", (), False, nproc=3, num_nodes=2, node_index=1, python="python3")
+        self.exits = Exits(str(folder), spec, "host-1")
+        self.stopped_at = float("inf")
+
+    def leaves(self, local_rank=0, stderr=None, error=None, record=None):
+        """Write what a worker leaves; return its folder."""
+        folder = self.folder / "run_x" / "attempt_0" / str(local_rank)
         for name, text in (("stderr.log", stderr), ("error.json", error), ("exception.json", record)):
             if text is not None:
-                write(tmp_path / name, text)
-        return str(tmp_path)
+                write(folder / name, text)
+        return str(folder)
 
-    return make
+    def raised(self, local_rank, exception, at):
+        self.leaves(local_rank, record=own_record(self.origin + at, exception))
+
+    def ended(self, local_rank, status, at=1.0, stopped=False):
+        self.exits.note(WorkerEnded(3 + local_rank, local_rank, 100 + local_rank, status, stopped, self.origin + at))
+
+    def reaped(self, local_rank, at):
+        self.ended(local_rank, None, at, stopped=True)
+
+    def stop(self, at):
+        self.stopped_at = self.origin + at
+
+    def torchrun_stops(self, *local_ranks, at=None):
+        """Have torchrun say that it stops some; its clock may be of another zone."""
+        when = datetime.now() - timedelta(hours=1 if at is None else 0, seconds=60 - (at or 0))
+        head = f"W{when:%m%d %H:%M:%S.%f} 77 torch/api.py:1] Sending process"
+        lines = [f"{head} {100 + rank} closing signal SIGTERM" for rank in local_ranks]
+        write(self.folder / "agent.stderr", "\n".join(lines))
+
+    def causes(self):
+        """Return rank, exception and moment of each failure, the earliest first."""
+        found = self.exits.causes(self.stopped_at)
+        return [(cause.rank, cause.exception, round(at - self.origin, 1)) for at, cause in found]
+
+    def cause(self):
+        """Return the only cause, or None."""
+        found = self.exits.causes(self.stopped_at)
+        assert len(found) <= 1
+        return found[0][1] if found else None
 
 
-def test_torchelastics_error_file_is_read(leave):
+@pytest.fixture
+def node(tmp_path):
+    return Node(tmp_path)
+
+
+# --- what a worker leaves --------------------------------------------------------------------------
+
+
+def test_of_a_huge_log_the_end_is_read_without_torchs_rank_prefixes(tmp_path):
+    log = tmp_path / "stderr.log"
+    log.write_bytes(b"x" * 1_000_000 + b"\n[rank3]: last \xff line\n")
+    text = read_end(str(log))
+    assert text.endswith("\nlast \ufffd line")
+    assert len(text) < 100_000
+    assert stderr_tail(str(tmp_path / "none")) == ""
+
+
+def test_torchelastics_error_file_is_read(node):
     before = time.monotonic()
-    record = read_record(leave(error=elastic_error("ValueError: größe")))
-    assert (record.exception, record.traceback) == ("ValueError: größe", "Traceback: here")
+    record = read_record(node.leaves(error=elastic_error("ValueError: größe \ud800")))
+    assert (record.exception, record.traceback) == ("ValueError: größe \\ud800", "Traceback: here")
     assert before - 0.1 < record.at <= time.monotonic(), "when it was written"
-
-
-def test_an_error_file_with_a_bare_message_is_read(leave):
-    record = read_record(leave(error='{"message": "gone"}'))
+    record = read_record(node.leaves(error='{"message": "gone"}'))
     assert (record.exception, record.traceback) == ("gone", "gone")
 
 
-def test_what_ended_the_worker_counts_more_than_what_was_recorded_before(leave):
-    both = leave(error=elastic_error("ValueError: before"), record=own_record(7.5))
-    assert read_record(both) == Record("RuntimeError: recorded", "Traceback: ours", 7.5)
+def test_what_ended_the_worker_counts_more_than_what_was_recorded_before(node):
+    """What no log could take is escaped."""
+    both = node.leaves(error=elastic_error("ValueError: before"), record=own_record(7.5, "E: \udcff", "🙂 \ud800"))
+    assert read_record(both) == Record("E: \\udcff", "🙂 \\ud800", 7.5)
 
 
 BROKEN = [
@@ -94,86 +129,65 @@ BROKEN = [
     "null",
     "3",
     "{}",
-    '{"message": null}',
-    '{"message": {}}',
-    '{"message": 3}',
+    *(f'{{"message": {text}}}' for text in ("null", "{}", 3)),
 ]
 
 
 @pytest.mark.parametrize("text", [*BROKEN, '{"exception": 1, "traceback": 2, "at": 3}', '{"exception": "E", "at": 1}'])
-def test_a_broken_record_counts_as_none(text, leave):
-    assert read_record(leave(error=text)) is None
-    assert read_record(leave(record=text)) is None
-    assert read_record(leave(record=text, error=elastic_error("KeyError: 1"))).exception == "KeyError: 1"
-
-
-def test_what_no_log_could_take_is_escaped(leave):
-    assert read_record(leave(record=own_record(1, "E: \udcff", "🙂 \ud800"))) == Record("E: \\udcff", "🙂 \\ud800", 1.0)
-    assert read_record(leave(error=elastic_error("E: \ud800"), record="")).exception == "E: \\ud800"
+def test_a_broken_record_counts_as_none(text, node):
+    assert read_record(node.leaves(record=text)) is None
+    assert read_record(node.leaves(error=elastic_error("KeyError: 1"))).exception == "KeyError: 1"
+    assert read_record(node.leaves(1, error=text)) is None
 
 
 # --- a worker's end -> cause -----------------------------------------------------------------------
 
 
-@pytest.fixture
-def cause_of(leave):
-    def make(exit_code, stopped=False, stopped_at=float("inf"), **files):
-        found = worker_cause(WorkerEnded(5, 1, 0, exit_code, stopped, 0.0), 2, "host-2", leave(**files), stopped_at)
-        return found and found[0]
-
-    return make
-
-
-def test_success_has_no_cause(cause_of):
-    assert cause_of(0, stderr="\n".join(PLAIN), record=own_record(1.0)) is None
-
-
-def test_an_exception_is_the_cause_since_it_was_raised(leave):
-    end = WorkerEnded(5, 1, 0, 1, False, 0.0)
-    expected = Cause("exception", 2, "host-2", 5, 1, 1, "RuntimeError: recorded", "Traceback: ours")
-    assert worker_cause(end, 2, "host-2", leave(stderr="x", record=own_record(7.5)), 0.0) == (expected, 7.5)
-
-
-@pytest.mark.parametrize("code", [3, -6, -11])
-def test_what_ended_the_main_thread_is_the_cause_however_the_process_ended_after_it(code, cause_of):
-    cause = cause_of(code, record=own_record(1.0))
-    assert (cause.kind, cause.exit_code, cause.exception) == ("exception", code, "RuntimeError: recorded")
+@pytest.mark.parametrize("code", [1, 3, -6, -11])
+def test_what_ended_the_main_thread_is_the_cause_however_the_process_ended_after_it(code, node):
+    node.leaves(0, stderr="x", record=own_record(node.origin + 0.5))
+    node.ended(0, code)
+    node.leaves(1, stderr="\n".join(PLAIN), record=own_record(1.0))
+    node.ended(1, 0)
+    assert node.cause() == Cause("exception", 1, "host-1", 3, 0, code, "RuntimeError: recorded", "Traceback: ours")
+    assert node.causes()[0][2] == 0.5, "since it was raised"
 
 
 @pytest.mark.parametrize("code", [3, -9])
-def test_a_traceback_on_stderr_is_shown_but_is_no_exception(code, cause_of):
+def test_a_traceback_on_stderr_is_shown_but_is_no_exception(code, node):
     """It may be of a logger, a thread or a destructor."""
-    cause = cause_of(code, stderr="\n".join(["before", *PLAIN, "[rank0]: after"]))
+    node.leaves(0, stderr="\n".join([*(f"line {i}" for i in range(100)), *PLAIN, "[rank0]: after"]))
+    node.ended(0, code)
+    cause = node.cause()
     assert (cause.kind, cause.exit_code, cause.exception) == ("exit" if code > 0 else "signal", code, None)
-    assert cause.detail.splitlines() == ["before", *PLAIN, "after"]
-    assert "Last lines of its stderr:\n  | before" in cause.describe()
+    assert cause.detail.splitlines() == [*(f"line {i}" for i in range(77, 100)), *PLAIN, "after"]
+    assert "Last lines of its stderr:\n  | line 77" in cause.describe()
 
 
-def test_without_exception_the_end_of_stderr_is_shown(cause_of):
-    cause = cause_of(3, stderr="".join(f"line {i}\n" for i in range(100)))
-    assert cause.detail.splitlines() == [f"line {i}" for i in range(70, 100)]
-
-
-def test_without_any_file_there_is_still_a_cause(cause_of):
-    assert cause_of(3) == Cause("exit", 2, "host-2", 5, 1, 3)
-
-
-def test_a_signal_is_the_cause(cause_of):
-    cause = cause_of(-9, stderr="loading\n")
-    assert (cause.kind, cause.exit_code, cause.detail) == ("signal", -9, "loading")
-    assert "Rank 5 on node 2 (host host-2) was killed by SIGKILL" in cause.describe()
+def test_without_any_file_there_is_still_a_cause(node):
+    node.ended(0, 3)
+    assert node.cause() == Cause("exit", 1, "host-1", 3, 0, 3)
 
 
 @pytest.mark.parametrize("code", [-15, -9, -6, 1, 143])
-@pytest.mark.parametrize("record", [None, own_record(7.5)])
-def test_a_worker_that_obeyed_is_no_cause_whatever_it_raised_then(code, record, cause_of):
-    assert cause_of(code, stopped=True, stopped_at=7.0, stderr="\n".join(PLAIN), record=record) is None
+@pytest.mark.parametrize("is_recorded", [False, True])
+def test_a_worker_that_obeyed_is_no_cause_whatever_it_raised_then(code, is_recorded, node):
+    node.stop(at=1.0)
+    node.leaves(0, stderr="\n".join(PLAIN), record=own_record(node.origin + 1.5) if is_recorded else None)
+    node.ended(0, code, 2.0, stopped=True)
+    assert node.cause() is None
 
 
-@pytest.mark.parametrize(("code", "shown"), [(-15, None), (1, 1)])
-def test_a_worker_that_was_failing_before_we_stopped_it_is_a_cause(code, shown, cause_of):
-    cause = cause_of(code, stopped=True, stopped_at=8.0, record=own_record(7.5))
-    assert (cause.kind, cause.exit_code, cause.exception) == ("exception", shown, "RuntimeError: recorded")
+@pytest.mark.parametrize(("code", "shown"), [(TERMINATED, None), (1, 1)])
+def test_a_worker_that_was_failing_before_we_stopped_it_is_a_cause(code, shown, node):
+    node.raised(0, "RuntimeError: recorded", at=1.0)
+    node.stop(at=1.5)
+    node.ended(0, code, 2.0, stopped=True)
+    assert (node.cause().kind, node.cause().exit_code, node.cause().exception) == (
+        "exception",
+        shown,
+        "RuntimeError: recorded",
+    )
 
 
 # --- torchrun's own report -------------------------------------------------------------------------
@@ -227,49 +241,6 @@ def test_torchruns_report_names_every_failed_worker_and_the_signal_it_got(text, 
 
 
 # --- which ends of one node's workers count as failures, and since when ------------------------------
-
-TERMINATED = -signal.SIGTERM
-
-
-@pytest.fixture
-def node(tmp_path):
-    return Node(tmp_path)
-
-
-class Node:
-    """The second node of a gang, whose ranks are 3, 4 and 5; its clock's origin was a minute ago."""
-
-    def __init__(self, folder):
-        self.folder = folder
-        self.origin = time.monotonic() - 60
-        self.agent_stderr = write(folder / "agent.stderr", "")
-        self.exits = Exits(str(folder), first_rank=3)
-        self.stopped_at = float("inf")
-
-    def raised(self, local_rank, exception, at):
-        record = {"exception": exception, "traceback": f"Traceback\n{exception}", "at": self.origin + at}
-        write(self.folder / "run_x" / "attempt_0" / str(local_rank) / "exception.json", json.dumps(record))
-
-    def ended(self, local_rank, status, at, stopped=False):
-        self.exits.note(WorkerEnded(3 + local_rank, local_rank, 100 + local_rank, status, stopped, self.origin + at))
-
-    def reaped(self, local_rank, at):
-        self.ended(local_rank, None, at, stopped=True)
-
-    def stop(self, at):
-        self.stopped_at = self.origin + at
-
-    def torchrun_stops(self, *local_ranks, at=None):
-        """Have torchrun say that it stops some; its clock may be of another zone."""
-        when = datetime.now() - timedelta(hours=1 if at is None else 0, seconds=60 - (at or 0))
-        head = f"W{when:%m%d %H:%M:%S.%f} 77 torch/api.py:1] Sending process"
-        lines = [f"{head} {100 + rank} closing signal SIGTERM" for rank in local_ranks]
-        write(self.agent_stderr, "\n".join(lines))
-
-    def causes(self):
-        """Return rank, exception and moment of each failure, the earliest first."""
-        found = self.exits.causes(1, "host-1", self.stopped_at)
-        return [(cause.rank, cause.exception, round(at - self.origin, 1)) for at, cause in found]
 
 
 def test_what_a_stopped_rank_raised_then_does_not_hide_the_rank_that_failed(node):
@@ -329,11 +300,3 @@ def test_a_failure_that_torchrun_alone_has_seen_ends_what_others_can_have_failed
     node.ended(1, 1, at=1.4)
     assert node.exits.failed_unseen().local_rank == 0
     assert node.causes() == [(3, "ConnectionResetError: by peer", 1.0)]
-
-
-@pytest.mark.parametrize("code", [-15, -9, 143])
-def test_a_gang_that_was_stopped_has_no_cause_of_its_own(node, code):
-    node.stop(at=1.0)
-    for local_rank in range(3):
-        node.ended(local_rank, code, at=1.2, stopped=True)
-    assert node.causes() == []

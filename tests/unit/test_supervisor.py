@@ -595,7 +595,6 @@ def test_what_ranks_return_is_stored_one_by_one(storing, store):
     store.words.put("go on")
     assert storing.expect(Storing).what.startswith("rank 3's value (")
     store.words.put("go on")
-    storing.expect(Storing)
     stored = storing.expect(Stored)
     assert (stored.keys, stored.failures) == ({2: "key 0", 3: "key 1"}, ())
     assert list(storing.verdict()) == ["of rank 2", "of rank 3"]
@@ -603,7 +602,6 @@ def test_what_ranks_return_is_stored_one_by_one(storing, store):
 
 def test_a_value_that_can_not_be_stored_is_a_failure(storing, store):
     store.words.put("fail")
-    storing.expect(Storing)
     cause = storing.expect(Stored).failures[0].cause
     assert (cause.kind, cause.rank, cause.local_rank) == ("store", 2, 0)
     assert "could not be stored in the s3 datastore s3://bucket after 0 s: RuntimeError: SlowDown" in cause.exception
@@ -618,7 +616,6 @@ def test_an_upload_that_takes_too_long_is_a_failure(tmp_path, call, monkeypatch)
     returns(call, 2)
     node.all_end_well(agent)
     node.expect(Ended)
-    node.expect(Storing)
     cause = node.expect(Stored).failures[0].cause
     assert cause.exception.endswith("after 0 s: it has not answered, or is too slow")
     node.verdict(ERROR)
@@ -673,7 +670,6 @@ def test_what_ranks_raised_is_stored_in_spite_of_a_stop_and_its_loss_is_no_failu
     node.expect(Storing)
     node.stop()
     store.words.put("fail")
-    node.expect(Storing)
     stored = node.expect(Stored)
     assert (stored.keys, stored.failures) == ({}, ())
     node.verdict(ERROR)

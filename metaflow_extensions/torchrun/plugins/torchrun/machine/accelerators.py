@@ -58,42 +58,21 @@ def choose_nproc(setting: int | str | None, source: str, requested: Nproc | None
     """
     if isinstance(setting, int):
         return Nproc(setting, f"set by {source}")
-    if setting is not None:
-        return _from_word(setting, source, requested, machine)
-    return requested or _from_accelerators(machine) or Nproc(1, f"no setting and {_too_few(machine)}: one process")
-
-
-def _from_word(word: str, name: str, requested: Nproc | None, machine: Machine) -> Nproc:
-    accelerators = requested or _from_accelerators(machine)
-    if word in ("auto", "gpu") and accelerators is not None:
-        return Nproc(accelerators.value, f"{name}={word!r}: {accelerators.why}")
-    if word == "gpu":
+    found, own, nodes = len(machine.accelerators), len(machine.own_accelerators), machine.nodes_here
+    shared = f" shared by {nodes} nodes on this machine" if nodes > 1 else ""
+    accelerators = requested or (Nproc(own, f"{found} visible accelerators{shared}") if own else None)
+    if setting is None:
+        too_few = f"fewer accelerators ({found}) than nodes here ({nodes})" if found else "no accelerator"
+        return accelerators or Nproc(1, f"no setting and {too_few}: one process")
+    if setting in ("auto", "gpu") and accelerators is not None:
+        return Nproc(accelerators.value, f"{source}={setting!r}: {accelerators.why}")
+    if setting == "gpu":
+        whose = "this machine has" if nodes == 1 else f"each of the {nodes} nodes here would get"
         raise TorchrunConfigError(
-            f"{name} is 'gpu', but {_whose(machine)} no visible GPU. Request GPUs (for example "
+            f"{source} is 'gpu', but {whose} no visible GPU. Request GPUs (for example "
             "@kubernetes(gpu=1)), or use 'auto' or a number."
         )
-    cpus = max(1, machine.cpus // machine.nodes_here)
-    return Nproc(cpus, f"{name}={word!r}: {machine.cpus} usable CPUs{_shared(machine)}")
-
-
-def _from_accelerators(machine: Machine) -> Nproc | None:
-    own = machine.own_accelerators
-    if not own:
-        return None
-    return Nproc(len(own), f"{len(machine.accelerators)} visible accelerators{_shared(machine)}")
-
-
-def _too_few(machine: Machine) -> str:
-    found = len(machine.accelerators)
-    return f"fewer accelerators ({found}) than nodes here ({machine.nodes_here})" if found else "no accelerator"
-
-
-def _whose(machine: Machine) -> str:
-    return "this machine has" if machine.nodes_here == 1 else f"each of the {machine.nodes_here} nodes here would get"
-
-
-def _shared(machine: Machine) -> str:
-    return f" shared by {machine.nodes_here} nodes on this machine" if machine.nodes_here > 1 else ""
+    return Nproc(max(1, machine.cpus // nodes), f"{source}={setting!r}: {machine.cpus} usable CPUs{shared}")
 
 
 def requested_accelerators(decorators: Iterable[tuple[str, Mapping[str, Any]]]) -> Nproc | None:
@@ -149,7 +128,7 @@ def visible_accelerators(environ: Mapping[str, str], root: str = "/") -> tuple[s
             # As CUDA reads it: the list ends at the first entry that names no device.
             tokens = (token.strip() for token in environ[variable].split(","))
             return tuple(itertools.takewhile(lambda token: token and not token.startswith("-"), tokens))
-    nvidia = [path for path in glob.glob(os.path.join(root, "dev/nvidia*")) if re.fullmatch(r".*/nvidia\d+", path)]
+    nvidia = glob.glob(os.path.join(root, "dev/nvidia[0-9]*"))
     return tuple(str(index) for index in range(len(nvidia) or _amd_gpus(root)))
 
 

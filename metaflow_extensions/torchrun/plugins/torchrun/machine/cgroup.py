@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import posixpath
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import PurePosixPath
 
 _MOUNT = "sys/fs/cgroup"
 
@@ -25,19 +25,11 @@ def own_folders(controller: str, root: str = "/") -> Iterator[str]:
             paths.update({name: path for name in names.split(",") if name in paths})
     for name, path in paths.items():
         mount = os.path.join(root, _MOUNT, name)
-        for part in _upwards(path):
+        own = PurePosixPath(path.strip("/"))
+        if ".." in own.parts:  # outside of this cgroup namespace: not to be seen from here
+            own = PurePosixPath()
+        for part in (own, *own.parents):
             yield os.path.join(mount, part)
-
-
-def _upwards(path: str) -> Iterator[str]:
-    """Yield `path`, its parents and at last the root, as ``""``."""
-    part = path.strip("/")
-    if ".." in part.split("/"):  # outside of this cgroup namespace: not to be seen from here
-        part = ""
-    while part:
-        yield part
-        part = posixpath.dirname(part)
-    yield ""
 
 
 def read(path: str) -> str:

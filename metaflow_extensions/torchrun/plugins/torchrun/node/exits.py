@@ -20,6 +20,7 @@ from datetime import datetime
 from typing import Any
 
 from ..gang.cause import Cause
+from ..launch.spec import LaunchSpec
 from .agent_events import WorkerEnded
 from .logs import worker_folder
 
@@ -36,9 +37,10 @@ def _failed(end: WorkerEnded) -> bool:
 class Exits:
     """The ends of the workers of one generation on this node; `folder` is torchrun's --log-dir."""
 
-    def __init__(self, folder: str, first_rank: int) -> None:
+    def __init__(self, folder: str, spec: LaunchSpec, host: str) -> None:
         self._folder = folder
-        self._first_rank = first_rank  # the global rank of local rank 0
+        self._spec = spec
+        self._host = host
         self._ends: dict[int, WorkerEnded] = {}  # local rank -> its latest end
         self._unseen_failure: WorkerEnded | None = None
 
@@ -75,15 +77,15 @@ class Exits:
                 self._unseen_failure = max(own, key=lambda end: end.at)
         return self._unseen_failure
 
-    def complete(self, agent_exit: int | None, nproc: int, stopping: bool) -> None:
+    def complete(self, agent_exit: int | None, stopping: bool) -> None:
         """Fill in the exit codes that torchrun alone tells; `stopping`: we had begun to stop the workers."""
-        codes = dict.fromkeys(range(nproc), 0) if agent_exit == 0 else self._report().exit_codes
+        codes = dict.fromkeys(range(self._spec.nproc), 0) if agent_exit == 0 else self._report().exit_codes
         for local_rank, code in codes.items():
             known = self._ends.get(local_rank)
             if known is None:  # the guardian has never seen it
                 stopped = stopping or code == -signal.SIGTERM
-                end = WorkerEnded(self._first_rank + local_rank, local_rank, 0, code, stopped, time.monotonic())
-                self._ends[local_rank] = end
+                rank, at = self._spec.global_rank(local_rank), time.monotonic()
+                self._ends[local_rank] = WorkerEnded(rank, local_rank, 0, code, stopped, at)
             elif known.status is None:
                 self._ends[local_rank] = known._replace(status=code, stopped=code == -signal.SIGTERM)
 
@@ -93,15 +95,14 @@ class Exits:
         """Return a worker whose exit code says that it has failed by itself, or None."""
         return next(filter(_failed, self._ends.values()), None)
 
-    def causes(self, node: int, host: str, stopped_at: float) -> list[tuple[float, Cause]]:
+    def causes(self, stopped_at: float) -> list[tuple[float, Cause]]:
         """Return when and why workers have failed, the earliest first; `stopped_at` is when we began to stop them."""
-        found, told = [], self._told_to_stop_at(stopped_at)
-        for end in self._ends.values():
-            failed = worker_cause(end, node, host, worker_folder(self._folder, end.local_rank), told)
-            if failed is not None:
-                cause, raised_at = failed
-                found.append((end.at if raised_at is None else raised_at, cause))
-        return sorted(found, key=lambda each: each[0])
+        told = self._told_to_stop_at(stopped_at)
+        found = [dated for end in self._ends.values() if (dated := self._cause_of(end, told)) is not None]
+        unseen = self._unseen_failure
+        if not found and unseen is not None:
+            found = [(unseen.at, self._cause(unseen, "exit", detail=stderr_tail(self._files(unseen))))]
+        return sorted(found, key=lambda dated: dated[0])
 
     def _told_to_stop_at(self, stopped_at: float) -> float:
         """Return the first moment at which a worker of this node can have been told to stop.
@@ -111,35 +112,30 @@ class Exits:
         failed = [*filter(_failed, self._ends.values()), *filter(None, [self._unseen_failure])]
         return min([stopped_at, self._report().stopped_at, *(end.at for end in failed)])
 
-    def unseen_cause(self, node: int, host: str) -> Cause | None:
-        """Return what can be said of a failure that torchrun alone has seen, where the worker recorded nothing."""
-        end = self._unseen_failure
-        if end is None:
+    def _cause_of(self, end: WorkerEnded, told: float) -> tuple[float, Cause] | None:
+        """Return when and why a worker failed; None if it did not fail by itself.
+
+        What a stopped worker has raised after it can have been `told` to stop is no cause.
+        """
+        code, folder = end.status, self._files(end)
+        if code == 0:
             return None
-        tail = stderr_tail(worker_folder(self._folder, end.local_rank))
-        return Cause("exit", node, host, end.rank, end.local_rank, detail=tail)
+        if (record := read_record(folder)) is not None:
+            if end.stopped and record.at > told:
+                return None
+            shown = None if end.stopped and (code or 0) < 0 else code
+            return record.at, self._cause(end, "exception", shown, record.exception, record.traceback)
+        if end.stopped or code is None:
+            return None  # it obeyed
+        return end.at, self._cause(end, "signal" if code < 0 else "exit", code, detail=stderr_tail(folder))
 
+    def _cause(
+        self, end: WorkerEnded, kind: str, code: int | None = None, exception: str | None = None, detail: str = ""
+    ) -> Cause:
+        return Cause(kind, self._spec.node_index, self._host, end.rank, end.local_rank, code, exception, detail)
 
-def worker_cause(
-    end: WorkerEnded, node: int, host: str, folder: str, stopped_at: float
-) -> tuple[Cause, float | None] | None:
-    """Return why a worker failed, and when if it said so; None if it did not fail by itself.
-
-    What a stopped worker has raised after `stopped_at`, when the workers were told to stop, is no cause.
-    """
-    code = end.status
-    if code == 0:
-        return None
-    record = read_record(folder)
-    who = (node, host, end.rank, end.local_rank)
-    if record is not None:
-        if end.stopped and record.at > stopped_at:
-            return None
-        shown = None if end.stopped and (code or 0) < 0 else code
-        return Cause("exception", *who, shown, record.exception, record.traceback), record.at
-    if end.stopped or code is None:
-        return None  # it obeyed
-    return Cause("signal" if code < 0 else "exit", *who, code, None, stderr_tail(folder)), None
+    def _files(self, end: WorkerEnded) -> str:
+        return worker_folder(self._folder, end.local_rank)
 
 
 # --- what a worker leaves -----------------------------------------------------------------------

@@ -10,8 +10,6 @@ import enum
 import os
 import shutil
 import time
-from collections.abc import Callable
-from typing import Any
 
 from ..errors import TorchrunError
 from ..gang.cause import Cause, Failure, describe_exit, first_failure, signal_name
@@ -70,7 +68,7 @@ class Generation:
         self.number = go.generation
         self.command = command  # the agent's argv
         self.phase = Phase.STARTING
-        self.exits = Exits(folder, plan.spec.global_rank(0))
+        self.exits = Exits(folder, plan.spec, host)
         self.diagnostics: Diagnostics | None = None  # what `diagnose` has found
         self._plan = plan
         self._node, self._host = plan.spec.node_index, host
@@ -85,14 +83,6 @@ class Generation:
         self._agent_exit: int | None = None
         self._agent_failed_at: float | None = None
         self._end: End | None = None
-        self._handlers: dict[type, Callable[[Any], str | None]] = {
-            WorkerStarted: self._on_worker_started,
-            WorkerEnded: self._on_worker_ended,
-            Frozen: self._on_frozen,
-            Terminated: self._on_terminated,
-            AgentEnded: self._on_agent_ended,
-            End: self._on_end,
-        }
 
     # --- its life -------------------------------------------------------------------------------
 
@@ -144,7 +134,7 @@ class Generation:
         if self.phase is Phase.ENDED:
             return
         self._agent.close(grace_s)
-        known = self._fault is not None or any(self._causes())
+        known = self._fault is not None or any(self.exits.causes(self._stopped_at))
         # What torchrun says of an end that was good or is known would hide the cause (a box that names our script).
         self._follower.finish(explained=self.ended_well or known)
         self._enter(Phase.ENDED)
@@ -173,8 +163,18 @@ class Generation:
 
     def take(self, event: AgentEvent) -> str | None:
         """Take what the agent tells; return what has failed by that while it ran, in words for the log."""
-        handler = self._handlers.get(type(event))
-        return None if handler is None else handler(event)
+        match event:
+            case WorkerStarted():
+                self._pids[event.rank] = event.pid
+            case WorkerEnded():
+                return self._on_worker_ended(event)
+            case Frozen() | Terminated():
+                return self._on_fault(event)
+            case AgentEnded():
+                return self._on_agent_ended(event)
+            case End():
+                self._on_end(event)
+        return None
 
     def look(self) -> str | None:
         """Return what has failed as torchrun alone has seen, in words for the log."""
@@ -182,9 +182,6 @@ class Generation:
             return None
         unseen = self.exits.failed_unseen()
         return None if unseen is None else f"rank {unseen.rank} failed"
-
-    def _on_worker_started(self, event: WorkerStarted) -> None:
-        self._pids[event.rank] = event.pid
 
     def _on_worker_ended(self, event: WorkerEnded) -> str | None:
         failed = self.exits.note(event)
@@ -194,23 +191,19 @@ class Generation:
             return f"rank {event.rank} {self._machine.how_ended(event.status)}"
         return self.look()
 
-    def _on_frozen(self, event: Frozen) -> str | None:
-        whose = "its torchrun agent " if event.rank is None else ""
-        silence = f"{self._plan.silence_s:g} s"
-        text = f"{whose}was stopped by a signal (SIGSTOP or the like) and not continued for {silence}"
-        return self._note_fault("frozen", text, event.at, event.rank, event.local_rank)
-
-    def _on_terminated(self, event: Terminated) -> str | None:
-        text = "its guardian process got SIGTERM, which nobody of the gang has sent"
-        return self._note_fault("agent_ended", text, event.at)
-
-    def _note_fault(
-        self, kind: str, text: str, at: float, rank: int | None = None, local_rank: int | None = None
-    ) -> str | None:
+    def _on_fault(self, event: Frozen | Terminated) -> str | None:
         if self.phase is not Phase.RUNNING:
             return None
-        cause = Cause(kind, self._node, self._host, rank, local_rank, exception=text)
-        self._fault = (at, cause)
+        if isinstance(event, Terminated):
+            text = "its guardian process got SIGTERM, which nobody of the gang has sent"
+            cause = Cause("agent_ended", self._node, self._host, exception=text)
+        else:
+            whose = "its torchrun agent " if event.rank is None else ""
+            text = (
+                f"{whose}was stopped by a signal (SIGSTOP or the like) and not continued for {self._plan.silence_s:g} s"
+            )
+            cause = Cause("frozen", self._node, self._host, event.rank, event.local_rank, exception=text)
+        self._fault = (event.at, cause)
         return f"{cause.who} {cause.what}"
 
     def _on_agent_ended(self, event: AgentEnded) -> str | None:
@@ -218,7 +211,7 @@ class Generation:
         self._agent_exit = event.status
         if event.status == 0 or self.phase is not Phase.RUNNING:
             return None
-        self._complete_exits()
+        self.exits.complete(event.status, stopping=False)
         self._agent_failed_at = event.at
         self._begin_to_stop(event.at)
         failed = self.exits.first_failed()
@@ -231,28 +224,19 @@ class Generation:
             self._agent_exit, self._end = event.status, event
             if event.status != 0 and not self.was_stopped:
                 self._agent_failed_at = time.monotonic()
-        self._complete_exits()
-
-    def _complete_exits(self) -> None:
-        """Fill in how workers have ended whose end the guardian did not see."""
-        self.exits.complete(self._agent_exit, self._plan.spec.nproc, self.was_stopped)
+        self.exits.complete(self._agent_exit, self.was_stopped)
 
     # --- why it failed --------------------------------------------------------------------------
 
     def failures(self) -> tuple[Failure, ...]:
         """Return what has failed on this node, of many the first; the agent itself only where no worker is known to."""
         dated = [] if self._fault is None else [self._fault]
-        dated += [(at, self._machine.explained(cause)) for at, cause in self._causes()]
-        now = time.monotonic()
-        if not dated and (unseen := self.exits.unseen_cause(self._node, self._host)) is not None:
-            dated = [(now, unseen)]
+        dated += [(at, self._machine.explained(cause)) for at, cause in self.exits.causes(self._stopped_at)]
         if not dated and self._agent_failed_at is not None:
             dated = [(self._agent_failed_at, self._agent_cause())]
+        now = time.monotonic()
         first = first_failure(Failure(cause, now - at) for at, cause in dated)
         return () if first is None else (first,)
-
-    def _causes(self) -> list[tuple[float, Cause]]:
-        return self.exits.causes(self._node, self._host, self._stopped_at)
 
     def _agent_cause(self) -> Cause:
         report = read_agent_report(self._folder)

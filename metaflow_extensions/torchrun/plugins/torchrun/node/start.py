@@ -50,11 +50,8 @@ def prepare(plan: Plan, go: Go, member: Member, new_agent: Callable[..., AgentPr
     # An elastic agent goes on after it has reported a failure.
     follower = LogFollower(folder, logs, plan.label, own_label, plan.write, hold_report=not plan.is_elastic)
     inbox = member.inbox  # this launch's; a later launch has another
-
-    def on_event(event: AgentEvent) -> None:
-        inbox.put(AgentNews(go.generation, event))
-
-    agent = new_agent(command, env, _options(plan, folder, logs), on_event)
+    options = _options(plan, folder, logs)
+    agent = new_agent(command, env, options, lambda event: inbox.put(AgentNews(go.generation, event)))
     return Generation(plan, member.host, go, folder, command, agent, follower, MachineFaults(folder))
 
 

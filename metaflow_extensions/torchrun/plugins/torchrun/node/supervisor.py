@@ -8,11 +8,10 @@ into the inbox only; everything else here belongs to the thread that calls `run`
 
 from __future__ import annotations
 
-import contextlib
 import queue
 import shlex
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,14 +76,16 @@ class Supervisor:
         """Run the launch to its end on all nodes. Raises the gang's verdict, the same TorchrunError on every node."""
         self._launch = self._member.begin_launch(self._plan.spec.shown_local_ranks is None)
         try:
-            with self._clean_up():
-                self._member.send(self._ready())
-                while self._verdict is None:
-                    self._take(self._next())
-                if self._verdict.error is not None:
-                    raise self._verdict.error
-        except BaseException:
-            self._member.end_launch(None if self._verdict is None else self._verdict.error, failing=True)
+            self._member.send(self._ready())
+            while self._verdict is None:
+                self._take(self._next())
+            if self._verdict.error is not None:
+                raise self._verdict.error
+        except BaseException as error:
+            try:
+                self._give_up(error)
+            finally:
+                self._member.end_launch(None if self._verdict is None else self._verdict.error, failing=True)
             raise
         self._member.end_launch(None)
         return self._result()
@@ -191,7 +192,7 @@ class Supervisor:
 
     def _on_quiet(self, _: Quiet) -> None:
         """See what no event tells: an upload that takes long, failures that only torchrun saw, and output."""
-        if self._upload is not None and self._upload.look():
+        if self._upload is not None and self._upload.look(has_news=False):
             self._upload = None
         generation = self._generation
         if generation is None:
@@ -246,7 +247,7 @@ class Supervisor:
         return None if transfer is None else Upload(transfer, plan, generation.go, self._member)
 
     def _on_upload_news(self, upload: Upload) -> None:
-        if upload is self._upload and upload.tell_news():  # another one was given up
+        if upload is self._upload and upload.look(has_news=True):  # another one was given up
             self._upload = None
 
     def _give_up_upload(self) -> None:
@@ -256,18 +257,13 @@ class Supervisor:
 
     # --- the end ----------------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def _clean_up(self) -> Iterator[None]:
-        """Whatever ends the launch early: tell the gang first, then stop everything here."""
-        try:
-            yield
-        except BaseException as error:
-            self._tell(error, given_up=True)
-            self._give_up_upload()
-            self._close_generation(self._plan.grace_s)
-            # Of whatever generation: others may have begun, or wait for, one that this node knows nothing of.
-            self._member.send(Ended(self._launch, ok=False))
-            raise
+    def _give_up(self, error: BaseException) -> None:
+        """Tell the gang first, then stop everything here."""
+        self._tell(error, given_up=True)
+        self._give_up_upload()
+        self._close_generation(self._plan.grace_s)
+        # Of whatever generation: others may have begun, or wait for, one that this node knows nothing of.
+        self._member.send(Ended(self._launch, ok=False))
 
     def _close_generation(self, grace_s: float) -> None:
         if self._generation is not None:

@@ -34,23 +34,16 @@ class Upload:
         """Leave it to itself; nothing more is told of it."""
         self._transfer.give_up()
 
-    def tell_news(self) -> bool:
-        """Tell the gang that it has come to another value, or to its end; return whether that is so."""
-        self._say_storing()
-        return self.look()
-
-    def look(self) -> bool:
-        """Tell the log and the gang what takes long, or how it has ended; return whether it has."""
+    def look(self, has_news: bool) -> bool:
+        """Tell the log and the gang of another value, of what takes long, or of the end; return whether it has ended."""
         if self._transfer.over:
             self._tell_end()
             return True
         if (line := self._transfer.line()) is not None:
             self._member.emit(Event("note", self._member.node, line))
-            self._say_storing()
+        if has_news or line is not None:
+            self._member.send(Storing(*self._about, self._transfer.what()))
         return False
-
-    def _say_storing(self) -> None:
-        self._member.send(Storing(*self._about, self._transfer.what()))
 
     def _tell_end(self) -> None:
         self.give_up()
