@@ -42,13 +42,10 @@ def give(batch, model):
 
 def give_from_elsewhere(batch, model, how):
     """Do the same with all tensors taken for those of a device, also beside what cloudpickle alone can carry."""
-    moved = []
-    worker = sys._getframe(1).f_globals
-    worker["is_elsewhere"] = lambda tensor: moved.append(tensor) or True
+    sys._getframe(1).f_globals["EVERYWHERE"] = ()
     value = give(batch, model)
     if how == "cloudpickle":
-        value["function"] = lambda: moved
-    worker["moved"] = moved
+        value["function"] = lambda: how
     return value
 
 

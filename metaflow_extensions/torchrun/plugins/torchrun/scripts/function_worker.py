@@ -88,21 +88,19 @@ def import_main(path: str, package: str | None = None) -> None:
     with open(path, "rb") as file:
         # Without the future imports of this file here, or the flow's annotations would become texts.
         code = compile(file.read(), path, "exec", dont_inherit=True)
-    with suppress(FlowStarts), flows_do_not_run():
+    keep_flows_from_running()
+    with suppress(FlowStarts):
         exec(code, vars(module))  # noqa: S102 - what running the file would do
     rename(module)
     # What is defined from now on says where it comes from as everything else.
     module.__name__ = "__main__"
 
 
-@contextmanager
-def flows_do_not_run() -> Iterator[None]:
+def keep_flows_from_running() -> None:
     """End a flow file that runs its flow without ``if __name__ == "__main__"`` where it does, as in the task."""
-    flow_class = None
-    with suppress(ImportError):
+    try:
         flow_class = importlib.import_module("metaflow").FlowSpec
-    if flow_class is None:
-        yield
+    except ImportError:
         return
     original = flow_class.__init__
 
@@ -112,10 +110,6 @@ def flows_do_not_run() -> Iterator[None]:
         original(self, use_cli=False)
 
     flow_class.__init__ = begin
-    try:
-        yield
-    finally:
-        flow_class.__init__ = original
 
 
 def rename(module: ModuleType) -> None:
@@ -251,10 +245,13 @@ def is_of_main_file(thing: Any) -> bool:
 # --- what comes back --------------------------------------------------------------------------
 
 
+EVERYWHERE = ("cpu", "meta")  # devices that every process has
+
+
 def on_cpu(thing: Any) -> Any:
     """Return how to pickle a tensor of a device: as one of the CPU, since who reads it may have no such device."""
     torch = sys.modules.get("torch")
-    if torch is None or not isinstance(thing, torch.Tensor) or not is_elsewhere(thing):
+    if torch is None or not isinstance(thing, torch.Tensor) or thing.device.type in EVERYWHERE:
         return NotImplemented
     here = thing.detach().cpu()
     if isinstance(thing, torch.nn.Parameter):
@@ -262,11 +259,6 @@ def on_cpu(thing: Any) -> Any:
     else:
         here.requires_grad_(thing.requires_grad)
     return here.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-
-
-def is_elsewhere(tensor: Any) -> bool:
-    """Tell whether a tensor lies on a device that another process may not have."""
-    return tensor.device.type not in ("cpu", "meta")
 
 
 def store(value: Any, rank: int, path: str) -> None:
