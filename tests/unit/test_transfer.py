@@ -1,0 +1,119 @@
+"""Values on their way to a store that is slow, fails or is given up."""
+
+import queue
+import subprocess
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
+
+import boto3
+import pytest
+from botocore.config import Config
+from unit_helpers import eventually
+
+from metaflow_extensions.torchrun.plugins.torchrun.border.value_store import DatastoreValues
+from metaflow_extensions.torchrun.plugins.torchrun.launch import transfer
+from metaflow_extensions.torchrun.plugins.torchrun.launch.transfer import Step, Transfer, TransferFailed, size_text
+
+DEADLINE_S = 30.0
+KEY = {"region_name": "us-east-1", "aws_access_key_id": "id", "aws_secret_access_key": "key"}
+
+
+@pytest.fixture
+def going():
+    """Return a queue; each thing in it ends a transfer that `loading` has made, as its step's work."""
+    going = queue.Queue()
+    yield going
+    going.put(dict)
+
+
+def loading(going, patience_s):
+    store = SimpleNamespace(where="the s3 datastore", trouble=lambda: "503 SlowDown")
+    return Transfer(store, "loads", [Step("rank 1's value", lambda: going.get()(), patience_s)])
+
+
+def test_who_waits_says_now_and_then_for_what_and_how_the_store_fails(going, monkeypatch):
+    monkeypatch.setattr(transfer, "REMIND_S", 0.2)
+    lines = []
+
+    def note(line):
+        lines.append(line)
+        going.put(lambda: {1: "value"})
+
+    assert loading(going, 100.0).wait(note) == {1: "value"}
+    assert lines[0].startswith("loads rank 1's value (the datastore fails: 503 SlowDown), for ")
+
+
+def test_who_waits_too_long_hears_for_what_and_why(going):
+    with pytest.raises(
+        TransferFailed, match=r"rank 1's value could not be loaded from the s3 datastore .*503 SlowDown"
+    ):
+        loading(going, 0.0).wait(print)
+
+
+ABANDONED = """
+from concurrent.futures import ThreadPoolExecutor
+import threading, time
+from metaflow_extensions.torchrun.plugins.torchrun.launch.transfer import Step, Transfer
+
+class Store:
+    where = "the s3 datastore"
+    def trouble(self):
+        return None
+
+def save():  # as boto3 does it: in threads of a pool, which the interpreter waits for
+    with ThreadPoolExecutor() as pool:
+        pool.submit(begun.set)
+        pool.submit(time.sleep, 1000).result()
+
+begun = threading.Event()
+upload = Transfer(Store(), "stores", [Step("a value", save, 1000.0)])
+upload.start()
+begun.wait()
+upload.give_up()
+"""
+
+
+def test_a_transfer_that_was_given_up_holds_up_no_exit():
+    begun = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", ABANDONED], timeout=DEADLINE_S, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert time.monotonic() - begun < DEADLINE_S
+
+
+class Busy(BaseHTTPRequestHandler):
+    """An S3 that answers as it does when it has too much to do."""
+
+    def do_PUT(self):
+        body = b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"
+        self.send_response(503)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *args):
+        pass
+
+
+def test_what_the_s3_client_meets_is_known_while_it_tries_again():
+    store = DatastoreValues(SimpleNamespace(TYPE="s3", datastore_root="s3://bucket"))
+    assert store.trouble() is None
+    with ThreadingHTTPServer(("127.0.0.1", 0), Busy) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_address[1]}"
+        client = boto3.client("s3", endpoint_url=url, config=Config(retries={"mode": "adaptive"}), **KEY)
+        step = Step("a value", lambda: client.put_object(Bucket="b", Key="k", Body=b"v"), 100.0)
+        upload = Transfer(store, "stores", [step])
+        upload.start()
+        words = "a value (the datastore fails: SlowDown: Please reduce your request rate.)"
+        eventually(lambda: upload.what() == words, deadline_s=DEADLINE_S)
+        server.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("size", "text"), [(0, "0 bytes"), (999, "999 bytes"), (1500, "1.5 kB"), (2.1e9, "2.1 GB"), (3e8, "300.0 MB")]
+)
+def test_sizes_are_for_people(size, text):
+    assert size_text(size) == text
