@@ -35,48 +35,38 @@ def test_a_dict_of_arguments_becomes_options(value, words):
     assert entrypoint_arguments({"key": value}) == words
 
 
-@pytest.mark.parametrize("key", ["-k", "--key", "--key=x"])
-def test_a_key_that_has_its_dashes_keeps_them(key):
-    assert entrypoint_arguments({key: 1}) == (key, "1")
-
-
 def test_hostile_values_arrive_unchanged():
-    texts = [text for text in HOSTILE if text]
-    assert entrypoint_arguments(dict.fromkeys("k", "x")) == ("--k", "x")
-    assert [entrypoint_arguments({"k": text}) for text in texts] == [("--k", text) for text in texts]
+    for text in filter(None, HOSTILE):
+        assert entrypoint_arguments({"k": text}) == ("--k", text)
     nested = {text: [text, {"deep": text}] for text in HOSTILE}
     assert json.loads(entrypoint_arguments({"k": nested})[1]) == nested
 
 
-def test_the_order_of_arguments_is_kept():
-    assert entrypoint_arguments({"b": 1, "a": 2, "flag": None}) == ("--b", "1", "--a", "2", "--flag")
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"b": 1, "a": 2, "flag": None}, ("--b", "1", "--a", "2", "--flag")),
+        ({"-k": 1, "--key": 2, "--key=x": 3}, ("-k", "1", "--key", "2", "--key=x", "3")),  # dashes are kept
+        (HOSTILE, tuple(HOSTILE)),
+        (("--n", 3, 0.5), ("--n", "3", "0.5")),
+        *((nothing, ()) for nothing in (None, {}, [], ())),
+    ],
+)
+def test_arguments_keep_their_order_and_lists_are_passed_as_they_are(given, words):
+    assert entrypoint_arguments(given) == words
 
 
-def test_a_list_is_passed_as_it_is():
-    assert entrypoint_arguments(HOSTILE) == tuple(HOSTILE)
-    assert entrypoint_arguments(("--n", 3, 0.5)) == ("--n", "3", "0.5")
-
-
-@pytest.mark.parametrize("nothing", [None, {}, [], ()])
-def test_no_arguments_are_none(nothing):
-    assert entrypoint_arguments(nothing) == ()
-
-
-@pytest.mark.parametrize("wrong", ["--lr 0.1", b"--lr", 3, {1, 2}])
-def test_another_form_of_arguments_is_refused(wrong):
-    with pytest.raises(TorchrunConfigError, match=r"entrypoint_args is a .* dict .* or a list"):
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        *((wrong, r"entrypoint_args is a .* dict .* or a list") for wrong in ("--lr 0.1", b"--lr", 3, {1, 2})),
+        *((wrong, "NUL") for wrong in ({"k": "a\0b"}, {"a\0b": 1}, ["a\0b"])),
+        ({"when": [object()]}, r"entrypoint_args\['when'\]"),  # JSON can't hold it
+    ],
+)
+def test_arguments_that_can_not_be_are_refused_with_the_reason(wrong, why):
+    with pytest.raises(TorchrunConfigError, match=why):
         entrypoint_arguments(wrong)
-
-
-@pytest.mark.parametrize("wrong", [{"k": "a\0b"}, {"a\0b": 1}, ["a\0b"]])
-def test_a_nul_character_is_refused(wrong):
-    with pytest.raises(TorchrunConfigError, match="NUL"):
-        entrypoint_arguments(wrong)
-
-
-def test_a_value_that_json_can_not_hold_is_named():
-    with pytest.raises(TorchrunConfigError, match=r"entrypoint_args\['when'\]"):
-        entrypoint_arguments({"when": [object()]})
 
 
 # --- torchrun_args -----------------------------------------------------------------------------

@@ -107,52 +107,51 @@ def raised(error=None, text="ValueError: nan"):
 # --- what is refused --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("arguments", ["--epochs 3", b"x", 3, {1, 2}, object()])
-def test_arguments_that_are_neither_keywords_nor_positions_are_refused(arguments, make):
-    with pytest.raises(TorchrunConfigError, match=r"dict \(keyword arguments\) or a list \(positional ones\)"):
-        make(arguments=arguments)
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        *(({"arguments": wrong}, r"dict \(keyword arguments\) or a list") for wrong in ("--epochs 3", b"x", 3, {1, 2})),
+        ({"arguments": {"epochs": 1, 3: 4}}, "3 is no name"),
+        *(({"init": wrong}, "must be one of gloo, nccl, auto") for wrong in ("mpi", "cuda", "GLOO", True, "")),
+    ],
+)
+def test_what_a_call_can_not_mean_is_refused(wrong, why, make):
+    with pytest.raises(TorchrunConfigError, match=why):
+        make(**wrong)
 
 
-def test_keywords_are_names(make):
-    with pytest.raises(TorchrunConfigError, match="3 is no name"):
-        make(arguments={"epochs": 1, 3: 4})
+@pytest.mark.parametrize(
+    ("given", "expected"), [(OrderedDict(epochs=2), ([], {"epochs": 2})), (range(1), ([0], {})), (None, ([], {}))]
+)
+def test_any_mapping_and_any_sequence_will_do(given, expected, make):
+    with open(os.path.join(make(arguments=given).folder, "call.pkl"), "rb") as file:
+        assert pickle.load(file)["init"] is None
+        assert pickle.load(file) == (train, *expected)
 
 
-def test_any_mapping_and_any_sequence_will_do(make):
-    for given, expected in ((OrderedDict(epochs=2), ([], {"epochs": 2})), (range(1), ([0], {})), (None, ([], {}))):
-        with open(os.path.join(make(arguments=given).folder, "call.pkl"), "rb") as file:
-            header = pickle.load(file)
-            assert pickle.load(file) == (train, *expected)
-        assert header["init"] is None
+class Full:
+    def __reduce__(self):
+        raise OSError(28, "No space left on device")
 
 
-@pytest.mark.parametrize("init", ["mpi", "cuda", "GLOO", True, ""])
-def test_a_process_group_is_of_a_known_kind(init, make):
-    with pytest.raises(TorchrunConfigError, match="must be one of gloo, nccl, auto"):
-        make(init=init)
-
-
-def test_what_can_not_be_pickled_leaves_no_file(make, tmp_path):
-    with pytest.raises(EntrypointError):
-        make(arguments=[threading.Lock()])
+@pytest.mark.parametrize(
+    ("argument", "error", "why"),
+    [
+        (threading.Lock(), EntrypointError, "can't be pickled"),
+        (Full(), LaunchFailed, "No space left"),  # no fault of the function
+    ],
+)
+def test_a_call_that_can_not_be_written_leaves_no_file(argument, error, why, make, tmp_path):
+    with pytest.raises(error, match=why):
+        make(arguments=[argument])
     assert not list(tmp_path.glob("torchrun-call-*"))
 
 
-def test_a_full_disk_is_no_fault_of_the_function(make, monkeypatch):
-    class Full:
-        def __reduce__(self):
-            raise OSError(28, "No space left on device")
-
-    with pytest.raises(LaunchFailed, match="No space left"):
-        make(arguments=[Full()])
-
-
-def test_what_is_for_functions_is_refused_for_scripts():
+@pytest.mark.parametrize(("init", "gather", "named"), [("gloo", False, "init='gloo'"), (None, True, "gather=True")])
+def test_what_is_for_functions_is_refused_for_scripts(init, gather, named):
     refuse_for_scripts(None, False)
-    with pytest.raises(TorchrunConfigError, match=r"run\(init='gloo'\) is for functions"):
-        refuse_for_scripts("gloo", False)
-    with pytest.raises(TorchrunConfigError, match=r"run\(gather=True\) is for functions"):
-        refuse_for_scripts(None, True)
+    with pytest.raises(TorchrunConfigError, match=rf"run\({named}\) is for functions"):
+        refuse_for_scripts(init, gather)
 
 
 @pytest.mark.parametrize(
@@ -188,22 +187,14 @@ def test_name_and_file_of_a_function(function, name, make):
     assert (spec.function, spec.source) == (name, __file__)
 
 
-def test_two_functions_are_told_apart_and_two_folders_are_not(make):
-    specs = [make(function).fit(SPEC) for function in (train, Trainer.fit)]
-    assert specs[0].digest() != specs[1].digest()
-    assert specs[0].digest() == make(train).fit(replace(SPEC, entrypoint="/elsewhere/worker.py")).digest()
-
-
-def test_two_sources_are_told_apart(tmp_path):
-    one, other = (write(tmp_path / name / "flow.py", name) for name in ("a", "b"))
-    digests = {contents_digest(replace(SPEC, source=str(path))) for path in (one, other)}
-    assert len(digests) == 2
-
-
-def test_a_function_without_a_file_has_the_workers_contents(make):
-    spec = make(len).fit(SPEC)
-    assert spec.source is None
-    assert contents_digest(spec) == contents_digest(SPEC) != "unknown"
+def test_functions_are_told_apart_by_name_and_source_and_not_by_their_folders(make, tmp_path):
+    one, other = (make(function).fit(SPEC) for function in (train, Trainer.fit))
+    assert one.digest() != other.digest()
+    assert one.digest() == make(train).fit(replace(SPEC, entrypoint="/elsewhere/worker.py")).digest()
+    sources = [str(write(tmp_path / name / "flow.py", name)) for name in ("a", "b")]
+    assert len({contents_digest(replace(one, source=source)) for source in sources}) == 2
+    builtin = make(len).fit(SPEC)
+    assert contents_digest(builtin) == contents_digest(SPEC) != "unknown", "it has the contents of the worker's script"
 
 
 # --- what goes to other nodes -------------------------------------------------------------------------
@@ -219,41 +210,38 @@ def uploaded(call, ranks, node, ok):
     return upload.problem() or upload.results
 
 
-def test_values_are_stored_only_where_they_are_to_be_gathered_and_not_by_the_control_node(make):
+@pytest.mark.parametrize(
+    ("node", "gather", "ok", "stored"),
+    [
+        (1, True, True, {2: "0"}),
+        (0, True, True, None),  # the control node's own values are needed nowhere else
+        (1, False, True, None),
+        (1, False, False, {3: "0"}),
+        (0, False, False, {3: "0"}),
+    ],
+)
+def test_what_other_nodes_need_is_stored(node, gather, ok, stored, make):
     store = Store()
-    for call in (make(gather=True), make(store=store)):
-        leave(call, "returned-2.pkl", "value")
-        assert call.upload([2, 3], 1, True) is None
+    call = make(gather=gather, store=store)
+    data = {"0": leave(call, "returned-2.pkl", "value") if ok else leave(call, "raised-3.pkl", raised())}
+    assert uploaded(call, [2, 3], node, ok) == stored
+    assert store.data == (data if stored else {})
+    assert call.upload([7], node, ok) is None, "it has ended by sys.exit()"
+    alone = make(gather=gather)
+    leave(alone, "returned-2.pkl", "value")
+    leave(alone, "raised-3.pkl", raised())
+    assert alone.upload([2, 3], node, ok) is None
+
+
+def test_an_upload_says_what_it_carries_and_whether_the_launch_needs_it(make):
+    store = Store()
     call = make(gather=True, store=store)
-    data = leave(call, "returned-2.pkl", "value")
-    assert call.upload([2, 3], 0, True) is None
-    assert call.upload([3], 1, True) is None  # it has ended by sys.exit(0)
+    data = leave(call, "returned-2.pkl", 1)
+    leave(call, "raised-3.pkl", raised())
     upload = call.upload([2, 3], 1, True)
     assert (upload.vital, upload.step.rank) == (True, 2)
     assert upload.what() == f"rank 2's value ({len(data)} bytes)"
-    assert not store.data
-    assert uploaded(call, [2, 3], 1, True) == {2: "0"}
-    assert store.data == {"0": data}
-
-
-@pytest.mark.parametrize("node", [0, 1])
-def test_what_was_raised_is_stored_by_every_node_that_is_not_alone(node, make):
-    store = Store()
-    call = make(store=store)
-    data = leave(call, "raised-2.pkl", raised())
-    leave(call, "returned-3.pkl", "value")
-    assert not call.upload([2, 3], node, False).vital
-    assert uploaded(call, [2, 3], node, False) == {2: "0"}
-    assert store.data == {"0": data}
-    alone = make()
-    leave(alone, "raised-2.pkl", raised())
-    assert alone.upload([2, 3], node, False) is None
-
-
-def test_a_broken_store_loses_no_value_silently(make):
-    store = Store()
-    call = make(gather=True, store=store)
-    leave(call, "returned-2.pkl", 1)
+    assert not call.upload([2, 3], 1, False).vital
     store.broken = True
     assert uploaded(call, [2], 1, True) == "after 0 s: RuntimeError: no bucket"
 
@@ -323,37 +311,32 @@ def test_the_exception_comes_whatever_was_seen_of_the_workers_end(kind, make):
     assert error.__notes__ == ["raised by rank 2 on node 1 (host host-1)"]
 
 
-def test_the_exception_of_another_nodes_rank_comes_through_the_store(make):
+@pytest.mark.parametrize("stored", [{2: "0"}, {}, {2: "no such key"}, {3: "0"}])
+def test_the_exception_of_another_nodes_rank_comes_through_the_store(stored, make):
     store = Store()
-    key = store.save(pickle.dumps(raised(KeyError("lr"))))
-    verdict = LaunchFailed("the gang's words", CAUSE)
-    assert type(make(store=store).original(verdict, {2: key})) is KeyError
-    for missing in ({}, {2: "no such key"}, {3: key}):
-        error = make(store=store).original(verdict, missing)
-        assert type(error) is WorkerFailed
-        assert error.message == "the gang's words"
-        assert error.cause == CAUSE
+    store.save(pickle.dumps(raised(KeyError("lr"))))
+    error = make(store=store).original(LaunchFailed("the gang's words", CAUSE), stored)
+    if stored == {2: "0"}:
+        assert type(error) is KeyError
+    else:
+        assert (type(error), error.message, error.cause) == (WorkerFailed, "the gang's words", CAUSE)
 
 
 @pytest.mark.parametrize(
-    "verdict",
+    ("verdict", "left"),
     [
-        LaunchFailed("exit code 3", {**CAUSE, "kind": "exit"}),
-        LaunchFailed("SIGKILL", {**CAUSE, "kind": "signal"}),
-        LaunchFailed("out of memory", {**CAUSE, "kind": "oom"}),
-        LaunchFailed("the node vanished", {**CAUSE, "kind": "lost", "rank": None}),
-        LaunchFailed("nobody knows"),
+        (LaunchFailed("exit code 3", {**CAUSE, "kind": "exit"}), False),
+        (LaunchFailed("SIGKILL", {**CAUSE, "kind": "signal"}), False),
+        (LaunchFailed("out of memory", {**CAUSE, "kind": "oom"}), True),
+        (LaunchFailed("the node vanished", {**CAUSE, "kind": "lost", "rank": None}), True),
+        (LaunchFailed("nobody knows"), True),
+        *((cls("the gang's words", CAUSE), True) for cls in (LaunchTimeout, LaunchHung, TorchrunPreempted)),
     ],
 )
-def test_what_was_no_exception_stays_the_gangs_verdict(verdict, make):
-    assert make().original(verdict, {}) is verdict
-
-
-@pytest.mark.parametrize("cls", [LaunchTimeout, LaunchHung, TorchrunPreempted])
-def test_what_the_gang_decided_is_not_replaced_by_what_a_rank_raised_meanwhile(cls, make):
+def test_what_was_no_exception_stays_the_gangs_verdict_whatever_a_rank_raised_meanwhile(verdict, left, make):
     call = make()
-    leave(call, "raised-2.pkl", raised(ValueError()))
-    verdict = cls("the gang's words", CAUSE)
+    if left:
+        leave(call, "raised-2.pkl", raised(ValueError()))
     assert call.original(verdict, {}) is verdict
 
 
