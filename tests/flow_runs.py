@@ -12,7 +12,8 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,17 +38,33 @@ class Line:
     at: float
 
 
-@dataclass
-class FlowRun:
-    """A flow that runs, or has run."""
+class Running:
+    """A flow that runs, or has run, and what it has written."""
 
-    process: subprocess.Popen[str]
-    out: Path
-    home: Path
-    mark: str
-    lines: list[Line] = field(default_factory=list)
-    threads: list[threading.Thread] = field(default_factory=list)
-    env: dict[str, str] = field(default_factory=dict)
+    def __init__(self, command: list[str], folder: Path, env: dict[str, str], one_stream: bool = False) -> None:
+        self.env = env
+        self.lines: list[Line] = []
+        self.process = subprocess.Popen(
+            command,
+            cwd=folder,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT if one_stream else subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+            preexec_fn=heed_ctrl_c,
+        )
+        streams = ("stdout",) if one_stream else ("stdout", "stderr")
+        self._readers = [threading.Thread(target=self._read, args=(stream,), daemon=True) for stream in streams]
+        for reader in self._readers:
+            reader.start()
+
+    def _read(self, stream: str) -> None:
+        with getattr(self.process, stream) as lines:
+            for line in lines:
+                self.lines.append(Line(line.rstrip("\n"), stream, time.time()))
 
     @property
     def text(self) -> str:
@@ -55,9 +72,17 @@ class FlowRun:
 
     def wait(self, timeout_s: float = 120) -> int:
         code = self.process.wait(timeout_s)
-        for thread in self.threads:
-            thread.join(10)
+        for reader in self._readers:
+            reader.join(10)
         return code
+
+
+class FlowRun(Running):
+    """A flow on this machine."""
+
+    def __init__(self, command: list[str], folder: Path, env: dict[str, str], home: Path) -> None:
+        self.out, self.home = Path(env["GANG_OUT"]), home
+        super().__init__(command, folder, env)
 
     def note(self, name: str) -> Any:
         return json.loads((self.out / name).read_text())
@@ -77,12 +102,10 @@ class FlowRun:
         """Every living process that this run has started, however it detached itself."""
         found = []
         for process in psutil.process_iter():
-            try:
-                marked = process.environ().get(MARK) == self.mark
+            with suppress(psutil.Error):
+                marked = process.environ().get(MARK) == self.env[MARK]
                 if marked and process.pid != os.getpid() and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
-            except psutil.Error:
-                continue
         return found
 
     def await_gone(self, timeout_s: float) -> float:
@@ -141,7 +164,6 @@ def starting_flows(tmp_path: Path) -> Iterator[StartFlow]:
             shutil.copytree(FLOWS, place)
         out = tmp_path / f"out-{len(runs)}"
         out.mkdir()
-        mark = uuid.uuid4().hex
         full = {
             **{name: value for name, value in os.environ.items() if keep_settings or not name.startswith("METAFLOW_")},
             "METAFLOW_USER": "tester",
@@ -150,28 +172,12 @@ def starting_flows(tmp_path: Path) -> Iterator[StartFlow]:
             "GANG_OUT": str(out),
             "GANG_HOOK": hook,
             "WORKER_DO": do,
-            MARK: mark,
+            MARK: uuid.uuid4().hex,
             **({"GANG_ATTRS": json.dumps(attrs)} if attrs is not None else {}),
             **({"GANG_RUNS": json.dumps(runs_)} if runs_ is not None else {}),
             **(env or {}),
         }
-        process = subprocess.Popen(
-            [python, str(flow), "--no-pylint", *before, command, *arguments],
-            cwd=place,
-            env=full,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-            preexec_fn=heed_ctrl_c,
-        )
-        run = FlowRun(process, out, home, mark, env=full)
-        for stream in ("stdout", "stderr"):
-            thread = threading.Thread(target=collect_lines, args=(run, stream), daemon=True)
-            thread.start()
-            run.threads.append(thread)
+        run = FlowRun([python, str(flow), "--no-pylint", *before, command, *arguments], place, full, home)
         runs.append(run)
         return run
 
@@ -180,19 +186,8 @@ def starting_flows(tmp_path: Path) -> Iterator[StartFlow]:
         left = run.processes()
         for process in left:
             process.send_signal(signal.SIGKILL)
-        run.process.wait(10)
-        for thread in run.threads:
-            thread.join(10)
-        for pipe in (run.process.stdout, run.process.stderr):
-            if pipe is not None:
-                pipe.close()
+        run.wait(10)
         assert not left, f"left running: {left}"
-
-
-def collect_lines(run: Any, stream: str) -> None:
-    """Keep every line that a run's process writes to a stream."""
-    for line in getattr(run.process, stream):
-        run.lines.append(Line(line.rstrip("\n"), stream, time.time()))
 
 
 @pytest.fixture

@@ -11,13 +11,12 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from flow_runs import collect_lines, heed_ctrl_c
+from flow_runs import Running
 from remote_flows import RemoteFlow
 
 HERE = Path(__file__).parent
@@ -41,6 +40,7 @@ PLAN: dict[str, Any] = {
     "RETRY": False,
     "KUBERNETES": None,
     "BATCH": None,
+    "RESOURCES": None,
 }
 
 
@@ -72,7 +72,6 @@ def start_remote(tmp_path: Path) -> Iterator[StartRemote]:
         name: str = "RemoteGang",
         source: Path = FLOWS,
         command: str = "run",
-        before: tuple[str, ...] = (),
         do: str = "",
         folder: Path | None = None,
         **plan: Any,
@@ -92,21 +91,8 @@ def start_remote(tmp_path: Path) -> Iterator[StartRemote]:
             "PYTHONUNBUFFERED": "1",
             "PYTHONFAULTHANDLER": "1",
         }
-        process = subprocess.Popen(
-            [sys.executable, flow, "--no-pylint", *before, command, "--run-id-file", str(place / "run-id"), *arguments],
-            cwd=place,
-            env=env,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-            preexec_fn=heed_ctrl_c,
-        )
-        run = RemoteFlow(process, place, env, name)
-        run.thread = threading.Thread(target=collect_lines, args=(run, "stdout"), daemon=True)
-        run.thread.start()
+        options = ("--run-id-file", str(place / "run-id"))
+        run = RemoteFlow([sys.executable, flow, "--no-pylint", command, *options, *arguments], place, env, name)
         runs.append(run)
         return run
 
@@ -118,11 +104,7 @@ def start_remote(tmp_path: Path) -> Iterator[StartRemote]:
                 run.process.wait(30)
             except subprocess.TimeoutExpired:
                 os.killpg(run.process.pid, signal.SIGKILL)
-                run.process.wait(10)
-        assert run.thread is not None
-        run.thread.join(10)
-        assert run.process.stdout is not None
-        run.process.stdout.close()
+        Running.wait(run, 10)
 
 
 @pytest.fixture

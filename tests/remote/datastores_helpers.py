@@ -1,12 +1,4 @@
-"""What the tests of datastores ask Metaflow, in a process of its own: its settings are read once, at the import."""
-
-from __future__ import annotations
-
-import json
-import subprocess
-import sys
-from pathlib import Path
-from typing import Any
+"""What the tests of datastores `ask` Metaflow, which reads its settings once, at the import."""
 
 # argv: flow/run/step, and for how many attempts to look for the address record.
 TELL = """
@@ -80,15 +72,3 @@ registry().publish(replace(first, closed=True, error=GangError("gone")))
 look_up("closed")
 print("TOLD " + json.dumps(found))
 """
-
-
-def ask(script: str, *arguments: str, folder: Path, env: dict[str, str]) -> dict[str, Any]:
-    """Run one of the scripts above and return what it tells."""
-    told = subprocess.run(
-        [sys.executable, "-c", script, *arguments], cwd=folder, env=env, capture_output=True, text=True, timeout=120
-    )
-    for line in told.stdout.splitlines():
-        if line.startswith("TOLD "):
-            found: dict[str, Any] = json.loads(line[len("TOLD ") :])
-            return found
-    raise AssertionError(told.stdout + told.stderr)

@@ -7,16 +7,14 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flow_runs import Line
+from flow_runs import Line, Running
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-# Reads what Metaflow has kept of a run, in a process of its own: its client keeps settings in globals.
+# Reads what Metaflow has kept of a run; not in this process, since its client keeps settings in globals.
 _TELL = """
 import json, sys
 from metaflow import Step, namespace
@@ -29,20 +27,22 @@ print("TOLD " + json.dumps(tasks))
 """
 
 
-@dataclass
-class RemoteFlow:
-    """A flow that runs, or has run, on a remote backend."""
+def ask(script: str, *arguments: str, folder: Path, env: dict[str, str]) -> Any:
+    """Run a script that prints TOLD and JSON, in a process of its own; return what it tells."""
+    told = subprocess.run(
+        [sys.executable, "-c", script, *arguments], cwd=folder, env=env, capture_output=True, text=True, timeout=120
+    )
+    found = [line.removeprefix("TOLD ") for line in told.stdout.splitlines() if line.startswith("TOLD ")]
+    assert found, told.stdout + told.stderr
+    return json.loads(found[0])
 
-    process: subprocess.Popen[str]
-    folder: Path
-    env: dict[str, str]
-    flow_name: str
-    lines: list[Line] = field(default_factory=list)
-    thread: threading.Thread | None = None
 
-    @property
-    def text(self) -> str:
-        return "\n".join(line.text for line in self.lines)
+class RemoteFlow(Running):
+    """A flow on a remote backend; its two streams come as one."""
+
+    def __init__(self, command: list[str], folder: Path, env: dict[str, str], name: str) -> None:
+        super().__init__(command, folder, env, one_stream=True)
+        self.folder, self.name = folder, name
 
     @property
     def run_id(self) -> str:
@@ -50,15 +50,11 @@ class RemoteFlow:
 
     def wait(self, timeout_s: float = 300) -> int:
         try:
-            code = self.process.wait(timeout_s)
+            return super().wait(timeout_s)
         except subprocess.TimeoutExpired as late:
             os.killpg(self.process.pid, signal.SIGABRT)  # all its processes show where they are
-            self.process.wait(10)
-            time.sleep(1)
+            super().wait(10)
             raise AssertionError(f"still running after {timeout_s} s:\n{self.text}") from late
-        if self.thread is not None:
-            self.thread.join(10)
-        return code
 
     def await_line(self, words: str, timeout_s: float = 120) -> Line:
         """Wait for a line of the control node's log, which is what Metaflow shows."""
@@ -77,21 +73,10 @@ class RemoteFlow:
         found: list[dict[str, Any]] = json.loads(line.split("GATHERED ", 1)[1])
         return sorted(found, key=lambda task: task["node"])
 
-    def tasks(self, step: str = "train") -> list[dict[str, Any]]:
-        """Return what Metaflow's client says of a step's tasks: success, logs, metadata."""
-        told = subprocess.run(
-            [sys.executable, "-c", _TELL, f"{self.flow_name}/{self.run_id}/{step}"],
-            cwd=self.folder,
-            env=self.env,
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
-        for line in told.stdout.splitlines():
-            if line.startswith("TOLD "):
-                found: list[dict[str, Any]] = json.loads(line[5:])
-                return found
-        raise AssertionError(told.stdout + told.stderr)
+    def tasks(self) -> list[dict[str, Any]]:
+        """Return what Metaflow's client says of the gang's tasks: success, logs, metadata."""
+        found: list[dict[str, Any]] = ask(_TELL, f"{self.name}/{self.run_id}/train", folder=self.folder, env=self.env)
+        return found
 
 
 def check_said(flow: RemoteFlow, *words: str) -> None:

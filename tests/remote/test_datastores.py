@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from datastores_helpers import TELL, USE_REGISTRY, ask
+from datastores_helpers import TELL, USE_REGISTRY
 from flow_runs import FLOWS, FlowRun
+from remote_flows import ask
 
 # The faults of one test would hit another one's requests to S3.
 IN_TURN = pytest.mark.xdist_group("s3")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import plan
 from backend import where
-from metaflow import FlowSpec, current, retry, step, torchrun
+from metaflow import FlowSpec, current, resources, retry, step, torchrun
 
 # A pod of a gang that is not the control node, before Metaflow knows.
 if plan.LATE_S and os.environ.get("MF_WORKER_REPLICA_INDEX") is not None:
@@ -52,6 +52,7 @@ class RemoteGang(FlowSpec):
 
     @(retry(times=1, minutes_between_retries=0) if plan.RETRY else same)
     @where
+    @(resources(**plan.RESOURCES) if plan.RESOURCES else same)
     @torchrun(**plan.ATTRS)
     @step
     def train(self):

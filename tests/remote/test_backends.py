@@ -1,0 +1,120 @@
+"""Gangs on Kubernetes with JobSets and on AWS Batch as multi-node parallel jobs: what both must do."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+from backends import Cluster, Queue
+from remote_flows import EXAMPLES, check_gang, check_said
+
+
+def on(backend, *more):
+    """Return the parameters of a test on a backend, with the backend's mark."""
+    return pytest.param(backend, *more, marks=getattr(pytest.mark, backend.name), id="-".join([backend.name, *more]))
+
+
+@pytest.fixture(params=[on(Cluster), on(Queue)])
+def backend(request, backend_is_set):
+    return request.param()
+
+
+# --- what runs ------------------------------------------------------------------------------------
+
+
+def test_hello_unchanged(run_remote, backend):
+    flow = run_remote("--with", backend.name, "--nodes", "3", flow="flow.py", source=EXAMPLES / "hello")
+    check_said(flow, "all-reduce over 6 ranks: ok")
+    backend.await_gone(flow)
+
+
+def test_nodes_that_start_20_s_apart_meet_and_wait_for_each_others_ends(run_remote, backend):
+    """On AWS Batch they start together; there the control node's end would end all."""
+    flow = run_remote(NODES=3, LATE_S=20, HOOK="after:1:sleep:15", **backend.on())
+    check_gang(flow, 3)
+    check_said(flow, "waiting until node 1 ended the step")
+    backend.await_gone(flow)
+
+
+def test_a_function_and_its_values(run_remote, backend):
+    flow = run_remote(flow="remote_function.py", name="RemoteFunction", **backend.on())
+    check_said(flow, "VALUES 0/0/0 1/0/1 2/1/2 3/1/3")
+    for node in (0, 1):
+        check_said(flow, f"CAUGHT on node {node}: 'rank 3 misses a key' LaunchFailed raised by rank 3 on node 1 (host ")
+    backend.await_gone(flow)
+
+
+# --- what fails -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("do", "expected"),
+    [
+        pytest.param("0:raise", ["Rank 0 on node 0", "ValueError: bad loss on rank 0"], id="control-node"),
+        pytest.param("1:raise,3:raise", ["on node ", "ValueError: bad loss on rank "], id="both"),
+    ],
+)
+def test_a_failing_worker_fails_the_run_and_is_named(run_remote, backend, do, expected):
+    flow = run_remote(expect=1, do=f"{do},*:sleep", **backend.on())
+    check_said(flow, *expected)
+    backend.await_gone(flow)
+    # On AWS Batch, where a node's end does not end the others, each has the time to store its own log.
+    for task in flow.tasks() if isinstance(backend, Queue) else ():
+        assert expected[0] in task["err"], task
+
+
+def test_out_of_memory_is_said(run_remote, backend):
+    flow = run_remote(expect=1, do="3:oom,*:sleep", **backend.on(**backend.small))
+    limit = f"the node's memory limit of {backend.small_is} was reached"
+    check_said(flow, "Rank 3 on node 1", f"ran out of memory: {limit}")
+    backend.await_gone(flow)
+
+
+def test_a_node_whose_processes_are_all_killed_is_named(run_remote, backend):
+    flow = run_remote(expect=1, do="3:nap,3:wipe,*:sleep", **backend.on())
+    check_said(flow, "Node 1 (host")
+    backend.await_gone(flow)
+
+
+@pytest.mark.parametrize(
+    ("backend", "how"),
+    [
+        *(on(Cluster, how) for how in ("ctrl-c", "sigterm", "sigterm-to-all")),
+        *(on(Queue, how) for how in ("ctrl-c", "sigterm")),
+    ],
+    indirect=["backend"],
+)
+def test_an_interrupted_run_leaves_nothing(start_remote, backend, how):
+    """Ctrl-C reaches all of the run's processes, a scheduler's SIGTERM the run alone, that of `timeout` or systemd all."""
+    flow = start_remote(do="*:sleep", **backend.on())
+    # Of lines that come together, Metaflow's terminal shows one (2.19); the next with further output.
+    flow.await_line(" of 4 runs")
+    if how == "sigterm":
+        flow.process.terminate()
+    else:
+        os.killpg(flow.process.pid, signal.SIGINT if how == "ctrl-c" else signal.SIGTERM)
+    assert flow.wait(60) == 1
+    backend.await_gone(flow)
+
+
+# --- again ----------------------------------------------------------------------------------------
+
+
+def test_retry_brings_a_new_gang(run_remote, backend):
+    flow = run_remote(do="3:kill-first", RETRY=True, **backend.on())
+    check_gang(flow, 2)
+    assert [task["attempt"] for task in flow.gathered()] == [1, 1]
+    check_said(flow, "Rank 3 on node 1", "killed by SIGKILL")
+    backend.await_gone(flow)
+
+
+def test_resume_runs_the_gang_again(run_remote, backend):
+    failed = run_remote(expect=1, do="3:raise,*:sleep", **backend.on())
+    check_said(failed, "Rank 3 on node 1", "ValueError: bad loss on rank 3")
+    backend.await_gone(failed)
+    plan = failed.folder / "plan.py"
+    plan.write_text(plan.read_text().replace("3:raise,*:sleep", ""))
+    resumed = run_remote(command="resume", folder=failed.folder)
+    check_gang(resumed, 2)
+    backend.await_gone(resumed)
