@@ -1,13 +1,16 @@
 """One node without processes and without a network: its agent says what the test wants, its gang is the test itself."""
 
 import queue
+import signal
 import threading
 from pathlib import Path
 
 from unit_helpers import write
 
+from metaflow_extensions.torchrun.plugins.torchrun.errors import LaunchFailed
+from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
 from metaflow_extensions.torchrun.plugins.torchrun.gang.member import Member
-from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Go, Ready, Restart, Stop, Verdict
+from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Ended, Go, Ready, Restart, Stop, Verdict
 from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec
 from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import Machine
 from metaflow_extensions.torchrun.plugins.torchrun.node.agent_events import (
@@ -21,6 +24,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.node.supervisor import Superv
 
 DEADLINE_S = 20.0
 NOBODY = 2**22 + 1  # more than the kernel gives as a pid
+ERROR = LaunchFailed("Rank 1 failed.", Cause("exit", 0, "host", 1, 1, 3).as_dict())
 
 
 class FakeAgent:
@@ -149,6 +153,18 @@ class FakeNode:
         """Put something into the launch's inbox, as another thread or a signal handler does."""
         self.member.inbox.put(news)
 
+    def ends_well(self, agent, **verdict):
+        """Have everything end well; return the node's *ended*, and what `run` returns."""
+        self.all_end_well(agent)
+        return self.expect(Ended), self.verdict(**verdict)
+
+    def ends(self, agent, *end):
+        """Have the agent be gone and the control node decide on an error; return the node's *ended*."""
+        agent.say(End(*(end or (-signal.SIGKILL,))))
+        ended = self.expect(Ended)
+        assert self.verdict(ERROR) is ERROR
+        return ended
+
     def rank(self, local_rank):
         return 2 * self.number + local_rank
 
@@ -166,6 +182,10 @@ class FakeNode:
 
     def agent_stderr(self, agent, text):
         write(self.agent_folder(agent) / "agent.stderr", text)
+
+    def worker_writes(self, agent, stream, text, local_rank=1):
+        """Have a worker write; return its file."""
+        return write(self.agent_folder(agent) / "run_x" / "attempt_0" / str(local_rank) / f"{stream}.log", text)
 
     def agent_folder(self, agent):
         return Path(agent.options.stderr).parent

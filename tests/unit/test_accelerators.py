@@ -86,28 +86,18 @@ def test_gpu_without_a_gpu_says_whose_fault_it_is_and_how_to_get_one(machine, wo
         ([("kubernetes", {"extended_resources": {"aws.amazon.com/neuron": 2}})], 4),
         ([("kubernetes", {"extended_resources": {"aws.amazon.com/neuroncore": 2}})], 2),
         ([("kubernetes", {"extended_resources": {"vpc.amazonaws.com/efa": 4, "amd.com/gpu": 1}})], 1),
+        ([], None),
+        ([("resources", {"gpu": 4})], None),
+        ([("kubernetes", {"gpu": "0"}), ("resources", {"gpu": None})], None),
+        ([("kubernetes", {"gpu": ""})], None),
+        ([("batch", {"cpu": 8})], None),
+        ([("kubernetes", {"extended_resources": {"vpc.amazonaws.com/efa": 4, "hugepages-2Mi": "1"}})], None),
+        ([("kubernetes", {"extended_resources": None}), ("retry", {"times": 3})], None),
     ],
 )
 def test_requested_accelerators_are_merged_as_metaflow_does(decorators, value):
-    assert requested_accelerators(decorators).value == value
-
-
-@pytest.mark.parametrize(
-    "decorators",
-    [
-        [],
-        [("resources", {"gpu": 4})],
-        [("kubernetes", {"gpu": 0})],
-        [("kubernetes", {"gpu": "0"}), ("resources", {"gpu": None})],
-        [("kubernetes", {"gpu": ""})],
-        [("batch", {"cpu": 8})],
-        [("kubernetes", {"extended_resources": {"vpc.amazonaws.com/efa": 4, "hugepages-2Mi": "1"}})],
-        [("kubernetes", {"extended_resources": None})],
-        [("retry", {"times": 3})],
-    ],
-)
-def test_no_request_for_accelerators_is_none(decorators):
-    assert requested_accelerators(decorators) is None
+    found = requested_accelerators(decorators)
+    assert (found and found.value) == value
 
 
 @pytest.mark.parametrize("wrong", ["many", 1.5, "1.5", -1, True, "nan"])
@@ -161,54 +151,45 @@ def test_the_variable_wins_and_ends_at_the_first_invalid_entry(variable, text, s
     assert visible_accelerators({variable: text}, str(tmp_path)) == seen
 
 
-def test_device_files_of_nvidia_are_counted(tmp_path):
-    for name in ("nvidia0", "nvidia1", "nvidia10", "nvidiactl", "nvidia-uvm", "nvidia-caps/nvidia-cap1", "null"):
-        write(tmp_path / "dev" / name, "")
-    assert visible_accelerators({}, str(tmp_path)) == ("0", "1", "2")
-
-
-def test_gpus_of_amd_are_counted_and_its_cpus_are_not(tmp_path):
-    for node, gpu_id in enumerate(("0", "0\n", "51422\n", "27134\n")):
-        write(tmp_path / f"sys/class/kfd/kfd/topology/nodes/{node}/gpu_id", gpu_id)
-    assert visible_accelerators({}, str(tmp_path)) == ("0", "1")
-
-
-def test_a_machine_without_accelerators_has_none(tmp_path):
-    assert visible_accelerators({}, str(tmp_path)) == ()
-
-
-AFFINITY = len(os.sched_getaffinity(0))
+NVIDIA = ("nvidia0", "nvidia1", "nvidia10", "nvidiactl", "nvidia-uvm", "nvidia-caps/nvidia-cap1", "null")
+AMD = {
+    f"sys/class/kfd/kfd/topology/nodes/{node}/gpu_id": id for node, id in enumerate(("0", "0\n", "51422\n", "27134\n"))
+}
 
 
 @pytest.mark.parametrize(
-    ("files", "cpus"),
-    [
-        ({}, AFFINITY),
-        ({"cpu.max": "max 100000\n"}, AFFINITY),
-        ({"cpu.max": "100000 100000\n"}, 1),
-        ({"cpu.max": "50000 100000\n"}, 1),
-        ({"cpu.max": "9900000 100000\n"}, min(99, AFFINITY)),
-        ({"cpu.max": "nonsense\n"}, AFFINITY),
-        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, AFFINITY),
-        ({"cpu/cpu.cfs_quota_us": "150000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 1),
-        ({"cpu/cpu.cfs_quota_us": "1000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 1),
-        ({"cpu/cpu.cfs_quota_us": "100000\n", "cpu/cpu.cfs_period_us": "0\n"}, AFFINITY),
-        ({"cpu/cpu.cfs_quota_us": "100000\n"}, AFFINITY),
-    ],
+    ("files", "seen"),
+    [({f"dev/{name}": "" for name in NVIDIA}, ("0", "1", "2")), (AMD, ("0", "1")), ({}, ())],
+    ids=["nvidia", "amd", "none"],
 )
-def test_cpus_are_bounded_by_affinity_and_cgroup(files, cpus, tmp_path):
+def test_gpus_are_counted_and_other_devices_are_not(files, seen, tmp_path):
     for name, text in files.items():
-        write(tmp_path / "sys/fs/cgroup" / name, text)
-    assert usable_cpus(str(tmp_path)) == cpus
+        write(tmp_path / name, text)
+    assert visible_accelerators({}, str(tmp_path)) == seen
 
 
 QUOTA_OF_4 = "400000 100000\n"
 QUOTA_OF_1 = "100000 100000\n"
 
 
+def version_1(folder, quota, period="100000\n"):
+    return {f"{folder}/cpu.cfs_quota_us": quota, f"{folder}/cpu.cfs_period_us": period}
+
+
 @pytest.mark.parametrize(
     ("own", "files", "cpus"),
     [
+        (None, {}, 8),
+        (None, {"cpu.max": "max 100000\n"}, 8),
+        (None, {"cpu.max": QUOTA_OF_1}, 1),
+        (None, {"cpu.max": "50000 100000\n"}, 1),
+        (None, {"cpu.max": "9900000 100000\n"}, 8),
+        (None, {"cpu.max": "nonsense\n"}, 8),
+        (None, version_1("cpu", "-1\n"), 8),
+        (None, version_1("cpu", "150000\n"), 1),
+        (None, version_1("cpu", "1000\n"), 1),
+        (None, version_1("cpu", "100000\n", period="0\n"), 8),
+        (None, {"cpu/cpu.cfs_quota_us": "100000\n"}, 8),
         # As systemd has it for CPUQuota=.
         ("0::/user.slice/my job\n", {"user.slice/my job/cpu.max": QUOTA_OF_1}, 1),
         ("0::/a/b\n", {"a/b/cpu.max": QUOTA_OF_4, "a/cpu.max": QUOTA_OF_1}, 1),
@@ -218,22 +199,15 @@ QUOTA_OF_1 = "100000 100000\n"
         # A container's own cgroup is mounted, the path is the host's.
         ("0::/docker/5f3a\n", {"cpu.max": QUOTA_OF_1}, 1),
         ("0::/../outside\n", {"../outside/cpu.max": QUOTA_OF_1, "cpu.max": QUOTA_OF_4}, 4),
-        (
-            "5:cpuset:/c\n4:cpu,cpuacct:/b:c/d\n0::/a\n",
-            {"cpu/b:c/cpu.cfs_quota_us": "100000\n", "cpu/b:c/cpu.cfs_period_us": "100000\n"},
-            1,
-        ),
-        (
-            "4:cpuacct:/a\n2:cpu:/b\n",
-            {"cpu/a/cpu.cfs_quota_us": "100000\n", "cpu/a/cpu.cfs_period_us": "100000\n"},
-            8,
-        ),
+        ("5:cpuset:/c\n4:cpu,cpuacct:/b:c/d\n0::/a\n", version_1("cpu/b:c", "100000\n"), 1),
+        ("4:cpuacct:/a\n2:cpu:/b\n", version_1("cpu/a", "100000\n"), 8),
         ("nonsense\n", {"cpu.max": QUOTA_OF_1}, 1),
     ],
 )
 def test_a_quota_of_any_cgroup_around_the_process_binds(own, files, cpus, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
-    write(tmp_path / "proc/self/cgroup", own)
+    if own is not None:
+        write(tmp_path / "proc/self/cgroup", own)
     for name, text in files.items():
         write(tmp_path / "sys/fs/cgroup" / name, text)
     assert usable_cpus(str(tmp_path)) == cpus

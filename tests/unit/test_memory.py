@@ -14,6 +14,9 @@ def machine(root, files):
     return str(root)
 
 
+OWN = {"proc/self/cgroup": "4:memory:/a/b\n0::/a/b\n"}
+
+
 @pytest.mark.parametrize(
     ("files", "kills"),
     [
@@ -21,9 +24,13 @@ def machine(root, files):
         ({f"{V2}/memory.events": "low 0\nhigh 0\nmax 31\noom 4\noom_kill 3\noom_group_kill 1\n"}, 3),
         ({f"{V1}/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 2\n"}, 2),
         ({f"{V1}/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\n"}, None),  # Linux before 4.13
+        ({**OWN, f"{V2}/a/b/memory.events": "oom_kill 2\n", f"{V2}/a/memory.events": "oom_kill 7\n"}, 2),
+        ({**OWN, f"{V1}/a/b/memory.oom_control": "oom_kill 2\n", f"{V1}/a/memory.oom_control": "oom_kill 7\n"}, 2),
+        ({**OWN, f"{V1}/a/b/memory.oom_control": "oom_kill 2\n", f"{V1}/memory.oom_control": "oom_kill 7\n"}, 2),
+        ({**OWN, f"{V2}/a/memory.events": "oom_kill 7\n"}, 7),  # the process's own does not count
     ],
 )
-def test_kills_are_counted(tmp_path, files, kills):
+def test_kills_are_counted_where_the_process_lies(tmp_path, files, kills):
     assert oom_kills(machine(tmp_path, files)) == kills
 
 
@@ -43,23 +50,7 @@ def test_the_text_names_the_limit_and_the_remedy(tmp_path, files, said):
     assert "memory of @resources, @kubernetes or @batch" in text
 
 
-OWN = {"proc/self/cgroup": "4:memory:/a/b\n0::/a/b\n"}
-
-
 @pytest.mark.parametrize("limits", [(2**31, 2**30), (2**30, 2**31), ("max", 2**30), (2**30, "max")])
 def test_the_smallest_limit_of_all_cgroups_around_the_process_counts(tmp_path, limits):
     files = {f"{V2}/a/b/memory.max": f"{limits[0]}\n", f"{V2}/a/memory.max": f"{limits[1]}\n"}
     assert "limit of 1 GiB" in describe_oom(machine(tmp_path, {**OWN, **files}))
-
-
-@pytest.mark.parametrize(
-    ("nearest", "above", "text"),
-    [(V2, "/a", "memory.events"), (V1, "/a", "memory.oom_control"), (V1, "", "memory.oom_control")],
-)
-def test_kills_are_counted_where_the_process_lies(tmp_path, nearest, above, text):
-    files = {f"{nearest}/a/b/{text}": "oom_kill 2\n", f"{nearest}{above}/{text}": "oom_kill 7\n"}
-    assert oom_kills(machine(tmp_path, {**OWN, **files})) == 2
-
-
-def test_a_cgroup_that_does_not_count_leaves_it_to_the_one_around(tmp_path):
-    assert oom_kills(machine(tmp_path, {**OWN, f"{V2}/a/memory.events": "oom_kill 7\n"})) == 7

@@ -11,18 +11,16 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from fake_node import DEADLINE_S, FakeNode
+from fake_node import DEADLINE_S, ERROR, FakeNode
 from unit_helpers import eventually, write
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import (
     GangError,
-    LaunchFailed,
     LaunchTimeout,
     TorchrunError,
     TorchrunPreempted,
 )
 from metaflow_extensions.torchrun.plugins.torchrun.executor import Context, TorchrunExecutor
-from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
 from metaflow_extensions.torchrun.plugins.torchrun.gang.member import Interruption, TimedOut
 from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import LaunchPolicy
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
@@ -50,7 +48,6 @@ from metaflow_extensions.torchrun.plugins.torchrun.node.supervisor import Quiet
 from metaflow_extensions.torchrun.plugins.torchrun.node.upload import Upload
 from metaflow_extensions.torchrun.plugins.torchrun.settings import DEFAULTS, parse_settings
 
-ERROR = LaunchFailed("Rank 1 failed.", Cause("exit", 0, "host", 1, 1, 3).as_dict())
 REPORT = "Traceback (most recent call last):\nChildFailedError\n"  # of torchrun, when a worker has failed
 STOP, CLOSE = ("stop", 30.0), ("close", 0.0)
 
@@ -69,10 +66,8 @@ def test_a_launch_from_ready_to_its_result(node):
     assert (ready.launch, ready.nproc, ready.policy) == (0, 2, LaunchPolicy())
     agent = node.go(port=29517)
     assert "--rdzv-endpoint=127.0.0.1:29517" in " ".join(agent.command)
-    node.all_end_well(agent)
-    ended = node.expect(Ended)
+    ended, result = node.ends_well(agent)
     assert (ended.ok, ended.generation, ended.failures, ended.ended_well, ended.storing) == (True, 0, (), (0, 1), None)
-    result = node.verdict()
     assert (result.launch, result.world_size, result.exit_codes, result.restarts) == (0, 4, {0: 0, 1: 0}, [])
     assert node.texts("command") == [f"runs: {result.command}"]
     assert agent.orders == ["start", CLOSE]
@@ -84,35 +79,17 @@ def test_only_the_control_node_says_how_the_launch_is_to_be_run(tmp_path):
     node.verdict(ERROR)
 
 
-def test_the_output_of_ranks_and_agent_is_shown_with_their_labels(node):
-    agent = node.running()
-    write(node.agent_folder(agent) / "run_x" / "attempt_0" / "1" / "stdout.log", "hello\n")
-    node.agent_stderr(agent, "a warning\n")
-    node.all_end_well(agent)
-    node.expect(Ended)
-    node.verdict()
-    assert sorted(node.output) == ["[rank 1] hello\n", "[torchrun node 0] a warning\n"]
-
-
 @pytest.mark.parametrize(("log_dir", "kept"), [("logs", True), (None, False)])
-def test_the_workers_logs_are_kept_where_the_user_wants_them_alone(log_dir, kept, tmp_path, monkeypatch):
+def test_the_output_is_shown_with_labels_and_kept_where_the_user_wants_it_alone(log_dir, kept, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     node = FakeNode(tmp_path, spec={"log_dir": log_dir and str(tmp_path / log_dir)})
     agent = node.running()
     assert (str(node.agent_folder(agent)) in agent.options.scratch) is not kept
-    node.all_end_well(agent)
-    node.expect(Ended)
-    node.verdict()
+    node.worker_writes(agent, "stdout", "hello\n")
+    node.agent_stderr(agent, "a warning\n")
+    node.ends_well(agent)
+    assert sorted(node.output) == ["[rank 1] hello\n", "[torchrun node 0] a warning\n"]
     assert node.agent_folder(agent).exists() is kept
-
-
-def test_what_an_agent_has_left_running_is_named(node):
-    agent = node.running()
-    agent.say(AgentEnded(0, 0.0))
-    agent.say(End(0, left=("17 sleep 100", "18 sleep 200")))
-    node.expect(Ended)
-    assert node.texts("left_behind") == ["stopped what the workers had left running: 17 sleep 100, 18 sleep 200"]
-    node.verdict()
 
 
 # --- failures of this node --------------------------------------------------------------------------
@@ -125,11 +102,9 @@ def test_a_worker_that_fails_is_told_at_once_and_stops_the_node(node):
     failed = node.expect(Failed)
     assert (failed.generation, [each.cause.rank for each in failed.failures]) == (0, [1])
     node.worker_ended(agent, 0, -signal.SIGTERM, stopped=True)
-    agent.say(End(-signal.SIGKILL))
-    ended = node.expect(Ended)
+    ended = node.ends(agent)
     assert (ended.ok, ended.ended_well) == (False, ())
     assert [(each.cause.rank, each.cause.exit_code) for each in ended.failures] == [(1, 3)]
-    assert node.verdict(ERROR) is ERROR
     assert node.texts("worker_failed") == ["rank 1 exited with code 3; stopping all nodes"]
     assert agent.orders == ["start", STOP, CLOSE]
     assert node.output == ["[torchrun node 0] a warning\n"], "its report says less than is known"
@@ -141,11 +116,8 @@ def test_of_two_failures_at_once_the_first_is_told_and_the_second_is_known_at_th
     node.worker_ended(agent, 0, 1, at=now)
     node.worker_ended(agent, 1, -signal.SIGSEGV, at=now - 5)
     agent.say(AgentEnded(1, now))
-    agent.say(End(1))
     assert [each.cause.rank for each in node.expect(Failed).failures] == [0]
-    ended = node.expect(Ended)
-    assert [each.cause.rank for each in ended.failures] == [1], "it was the earlier one"
-    node.verdict(ERROR)
+    assert [each.cause.rank for each in node.ends(agent, 1).failures] == [1], "it was the earlier one"
     assert agent.orders == ["start", STOP, CLOSE], "it is stopped once"
 
 
@@ -153,7 +125,7 @@ def test_workers_of_an_elastic_launch_may_fail(tmp_path):
     """torchrun starts them again itself; only the agent's end counts."""
     node = FakeNode(tmp_path, spec={"min_nodes": 1})
     agent = node.running()
-    write(node.agent_folder(agent) / "run_x" / "attempt_0" / "1" / "stderr.log", "once more\n")
+    node.worker_writes(agent, "stderr", "once more\n")
     node.agent_stderr(agent, REPORT)
     node.worker_ended(agent, 1, 3)
     agent.say(WorkerStarted(7, 1, 2**22 + 7, "2"))
@@ -161,9 +133,7 @@ def test_workers_of_an_elastic_launch_may_fail(tmp_path):
     node.interrupt(Quiet())
     agent.say(AgentEnded(1, time.monotonic()))
     assert [each.cause.rank for each in node.expect(Failed).failures] == [1]
-    agent.say(End(1))
-    node.expect(Ended)
-    node.verdict(ERROR)
+    node.ends(agent, 1)
     assert node.texts("worker_failed") == ["rank 1 exited with code 3; stopping all nodes"]
     assert "[node 0 local rank 1] once more\n" in node.output, "its rank may be another one after a restart"
     assert "ChildFailedError" in "".join(node.output), "it may have been of a failure after which all went on"
@@ -183,10 +153,8 @@ def test_a_failure_that_torchrun_alone_has_seen(seen_by, node):
     node.worker_ended(agent, 1, -signal.SIGTERM)
     if seen_by != "a look around":
         node.expect(Failed)
-    agent.say(End(1))
-    cause = node.expect(Ended).failures[0].cause
+    cause = node.ends(agent, 1).failures[0].cause
     assert (cause.rank, cause.exit_code, cause.what) == (0, None, "failed")
-    node.verdict(ERROR)
     assert node.texts("worker_failed") == ["rank 0 failed; stopping all nodes"]
 
 
@@ -204,56 +172,49 @@ def test_a_process_that_somebody_else_has_stopped_is_a_failure_once(event, who, 
     agent.say(event)
     cause = node.expect(Failed).failures[0].cause
     assert (cause.kind, cause.who.startswith(who)) == (kind, True)
-    agent.say(End(-signal.SIGKILL))
-    assert node.expect(Ended).failures[0].cause == cause
-    node.verdict(ERROR)
+    assert node.ends(agent).failures[0].cause == cause
     assert node.texts("worker_failed") == [f"{cause.who} {cause.what}; stopping all nodes"]
 
 
-def test_an_agent_that_fails_itself(node):
+GOT_SIGNAL = "torch.distributed.elastic.multiprocessing.api.SignalException: Process 7 got signal: 15"
+
+
+@pytest.mark.parametrize(
+    ("stderr", "words"),
+    [
+        ("RuntimeError: the store is gone", "exited with code 1"),
+        (GOT_SIGNAL, "got SIGTERM, which nobody of the gang has sent, and gave up"),
+    ],
+    ids=["itself", "signal"],
+)
+def test_an_agent_that_fails_itself(stderr, words, node):
     agent = node.running()
-    node.agent_stderr(agent, f"{REPORT}RuntimeError: the store is gone\n")
+    node.agent_stderr(agent, f"{REPORT}{stderr}\n")
     agent.say(AgentEnded(1, time.monotonic()))
     cause = node.expect(Failed).failures[0].cause
-    assert (cause.kind, cause.exit_code, cause.detail) == ("agent_ended", 1, f"{REPORT}RuntimeError: the store is gone")
-    agent.say(End(1))
-    assert node.expect(Ended).failures[0].cause == cause
-    node.verdict(ERROR)
+    assert (cause.kind, cause.exit_code, cause.detail) == ("agent_ended", 1, REPORT + stderr)
+    assert cause.exception == f"its torchrun agent {words}"
+    assert node.ends(agent, 1).failures[0].cause == cause
     assert node.texts("worker_failed") == ["the torchrun agent exited with code 1; stopping all nodes"]
-    assert "RuntimeError: the store is gone" in "".join(node.output), "nothing else explains it"
+    assert stderr in "".join(node.output), "nothing else explains it"
     assert agent.orders == ["start", CLOSE], "its guardian stops the rest without being told"
 
 
 @pytest.mark.parametrize(
     ("end", "kind", "exit_code", "words"),
     [
-        (End(None, "could not be started: no such file"), "agent", None, "its torchrun agent could not be started: no"),
-        (End(None, None, guardian=-9), "agent_ended", -9, "its guardian process was killed by SIGKILL"),
-        (End(None, None), "agent", None, "its torchrun agent vanished"),
-        (End(-9, None), "agent", -9, "its torchrun agent was killed by SIGKILL"),
+        ((None, "could not be started: no such file"), "agent", None, "its torchrun agent could not be started: no"),
+        ((None, None, (), -9), "agent_ended", -9, "its guardian process was killed by SIGKILL"),
+        ((None,), "agent", None, "its torchrun agent vanished"),
+        ((-9,), "agent", -9, "its torchrun agent was killed by SIGKILL"),
     ],
 )
 def test_an_end_that_came_before_any_worker(end, kind, exit_code, words, node):
     node.launch()
-    node.go().say(end)
-    ended = node.expect(Ended)
+    ended = node.ends(node.go(), *end)
     cause = ended.failures[0].cause
     assert (ended.ok, cause.kind, cause.exit_code) == (False, kind, exit_code)
     assert cause.exception.startswith(words)
-    node.verdict(ERROR)
-
-
-def test_an_agent_that_got_a_signal_from_outside_says_so(node):
-    agent = node.running()
-    node.agent_stderr(
-        agent, "torch.distributed.elastic.multiprocessing.api.SignalException: Process 7 got signal: 15\n"
-    )
-    agent.say(AgentEnded(1, time.monotonic()))
-    cause = node.expect(Failed).failures[0].cause
-    assert "its torchrun agent got SIGTERM, which nobody of the gang has sent, and gave up" in cause.exception
-    agent.say(End(1))
-    node.expect(Ended)
-    node.verdict(ERROR)
 
 
 def test_events_of_a_generation_that_is_over_are_nothing(node):
@@ -265,30 +226,28 @@ def test_events_of_a_generation_that_is_over_are_nothing(node):
     old.say(End(1))
     new = node.go(generation=1)
     node.worker_ended(old, 0, 4)
-    node.all_end_well(new)
-    assert node.expect(Ended).ok
-    node.verdict()
+    assert node.ends_well(new)[0].ok
 
 
 # --- what keeps the agent from starting -------------------------------------------------------------
 
 
-def test_a_folder_that_can_not_be_made_is_told(tmp_path):
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ({"log_dir": "file/logs"}, "[Errno 20] Not a directory"),
+        ({"log_dir": "a\0b"}, "ValueError: "),  # a zero byte
+        ({"env": 5}, "TypeError: 'int' object"),
+        ({}, "RuntimeError: can't start new thread"),
+    ],
+    ids=["a folder", "a name", "the environment", "the start"],
+)
+def test_what_keeps_an_agent_from_starting_is_told_and_leaves_no_files(spec, words, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
     write(tmp_path / "file", "")
-    node = FakeNode(tmp_path, spec={"log_dir": str(tmp_path / "file" / "logs")})
-    node.launch()
-    node.say_go()
-    cause = node.expect(Ended).failures[0].cause
-    assert cause.kind == "agent"
-    assert cause.exception.startswith("its torchrun agent could not be started: [Errno 20] Not a directory")
-    assert node.texts("worker_failed") == [f"{cause.exception}; stopping all nodes"]
-    node.verdict(ERROR)
-
-
-@pytest.mark.parametrize("at", ["the environment", "the start"])
-def test_what_is_no_oserror_is_told_with_its_name_and_leaves_no_files(at, tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    node = FakeNode(tmp_path, spec={"log_dir": None, "env": 5 if at == "the environment" else ()})
+    log_dir = str(tmp_path / spec["log_dir"]) if "log_dir" in spec else None
+    node = FakeNode(tmp_path, spec={**spec, "log_dir": log_dir})
 
     def no_threads(*_):
         raise RuntimeError("can't start new thread")
@@ -296,19 +255,12 @@ def test_what_is_no_oserror_is_told_with_its_name_and_leaves_no_files(at, tmp_pa
     node.new_agent = lambda *args: type("Stuck", (), {"start": no_threads, "close": lambda *_: None})()
     node.launch()
     node.say_go()
-    words = node.expect(Ended).failures[0].cause.exception
-    error = "TypeError: 'int' object" if at == "the environment" else "RuntimeError: can't start new thread"
-    assert words.startswith(f"its torchrun agent could not be started: {error}")
+    cause = node.expect(Ended).failures[0].cause
+    assert cause.kind == "agent"
+    assert cause.exception.startswith(f"its torchrun agent could not be started: {words}")
+    assert node.texts("worker_failed") == [f"{cause.exception}; stopping all nodes"]
     node.verdict(ERROR)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_folder_with_a_zero_byte_is_told_by_the_node_that_has_it(tmp_path):
-    node = FakeNode(tmp_path, spec={"log_dir": f"{tmp_path}/a\0b"})
-    node.launch()
-    node.say_go()
-    assert "could not be started: ValueError: " in node.expect(Ended).failures[0].cause.exception
-    node.verdict(ERROR)
+    assert list((tmp_path / "temporary").iterdir()) == []
 
 
 # --- the gang's decisions ---------------------------------------------------------------------------
@@ -322,9 +274,7 @@ def test_why_all_are_stopped_is_said_by_one_node_of_a_terminal(number, here, tel
     node = FakeNode(tmp_path, number, machine=Machine(1, nodes_here=here))
     agent = node.running()
     node.stop(because="Rank 3 exited with code 1", teller=teller)
-    agent.say(End(-signal.SIGKILL))
-    assert node.expect(Ended).failures == (), "it obeyed"
-    node.verdict(ERROR)
+    assert node.ends(agent).failures == (), "it obeyed"
     assert node.texts("stopping") == ["Rank 3 exited with code 1; stopping all nodes"] * is_said
     assert agent.orders == ["start", STOP, CLOSE]
 
@@ -334,9 +284,7 @@ def test_a_preemption_sends_its_signal_to_the_workers_first(tmp_path):
     agent = node.running()
     node.stop(signal=signal.SIGUSR1)
     node.stop()
-    agent.say(End(-signal.SIGKILL))
-    node.expect(Ended)
-    node.verdict(ERROR)
+    node.ends(agent)
     assert agent.orders == ["start", ("preempt", 7.0, signal.SIGUSR1), CLOSE], "the first stop counts"
 
 
@@ -351,12 +299,12 @@ def test_a_stop_that_comes_after_the_end_is_nothing(node):
 
 
 def test_a_stop_that_meets_an_agent_that_ends_well(node):
+    """What it has left running is named."""
     agent = node.running()
     agent.say(AgentEnded(0, 0.0))
     node.stop()
-    agent.say(End(0))
-    assert node.expect(Ended).ok
-    node.verdict(ERROR)
+    assert node.ends(agent, 0, None, ("17 sleep 100", "18 sleep 200")).ok
+    assert node.texts("left_behind") == ["stopped what the workers had left running: 17 sleep 100, 18 sleep 200"]
 
 
 @pytest.mark.parametrize("is_stopping", [False, True])
@@ -368,9 +316,7 @@ def test_a_hang_is_looked_into_before_the_workers_are_stopped(is_stopping, tmp_p
         node.worker_ended(agent, 0, 1)
         node.expect(Failed)
     node.stop(diagnostics=True)
-    agent.say(End(-signal.SIGKILL))
-    found = node.expect(Ended).diagnostics
-    node.verdict(ERROR)
+    found = node.ends(agent).diagnostics
     assert len(node.texts("diagnostics")) == (not is_stopping)
     if is_stopping:
         assert found is None
@@ -388,9 +334,8 @@ def test_a_restart_is_a_new_generation_and_stands_in_the_result(node):
     node.restart(cause)
     second = node.go(generation=1, restarts=1)
     assert "TORCHELASTIC_RESTART_COUNT=1" in second.command
-    node.all_end_well(second)
-    assert node.expect(Ended).generation == 1
-    result = node.verdict()
+    ended, result = node.ends_well(second)
+    assert ended.generation == 1
     assert result.restarts == [{"generation": 1, "cause": cause.as_dict()}]
     assert node.texts("restart") == [f"restart 1 of 3 in 0 s, because {cause.who} exited with code 3"]
 
@@ -399,9 +344,7 @@ def test_messages_of_another_launch_are_nothing(node):
     agent = node.running()
     node.member.deliver(Verdict(7, ERROR))
     node.member.deliver(Restart(7, 1, 3, 0.0, cause=None))
-    node.all_end_well(agent)
-    assert node.expect(Ended).ok
-    node.verdict()
+    assert node.ends_well(agent)[0].ok
 
 
 def test_a_verdict_that_comes_before_the_workers_end_stops_them(node):
@@ -413,17 +356,22 @@ def test_a_verdict_that_comes_before_the_workers_end_stops_them(node):
 # --- what interrupts this node ----------------------------------------------------------------------
 
 
-def test_a_preemption_is_told_and_the_verdict_awaited(node):
+@pytest.mark.parametrize(
+    ("order", "why", "kind", "said"),
+    [
+        ("notice", "its machine is taken away", "terminated", ["was preempted: its machine is taken away"]),
+        ("time_out", "longer than the step's @timeout allows", "step_timeout", []),
+    ],
+)
+def test_an_order_to_end_is_told_and_the_verdict_awaited(order, why, kind, said, node):
     agent = node.running()
-    node.member.notice("its machine is taken away")
+    getattr(node.member, order)(why)
     failed = node.expect(Failed)
-    assert (failed.failures[0].cause.kind, failed.given_up) == ("terminated", False)
+    assert (failed.failures[0].cause.kind, failed.given_up) == (kind, False)
     node.stop(signal=signal.SIGTERM)
     node.worker_ended(agent, 0, 0, stopped=True)
-    agent.say(End(-signal.SIGKILL))
-    assert node.expect(Ended).ended_well == (0,)
-    node.verdict(ERROR)
-    assert node.texts("stopping")[0] == "was preempted: its machine is taken away; stopping all nodes"
+    assert node.ends(agent).ended_well == (0,)
+    assert node.texts("stopping") == [f"{text}; stopping all nodes" for text in said]
 
 
 def test_the_second_preemption_ends_the_launch_at_once(node):
@@ -449,16 +397,6 @@ def test_before_go_an_interruption_ends_the_launch(news, kind, node):
     assert node.expect(Ended).generation is None
 
 
-def test_the_end_of_the_steps_time_is_told_and_the_verdict_awaited(node):
-    agent = node.running()
-    node.member.time_out("longer than the step's @timeout allows")
-    assert node.expect(Failed).failures[0].cause.kind == "step_timeout"
-    node.stop()
-    agent.say(End(-signal.SIGKILL))
-    node.expect(Ended)
-    node.verdict(ERROR)
-
-
 def test_a_gang_that_breaks_is_raised_and_nobody_is_told_what_all_know(node):
     agent = node.running()
     broken = GangError("Node 1 is gone.")
@@ -482,9 +420,8 @@ def test_an_error_of_our_own_ends_the_launch_and_is_told(node):
     node.restart(cause=None)  # no message of ours
     assert isinstance(node.outcome(), AttributeError)
     failed = node.expect(Failed)
-    assert failed.given_up
     assert "AttributeError: 'NoneType' object has no attribute 'as_dict'" in failed.failures[0].cause.exception
-    assert node.expect(Ended).generation is None
+    assert (failed.given_up, node.expect(Ended).generation) == (True, None)
 
 
 def test_workers_that_do_not_end_are_given_up(tmp_path):
@@ -508,16 +445,13 @@ def test_the_gang_hears_of_output_and_of_ends_now_and_then(tmp_path):
     node.worker_ended(agent, 1, 0, at=now + 101.0)
     assert node.expect(Active).age_s == pytest.approx(0.0, abs=DEADLINE_S)
     assert node.expect(Active).age_s == pytest.approx(-101.0, abs=DEADLINE_S), "a tenth of the limit later"
-    agent.say(AgentEnded(0, 0.0))
-    agent.say(End(0))
-    node.expect(Ended)
-    node.verdict()
+    node.ends(agent)
 
 
 def test_output_counts_where_nobody_reads_it(tmp_path):
     node = FakeNode(tmp_path, policy=LaunchPolicy(hang_timeout_s=1e-9), spec={"shown_local_ranks": frozenset({0})})
     agent = node.running()
-    log = write(node.agent_folder(agent) / "run_x" / "attempt_0" / "1" / "stdout.log", "hello\n")
+    log = node.worker_writes(agent, "stdout", "hello\n")
     deadline = time.monotonic() + DEADLINE_S
     while node.nothing_more_is_sent() and time.monotonic() < deadline:  # until the follower has found the file
         node.interrupt(Quiet())
@@ -526,9 +460,7 @@ def test_output_counts_where_nobody_reads_it(tmp_path):
     node.stop()
     log.write_text("hello, and more\n")
     node.interrupt(Quiet())
-    agent.say(End(-signal.SIGKILL))
-    node.expect(Ended)  # what workers write that are being stopped is no sign of life
-    node.verdict(ERROR)
+    node.ends(agent)  # what workers write that are being stopped is no sign of life
     assert node.output == []
 
 
@@ -610,7 +542,7 @@ def test_a_value_that_can_not_be_stored_is_a_failure(storing, store):
 
 
 def test_an_upload_that_takes_too_long_is_a_failure(tmp_path, call, monkeypatch):
-    monkeypatch.setattr("metaflow_extensions.torchrun.plugins.torchrun.launch.transfer.PATIENCE_S", 0.0)
+    monkeypatch.setattr("metaflow_extensions.torchrun.plugins.torchrun.launch.transfer.PATIENCE_S", -1.0)
     node = FakeNode(tmp_path, number=1, call=call)
     agent = node.running()
     returns(call, 2)
@@ -654,9 +586,7 @@ def test_news_of_an_upload_that_was_given_up_are_nothing(node, store):
     agent = node.running()
     step = Step("a value", dict, 10.0)
     node.interrupt(Upload(Transfer(store, "stores", [step]), node.plan, Go(0, 0, 1, "gang", 0, 0), node.member))
-    node.all_end_well(agent)
-    assert node.expect(Ended).ok
-    node.verdict()
+    assert node.ends_well(agent)[0].ok
 
 
 def test_what_ranks_raised_is_stored_in_spite_of_a_stop_and_its_loss_is_no_failure(tmp_path, call, store):
@@ -680,9 +610,7 @@ def test_a_node_that_was_stopped_while_it_ended_well_stores_nothing(tmp_path, ca
     agent = node.running()
     returns(call, 2, 3)
     node.stop()
-    node.all_end_well(agent)
-    assert node.expect(Ended).storing is None
-    node.verdict(ERROR)
+    assert node.ends_well(agent, error=ERROR)[0].storing is None
 
 
 @pytest.mark.parametrize("is_there", [True, False])
@@ -690,10 +618,9 @@ def test_the_control_nodes_result_has_the_values_of_all_ranks(is_there, tmp_path
     node = FakeNode(tmp_path, call=call)
     agent = node.running()
     returns(call, 0, 1)
-    node.all_end_well(agent)
-    assert node.expect(Ended).storing is None, "its own values need no way"
     store.data = {f"key {rank}": pickle.dumps(f"of rank {rank}") for rank in (2, 3) if is_there}
-    result = node.verdict(stored={2: "key 2", 3: "key 3"})
+    ended, result = node.ends_well(agent, stored={2: "key 2", 3: "key 3"})
+    assert ended.storing is None, "its own values need no way"
     if is_there:
         assert list(result) == [f"of rank {rank}" for rank in range(4)]
     else:
@@ -726,9 +653,7 @@ def test_a_second_call_in_another_thread_is_an_error_and_the_first_is_unharmed(n
     error = node.outcome()
     assert isinstance(error, GangError)
     assert "while launch 0 still ran there, in another thread" in str(error)
-    node.all_end_well(agent)
-    node.expect(Ended)
-    assert node.verdict().launch == 0
+    assert node.ends_well(agent)[1].launch == 0
 
 
 def test_a_call_in_a_forked_child_is_an_error(node):
