@@ -1,7 +1,5 @@
 """Run by ``python -``, so that it is a program without a file, as a notebook is."""
 
-import sys
-
 import beside
 import task
 
@@ -39,7 +37,8 @@ def case_a_modules_function_takes_what_a_cell_defines():
 
 
 def case_a_modules_function_needs_no_cloudpickle():
-    without(lambda: check(task.value_of(beside.double, [4]) == 8))
+    with task.no_cloudpickle():
+        assert task.value_of(beside.double, [4]) == 8
 
 
 def case_a_cells_exception_is_caught_by_its_class():
@@ -48,27 +47,10 @@ def case_a_cells_exception_is_caught_by_its_class():
 
 def case_without_cloudpickle_it_says_that_the_program_has_no_file():
     for function, arguments in ((square, [Cell(1)]), (beside.double, [Cell(1)])):
-        without(lambda function=function, arguments=arguments: refused(function, arguments))
-
-
-def refused(function, arguments):
-    text = task.refusal_of(function, arguments)
-    assert "is of this program, which has no file to import it from" in text
-    assert "install cloudpickle" in text
-
-
-def check(truth):
-    assert truth
-
-
-def without(case):
-    kept, sys.modules["cloudpickle"] = sys.modules.get("cloudpickle"), None
-    try:
-        case()
-    finally:
-        del sys.modules["cloudpickle"]
-        if kept:
-            sys.modules["cloudpickle"] = kept
+        with task.no_cloudpickle():
+            text = task.refusal_of(function, arguments)
+        assert "is of this program, which has no file to import it from" in text
+        assert "install cloudpickle" in text
 
 
 task.main(globals())

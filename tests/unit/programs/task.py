@@ -6,7 +6,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from contextlib import closing
+from contextlib import closing, contextmanager
 
 FOLDER = os.path.dirname(os.path.abspath(__file__))
 
@@ -15,13 +15,11 @@ class Outcome:
     """What came of one function in one worker."""
 
     def __init__(self, call, done, rank, record):
-        self.record = record
+        self.done, self.rank, self.record = done, rank, record
         verdict = LaunchFailed("the gang's words", {"kind": "exception", "node": 1, "rank": rank, "host": "h"})
-        self.done = done
         self.values = call.returned([rank], {}, print)
         self.error = call.original(verdict, {})
         self.went_wrong = self.error is not verdict and not isinstance(self.error, WorkerFailed)
-        self.rank = rank
 
     @property
     def value(self):
@@ -29,16 +27,16 @@ class Outcome:
         return pickle.loads(self.values[self.rank])
 
 
-def launch(function, arguments=None, rank=3, env=None, **options):
+def launch(function, arguments=None, rank=3):
     """Call a function in a worker; return its `Outcome`."""
-    with closing(FunctionCall(function, arguments, None, False, None, **options)) as call:
+    with closing(FunctionCall(function, arguments, None, False, None)) as call:
         call.begin()
         path = os.pathsep.join(filter(None, [WORKER_HOOKS, os.environ.get("PYTHONPATH")]))
         own = {"RANK": str(rank), "PYTHONPATH": path, "TORCHRUN_AGENT_PID": str(os.getpid())}
         own["TORCHELASTIC_ERROR_FILE"] = os.path.join(call.folder, "error.json")
         done = subprocess.run(
             [sys.executable, "-u", FUNCTION_WORKER, call.folder],
-            env={**os.environ, **own, **(env or {})},
+            env={**os.environ, **own},
             capture_output=True,
             text=True,
             check=False,
@@ -46,8 +44,20 @@ def launch(function, arguments=None, rank=3, env=None, **options):
         return Outcome(call, done, rank, read_record(call.folder))
 
 
-def value_of(function, arguments=None, **options):
-    return launch(function, arguments, **options).value
+def value_of(function, arguments=None, **rank):
+    return launch(function, arguments, **rank).value
+
+
+@contextmanager
+def no_cloudpickle():
+    """Take cloudpickle away from this task."""
+    kept, sys.modules["cloudpickle"] = sys.modules.get("cloudpickle"), None
+    try:
+        yield
+    finally:
+        del sys.modules["cloudpickle"]
+        if kept:
+            sys.modules["cloudpickle"] = kept
 
 
 def refusal_of(function, arguments=None):
