@@ -16,7 +16,6 @@ from metaflow_extensions.torchrun.plugins.torchrun.errors import (
 )
 from metaflow_extensions.torchrun.plugins.torchrun.executor import Context, TorchrunExecutor
 from metaflow_extensions.torchrun.plugins.torchrun.launch.preflight import (
-    as_preflight,
     preflight_spec,
     shm_bytes,
     shm_warning,
@@ -27,19 +26,13 @@ from metaflow_extensions.torchrun.plugins.torchrun.settings import parse_setting
 
 MIB = 1024 * 1024
 KUBERNETES = {"METAFLOW_RUNTIME_ENVIRONMENT": "kubernetes"}
-BATCH = {"METAFLOW_RUNTIME_ENVIRONMENT": "aws-batch"}
 
 
 # --- /dev/shm -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("size", "nproc", "accelerators"),
-    [
-        (1024 * MIB, 8, ("0",)),  # what shared_memory=1024 makes
-        (64 * MIB, 1, ()),
-        (None, 8, ("0",)),
-    ],
+    ("size", "nproc", "accelerators"), [(1024 * MIB, 8, ("0",)), (64 * MIB, 1, ()), (None, 8, ("0",))]
 )
 def test_enough_shared_memory_or_nobody_to_share_it_is_fine(size, nproc, accelerators):
     assert shm_warning(size, nproc, accelerators, KUBERNETES) is None
@@ -50,7 +43,7 @@ def test_enough_shared_memory_or_nobody_to_share_it_is_fine(size, nproc, acceler
     ("environ", "remedy"),
     [
         (KUBERNETES, "Write @kubernetes(shared_memory=1024) "),
-        (BATCH, "Write @batch(shared_memory=1024) "),
+        ({"METAFLOW_RUNTIME_ENVIRONMENT": "aws-batch"}, "Write @batch(shared_memory=1024) "),
         ({}, "mount -o remount,size=1G /dev/shm"),
         ({"METAFLOW_RUNTIME_ENVIRONMENT": "local"}, "docker run --shm-size=1g"),
     ],
@@ -71,38 +64,13 @@ def test_a_machine_without_shared_memory_is_no_error(tmp_path):
 
 
 def test_the_preflight_runs_where_the_script_will():
-    own = LaunchSpec(
-        entrypoint="train",
-        args=("--lr", "1"),
-        module=True,
-        nproc=4,
-        num_nodes=3,
-        node_index=1,
-        python="/usr/bin/python3",
-        options=(("no-python", None), ("role", "x")),
-        shown_local_ranks=frozenset({1}),
-        master_port=29500,
-        max_restarts=3,
-        min_nodes=2,
-        env=(("NCCL_SOCKET_IFNAME", "eth1"),),
-        cwd="/somewhere",
-    )
-    found = preflight_spec(own)
-    assert (found.nproc, found.num_nodes, found.node_index, found.python) == (4, 3, 1, "/usr/bin/python3")
-    assert (found.master_port, found.env, found.cwd) == (29500, own.env, "/somewhere")
-    assert (found.args, found.module, found.options, found.max_restarts) == ((), False, (), 0)
-    assert (found.shown_local_ranks, found.min_nodes) == (None, None)
+    same = {"nproc": 4, "num_nodes": 3, "node_index": 1, "python": "/usr/bin/python3", "master_port": 29500}
+    same |= {"env": (("NCCL_SOCKET_IFNAME", "eth1"),), "cwd": "/somewhere"}
+    own = {"options": (("role", "x"),), "shown_local_ranks": frozenset({1}), "max_restarts": 3, "min_nodes": 2}
+    found = preflight_spec(LaunchSpec("train", ("--lr", "1"), module=True, **same, **own))
+    assert found == LaunchSpec(found.entrypoint, (), module=False, **same)
     assert Path(found.entrypoint).name == "preflight_worker.py"
     assert Path(found.entrypoint).is_file()
-
-
-@pytest.mark.parametrize("kind", [LaunchFailed, LaunchTimeout])
-def test_a_failed_preflight_is_called_one_and_keeps_class_and_cause(kind):
-    error = as_preflight(kind("Node 2 broke.", {"node": 2}))
-    assert type(error) is kind
-    assert error.message.startswith("The preflight failed (@torchrun(preflight=True)); the script was not started")
-    assert error.message.endswith("\nNode 2 broke.")
-    assert error.cause == {"node": 2}
 
 
 class Step:
@@ -177,11 +145,14 @@ def test_it_restarts_nothing_and_has_no_limits_of_the_script(make_step):
     assert facts["contents"] == step.script, "nodes with another script must be refused before it"
 
 
-def test_its_failure_is_the_gangs_verdict_under_another_name_and_it_is_repeated(make_step):
-    verdict = LaunchFailed("Node 2 broke.", {"node": 2})
+@pytest.mark.parametrize("kind", [LaunchFailed, LaunchTimeout])
+def test_its_failure_is_the_gangs_verdict_under_another_name_and_it_is_repeated(kind, make_step):
+    verdict = kind("Node 2 broke.", {"node": 2})
     step = make_step(fail=verdict)
-    with pytest.raises(LaunchFailed, match=r"The preflight failed[^\n]*\nNode 2 broke\.") as caught:
+    called = r"^The preflight failed \(@torchrun\(preflight=True\)\); the script was not started[^\n]*\nNode 2 broke\."
+    with pytest.raises(kind, match=called) as caught:
         step.run()
+    assert (type(caught.value), caught.value.cause) == (kind, {"node": 2})
     assert caught.value.__cause__ is verdict, "the member knows the gang's verdicts by identity, also when chained"
     step.fail = None
     step.run()
