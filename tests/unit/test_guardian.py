@@ -57,7 +57,7 @@ while how == "hang":
 sys.exit(1 if any(codes) else 0)
 """
 
-# Every worker notes its pid, and that it is ready, in one step.
+# Before every worker's script: it notes its pid, and that it is ready, in one step.
 NOTE = """
 import os, signal, subprocess, sys, time
 notes, rank = os.environ["NOTES"], os.environ.get("LOCAL_RANK")
@@ -77,12 +77,10 @@ def until_let_go():
         time.sleep(0.01)
 """
 
-ENDLESS = NOTE + "ready(); forever()"
-STUBBORN = NOTE + "signal.signal(signal.SIGTERM, signal.SIG_IGN); ready(); forever()"
+ENDLESS = "ready(); forever()"
+STUBBORN = "signal.signal(signal.SIGTERM, signal.SIG_IGN); ready(); forever()"
 # Counts signals; rank 0 ends at the first.
-COUNTING = (
-    NOTE
-    + """
+COUNTING = """
 got = []
 signal.signal(signal.SIGTERM, lambda *_: got.append(1))
 ready()
@@ -95,11 +93,8 @@ while time.monotonic() < limit:
     time.sleep(0.05)
 note(f"{rank}.count", len(got))
 """
-)
 # A grandchild that forks twice, opens a session of its own and ignores SIGTERM, and one that keeps its parent.
-FAMILY = (
-    NOTE
-    + """
+FAMILY = """
 if os.fork() == 0:
     os.setsid()
     if os.fork() == 0:
@@ -114,13 +109,12 @@ while not os.path.exists(os.path.join(notes, f"{rank}.detached.pid")):
 ready()
 forever()
 """
-)
 RELATIVES = ("0.child.pid", "0.detached.pid")
 
 
 def program(root, worker):
     """Write agent and worker into a folder, under hostile names; return their paths."""
-    return str(write(root / "an agent's script.py", AGENT)), str(write(root / "wörker & co.py", worker))
+    return str(write(root / "an agent's script.py", AGENT)), str(write(root / "wörker & co.py", NOTE + worker))
 
 
 def noted(root, *names):
@@ -156,6 +150,8 @@ class Tree:
         while True:
             event = self.events.get(timeout=max(0.01, deadline - time.monotonic()))
             self.seen.append(event)
+            if isinstance(event, End):
+                assert not self.running(), "the last event, and something still runs"
             if isinstance(event, kind):
                 return event
 
@@ -184,8 +180,9 @@ class Tree:
     def agent_pid(self):
         return self.seen_of(AgentStarted)[0].pid
 
-    def noted_pids(self):
-        return [int(path.read_text()) for path in self.root.glob("*.pid")]
+    def running(self):
+        """Return the pids of what has noted itself and runs."""
+        return [pid for path in self.root.glob("*.pid") if is_running(pid := int(path.read_text()))]
 
 
 @pytest.fixture
@@ -199,7 +196,7 @@ def tree(tmp_path):
     yield start
     for one in made:
         one.process.close(0.0)
-        left = [pid for pid in one.noted_pids() if is_running(pid)]
+        left = one.running()
         for pid in left:
             os.kill(pid, signal.SIGKILL)
         assert not left, "left running"
@@ -210,7 +207,7 @@ def tree(tmp_path):
 
 @pytest.mark.parametrize(("code", "agents"), [(0, 0), (3, 1)])
 def test_an_end_by_itself_is_reported_for_workers_and_agent(code, agents, tree):
-    one = tree(NOTE + f"until_let_go(); sys.exit({code})", count=2)
+    one = tree(f"until_let_go(); sys.exit({code})", count=2)
     for pid in one.await_workers():
         one.let_go(pid)
     assert one.expect(AgentEnded).status == agents
@@ -220,7 +217,7 @@ def test_an_end_by_itself_is_reported_for_workers_and_agent(code, agents, tree):
 
 
 def test_a_workers_end_is_told_at_once_and_how_it_ended(tree):
-    one = tree(NOTE + "until_let_go(); sys.exit(7)", how="hang")
+    one = tree("until_let_go(); sys.exit(7)", how="hang")
     pids = one.await_workers()
     one.let_go(pids[1])
     event = one.expect(WorkerEnded)
@@ -240,7 +237,6 @@ def test_what_an_agent_leaves_behind_is_stopped_and_named(tree):
     assert {int(line.split()[0]) for line in end.left} == set(pids)
     assert "wörker & co.py" in " ".join(end.left)
     assert end.status == 0
-    await_the_end_of(pids)
 
 
 def test_arguments_and_folder_reach_the_agent_and_its_output_its_files(tree, tmp_path):
@@ -264,10 +260,8 @@ def test_an_agent_that_can_not_be_started_is_an_end_with_an_error(command, cwd, 
     assert (cwd or command[0]) in end.error
 
 
-# A task's process.
-TASK = (
-    OURS
-    + """
+# Before every script of a task's process.
+TASK = f"""{OURS}
 import json, os, signal, time
 from ours.node.agent import AgentProcess
 from ours.node.guardian import Options
@@ -277,14 +271,11 @@ for folder in scratch:
     os.makedirs(os.path.join(folder, "values"))
 logs = [os.path.join(root, "agent." + stream) for stream in ("stdout", "stderr")]
 options = Options(*logs, grace_s=0.5, silence_s=silence_s, workers=1, scratch=scratch)
-say = lambda event: print(json.dumps({**event._asdict(), "event": type(event).__name__}), flush=True)
-process = AgentProcess(command, {**os.environ, "NOTES": root}, options, say)
+say = lambda event: print(json.dumps({{**event._asdict(), "event": type(event).__name__}}), flush=True)
+process = AgentProcess(command, {{**os.environ, "NOTES": root}}, options, say)
 """
-)
-# One whose code ignores signals, as many do with SIGCHLD, and starts a launch in a thread that blocks all.
-INSENSITIVE = (
-    TASK
-    + """
+# Its code ignores signals, as many do with SIGCHLD, and it starts a launch in a thread that blocks all.
+INSENSITIVE = """
 for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
     signal.signal(number, signal.SIG_IGN)
 signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
@@ -292,18 +283,14 @@ process.start()
 print(json.dumps({"event": "guardian", "pid": process._guardian.pid}), flush=True)
 process._reader.join()
 """
-)
-# One that has forked a child, as data loaders and preprocessing of a step's own do; it has our pipes as well.
-FORKING = (
-    TASK
-    + """
+# It has forked a child, as data loaders and preprocessing of a step's own do; that has our pipes as well.
+FORKING = """
 process.start()
 if os.fork() == 0:
     os.setsid()
     open(os.path.join(root, "forked"), "w").write(str(os.getpid()))
 time.sleep(600)
 """
-)
 
 
 @pytest.fixture
@@ -312,7 +299,17 @@ def task(tmp_path):
     started = []
 
     def start(code, worker, how="hang", silence_s=30.0):
-        command = [*PYTHON, "-c", code, str(tmp_path), str(silence_s), *PYTHON, *program(tmp_path, worker), "1", how]
+        command = [
+            *PYTHON,
+            "-c",
+            TASK + code,
+            str(tmp_path),
+            str(silence_s),
+            *PYTHON,
+            *program(tmp_path, worker),
+            "1",
+            how,
+        ]
         started.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
         return started[-1]
 
@@ -326,7 +323,7 @@ def task(tmp_path):
 def test_what_the_step_ignores_and_blocks_reaches_neither_guardian_nor_workers(task, tmp_path):
     status = "status = dict(line.split(':', 1) for line in open('/proc/self/status') if line.startswith('Sig'));"
     tell = "note('signals', status['SigIgn'].strip() + ' ' + status['SigBlk'].strip());"
-    process = task(INSENSITIVE, NOTE + status + tell + "until_let_go()", how="wait")
+    process = task(INSENSITIVE, status + tell + "until_let_go()", how="wait")
     (worker,) = noted(tmp_path, "0.pid")
     events = []
     for line in process.stdout:
@@ -381,54 +378,37 @@ def test_the_halted_and_the_detached_obey_too_and_the_stubborn_are_killed_after_
     one.process.stop(0.5)
     assert one.ended() == {0: -signal.SIGTERM, 1: -signal.SIGKILL}
     assert 0.5 <= time.monotonic() - begun < 5.0
-    assert len(one.noted_pids()) == 7
-    await_the_end_of(one.noted_pids())
+    assert len(list(one.root.glob("*.pid"))) == 7
 
 
 def test_stop_before_the_workers_appear_leaves_nothing(tree):
     one = tree()
     one.process.stop(1.0)
     one.expect(End)
-    await_the_end_of(one.noted_pids())
 
 
-def test_close_waits_for_the_end_and_may_be_called_again(tree):
+def test_close_waits_for_the_end_and_may_be_called_again_and_before_the_start(tree):
     one = tree(STUBBORN)
-    pids = one.await_workers()
+    one.await_workers()
     one.process.close(0.1)
-    assert not [pid for pid in pids if is_running(pid)]
-    one.process.close(0.1)
-    one.process.stop(0.1)
-
-
-def test_a_process_that_was_never_started_can_be_closed():
+    assert not one.running()
     never = AgentProcess(["true"], {}, Options("out", "err", grace_s=1.0, silence_s=30.0, workers=1), print)
-    never.stop(1.0)
-    never.close(1.0)
-
-
-def test_a_guardian_for_whose_reader_there_is_no_thread_is_ended(tmp_path, monkeypatch):
-    options = Options(str(tmp_path / "out"), str(tmp_path / "err"), grace_s=1.0, silence_s=30.0, workers=1)
-    process = AgentProcess(["sleep", "600"], os.environ, options, print)
-
-    def no_threads():
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(process._reader, "start", no_threads)
-    with pytest.raises(RuntimeError):
-        process.start()
-    process.close(0.1)
-    assert not is_running(process._guardian.pid)
+    for process in (one.process, never):
+        process.close(0.1)
+        process.stop(0.1)
 
 
 # --- sudden deaths -----------------------------------------------------------------------------------
 
 
-def test_workers_of_a_killed_agent_are_stopped(tree):
-    one = tree()
+@pytest.mark.parametrize(
+    ("whose", "number", "told"), [("agent", signal.SIGKILL, AgentEnded), ("guardian", signal.SIGTERM, Terminated)]
+)
+def test_when_agent_or_guardian_is_told_to_end_it_is_said_and_the_workers_are_stopped(whose, number, told, tree):
+    one = tree(how="hang")
     one.await_workers()
-    os.kill(one.agent_pid(), signal.SIGKILL)
-    assert one.expect(AgentEnded).status == -signal.SIGKILL
+    os.kill(one.agent_pid() if whose == "agent" else one.process._guardian.pid, number)
+    one.expect(told)
     assert one.ended() == dict.fromkeys((0, 1), -signal.SIGTERM)
     assert one.seen[-1].status == -signal.SIGKILL
 
@@ -455,7 +435,6 @@ def test_when_the_guardian_is_killed_the_task_cleans_up_and_says_so(tree, monkey
     assert (end.status, end.error, end.guardian) == (None, None, -signal.SIGKILL)
     for fd in held:
         os.close(fd)
-    await_the_end_of(one.noted_pids())
 
 
 def test_when_the_task_is_killed_nothing_of_it_stays_but_what_its_step_forked(task, tmp_path):
@@ -470,14 +449,6 @@ def test_when_the_task_is_killed_nothing_of_it_stays_but_what_its_step_forked(ta
         assert is_running(forked)
     finally:
         os.kill(forked, signal.SIGKILL)
-
-
-def test_a_guardian_that_is_told_to_end_says_so_and_stops_everything(tree):
-    one = tree(how="hang")
-    one.await_workers()
-    one.process._guardian.terminate()
-    one.expect(Terminated)
-    assert one.ended() == dict.fromkeys((0, 1), -signal.SIGTERM)
 
 
 # --- frozen processes --------------------------------------------------------------------------------
@@ -497,7 +468,7 @@ def test_a_worker_and_an_agent_that_somebody_freezes_are_told_once_and_hear_sigt
 
 
 def test_when_the_task_is_frozen_its_workers_are_stopped(task, tmp_path):
-    process = task(TASK + "process.start(); time.sleep(600)", ENDLESS, silence_s=0.5)
+    process = task("process.start(); time.sleep(600)", ENDLESS, silence_s=0.5)
     pids = noted(tmp_path, "agent.pid", "0.pid")
     process.send_signal(signal.SIGSTOP)
     await_the_end_of(pids)
@@ -506,9 +477,7 @@ def test_when_the_task_is_frozen_its_workers_are_stopped(task, tmp_path):
 # --- preemption --------------------------------------------------------------------------------------
 
 # Saves with the help of a child, as a data loader's or a compressor's, which a signal of its own would end.
-SAVING = (
-    NOTE
-    + """
+SAVING = """
 child = subprocess.Popen([sys.executable, "-I", "-S", "-c", "import sys; sys.stdout.write(sys.stdin.read())"],
                          stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 note(f"{rank}.child.pid", child.pid)
@@ -520,7 +489,6 @@ while not got:
 time.sleep(0.3)
 note(f"{rank}.saved", child.communicate("state")[0])
 """
-)
 
 
 def test_a_preemption_signals_the_workers_alone_and_gives_them_time(tree):
@@ -529,7 +497,6 @@ def test_a_preemption_signals_the_workers_alone_and_gives_them_time(tree):
     one.process.preempt(10.0, signal.SIGUSR1)
     assert one.ended() == {0: 0, 1: 0}
     assert [(one.root / f"{rank}.saved").read_text() for rank in (0, 1)] == ["state", "state"]
-    await_the_end_of(one.noted_pids())
 
 
 def test_what_workers_leave_behind_after_a_preemption_does_not_use_up_the_grace(tree):
@@ -539,7 +506,6 @@ def test_what_workers_leave_behind_after_a_preemption_does_not_use_up_the_grace(
     one.process.preempt(60.0, signal.SIGTERM)
     one.expect(End)
     assert time.monotonic() - begun < 10
-    await_the_end_of(one.noted_pids())
 
 
 def test_workers_that_ignore_the_preemption_are_killed_after_the_grace(tree):
@@ -562,7 +528,7 @@ for count in range(2):
 def test_workers_of_a_second_round_are_found_too(tmp_path, tree):
     agent = write(tmp_path / "restarting.py", RESTARTING)
     command = [*PYTHON, str(agent), str(tmp_path / "wörker & co.py")]
-    one = tree(NOTE + "until_let_go()", count=1, command=command, restarts=True)
+    one = tree("until_let_go()", count=1, command=command, restarts=True)
     for _ in range(2):
         one.let_go(one.expect(WorkerStarted).pid)
     one.expect(End)
