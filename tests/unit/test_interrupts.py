@@ -70,11 +70,15 @@ def await_lines(process, *lines):
 
 
 @pytest.mark.parametrize(
-    ("number", "ignored", "passed_on"),
-    [(signal.SIGTERM, (), "SIGINT"), (signal.SIGHUP, (signal.SIGINT,), "SIGTERM")],
+    ("before", "number", "ignored", "passed_on"),
+    [
+        ("", signal.SIGTERM, (), "SIGINT"),
+        ("", signal.SIGHUP, (signal.SIGINT,), "SIGTERM"),
+        ("processes._HAS_PROC = False", signal.SIGTERM, (), "SIGINT"),  # on macOS, where most runs are submitted
+    ],
 )
-def test_a_run_and_its_tasks_are_interrupted_once(number, ignored, passed_on):
-    run = start(RUN, ignored=ignored)
+def test_a_run_and_its_tasks_are_interrupted_once(before, number, ignored, passed_on):
+    run = start(before + RUN, ignored=ignored)
     await_lines(run, "child", "child")
     run.send_signal(number)
     await_lines(run, "interrupted")
@@ -98,22 +102,15 @@ def test_who_looks_after_a_remote_job_ends_it_undisturbed(number, backend):
     assert job.communicate("well\n", timeout=30)[0].strip() == "job ended well"
 
 
-def test_other_processes_keep_their_own_ways():
-    task = start(JOB, "step", "train")
-    await_lines(task, "ready")
-    task.terminate()
-    task.communicate(timeout=30)
-    assert task.returncode == -signal.SIGTERM
-
-
-def test_nohup_and_handlers_of_others_stay():
+def test_other_processes_nohup_and_handlers_of_others_stay():
     code = """
 signal.signal(signal.SIGTERM, print)
 interrupts.heed_signals_to_run()
-print([signal.getsignal(n) in (print, signal.SIG_IGN) for n in (signal.SIGTERM, signal.SIGHUP)])
+interrupts.heed_signals_to_job(["flow.py", "step", "train"])
+print([signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)])
 """
-    run = start(code, ignored=(signal.SIGHUP,))
-    assert run.communicate(timeout=30)[0].strip() == "[True, True]"
+    kept = [print, signal.SIG_IGN, signal.default_int_handler]
+    assert start(code, ignored=(signal.SIGHUP,)).communicate(timeout=30)[0].strip() == str(kept)
 
 
 def test_a_forked_child_dies_as_it_would_have():
@@ -129,12 +126,3 @@ os.kill(child, signal.SIGTERM)
 print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
     assert start(code).communicate(timeout=30)[0].strip() == "-15"
-
-
-def test_the_children_are_found_without_proc():
-    """As on macOS, where most runs are submitted."""
-    run = start("processes._HAS_PROC = False\n" + RUN)
-    await_lines(run, "child", "child")
-    run.terminate()
-    await_lines(run, "interrupted")
-    assert run.communicate("go on\n", timeout=30)[0].strip() == "near SIGINT far None"

@@ -9,23 +9,18 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from unit_helpers import OURS, eventually, write
+from unit_helpers import eventually, write
 
 from metaflow_extensions.torchrun.plugins.torchrun.node import logs
-from metaflow_extensions.torchrun.plugins.torchrun.node.logs import (
-    LineSplitter,
-    LogFollower,
-    worker_folder,
-    worker_logs,
-)
 
 
 def lines_of(*pieces):
-    splitter = LineSplitter()
+    splitter = logs.LineSplitter()
     fed = [line for piece in pieces for line in splitter.feed(piece)]
     return [*fed, *splitter.feed(b"", final=True)]
 
@@ -86,14 +81,7 @@ def test_a_cut_anywhere_changes_nothing_and_only_line_ends_are_lost(data, places
 
 def test_a_long_line_comes_in_bounded_pieces_and_loses_nothing(monkeypatch):
     monkeypatch.setattr(logs, "MAX_LINE_CHARS", 10)
-    pieces = lines_of(b"x" * 7, b"y" * 7, b"z" * 27, b"\nend\n")
-    assert "".join(pieces) == "x" * 7 + "y" * 7 + "z" * 27 + "end"
-    assert all(len(piece) <= 10 for piece in pieces)
-    assert pieces[-1] == "end"
-
-
-def test_a_line_of_exactly_the_longest_length_gets_no_empty_line_after_it(monkeypatch):
-    monkeypatch.setattr(logs, "MAX_LINE_CHARS", 10)
+    assert lines_of(b"x" * 7, b"y" * 7, b"z" * 8, b"\nend\n") == ["xxxxxxxyyy", "yyyyzzzzzz", "zz", "end"]
     assert lines_of(b"x" * 10, b"\nend\n") == ["x" * 10, "end"]
 
 
@@ -120,21 +108,32 @@ class Screen:
 
 
 @pytest.fixture
-def follow(tmp_path):
-    """Return a function that starts a follower in the layout of torchrun's log folder."""
-    screen = Screen()
-    started = []
+def follower_of():
+    """Return a function that makes a follower in the layout of torchrun's log folder."""
+    made = []
 
-    def start(label=lambda rank: f"[rank {rank}] "):
-        agent = {stream: str(write(tmp_path / f"agent.{stream}", "")) for stream in ("stdout", "stderr")}
-        follower = LogFollower(str(tmp_path), agent, label, "[agent] ", screen.write)
+    def make(folder, screen, label=lambda rank: f"[rank {rank}] ", **options):
+        agent = {stream: str(write(folder / f"agent.{stream}", "")) for stream in ("stdout", "stderr")}
+        made.append(logs.LogFollower(str(folder), agent, label, "[agent] ", screen.write, **options))
+        return made[-1]
+
+    yield make
+    for follower in made:
+        follower.finish()
+        atexit.unregister(follower._await_thread)
+
+
+@pytest.fixture
+def follow(follower_of, tmp_path):
+    """Return a function that starts a follower, and where it writes."""
+
+    def start(**options):
+        screen = Screen()
+        follower = follower_of(tmp_path, screen, **options)
         follower.start()
-        started.append(follower)
         return follower, screen
 
-    yield start
-    for follower in started:
-        follower.finish()
+    return start
 
 
 def worker_file(root, rank, stream, attempt=0):
@@ -187,23 +186,17 @@ def test_an_unfinished_line_waits_for_its_end(follow, tmp_path):
     assert screen.lines("stdout", "[rank 0] ") == ["whole", "half and half"]
 
 
-def test_the_agents_own_words_have_their_own_label(follow, tmp_path):
-    follower, screen = follow()
+def test_the_agents_own_words_have_their_own_label_and_ranks_without_one_are_hidden(follow, tmp_path):
+    follower, screen = follow(label=lambda rank: None if rank == 0 else f"[rank {rank}] ")
     write(tmp_path / "agent.stderr", "a warning\n")
-    follower.finish()
-    assert screen.streams == {"stdout": "", "stderr": "[agent] a warning\n"}
-
-
-def test_ranks_without_label_are_hidden(follow, tmp_path):
-    follower, screen = follow(lambda rank: None if rank == 0 else f"[rank {rank}] ")
     for rank in (0, 1):
         write(worker_file(tmp_path, rank, "stdout"), f"from {rank}\n")
     follower.finish()
-    assert screen.streams["stdout"] == "[rank 1] from 1\n"
+    assert screen.streams == {"stdout": "[rank 1] from 1\n", "stderr": "[agent] a warning\n"}
 
 
 def test_any_workers_output_is_a_sign_of_life_and_the_agents_is_none(follow, tmp_path):
-    follower, screen = follow(lambda rank: None if rank == 0 else f"[rank {rank}] ")
+    follower, screen = follow(label=lambda rank: None)
     (tmp_path / "agent.stderr").write_text("the agent speaks\n")
     eventually(lambda: "the agent speaks" in screen.streams["stderr"])
     assert follower.last_output_at is None
@@ -227,10 +220,9 @@ class PausedScreen(Screen):
         return self.continued.wait(0.05)
 
 
-def test_a_reader_that_does_not_read_holds_up_nobody_and_can_have_all_later(tmp_path):
+def test_a_reader_that_does_not_read_holds_up_nobody_and_can_have_all_later(follower_of, tmp_path):
     screen, folder = PausedScreen(), tmp_path / "logs"
-    agent = {stream: str(write(folder / f"agent.{stream}", "")) for stream in ("stdout", "stderr")}
-    follower = LogFollower(str(folder), agent, lambda rank: f"[rank {rank}] ", "", screen.write)
+    follower = follower_of(folder, screen)
     path = write(worker_file(folder, 0, "stdout"), "first\n")
     follower.start()
     assert screen.asked.wait(10)
@@ -246,7 +238,6 @@ def test_a_reader_that_does_not_read_holds_up_nobody_and_can_have_all_later(tmp_
     eventually(lambda: not follower._thread.is_alive(), "the end of the thread")
     assert screen.streams["stdout"] == "[rank 0] first\n[rank 0] second\n"
     assert screen.streams["stderr"] == "[rank 1] of a file that nobody has opened yet\n"
-    atexit.unregister(follower._await_thread)
 
 
 def test_a_file_that_can_not_be_opened_for_a_while_is_read_later(follow, tmp_path, monkeypatch):
@@ -265,17 +256,6 @@ def test_a_file_that_can_not_be_opened_for_a_while_is_read_later(follow, tmp_pat
     assert screen.streams == {"stdout": "[rank 0] patience\n", "stderr": ""}
 
 
-def test_what_exists_before_finish_is_shown_even_without_a_single_poll(tmp_path):
-    screen = Screen()
-    agent = {stream: str(write(tmp_path / f"agent.{stream}", "")) for stream in ("stdout", "stderr")}
-    follower = LogFollower(str(tmp_path), agent, lambda rank: f"[rank {rank}] ", "", screen.write)
-    write(worker_file(tmp_path, 0, "stdout"), "late")
-    follower._stop.set()
-    follower.start()
-    follower.finish()
-    assert screen.streams["stdout"] == "[rank 0] late\n"
-
-
 FAILED = [
     "E1121 18:00:00.123456 77 torch/api.py:1010] failed (exitcode: 1)",
     "Traceback (most recent call last):",
@@ -292,67 +272,38 @@ STORE_GONE = [
 @pytest.mark.parametrize(
     "box", [FAILED, STORE_GONE], ids=["a worker failed", "the store has ended in the exit barrier"]
 )
-def test_the_agents_report_of_a_failure_is_shown_where_nobody_knows_better(tmp_path, box, explained):
-    screen = Screen()
-    agent = {"stderr": str(write(tmp_path / "agent.stderr", "\n".join(["W1121 a warning", *box])))}
-    follower = LogFollower(str(tmp_path), agent, str, "", screen.write, hold_report=True)
-    follower.start()
-    eventually(lambda: screen.streams["stderr"] == "W1121 a warning\n")
+def test_the_agents_report_of_a_failure_is_shown_where_nobody_knows_better(follow, tmp_path, box, explained):
+    follower, screen = follow(hold_report=True)
+    write(tmp_path / "agent.stderr", "\n".join(["W1121 a warning", *box]))
+    eventually(lambda: screen.streams["stderr"] == "[agent] W1121 a warning\n")
     follower.finish(explained)
-    assert screen.streams["stderr"].splitlines() == ["W1121 a warning", *([] if explained else box)]
+    assert screen.lines("stderr", "[agent] ") == ["W1121 a warning", *([] if explained else box)]
 
 
-def test_only_workers_logs_are_taken_for_workers_logs(tmp_path):
-    for name in ("stdout.log", "stderr.log"):
-        write(tmp_path / "run_x" / "attempt_0" / "11" / name, "")
-    for name in ("0/error.json", "0/stdfoo.log", "tmp/stdout.log"):
-        write(tmp_path / "run_x" / "attempt_0" / name, "")
-    assert [(rank, stream) for _, rank, stream in worker_logs(str(tmp_path))] == [(11, "stderr"), (11, "stdout")]
-
-
-def test_a_log_folder_with_glob_characters_is_no_pattern(tmp_path):
+def test_only_workers_logs_are_taken_for_workers_logs_below_a_folder_of_any_name(tmp_path):
     root = tmp_path / "a[b]*c"
-    write(worker_file(root, 0, "stdout"), "")
-    assert len(list(worker_logs(str(root)))) == 1
-    assert os.path.isdir(worker_folder(str(root), 0))
+    assert not os.path.exists(logs.worker_folder(str(root), 11))
+    for stream in ("stdout", "stderr"):
+        write(worker_file(root, 11, stream), "")
+    for name in ("0/error.json", "0/stdfoo.log", "tmp/stdout.log"):
+        write(root / "run_x" / "attempt_0" / name, "")
+    assert [(rank, stream) for _, rank, stream in logs.worker_logs(str(root))] == [(11, "stderr"), (11, "stdout")]
+    assert os.path.isdir(logs.worker_folder(str(root), 11))
 
 
-def test_a_worker_without_folder_has_one_that_does_not_exist(tmp_path):
-    assert not os.path.exists(worker_folder(str(tmp_path), 0))
-
-
-MEASURE = f"""{OURS}
-import os, re, sys
-from ours.node.logs import LogFollower
-
-seen = 0
-def count(stream, text):
-    global seen
-    seen += len(text.replace("\\n", ""))
-    return True
-def follow(folder, line):
-    global seen
-    seen, path = 0, f"{{folder}}/run/attempt_0/0/stdout.log"
-    os.makedirs(os.path.dirname(path))
-    follower = LogFollower(folder, {{}}, lambda rank: "", "", count)
-    follower.start()
-    with open(path, "ab", 0) as file:
-        for _ in range(12):
-            file.write(line * 10_000)
-    follower.finish()
-    return seen
-def most_memory_kb():  # not ru_maxrss: that begins with the memory of the process which started this one
-    with open("/proc/self/status") as file:
-        return int(re.search(r"VmHWM:\\s+(\\d+)", file.read())[1])
-before = most_memory_kb()
-lines = [b"x" * 99 + b"\\n", b"x" * 100, b"\\r" + b"x" * 99]  # lines, one line, progress
-seen = [follow(f"{{sys.argv[1]}}/{{number}}", line) for number, line in enumerate(lines)]
-print(*seen, most_memory_kb() - before)
-"""
-
-
-def test_twelve_megabytes_do_not_fill_the_memory(tmp_path):
-    done = subprocess.run([sys.executable, "-c", MEASURE, str(tmp_path)], capture_output=True, text=True, check=True)
-    *seen, grown_kb = map(int, done.stdout.split())
-    assert seen == [11_880_000, 12_000_000, 11_880_000]
-    assert grown_kb < 12_000
+@pytest.mark.parametrize(
+    ("piece", "seen"),
+    [(b"x" * 99 + b"\n", 11_880_000), (b"x" * 100, 12_000_000), (b"\r" + b"x" * 99, 11_880_000)],
+    ids=["lines", "one line", "progress"],
+)
+def test_twelve_megabytes_do_not_fill_the_memory(piece, seen, tmp_path):
+    path, shown = tmp_path / "stdout.log", []
+    path.write_bytes(piece * 120_000)
+    file = logs.FollowedFile(str(path), "", "stdout")
+    tracemalloc.start()
+    file.finish(lambda _, text: shown.append(len(text.replace("\n", ""))), True)
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    file.close()
+    assert sum(shown) == seen
+    assert most < 8_000_000

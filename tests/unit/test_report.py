@@ -1,5 +1,7 @@
 """What a node's terminal shows of the error that ends its task."""
 
+import sys
+import traceback
 import types
 
 import metaflow.cli
@@ -64,22 +66,21 @@ def test_on_one_terminal_the_node_of_the_cause_tells_it_and_the_others_point_the
     assert pointer == "@torchrun: launch failed: Rank 3 on node 1 (host b); see the report of node 1."
 
 
-def test_what_a_rank_wrote_unseen_is_in_the_report():
-    assert "File 'train.py', line 1" not in report(verdict(), view(1))
-    assert "File 'train.py', line 1" in report(verdict(), view(1, live=False))
+PEER_GONE = Cause("exception", 1, "b", 3, 1, 1, "ConnectionResetError: Connection reset by peer", TRACE)
 
 
-def test_a_peers_end_that_is_the_cause_after_all_is_in_the_report():
-    """The worker has shown it in one line."""
-    cause = Cause(
-        "exception", 1, "b", 3, 1, 1, "ConnectionResetError: Connection reset by peer", "File 'train.py', line 1"
-    )
-    assert "File 'train.py', line 1" in report(verdict(cause), view(1))
-
-
-def test_each_remote_nodes_log_keeps_the_whole():
-    for node in (0, 1):
-        assert "File 'train.py', line 1" in report(verdict(), view(node, shared=False))
+@pytest.mark.parametrize(
+    ("cause", "where", "is_whole"),
+    [
+        (RAISED, view(1), False),
+        (RAISED, view(1, live=False), True),  # what a rank wrote unseen
+        (PEER_GONE, view(1), True),  # the worker has shown in one line what is the cause after all
+        (RAISED, view(0, shared=False), True),  # each remote node's log has it
+        (RAISED, view(1, shared=False), True),
+    ],
+)
+def test_the_traceback_is_in_the_report_unless_it_stands_above(cause, where, is_whole):
+    assert ("File 'train.py', line 1" in report(verdict(cause), where)) is is_whole
 
 
 @pytest.mark.parametrize("kind", ["lost", "timeout", "hang"])
@@ -89,7 +90,8 @@ def test_the_control_node_tells_what_no_other_can(kind):
     assert report(error, view(1)).endswith("see the report of node 0.")
 
 
-def test_an_error_that_the_gang_does_not_know_is_told_where_it_is():
+def test_an_error_that_the_gang_does_not_know_is_told_where_it_is_and_metaflows_own_are_left_to_it():
+    assert report(MetaflowException("Step *train*"), view(0)) is None
     assert report(EntrypointError("no a*b.py"), view(1, known=False)) == "    @torchrun: entrypoint:\n    no a*b.py"
 
 
@@ -115,10 +117,6 @@ def test_what_a_function_raised_is_shown_from_the_users_line_on_without_the_verd
     assert "File 'train.py', line 1" in report(error, view(0, shared=False))
 
 
-def test_metaflows_own_errors_are_left_to_metaflow():
-    assert report(MetaflowException("Step *train*"), view(0)) is None
-
-
 # --- tracebacks -----------------------------------------------------------------------------------
 
 
@@ -134,11 +132,7 @@ def test_a_traceback_begins_at_the_users_first_line():
     assert text.endswith("ValueError: a*b")
     wrapped = raised(call(metaflow.cli.__file__, around))
     cut_frames_around(wrapped)
-    files = []
-    trace = wrapped.__traceback__
-    while trace is not None:
-        files.append(trace.tb_frame.f_code.co_filename)
-        trace = trace.tb_next
+    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(wrapped.__traceback__)]
     assert module.__file__ not in files
     assert {"/users/flow.py", metaflow.cli.__file__, __file__} <= set(files)
 
@@ -176,5 +170,5 @@ def test_in_a_task_any_error_is_shown_as_it_is_and_its_report_where_there_is_one
 
 
 def test_a_metaflow_without_such_printing_goes_its_own_way(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "metaflow.cli", types.ModuleType("metaflow.cli"))
+    monkeypatch.setitem(sys.modules, "metaflow.cli", types.ModuleType("metaflow.cli"))
     print_errors_ourselves(in_task=True)

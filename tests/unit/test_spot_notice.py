@@ -10,12 +10,7 @@ import pytest
 from unit_helpers import eventually
 
 from metaflow_extensions.torchrun.plugins.torchrun.border import spot_notice as module
-from metaflow_extensions.torchrun.plugins.torchrun.border.spot_notice import (
-    pod_is_told_to_stop,
-    pod_script,
-    spot_notice,
-    watch,
-)
+from metaflow_extensions.torchrun.plugins.torchrun.border.spot_notice import pod_is_told_to_stop, pod_script, watch
 
 SPOT = "a spot notice says that its machine will be taken away (2026-11-21T10:00:00Z)"
 # As Metaflow's pods start (`Kubernetes._command` in kubernetes.py, 2.19), with commands that tell what became of them.
@@ -41,15 +36,18 @@ def pod():
         shell.communicate()
 
 
+def nobody_looks():
+    return "torchrun-preemption" not in {thread.name for thread in threading.enumerate()}
+
+
 def test_a_notice_is_passed_on_once(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "_LOOK_S", 0.01)
     path, looks, seen = tmp_path / "notice", [], []
-    over = watch([lambda: looks.append(seen[:]), spot_notice(str(path))], seen.append)
+    over = watch([lambda: looks.append(seen[:]), module.spot_notice(str(path))], seen.append)
     assert eventually(lambda: len(looks) > 2)
     (tmp_path / "whole").write_text("2026-11-21T10:00:00Z\n")
     (tmp_path / "whole").rename(path)
-    assert eventually(lambda: seen)
-    assert eventually(lambda: "torchrun-preemption" not in {thread.name for thread in threading.enumerate()})
+    assert eventually(nobody_looks)
     assert seen == [SPOT]
     assert looks == [[]] * len(looks)
     over.set()
@@ -58,7 +56,7 @@ def test_a_notice_is_passed_on_once(tmp_path, monkeypatch):
 def test_nobody_looks_after_the_end(monkeypatch):
     monkeypatch.setattr(module, "_LOOK_S", 0.01)
     watch([lambda: pytest.fail("looked")], pytest.fail).set()
-    assert eventually(lambda: "torchrun-preemption" not in {thread.name for thread in threading.enumerate()})
+    assert eventually(nobody_looks)
 
 
 def test_sigterm_to_a_pods_shell_is_seen_by_its_other_processes(pod):
@@ -68,7 +66,7 @@ def test_sigterm_to_a_pods_shell_is_seen_by_its_other_processes(pod):
     assert shell.stdout.readline() == "own script\n"
     assert shell.stdout.readline() == f"pid {shell.pid} shell {shell.pid}\n"  # the same process, as kubelet knows it
     environ = {"TORCHRUN_POD_SHELL": str(shell.pid)}
-    assert pod_is_told_to_stop(environ) is None
+    assert pod_is_told_to_stop(environ) is pod_is_told_to_stop({}) is None
     shell.terminate()
     assert eventually(lambda: pod_is_told_to_stop(environ))
     assert "its pod got SIGTERM" in pod_is_told_to_stop(environ)
@@ -95,8 +93,3 @@ def test_a_task_heeds_sigterm_again():
         assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-
-
-def test_where_there_is_no_such_shell_nothing_is_seen():
-    assert pod_is_told_to_stop({}) is None
-    assert pod_is_told_to_stop({"TORCHRUN_POD_SHELL": "0"}) is None
