@@ -16,24 +16,21 @@ KUBERNETES = {"kubernetes": {}}
 
 
 class Flow(FlowSpec):
-    """A gang, a gang in a foreach, and a gang whose size only the run knows."""
+    """A gang whose size only the run knows, and one of two nodes in a foreach."""
 
     @step
     def start(self):
-        self.next(self.train, num_parallel=2)
+        self.names = [1, 2]
+        self.next(self.train, num_parallel=len(self.names))
 
     @batch(queue="q")
     @torchrun
     @step
     def train(self):
-        self.next(self.join)
-
-    @step
-    def join(self, inputs):
         self.next(self.items)
 
     @step
-    def items(self):
+    def items(self, inputs):
         self.names = [1, 2]
         self.next(self.item, foreach="names")
 
@@ -44,28 +41,14 @@ class Flow(FlowSpec):
     @parallel
     @step
     def nested(self):
-        self.next(self.nested_join)
+        self.next(self.join)
 
     @step
-    def nested_join(self, inputs):
+    def join(self, inputs):
         self.next(self.merge)
 
     @step
     def merge(self, inputs):
-        self.next(self.size)
-
-    @step
-    def size(self):
-        self.nodes = 2
-        self.next(self.unsized, num_parallel=self.nodes)
-
-    @parallel
-    @step
-    def unsized(self):
-        self.next(self.last)
-
-    @step
-    def last(self, inputs):
         self.next(self.end)
 
     @step
@@ -106,33 +89,34 @@ def test_what_can_not_work_on_kubernetes_is_refused(decorators, master_port, sit
 
 
 @pytest.mark.parametrize(
-    ("decorators", "master_port", "site_port"),
+    ("decorators", "master_port", "site_port", "name"),
     [
-        ({**CATCH, **BATCH}, None, None),
-        ({**KUBERNETES, "retry": {}}, None, None),
-        (port(None), 29500, None),
-        (port(29500), None, None),
-        (port(29500), 29500, None),
-        (port("29500"), 29500, None),
-        (port("8080"), 29500, "8080"),  # METAFLOW_KUBERNETES_PORT; the step says nothing of it
-        (port(8080), 29500, "8080"),
+        ({**CATCH, **BATCH}, None, None, "train"),
+        ({**CATCH, **KUBERNETES}, None, None, "join"),  # it is no gang
+        ({**KUBERNETES, "retry": {}}, None, None, "train"),
+        (port(None), 29500, None, "train"),
+        (port(29500), None, None, "train"),
+        (port(29500), 29500, None, "train"),
+        (port("29500"), 29500, None, "train"),
+        (port("8080"), 29500, "8080", "train"),  # METAFLOW_KUBERNETES_PORT; the step says nothing of it
+        (port(8080), 29500, "8080", "train"),
     ],
 )
-def test_ports_that_agree_and_catch_elsewhere_are_fine(decorators, master_port, site_port, monkeypatch):
+def test_ports_that_agree_and_catch_elsewhere_are_fine(decorators, master_port, site_port, name, monkeypatch):
     monkeypatch.setattr(submit_checks, "KUBERNETES_PORT", site_port)
-    submission(decorators, master_port).check_kubernetes()
+    submission(decorators, master_port, name=name).check_kubernetes()
 
 
 @pytest.mark.parametrize(
-    ("name", "metadata_type", "words"),
+    ("name", "num_nodes", "metadata_type", "words"),
     [
-        ("train", "local", ["--metadata=local", "600 s", "--metadata=service"]),
-        ("nested", "local", ["foreach of step items", "exactly 2 finished tasks", "@kubernetes"]),
-        ("nested", "service", ["foreach of step items"]),
+        ("train", 2, "local", ["--metadata=local", "600 s", "--metadata=service"]),
+        ("nested", None, "local", ["foreach of step items", "exactly 2 finished tasks", "@kubernetes"]),
+        ("nested", None, "service", ["foreach of step items"]),
     ],
 )
-def test_what_would_never_see_its_end_on_batch_is_refused(name, metadata_type, words):
-    told = refusal(submission(BATCH, metadata_type=metadata_type, name=name).check_batch)
+def test_what_would_never_see_its_end_on_batch_is_refused(name, num_nodes, metadata_type, words):
+    told = refusal(submission(BATCH, metadata_type=metadata_type, name=name).check_batch, num_nodes)
     assert told.startswith(f"Step {name}, a gang of 2 nodes with @batch(queue='q'),")
     assert [word for word in words if word not in told] == []
 
@@ -140,20 +124,16 @@ def test_what_would_never_see_its_end_on_batch_is_refused(name, metadata_type, w
 @pytest.mark.parametrize(
     ("name", "num_nodes", "decorators", "metadata_type"),
     [
-        ("train", None, BATCH, "service"),
+        ("train", 2, BATCH, "service"),
         ("nested", None, KUBERNETES, "local"),
-        ("train", None, {}, "local"),
+        ("train", 2, {}, "local"),
         ("nested", 1, BATCH, "local"),  # it waits for nobody
-        ("unsized", None, BATCH, "local"),  # asked again when it is known
+        ("train", None, BATCH, "local"),  # asked again when it is known
         ("join", 3, BATCH, "local"),  # it is no gang
-        ("join", 3, {**CATCH, **KUBERNETES}, "local"),
     ],
 )
 def test_what_sees_its_end_is_fine(name, num_nodes, decorators, metadata_type):
-    checks = submission(decorators, metadata_type=metadata_type, name=name)
-    checks.check_batch(num_nodes)
-    if "catch" in decorators:
-        checks.check_kubernetes()
+    submission(decorators, metadata_type=metadata_type, name=name).check_batch(num_nodes)
 
 
 @pytest.fixture
@@ -174,7 +154,7 @@ def start(decorator, num_nodes):
 
 
 def test_the_number_of_nodes_is_checked_when_the_run_tells_it(decorator):
-    assert "gang of 2 nodes" in refusal(decorator._submission.check_batch)
+    decorator._submission.check_batch()
     start(decorator, 1)
     assert "gang of 3 nodes" in refusal(start, decorator, 3)
 
