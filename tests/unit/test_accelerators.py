@@ -1,8 +1,10 @@
 """Processes per node, accelerators, threads: one place decides and says why."""
 
 import os
+from types import SimpleNamespace
 
 import pytest
+from metaflow.plugins.aws.aws_utils import compute_resource_attributes
 from unit_helpers import write
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import TorchrunConfigError
@@ -95,9 +97,19 @@ def test_gpu_without_a_gpu_says_whose_fault_it_is_and_how_to_get_one(machine, wo
         ([("kubernetes", {"extended_resources": None}), ("retry", {"times": 3})], None),
     ],
 )
-def test_requested_accelerators_are_merged_as_metaflow_does(decorators, value):
+def test_requested_accelerators_are_counted(decorators, value):
     found = requested_accelerators(decorators)
     assert (found and found.value) == value
+
+
+@pytest.mark.parametrize("resources", [None, 2, "8", 2.0])
+@pytest.mark.parametrize("own", [None, 4, "4"])
+def test_requested_gpus_are_merged_as_metaflow_does(own, resources):
+    decorators = [SimpleNamespace(name="resources", attributes={"gpu": resources})]
+    decorators.append(SimpleNamespace(name="batch", attributes={"gpu": own}))
+    metaflows = compute_resource_attributes(decorators, decorators[1], {"gpu": "0"})["gpu"]
+    ours = requested_accelerators([(deco.name, deco.attributes) for deco in decorators])
+    assert (0 if ours is None else ours.value) == float(metaflows)
 
 
 @pytest.mark.parametrize("wrong", ["many", 1.5, "1.5", -1, True, "nan"])
