@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +25,7 @@ MARK = "NODE_TEST_MARK"
 GRACE_S = 1.0
 START_S = 90.0  # a deadline for a machine that is busy with something else, too
 _LOOK_S = 0.02
+_NONE: Mapping[Any, Any] = {}
 _LINE = re.compile(r"^\[rank (\d+)\] line (\S+)-(\d+) (\d+) of a log that nobody may lose$", re.MULTILINE)
 _LINE_BYTES = len("line launch0-0-0 000001 of a log that nobody may lose\n")
 ETC_HOSTS = "127.0.0.1 localhost\n::1 localhost\n"
@@ -50,24 +51,12 @@ def command_line(pid: int) -> str:
 
 @dataclass
 class Outcome:
-    """What a fault came to.
+    """What a fault came to."""
 
-    Attributes
-    ----------
-    seconds : float
-        From the fault until the last process was gone.
-    errors : dict
-        Node -> its last error, of the nodes that were there to tell.
-    left : list of str
-        Processes that were not gone in time, and temporary files.
-    lost_bytes : int
-        Bytes that workers wrote and that are not in their nodes' logs.
-    """
-
-    seconds: float | None
-    errors: dict[int, dict[str, Any]]
-    left: list[str]
-    lost_bytes: int
+    seconds: float  # from the fault until the last process was gone
+    errors: dict[int, dict[str, Any] | None]  # node -> its last error, of the nodes that were there to tell
+    left: list[str]  # processes that were not gone in time, and temporary files
+    lost_bytes: int  # what workers wrote and is not in their nodes' logs
 
     @property
     def same(self) -> bool | None:
@@ -101,17 +90,17 @@ class Gang:
         num_nodes: int = 2,
         nproc: int = 1,
         do: str = "",
-        settings: dict[str, Any] | None = None,
+        settings: Mapping[str, Any] = _NONE,
         launches: int | dict[int, int] = 1,
         absent: Collection[int] = (),
-        late: dict[int, float] | None = None,
+        late: Mapping[int, float] = _NONE,
         gang: str = "1",
         datastore: str | None = None,
         squatted: int | None = None,
-        step: dict[int, str] | None = None,
-        wrap: dict[int, list[str]] | None = None,
-        agent_env: dict[str, str] | None = None,
-        own_code: dict[int, str] | None = None,
+        step: Mapping[int, str] = _NONE,
+        wrap: Mapping[int, list[str]] = _NONE,
+        agent_env: Mapping[str, str] = _NONE,
+        own_code: Mapping[int, str] = _NONE,
         fails_late: Collection[int] = (),
         main_ip: str = "10.77.0.1",
         etc_hosts: str = ETC_HOSTS,
@@ -128,34 +117,35 @@ class Gang:
         """
         self.out.mkdir(exist_ok=True)
         self.temporary.mkdir()
-        self.nproc, self._num_nodes = nproc, num_nodes
+        self.nproc = nproc
         (self.out / "hosts").write_text(etc_hosts)
-        env = {"CHAOS_OUT": str(self.out), "WORKER_DO": do, **(agent_env or {})}
-        self._task = {
-            "num_nodes": num_nodes,
-            "out": str(self.out),
-            "settings": {"all_nodes_started_timeout": 60, "grace_s": GRACE_S, **(settings or {})},
-            "main_ip": main_ip if self.hosts else None,
-            "entrypoint": entrypoint,
-            "gang": gang,
-            "options": {"nproc_per_node": nproc, "env": env, **options},
-            "datastore": datastore,
-            "squatted": squatted,
-        }
-        self._late, self._wrap, self._step = late or {}, wrap or {}, step or {}
-        self._launches = launches if isinstance(launches, dict) else dict.fromkeys(range(num_nodes), launches)
-        waiting = {node: "wait" for node, count in self._launches.items() if count == 0}
-        self._own_code, self._fails_late = waiting | (own_code or {}), fails_late
+        env = {"CHAOS_OUT": str(self.out), "WORKER_DO": do, **agent_env}
+        self._tasks, self._wrap = {}, wrap
         for node in range(num_nodes):
+            count = launches if isinstance(launches, int) else launches[node]
+            self._tasks[node] = {
+                "node": node,
+                "num_nodes": num_nodes,
+                "out": str(self.out),
+                "settings": {"all_nodes_started_timeout": 60, "grace_s": GRACE_S, **settings},
+                "main_ip": main_ip if self.hosts else None,
+                "entrypoint": entrypoint,
+                "gang": gang,
+                "options": {"nproc_per_node": nproc, "env": env, **options},
+                "datastore": datastore,
+                "squatted": squatted,
+                "start_after_s": late.get(node, 0),
+                "step": step.get(node),
+                "launches": count,
+                "own_code": own_code.get(node, "" if count else "wait"),
+                "fails_late": node in fails_late,
+            }
             if node not in absent:
                 self.start_node(node)
 
     def start_node(self, node: int) -> None:
         """Start one node."""
-        own = {"start_after_s": self._late.get(node, 0), "step": self._step.get(node)}
-        own |= {"launches": self._launches[node], "own_code": self._own_code.get(node, "")}
-        task = {"fails_late": node in self._fails_late, **self._task, "node": node, **own}
-        command = [*self._wrap.get(node, []), sys.executable, str(NODE), json.dumps(task)]
+        command = [*self._wrap.get(node, []), sys.executable, str(NODE), json.dumps(self._tasks[node])]
         if self.hosts:
             command = self.hosts[node].command(self.out / "hosts", *command)
         kept = {name: value for name, value in os.environ.items() if not name.startswith("METAFLOW_")}
@@ -213,7 +203,7 @@ class Gang:
 
     def await_workers(self, run_id: str = "launch0-0", timeout_s: float = START_S, lines: int = 3) -> None:
         """Wait until every worker of a generation has written a few lines."""
-        ranks = range(self._num_nodes * self.nproc)
+        ranks = range(len(self._tasks) * self.nproc)
         self.await_that(lambda: all(self.lines_of(rank, run_id) >= lines for rank in ranks), run_id, timeout_s)
 
     def await_command(self, node: int) -> float:
@@ -306,7 +296,7 @@ class Gang:
     def end_well(self, within_s: float = 30) -> Outcome:
         """Let the workers end and wait for the nodes, which must end well."""
         self.let_go()
-        if not any(self._launches.values()):
+        if not any(task["launches"] for task in self._tasks.values()):
             self.await_steps()
             self.end_steps()
         outcome = self.await_end(time.monotonic(), self.processes, within_s)

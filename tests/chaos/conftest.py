@@ -21,50 +21,37 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         item.add_marker(pytest.mark.chaos)
 
 
-class Reports:
-    """Keeps the reports of the session's tests."""
-
-    def __init__(self) -> None:
-        self.all: list[pytest.TestReport] = []
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.when == "teardown":
-            self.all.append(report)
-
-    def recorder(self) -> Recorder:
-        """Return what all tests have measured, in the order of files and lines."""
-        ordered = sorted(self.all, key=lambda report: report.location)
-        rows = [value for report in ordered for name, value in report.user_properties if name == _ROW]
-        return Recorder([Row(**row) for row in rows])
+_reports: list[pytest.TestReport] = []
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.pluginmanager.register(Reports(), "chaos reports")
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.when == "teardown":
+        _reports.append(report)
+
+
+def _all_rows() -> Recorder:
+    """Return what all tests have measured, in the order of files and lines."""
+    ordered = sorted(_reports, key=lambda report: report.location)
+    rows = [value for report in ordered for name, value in report.user_properties if name == _ROW]
+    return Recorder([Row(**row) for row in rows])
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    median_s = _recorder(session.config).median_s
-    if median_s is not None and median_s > MEDIAN_S:
+    if _all_rows().median_s > MEDIAN_S:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    recorder = _recorder(config)
+    recorder = _all_rows()
     if recorder.rows:
         lines = recorder.lines()
         terminalreporter.section("chaos")
         for line in lines:
             terminalreporter.write_line(line)
-        if recorder.median_s is not None and recorder.median_s > MEDIAN_S:
+        if recorder.median_s > MEDIAN_S:
             terminalreporter.write_line(f"FAILED: the median is above {MEDIAN_S:g} s.", red=True)
         if path := config.getoption("--chaos-table"):
             Path(path).write_text("\n".join(lines) + "\n")
-
-
-def _recorder(config: pytest.Config) -> Recorder:
-    reports = config.pluginmanager.get_plugin("chaos reports")
-    assert isinstance(reports, Reports)
-    return reports.recorder()
 
 
 @pytest.fixture

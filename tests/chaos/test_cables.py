@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -47,16 +48,10 @@ def test_a_cut_that_is_mended_too_late(cut, make_gang, hosts, switch, recorder):
     recorder.silent(f"cut of {'the control node' if cut == 0 else 'one node'}, mended too late", outcome, HEARTBEAT_S)
     silence = f"nothing was heard from it for {HEARTBEAT_S} s (heartbeat_timeout_s)"
     for launch in range(2):
-        said = [gang.launch(node, launch)["text"] for node in together]
+        (said,) = {gang.launch(node, launch)["text"] for node in together}
         alone = gang.launch(cut, launch)["text"]
-        if cut == 0:
-            assert said[0] == said[1]
-            assert f"Node 0 (the control node) is lost: {silence}" in said[0]
-            assert f"(host host-b) failed: {silence}" in alone or f"(host host-c) failed: {silence}" in alone
-        else:
-            assert said[0] == said[1]
-            assert f"Node 2 (host host-c) failed: {silence}" in said[0]
-            assert f"Node 0 (the control node) is lost: {silence}" in alone
+        assert f"Node 0 (the control node) is lost: {silence}" in (said if cut == 0 else alone)
+        assert re.search(rf"\(host host-[bc]\) failed: {re.escape(silence)}", alone if cut == 0 else said)
     assert gang.lost_bytes([cut]) == 0
 
 

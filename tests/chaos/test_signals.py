@@ -20,30 +20,37 @@ NAMES = {
     "task": "a task",
     "control task": "the control task",
 }
+NODE_1 = f"Node 1 (host {HOST})"
+RANK_2 = f"Rank 2 on node 1 (host {HOST})"
+SAID = {  # who is hurt, and how: the cause's category and text
+    ("worker", signal.SIGKILL): ("killed", f"{RANK_2} was killed by SIGKILL"),
+    ("worker", signal.SIGTERM): ("killed", f"{RANK_2} was killed by SIGTERM"),
+    ("agent", signal.SIGKILL): ("killed", f"{NODE_1} failed: its torchrun agent was killed by SIGKILL"),
+    ("agent", signal.SIGTERM): ("killed", f"{NODE_1} failed: its torchrun agent got SIGTERM"),
+    ("guardian", signal.SIGKILL): ("killed", f"{NODE_1} failed: its guardian process was killed by SIGKILL"),
+    ("guardian", signal.SIGTERM): ("killed", f"{NODE_1} failed: its guardian process"),
+    ("task", signal.SIGKILL): ("node_lost", f"{NODE_1} failed: its connection to the control node was closed"),
+    ("task", signal.SIGTERM): ("preempted", f"{NODE_1} was preempted: its Metaflow task got SIGTERM"),
+    ("control task", signal.SIGKILL): ("node_lost", "Node 0 (the control node) is lost: its connection was closed"),
+    ("control task", signal.SIGTERM): (
+        "preempted",
+        f"Node 0 (host {HOST}) was preempted: its Metaflow task got SIGTERM",
+    ),
+}
 
 
 def _first(value: str) -> str:
     return value if value in NAMES else ""
 
 
-def pid_of(gang: Gang, victim: str) -> int:
-    """Return a process of node 1, or the control node's task."""
-    rank = gang.nproc
-    return {
-        "worker": lambda: gang.worker(rank),
-        "agent": lambda: gang.agent(rank),
-        "guardian": lambda: gang.guardian(rank),
-        "task": lambda: gang.task(1),
-        "control task": lambda: gang.task(0),
-    }[victim]()
-
-
 def start(gang: Gang, victim: str, **settings: float) -> int:
-    """Start a gang, with three nodes where one can't tell afterwards, and return the pid of the process to hurt."""
+    """Start a gang, with three nodes where one can't tell afterwards; return the pid of who is hurt, on node 1."""
     nodes, nproc = (3, 1) if "task" in victim else (2, 2)
     gang.start(nodes, nproc, settings=settings)
     gang.await_workers()
-    return pid_of(gang, victim)
+    if "task" in victim:
+        return gang.task(0 if "control" in victim else 1)
+    return int(getattr(gang, victim)(rank=nproc))
 
 
 def others(gang: Gang, victim: str) -> list[int]:
@@ -52,44 +59,14 @@ def others(gang: Gang, victim: str) -> list[int]:
     return [node for node in gang.processes if node != gone]
 
 
-@pytest.mark.parametrize(
-    ("victim", "category", "said"),
-    [
-        ("worker", "killed", f"Rank 2 on node 1 (host {HOST}) was killed by SIGKILL"),
-        ("agent", "killed", f"Node 1 (host {HOST}) failed: its torchrun agent was killed by SIGKILL"),
-        (
-            "guardian",
-            "killed",
-            f"Node 1 (host {HOST}) failed: its guardian process was killed by SIGKILL",
-        ),
-        ("task", "node_lost", f"Node 1 (host {HOST}) failed: its connection to the control node was closed"),
-        ("control task", "node_lost", "Node 0 (the control node) is lost: its connection was closed"),
-    ],
-    ids=_first,
-)
-def test_sigkill(victim, category, said, gang, recorder):
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=lambda number: number.name)
+@pytest.mark.parametrize("victim", NAMES)
+def test_a_process_that_gets(number, victim, gang, recorder):
     pid = start(gang, victim)
-    outcome = gang.await_end(gang.send(pid, signal.SIGKILL), others(gang, victim), WITHIN_S)
-    recorder.died(f"SIGKILL of {NAMES[victim]}", outcome)
-    assert said in outcome.error["text"]
-    assert outcome.error["cause"]["category"] == category
-
-
-@pytest.mark.parametrize(
-    ("victim", "category", "said"),
-    [
-        ("worker", "killed", f"Rank 2 on node 1 (host {HOST}) was killed by SIGTERM"),
-        ("agent", "killed", f"Node 1 (host {HOST}) failed: its torchrun agent got SIGTERM"),
-        ("guardian", "killed", f"Node 1 (host {HOST}) failed: its guardian process"),
-        ("task", "preempted", f"Node 1 (host {HOST}) was preempted: its Metaflow task got SIGTERM"),
-        ("control task", "preempted", f"Node 0 (host {HOST}) was preempted: its Metaflow task got SIGTERM"),
-    ],
-    ids=_first,
-)
-def test_sigterm(victim, category, said, gang, recorder):
-    pid = start(gang, victim)
-    outcome = gang.await_end(gang.send(pid, signal.SIGTERM), gang.processes, WITHIN_S)
-    recorder.died(f"SIGTERM of {NAMES[victim]}", outcome)
+    survivors = others(gang, victim) if number == signal.SIGKILL else gang.processes
+    outcome = gang.await_end(gang.send(pid, number), survivors, WITHIN_S)
+    recorder.died(f"{number.name} of {NAMES[victim]}", outcome)
+    category, said = SAID[victim, number]
     assert said in outcome.error["text"]
     assert outcome.error["cause"]["category"] == category
 
@@ -97,8 +74,8 @@ def test_sigterm(victim, category, said, gang, recorder):
 @pytest.mark.parametrize(
     ("victim", "said"),
     [
-        ("worker", f"Rank 2 on node 1 (host {HOST}) was stopped by a signal (SIGSTOP or the like)"),
-        ("agent", f"Node 1 (host {HOST}) failed: its torchrun agent was stopped by a signal (SIGSTOP or the like)"),
+        ("worker", f"{RANK_2} was stopped by a signal (SIGSTOP or the like)"),
+        ("agent", f"{NODE_1} failed: its torchrun agent was stopped by a signal (SIGSTOP or the like)"),
     ],
     ids=_first,
 )
@@ -113,7 +90,7 @@ def test_sigstop(victim, said, gang, recorder):
 @pytest.mark.parametrize(
     ("victim", "said"),
     [
-        ("task", f"Node 1 (host {HOST}) failed: nothing was heard from it for {HEARTBEAT_S} s"),
+        ("task", f"{NODE_1} failed: nothing was heard from it for {HEARTBEAT_S} s"),
         ("control task", f"Node 0 (the control node) is lost: nothing was heard from it for {HEARTBEAT_S} s"),
     ],
     ids=_first,
@@ -146,4 +123,4 @@ def test_sigkill_of_a_task_whose_child_lives_on(gang, recorder):
     outcome = gang.await_end(gang.send(gang.task(1), signal.SIGKILL), [0, 2], WITHIN_S, ignore=[child])
     recorder.died("SIGKILL of a task whose forked child lives on", outcome)
     assert gang.living() == {child}  # it is the step's own
-    assert f"Node 1 (host {HOST}) failed: its connection to the control node was closed" in outcome.error["text"]
+    assert f"{NODE_1} failed: its connection to the control node was closed" in outcome.error["text"]

@@ -18,7 +18,7 @@ from hosts import cannot
 HEARTBEAT_S = 2
 MANY = 1000
 JOIN_S = 5.0
-GREETING_BYTES, NONCE_BYTES, MAC_BYTES = 48, 32, 32  # see channel.py
+GREETING_BYTES, NONCE_BYTES, MAC_BYTES = 48, 32, 32  # see gang/connection.py
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def connect_to(port: int) -> socket.socket:
 
 def speak(port: int, *words: bytes) -> socket.socket:
     """Connect, wait for the greeting, say something, and stay."""
-    connection = socket.create_connection(("127.0.0.1", port), timeout=5)
+    connection = connect_to(port)
     with contextlib.suppress(OSError):
         connection.recv(GREETING_BYTES)
         for word in words:
@@ -86,9 +86,9 @@ def test_unauthenticated_connections(gang, recorder, enough_files):
         liars = [stack.enter_context(speak(port, *lie())) for lie in LIES.values()]
         assert all(map(is_hung_up, liars))
         begun_at = time.monotonic()
-        silent = [stack.enter_context(connect_to(port)) for _ in range(MANY)]
+        for _ in range(MANY):
+            stack.enter_context(connect_to(port))
         gang.await_that(lambda: gang.age(begun_at) > HEARTBEAT_S + 0.5, "longer than a heartbeat may be missing")
-        assert len(silent) == MANY
         outcome = gang.end_well()
     recorder.lasted("connections with garbage, huge lengths, no token, a wrong one, and 1000 silent ones", outcome)
     for node in range(2):

@@ -1,6 +1,6 @@
 """One node of a gang as a process of its own: what ``@torchrun`` does in a task, without Metaflow's task around it.
 
-Its only argument is a JSON object with the arguments of `main`; see `Gang.start` in ``tests/gangs.py``. What came
+Its only argument is a JSON object, which `Gang.start` in ``tests/gangs.py`` makes. What came
 of each launch, and of the node itself, is in ``node-N.json``.
 """
 
@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 import traceback
+from types import SimpleNamespace
 
 from metaflow.datastore import FlowDataStore
 from metaflow.plugins.datastores.local_storage import LocalStorage
@@ -40,7 +41,7 @@ def faulty_storage(fault):
         if fault == "slow":
             time.sleep(2)
         if fault == "gone" or (fault == "fails twice" and len(calls) <= 2):
-            raise OSError(5, f"the datastore is not there (call {len(calls)})")
+            raise OSError(5, "the datastore is not there")
 
     def wrapped(method):
         @functools.wraps(method)
@@ -118,16 +119,16 @@ class NotedRegistry(Registry):
         super().publish(record, *more)
 
 
-def join(node, num_nodes, registry, settings, main_ip):
+def join(task, registry, settings):
     """Return this node as a member, the control node's channel or None, and the control node's address."""
-    here_only = main_ip is None
+    if task.node > 0:
+        member, main_addr = joining.join_as_member(registry, task.node, task.num_nodes, settings, to_log)
+        return member, None, main_addr
+    main_ip, here_only = task.main_ip or "", task.main_ip is None
     if main_ip == "own name":  # what Metaflow 2.19 takes for the control node's address on AWS Batch
         main_ip = socket.gethostbyname_ex(socket.gethostname())[-1][0]
-    if node > 0:
-        member, main_addr = joining.join_as_member(registry, node, num_nodes, settings, to_log)
-        return member, None, main_addr
-    member, channel = joining.join_as_control(registry, num_nodes, main_ip or "", settings, to_log, here_only)
-    return member, channel, joining.control_addresses(main_ip or "", here_only)[0]
+    member, channel = joining.join_as_control(registry, task.num_nodes, main_ip, settings, to_log, here_only)
+    return member, channel, joining.control_addresses(main_ip, here_only)[0]
 
 
 def await_leave(number, out):
@@ -138,15 +139,15 @@ def await_leave(number, out):
         time.sleep(0.01)
 
 
-def run_all(executor, launches, out, notes, entrypoint, options):
+def run_all(executor, task, notes):
     """Run one launch after the other, as a step's code may that catches what `run` raises; raise the last error."""
     error = None
-    for number in range(launches):
+    for number in range(task.launches):
         if number > 0:
-            await_leave(number, out)
+            await_leave(number, task.out)
         begun = time.monotonic()
         try:
-            result = executor.run(entrypoint, **options)
+            result = executor.run(task.entrypoint, **task.options)
             error = None
             notes.launches.append({"restarts": result.restarts, "command": result.command})
         except BaseException as caught:
@@ -176,43 +177,26 @@ def run_own_code(node, what, out):
         await_leave("end", out)
 
 
-def main(
-    node,
-    num_nodes,
-    out,
-    settings,
-    main_ip,
-    gang,
-    launches,
-    entrypoint,
-    options,
-    start_after_s,
-    datastore,
-    squatted,
-    step,
-    own_code,
-    fails_late,
-):
-    time.sleep(start_after_s)
-    STEPS[step](node, out)
-    if squatted is not None:
-        take_port_first(squatted)
-    notes = Notes(os.path.join(out, f"node-{node}.json"))
-    parsed = parse_settings(settings, "train")
+def main(task):
+    time.sleep(task.start_after_s)
+    STEPS[task.step](task.node, task.out)
+    if task.squatted is not None:
+        take_port_first(task.squatted)
+    notes = Notes(os.path.join(task.out, f"node-{task.node}.json"))
+    settings = parse_settings(task.settings, "train")
+    storage, folder = faulty_storage(task.datastore), os.path.join(task.out, "datastore")
     member = channel = None
     begun = time.monotonic()
     try:
-        flow_datastore = FlowDataStore(
-            "ChaosFlow", storage_impl=faulty_storage(datastore), ds_root=os.path.join(out, "datastore")
-        )
-        registry = NotedRegistry(flow_datastore, "1", "train", gang, 0)
-        member, channel, main_addr = join(node, num_nodes, registry, parsed, main_ip)
+        flow_datastore = FlowDataStore("ChaosFlow", storage_impl=storage, ds_root=folder)
+        registry = NotedRegistry(flow_datastore, "1", "train", task.gang, 0)
+        member, channel, main_addr = join(task, registry, settings)
         notes.save(join_s=time.monotonic() - begun, main_addr=main_addr)
-        executor = TorchrunExecutor(Context(member, main_addr, this_machine(), parsed))
-        run_own_code(node, own_code, out)
-        run_all(executor, launches, out, notes, entrypoint, options)
+        executor = TorchrunExecutor(Context(member, main_addr, this_machine(), settings))
+        run_own_code(task.node, task.own_code, task.out)
+        run_all(executor, task, notes)
         member.finish()
-        if fails_late:
+        if task.fails_late:
             notes.save(failed_at=time.monotonic())
             raise ValueError("the results can't be stored")
         if channel is not None:
@@ -221,7 +205,7 @@ def main(
         notes.save(error=notes.of(error), seconds=time.monotonic() - begun)
         traceback.print_exc()
         if member is not None:
-            member.leave(error, hold_s=0.0 if main_ip is None or channel is not None else HOLD_S)
+            member.leave(error, hold_s=0.0 if task.main_ip is None or channel is not None else HOLD_S)
         return 1
     member.leave(None)
     notes.save(ended_well=True)
@@ -229,4 +213,4 @@ def main(
 
 
 if __name__ == "__main__":
-    sys.exit(main(**json.loads(sys.argv[1])))
+    sys.exit(main(SimpleNamespace(**json.loads(sys.argv[1]))))

@@ -68,7 +68,7 @@ def attach(node=1, num_nodes=3, emit=print):
 @pytest.fixture
 def join():
     """Return a function that returns a member and its link; the signals are given back in any case."""
-    before, members = signal.getsignal(signal.SIGTERM), []
+    members = []
 
     def join(*args):
         member, link = attach(*args)
@@ -79,18 +79,17 @@ def join():
     yield join
     for member in members[::-1]:
         member.leave()
-    after = signal.signal(signal.SIGTERM, before)
-    assert after is before
+    assert signal.signal(signal.SIGTERM, signal.SIG_DFL) is signal.SIG_DFL
 
 
-def work(limit_s=10.0):
+def work(limit_s):
     """Do what a step does that blocks in no call."""
     deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline:
         time.sleep(0.01)
 
 
-def blocked(limit_s=10.0):
+def blocked(limit_s):
     time.sleep(limit_s)  # a step's own blocking call
     pytest.fail("was not interrupted")
 
@@ -105,22 +104,13 @@ def interrupted(member, what=blocked):
     """Have bad news come while the main thread is in `what`, which raises it."""
     timer = threading.Timer(0.1, member.deliver, [ABORT])
     timer.start()
-    begun = time.monotonic()
     with pytest.raises(LaunchFailed, match="Rank 3 failed"):
-        what()
-    assert time.monotonic() - begun < 8
+        what(8)
     timer.join()
     assert not member.has_news()  # it is raised once
 
 
 # --- leaving -------------------------------------------------------------------------------------
-
-
-def test_leaving_happens_once(join):
-    member, link = join()
-    member.leave()
-    member.leave(ValueError("late"))
-    assert (link.leaves(), link.closed) == ([Leave(failed=False)], 1)
 
 
 def test_a_member_stays_one_until_its_results_are_stored(join):
@@ -132,6 +122,7 @@ def test_a_member_stays_one_until_its_results_are_stored(join):
         member.begin_launch()
     member.deliver(ABORT)  # too late for this node's code, which has ended
     member.leave()
+    member.leave(ValueError("late"))
     assert (link.sent[1:], link.closed) == ([Leave(failed=False)], 1)
 
 
@@ -166,14 +157,6 @@ def test_a_node_that_fails_ends_the_wait_for_it(join, news):
             member.await_others(list)
     finally:
         signal.signal(wakeup._WAKE, handler)
-
-
-def test_a_control_node_whose_step_is_done_is_still_interrupted(join):
-    """On a local run Metaflow's code has the main thread then: it waits for the nodes' tasks."""
-    member, link = join(0)
-    member.finish()
-    assert link.sent == [Done()]
-    interrupted(member)
 
 
 def test_a_control_node_whose_step_has_swallowed_the_gangs_error_fails_at_its_end(join):
@@ -468,16 +451,6 @@ def test_the_handler_of_sigterm_waits_for_no_lock(join):
         assert pool.submit(member.note_sigterm).result(5)
     with pytest.raises(TorchrunPreempted):
         member.raise_news()
-
-
-def test_sigterm_in_a_launch_is_mail_for_its_supervisor_each_time(join):
-    member, link = join()
-    member.begin_launch()
-    for _ in range(2):  # the second means: at once
-        signal.raise_signal(signal.SIGTERM)
-        assert member.inbox.get(timeout=1) is Interruption.MUST_END
-    assert not link.leaves()
-    member.end_launch(None)
 
 
 def test_a_notice_reaches_the_launch_that_runs(join):
