@@ -17,7 +17,8 @@ from typing import Any
 
 from ..errors import TorchrunConfigError
 from ..parsing import parse_int
-from .cgroup import own_folders, read
+from .cgroup import own_folders
+from .processes import read
 
 # AWS: "Each Trainium/Inferentia2 chip has two NeuronCores"; one worker drives one core.
 NEURON_CORES_PER_DEVICE = 2
@@ -129,15 +130,9 @@ def visible_accelerators(environ: Mapping[str, str], root: str = "/") -> tuple[s
             tokens = (token.strip() for token in environ[variable].split(","))
             return tuple(itertools.takewhile(lambda token: token and not token.startswith("-"), tokens))
     nvidia = glob.glob(os.path.join(root, "dev/nvidia[0-9]*"))
-    return tuple(str(index) for index in range(len(nvidia) or _amd_gpus(root)))
-
-
-def _amd_gpus(root: str) -> int:
-    count = 0
-    for path in glob.glob(os.path.join(root, "sys/class/kfd/kfd/topology/nodes/*/gpu_id")):
-        with suppress(OSError), open(path, encoding="ascii") as file:
-            count += file.read().strip() not in ("", "0")  # CPUs are listed as well, with id 0
-    return count
+    amd = map(read, glob.glob(os.path.join(root, "sys/class/kfd/kfd/topology/nodes/*/gpu_id")))
+    count = len(nvidia) or sum(text.strip() not in ("", "0") for text in amd)  # CPUs are listed as well, with id 0
+    return tuple(str(index) for index in range(count))
 
 
 def usable_cpus(root: str = "/") -> int:

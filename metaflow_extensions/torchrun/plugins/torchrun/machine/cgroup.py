@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import PurePosixPath
 
+from .processes import read
+
 _MOUNT = "sys/fs/cgroup"
 
 
@@ -30,10 +32,3 @@ def own_folders(controller: str, root: str = "/") -> Iterator[str]:
             own = PurePosixPath()
         for part in (own, *own.parents):
             yield os.path.join(mount, part)
-
-
-def read(path: str) -> str:
-    """Return what a file of the kernel says, or nothing where it can't be read."""
-    with suppress(OSError), open(path, encoding="utf-8", errors="replace") as file:
-        return file.read()
-    return ""

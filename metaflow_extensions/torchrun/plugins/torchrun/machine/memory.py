@@ -6,7 +6,8 @@ import os
 import re
 from collections.abc import Iterator
 
-from .cgroup import own_folders, read
+from .cgroup import own_folders
+from .processes import read
 
 # Version 2 of cgroups, then version 1.
 _KILLS = ("memory.events", "memory.oom_control")

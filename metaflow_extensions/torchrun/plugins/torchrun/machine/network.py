@@ -10,6 +10,8 @@ import socket
 import struct
 from contextlib import suppress
 
+from .processes import read
+
 # What bind says of a port that this process can't have, as opposed to a family that the host lacks.
 _PORT_TAKEN = (errno.EADDRINUSE, errno.EACCES)
 _SIOCGIFADDR = 0x8915  # Linux, <linux/sockios.h>: the IPv4 address of a named interface
@@ -18,11 +20,9 @@ _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 def place() -> str:
     """Return what tells this container, or this machine, from others; a pod that replaces another has its host name."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            return f"{file.read().strip()}/{os.stat('/proc/self/ns/pid').st_ino}"
-    except OSError:
-        return socket.gethostname()
+    with suppress(OSError):
+        return f"{read('/proc/sys/kernel/random/boot_id').strip()}/{os.stat('/proc/self/ns/pid').st_ino}"
+    return socket.gethostname()
 
 
 def listening_socket(port: int, host: str = "", backlog: int | None = None) -> socket.socket:
@@ -91,8 +91,7 @@ def _interfaces() -> dict[_Address, str]:
             with suppress(OSError):  # it has no IPv4 address
                 reply = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name[:15].encode()))
                 found[ipaddress.IPv4Address(reply[20:24])] = name
-    with suppress(OSError), open("/proc/net/if_inet6", encoding="ascii") as table:
-        for line in table:
-            digits, _, _, _, _, name = line.split()
-            found[ipaddress.IPv6Address(bytes.fromhex(digits))] = name
+    for line in read("/proc/net/if_inet6").splitlines():
+        digits, _, _, _, _, name = line.split()
+        found[ipaddress.IPv6Address(bytes.fromhex(digits))] = name
     return found

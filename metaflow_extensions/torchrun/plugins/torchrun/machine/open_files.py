@@ -19,7 +19,6 @@ from ..errors import GangError
 
 # What the step's own code may open besides, where the limit can't be raised.
 _FOR_THE_STEP = 128
-_UNKNOWN_IN_USE = 64
 
 
 class OpenFiles:
@@ -30,7 +29,7 @@ class OpenFiles:
         endless = resource.RLIM_INFINITY
         most = soft + needed + more
         self._ceiling = soft if soft == endless else most if hard == endless else min(hard, most)
-        used = _in_use()
+        used = len(os.listdir("/dev/fd"))
         free = most if soft == endless else max(0, soft - used - _FOR_THE_STEP) + self._ceiling - soft
         self.places = min(free, needed + more)  # how many connections there is room for
         if self.places < needed:
@@ -73,9 +72,3 @@ def limit_of_at_least(count: int) -> Iterator[int]:
         yield soft
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
-def _in_use() -> int:
-    with suppress(OSError):
-        return len(os.listdir("/proc/self/fd"))
-    return _UNKNOWN_IN_USE

@@ -34,15 +34,19 @@ class Process(NamedTuple):
         return self.state not in ("Z", "X")
 
 
+def read(path: str) -> str:
+    """Return what a file of the kernel says, or nothing where it can't be read."""
+    with suppress(OSError), open(path, encoding="utf-8", errors="replace") as file:
+        return file.read()
+    return ""
+
+
 def find(pid: int) -> Process | None:
     """Return what ``/proc/PID/stat`` says of a process; None if it is gone and reaped."""
-    try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            text = file.read()
-    except OSError:
-        return None
     # The second field, the command's name, may hold spaces and parentheses. So fields[0] is the third.
-    fields = text.rpartition(")")[2].split()
+    fields = read(f"/proc/{pid}/stat").rpartition(")")[2].split()
+    if not fields:
+        return None
     state, parent, start_time, exit_code = fields[0], fields[1], fields[19], fields[49]
     status = os.waitstatus_to_exitcode(int(exit_code)) if state == "Z" else None
     return Process(pid, int(parent), state, start_time, status)
@@ -70,9 +74,8 @@ def children_of_main_thread(parent: int) -> list[int]:
 
     A kernel without CONFIG_PROC_CHILDREN, or another system, tells the living children of all threads.
     """
-    with suppress(OSError), open(f"/proc/{parent}/task/{parent}/children", encoding="ascii") as file:
-        return [int(pid) for pid in file.read().split()]
-    return children(parent)
+    path = f"/proc/{parent}/task/{parent}/children"
+    return [int(pid) for pid in read(path).split()] if os.path.exists(path) else children(parent)
 
 
 def living_descendants(ancestor: int) -> list[int]:
@@ -123,11 +126,8 @@ def describe(pid: int) -> str:
 
 def status(pid: int) -> dict[str, str]:
     """Return ``/proc/PID/status``, which can be read even when the kernel holds the process; {} if there is none."""
-    try:
-        with open(f"/proc/{pid}/status", encoding="utf-8", errors="replace") as file:
-            return {name: value.strip() for name, _, value in (line.partition(":") for line in file)}
-    except OSError:
-        return {}
+    lines = (line.partition(":") for line in read(f"/proc/{pid}/status").splitlines())
+    return {name: value.strip() for name, _, value in lines}
 
 
 def _words(pid: int, name: str) -> list[str]:
