@@ -32,7 +32,7 @@ def made_in(folder):
     go = Go(launch=0, generation=0, port=1, gang="gang", restarts=0, max_restarts=0)
     agent = FakeAgent([], {}, None, print)
     follower = types.SimpleNamespace(start=lambda: None, finish=lambda explained: None)
-    return Generation(plan, "host", go, folder, [], agent, follower, MachineFaults(folder))
+    return Generation(plan, "host", go, folder, [], agent, follower)
 
 
 STARTING, RUNNING, STOPPING, ENDED = Phase

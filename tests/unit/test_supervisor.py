@@ -44,7 +44,6 @@ from metaflow_extensions.torchrun.plugins.torchrun.node.agent_events import (
     Terminated,
     WorkerStarted,
 )
-from metaflow_extensions.torchrun.plugins.torchrun.node.supervisor import Quiet
 from metaflow_extensions.torchrun.plugins.torchrun.node.upload import Upload
 from metaflow_extensions.torchrun.plugins.torchrun.settings import DEFAULTS, parse_settings
 
@@ -130,7 +129,7 @@ def test_workers_of_an_elastic_launch_may_fail(tmp_path):
     node.worker_ended(agent, 1, 3)
     agent.say(WorkerStarted(7, 1, 2**22 + 7, "2"))
     node.worker_reaped(agent, 0)
-    node.interrupt(Quiet())
+    node.interrupt(None)
     agent.say(AgentEnded(1, time.monotonic()))
     assert [each.cause.rank for each in node.expect(Failed).failures] == [1]
     node.ends(agent, 1)
@@ -148,7 +147,7 @@ def test_a_failure_that_torchrun_alone_has_seen(seen_by, node):
     node.agent_stderr(agent, REAPED_FIRST.format(2**22 + 2))  # it stops rank 1
     node.worker_reaped(agent, 0)
     if seen_by == "a look around":
-        node.interrupt(Quiet())
+        node.interrupt(None)
         node.expect(Failed)
     node.worker_ended(agent, 1, -signal.SIGTERM)
     if seen_by != "a look around":
@@ -427,9 +426,9 @@ def test_an_error_of_our_own_ends_the_launch_and_is_told(node):
 def test_workers_that_do_not_end_are_given_up(tmp_path):
     node = FakeNode(tmp_path, grace_s=-30.0)  # so that the time is up at once
     node.running()
-    node.interrupt(Quiet())
+    node.interrupt(None)
     node.stop()
-    node.interrupt(Quiet())
+    node.interrupt(None)
     assert "were told to stop but did not end within 0 s; they may hang in the kernel" in str(node.outcome())
 
 
@@ -454,12 +453,12 @@ def test_output_counts_where_nobody_reads_it(tmp_path):
     log = node.worker_writes(agent, "stdout", "hello\n")
     deadline = time.monotonic() + DEADLINE_S
     while node.nothing_more_is_sent() and time.monotonic() < deadline:  # until the follower has found the file
-        node.interrupt(Quiet())
+        node.interrupt(None)
         time.sleep(0.01)
     assert node.expect(Active).generation == 0
     node.stop()
     log.write_text("hello, and more\n")
-    node.interrupt(Quiet())
+    node.interrupt(None)
     node.ends(agent)  # what workers write that are being stopped is no sign of life
     assert node.output == []
 
@@ -556,7 +555,7 @@ def test_an_upload_that_takes_too_long_is_a_failure(tmp_path, call, monkeypatch)
 def test_an_upload_that_takes_long_is_told(storing, store, monkeypatch):
     monkeypatch.setattr("metaflow_extensions.torchrun.plugins.torchrun.launch.transfer.REMIND_S", 0.0)
     store.last_error = "503"
-    storing.interrupt(Quiet())
+    storing.interrupt(None)
     assert storing.expect(Storing).what.endswith("(the datastore fails: 503)")
     assert storing.texts("note")[0].startswith("stores rank 2's value (")
     storing.verdict(ERROR)

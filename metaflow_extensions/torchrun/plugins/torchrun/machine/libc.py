@@ -8,20 +8,18 @@ import sys
 
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 _PR_SET_CHILD_SUBREAPER = 36
-_IS_LINUX = sys.platform == "linux"
-
-
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None, use_errno=True)
 
 
 def adopt_orphans() -> None:
     """Become the parent of every descendant of this process whose own parent ends."""
-    if _IS_LINUX:
-        _libc().prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def die_with_parent() -> None:
     """Have the kernel send SIGTERM to this process when its parent ends."""
-    if _IS_LINUX:
-        _libc().prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)

@@ -63,7 +63,6 @@ class Generation:
         command: list[str],
         agent: AgentProcess,
         follower: LogFollower,
-        machine: MachineFaults,
     ) -> None:
         self.number = go.generation
         self.command = command  # the agent's argv
@@ -76,7 +75,7 @@ class Generation:
         self._folder = folder  # torchrun's --log-dir
         self._agent = agent
         self._follower = follower
-        self._machine = machine
+        self._machine = MachineFaults(folder)
         self._pids: dict[int, int] = {}  # global rank -> pid
         self._stopped_at = _NEVER
         self._fault: tuple[float, Cause] | None = None  # of what was frozen, or of the guardian

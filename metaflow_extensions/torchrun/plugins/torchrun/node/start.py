@@ -19,7 +19,6 @@ from .agent_events import AgentEvent
 from .generation import Generation, stacks_folder
 from .guardian import Options
 from .logs import LogFollower
-from .machine_faults import MachineFaults
 from .plan import Plan
 from .stacks import hook_environment
 
@@ -52,7 +51,7 @@ def prepare(plan: Plan, go: Go, member: Member, new_agent: Callable[..., AgentPr
     inbox = member.inbox  # this launch's; a later launch has another
     options = _options(plan, folder, logs)
     agent = new_agent(command, env, options, lambda event: inbox.put(AgentNews(go.generation, event)))
-    return Generation(plan, member.host, go, folder, command, agent, follower, MachineFaults(folder))
+    return Generation(plan, member.host, go, folder, command, agent, follower)
 
 
 def _make_folder(plan: Plan, go: Go) -> str:

@@ -12,7 +12,7 @@ import queue
 import shlex
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from contextlib import suppress
 from typing import Any
 
 from ..errors import LaunchFailed, TorchrunError
@@ -34,11 +34,6 @@ from .upload import Upload
 _LOOK_S = 0.5
 # The gang hears of output once in this part of hang_timeout_s.
 _ACTIVE_PART = 0.1
-
-
-@dataclass(frozen=True)
-class Quiet:
-    """Nothing has come for a while."""
 
 
 class Supervisor:
@@ -67,7 +62,7 @@ class Supervisor:
             Verdict: self._on_verdict,
             AgentNews: self._on_agent_news,
             Upload: self._on_upload_news,
-            Quiet: self._on_quiet,
+            type(None): self._on_quiet,
             Interruption: self._on_interruption,
             TimedOut: self._on_timed_out,
         }
@@ -96,10 +91,9 @@ class Supervisor:
         return Ready(self._launch, spec.nproc, spec.digest(), dict(plan.facts), spec.master_port, policy)
 
     def _next(self) -> Any:
-        try:
+        """Return what comes next, or None if nothing has come for a while."""
+        with suppress(queue.Empty):
             return self._member.inbox.get(timeout=_LOOK_S)
-        except queue.Empty:
-            return Quiet()
 
     def _take(self, news: Any) -> None:
         if isinstance(news, Go | Stop | Restart | Verdict) and news.launch != self._launch:
@@ -129,10 +123,9 @@ class Supervisor:
         self._member.send(Ended(self._launch, False, go.generation, (failure,)))
 
     def _on_stop(self, stop: Stop) -> None:
-        generation = self._generation
         if self._upload is not None and self._upload.is_vital:
             self._give_up_upload()
-        if generation is None:
+        if (generation := self._generation) is None:
             return
         is_told = stop.teller != CONTROL and self._plan.shares_machine  # another node has said why in this terminal
         if self._member.node == CONTROL and stop.because and not is_told:
@@ -190,12 +183,11 @@ class Supervisor:
         if isinstance(news.event, End):
             self._generation_ended(generation, news.event)
 
-    def _on_quiet(self, _: Quiet) -> None:
+    def _on_quiet(self, _: None) -> None:
         """See what no event tells: an upload that takes long, failures that only torchrun saw, and output."""
         if self._upload is not None and self._upload.look(has_news=False):
             self._upload = None
-        generation = self._generation
-        if generation is None:
+        if (generation := self._generation) is None:
             return
         generation.raise_if_overdue()
         if (failed := generation.look()) is not None:
