@@ -46,29 +46,15 @@ from metaflow.datastore import FlowDataStore
 from metaflow.plugins import DATASTORES
 from metaflow_extensions.torchrun.plugins.torchrun.gang.registry import AddressRecord, Registry
 from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import to_plain
-from metaflow_extensions.torchrun.plugins.torchrun.errors import GangError, GangStartTimeout
+from metaflow_extensions.torchrun.plugins.torchrun.errors import GangError
 
 storage = next(d for d in DATASTORES if d.TYPE == sys.argv[1])
-root = storage.get_datastore_root_from_config(print)
-found = {}
-
-def registry(attempt=0, task="3"):
-    store = FlowDataStore("TorchrunRegistry", storage_impl=storage, ds_root=root)
-    return Registry(store, sys.argv[2], "train", task, attempt)
-
-def look_up(name, *where):
-    try:
-        found[name] = to_plain(registry(*where).look_up(0))
-    except GangStartTimeout as error:
-        found[name] = str(error)
-
-look_up("before")
+store = FlowDataStore("TorchrunRegistry", storage_impl=storage, ds_root=storage.get_datastore_root_from_config(print))
+registry = Registry(store, sys.argv[2], "train", "3", 0)
 first = AddressRecord(("10.0.0.7", "fd00::7"), 40123, "s\\u00e9cret")
-registry().publish(first)
-look_up("published")
-look_up("other attempt", 1)
-look_up("other task", 0, "4")
-registry().publish(replace(first, closed=True, error=GangError("gone")))
-look_up("closed")
+found = []
+for record in (first, replace(first, closed=True, error=GangError("gone"))):
+    registry.publish(record)
+    found.append(to_plain(registry.look_up(0)))
 print("TOLD " + json.dumps(found))
 """

@@ -8,54 +8,13 @@ import pytest
 
 from metaflow_extensions.torchrun.plugins import mfextinit_torchrun
 from metaflow_extensions.torchrun.plugins.torchrun.decorator import TorchrunDecorator
-from metaflow_extensions.torchrun.plugins.torchrun.executor import LaunchOptions, RunOptions, TorchrunExecutor
+from metaflow_extensions.torchrun.plugins.torchrun.executor import RunOptions, TorchrunExecutor
 from metaflow_extensions.torchrun.plugins.torchrun.single_node import TorchrunSingleNodeMultiGPU
 from metaflow_extensions.torchrun.plugins.torchrun_libs import exceptions
 from metaflow_extensions.torchrun.toplevel import toplevel
 
-NAMES = (
-    "EntrypointError",
-    "GangError",
-    "GangStartTimeout",
-    "LaunchFailed",
-    "LaunchHung",
-    "LaunchTimeout",
-    "TorchNotFoundError",
-    "TorchrunConfigError",
-    "TorchrunError",
-    "TorchrunPreempted",
-    "TorchrunResult",
-    "TorchrunSingleNodeMultiGPU",
-    "WorkerFailed",
-)
-RUN = (
-    "self",
-    "entrypoint",
-    "entrypoint_args",
-    "nproc_per_node",
-    "torchrun_args",
-    "module",
-    "env",
-    "cwd",
-    "timeout_s",
-    "master_port",
-    "max_restarts",
-    "retry_on",
-    "hang_timeout_s",
-    "preemption_signal",
-    "init",
-    "gather",
-    "push_results_dir_to_cloud",
-    "local_output_dir",
-    "cloud_output_dir",
-)
 
-
-def test_the_offered_names_are_these():
-    assert tuple(toplevel.__all__) == NAMES
-
-
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", toplevel.__all__)
 def test_a_name_comes_from_metaflow(name):
     assert getattr(metaflow, name) is getattr(toplevel, name)
 
@@ -64,16 +23,12 @@ def test_torchrun_is_a_step_decorator_of_metaflow_and_the_only_one():
     assert [name for name, _ in mfextinit_torchrun.STEP_DECORATORS_DESC] == [TorchrunDecorator.name] == ["torchrun"]
 
 
-def test_runs_parameters_are_these():
-    parameters = inspect.signature(TorchrunExecutor.run).parameters
-    assert tuple(parameters) == RUN
-    assert all(parameters[name].kind is parameters[name].KEYWORD_ONLY for name in RUN[3:])
-    assert all(parameter.default is not parameter.empty for name, parameter in parameters.items() if name != "self")
-
-
-def test_type_checkers_know_the_same_keyword_arguments():
-    assert set(RunOptions.__annotations__) == set(RUN[3:])
-    assert set(LaunchOptions.__annotations__) == set(RUN[5:])
+def test_run_takes_two_arguments_by_position_and_all_that_type_checkers_know_by_name():
+    _, *parameters = inspect.signature(TorchrunExecutor.run).parameters.values()
+    assert [parameter.name for parameter in parameters[:2]] == ["entrypoint", "entrypoint_args"]
+    assert {parameter.name for parameter in parameters[2:]} == set(RunOptions.__annotations__)
+    assert {parameter.kind for parameter in parameters[2:]} == {inspect.Parameter.KEYWORD_ONLY}
+    assert all(parameter.default is not parameter.empty for parameter in parameters)
 
 
 def test_the_single_node_class_keeps_the_order_of_0_2():
