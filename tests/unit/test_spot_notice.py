@@ -43,19 +43,20 @@ def nobody_looks():
 def test_a_notice_is_passed_on_once(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "_LOOK_S", 0.01)
     path, looks, seen = tmp_path / "notice", [], []
-    over = watch([lambda: looks.append(seen[:]), module.spot_notice(str(path))], seen.append)
+    monkeypatch.setattr(module, "pod_is_told_to_stop", lambda: looks.append(seen[:]))
+    watch(str(path), seen.append)
     assert eventually(lambda: len(looks) > 2)
     (tmp_path / "whole").write_text("2026-11-21T10:00:00Z\n")
     (tmp_path / "whole").rename(path)
     assert eventually(nobody_looks)
     assert seen == [SPOT]
     assert looks == [[]] * len(looks)
-    over.set()
 
 
 def test_nobody_looks_after_the_end(monkeypatch):
     monkeypatch.setattr(module, "_LOOK_S", 0.01)
-    watch([lambda: pytest.fail("looked")], pytest.fail).set()
+    monkeypatch.setattr(module, "pod_is_told_to_stop", lambda: pytest.fail("looked"))
+    watch(None, pytest.fail).set()
     assert eventually(nobody_looks)
 
 

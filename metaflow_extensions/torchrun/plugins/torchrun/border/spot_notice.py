@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from ..machine import processes
@@ -29,8 +29,6 @@ signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
 os.execvp("bash", ["bash", "-c", sys.argv[1]])' "$BASH_EXECUTION_STRING"
 fi
 """
-
-Sign = Callable[[], str | None]  # says why this node is taken away, or returns None
 
 
 def pod_script(own: str = "") -> str:
@@ -52,28 +50,23 @@ def pod_is_told_to_stop(environ: Mapping[str, str] = os.environ) -> str | None:
     return "its pod got SIGTERM (it is deleted or evicted, or its machine drained)" if told else None
 
 
-def spot_notice(path: str) -> Sign:
-    """Return a sign that looks for a spot notice in the file `path`."""
-
-    def look() -> str | None:
-        try:
-            lines = Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
-        except OSError:  # not there yet
-            return None
-        when = lines[0].strip() if lines else ""
-        return f"a spot notice says that its machine will be taken away ({when or 'no date'})"
-
-    return look
+def _spot_notice(path: str) -> str | None:
+    try:
+        lines = Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:  # not there yet
+        return None
+    when = lines[0].strip() if lines else ""
+    return f"a spot notice says that its machine will be taken away ({when or 'no date'})"
 
 
-def watch(signs: Sequence[Sign], on_sign: Callable[[str], None]) -> threading.Event:
-    """Have a daemon thread call `on_sign` once, with what the first of `signs` says; the returned event stops it."""
+def watch(notice_file: str | None, on_sign: Callable[[str], None]) -> threading.Event:
+    """Have a daemon thread call `on_sign` once, with what the first sign says; the returned event stops it."""
     over = threading.Event()
 
     def look() -> None:
         why = None
         while why is None and not over.wait(_LOOK_S):
-            why = next(filter(None, (sign() for sign in signs)), None)
+            why = pod_is_told_to_stop() or (_spot_notice(notice_file) if notice_file else None)
         if why is not None:
             on_sign(why)
 

@@ -24,7 +24,7 @@ from ..node.console import to_log
 from ..node.report import View, end_with, report
 from ..settings import StepSettings
 from .local_nodes import LocalNodes
-from .spot_notice import pod_is_told_to_stop, spot_notice, watch
+from .spot_notice import watch
 from .starters import STARTED_BY, end_after, name_as_starter, starters
 from .step_timeout import StepTimeout
 from .task_log import TaskLog
@@ -97,9 +97,7 @@ class TaskGang:
         timeout.tell(member)
         self._member = member
         if not self._is_local:
-            notice = current.get("spot_termination_notice")
-            signs = [pod_is_told_to_stop] + ([spot_notice(notice)] if notice else [])
-            self._preemption_watch = watch(signs, member.notice)
+            self._preemption_watch = watch(current.get("spot_termination_notice"), member.notice)
         return member, main_addr
 
     def _join(self) -> tuple[Member, str]:

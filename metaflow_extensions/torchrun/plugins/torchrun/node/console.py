@@ -69,21 +69,20 @@ class _Output:
         if not self._turn.acquire(timeout=patience_s):
             return False  # the thread that has the turn writes ours, too
         try:
-            return self._write_waiting(patience_s)
+            while self._waiting or self._cut:
+                self._write_next(patience_s)
+                if self._cut:
+                    return False
+            return True
         finally:
             self._turn.release()
 
-    def _write_waiting(self, patience_s: float) -> bool:
-        while self._cut or self._waiting:
-            text = "" if self._cut else self._waiting.popleft()
-            try:
-                self._write_text(text, patience_s)
-            except Exception as error:  # of a stream that the step's code has put there, it can be any
-                self._cut = b""
-                self._say_lost(error)
-            if self._cut:
-                return False
-        return True
+    def _write_next(self, patience_s: float) -> None:
+        try:
+            self._write_text("" if self._cut else self._waiting.popleft(), patience_s)
+        except Exception as error:  # of a stream that the step's code has put there, it can be any
+            self._cut = b""
+            self._say_lost(error)
 
     def _write_text(self, text: str, patience_s: float) -> None:
         """Write `text`, or else the rest of the one before; what the reader does not take is the next rest."""

@@ -30,7 +30,7 @@ _MONITOR_VARIABLE = "TORCH_NCCL_DUMP_ON_TIMEOUT"
 _DUMP_STEM = "nccl_trace_rank_"
 
 _SETTLED_S = 0.3  # a file that has not changed for so long is complete
-_POLL_S = (0.01, 0.1)  # first and longest pause between looks
+_POLL_S = 0.05
 _MISSING = (0, 0)  # size and time of change of a file that does not exist
 
 
@@ -94,7 +94,6 @@ class FileChange:
 
     def arrives(self, deadline: float) -> bool:
         """Wait until the file has changed and stays as it is; tell whether it has changed."""
-        pause, longest = _POLL_S
         seen, since = self._before, time.monotonic()
         while (now := time.monotonic()) < deadline:
             current = self._signature()
@@ -102,8 +101,7 @@ class FileChange:
                 seen, since = current, now
             elif seen != self._before and seen[0] > 0 and now - since >= _SETTLED_S:
                 return True
-            time.sleep(pause)
-            pause = min(pause * 1.5, longest)
+            time.sleep(_POLL_S)
         return seen not in (self._before, _MISSING)
 
     def _signature(self) -> tuple[int, int]:
