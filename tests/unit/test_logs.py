@@ -108,32 +108,21 @@ class Screen:
 
 
 @pytest.fixture
-def follower_of():
-    """Return a function that makes a follower in the layout of torchrun's log folder."""
-    made = []
+def follow(tmp_path):
+    """Return a function that starts a follower in the layout of torchrun's log folder, and where it writes."""
+    started = []
 
-    def make(folder, screen, label=lambda rank: f"[rank {rank}] ", **options):
-        agent = {stream: str(write(folder / f"agent.{stream}", "")) for stream in ("stdout", "stderr")}
-        made.append(logs.LogFollower(str(folder), agent, label, "[agent] ", screen.write, **options))
-        return made[-1]
+    def start(label=lambda rank: f"[rank {rank}] ", screen=None, hold_report=False):
+        agent = {stream: str(write(tmp_path / f"agent.{stream}", "")) for stream in ("stdout", "stderr")}
+        screen = screen or Screen()
+        started.append(logs.LogFollower(str(tmp_path), agent, label, "[agent] ", screen.write, hold_report))
+        started[-1].start()
+        return started[-1], screen
 
-    yield make
-    for follower in made:
+    yield start
+    for follower in started:
         follower.finish()
         atexit.unregister(follower._await_thread)
-
-
-@pytest.fixture
-def follow(follower_of, tmp_path):
-    """Return a function that starts a follower, and where it writes."""
-
-    def start(**options):
-        screen = Screen()
-        follower = follower_of(tmp_path, screen, **options)
-        follower.start()
-        return follower, screen
-
-    return start
 
 
 def worker_file(root, rank, stream, attempt=0):
@@ -165,25 +154,18 @@ def test_a_real_writer_is_followed_in_order_to_its_last_byte(follow, tmp_path):
         assert screen.lines("stderr", label) == [f"err {i} \ufffd" for i in range(1, 2000, 2)]
 
 
-def test_lines_are_shown_while_the_writer_lives(follow, tmp_path):
-    _, screen = follow()
+def test_a_line_is_shown_while_the_writer_lives_and_an_unfinished_one_waits_for_its_end(follow, tmp_path):
+    follower, screen = follow()
     path = write(worker_file(tmp_path, 3, "stderr"), "")
     with open(path, "ab", 0) as file:
         for number in range(3):
-            file.write(b"line %d\n" % number)
-            eventually(lambda n=number: f"[rank 3] line {n}\n" in screen.streams["stderr"], "the line", 2.0)
-    assert screen.streams["stdout"] == ""
-
-
-def test_an_unfinished_line_waits_for_its_end(follow, tmp_path):
-    follower, screen = follow()
-    path = write(worker_file(tmp_path, 0, "stdout"), "whole\nhalf")
-    eventually(lambda: "whole" in screen.streams["stdout"])
-    with open(path, "ab", 0) as file:
-        file.write(b" and half\n")
-    eventually(lambda: "and half" in screen.streams["stdout"])
+            file.write(b"whole %d\nhalf" % number)
+            eventually(lambda n=number: f"whole {n}\n" in screen.streams["stderr"], "the line", 2.0)
+            file.write(b" and half\n")
     follower.finish()
-    assert screen.lines("stdout", "[rank 0] ") == ["whole", "half and half"]
+    expected = [line for number in range(3) for line in (f"whole {number}", "half and half")]
+    assert screen.lines("stderr", "[rank 3] ") == expected
+    assert screen.streams["stdout"] == ""
 
 
 def test_the_agents_own_words_have_their_own_label_and_ranks_without_one_are_hidden(follow, tmp_path):
@@ -220,20 +202,18 @@ class PausedScreen(Screen):
         return self.continued.wait(0.05)
 
 
-def test_a_reader_that_does_not_read_holds_up_nobody_and_can_have_all_later(follower_of, tmp_path):
-    screen, folder = PausedScreen(), tmp_path / "logs"
-    follower = follower_of(folder, screen)
-    path = write(worker_file(folder, 0, "stdout"), "first\n")
-    follower.start()
+def test_a_reader_that_does_not_read_holds_up_nobody_and_can_have_all_later(follow, tmp_path):
+    follower, screen = follow(screen=PausedScreen())
+    path = write(worker_file(tmp_path, 0, "stdout"), "first\n")
     assert screen.asked.wait(10)
     with path.open("a") as file:
         file.write("second\n")
-    write(worker_file(folder, 1, "stderr"), "of a file that nobody has opened yet\n")
+    write(worker_file(tmp_path, 1, "stderr"), "of a file that nobody has opened yet\n")
     begun = time.monotonic()
     eventually(lambda: (follower.last_output_at or 0.0) >= begun, "a sign of life")  # it is no hang
     follower.finish()
     assert screen.streams == {"stdout": "[rank 0] first\n", "stderr": ""}
-    shutil.rmtree(folder)
+    shutil.rmtree(worker_file(tmp_path, 0, "stdout").parents[2])
     screen.continued.set()
     eventually(lambda: not follower._thread.is_alive(), "the end of the thread")
     assert screen.streams["stdout"] == "[rank 0] first\n[rank 0] second\n"
