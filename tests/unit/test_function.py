@@ -135,13 +135,16 @@ class Full:
 
 
 @pytest.mark.parametrize(
-    ("argument", "error", "why"),
+    ("argument", "folder", "error", "why"),
     [
-        (threading.Lock(), EntrypointError, "can't be pickled"),
-        (Full(), LaunchFailed, "No space left"),  # no fault of the function
+        (threading.Lock(), "", EntrypointError, "can't be pickled"),
+        (Full(), "", LaunchFailed, "No space left"),  # no fault of the function
+        (1, "none", LaunchFailed, r"No such file or directory.*TMPDIR"),
     ],
+    ids=["a lock", "a full disk", "no folder"],
 )
-def test_a_call_that_can_not_be_written_leaves_no_file(argument, error, why, make, tmp_path):
+def test_a_call_that_can_not_be_written_leaves_no_file(argument, folder, error, why, make, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / folder))
     with pytest.raises(error, match=why):
         make(arguments=[argument])
     assert not list(tmp_path.glob("torchrun-call-*"))
@@ -302,15 +305,6 @@ def test_values_go_through_metaflows_own_datastore(tmp_path, monkeypatch):
 # --- what an error becomes ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["exception", "exit", "signal"])
-def test_the_exception_comes_whatever_was_seen_of_the_workers_end(kind, make):
-    call = make()
-    leave(call, "raised-2.pkl", raised(KeyError("lr")))
-    error = call.original(LaunchFailed("the gang's words", {**CAUSE, "kind": kind}), {})
-    assert type(error) is KeyError
-    assert error.__notes__ == ["raised by rank 2 on node 1 (host host-1)"]
-
-
 @pytest.mark.parametrize("stored", [{2: "0"}, {}, {2: "no such key"}, {3: "0"}])
 def test_the_exception_of_another_nodes_rank_comes_through_the_store(stored, make):
     store = Store()
@@ -322,22 +316,27 @@ def test_the_exception_of_another_nodes_rank_comes_through_the_store(stored, mak
         assert (type(error), error.message, error.cause) == (WorkerFailed, "the gang's words", CAUSE)
 
 
-@pytest.mark.parametrize(
-    ("verdict", "left"),
-    [
-        (LaunchFailed("exit code 3", {**CAUSE, "kind": "exit"}), False),
-        (LaunchFailed("SIGKILL", {**CAUSE, "kind": "signal"}), False),
-        (LaunchFailed("out of memory", {**CAUSE, "kind": "oom"}), True),
-        (LaunchFailed("the node vanished", {**CAUSE, "kind": "lost", "rank": None}), True),
-        (LaunchFailed("nobody knows"), True),
-        *((cls("the gang's words", CAUSE), True) for cls in (LaunchTimeout, LaunchHung, TorchrunPreempted)),
-    ],
-)
-def test_what_was_no_exception_stays_the_gangs_verdict_whatever_a_rank_raised_meanwhile(verdict, left, make):
+# How the gang has seen the end of the worker, and whether that may have been the exception that it has left.
+SEEN = [
+    *((LaunchFailed("the gang's words", {**CAUSE, "kind": kind}), True) for kind in ("exception", "exit", "signal")),
+    (LaunchFailed("out of memory", {**CAUSE, "kind": "oom"}), False),
+    (LaunchFailed("the node vanished", {**CAUSE, "kind": "lost", "rank": None}), False),
+    (LaunchFailed("nobody knows"), False),
+    *((cls("the gang's words", CAUSE), False) for cls in (LaunchTimeout, LaunchHung, TorchrunPreempted)),
+]
+
+
+@pytest.mark.parametrize(("verdict", "raises"), SEEN)
+def test_the_exception_of_the_cause_replaces_the_verdict_and_nothing_else_does(verdict, raises, make):
     call = make()
-    if left:
-        leave(call, "raised-2.pkl", raised(ValueError()))
-    assert call.original(verdict, {}) is verdict
+    if verdict.cause and verdict.cause["kind"] != "exception":
+        assert call.original(verdict, {}) is verdict
+    leave(call, "raised-2.pkl", raised(KeyError("lr")))
+    error = call.original(verdict, {})
+    if raises:
+        assert (type(error), error.__notes__) == (KeyError, ["raised by rank 2 on node 1 (host host-1)"])
+    else:
+        assert error is verdict
 
 
 @pytest.mark.parametrize("data", [None, b"no pickle", pickle.dumps("no exception"), b"cno_such_module\nX\n."])
@@ -349,10 +348,3 @@ def test_what_can_not_be_unpickled_comes_in_words(data, make):
     assert error.message.startswith("Custom: 42\nthe gang's words")
     assert ("told in words because" in error.message) is (data is not None)
     assert error.cause == CAUSE
-
-
-def test_without_a_folder_for_temporary_files_the_launch_fails_and_says_what_to_change(make, monkeypatch, tmp_path):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
-    with pytest.raises(LaunchFailed, match=r"No such file or directory.*TMPDIR") as caught:
-        make()
-    assert isinstance(caught.value.__cause__, FileNotFoundError)

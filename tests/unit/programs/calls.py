@@ -101,17 +101,9 @@ CONFIG = {"of the worker": "RANK" in os.environ}
 
 
 def surroundings():
-    main = sys.modules["__main__"]
-    return {
-        "argv": sys.argv,
-        "file": __file__,
-        "name": __name__,
-        "rank": os.environ["RANK"],
-        "config": CONFIG,
-        "main": main.add is add,
-        "untouched": [vars(ORIGIN), vars(TOOLS)],
-        "first": sys.path[0],
-    }
+    untouched = [vars(ORIGIN), vars(TOOLS)]
+    is_main = sys.modules["__main__"].add is add
+    return [sys.argv, __file__, __name__, os.environ["RANK"], CONFIG, is_main, untouched, sys.path[0]]
 
 
 def types_of_fields():
@@ -132,38 +124,33 @@ def spawn(numbers):
         return pool.map(Tools.static, numbers), pool.map(Point, numbers)
 
 
-def fail(how):
-    if how == "custom":
-        raise BadLoss("loss is nan", step=4)
-    if how == "module":
-        raise beside.Elsewhere("in a module")
-    if how == "frozen":
-        raise Frozen(5)
-    if how == "unloadable":
-        raise Unloadable("this", "that")
-    if how == "undumpable":
-        raise Undumpable
-    if how == "chained":
-        try:
-            {}["missing key"]
-        except KeyError as error:
-            raise ValueError("bad config") from error
-    if how == "noted":
-        error = ValueError("noted")
-        error.__notes__ = ["in epoch 3"]
-        raise error
-    if how == "local":
+def fail(kind, *args):
+    raise kind(*args)
 
-        class Local(Exception):
-            pass
 
-        raise Local("defined on the way")
-    if how == "interrupt":
-        raise KeyboardInterrupt
-    if how == "silent":
-        sys.stderr.close()
-        raise ValueError("said to nobody")
-    sys.exit(how)
+def fail_chained():
+    try:
+        {}["missing key"]
+    except KeyError as error:
+        raise ValueError("bad config") from error
+
+
+def fail_noted():
+    error = ValueError("noted")
+    error.__notes__ = ["in epoch 3"]
+    raise error
+
+
+def fail_locally():
+    class Local(Exception):
+        pass
+
+    raise Local("defined on the way")
+
+
+def fail_silently():
+    sys.stderr.close()
+    raise ValueError("said to nobody")
 
 
 if __name__ != "__main__":
@@ -199,15 +186,9 @@ def case_all_that_can_be_called():
 
 
 def case_the_worker_looks_like_the_program():
-    seen = value_of(surroundings, rank=12)
-    assert seen["argv"] == [__file__]
-    assert seen["file"] == __file__
-    assert seen["name"] == "__main__"
-    assert seen["rank"] == "12"
-    assert seen["config"] == {"of the worker": True}
-    assert seen["main"] is True
-    assert seen["untouched"] == [{"x": 0, "y": 0.0}, {"factor": 7}]
-    assert seen["first"] == sys.path[0]
+    untouched = [{"x": 0, "y": 0.0}, {"factor": 7}]
+    seen = [[__file__], __file__, "__main__", "12", {"of the worker": True}, True, untouched, sys.path[0]]
+    assert value_of(surroundings, rank=12) == seen
 
 
 def case_a_program_that_nothing_refers_to_is_not_imported():
@@ -244,11 +225,6 @@ def case_a_closure_sees_what_the_program_defines():
 
 def case_a_value_that_cloudpickle_alone_can_carry():
     assert value_of(lambda: lambda x: x + 1)(1) == 2
-
-
-def case_64_mib_there_and_back():
-    data = os.urandom(1024) * 64 * 1024
-    assert value_of(give, [data]) == data
 
 
 def case_a_value_that_nothing_can_carry_names_rank_and_type():
@@ -297,40 +273,38 @@ def define_lambda():
 
 # --- exceptions ---------------------------------------------------------------------------------------
 
+NOTE = "raised by rank 3 on node 1 (host h)"
+
 
 def case_an_exception_comes_as_what_it_was():
-    outcome = launch(fail, ["custom"])
+    outcome = launch(fail, [BadLoss, "loss is nan", 4])
     error = outcome.error
     assert type(error) is BadLoss
     assert (error.args, error.step, error.point) == (("loss is nan", 4), 4, Point(4))
-    assert error.__notes__ == ["raised by rank 3 on node 1 (host h)"]
+    assert error.__notes__ == [NOTE]
     assert outcome.done.returncode == 1
     assert "BadLoss: ('loss is nan', 4)" in outcome.done.stderr
-    assert type(launch(fail, ["module"]).error) is beside.Elsewhere
+    assert type(launch(fail, [beside.Elsewhere, "in a module"]).error) is beside.Elsewhere
 
 
 def case_an_exceptions_own_notes_stay_and_one_that_forbids_to_be_changed_gets_them():
-    note = "raised by rank 3 on node 1 (host h)"
-    for how, kind, args, notes in (("noted", ValueError, ("noted",), ["in epoch 3"]), ("frozen", Frozen, (5,), [])):
-        error = launch(fail, [how]).error
-        assert (type(error), error.args, error.__notes__) == (kind, args, [*notes, note])
+    assert launch(fail_noted).error.__notes__ == ["in epoch 3", NOTE]
+    error = launch(fail, [Frozen, 5]).error
+    assert (type(error), error.args, error.__notes__) == (Frozen, (5,), [NOTE])
 
 
 def case_a_failure_is_told_from_the_functions_own_first_line():
-    for how in ("custom", "chained", "frozen"):
-        outcome = launch(fail, [how])
+    for function, arguments in ((fail, [BadLoss, "nan", 4]), (fail, [Frozen, 5]), (fail_chained, [])):
+        outcome = launch(function, arguments)
         assert "function_worker" not in outcome.done.stderr
         assert outcome.record.traceback == outcome.done.stderr.rstrip()
         assert outcome.record.exception.endswith(str(outcome.error)), outcome.record
-        if how == "chained":
-            assert type(outcome.error) is ValueError
-            assert "KeyError: 'missing key'" in outcome.done.stderr
-            assert "direct cause" in outcome.done.stderr
-        else:
-            first = outcome.record.traceback.splitlines()[1]
-            assert first.startswith(f'  File "{__file__}"')
-            assert first.endswith("in fail")
-    assert launch(fail, [3]).record is None
+        first = outcome.record.traceback.splitlines()[1]
+        assert first.startswith(f'  File "{__file__}"')
+        assert first.endswith(f"in {function.__name__}")
+    assert type(outcome.error) is ValueError
+    assert "KeyError: 'missing key'" in outcome.done.stderr
+    assert "direct cause" in outcome.done.stderr
 
 
 def case_annotations_are_what_they_are_in_the_task():
@@ -338,45 +312,31 @@ def case_annotations_are_what_they_are_in_the_task():
 
 
 def case_an_exception_that_cannot_travel_comes_in_words():
-    for how, words, why in (
-        ("unloadable", "Unloadable: this and that", "can't be unpickled (TypeError: "),
-        ("undumpable", "Undumpable: holds a lock", "can't be pickled (TypeError: cannot pickle"),
+    for kind, arguments, words, why in (
+        (Unloadable, ["this", "that"], "Unloadable: this and that", "can't be unpickled (TypeError: "),
+        (Undumpable, [], "Undumpable: holds a lock", "can't be pickled (TypeError: cannot pickle"),
     ):
-        error = launch(fail, [how]).error
+        error = launch(fail, [kind, *arguments]).error
         assert type(error) is task.WorkerFailed, error
-        assert words in str(error)
-        assert why in str(error)
-        assert "the gang's words" in str(error)
+        assert all(text in str(error) for text in (words, why, "the gang's words")), error
         assert error.cause["rank"] == 3
 
 
-def case_an_exception_that_can_be_loaded_nowhere_else_comes_in_words():
-    """As one of a module that only the workers have."""
-    with open(os.path.join(os.path.dirname(__file__), "theirs.py"), "w") as file:
-        file.write("class Theirs(Exception):\n    pass\ndef fail():\n    raise Theirs('far away')\n")
-    import theirs
-
-    before, theirs.Theirs = theirs.Theirs, None
-    error = launch(theirs.fail).error
-    theirs.Theirs = before
-    assert type(error) is task.WorkerFailed
-    assert "Theirs: far away" in str(error)
-
-
 def case_a_local_exception_comes_by_cloudpickle():
-    error = launch(fail, ["local"]).error
+    error = launch(fail_locally).error
     assert (type(error).__name__, str(error)) == ("Local", "defined on the way")
     assert isinstance(error, Exception)
 
 
 def case_an_exception_whose_words_are_lost_comes_all_the_same():
-    assert type(launch(fail, ["silent"]).error) is ValueError
+    assert type(launch(fail_silently).error) is ValueError
 
 
 def case_an_exit_code_or_ctrl_c_is_no_exception_of_the_function_and_no_value():
-    for how, code in ((0, 0), (3, 3), ("interrupt", -2)):
-        outcome = launch(fail, [how])
+    for kind, arguments, code in ((SystemExit, [0], 0), (SystemExit, [3], 3), (KeyboardInterrupt, [], -2)):
+        outcome = launch(fail, [kind, *arguments])
         assert outcome.done.returncode == code
+        assert outcome.record is None
         assert not outcome.went_wrong
         assert not outcome.values
 
