@@ -1,6 +1,5 @@
 """The argv and the environment of an agent."""
 
-import os
 import string
 from dataclasses import replace
 
@@ -81,19 +80,22 @@ def test_torchrun_gets_the_gangs_facts():
     ]
 
 
-def test_a_module_is_run_as_one():
-    command = command_of(entrypoint="package.train", module=True)
-    assert command[-3:] == ["--module", "--", "package.train"]
-
-
-def test_an_ipv6_address_is_bracketed():
-    assert "--rdzv-endpoint=[fd00::7]:29512" in options_of(main_addr="fd00::7")
-
-
-def test_the_users_other_options_are_passed_on_and_the_rendezvous_id_replaces_ours():
-    options = options_of(options=(("rdzv-id", "mine"), ("brand-new", "a b"), ("virtual-local-rank", None)))
-    assert [word for word in options if "rdzv-id" in word] == ["--rdzv-id=mine"]
-    assert {"--brand-new=a b", "--virtual-local-rank"} < set(options)
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"entrypoint": "package.train", "module": True}, ["--module", "--", "package.train"]),
+        ({"main_addr": "fd00::7"}, ["--rdzv-endpoint=[fd00::7]:29512"]),
+        ({"options": (("rdzv-id", "mine"),)}, ["--rdzv-id=mine"]),
+        (
+            {"options": (("brand-new", "a b"), ("virtual-local-rank", None))},
+            ["--brand-new=a b", "--virtual-local-rank"],
+        ),
+    ],
+)
+def test_what_the_user_says_is_passed_on(changes, words):
+    command = command_of(**changes)
+    assert set(words) < set(command)
+    assert len([word for word in command if word.startswith("--rdzv-id")]) == 1
 
 
 @pytest.mark.parametrize(("node", "is_host"), [(0, "true"), (1, "false")])
@@ -117,25 +119,25 @@ def environment_of(inherited, interface=None, **env):
     return agent_environment(replace(SPEC, env=tuple(env.items())), inherited, 6, interface)
 
 
-@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_RUN_ID", "PET_NNODES"])
-def test_variables_of_an_outer_torchrun_are_dropped(name):
-    env = environment_of({name: "5", "PATH": "/bin", "TORCHRUN_AGENT_PID": "7"})
-    assert name not in env
-    assert (env["PATH"], env["TORCHRUN_AGENT_PID"]) == ("/bin", "")
+DEFAULTS = {"OMP_NUM_THREADS": "6", "PYTHONUNBUFFERED": "1", "GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth0"}
+HOOK = {"PYTHONPATH": WORKER_HOOKS, "TORCHRUN_AGENT_PID": ""}
 
 
-def test_variables_that_only_look_alike_are_kept():
-    inherited = {"MY_RANK": "1", "PETS": "2", "RANKS": "3", "TORCH_HOME": "/t"}
-    assert inherited.items() <= environment_of(inherited).items()
+def test_variables_of_an_outer_torchrun_are_dropped_and_those_that_look_alike_kept():
+    outer = ["RANK", "WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_RUN_ID", "PET_NNODES"]
+    kept = {"MY_RANK": "1", "PETS": "2", "RANKS": "3", "TORCH_HOME": "/t", "PATH": "/bin"}
+    inherited = {**dict.fromkeys(outer, "5"), **kept, "TORCHRUN_AGENT_PID": "7"}
+    before = dict(inherited)
+    assert environment_of(inherited, "eth0") == {**kept, **DEFAULTS, **HOOK}
+    assert inherited == before
 
 
 def test_defaults_fill_what_is_not_set():
-    always = {"PYTHONPATH": WORKER_HOOKS, "TORCHRUN_AGENT_PID": "", "OMP_NUM_THREADS": "6", "PYTHONUNBUFFERED": "1"}
-    assert environment_of({}) == always
-    assert environment_of({}, "eth0") == {**always, "GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth0"}
+    assert environment_of({}, "eth0") == {**DEFAULTS, **HOOK}
+    assert environment_of({}) == {**HOOK, "OMP_NUM_THREADS": "6", "PYTHONUNBUFFERED": "1"}
 
 
-@pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "PYTHONUNBUFFERED", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"])
+@pytest.mark.parametrize("name", DEFAULTS)
 @pytest.mark.parametrize("value", ["mine", ""])
 def test_what_the_user_has_set_stays(name, value):
     assert environment_of({name: value}, "eth0")[name] == value
@@ -150,9 +152,3 @@ def test_our_hooks_are_first_on_the_path_and_add_no_working_directory_to_it():
     path = environment_of({"PYTHONPATH": "/task"}, PYTHONPATH="/mine:/too")["PYTHONPATH"]
     assert path == f"{WORKER_HOOKS}:/mine:/too"
     assert environment_of({"PYTHONPATH": ""})["PYTHONPATH"] == WORKER_HOOKS
-
-
-def test_the_tasks_own_environment_is_untouched():
-    before = dict(os.environ)
-    environment_of(os.environ, "eth0", NEW="1")
-    assert dict(os.environ) == before

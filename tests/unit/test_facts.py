@@ -78,11 +78,11 @@ def test_a_node_without_torch_says_so_and_what_to_do(tmp_path, monkeypatch):
 
 def test_the_other_facts(site, tmp_path):
     site(CPU)
-    found = node_facts(spec(write(tmp_path / "train.py", "pass")), Machine(4, ("0",)))
-    assert found["python"] == ".".join(platform.python_version_tuple()[:2])
-    assert found["devices"] == device_kind(("0",))
-    assert found["contents"] == contents_digest(spec(tmp_path / "train.py"))
-    assert all(isinstance(value, str) for value in found.values())
+    script = spec(write(tmp_path / "train.py", "pass"))
+    found = node_facts(script, Machine(4, ("0",)))
+    python = ".".join(platform.python_version_tuple()[:2])
+    others = {"python": python, "devices": device_kind(("0",)), "contents": contents_digest(script)}
+    assert others.items() <= found.items()
 
 
 # --- devices and contents -------------------------------------------------------------------------

@@ -63,19 +63,16 @@ def test_what_can_not_be_is_refused_with_the_reason(arguments, words, script):
 
 
 @pytest.mark.parametrize(
-    "agreeing",
+    ("agreeing", "num_nodes"),
     [
-        {"nnodes": 2},
-        {"nnodes": "2:2"},
-        {"node-rank": "1"},
-        {"rdzv_backend": "static"},
-        {"master_addr": "10.0.0.7"},
-        {"nproc_per_node": 2},
-        {"redirects": 3, "tee": 3},
+        ({"nnodes": 2, "node-rank": "1", "rdzv_backend": "static", "master_addr": "10.0.0.7", "nproc_per_node": 2}, 2),
+        ({"nnodes": "2:2", "redirects": 3, "tee": 3}, 2),
+        (["--standalone"], 1),
     ],
 )
-def test_what_the_gang_does_anyway_may_be_said(agreeing, script):
-    assert build(script, torchrun_args=agreeing).options == ()
+def test_what_the_gang_does_anyway_may_be_said(agreeing, num_nodes, script):
+    node = replace(NODE, num_nodes=num_nodes, node_index=num_nodes - 1)
+    assert build(script, node=node, torchrun_args=agreeing).options == ()
 
 
 @pytest.mark.parametrize(("own", "said"), [("10.0.0.7", "10.0.0.7"), ("fd00::7", "fd00::7"), ("fd00::7", "[fd00::7]")])
@@ -84,10 +81,6 @@ def test_the_control_nodes_address_may_be_repeated_with_a_port(own, said, script
     assert build(script, node=node, torchrun_args={"master_addr": said}).options == ()
     spec = build(script, node=node, torchrun_args={"rdzv_endpoint": f"{said}:3339"})
     assert (spec.options, spec.master_port) == ((), 3339)
-
-
-def test_one_node_may_be_called_standalone(script):
-    assert build(script, node=replace(NODE, num_nodes=1, node_index=0), torchrun_args=["--standalone"]).options == ()
 
 
 @pytest.mark.parametrize(
