@@ -88,8 +88,7 @@ def test_a_control_node_that_has_ended_without_a_word_is_given_up(registry, poli
     assert said == []
 
 
-def test_of_one_elsewhere_a_word_is_said_first_and_a_newer_address_is_used(registry, control, policy, monkeypatch):
-    policy(record_s=0.5)
+def test_of_one_elsewhere_a_word_is_said_first_and_a_newer_address_is_used(registry, control, monkeypatch):
     monkeypatch.setattr(joining, "QUIET_S", 0.5)
     registry.publish(AddressRecord((ELSEWHERE,), pick_port(), "secret"))
     said = []

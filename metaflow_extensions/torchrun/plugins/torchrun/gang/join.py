@@ -174,10 +174,8 @@ def _connect(
     `find` takes the seconds that are left.
     """
     deadline = time.monotonic() + timeout_s
-    record, found_at = None, 0.0
     for pause_s in growing_pauses():
-        if record is None or time.monotonic() - found_at >= _POLICY.record_s:
-            record, found_at = find(max(1.0, deadline - time.monotonic())), time.monotonic()
+        record = find(max(1.0, deadline - time.monotonic()))  # each time: a new control node may have written another
         if record.closed:
             return record.addresses[0]
         try:

@@ -51,10 +51,9 @@ class LoopThread:
             self.loop.call_soon_threadsafe(function, *args)
 
     def stop(self) -> None:
-        """End the thread; call it in any thread."""
+        """End the thread; call it in any other thread."""
         self.post(self.loop.stop)
-        if threading.current_thread() is not self._thread:
-            self._thread.join(CLOSE_S)
+        self._thread.join(CLOSE_S)
 
     def descriptors(self) -> list[int]:
         """Return the files that the loop watches, and the one with which it does."""

@@ -25,7 +25,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from ..errors import GangError, LaunchFailed, LaunchTimeout, TorchrunError, TorchrunPreempted
 from ..events import Event, Subscriber
@@ -50,6 +50,10 @@ from .protocol import (
 )
 from .texts import QUIET_S, REMIND_S, names
 from .wakeup import Wakeup
+
+if TYPE_CHECKING:
+    from .control_channel import ControlChannel
+    from .member_channel import MemberChannel
 
 # How long a leaving node waits for the control node to say that it has read the cause.
 _ACK_WAIT_S = 5.0
@@ -109,18 +113,6 @@ class TimedOut:
     text: str
 
 
-class Link(Protocol):
-    """What a member needs of its channel."""
-
-    own_address: str | None
-
-    def send(self, message: Message) -> None:
-        """Send a message to the control node, without waiting."""
-
-    def close(self) -> None:
-        """Close the channel."""
-
-
 class Member:
     """One node in its gang."""
 
@@ -131,7 +123,7 @@ class Member:
         self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()  # for the launch that runs; each has its own
         self.emit = emit
         self.shows_output = True  # whether the last launch shows here all that its workers write
-        self._link: Link | None = None
+        self._link: ControlChannel | MemberChannel | None = None
         self._at_end: Callable[[], None] = lambda: None
         self._pid = os.getpid()
         self._lock = threading.RLock()
@@ -146,7 +138,7 @@ class Member:
         self._lost: TorchrunError | None = None  # that the control node is not heard, which it may not know
         self._verdict: TorchrunError | None = None  # of the last launch
 
-    def attach(self, link: Link) -> None:
+    def attach(self, link: ControlChannel | MemberChannel) -> None:
         """Begin to use `link`; `deliver` must get its messages from now on."""
         self._link = link
         self._wakeup.take_signals()

@@ -35,7 +35,6 @@ class ConnectPolicy:
     # can have many, and packets to the wrong ones may vanish without an answer.
     next_address_s: float = 0.25
     all_addresses_s: float = 2.0
-    record_s: float = 10.0  # how old the address record may get: a new control node may have written another
     # How long a host may refuse all connections, and how long this machine. The port was open before it was published,
     # so its task has ended. Only proxies and firewalls that are still being set up refuse for a while, and on one
     # machine there are none.

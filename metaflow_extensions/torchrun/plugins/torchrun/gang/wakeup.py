@@ -21,13 +21,13 @@ from contextlib import suppress
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from .policy import growing_pauses
+
 if TYPE_CHECKING:
     from .member import Member
 
 # A real-time signal, beside that of `node/stacks`; see there. SIGURG does no harm where there are none.
 _WAKE = int(signal.SIGRTMAX) - 6 if hasattr(signal, "SIGRTMAX") else int(signal.SIGURG)
-# A signal can fall between a check and the blocking call after it, so it is sent again: first and longest pause.
-_PAUSES_S = (0.05, 5.0)
 
 
 class Wakeup:
@@ -73,11 +73,10 @@ class Wakeup:
                 threading.Thread(target=self._keep_waking, name="torchrun-wake", daemon=True).start()
 
     def _keep_waking(self) -> None:
-        pause_s, longest_s = _PAUSES_S
-        time.sleep(pause_s)
-        while self._wake_once():
-            pause_s = min(pause_s * 2, longest_s)
+        for pause_s in growing_pauses():  # a signal can fall between a check and the blocking call after it
             time.sleep(pause_s)
+            if not self._wake_once():
+                return
 
     def _wake_once(self) -> bool:
         with self._lock:  # while there is news the handler is not given back, and without it the signal would kill
