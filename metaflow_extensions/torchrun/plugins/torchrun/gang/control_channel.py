@@ -133,10 +133,8 @@ class ControlChannel:
     # --- in the channel's thread: connections ---------------------------------------------------
 
     async def _listen(self, port: int | None, host: str) -> int:
-        def connect(dialogue: Callable[[Connection], Reading[None]]) -> Connection:
-            return Connection(dialogue, self._ended, self._timeout_s)
-
-        self._listener = Listener(port or 0, host, self.gang.num_nodes - 1, connect, self._token, self._serve)
+        members = self.gang.num_nodes - 1
+        self._listener = Listener(port or 0, host, members, self._token, self._timeout_s, self._serve, self._ended)
         return self._listener.port
 
     def _serve(self, connection: Connection) -> Reading[None]:
@@ -172,8 +170,6 @@ class ControlChannel:
         return refused.hold_s > 0
 
     def _ended(self, connection: Connection) -> None:
-        if self._listener is not None:
-            self._listener.forget(connection)
         node = self._nodes.pop(connection, None)
         if node is not None:
             del self._members[node]

@@ -32,14 +32,16 @@ class Listener:
         port: int,
         host: str,
         num_members: int,
-        connect: Callable[[Callable[[Connection], Reading[None]]], Connection],
         token: str,
+        heartbeat_timeout_s: float,
         serve: Callable[[Connection], Reading[None]],
+        on_end: Callable[[Connection], None],
     ) -> None:
         self._loop = asyncio.get_running_loop()
-        self._connect = connect  # makes a connection of a dialogue; who hears of its end calls `forget`
         self._token = token
+        self._timeout_s = heartbeat_timeout_s
         self._serve = serve
+        self._on_end = on_end
         self._files = OpenFiles(num_members, _MAX_UNAUTHENTICATED)
         self._opening: set[asyncio.Task[Any]] = set()
         self._unauthenticated: dict[Connection, None] = {}  # in the order of their coming
@@ -53,11 +55,6 @@ class Listener:
         """Accept no more; the connections stay."""
         self._loop.remove_reader(self._socket)
         self._socket.close()
-
-    def forget(self, connection: Connection) -> None:
-        """Free the place of a connection that has ended."""
-        self.connections.discard(connection)
-        self._unauthenticated.pop(connection, None)
 
     def tick(self) -> None:
         """Abort connections that stay unauthenticated, and accept again if there are places."""
@@ -77,7 +74,7 @@ class Listener:
             self._loop.remove_reader(self._socket)  # no place, or none in the whole system; the next tick tries again
         for sock in accepted:
             sock.setblocking(False)
-            connection = self._connect(self._dialogue)
+            connection = Connection(self._dialogue, self._ended, self._timeout_s)
             self.connections.add(connection)
             self._unauthenticated[connection] = None
             opening = self._loop.create_task(self._open(sock, connection))
@@ -88,7 +85,12 @@ class Listener:
         try:
             await self._loop.connect_accepted_socket(lambda: connection, sock)
         except OSError:  # it is gone already
-            self.forget(connection)
+            self._ended(connection)
+
+    def _ended(self, connection: Connection) -> None:
+        self.connections.discard(connection)
+        self._unauthenticated.pop(connection, None)
+        self._on_end(connection)
 
     def _dialogue(self, connection: Connection) -> Reading[None]:
         if (yield from handshake_as_control(connection, self._token)):
