@@ -8,34 +8,29 @@ import sys
 import pytest
 from metaflow.exception import MetaflowException
 
-from metaflow_extensions.torchrun.plugins.torchrun import errors
-from metaflow_extensions.torchrun.plugins.torchrun.errors import (
-    LaunchFailed,
-    TorchrunError,
-    from_wire,
-    to_wire,
-)
+from metaflow_extensions.torchrun.plugins.torchrun.errors import CLASSES, LaunchFailed, TorchrunError
+from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Abort
+from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import from_plain, to_plain
 
-CLASSES = [cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, TorchrunError)]
 TEXT = 'größe\n  "quoted" \\ 🙂 %s {x}'
 CAUSE = {"kind": "signal", "node": 1, "exit_code": -9, "detail": TEXT}
 
 
-@pytest.mark.parametrize("cls", CLASSES)
+@pytest.mark.parametrize("cls", CLASSES.values())
 def test_every_error_survives_the_wire(cls):
-    error = from_wire(json.loads(json.dumps(to_wire(cls(TEXT, CAUSE)))))
+    error = from_plain(Abort, json.loads(json.dumps(to_plain(Abort(cls(TEXT, CAUSE))))), "abort").error
     assert type(error) is cls
     assert (str(error), error.cause) == (str(cls(TEXT, CAUSE)), CAUSE)
 
 
-@pytest.mark.parametrize("cls", CLASSES)
+@pytest.mark.parametrize("cls", CLASSES.values())
 def test_every_error_survives_pickle(cls):
     error = pickle.loads(pickle.dumps(cls(TEXT, CAUSE)))
     assert type(error) is cls
     assert (error.message, error.cause, error.headline) == (TEXT, CAUSE, cls.headline)
 
 
-@pytest.mark.parametrize("cls", CLASSES)
+@pytest.mark.parametrize("cls", CLASSES.values())
 def test_every_error_is_caught_as_one_and_as_metaflows(cls):
     assert issubclass(cls, MetaflowException)
     assert cls.headline.startswith("@torchrun")
@@ -46,11 +41,11 @@ def test_every_error_is_caught_as_one_and_as_metaflows(cls):
     "data", [{}, {"class": "SystemExit", "message": "x"}, {"class": None}, {"class": "__import__"}]
 )
 def test_an_unknown_class_on_the_wire_becomes_the_base_class(data):
-    assert type(from_wire(data)) is TorchrunError
+    assert type(from_plain(Abort, {"error": data}, "abort").error) is TorchrunError
 
 
 def test_the_tree_is_the_one_drawn():
-    tree = {cls.__name__: cls.__bases__[0].__name__ for cls in CLASSES if cls is not TorchrunError}
+    tree = {cls.__name__: cls.__bases__[0].__name__ for cls in CLASSES.values() if cls is not TorchrunError}
     assert tree == {
         "TorchrunConfigError": "TorchrunError",
         "EntrypointError": "TorchrunError",

@@ -107,17 +107,6 @@ class TorchrunPreempted(LaunchFailed):
     remedy = "With Metaflow's @retry a new gang starts, and a script that loads its snapshot goes on."
 
 
-_CLASSES = {
+CLASSES = {
     cls.__name__: cls for cls in list(globals().values()) if isinstance(cls, type) and issubclass(cls, TorchrunError)
 }
-
-
-def to_wire(error: TorchrunError) -> dict[str, Any]:
-    """Return `error` as JSON-able data."""
-    return {"class": type(error).__name__, "message": error.message, "cause": error.cause}
-
-
-def from_wire(data: dict[str, Any]) -> TorchrunError:
-    """Return the error that `to_wire` described; an unknown class becomes `TorchrunError`."""
-    cls = _CLASSES.get(str(data.get("class")), TorchrunError)
-    return cls(str(data.get("message", "")), data.get("cause"))

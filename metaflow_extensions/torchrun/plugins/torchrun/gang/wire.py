@@ -13,16 +13,14 @@ from collections.abc import Hashable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, Union
 
-from ..errors import TorchrunError
-from ..errors import from_wire as error_from_wire
-from ..errors import to_wire as error_to_wire
+from ..errors import CLASSES, TorchrunError
 from .cause import Cause
 
 
 def to_plain(value: Any) -> Any:
     """Return JSON-able data for a dataclass with fields of the types above."""
     if isinstance(value, TorchrunError):
-        return error_to_wire(value)
+        return {"class": type(value).__name__, "message": value.message, "cause": value.cause}
     if isinstance(value, Cause):
         value = value.bounded()
     if is_dataclass(value):
@@ -64,7 +62,8 @@ def _value(value: Any, hint: Any, where: str) -> Any:
     if origin is dict and isinstance(value, Mapping):
         return {_key(key, inner[0], where): _value(each, inner[1], where) for key, each in value.items()}
     if hint is TorchrunError and isinstance(value, Mapping):
-        return error_from_wire(dict(value))
+        cls = CLASSES.get(str(value.get("class")), TorchrunError)
+        return cls(str(value.get("message", "")), value.get("cause"))
     if is_dataclass(hint):
         return from_plain(typing.cast("type[Any]", hint), value, where)
     if hint is float and type(value) is int:
