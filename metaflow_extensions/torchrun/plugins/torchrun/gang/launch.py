@@ -94,7 +94,6 @@ class Launch:
         self.enter(Phase.PAUSING)
         self.generation += 1
         self.until = now + pause_s
-        self.ended.clear()
 
     @property
     def restarts(self) -> int:

@@ -51,7 +51,7 @@ class Nodes:
 
     def may_join(self, join: Join) -> bool:
         """Tell whether a task may be its node: nobody is that node, or the task itself is, without knowing it yet."""
-        again = self[join.node] is NodeState.JOINED and bool(join.task) and join == self._joins[join.node]
+        again = self[join.node] is NodeState.JOINED and join == self._joins[join.node]
         return again or self[join.node] is NodeState.ABSENT
 
     def join(self, join: Join) -> None:
