@@ -1,6 +1,5 @@
 """What one node does in one launch: which message follows on what its agent says and what its gang decides."""
 
-import os
 import pickle
 import queue
 import signal
@@ -20,7 +19,6 @@ from metaflow_extensions.torchrun.plugins.torchrun.errors import (
     TorchrunError,
     TorchrunPreempted,
 )
-from metaflow_extensions.torchrun.plugins.torchrun.executor import Context, TorchrunExecutor
 from metaflow_extensions.torchrun.plugins.torchrun.gang.member import Interruption, TimedOut
 from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import LaunchPolicy
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
@@ -28,14 +26,12 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
     Active,
     Ended,
     Failed,
-    Go,
     Restart,
     Stored,
     Storing,
     Verdict,
 )
 from metaflow_extensions.torchrun.plugins.torchrun.launch.function import FunctionCall
-from metaflow_extensions.torchrun.plugins.torchrun.launch.transfer import Step, Transfer
 from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import Machine
 from metaflow_extensions.torchrun.plugins.torchrun.node.agent_events import (
     AgentEnded,
@@ -44,8 +40,6 @@ from metaflow_extensions.torchrun.plugins.torchrun.node.agent_events import (
     Terminated,
     WorkerStarted,
 )
-from metaflow_extensions.torchrun.plugins.torchrun.node.upload import Upload
-from metaflow_extensions.torchrun.plugins.torchrun.settings import DEFAULTS, parse_settings
 
 REPORT = "Traceback (most recent call last):\nChildFailedError\n"  # of torchrun, when a worker has failed
 STOP, CLOSE = ("stop", 30.0), ("close", 0.0)
@@ -60,22 +54,20 @@ def node(tmp_path):
 # --- a launch that ends well ------------------------------------------------------------------------
 
 
-def test_a_launch_from_ready_to_its_result(node):
-    ready = node.launch()
-    assert (ready.launch, ready.nproc, ready.policy) == (0, 2, LaunchPolicy())
+@pytest.mark.parametrize(("number", "policy"), [(0, LaunchPolicy()), (1, None)])
+def test_a_launch_from_ready_to_its_result(number, policy, tmp_path):
+    """Only the control node says how it is to be run."""
+    node = FakeNode(tmp_path, number)
+    ready, ranks = node.launch(), (2 * number, 2 * number + 1)
+    assert (ready.launch, ready.nproc, ready.policy) == (0, 2, policy)
     agent = node.go(port=29517)
     assert "--rdzv-endpoint=127.0.0.1:29517" in " ".join(agent.command)
     ended, result = node.ends_well(agent)
-    assert (ended.ok, ended.generation, ended.failures, ended.ended_well, ended.storing) == (True, 0, (), (0, 1), None)
-    assert (result.launch, result.world_size, result.exit_codes, result.restarts) == (0, 4, {0: 0, 1: 0}, [])
+    assert (ended.ok, ended.generation, ended.failures, ended.ended_well, ended.storing) == (True, 0, (), ranks, None)
+    assert (result.launch, result.world_size, result.restarts) == (0, 4, [])
+    assert result.exit_codes == dict.fromkeys(ranks, 0)
     assert node.texts("command") == [f"runs: {result.command}"]
     assert agent.orders == ["start", CLOSE]
-
-
-def test_only_the_control_node_says_how_the_launch_is_to_be_run(tmp_path):
-    node = FakeNode(tmp_path, number=1)
-    assert node.launch().policy is None
-    node.verdict(ERROR)
 
 
 @pytest.mark.parametrize(("log_dir", "kept"), [("logs", True), (None, False)])
@@ -216,18 +208,6 @@ def test_an_end_that_came_before_any_worker(end, kind, exit_code, words, node):
     assert cause.exception.startswith(words)
 
 
-def test_events_of_a_generation_that_is_over_are_nothing(node):
-    old = node.running()
-    node.worker_ended(old, 1, 3)
-    node.expect(Failed)
-    old.say(End(1))
-    node.expect(Ended)
-    old.say(End(1))
-    new = node.go(generation=1)
-    node.worker_ended(old, 0, 4)
-    assert node.ends_well(new)[0].ok
-
-
 # --- what keeps the agent from starting -------------------------------------------------------------
 
 
@@ -278,13 +258,12 @@ def test_why_all_are_stopped_is_said_by_one_node_of_a_terminal(number, here, tel
     assert agent.orders == ["start", STOP, CLOSE]
 
 
-def test_a_preemption_sends_its_signal_to_the_workers_first(tmp_path):
-    node = FakeNode(tmp_path, grace_s=7.0)
+def test_a_preemption_sends_its_signal_to_the_workers_first(node):
     agent = node.running()
     node.stop(signal=signal.SIGUSR1)
     node.stop()
     node.ends(agent)
-    assert agent.orders == ["start", ("preempt", 7.0, signal.SIGUSR1), CLOSE], "the first stop counts"
+    assert agent.orders == ["start", ("preempt", 30.0, signal.SIGUSR1), CLOSE], "the first stop counts"
 
 
 def test_a_stop_that_comes_after_the_end_is_nothing(node):
@@ -330,11 +309,13 @@ def test_a_restart_is_a_new_generation_and_stands_in_the_result(node):
     cause = node.expect(Failed).failures[0].cause
     first.say(End(1))
     node.expect(Ended)
+    first.say(End(1))
     node.restart(cause)
     second = node.go(generation=1, restarts=1)
     assert "TORCHELASTIC_RESTART_COUNT=1" in second.command
+    node.worker_ended(first, 0, 4)  # nothing, as the generation is over
     ended, result = node.ends_well(second)
-    assert ended.generation == 1
+    assert (ended.generation, ended.ok) == (1, True)
     assert result.restarts == [{"generation": 1, "cause": cause.as_dict()}]
     assert node.texts("restart") == [f"restart 1 of 3 in 0 s, because {cause.who} exited with code 3"]
 
@@ -570,22 +551,15 @@ def test_an_upload_is_given_up_for_what_is_more_urgent(news, storing, store):
         storing.stop()
         storing.verdict(ERROR)
     else:
-        storing.all_end_well(storing.go(generation=1))
-        assert storing.expect(Ended).generation == 1
-        storing.verdict(ERROR)
+        agent = storing.go(generation=1)
     for _ in range(2):
         store.words.put("go on")
     eventually(lambda: "torchrun-values" not in {thread.name for thread in threading.enumerate()})
     assert store.words.qsize() == 1, "the second value is not begun"
+    if news == "go":  # now there is news of the upload as well
+        assert storing.ends_well(agent, error=ERROR)[0].generation == 1
     assert (storing.expect(Failed).given_up, storing.expect(Ended).generation) == (True, None)
     assert storing.nothing_more_is_sent()
-
-
-def test_news_of_an_upload_that_was_given_up_are_nothing(node, store):
-    agent = node.running()
-    step = Step("a value", dict, 10.0)
-    node.interrupt(Upload(Transfer(store, "stores", [step]), node.plan, Go(0, 0, 1, "gang", 0, 0), node.member))
-    assert node.ends_well(agent)[0].ok
 
 
 def test_what_ranks_raised_is_stored_in_spite_of_a_stop_and_its_loss_is_no_failure(tmp_path, call, store):
@@ -653,20 +627,3 @@ def test_a_second_call_in_another_thread_is_an_error_and_the_first_is_unharmed(n
     assert isinstance(error, GangError)
     assert "while launch 0 still ran there, in another thread" in str(error)
     assert node.ends_well(agent)[1].launch == 0
-
-
-def test_a_call_in_a_forked_child_is_an_error(node):
-    mine, its = os.pipe()
-    settings = parse_settings(DEFAULTS, "train")
-    pid = os.fork()
-    if pid == 0:
-        signal.alarm(20)
-        try:
-            TorchrunExecutor(Context(node.member, "127.0.0.1", Machine(1), settings)).run("script.py")
-        except GangError as error:
-            os.write(its, str(error).encode())
-        os._exit(0)
-    os.close(its)
-    with os.fdopen(mine) as answer:
-        assert "was forked from the task" in answer.read()
-    os.waitpid(pid, 0)
