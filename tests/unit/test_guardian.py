@@ -33,7 +33,6 @@ worker, count, how = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 if how == "hang":
     signal.signal(signal.SIGTERM, lambda *_: None)
 notes = os.environ["NOTES"]
-os.makedirs(os.path.join(notes, "launch0-0_x", "attempt_0"))
 workers = [
     subprocess.Popen([sys.executable, "-I", "-S", worker], start_new_session=True,
                      env={**os.environ, "RANK": str(10 + i), "LOCAL_RANK": str(i)})
@@ -134,15 +133,11 @@ class Tree:
     def __init__(self, root, worker, count=2, how="wait", command=None, **options):
         self.root, self.count = root, count
         agent, script = program(root, worker)
-        self.logs = {stream: str(write(root / f"agent.{stream}", "")) for stream in ("stdout", "stderr")}
-        env = {**os.environ, "NOTES": str(root)}
-        for name in ("RANK", "LOCAL_RANK"):
-            env.pop(name, None)
-        self.events = queue.SimpleQueue()
-        self.seen = []
-        options = Options(**self.logs, workers=count, **{"grace_s": 5.0, "silence_s": 30.0, **options})
+        logs = [str(root / f"agent.{stream}") for stream in ("stdout", "stderr")]
+        self.events, self.seen = queue.SimpleQueue(), []
+        options = Options(*logs, workers=count, **{"grace_s": 5.0, "silence_s": 30.0, **options})
         command = command or [*PYTHON, agent, script, str(count), how]
-        self.process = AgentProcess(command, env, options, self.events.put)
+        self.process = AgentProcess(command, {**os.environ, "NOTES": str(root)}, options, self.events.put)
         self.process.start()
 
     def expect(self, kind, deadline_s=20.0):
@@ -158,11 +153,8 @@ class Tree:
     def await_workers(self):
         """Wait until the workers run and the guardian knows them; return their pids by local rank."""
         pids = noted(self.root, *[f"{rank}.pid" for rank in range(self.count)])
-        known = {}
-        while len(known) < self.count:
-            event = self.expect(WorkerStarted)
-            known[event.local_rank] = event.pid
-        assert [known[rank] for rank in range(self.count)] == pids
+        known = sorted((event.local_rank, event.pid) for event in [self.expect(WorkerStarted) for _ in pids])
+        assert known == list(enumerate(pids))
         return pids
 
     def let_go(self, pid):

@@ -73,11 +73,12 @@ PEER_GONE = Cause("exception", 1, "b", 3, 1, 1, "ConnectionResetError: Connectio
     ("cause", "where", "is_whole"),
     [
         (RAISED, view(1), False),
-        (RAISED, view(1, live=False), True),  # what a rank wrote unseen
-        (PEER_GONE, view(1), True),  # the worker has shown in one line what is the cause after all
-        (RAISED, view(0, shared=False), True),  # each remote node's log has it
+        (RAISED, view(1, live=False), True),
+        (PEER_GONE, view(1), True),
+        (RAISED, view(0, shared=False), True),
         (RAISED, view(1, shared=False), True),
     ],
+    ids=["stands above", "written unseen", "was shown in one line", "another node's log", "its own log"],
 )
 def test_the_traceback_is_in_the_report_unless_it_stands_above(cause, where, is_whole):
     assert ("File 'train.py', line 1" in report(verdict(cause), where)) is is_whole

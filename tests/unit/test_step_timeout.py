@@ -12,10 +12,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.errors import LaunchTimeout
 class Decorator:
     """What Metaflow's decorator has, as far as it matters here."""
 
-    name, secs = "timeout", 90
-
-    def __init__(self):
-        self.alarms = 0
+    name, secs, alarms = "timeout", 90, 0
 
     def handle(self, number, frame):
         self.alarms += 1
