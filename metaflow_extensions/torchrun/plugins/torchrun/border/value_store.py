@@ -14,11 +14,7 @@ class DatastoreValues:
 
     def __init__(self, flow_datastore: Any) -> None:
         self._store = flow_datastore  # metaflow.datastore.FlowDataStore, 2.19
-
-    @property
-    def where(self) -> str:
-        """Its kind and its root."""
-        return f"the {self._store.TYPE} datastore {self._store.datastore_root}"
+        self.where = f"the {flow_datastore.TYPE} datastore {flow_datastore.datastore_root}"
 
     def save(self, data: bytes) -> str:
         """Store `data` and return its key, which is the same for the same data."""

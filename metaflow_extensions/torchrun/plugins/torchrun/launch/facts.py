@@ -33,7 +33,7 @@ def node_facts(spec: LaunchSpec, machine: Machine) -> dict[str, str]:
     return {
         "torch": _version_of("torch") or built_with.get("__version__") or _UNKNOWN,
         "cuda": cuda or _NONE,
-        "nccl": nccl_version(cuda) or _NONE,
+        "nccl": _nccl_version(cuda) or _NONE,
         "python": ".".join(platform.python_version_tuple()[:2]),
         "devices": device_kind(machine.accelerators),  # not their number: nodes of a local run share them out
         "contents": contents_digest(spec),
@@ -58,12 +58,9 @@ def _read_version_file(path: str) -> dict[str, str]:
     return {}
 
 
-def nccl_version(cuda: str | None) -> str | None:
-    """Return the version of the NCCL package that torch's wheels depend on; None if there is none.
-
-    Builds without CUDA have none. Builds that link NCCL statically or ship RCCL (ROCm) have none of
-    their own either: there torch's version says which it is.
-    """
+def _nccl_version(cuda: str | None) -> str | None:
+    # The version of the package that torch's wheels for CUDA depend on. Other builds link NCCL or ship RCCL (ROCm):
+    # there torch's version says which it is.
     major = (cuda or "").partition(".")[0]
     return _version_of(f"nvidia-nccl-cu{major}") if major.isdigit() else None
 

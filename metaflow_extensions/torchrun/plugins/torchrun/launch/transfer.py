@@ -23,9 +23,7 @@ _TROUBLE_TEXT = 500
 class ValueStore(Protocol):
     """What carries values from node to node."""
 
-    @property
-    def where(self) -> str:
-        """What to call it, and where it is."""
+    where: str  # what to call it, and where it is
 
     def save(self, data: bytes) -> str:
         """Store `data` and return its key."""

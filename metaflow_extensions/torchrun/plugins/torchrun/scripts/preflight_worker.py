@@ -16,8 +16,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import closing, suppress
-from dataclasses import dataclass
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -50,8 +49,7 @@ class PreflightError(Exception):
     """The nodes can't work together; the message names those at fault."""
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """Which worker this is."""
 
     rank: int
@@ -245,10 +243,7 @@ def slow_nodes(links: Mapping[int, Sequence[Figures]], hosts: Sequence[str]) -> 
         node: Figures(min(each.latency_s for each in own), max(each.bytes_per_s for each in own))
         for node, own in links.items()
     }
-    median = Figures(
-        statistics.median(own.latency_s for own in best.values()),
-        statistics.median(own.bytes_per_s for own in best.values()),
-    )
+    median = Figures(*map(statistics.median, zip(*best.values(), strict=True)))
     return [
         f"warning: preflight: {nodes_text([node], hosts)} is slow: its best link has {own}, that of the median node "
         f"{median}. All ranks wait for it; look at its network, or replace it."
@@ -297,10 +292,7 @@ class Bench:
 
     def all_reduce(self) -> Report:
         """Measure an all-reduce over all ranks."""
-        small, bulk = self._tensor(4), self._tensor(_ALL_REDUCE_BYTES[self._backend])
-        latency_s = statistics.median(self._laps_s(lambda: self._all_reduce(small), _LAPS))
-        bulk_s = statistics.median(self._laps_s(lambda: self._all_reduce(bulk), _BULK_LAPS))
-        self.reduced = Figures(latency_s, bulk.nbytes / bulk_s)
+        self.reduced = self._measure(self._all_reduce, _ALL_REDUCE_BYTES[self._backend], statistics.median)
         return {}
 
     def close(self) -> None:
@@ -313,7 +305,6 @@ class Bench:
         The best round counts, since nodes are compared by it: what else the machines do makes rounds longer.
         """
         peer = other * self._place.nproc
-        small, bulk = self._tensor(4), self._tensor(_LINK_BYTES[self._backend])
 
         def round_trip(ball: Any) -> None:
             for sends in (first, not first):
@@ -323,9 +314,7 @@ class Bench:
                     self._dist.recv(ball, peer)
             self._synchronize()
 
-        latency_s = min(self._laps_s(lambda: round_trip(small), _LAPS)) / 2
-        bulk_s = min(self._laps_s(lambda: round_trip(bulk), _BULK_LAPS)) / 2
-        return Figures(latency_s, bulk.nbytes / bulk_s)
+        return self._measure(round_trip, _LINK_BYTES[self._backend], lambda times: min(times) / 2)
 
     def _tensor(self, size: int) -> Any:
         return self._torch.zeros(size // 4, dtype=self._torch.float32, device=self._device)
@@ -338,14 +327,18 @@ class Bench:
         if self._backend == "nccl":
             self._torch.cuda.synchronize()
 
-    def _laps_s(self, operation: Callable[[], None], laps: int) -> list[float]:
-        operation()  # the first one connects, allocates, and opens TCP's window
-        times = []
-        for _ in range(laps):
-            begun = time.perf_counter()
-            operation()
-            times.append(time.perf_counter() - begun)
-        return times
+    def _measure(self, operation: Callable[[Any], None], size: int, choose: Callable[[list[float]], float]) -> Figures:
+        """Return what `operation` takes for 4 bytes and for `size`, each as `choose` takes it from several laps."""
+        chosen = []
+        for tensor, laps in ((self._tensor(4), _LAPS), (self._tensor(size), _BULK_LAPS)):
+            operation(tensor)  # the first one connects, allocates, and opens TCP's window
+            times = []
+            for _ in range(laps):
+                begun = time.perf_counter()
+                operation(tensor)
+                times.append(time.perf_counter() - begun)
+            chosen.append(choose(times))
+        return Figures(chosen[0], size / chosen[1])
 
 
 # --- the script -----------------------------------------------------------------------------------
@@ -362,7 +355,7 @@ def main() -> None:
     store = TCPStore(main_addr, main_port, is_master=False, timeout=timedelta(seconds=_OPERATION_S))
     stages = Stages(PrefixStore("preflight", store), place)
     own = own_address(main_addr)
-    with closing(listen(own)) as listener:
+    with listen(own) as listener:
         here = (own, listener.getsockname()[1])
         plan = _start(stages, place, here, torch.cuda.device_count() if is_nccl_available() else 0)
         stages.hosts = plan["hosts"]
