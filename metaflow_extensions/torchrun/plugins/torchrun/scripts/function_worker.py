@@ -169,12 +169,7 @@ def end_process_group(init: str | None) -> None:
 Reducer = Callable[[Any], Any]  # says how to pickle an object, as pickle.Pickler.reducer_override does
 
 
-def as_it_is(thing: Any) -> Any:
-    """Leave it to pickle how `thing` is pickled."""
-    return NotImplemented
-
-
-def dump(thing: Any, file: Any, reduced: Reducer = as_it_is) -> None:
+def dump(thing: Any, file: Any, reduced: Reducer = lambda thing: NotImplemented) -> None:
     """Pickle `thing` by the standard library's means or, where these don't do, by cloudpickle's."""
     start = file.tell()
     try:
@@ -277,16 +272,15 @@ def store(value: Any, rank: int, path: str) -> None:
 
 def report_of(error: Exception) -> dict[str, Any]:
     """Return an exception as the task wants it: pickled where that goes, and in words."""
-    text = "".join(traceback.format_exception_only(type(error), error)).strip()
     if isinstance(error, CantReturn):
         return {"exception": None, "text": str(error)}
+    text = "".join(traceback.format_exception_only(type(error), error)).strip()
     file = io.BytesIO()
     try:
         dump(error, file, on_cpu)
+        return {"exception": file.getvalue(), "text": text}
     except Exception as problem:
-        why = f"it can't be pickled ({type(problem).__name__}: {problem})"
-        return {"exception": None, "text": text, "why": why}
-    return {"exception": file.getvalue(), "text": text}
+        return {"exception": None, "text": text, "why": f"it can't be pickled ({type(problem).__name__}: {problem})"}
 
 
 @contextmanager
