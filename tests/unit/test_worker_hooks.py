@@ -167,6 +167,9 @@ ODD = {
     "import sys\nsys.stderr = None\nraise ValueError('mute')": "ValueError: mute",
     "import os, signal\nsignal.signal(15, lambda *_: exit(9))\nclass E(Exception):\n"
     "    def __str__(self): os.kill(os.getpid(), 15)\nraise E": "E: <exception str() failed>",
+    "try:\n    1 / 0\nexcept ZeroDivisionError as e:\n    raise ValueError('größe') from e": "ValueError: größe",
+    "try: some = ExceptionGroup  # which came with Python 3.11\nexcept NameError: some = Exception\n"
+    "raise some('some', [ValueError('a'), KeyError('b')])": "Exception",
 }
 
 
@@ -174,26 +177,9 @@ ODD = {
 def test_an_odd_exception_is_recorded_and_shown_as_without_us(body, work):
     done, record = work(body)
     assert record.exception.startswith(ODD[body])
+    assert record.traceback == done.stderr.rstrip() or "mute" in body or "__bool__" in body
     plain = subprocess.run(done.args, env={**os.environ, "PYTHONPATH": ""}, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (plain.returncode, plain.stderr)
-
-
-@pytest.mark.parametrize(
-    ("body", "said"),
-    [
-        ("try:\n    1 / 0\nexcept ZeroDivisionError as e:\n    raise ValueError('größe') from e", "direct cause"),
-        (
-            "try:\n    raise ExceptionGroup('some', [ValueError('a'), KeyError('b')])\n"
-            "except NameError:\n    raise ValueError('sub-exceptions came with Python 3.11')",
-            "sub-exceptions",
-        ),
-    ],
-    ids=["a chain", "a group"],
-)
-def test_what_hangs_together_is_recorded_whole(body, said, work):
-    done, record = work(body)
-    assert record.traceback == done.stderr.rstrip()
-    assert said in record.traceback
 
 
 def test_a_message_of_any_size_leaves_room_for_the_traceback(work, folder):
