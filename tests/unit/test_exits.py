@@ -239,18 +239,6 @@ def test_torchruns_report_names_every_failed_worker_and_the_signal_it_got(text, 
 # --- which ends of one node's workers count as failures, and since when ------------------------------
 
 
-def test_what_a_stopped_rank_raised_then_does_not_hide_the_rank_that_failed(node):
-    """It obeyed, in its own way; that its peer's connection broke is the only cause there is."""
-    node.raised(0, "ConnectionResetError: by peer", at=1.0)
-    node.ended(0, 1, at=1.5)
-    node.stop(at=1.6)
-    node.raised(1, "RuntimeError: interrupted while saving", at=1.7)
-    node.ended(1, 1, at=1.8, stopped=True)
-    node.raised(2, "OSError: bye", at=1.9)
-    node.ended(2, TERMINATED, at=1.9, stopped=True)
-    assert node.causes() == [(3, "ConnectionResetError: by peer", 1.0)]
-
-
 def test_a_rank_that_failed_before_it_was_stopped_counts_since_it_failed(node):
     """The origin was slow to exit; its peer, which only saw it gone, was first to end."""
     node.raised(0, "ValueError: nan", at=1.0)

@@ -327,10 +327,11 @@ def test_messages_of_another_launch_are_nothing(node):
     assert node.ends_well(agent)[0].ok
 
 
-def test_a_verdict_that_comes_before_the_workers_end_stops_them(node):
+def test_a_verdict_that_comes_before_the_workers_end_stops_them_and_needs_no_answer(node):
     agent = node.running()
     assert node.verdict(ERROR) is ERROR
     assert agent.orders == ["start", ("close", 30.0)]
+    assert node.nothing_more_is_sent()
 
 
 # --- what interrupts this node ----------------------------------------------------------------------
@@ -354,15 +355,31 @@ def test_an_order_to_end_is_told_and_the_verdict_awaited(order, why, kind, said,
     assert node.texts("stopping") == [f"{text}; stopping all nodes" for text in said]
 
 
-def test_the_second_preemption_ends_the_launch_at_once(node):
+@pytest.mark.parametrize(
+    ("news", "kind", "words", "told"),
+    [
+        ([Interruption.MUST_END] * 2, TorchrunPreempted, "was preempted", [False, True]),
+        ([Interruption.BROKEN], TorchrunError, "while another thread was still in current.torch.run", [True]),
+        (
+            [Restart(0, 1, 3, 0.0, cause=None)],
+            AttributeError,
+            "has no attribute 'as_dict'",
+            [True],
+        ),  # no message of ours
+        ([Abort(GangError("Node 1 is gone."))], GangError, "Node 1 is gone.", []),  # all know it
+    ],
+    ids=["preempted twice", "the step has ended", "an error of our own", "the gang breaks"],
+)
+def test_what_ends_a_launch_at_once_is_raised_and_told_unless_all_know_it(news, kind, words, told, node):
     agent = node.running()
-    for _ in range(2):
-        node.interrupt(Interruption.MUST_END)
-    assert isinstance(node.outcome(), TorchrunPreempted)
-    assert node.expect(Failed).given_up is False
-    assert node.expect(Failed).given_up is True
+    for each in news:
+        take = node.member.deliver if isinstance(each, Abort) else node.interrupt
+        take(each)
+    error = node.outcome()
+    assert (type(error), words in str(error)) == (kind, True)
+    assert [node.expect(Failed).given_up for _ in told] == told
     ended = node.expect(Ended)
-    assert (ended.ok, ended.generation) == (False, None)
+    assert (ended.ok, ended.generation, node.nothing_more_is_sent()) == (False, None, True)
     assert agent.orders == ["start", ("close", 30.0)]
 
 
@@ -375,33 +392,6 @@ def test_before_go_an_interruption_ends_the_launch(news, kind, node):
     assert isinstance(node.outcome(), kind)
     assert node.expect(Failed).given_up
     assert node.expect(Ended).generation is None
-
-
-def test_a_gang_that_breaks_is_raised_and_nobody_is_told_what_all_know(node):
-    agent = node.running()
-    broken = GangError("Node 1 is gone.")
-    node.member.deliver(Abort(broken))
-    assert node.outcome() is broken
-    node.expect(Ended)
-    assert node.nothing_more_is_sent()
-    assert agent.orders == ["start", ("close", 30.0)]
-
-
-def test_a_step_whose_code_ends_under_a_launch_of_another_thread(node):
-    node.running()
-    node.interrupt(Interruption.BROKEN)
-    error = node.outcome()
-    assert type(error) is TorchrunError
-    assert "while another thread was still in current.torch.run" in str(error)
-
-
-def test_an_error_of_our_own_ends_the_launch_and_is_told(node):
-    node.running()
-    node.restart(cause=None)  # no message of ours
-    assert isinstance(node.outcome(), AttributeError)
-    failed = node.expect(Failed)
-    assert "AttributeError: 'NoneType' object has no attribute 'as_dict'" in failed.failures[0].cause.exception
-    assert (failed.given_up, node.expect(Ended).generation) == (True, None)
 
 
 def test_workers_that_do_not_end_are_given_up(tmp_path):
@@ -558,7 +548,8 @@ def test_an_upload_is_given_up_for_what_is_more_urgent(news, storing, store):
     assert store.words.qsize() == 1, "the second value is not begun"
     if news == "go":  # now there is news of the upload as well
         assert storing.ends_well(agent, error=ERROR)[0].generation == 1
-    assert (storing.expect(Failed).given_up, storing.expect(Ended).generation) == (True, None)
+    if news == "interruption":
+        assert (storing.expect(Failed).given_up, storing.expect(Ended).generation) == (True, None)
     assert storing.nothing_more_is_sent()
 
 

@@ -250,12 +250,14 @@ class Supervisor:
     # --- the end ----------------------------------------------------------------------------------
 
     def _give_up(self, error: BaseException) -> None:
-        """Tell the gang first, then stop everything here."""
-        self._tell(error, given_up=True)
+        """Tell the gang first, unless it has decided, then stop everything here."""
+        if self._verdict is None:
+            self._tell(error, given_up=True)
         self._give_up_upload()
         self._close_generation(self._plan.grace_s)
-        # Of whatever generation: others may have begun, or wait for, one that this node knows nothing of.
-        self._member.send(Ended(self._launch, ok=False))
+        if self._verdict is None:
+            # Of whatever generation: others may have begun, or wait for, one that this node knows nothing of.
+            self._member.send(Ended(self._launch, ok=False))
 
     def _close_generation(self, grace_s: float) -> None:
         if self._generation is not None:
