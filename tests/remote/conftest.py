@@ -32,9 +32,8 @@ REQUIRED = {
 # What `plan.py` says unless a test says otherwise; flows/remote_gang.py reads it.
 PLAN: dict[str, Any] = {
     "NODES": 2,
-    "ATTRS": {},
     "RUN": {"nproc_per_node": 2},
-    "ENV": {},
+    "DO": "",
     "HOOK": "",
     "LATE_S": 0,
     "RETRY": False,
@@ -72,7 +71,6 @@ def start_remote(tmp_path: Path) -> Iterator[StartRemote]:
         name: str = "RemoteGang",
         source: Path = FLOWS,
         command: str = "run",
-        do: str = "",
         folder: Path | None = None,
         **plan: Any,
     ) -> RemoteFlow:
@@ -82,7 +80,6 @@ def start_remote(tmp_path: Path) -> Iterator[StartRemote]:
             shutil.copytree(source, place)
         wanted = {**PLAN, **plan}
         assert not set(wanted) - set(PLAN)
-        wanted["ENV"] = {"WORKER_DO": do, **wanted["ENV"]}
         if source is FLOWS and folder is None:
             (place / "plan.py").write_text("".join(f"{key} = {value!r}\n" for key, value in wanted.items()))
         env = {

@@ -56,7 +56,7 @@ def test_a_function_and_its_values(run_remote, backend):
     ],
 )
 def test_a_failing_worker_fails_the_run_and_is_named(run_remote, backend, do, expected):
-    flow = run_remote(expect=1, do=f"{do},*:sleep", **backend.on())
+    flow = run_remote(expect=1, DO=f"{do},*:sleep", **backend.on())
     check_said(flow, *expected)
     backend.await_gone(flow)
     # On AWS Batch, where a node's end does not end the others, each has the time to store its own log.
@@ -65,14 +65,14 @@ def test_a_failing_worker_fails_the_run_and_is_named(run_remote, backend, do, ex
 
 
 def test_out_of_memory_is_said(run_remote, backend):
-    flow = run_remote(expect=1, do="3:oom,*:sleep", **backend.on(**backend.small))
+    flow = run_remote(expect=1, DO="3:oom,*:sleep", **backend.on(**backend.small))
     limit = f"the node's memory limit of {backend.small_is} was reached"
     check_said(flow, "Rank 3 on node 1", f"ran out of memory: {limit}")
     backend.await_gone(flow)
 
 
 def test_a_node_whose_processes_are_all_killed_is_named(run_remote, backend):
-    flow = run_remote(expect=1, do="3:nap,3:wipe,*:sleep", **backend.on())
+    flow = run_remote(expect=1, DO="3:nap,3:wipe,*:sleep", **backend.on())
     check_said(flow, "Node 1 (host")
     backend.await_gone(flow)
 
@@ -87,7 +87,7 @@ def test_a_node_whose_processes_are_all_killed_is_named(run_remote, backend):
 )
 def test_an_interrupted_run_leaves_nothing(start_remote, backend, how):
     """Ctrl-C reaches all of the run's processes, a scheduler's SIGTERM the run alone, that of `timeout` or systemd all."""
-    flow = start_remote(do="*:sleep", **backend.on())
+    flow = start_remote(DO="*:sleep", **backend.on())
     # Of lines that come together, Metaflow's terminal shows one (2.19); the next with further output.
     flow.await_line(" of 4 runs")
     if how == "sigterm":
@@ -102,7 +102,7 @@ def test_an_interrupted_run_leaves_nothing(start_remote, backend, how):
 
 
 def test_retry_brings_a_new_gang(run_remote, backend):
-    flow = run_remote(do="3:kill-first", RETRY=True, **backend.on())
+    flow = run_remote(DO="3:kill-first", RETRY=True, **backend.on())
     check_gang(flow, 2)
     assert [task["attempt"] for task in flow.gathered()] == [1, 1]
     check_said(flow, "Rank 3 on node 1", "killed by SIGKILL")
@@ -110,7 +110,7 @@ def test_retry_brings_a_new_gang(run_remote, backend):
 
 
 def test_resume_runs_the_gang_again(run_remote, backend):
-    failed = run_remote(expect=1, do="3:raise,*:sleep", **backend.on())
+    failed = run_remote(expect=1, DO="3:raise,*:sleep", **backend.on())
     check_said(failed, "Rank 3 on node 1", "ValueError: bad loss on rank 3")
     backend.await_gone(failed)
     plan = failed.folder / "plan.py"

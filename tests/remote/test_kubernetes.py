@@ -94,7 +94,7 @@ def test_gpus_requested_on_the_command_line_count(run_remote, cluster, gpus):
 
 def test_a_pod_that_vanishes_is_named(start_remote, cluster):
     """The API server deletes it without grace."""
-    flow = start_remote(do="*:sleep", **cluster.on())
+    flow = start_remote(DO="*:sleep", **cluster.on())
     # Of lines that come together, Metaflow's terminal shows one (2.19); the next with further output.
     flow.await_line(" of 4 runs")
     delete_pod(cluster, flow, 1, grace_s=0)
@@ -111,7 +111,7 @@ def delete_pod(cluster, flow, node, grace_s) -> None:
 
 
 def test_a_spot_notice_stops_the_gang_in_time(run_remote, cluster):
-    flow = run_remote(expect=1, HOOK="before:1:spot", do="*:sleep", **cluster.on())
+    flow = run_remote(expect=1, HOOK="before:1:spot", DO="*:sleep", **cluster.on())
     check_said(flow, "Node 1 (host", "was preempted: a spot notice says", "2026-11-21T10:00:00Z")
     cluster.await_gone(flow)
 
@@ -119,7 +119,7 @@ def test_a_spot_notice_stops_the_gang_in_time(run_remote, cluster):
 @pytest.mark.parametrize("node", [1, 0])
 def test_a_pod_that_is_deleted_with_some_grace_lets_all_ranks_save(start_remote, cluster, node):
     """As a drain does it; the kubelet's SIGTERM reaches nothing but process 1, a shell of Metaflow's."""
-    flow = start_remote(do="*:save", **cluster.on())
+    flow = start_remote(DO="*:save", **cluster.on())
     flow.await_line(" of 4 runs")
     delete_pod(cluster, flow, node, grace_s=30)
     assert flow.wait(60) == 1
@@ -131,7 +131,7 @@ def test_a_pod_that_is_deleted_with_some_grace_lets_all_ranks_save(start_remote,
 def test_a_pod_that_is_replaced_lets_all_ranks_save(start_remote, cluster, node):
     """Where the task can't see its pod's SIGTERM, the task that comes to replace it tells."""
     blind = 'environment:vars={"TORCHRUN_POD_SHELL": "none"}'
-    flow = start_remote("--with", blind, do="*:save", **cluster.on())
+    flow = start_remote("--with", blind, DO="*:save", **cluster.on())
     flow.await_line(" of 4 runs")
     delete_pod(cluster, flow, node, grace_s=60)
     assert flow.wait(90) == 1

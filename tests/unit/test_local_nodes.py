@@ -44,13 +44,13 @@ def task(node, run=RUN, control=CONTROL):
     return ["flow.py", "--quiet", "step", "train", *options, "--split-index", str(node), "--ubf-context", "ubf_task"]
 
 
-LOOK_ALIKES = {
-    "a card": ["flow.py", "card", "create", f"{RUN}/train/{CONTROL}_node_1", "--type", "default"],
-    "the control task's own": ["flow.py", "step", "train", "--run-id", RUN, "--task-id", CONTROL],
-    "another gang's node": task(1, control="4"),
-    "another run's node": task(1, run="1700000000000002"),
-    "a node too many": task(9),
-}
+LOOK_ALIKES = [
+    ["flow.py", "card", "create", f"{RUN}/train/{CONTROL}_node_1", "--type", "default"],
+    ["flow.py", "step", "train", "--run-id", RUN, "--task-id", CONTROL],  # the control task's own
+    task(1, control="4"),  # another gang's
+    task(1, run="1700000000000002"),
+    task(9),  # a node too many
+]
 
 
 def ends(nodes):
@@ -62,7 +62,7 @@ def ends(nodes):
 
 def test_only_a_nodes_task_is_watched_and_stopped(start, monkeypatch):
     monkeypatch.setenv("MF_PARALLEL_NODE_INDEX", "1")  # as Metaflow has it while it starts node 1
-    others = [start(*words) for words in LOOK_ALIKES.values()]
+    others = [start(*words) for words in LOOK_ALIKES]
     nodes = LocalNodes(RUN, CONTROL, 3)
     first, second = start(*task(1)), start(*task(2))
     told = ends(nodes)

@@ -55,23 +55,22 @@ def test_an_error_of_the_step_is_raised_and_leaves_the_gang(gang):
     gang.fail(error)  # as `task_exception` does then; it is too late for that
 
 
-@pytest.mark.parametrize("name", ["persist", "save_metadata", "done"])
+STORING = ("persist", "save_metadata", "done")
+
+
+@pytest.mark.parametrize("name", STORING)
 def test_results_that_can_not_be_stored_leave_the_gang_with_that_error(name, gang):
     def refuse(*_):
         raise OSError("no space left")
 
-    datastore = SimpleNamespace(
-        **{**dict.fromkeys(("persist", "save_metadata", "done"), lambda *_: "stored"), name: refuse}
-    )
+    datastore = SimpleNamespace(**{**dict.fromkeys(STORING, lambda *_: "stored"), name: refuse})
     gang.watch_storing(datastore)
     member, _ = gang.join()
     gang.finish()
-    for each in ("persist", "save_metadata", "done"):
-        if each == name:
-            with pytest.raises(OSError, match="no space left"):
-                getattr(datastore, each)({})
-        else:
-            assert getattr(datastore, each)({}) == "stored"
+    assert [getattr(datastore, other)({}) for other in STORING if other != name] == ["stored", "stored"]
+    assert member.is_storing
+    with pytest.raises(OSError, match="no space left"):
+        getattr(datastore, name)({})
     assert not member.is_storing
 
 

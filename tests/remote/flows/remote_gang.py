@@ -5,7 +5,6 @@ Only the gang's step runs remotely; the others are local and quick.
 
 import json
 import os
-import sys
 import threading
 import time
 from pathlib import Path
@@ -53,15 +52,13 @@ class RemoteGang(FlowSpec):
     @(retry(times=1, minutes_between_retries=0) if plan.RETRY else same)
     @where
     @(resources(**plan.RESOURCES) if plan.RESOURCES else same)
-    @torchrun(**plan.ATTRS)
+    @torchrun
     @step
     def train(self):
         self.node, self.attempt = current.parallel.node_index, current.retry_count
-        self.nproc, self.python = current.torch.nproc_per_node, sys.version.split()[0]
         hook("before")
-        self.results = [
-            current.torch.run(entrypoint="worker.py", env={"ATTEMPT": self.attempt, **plan.ENV}, **plan.RUN)
-        ]
+        env = {"ATTEMPT": self.attempt, "WORKER_DO": plan.DO}
+        self.results = [current.torch.run(entrypoint="worker.py", env=env, **plan.RUN)]
         hook("after")
         if f"unstorable:{self.node}" == plan.HOOK:
             self.bad = Unstorable()
@@ -69,10 +66,7 @@ class RemoteGang(FlowSpec):
 
     @step
     def join(self, inputs):
-        found = [
-            {"node": i.node, "attempt": i.attempt, "nproc": i.nproc, "results": [vars(r) for r in i.results]}
-            for i in inputs
-        ]
+        found = [{"node": i.node, "attempt": i.attempt, "results": [vars(r) for r in i.results]} for i in inputs]
         print("GATHERED " + json.dumps(found))
         self.next(self.end)
 
