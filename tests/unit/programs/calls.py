@@ -242,12 +242,6 @@ def case_a_value_that_nothing_can_carry_names_rank_and_type():
 # --- what can't be sent -----------------------------------------------------------------------------
 
 
-def case_what_nothing_can_carry_is_refused():
-    text = refusal_of(add, [threading.Lock(), 1])
-    assert "add and its arguments can't be pickled, with cloudpickle neither (TypeError: cannot pickle" in text
-    assert "Pass data instead of open files, locks, connections" in text
-
-
 def case_without_cloudpickle_a_closure_is_refused_with_what_to_do():
     with task.no_cloudpickle():
         text = refusal_of(lambda: 1)

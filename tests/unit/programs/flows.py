@@ -47,8 +47,8 @@ class CarelessFlow(FlowSpec):
         assert "@staticmethod" in text
         for function, arguments in ((add, [self, 1]), (lambda: self.factor, [])):
             text = task.refusal_of(function, arguments)
-            assert "can't be pickled" in text
-            assert "the flow itself (self)" in text
+            assert " and its arguments can't be pickled, with cloudpickle neither (" in text
+            assert "Pass data instead of open files, locks, connections, or the flow itself (self)." in text
 
     @step
     def end(self):

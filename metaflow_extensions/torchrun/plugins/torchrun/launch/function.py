@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from ..errors import EntrypointError, LaunchFailed, TorchrunConfigError, WorkerFailed
@@ -67,8 +68,7 @@ class FunctionCall:
                 package = getattr(sys.modules.get("__main__"), "__package__", None)
                 header = {"path": _search_path(), "init": init, "main": main_file(), "package": package}
                 pickle.dump(header, file)
-                _refuse_methods_of_flows(inner, self.name)
-                _dump_call((function, args, kwargs), self.name, file)
+                _dump_call((function, args, kwargs), getattr(inner, "__self__", None), self.name, file)
         except BaseException as error:
             self.close()
             if not isinstance(error, OSError):
@@ -114,11 +114,7 @@ class FunctionCall:
             return None
 
         def save(some: Iterable[int]) -> dict[int, str]:
-            keys = {}
-            for rank in some:
-                with open(paths[rank], "rb") as file:
-                    keys[rank] = store.save(file.read())
-            return keys
+            return {rank: store.save(Path(paths[rank]).read_bytes()) for rank in some}
 
         steps = [
             Step(f"rank {rank}'s value ({size_text(size)})", partial(save, [rank]), patience_for(size), rank)
@@ -176,8 +172,8 @@ class FunctionCall:
 
     def _raised(self, rank: int, key: str | None) -> bytes | None:
         """Return what a rank has left of what it raised: on this node, or in the store, unless that takes long."""
-        with suppress(OSError), open(path_of(self.folder, RAISED, rank), "rb") as file:
-            return file.read()
+        with suppress(OSError):
+            return Path(path_of(self.folder, RAISED, rank)).read_bytes()
         store = self._store
         if store is None or key is None:
             return None
@@ -231,18 +227,14 @@ def _search_path() -> list[str]:
     return [os.path.abspath(entry) if os.path.exists(entry or os.curdir) else entry for entry in sys.path]
 
 
-def _refuse_methods_of_flows(inner: Any, name: str) -> None:
-    owner = getattr(inner, "__self__", None)
+def _dump_call(call: tuple[Any, ...], owner: Any, name: str, file: Any) -> None:
+    """Pickle the call, by reference where that goes: a worker then imports what the task has imported."""
     is_flow = any(base.__module__ == "metaflow.flowspec" for base in type(owner).__mro__)
     if is_flow and not isinstance(owner, type):
         raise EntrypointError(
             f"{name} is a method of the flow, and a flow can't be sent to the workers. Make it a function at "
             "the top level of the flow file, or a @staticmethod, and pass what it needs of self as arguments."
         )
-
-
-def _dump_call(call: tuple[Any, ...], name: str, file: Any) -> None:
-    """Pickle the call, by reference where that goes: a worker then imports what the task has imported."""
     try:
         dump(call, file)
     except OSError:
