@@ -7,7 +7,6 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import (
     Failure,
     describe_exit,
     first_failure,
-    signal_name,
 )
 
 # --- exit statuses -------------------------------------------------------------------------------
@@ -31,11 +30,6 @@ def test_an_exit_code_is_explained(code, said):
     assert describe_exit(code).startswith(said)
 
 
-def test_a_signal_has_a_name():
-    assert signal_name(9) == "SIGKILL"
-    assert signal_name(4242) == "signal 4242"
-
-
 # --- which came first ------------------------------------------------------------------------------
 
 
@@ -54,11 +48,8 @@ def first(*causes):
     return found[0].cause
 
 
-def test_no_failure_has_no_cause():
-    assert first_failure([]) is None
-
-
 def test_the_earliest_failure_is_the_cause():
+    assert first_failure([]) is None
     assert first(ORIGIN, failed(0, "KeyError: 1")) is ORIGIN
 
 
