@@ -72,42 +72,23 @@ def test_arguments_that_can_not_be_are_refused_with_the_reason(wrong, why):
 # --- torchrun_args -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "spelling",
-    [
-        {"max_restarts": 3},
-        {"max-restarts": "3"},
-        {"--max_restarts": 3},
-        {"max_restarts": 3, "max-restarts": "3"},
-        ["--max-restarts=3"],
-        ["--max_restarts=3"],
-        ["--max-restarts", "3"],
-        ["max_restarts", 3],
-        ("--max-restarts=3", "--max_restarts", "3"),
-    ],
-)
-def test_all_spellings_of_an_option_mean_the_same(spelling):
-    assert torchrun_options(spelling) == {"max-restarts": "3"}
-
-
-@pytest.mark.parametrize(
-    "spelling",
-    [
-        {"no_python": None},
-        {"no-python": ""},
-        {"no_python": True},
-        ["--no-python"],
-        ["no_python", ""],
-        ["no-python", None],
-    ],
-)
-def test_all_spellings_of_a_flag_mean_the_same(spelling):
-    assert torchrun_options(spelling) == {"no-python": None}
+AN_OPTION = [
+    *({key: 3} for key in ("max_restarts", "max-restarts", "--max_restarts")),
+    {"max_restarts": 3, "max-restarts": "3"},
+    *([word] for word in ("--max-restarts=3", "--max_restarts=3")),
+    *(["--max-restarts", "3"], ["max_restarts", 3], ("--max-restarts=3", "--max_restarts", "3")),
+]
+A_FLAG = [
+    *({"no_python": None}, {"no-python": ""}, {"no_python": True}),
+    *(["--no-python"], ["no_python", ""], ["no-python", None]),
+]
 
 
 @pytest.mark.parametrize(
     ("given", "options"),
     [
+        *((spelling, {"max-restarts": "3"}) for spelling in AN_OPTION),
+        *((spelling, {"no-python": None}) for spelling in A_FLAG),
         (None, {}),
         ({"no_python": False, "module": False}, {}),
         # As metaflow-torchrun 0.2 has it.

@@ -1,5 +1,6 @@
 """What happens between a call of `run` and its launch: the look at /dev/shm, and the preflight as a launch of its own."""
 
+import os
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -103,7 +104,7 @@ class Step:
 
     @property
     def scripts(self):
-        return [spec.entrypoint.rpartition("/")[2] for spec, _, _ in self.launches]
+        return [os.path.basename(spec.entrypoint) for spec, _, _ in self.launches]
 
     @property
     def notes(self):
