@@ -98,11 +98,10 @@ class Exits:
     def causes(self, stopped_at: float) -> list[tuple[float, Cause]]:
         """Return when and why workers have failed, the earliest first; `stopped_at` is when we began to stop them."""
         told = self._told_to_stop_at(stopped_at)
-        found = [dated for end in self._ends.values() if (dated := self._cause_of(end, told)) is not None]
-        unseen = self._unseen_failure
-        if not found and unseen is not None:
-            found = [(unseen.at, self._cause(unseen, "exit", detail=stderr_tail(self._files(unseen))))]
-        return sorted(found, key=lambda dated: dated[0])
+        found = [self._cause_of(end, told) for end in self._ends.values()]
+        if not any(found) and self._unseen_failure is not None:
+            found = [self._cause_of(self._unseen_failure._replace(stopped=False), told)]
+        return sorted(filter(None, found), key=lambda dated: dated[0])
 
     def _told_to_stop_at(self, stopped_at: float) -> float:
         """Return the first moment at which a worker of this node can have been told to stop.
@@ -117,25 +116,19 @@ class Exits:
 
         What a stopped worker has raised after it can have been `told` to stop is no cause.
         """
-        code, folder = end.status, self._files(end)
-        if code == 0:
+        if end.status == 0:
             return None
+        code, is_signal = end.status, (end.status or 0) < 0
+        who = (self._spec.node_index, self._host, end.rank, end.local_rank)
+        folder = worker_folder(self._folder, end.local_rank)
         if (record := read_record(folder)) is not None:
             if end.stopped and record.at > told:
                 return None
-            shown = None if end.stopped and (code or 0) < 0 else code
-            return record.at, self._cause(end, "exception", shown, record.exception, record.traceback)
-        if end.stopped or code is None:
+            shown = None if end.stopped and is_signal else code
+            return record.at, Cause("exception", *who, shown, record.exception, record.traceback)
+        if end.stopped:
             return None  # it obeyed
-        return end.at, self._cause(end, "signal" if code < 0 else "exit", code, detail=stderr_tail(folder))
-
-    def _cause(
-        self, end: WorkerEnded, kind: str, code: int | None = None, exception: str | None = None, detail: str = ""
-    ) -> Cause:
-        return Cause(kind, self._spec.node_index, self._host, end.rank, end.local_rank, code, exception, detail)
-
-    def _files(self, end: WorkerEnded) -> str:
-        return worker_folder(self._folder, end.local_rank)
+        return end.at, Cause("signal" if is_signal else "exit", *who, code, None, stderr_tail(folder))
 
 
 # --- what a worker leaves -----------------------------------------------------------------------

@@ -99,15 +99,12 @@ class Generation:
         """Have all processes end, unless that has begun. The workers alone get `first_signal` before, to save."""
         if self.phase is not Phase.RUNNING:
             return
-        self._begin_to_stop(time.monotonic())
+        self._enter(Phase.STOPPING)
+        self._stopped_at = time.monotonic()
         if first_signal is None:
             self._agent.stop(self._plan.grace_s)
         else:
             self._agent.preempt(self._plan.grace_s, first_signal)
-
-    def _begin_to_stop(self, at: float) -> None:
-        self._enter(Phase.STOPPING)
-        self._stopped_at = at
 
     @property
     def was_stopped(self) -> bool:
@@ -211,8 +208,8 @@ class Generation:
         if event.status == 0 or self.phase is not Phase.RUNNING:
             return None
         self.exits.complete(event.status, stopping=False)
-        self._agent_failed_at = event.at
-        self._begin_to_stop(event.at)
+        self._enter(Phase.STOPPING)
+        self._stopped_at = self._agent_failed_at = event.at
         failed = self.exits.first_failed()
         if failed is None or failed.status is None:
             return f"the torchrun agent {describe_exit(event.status)}"
