@@ -12,7 +12,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.errors import EntrypointError
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
 from metaflow_extensions.torchrun.plugins.torchrun.gang.launch import Launch
 from metaflow_extensions.torchrun.plugins.torchrun.node import report as module
-from metaflow_extensions.torchrun.plugins.torchrun.node.report import View, end_with, print_errors_ourselves, report
+from metaflow_extensions.torchrun.plugins.torchrun.node.report import end_with, print_errors_ourselves
 from metaflow_extensions.torchrun.plugins.torchrun.tracebacks import cut_frames_around, user_traceback
 
 TEXT = "ValueError: expected 2*3*4 values 🙂\n  *second* line"
@@ -24,8 +24,8 @@ def verdict(cause=RAISED):
     return Launch(0).error(cause, [])
 
 
-def view(node, shared=True, known=True, live=True):
-    return View(node, shared, known, live)
+def report(error, node, shared=True, known=True, live=True):
+    return module.report(error, node, shared, known, live)
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def raised(function):
 
 
 def test_on_one_terminal_the_node_of_the_cause_tells_it_and_the_others_point_there():
-    told, pointer = report(verdict(), view(1)), report(verdict(), view(0))
+    told, pointer = report(verdict(), 1), report(verdict(), 0)
     assert told.count("expected 2*3*4 values 🙂") == 1
     assert "*second* line" in told
     assert "Launch 0 was stopped on all nodes" in told
@@ -72,33 +72,33 @@ PEER_GONE = Cause("exception", 1, "b", 3, 1, 1, "ConnectionResetError: Connectio
 @pytest.mark.parametrize(
     ("cause", "where", "is_whole"),
     [
-        (RAISED, view(1), False),
-        (RAISED, view(1, live=False), True),
-        (PEER_GONE, view(1), True),
-        (RAISED, view(0, shared=False), True),
-        (RAISED, view(1, shared=False), True),
+        (RAISED, {"node": 1}, False),
+        (RAISED, {"node": 1, "live": False}, True),
+        (PEER_GONE, {"node": 1}, True),
+        (RAISED, {"node": 0, "shared": False}, True),
+        (RAISED, {"node": 1, "shared": False}, True),
     ],
     ids=["stands above", "written unseen", "was shown in one line", "another node's log", "its own log"],
 )
 def test_the_traceback_is_in_the_report_unless_it_stands_above(cause, where, is_whole):
-    assert ("File 'train.py', line 1" in report(verdict(cause), where)) is is_whole
+    assert ("File 'train.py', line 1" in report(verdict(cause), **where)) is is_whole
 
 
 @pytest.mark.parametrize("kind", ["lost", "timeout", "hang"])
 def test_the_control_node_tells_what_no_other_can(kind):
     error = verdict(Cause(kind, 1, "b", exception="why"))
-    assert "why" in report(error, view(0))
-    assert report(error, view(1)).endswith("see the report of node 0.")
+    assert "why" in report(error, 0)
+    assert report(error, 1).endswith("see the report of node 0.")
 
 
 def test_an_error_that_the_gang_does_not_know_is_told_where_it_is_and_metaflows_own_are_left_to_it():
-    assert report(MetaflowException("Step *train*"), view(0)) is None
-    assert report(EntrypointError("no a*b.py"), view(1, known=False)) == "    @torchrun: entrypoint:\n    no a*b.py"
+    assert report(MetaflowException("Step *train*"), 0) is None
+    assert report(EntrypointError("no a*b.py"), 1, known=False) == "    @torchrun: entrypoint:\n    no a*b.py"
 
 
 def test_a_failure_of_a_steps_own_code_is_named_by_the_others_without_its_traceback():
     cause = Cause("step", 1, "b", exception=TEXT, detail=TRACE)
-    pointer = report(LaunchFailed(f"{cause.describe()}\nIt happened outside.", cause.as_dict()), view(0))
+    pointer = report(LaunchFailed(f"{cause.describe()}\nIt happened outside.", cause.as_dict()), 0)
     assert "expected 2*3*4" in pointer
     assert "It happened outside." in pointer
     assert "See the report of node 1." in pointer
@@ -108,14 +108,14 @@ def test_a_failure_of_a_steps_own_code_is_named_by_the_others_without_its_traceb
 def test_what_a_function_raised_is_shown_from_the_users_line_on_without_the_verdict_before_it():
     hand_on = code_in(module.__file__, "raise ValueError('a*b') from verdict", verdict=verdict())
     error = raised(call("/users/flow.py", call(module.__file__, hand_on)))
-    told = report(error, view(1))
+    told = report(error, 1)
     assert "/users/flow.py" in told
     assert "Launch 0 was stopped on all nodes" in told
     assert "ValueError: a*b" in told
     assert TEXT not in told
     assert module.__file__ not in told
-    assert report(error, view(0)).endswith("see the report of node 1.")
-    assert "File 'train.py', line 1" in report(error, view(0, shared=False))
+    assert report(error, 0).endswith("see the report of node 1.")
+    assert "File 'train.py', line 1" in report(error, 0, shared=False)
 
 
 # --- tracebacks -----------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from .gang.cause import Cause
 from .gang.join import LOOPBACK, join_alone
 from .machine.accelerators import this_machine
 from .node.console import to_log
-from .node.report import View, end_with, print_errors_ourselves, report
+from .node.report import end_with, print_errors_ourselves, report
 from .result import TorchrunResult
 from .settings import DEFAULTS, parse_settings
 
@@ -95,7 +95,7 @@ class TorchrunSingleNodeMultiGPU:
             if isinstance(caught, TorchrunError) and member.gang_knows(caught) and current.get("is_parallel"):
                 rename_node(caught, current.parallel.node_index)
             print_errors_ourselves(in_task=True)
-            end_with(caught, report(caught, View(member.node, shared=True, known=False, live=member.shows_output)))
+            end_with(caught, report(caught, member.node, shared=True, known=False, live=member.shows_output))
             raise
         finally:
             timeout.end()

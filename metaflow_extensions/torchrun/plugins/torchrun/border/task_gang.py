@@ -21,7 +21,7 @@ from ..gang.join import LOOPBACK, control_addresses, join_alone, join_as_control
 from ..gang.member import Member
 from ..gang.registry import Registry
 from ..node.console import to_log
-from ..node.report import View, end_with, report
+from ..node.report import end_with, report
 from ..settings import StepSettings
 from .local_nodes import LocalNodes
 from .spot_notice import watch
@@ -179,7 +179,7 @@ class TaskGang:
         node, member = current.parallel.node_index, self._member
         known = member is not None and member.gang_knows(error)
         live = member is not None and member.shows_output
-        text = report(error, View(node, self._is_local, known, live))
+        text = report(error, node, self._is_local, known, live)
         if text is not None and self._channel is not None and member is not None and not self._is_local:
             member.emit(Event("failed", node, text))
             self._log.save(_UPLOAD_S)

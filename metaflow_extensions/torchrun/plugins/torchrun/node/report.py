@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -27,26 +27,20 @@ from .console import write_output
 _INDENT = "    "  # as Metaflow has it
 
 
-@dataclass(frozen=True)
-class View:
-    """What a node's report can leave to others."""
+def report(error: BaseException, node: int, shared: bool, known: bool, live: bool) -> str | None:
+    """Return the lines that tell `error` at the end of the task of `node`; None leaves it to Metaflow, as its own errors.
 
-    node: int  # whose report it is
-    shared: bool  # all nodes write to one terminal
-    known: bool  # the gang has this error, so all nodes raise it
-    live: bool  # all that the workers wrote was shown while they ran
-
-
-def report(error: BaseException, view: View) -> str | None:
-    """Return the lines that tell `error` at the end of a node's task; None leaves it to Metaflow, as its own errors."""
+    `shared`: all nodes write to one terminal. `known`: the gang has this error, so all nodes raise it. `live`: all that
+    the workers wrote was shown while they ran.
+    """
     verdict = error if isinstance(error, TorchrunError) else error.__cause__
     if not isinstance(verdict, TorchrunError):
         return None if isinstance(error, MetaflowException) else _barred(user_traceback(error))
     cause = None if verdict.cause is None else Cause.from_dict(verdict.cause)
-    if view.shared and view.known and teller(cause) != view.node:
+    if shared and known and teller(cause) != node:
         return _pointer(verdict, cause)
     trace = "" if error is verdict else _barred(user_traceback(error, with_cause=False))
-    if cause is not None and _stands_above(cause, view):
+    if shared and live and cause is not None and _was_written(cause):  # it stands above
         if not trace:
             return _headed(verdict, _without_detail(verdict, cause))
         # The traceback ends with what was raised, and by whom.
@@ -54,10 +48,9 @@ def report(error: BaseException, view: View) -> str | None:
     return f"{_headed(verdict, verdict.message)}\n{trace}".rstrip("\n")
 
 
-def _stands_above(cause: Cause, view: View) -> bool:
-    """Tell whether what the failed worker wrote is on this terminal, with all that `cause` says in detail."""
-    written = cause.kind in ("exception", "exit", "signal", "oom") and not cause.is_consequence
-    return view.shared and view.live and written
+def _was_written(cause: Cause) -> bool:
+    """Tell whether the failed worker has written all that `cause` says in detail."""
+    return cause.kind in ("exception", "exit", "signal", "oom") and not cause.is_consequence
 
 
 def _pointer(verdict: TorchrunError, cause: Cause | None) -> str:
