@@ -297,7 +297,7 @@ def _unless_gone(delete: Any, *arguments: Any, **options: Any) -> None:
 def template(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Return the workflow template of the flow."""
     folder = tmp_path_factory.mktemp("argo")
-    for name in ("remote_argo.py", "argo_worker.py"):
+    for name in ("remote_argo.py", "worker.py"):
         shutil.copy(FLOWS / name, folder)
     made = subprocess.run(
         [sys.executable, "remote_argo.py", "--no-pylint", "argo-workflows", "create", "--only-json"],
@@ -358,14 +358,14 @@ def test_the_workflow_runs_with_a_late_control_pod_and_a_retry_by_argo(workflow)
         assert stored["result"].exit_codes == {2 * node: 0, 2 * node + 1: 0}
         said = workflow.log_of(second, "worker" if node else "control")
         for rank in (2 * node, 2 * node + 1):
-            assert f"[rank {rank}] rank {rank} of 4: the sum is 6" in said
+            assert f"[rank {rank}] rank {rank} of 4 runs" in said
 
     records = [_address_record(store, workflow.run_id, tasks[0], attempt) for attempt in (0, 1)]
     assert records[0]["token"] != records[1]["token"]
     # The JobSet ends the other pods with the first that ends, so only that one's log is surely stored.
     logs = "".join(_stored_log(store, workflow.run_id, task_id, 0) for task_id in tasks)
     assert "Rank 3 on node 1" in logs
-    assert "no luck in the first attempt" in logs
+    assert "killed by SIGKILL" in logs
 
     joined = store.get_task_datastore(workflow.run_id, "join", workflow.names["tasks.join.outputs.parameters.task-id"])
     assert joined["seen"] == [(0, 1), (1, 1)]

@@ -4,8 +4,6 @@ from metaflow import FlowSpec, Parameter, current, retry, step, torchrun
 
 
 class RemoteArgo(FlowSpec):
-    """Adds up over all ranks, in the second attempt."""
-
     nodes = Parameter("nodes", default=2, type=int)
 
     @step
@@ -18,7 +16,8 @@ class RemoteArgo(FlowSpec):
     def train(self):
         self.node, self.attempt = current.parallel.node_index, current.retry_count
         self.control_task_id = current.parallel.control_task_id
-        self.result = current.torch.run(entrypoint="argo_worker.py", env={"ATTEMPT": current.retry_count})
+        env = {"ATTEMPT": self.attempt, "WORKER_DO": "3:kill-first"}
+        self.result = current.torch.run(entrypoint="worker.py", env=env)
         self.next(self.join)
 
     @step
