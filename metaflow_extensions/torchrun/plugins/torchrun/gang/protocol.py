@@ -261,13 +261,7 @@ def to_wire(message: Message) -> dict[str, Any]:
 
 
 def from_wire(data: Mapping[str, Any]) -> Message:
-    """Return the message that `to_wire` was given.
-
-    Raises
-    ------
-    ValueError
-        If it is none; the text names the kind of message and what does not fit.
-    """
+    """Return the message that `to_wire` was given; raise ValueError, which names it and what does not fit, if none."""
     name = data.get("type")
     cls = _CLASSES.get(name) if isinstance(name, str) else None
     if cls is None:

@@ -187,11 +187,10 @@ class Gang:
         node, host = join.node, self.nodes.host(join.node)
         state = self.nodes[node]
         who = f"Node {node} (host {join.host}) was turned away by the control node"
-        if state is None:
-            return Refused(GangError(f"{who}: there are {self.num_nodes} nodes in this gang.")), []
-        if self.nodes.is_same_place(join):
-            text = f"{who}: another task of this attempt has the same node index (host {host})."
-            return Refused(GangError(text)), []
+        if state is None or self.nodes.is_same_place(join):
+            same = f"another task of this attempt has the same node index (host {host})"
+            why = same if state is not None else f"there are {self.num_nodes} nodes in this gang"
+            return Refused(GangError(f"{who}: {why}.")), []
         is_ending = self.broken is not None or self._launch.phase in (Phase.STOPPING, Phase.PAUSING)
         is_member = state is NodeState.JOINED
         if is_member and not is_ending and node not in self.nodes.replaced:
