@@ -176,40 +176,34 @@ class Gang:
     @property
     def told(self) -> str:
         """The logs without the workers' lines, for a failed assertion."""
-        logs = {path.name: path.read_text(errors="replace") for path in sorted(self.out.glob("log-*.txt"))}
-        lines = [
-            f"{name}: {line[:300]}" for name, log in logs.items() for line in _LINE.sub("", log).splitlines() if line
-        ]
+        lines = []
+        for node in self.processes:
+            lines += [f"{node}: {line[:300]}" for line in _LINE.sub("", self.log(node)).splitlines() if line]
         return "\n".join(lines[-150:])
 
     def note(self, name: str) -> Any:
         return json.loads((self.out / name).read_text())
 
-    def await_note(self, name: str, timeout_s: float = START_S) -> Any:
-        self.await_that(lambda: (self.out / name).exists(), name, timeout_s)
+    def await_note(self, name: str) -> Any:
+        self.await_that((self.out / name).exists, name)
         return self.note(name)
 
-    def await_that(self, condition: Callable[[], Any], what: str, timeout_s: float = START_S) -> None:
-        deadline = time.monotonic() + timeout_s
+    def await_age(self, moment: float, seconds: float) -> None:
+        """Wait until a moment is so long ago, while the nodes live."""
+        self.await_that(lambda: time.monotonic() > moment + seconds, f"{seconds} s")
+
+    def await_that(self, condition: Callable[[], Any], what: str) -> None:
+        deadline = time.monotonic() + START_S
         while not condition():
             over = all(process.poll() is not None for process in self.processes.values())
             assert not over or condition(), f"all nodes have ended without {what}\n{self.told}"
-            assert time.monotonic() < deadline, f"waited {timeout_s} s for {what}\n{self.told}"
+            assert time.monotonic() < deadline, f"waited {START_S} s for {what}\n{self.told}"
             time.sleep(0.01)
 
-    def lines_of(self, rank: int, run_id: str = "launch0-0") -> int:
-        """Return how many lines a worker has written."""
-        return self._count(self.out / f"ledger-{run_id}-{rank}")
-
-    def await_workers(self, run_id: str = "launch0-0", timeout_s: float = START_S, lines: int = 3) -> None:
+    def await_workers(self, run_id: str = "launch0-0", lines: int = 3) -> None:
         """Wait until every worker of a generation has written a few lines."""
-        ranks = range(len(self._tasks) * self.nproc)
-        self.await_that(lambda: all(self.lines_of(rank, run_id) >= lines for rank in ranks), run_id, timeout_s)
-
-    def await_command(self, node: int) -> float:
-        """Wait until a node says what it runs, which it does at *go*, and return when it did."""
-        self.await_that(lambda: "] runs: " in self.log(node), f"node {node}'s go")
-        return time.monotonic()
+        ledgers = [self.out / f"ledger-{run_id}-{rank}" for rank in range(len(self._tasks) * self.nproc)]
+        self.await_that(lambda: all(self._count(ledger) >= lines for ledger in ledgers), run_id)
 
     def worker(self, rank: int, run_id: str = "launch0-0") -> int:
         return int(self.note(f"worker-{run_id}-{rank}")["pid"])
@@ -222,10 +216,6 @@ class Gang:
 
     def task(self, node: int) -> int:
         return self.processes[node].pid
-
-    @staticmethod
-    def age(moment: float) -> float:
-        return time.monotonic() - moment
 
     def living(self) -> set[int]:
         """Return the pids of the nodes and of all that came of them; while a node calls exec, its mark can't be read."""
@@ -260,11 +250,9 @@ class Gang:
         (self.out / "launch-end").touch()
         return time.monotonic()
 
-    def await_launch(self, number: int, timeout_s: float = START_S) -> None:
+    def await_launch(self, number: int) -> None:
         """Wait until a launch is over on all nodes."""
-        self.await_that(
-            lambda: all(len(self.launches(node)) > number for node in self.processes), f"launch {number}", timeout_s
-        )
+        self.await_that(lambda: all(len(self.launches(node)) > number for node in self.processes), f"launch {number}")
 
     def let_go(self) -> None:
         """Let all workers end well."""
@@ -300,9 +288,7 @@ class Gang:
             self.await_steps()
             self.end_steps()
         outcome = self.await_end(time.monotonic(), self.processes, within_s)
-        for node in self.processes:
-            assert (self.out / f"node-{node}.json").exists(), self.told
-            assert self.note(f"node-{node}.json").get("ended_well"), self.told
+        assert all(self._said(node).get("ended_well") for node in self.processes), self.told
         return outcome
 
     def launch(self, node: int, number: int = 0) -> dict[str, Any]:
@@ -311,13 +297,15 @@ class Gang:
 
     def launches(self, node: int) -> list[dict[str, Any]]:
         """Return what came of each launch so far on one node."""
-        path = self.out / f"node-{node}.json"
-        return list(self.note(path.name)["launches"]) if path.exists() else []
+        return self._said(node).get("launches", [])
 
     def error(self, node: int) -> dict[str, Any] | None:
         """Return what ended a node, or None if it ended well or told nothing."""
-        path = self.out / f"node-{node}.json"
-        return self.note(path.name)["error"] if path.exists() else None
+        return self._said(node).get("error")
+
+    def _said(self, node: int) -> dict[str, Any]:
+        name = f"node-{node}.json"
+        return self.note(name) if (self.out / name).exists() else {}
 
     def lost_bytes(self, nodes: Collection[int]) -> int:
         """Count what workers of these nodes have written and their logs lack; lines out of order are lost, too."""

@@ -79,17 +79,10 @@ def connect(one: Host, other: Host, interface: str, *addresses: tuple[str, str])
 
 
 class Switch:
-    """A bridge, on a host of its own, that connects hosts; a cable can be cut and mended.
-
-    Parameters
-    ----------
-    host : Host
-        Where the bridge is.
-    hosts : sequence of Host
-        Each gets an interface eth0 with the address 10.77.0.(1 + its index).
-    """
+    """A bridge, on a host of its own, that connects hosts; a cable can be cut and mended."""
 
     def __init__(self, host: Host, hosts: list[Host]) -> None:
+        """Give each of `hosts` an interface eth0 with the address 10.77.0.(1 + its index)."""
         self._host = host
         host.ip("link", "add", "bridge", "type", "bridge")
         host.ip("link", "set", "bridge", "up")

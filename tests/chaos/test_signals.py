@@ -108,9 +108,9 @@ def test_sigstop_of_a_task(victim, said, gang, recorder):
 def test_a_stopped_worker_that_goes_on_in_time_is_no_failure(gang, recorder):
     pid = start(gang, "worker", heartbeat_timeout_s=HEARTBEAT_S)
     struck_at = gang.send(pid, signal.SIGSTOP)
-    gang.await_that(lambda: gang.age(struck_at) > HEARTBEAT_S / 2, "half the time")
+    gang.await_age(struck_at, HEARTBEAT_S / 2)
     os.kill(pid, signal.SIGCONT)
-    gang.await_that(lambda: gang.age(struck_at) > HEARTBEAT_S * 1.5, "more than the time")
+    gang.await_age(struck_at, HEARTBEAT_S * 1.5)
     recorder.lasted("SIGSTOP of a worker for half the heartbeat timeout", gang.end_well())
 
 

@@ -7,6 +7,7 @@ import re
 import shutil
 import socket
 import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,7 +19,6 @@ WITHIN_S = 15
 LINE_BYTES = 10_000_000
 DISK_BYTES = 100 * 4096
 RANKS, MESSAGE_CHARACTERS = 6, 20_000
-# A file system of its own, that only this process and what it starts can see.
 # A reader that does not read for a while, of a pipe that is full soon.
 PAUSING = """
 import fcntl, os, sys, time
@@ -29,6 +29,7 @@ while data := os.read(0, 1000):
     os.write(1, data)
 """
 PIPED = 'reader=$1 until=$2; shift 2; exec "$@" > >(exec python3 -c "$reader" "$until") 2>&1'
+# A file system of its own, that only this process and what it starts can see.
 SMALL_DISK = 'mount -t tmpfs -o "$1" none "$2" && shift 2 && exec "$@"'
 
 
@@ -74,7 +75,8 @@ def test_reports_that_are_too_long_for_a_message(gang, recorder):
 def test_a_disk_that_is_full_from_the_start(gang, small_disk, recorder, tmp_path):
     """Not even a folder can be made for the logs."""
     gang.start(wrap={1: small_disk("nr_inodes=1")}, torchrun_args={"log-dir": str(tmp_path / "disk")})
-    outcome = gang.await_end(gang.await_command(0), [0, 1], WITHIN_S)
+    gang.await_that(lambda: "] runs: " in gang.log(0), "go")
+    outcome = gang.await_end(time.monotonic(), [0, 1], WITHIN_S)
     recorder.died("the disk for logs is full from the start", outcome)
     begin = f"Node 1 (host {socket.gethostname()}) failed: its torchrun agent could not be started: [Errno 28] No space left"
     assert outcome.error["text"].startswith(begin)
