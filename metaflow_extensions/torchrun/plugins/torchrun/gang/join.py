@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import secrets
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 from ..errors import GangError
@@ -102,13 +102,8 @@ def _give_way_to_former(registry: Registry, num_nodes: int, settings: StepSettin
     if former is None or former.closed:
         return
     member, channel = _member(CONTROL, num_nodes, settings, emit)
-    try:
+    with suppress(OSError), _leave_if_it_fails(member, channel):
         _connect(channel, _Patience(member), lambda _: former, _POLICY.former_s)
-    except OSError as error:
-        member.leave(error)
-    except BaseException as error:
-        _leave_again(member, channel, error)
-        raise
 
 
 def _tell_latecomers(registry: Registry, record: AddressRecord, channel: ControlChannel) -> None:
@@ -137,18 +132,15 @@ def join_as_member(
             member.deliver(Bye())
         return record
 
-    try:
-        return member, _connect(channel, patience, find, timeout_s)
-    except OSError as error:
-        told = GangError(
-            f"Node {node} (host {member.host}) can't reach the control node: {error}. Check that network policies and "
-            "security groups let the nodes connect to each other; @torchrun(channel_port=...) pins the port."
-        )
-        _leave_again(member, channel, told)
-        raise told from error
-    except BaseException as error:
-        _leave_again(member, channel, error)
-        raise
+    with _leave_if_it_fails(member, channel):
+        try:
+            address = _connect(channel, patience, find, timeout_s)
+        except OSError as error:
+            raise GangError(
+                f"Node {node} (host {member.host}) can't reach the control node: {error}. Check that network policies and "
+                "security groups let the nodes connect to each other; @torchrun(channel_port=...) pins the port."
+            ) from error
+    return member, address
 
 
 def _member(node: int, num_nodes: int, settings: StepSettings, emit: Subscriber) -> tuple[Member, MemberChannel]:
@@ -158,12 +150,17 @@ def _member(node: int, num_nodes: int, settings: StepSettings, emit: Subscriber)
     return member, channel
 
 
-def _leave_again(member: Member, channel: MemberChannel, error: BaseException) -> None:
-    """Leave the gang; a node that has come to replace another says why it failed, and waits for the gang's end."""
-    if channel.hold_s:
-        text = f"{error} It waits until the gang has ended, {channel.hold_s:g} s at most."
-        member.emit(Event("failed", member.node, text))
-    member.leave(error, hold_s=channel.hold_s)
+@contextmanager
+def _leave_if_it_fails(member: Member, channel: MemberChannel) -> Iterator[None]:
+    """Leave the gang with an error; a node that has come to replace another waits for the gang's end, and says so."""
+    try:
+        yield
+    except BaseException as error:
+        if channel.hold_s:
+            text = f"{error} It waits until the gang has ended, {channel.hold_s:g} s at most."
+            member.emit(Event("failed", member.node, text))
+        member.leave(error, hold_s=channel.hold_s)
+        raise
 
 
 def _connect(

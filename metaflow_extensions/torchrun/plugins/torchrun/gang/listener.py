@@ -9,7 +9,6 @@ import asyncio
 import socket
 import time
 from collections.abc import Callable
-from typing import Any
 
 from ..machine.network import listening_socket
 from ..machine.open_files import OpenFiles
@@ -43,8 +42,8 @@ class Listener:
         self._serve = serve
         self._on_end = on_end
         self._files = OpenFiles(num_members, _MAX_UNAUTHENTICATED)
-        self._opening: set[asyncio.Task[Any]] = set()
-        self._unauthenticated: dict[Connection, None] = {}  # in the order of their coming
+        # In the order of their coming. The loop itself does not keep the tasks that open them.
+        self._unauthenticated: dict[Connection, asyncio.Task[None]] = {}
         self.connections: set[Connection] = set()
         self._socket = listening_socket(port, host, _BACKLOG)
         self._socket.setblocking(False)
@@ -76,10 +75,7 @@ class Listener:
             sock.setblocking(False)
             connection = Connection(self._dialogue, self._ended, self._timeout_s)
             self.connections.add(connection)
-            self._unauthenticated[connection] = None
-            opening = self._loop.create_task(self._open(sock, connection))
-            self._opening.add(opening)
-            opening.add_done_callback(self._opening.discard)
+            self._unauthenticated[connection] = self._loop.create_task(self._open(sock, connection))
 
     async def _open(self, sock: socket.socket, connection: Connection) -> None:
         try:

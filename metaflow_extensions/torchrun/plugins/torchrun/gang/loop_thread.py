@@ -34,7 +34,7 @@ class LoopThread:
         self._thread.start()
 
     def _run(self) -> None:
-        asyncio.set_event_loop(self.loop)
+        asyncio.set_event_loop(self.loop)  # `gather` below asks for it
         self.loop.run_forever()
         for task in asyncio.all_tasks(self.loop):
             task.cancel()
