@@ -1,6 +1,6 @@
 """What the tests of datastores `ask` Metaflow, which reads its settings once, at the import."""
 
-# argv: flow/run/step, and for how many attempts to look for the address record.
+# argv: flow/run/step.
 TELL = """
 import json, sys
 from metaflow import Step, Task, namespace
@@ -10,7 +10,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.registry import Registry
 from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import to_plain
 from metaflow_extensions.torchrun.plugins.torchrun.errors import GangStartTimeout
 
-pathspec, attempts = sys.argv[1], int(sys.argv[2])
+pathspec = sys.argv[1]
 namespace(None)
 tasks = {}
 for task in Step(pathspec):
@@ -30,12 +30,12 @@ control_task = Task(pathspec + "/" + control)
 storage = next(d for d in DATASTORES if d.TYPE == tasks[control]["store"])
 store = FlowDataStore(flow, storage_impl=storage, ds_root=control_task.metadata_dict["ds-root"])
 records = []
-for attempt in range(attempts):
+for attempt in range(3):
     try:
         records.append(to_plain(Registry(store, run, step, control, attempt).look_up(0)))
     except GangStartTimeout:
         records.append(None)
-print("TOLD " + json.dumps({"control": control, "tasks": tasks, "records": records}))
+print("TOLD " + json.dumps({"tasks": tasks, "records": records}))
 """
 
 # argv: the datastore's name and a run id that nobody else has.
