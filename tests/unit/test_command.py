@@ -86,6 +86,7 @@ def test_torchrun_gets_the_gangs_facts():
         ({"entrypoint": "package.train", "module": True}, ["--module", "--", "package.train"]),
         ({"main_addr": "fd00::7"}, ["--rdzv-endpoint=[fd00::7]:29512"]),
         ({"options": (("rdzv-id", "mine"),)}, ["--rdzv-id=mine"]),
+        ({"options": (("rdzv-id", ""),)}, ["--rdzv-id=launch0-0-gang"]),
         (
             {"options": (("brand-new", "a b"), ("virtual-local-rank", None))},
             ["--brand-new=a b", "--virtual-local-rank"],

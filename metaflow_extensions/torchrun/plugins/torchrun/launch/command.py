@@ -31,11 +31,12 @@ def agent_command(spec: LaunchSpec, go: Go, main_addr: str, log_dir: str) -> lis
     options = {
         "nproc-per-node": str(spec.nproc),
         "rdzv-endpoint": f"{bracketed(main_addr)}:{go.port}",
-        "rdzv-id": f"launch{go.launch}-{go.generation}-{go.gang}",  # the workers see it as TORCHELASTIC_RUN_ID
         # Files instead of pipes: they are complete whatever dies, and no rank waits for a reader.
         "redirects": "3",
         "log-dir": log_dir,
         **given,
+        # The workers see it as TORCHELASTIC_RUN_ID.
+        "rdzv-id": given.get("rdzv-id") or f"launch{go.launch}-{go.generation}-{go.gang}",
         **_gang_options(spec, given),
     }
     command = [spec.python, "-m", "torch.distributed.run"]
