@@ -455,6 +455,7 @@ def test_a_node_that_is_gone_ends_what_the_others_do(phase, where, how, what):
     gang.ready(0, launch=5)
     assert len(gang.got(0, Go)) == (phase == "running")
     errors = [verdict.error for verdict in gang.got(0, Verdict)]
+    assert len(errors) == (1 if phase == "before" else 2)
     if phase != "running" or how == "lost":  # nodes that had the verdict of a launch need not hear it again
         errors += [gang.abort(node) for node in (0, 2)]
         assert len({str(error) for error in errors}) == 1
