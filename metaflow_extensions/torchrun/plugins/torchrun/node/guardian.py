@@ -38,7 +38,7 @@ from .agent_events import (
 from .workers import SEARCH_S, FrozenWatch, Workers
 
 _KILL_WAIT_S = 10.0  # after SIGKILL only a process in uninterruptible sleep stays
-_REPORT_S = 1.0  # torchrun polls every 0.1 s; workers that obey SIGTERM are gone soon after
+_REPORT_S = 3.0  # torchrun polls every 0.1 s and prints when its workers have obeyed SIGTERM; a busy machine is slow
 _STRAGGLER_GRACE_S = 2.0  # for what the agent left behind when it ended by itself
 
 
