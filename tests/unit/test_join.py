@@ -166,7 +166,8 @@ def test_a_gang_joins_over_the_loopback_address_where_all_nodes_are_on_one_machi
 
 def test_a_gang_of_one_neither_listens_nor_publishes(monkeypatch):
     monkeypatch.setattr(ControlChannel, "listen", None)
-    joining.join_alone(settings(), lambda event: None).leave()
+    member, _ = joining.join_alone(settings(), lambda event: None)
+    member.leave()
 
 
 def test_a_member_that_comes_after_the_control_nodes_failure_fails_at_once(registry):

@@ -30,7 +30,15 @@ POLICY = LaunchPolicy(5.0, 60.0, 30.0, 2, frozenset({"user", "hang"}), 10, 1)
 SAMPLES = [
     Ready(0, 2, "abc", {"torch": "2.13.0"}, 29500, POLICY),
     Ready(1, 2, "abc"),
-    Ended(0, False, 1, (Failure(CAUSE, 0.5), Failure(CAUSE)), (0, 1), "a value", Diagnostics("h", None, {3: "a.py:1"})),
+    Ended(
+        0,
+        False,
+        1,
+        (Failure(CAUSE, 0.5), Failure(CAUSE)),
+        {0: 0, 1: 0},
+        "a value",
+        Diagnostics("h", None, {3: "a.py:1"}),
+    ),
     Stored(0, 0, {3: "key"}),
     Stop(0, 0, "why", 1, 15, True),
     Go(0, 1, 29500, "gang", 1, 2),

@@ -754,8 +754,8 @@ def test_a_preemption_sends_the_users_signal_and_tells_who_saved(kind, number):
     gang = running(2, preemption_signal=signal.SIGUSR1)
     gang.failed(1, crash(1, kind=kind))
     assert [stop.signal for node in (0, 1) for stop in gang.got(node, Stop)] == [number, number]
-    gang.ended(0, ok=False, ended_well=[1])
-    gang.ended(1, ok=False, ended_well=[2, 3])
+    gang.ended(0, ok=False, exit_codes={1: 0, 0: 1})
+    gang.ended(1, ok=False, exit_codes={2: 0, 3: 0})
     error = gang.same_verdict()
     assert isinstance(error, TorchrunPreempted) is (kind == "terminated")
     assert ("exited with code 0 in time: 1, 2, 3" in str(error)) is (kind == "terminated")

@@ -63,7 +63,13 @@ def test_a_launch_from_ready_to_its_result(number, policy, tmp_path):
     agent = node.go(port=29517)
     assert "--rdzv-endpoint=127.0.0.1:29517" in " ".join(agent.command)
     ended, result = node.ends_well(agent)
-    assert (ended.ok, ended.generation, ended.failures, ended.ended_well, ended.storing) == (True, 0, (), ranks, None)
+    assert (ended.ok, ended.generation, ended.failures, ended.exit_codes, ended.storing) == (
+        True,
+        0,
+        (),
+        dict.fromkeys(ranks, 0),
+        None,
+    )
     assert (result.launch, result.world_size, result.restarts) == (0, 4, [])
     assert result.exit_codes == dict.fromkeys(ranks, 0)
     assert node.texts("command") == [f"runs: {result.command}"]
@@ -78,7 +84,10 @@ def test_the_output_is_shown_with_labels_and_kept_where_the_user_wants_it_alone(
     assert (str(node.agent_folder(agent)) in agent.options.scratch) is not kept
     node.worker_writes(agent, "stdout", "hello\n")
     node.agent_stderr(agent, "a warning\n")
-    node.ends_well(agent)
+    node.all_end_well(agent)
+    assert node.expect(Active).first_output
+    assert node.expect(Ended).ok
+    node.verdict()
     assert sorted(node.output) == ["[rank 1] hello\n", "[torchrun node 0] a warning\n"]
     assert node.agent_folder(agent).exists() is kept
 
@@ -94,7 +103,7 @@ def test_a_worker_that_fails_is_told_at_once_and_stops_the_node(node):
     assert (failed.generation, [each.cause.rank for each in failed.failures]) == (0, [1])
     node.worker_ended(agent, 0, -signal.SIGTERM, stopped=True)
     ended = node.ends(agent)
-    assert (ended.ok, ended.ended_well) == (False, ())
+    assert (ended.ok, ended.exit_codes) == (False, {0: -15, 1: 3})
     assert [(each.cause.rank, each.cause.exit_code) for each in ended.failures] == [(1, 3)]
     assert node.texts("worker_failed") == ["rank 1 exited with code 3; stopping all nodes"]
     assert agent.orders == ["start", STOP, CLOSE]
@@ -351,7 +360,7 @@ def test_an_order_to_end_is_told_and_the_verdict_awaited(order, why, kind, said,
     assert (failed.failures[0].cause.kind, failed.given_up) == (kind, False)
     node.stop(signal=signal.SIGTERM)
     node.worker_ended(agent, 0, 0, stopped=True)
-    assert node.ends(agent).ended_well == (0,)
+    assert node.ends(agent).exit_codes == {0: 0}
     assert node.texts("stopping") == [f"{text}; stopping all nodes" for text in said]
 
 

@@ -33,6 +33,12 @@ class TorchrunError(MetaflowException):  # type: ignore[misc]  # Metaflow is not
         What happened, where, why, and what to change.
     cause : dict, optional
         The first failure of the gang, as plain data, where there is one; also an attribute.
+
+    Attributes
+    ----------
+    events : list of dict
+        What had happened to the gang until then, in order: on the control node all, on others what concerns the whole
+        gang. Empty where the gang has not decided on the error. ``docs/events.md`` lists the fields.
     """
 
     headline = "@torchrun"
@@ -40,10 +46,11 @@ class TorchrunError(MetaflowException):  # type: ignore[misc]  # Metaflow is not
     def __init__(self, message: str = "", cause: dict[str, Any] | None = None) -> None:
         super().__init__(message)
         self.cause = cause
+        self.events: list[dict[str, Any]] = []
 
     def __reduce__(self) -> tuple[Any, ...]:
         # MetaflowException keeps its message out of `args`, so the default would lose it.
-        return type(self), (self.message, self.cause)
+        return type(self), (self.message, self.cause), {"events": self.events}
 
 
 class TorchrunConfigError(TorchrunError):

@@ -52,6 +52,9 @@ class TorchrunResult(Generic[T]):
         iteration unpickle them. In the task that made them they lie on disk, in a stored result in a dict.
     gathered : bool
         Whether `values` are those of all nodes, which ``gather=True`` brings to the control node alone.
+    events : tuple of dict
+        What has happened to the gang so far, in order: on the control node all, on others what concerns the whole
+        gang. ``docs/events.md`` lists the fields.
     """
 
     launch: int
@@ -64,7 +67,9 @@ class TorchrunResult(Generic[T]):
     duration_s: float
     exit_codes: dict[int, int]
     values: Mapping[int, bytes] = field(default_factory=dict, repr=False)
-    gathered: bool = False  # a default, because results were stored that know nothing of it
+    # With defaults, because results were stored that know nothing of them.
+    gathered: bool = False
+    events: tuple[dict[str, Any], ...] = field(default=(), repr=False)
 
     def rank(self, rank: int) -> T:
         """Return what the function returned on a global rank.

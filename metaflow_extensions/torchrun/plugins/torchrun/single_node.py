@@ -80,7 +80,7 @@ class TorchrunSingleNodeMultiGPU:
             As `TorchrunExecutor.run`.
         """
         settings = parse_settings(DEFAULTS, "TorchrunSingleNodeMultiGPU")
-        member = join_alone(settings, to_log)
+        member, _ = join_alone(settings, to_log)
         timeout = StepTimeout()
         timeout.tell(member)
         error: BaseException | None = None

@@ -23,6 +23,7 @@ from ..gang.registry import Registry
 from ..node.console import to_log
 from ..node.report import end_with, report
 from ..settings import StepSettings
+from .event_store import EventStore
 from .local_nodes import LocalNodes
 from .spot_notice import watch
 from .starters import STARTED_BY, end_after, name_as_starter, starters
@@ -59,6 +60,7 @@ class TaskGang:
         )
         self._member: Member | None = None
         self._channel: ControlChannel | None = None  # on a control node of several
+        self._events: EventStore | None = None  # on any control node
         self._local_nodes: LocalNodes | None = None  # on the control node of a local run
         self._preemption_watch: threading.Event | None = None
 
@@ -103,14 +105,17 @@ class TaskGang:
     def _join(self) -> tuple[Member, str]:
         parallel, settings = current.parallel, self._settings
         emit: Subscriber = to_log if self._is_local else self._log.take
-        if parallel.num_nodes == 1:
-            return join_alone(settings, emit), LOOPBACK
         control_task_id = parallel.control_task_id or self._task_id
         registry = Registry(self._flow_datastore, self._run_id, self._step_name, control_task_id, self._attempt)
+        if parallel.num_nodes == 1:
+            member, channel = join_alone(settings, emit)
+            self._events = EventStore(registry, channel.gang)
+            return member, LOOPBACK
         if parallel.node_index > 0:
             return join_as_member(registry, parallel.node_index, parallel.num_nodes, settings, emit)
         main_ip, here_only = parallel.main_ip, self._is_local
         member, self._channel = join_as_control(registry, parallel.num_nodes, main_ip, settings, emit, here_only)
+        self._events = EventStore(registry, self._channel.gang)
         if self._local_nodes is not None:
             self._local_nodes.watch(self._channel.report_gone)
         return member, control_addresses(main_ip, here_only)[0]
@@ -158,6 +163,8 @@ class TaskGang:
             self._preemption_watch.set()
         if self._member is not None:
             self._member.leave(error, hold_s=0.0 if self._is_local or self._channel is not None else _HOLD_S)
+        if self._events is not None:
+            self._events.close()
 
     def watch_storing(self, task_datastore: Any) -> None:
         """Tell the gang of artifacts that can't be stored: then Metaflow calls no decorator any more (task.py, 2.19)."""
@@ -176,6 +183,8 @@ class TaskGang:
 
         Metaflow prints it only after storing all artifacts, which can be too late there.
         """
+        if self._events is not None:  # on Kubernetes the others' ends may soon take this task with them
+            self._events.save_soon()
         node, member = current.parallel.node_index, self._member
         known = member is not None and member.gang_knows(error)
         live = member is not None and member.shows_output

@@ -38,10 +38,9 @@ def control_addresses(main_ip: str, here_only: bool) -> list[str]:
 # --- alone, and as the control node ---------------------------------------------------------------
 
 
-def join_alone(settings: StepSettings, emit: Subscriber) -> Member:
-    """Return the only member of a gang of one node: nothing listens, nothing is published."""
-    member, _ = _open_channel(1, settings, emit, "")
-    return member
+def join_alone(settings: StepSettings, emit: Subscriber) -> tuple[Member, ControlChannel]:
+    """Return the only member of a gang of one node, and its channel: nothing listens, nothing is published."""
+    return _open_channel(1, settings, emit, "")
 
 
 def join_as_control(

@@ -227,7 +227,8 @@ class Launch:
             remedy = "If the datastore is well, return less: a function can store results itself and return where."
             return LaunchFailed, f"{report}\n{stopped} on all nodes; its workers had ended well. {remedy}"
         if cause.category == "preempted":
-            saved = sorted(rank for ended in self.ended.values() for rank in ended.ended_well)
+            codes = [pair for ended in self.ended.values() for pair in ended.exit_codes.items()]
+            saved = sorted(rank for rank, code in codes if code == 0)
             ended = f"Ranks that exited with code 0 in time: {shortened(saved) or 'none'}."
             return TorchrunPreempted, f"{report}\n{stopped} on all nodes. {ended}\n{TorchrunPreempted.remedy}"
         count = f" after {self.restarts} restarts" if self.restarts else ""
@@ -252,4 +253,9 @@ def reason(cause: Cause | None) -> str:
     """Return who failed and how in one line, for the logs; empty if the control node has said so itself."""
     if cause is None or (cause.node == CONTROL and cause.kind not in ("timeout", "hang")):
         return ""
+    return summary(cause)
+
+
+def summary(cause: Cause) -> str:
+    """Return who failed and how in one line."""
     return headline(f"{cause.who} {cause.what}")

@@ -183,6 +183,7 @@ class Member:
         elif isinstance(message, Replaced):
             self.notice(message.why)
         elif isinstance(message, Abort):
+            message.error.events = message.error.events or [record.as_dict() for record in message.events]
             self._break(message.error)
         elif isinstance(message, Alone):
             with self._lock:

@@ -34,6 +34,7 @@ from typing import Any, TypeAlias
 
 from ..errors import TorchrunError
 from .cause import Cause, Failure
+from .history import Record
 from .policy import LaunchPolicy
 from .wire import from_plain, to_plain
 
@@ -69,11 +70,12 @@ class Ready:
 
 @dataclass(frozen=True)
 class Active:
-    """A worker has written something or ended, `age_s` seconds ago; sent where hangs are looked for."""
+    """A worker has written something or ended, `age_s` seconds ago; sent at first, and where hangs are looked for."""
 
     launch: int
     generation: int
     age_s: float
+    first_output: bool = False  # whether it is the first that the workers of this generation write on this node
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,7 @@ class Ended:
     ok: bool  # whether all ended well
     generation: int | None = None  # None: of whatever generation
     failures: tuple[Failure, ...] = ()  # what has failed; of many the first
-    ended_well: tuple[int, ...] = ()  # global ranks that exited with code 0
+    exit_codes: dict[int, int] = field(default_factory=dict)  # by global rank, where they are known
     # What the node stores in the datastore for other nodes now; `Stored` says when that is over.
     storing: str | None = None
     diagnostics: Diagnostics | None = None  # of a hang
@@ -207,6 +209,7 @@ class Verdict:
     error: TorchrunError | None = None  # what every node raises; None: it has ended well
     # Where this node finds values of a function, or what it has raised: global rank -> key in the datastore.
     stored: dict[int, str] = field(default_factory=dict)
+    events: tuple[Record, ...] = ()  # what has happened: all for the control node, for others what concerns the gang
 
 
 @dataclass(frozen=True)
@@ -214,6 +217,7 @@ class Abort:
     """The gang is broken: nothing can be launched any more, and the step's code shall raise `error`."""
 
     error: TorchrunError
+    events: tuple[Record, ...] = ()  # as in `Verdict`
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
-"""Where the nodes find the control node: its address record in Metaflow's datastore.
+"""What the control node leaves in Metaflow's datastore: its address record, and what has happened to the gang.
 
-The record is metadata of the control node's task (`TaskDataStore.save_metadata`, Metaflow 2.19). That works alike
-on local disks, S3, Azure and Google Cloud Storage, and its names carry the attempt, so that a retry never reads the
-record of the attempt before. This is the only module that touches these internals.
+Both are metadata of the control node's task (`TaskDataStore.save_metadata`, Metaflow 2.19). That works alike
+on local disks, S3, Azure and Google Cloud Storage, and its names carry the attempt, so that a retry never reads what
+the attempt before has left. This is the only module that touches these internals.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from .policy import growing_pauses
 from .wire import from_plain, to_plain
 
 _RECORD = "torchrun_gang.json"
+_EVENTS = "torchrun_events.json"
 # How long a datastore may fail without an interruption. It has patience of its own besides (S3: 7 tries).
 STORE_PATIENCE_S = 30.0
 
@@ -35,7 +36,7 @@ class AddressRecord:
 
 
 class Registry:
-    """Keeps the address record of one attempt of one gang, in the run's `FlowDataStore`."""
+    """Keeps both for one attempt of one gang, in the run's `FlowDataStore`."""
 
     def __init__(self, flow_datastore: Any, run_id: str, step_name: str, control_task_id: str, attempt: int) -> None:
         self._where = f"{run_id}/{step_name}/{control_task_id}, attempt {attempt}"
@@ -53,6 +54,15 @@ class Registry:
     def peek(self, patience_s: float) -> AddressRecord | None:
         """Return the record if there is one; raise GangError if the datastore fails `patience_s` seconds long."""
         found: AddressRecord | None = self._request(self._read, patience_s)
+        return found
+
+    def save_events(self, events: dict[str, Any], patience_s: float) -> None:
+        """Write what has happened; raise GangError if the datastore fails `patience_s` seconds long."""
+        self._request(lambda: self._writer.save_metadata({_EVENTS: events}), patience_s)
+
+    def load_events(self) -> dict[str, Any] | None:
+        """Return what `save_events` wrote last; None if there is nothing. Raises what the datastore raises."""
+        found: dict[str, Any] | None = self._load(_EVENTS)
         return found
 
     def look_up(
@@ -91,11 +101,14 @@ class Registry:
         raise AssertionError("the pauses never end")
 
     def _read(self) -> AddressRecord | None:
-        if not self._reader.has_metadata(_RECORD):
+        found = self._load(_RECORD)
+        record: AddressRecord | None = None if found is None else from_plain(AddressRecord, found, "the address record")
+        return record
+
+    def _load(self, name: str) -> Any:
+        if not self._reader.has_metadata(name):
             return None
         try:
-            found = self._reader.load_metadata([_RECORD])[_RECORD]
+            return self._reader.load_metadata([name])[name]
         except ValueError:
             return None  # half written: Metaflow 2.12 writes a local file in place, 2.19 renames it
-        record: AddressRecord = from_plain(AddressRecord, found, "the address record")
-        return record

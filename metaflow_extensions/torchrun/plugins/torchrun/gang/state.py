@@ -14,8 +14,9 @@ from dataclasses import replace
 from typing import Any
 
 from ..errors import GangError, GangStartTimeout, TorchrunError, TorchrunPreempted
-from .cause import Cause, Failure
-from .launch import Launch, Phase, error_of, reason, teller
+from .cause import Cause, Failure, describe_exit
+from .history import History, Kind
+from .launch import Launch, Phase, error_of, reason, summary, teller
 from .nodes import Nodes, NodeState
 from .policy import LaunchPolicy
 from .protocol import (
@@ -43,7 +44,7 @@ from .protocol import (
     Verdict,
     Welcome,
 )
-from .texts import QUIET_S, REMIND_S, names
+from .texts import QUIET_S, REMIND_S, headline, names
 
 Outgoing = tuple[int, Message]
 """A node's index and a message for it."""
@@ -79,6 +80,7 @@ class Gang:
         self._name = name
         self._clock = clock
         self._started_at = clock()
+        self.history = History(clock)
         self._launch = Launch(-1, Phase.OVER)  # the last one
         self._verdicts: dict[int, Verdict] = {}
         self._early: dict[int, Ready] = {}  # of nodes that have given up the launch that still runs
@@ -95,6 +97,12 @@ class Gang:
             Done: self._on_done,
             Leave: self._on_leave,
         }
+
+    @property
+    def nproc(self) -> int | None:
+        """Processes on each node in the last launch; None before the first."""
+        ready = self._launch.ready.get(CONTROL)
+        return None if ready is None else ready.nproc
 
     # --- what can happen ------------------------------------------------------------------------
 
@@ -118,6 +126,7 @@ class Gang:
         state = self.nodes[node]
         if state in (NodeState.ABSENT, NodeState.JOINED, NodeState.DONE):
             self.nodes.enter(node, NodeState.LOST)
+            self.history.note("lost", node=node, text=why)
             if state is NodeState.DONE:
                 why = f"{why}, after its step's code but before its results were stored; see its log"
             self._node_is_gone(node, Cause("lost", node, self.nodes.host(node), exception=why))
@@ -161,6 +170,7 @@ class Gang:
         overrun = launch.overrun(now)
         if overrun is not None:
             kind, text = overrun
+            self._note("hang" if kind == "hang" else "timeout", text=text)
             launch.note_failures([Failure(Cause(kind, CONTROL, self.nodes.host(CONTROL), exception=text))], now)
             self._stop()
         if launch.phase is Phase.PAUSING and now >= launch.until:
@@ -172,6 +182,8 @@ class Gang:
 
     def _on_join(self, node: int, join: Join) -> None:
         if node == join.node and self.nodes.may_join(join):
+            if self.nodes[node] is NodeState.ABSENT:
+                self.history.note("joined", node=node, text=join.host)
             self.nodes.join(join)
             self._send(Welcome(), node)
             if self.broken is not None:
@@ -212,7 +224,7 @@ class Gang:
             self._send(self._verdicts[number], node)  # it was over before this node came to it
             return
         if self.broken is not None:
-            self._send(Verdict(number, self.broken), node)
+            self._send(Verdict(number, self.broken, events=self.history.of_the_gang), node)
             return
         if self._launch.phase is Phase.OVER:
             self._launch = Launch(number, remind_at=self._clock() + QUIET_S)
@@ -227,6 +239,7 @@ class Gang:
             self._early[node] = ready
         else:
             launch.note_ready(node, ready)
+            self._note("ready", generation=None, node=node)
             self._start_if_all_ready()
 
     def _start_if_all_ready(self) -> None:
@@ -257,16 +270,20 @@ class Gang:
             return
         launch.begin_generation(self._clock())
         limit = launch.policy.max_restarts
+        nproc = launch.ready[CONTROL].nproc
+        self._note("go", text=f"{self.num_nodes} nodes, {nproc} processes on each")
         self._broadcast(Go(launch.number, launch.generation, port, self._name, launch.restarts, limit))
 
     # --- a launch: what its nodes report --------------------------------------------------------
 
     def _on_active(self, node: int, active: Active) -> None:
+        if active.first_output:
+            self._note("output", node=node)
         self._launch.active_at = max(self._launch.active_at, self._clock() - active.age_s)
 
     def _on_failed(self, node: int, failed: Failed) -> None:
         launch = self._launch
-        launch.note_failures(failed.failures, self._clock())
+        self._note_failures(failed.failures)
         if failed.given_up:
             launch.given_up.add(node)
             launch.stores.pop(node, None)
@@ -280,7 +297,10 @@ class Gang:
         launch = self._launch
         if launch.phase not in (Phase.RUNNING, Phase.STOPPING):
             return
-        launch.note_failures(ended.failures, self._clock())
+        self._note_failures(ended.failures)
+        for rank, code in ended.exit_codes.items() if node not in launch.ended else ():
+            self._note("exited", node=node, rank=rank, exit_code=code, text=describe_exit(code))
+        self._note("stopped", node=node)
         launch.ended[node] = replace(ended, failures=())
         if ended.storing and not (ended.ok and launch.phase is Phase.STOPPING):
             launch.note_storing(node, ended.storing, self._clock())
@@ -297,7 +317,7 @@ class Gang:
     def _on_stored(self, node: int, stored: Stored) -> None:
         if self._launch.stores.pop(node, None) is not None:
             self._launch.stored.update(stored.keys)
-            self._launch.note_failures(stored.failures, self._clock())
+            self._note_failures(stored.failures)
             if stored.failures:
                 self._stop()
             self._decide_if_all_ended()
@@ -321,6 +341,7 @@ class Gang:
             launch.dropped.add(node)
             cause = launch.cause_of(node)
             self._send(Stop(launch.number, launch.generation, signal=launch.signal_for(cause)), node)
+            self._note("dropped", node=node)
             what = f" ({cause.what.splitlines()[0]})" if cause is not None else ""
             text = f"node {node} has dropped out{what}; the launch goes on with {len(others)} nodes"
             self._send(Note(text), *others)
@@ -336,6 +357,7 @@ class Gang:
         is_hang = cause is not None and cause.kind == "hang"
         launch.until = self._clock() + self._stop_s + (DIAGNOSTICS_S if is_hang else 0.0)
         number = launch.signal_for(cause)
+        self._note("stopping", text="" if cause is None else summary(cause))
         self._broadcast(Stop(launch.number, launch.generation, reason(cause), teller(cause), number, is_hang))
         self._decide_if_all_ended()  # no word of the workers' ends will come, if there are none
 
@@ -370,7 +392,9 @@ class Gang:
             self._go()
         elif self._may_restart(cause):
             pause_s = min(2.0**launch.restarts, _BACKOFF_LIMIT_S)
+            self._note_cause(cause)
             launch.begin_pause(self._clock(), pause_s)
+            self._note("restart", text=f"restart {launch.restarts} of {launch.policy.max_restarts} in {pause_s:g} s")
             self._broadcast(Restart(launch.number, launch.restarts, launch.policy.max_restarts, pause_s, cause))
         else:
             self._finish(launch.error(cause, silent))
@@ -395,6 +419,12 @@ class Gang:
         launch.enter(Phase.OVER)
         launch.verdict = error
         launch.stores.clear()  # nobody waits for it any more
+        if error is None:
+            self._note("done")
+        else:
+            if error.cause is not None:
+                self._note_cause(Cause.from_dict(error.cause))
+            self._note("failed", text=headline(error.message))
         self._verdicts[launch.number] = Verdict(launch.number, error)
         self._send_verdict([node for node in self.nodes.joined if node not in launch.dropped], error)
         if error is not None and self.nodes.count(NodeState.LOST):
@@ -412,7 +442,8 @@ class Gang:
                 number = launch.ready[node].launch
                 key = (number, node == CONTROL)
                 if key not in made:
-                    made[key] = Verdict(number, error, launch.stored_for(node, error))
+                    events = self.history.records if node == CONTROL else self.history.of_the_gang
+                    made[key] = Verdict(number, error, launch.stored_for(node, error), events)
                 self._send(made[key], node)
 
     # --- leaving --------------------------------------------------------------------------------
@@ -420,6 +451,7 @@ class Gang:
     def _on_done(self, node: int, done: Done) -> None:
         if self.nodes[node] is NodeState.JOINED:
             self.nodes.enter(node, NodeState.DONE)
+            self.history.note("finished", node=node)
             self._go_on_without(node)
             self._see_who_is_left()
 
@@ -428,6 +460,7 @@ class Gang:
         if before not in (NodeState.JOINED, NodeState.DONE):
             return
         self.nodes.enter(node, NodeState.LEFT)
+        self.history.note("left", node=node, text="its step has failed" if leave.failed else "")
         self._send(Ack(), node)
         if leave.cause is not None:
             self._node_is_gone(node, leave.cause, after_step=before is NodeState.DONE)
@@ -468,7 +501,7 @@ class Gang:
             self._finish(error)
             self._break(error)
         else:
-            launch.note_failures([Failure(cause)], self._clock())
+            self._note_failures([Failure(cause)])
             self._stop_or_drop(node)
             self._decide_if_all_ended()
 
@@ -476,8 +509,26 @@ class Gang:
         """Nothing can be launched any more: tell every node, wherever its code is."""
         if self.broken is None:
             self.broken = error
-            waits = [CONTROL] if self.nodes[CONTROL] is NodeState.DONE else []  # for the others
-            self._send(Abort(error), *self.nodes.joined, *waits)
+            self.history.note("broken", text=headline(error.message))
+            self._send(Abort(error, self.history.of_the_gang), *(node for node in self.nodes.joined if node != CONTROL))
+            if self.nodes[CONTROL] in (NodeState.JOINED, NodeState.DONE):  # done, it waits for the others
+                self._send(Abort(error, self.history.records), CONTROL)
+
+    # --- the history ----------------------------------------------------------------------------
+
+    def _note(self, kind: Kind, **facts: Any) -> None:
+        """Take down what has happened to the launch."""
+        self.history.note(kind, **{"launch": self._launch.number, "generation": self._launch.generation, **facts})
+
+    def _note_cause(self, cause: Cause) -> None:
+        self._note("cause", node=cause.node, rank=cause.rank, exit_code=cause.exit_code, text=summary(cause))
+
+    def _note_failures(self, failures: Iterable[Failure]) -> None:
+        launch = self._launch
+        before = launch.preempted
+        launch.note_failures(failures, self._clock())
+        if before is None and launch.preempted is not None:
+            self._note("preempted", node=launch.preempted.node, text=headline(launch.preempted.what))
 
     # --- errors ---------------------------------------------------------------------------------
 

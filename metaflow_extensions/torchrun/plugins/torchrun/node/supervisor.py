@@ -52,9 +52,11 @@ class Supervisor:
         self._is_preempted = False
         self._went_at = 0.0
         self._said_active_at = 0.0
+        self._said_output_of = -1  # the generation whose first output the gang has heard of
         self._command: list[str] = []
         self._exit_codes: dict[int, int] = {}
         self._restarts: list[dict[str, Any]] = []
+        self._events: list[dict[str, Any]] = []
         self._handlers: dict[type, Callable[[Any], None]] = {
             Go: self._on_go,
             Stop: self._on_stop,
@@ -142,6 +144,9 @@ class Supervisor:
 
     def _on_verdict(self, verdict: Verdict) -> None:
         self._verdict, self.stored = verdict, verdict.stored
+        self._events = [record.as_dict() for record in verdict.events]
+        if verdict.error is not None:
+            verdict.error.events = self._events
 
     # --- what interrupts this node ----------------------------------------------------------------
 
@@ -192,8 +197,8 @@ class Supervisor:
         generation.raise_if_overdue()
         if (failed := generation.look()) is not None:
             self._fail(generation, failed)
-        elif generation.phase is Phase.RUNNING and generation.active_at is not None:
-            self._say_active(generation, generation.active_at)
+        elif generation.phase is Phase.RUNNING:
+            self._say_output(generation)
 
     def _fail(self, generation: Generation, what: str) -> None:
         """Report a failure on this node at once, and stop its workers."""
@@ -201,15 +206,24 @@ class Supervisor:
         self._member.send(Failed(self._launch, generation.number, generation.failures()))
         generation.stop()
 
-    def _say_active(self, generation: Generation, at: float) -> None:
+    def _say_output(self, generation: Generation) -> None:
+        if generation.active_at is not None:
+            is_first = self._said_output_of != generation.number
+            self._said_output_of = generation.number
+            self._say_active(generation, generation.active_at, is_first)
+
+    def _say_active(self, generation: Generation, at: float, first_output: bool = False) -> None:
         """Tell the gang that a worker has written or ended, unless it knows of something about as recent."""
         limit_s = self._plan.policy.hang_timeout_s
-        if limit_s is not None and at > self._said_active_at + limit_s * _ACTIVE_PART:
+        is_due = limit_s is not None and at > self._said_active_at + limit_s * _ACTIVE_PART
+        if is_due or first_output:
             self._said_active_at = at
-            self._member.send(Active(self._launch, generation.number, time.monotonic() - at))
+            self._member.send(Active(self._launch, generation.number, time.monotonic() - at, first_output))
 
     def _generation_ended(self, generation: Generation, end: End) -> None:
         generation.close()
+        if not generation.was_stopped:
+            self._say_output(generation)
         if end.left:
             self._emit("left_behind", f"stopped what the workers had left running: {', '.join(end.left)}")
         codes = self._exit_codes = generation.exits.codes
@@ -219,7 +233,7 @@ class Supervisor:
             generation.ended_well,
             generation.number,
             generation.failures(),
-            ended_well=tuple(sorted(rank for rank, code in codes.items() if code == 0)),
+            exit_codes=codes,
             storing=None if upload is None else upload.what,
             diagnostics=generation.diagnostics,
         )
@@ -283,6 +297,7 @@ class Supervisor:
             exit_codes=dict(sorted(self._exit_codes.items())),
             values=values,
             gathered=call is not None and call.gather and self._member.node == CONTROL,
+            events=tuple(self._events),
         )
 
     def _values(self, call: FunctionCall) -> Mapping[int, bytes]:

@@ -1,0 +1,67 @@
+"""Keeps what has happened to the gang in the datastore, with the control node's task, while the step runs and after.
+
+A thread of its own writes it: however slow the datastore is, neither the gang nor the step waits, but for a moment
+at the end.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from contextlib import suppress
+from typing import Any
+
+from ..errors import GangError
+from ..gang.registry import Registry
+from ..gang.state import Gang
+
+_EVERY_S = 5.0
+_PATIENCE_S = 5.0  # for one writing, and for the last one at the step's end
+_VERSION = 1  # of the form of what is stored
+
+
+class EventStore:
+    """Writes the history of one gang from its begin to its end."""
+
+    def __init__(self, registry: Registry, gang: Gang) -> None:
+        self._registry = registry
+        self._gang = gang  # its history, nodes and width are only read
+        self._pid = os.getpid()
+        self._written = 0  # how many records the datastore knows of
+        self._wake = threading.Event()
+        self._is_over = False
+        self._thread = threading.Thread(target=self._run, name="torchrun-events", daemon=True)
+        self._thread.start()
+
+    def save_soon(self) -> None:
+        """Write what is new without waiting for the next time."""
+        self._wake.set()
+
+    def close(self) -> None:
+        """Write the last of it, within 5 s; can be repeated, and has no effect in a forked child."""
+        if os.getpid() == self._pid:
+            self._is_over = True
+            self._wake.set()
+            self._thread.join(_PATIENCE_S)
+
+    def _run(self) -> None:
+        while not self._is_over:
+            self._wake.wait(_EVERY_S)
+            self._wake.clear()
+            self._save()
+        self._save()
+
+    def _save(self) -> None:
+        count = self._gang.history.count
+        if count > self._written:
+            with suppress(GangError):  # the next time tries again
+                self._registry.save_events(self._content(), _PATIENCE_S)
+                self._written = count
+
+    def _content(self) -> dict[str, Any]:
+        return {
+            "version": _VERSION,
+            "num_nodes": self._gang.num_nodes,
+            "nproc_per_node": self._gang.nproc,
+            "events": [record.as_dict() for record in self._gang.history.records],
+        }

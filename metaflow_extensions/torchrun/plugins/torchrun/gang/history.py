@@ -1,0 +1,94 @@
+"""What has happened to a gang: records that the control node keeps, in the order in which it heard of it. Pure.
+
+``docs/events.md`` tells users the kinds and the fields.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal
+
+Kind = Literal[
+    "joined", "ready", "go", "output", "exited", "stopped", "finished", "left", "lost",
+    "preempted", "hang", "timeout", "dropped", "stopping", "cause", "restart", "done", "failed", "broken", "omitted",
+]  # fmt: skip
+# What every node gets to know with a verdict; the others concern one node that is as it should be.
+_OF_THE_GANG = frozenset(
+    {
+        "go",
+        "lost",
+        "preempted",
+        "hang",
+        "timeout",
+        "dropped",
+        "stopping",
+        "cause",
+        "restart",
+        "done",
+        "failed",
+        "broken",
+    }
+)
+# How many records are kept: of a long life its begin and its last part.
+_FIRST, _LAST = 4000, 6000
+
+
+@dataclass(frozen=True)
+class Record:
+    """One thing that has happened; what does not apply is None."""
+
+    kind: str  # a `Kind`
+    at_s: float  # seconds since the gang's begin, by the control node's clock
+    time: float  # the same moment in seconds since 1970
+    launch: int | None = None
+    generation: int | None = None
+    node: int | None = None  # None: the gang as a whole
+    rank: int | None = None  # global
+    exit_code: int | None = None  # of a worker; negative for a signal
+    text: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it as plain data, with all fields."""
+        return asdict(self)
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> Record:
+        """Return the record that `as_dict` has described; fields that nobody knows are ignored."""
+        return Record(**{each.name: data[each.name] for each in fields(Record) if each.name in data})
+
+
+class History:
+    """The records of one gang; notes are taken in one thread, and any thread may read `records`."""
+
+    def __init__(self, clock: Callable[[], float], wall: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self._began_at = clock()
+        self._began_wall = wall()
+        self._first: list[Record] = []
+        self._last: deque[Record] = deque(maxlen=_LAST)
+        self.count = 0  # of all that were noted
+
+    def note(self, kind: Kind, **facts: Any) -> None:
+        """Take down what has happened now; `facts` are fields of `Record`."""
+        at_s = self._clock() - self._began_at
+        record = Record(kind, round(at_s, 3), round(self._began_wall + at_s, 3), **facts)
+        (self._first if len(self._first) < _FIRST else self._last).append(record)
+        self.count += 1
+
+    @property
+    def records(self) -> tuple[Record, ...]:
+        """All that were kept; where some were not, a record in their place says how many."""
+        first, last = tuple(self._first), tuple(self._last)
+        missing = self.count - len(first) - len(last)
+        if missing <= 0 or not last:
+            return first + last
+        gap = Record("omitted", last[0].at_s, last[0].time, text=f"{missing} records are left out here")
+        return (*first, gap, *last)
+
+    @property
+    def of_the_gang(self) -> tuple[Record, ...]:
+        """Those that concern the gang as a whole."""
+        return tuple(record for record in self.records if record.kind in _OF_THE_GANG)

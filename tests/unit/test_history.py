@@ -1,0 +1,46 @@
+"""What the control node takes down of a gang's life."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import get_args
+
+from metaflow_extensions.torchrun.plugins.torchrun.gang.history import History, Kind, Record
+
+PAGE = (Path(__file__).parents[2] / "docs" / "events.md").read_text(encoding="utf-8")
+
+
+def made(count=0):
+    now = iter(range(10**9))
+    history = History(lambda: float(next(now)), lambda: 1000.0)
+    for number in range(count):
+        history.note("output", node=number)
+    return history
+
+
+def test_a_record_has_seconds_since_the_begin_and_the_time_of_day():
+    history = made()
+    history.note("exited", launch=1, generation=0, node=2, rank=5, exit_code=-9, text="killed by SIGKILL")
+    (record,) = history.records
+    assert record == Record("exited", 1.0, 1001.0, 1, 0, 2, 5, -9, "killed by SIGKILL")
+    assert Record.from_dict({**record.as_dict(), "of a later version": 1}) == record
+
+
+def test_of_a_long_life_the_begin_and_the_end_are_kept():
+    records = made(10_003).records
+    assert [record.node for record in records[:4000]] == list(range(4000))
+    assert (records[4000].kind, records[4000].text) == ("omitted", "3 records are left out here")
+    assert [record.node for record in records[4001:]] == list(range(4003, 10_003))
+    assert all(record.kind == "output" for record in made(10_000).records)
+
+
+def test_other_nodes_are_told_what_concerns_the_gang():
+    history = made(2)
+    history.note("cause", node=1)
+    assert [record.kind for record in history.of_the_gang] == ["cause"]
+
+
+def test_the_page_lists_every_kind_and_every_field():
+    rows = re.findall(r"^\| `(\w+)` \|", PAGE, re.MULTILINE)
+    assert set(rows) == {*get_args(Kind), *Record.__dataclass_fields__}
