@@ -6,22 +6,30 @@ from types import SimpleNamespace
 
 import pytest
 from metaflow import current
+from metaflow.datastore import FlowDataStore
 from metaflow.metaflow_current import Parallel
+from metaflow.plugins.datastores.local_storage import LocalStorage
 
 from metaflow_extensions.torchrun.plugins.torchrun.border.starters import STARTED_BY
 from metaflow_extensions.torchrun.plugins.torchrun.border.task_gang import TaskGang
 from metaflow_extensions.torchrun.plugins.torchrun.errors import TorchrunPreempted
+from metaflow_extensions.torchrun.plugins.torchrun.gang.registry import Registry
 from metaflow_extensions.torchrun.plugins.torchrun.settings import DEFAULTS, parse_settings
 
 
 @pytest.fixture
-def gang(monkeypatch):
+def datastore(tmp_path):
+    return FlowDataStore("GangFlow", storage_impl=LocalStorage, ds_root=str(tmp_path))
+
+
+@pytest.fixture
+def gang(monkeypatch, datastore):
     """Return the gang of a task that is the only node; its signals are given back in any case."""
     parallel = Parallel(main_ip="127.0.0.1", num_nodes=1, node_index=0, control_task_id=None)
     monkeypatch.setattr(type(current), "parallel", parallel, raising=False)
     monkeypatch.setenv(STARTED_BY, "run=1")
     before = signal.getsignal(signal.SIGTERM)
-    gang = TaskGang(parse_settings(DEFAULTS, "train"), None, "1", "train", "2", 0)
+    gang = TaskGang(parse_settings(DEFAULTS, "train"), datastore, "1", "train", "2", 0)
     yield gang
     gang.leave(None)
     assert signal.getsignal(signal.SIGTERM) is before
@@ -39,6 +47,19 @@ def test_a_task_stays_in_its_gang_until_its_results_are_stored(gang):
     assert members[0].is_storing
     gang.leave(None)
     assert not members[0].is_storing
+
+
+def test_what_has_happened_is_in_the_datastore_when_the_task_has_left(gang, datastore):
+    gang.join()
+    gang.finish()
+    gang.leave(None)
+    stored = Registry(datastore, "1", "train", "2", 0).load_events()
+    assert (stored["version"], stored["num_nodes"], stored["nproc_per_node"]) == (1, 1, None)
+    assert [(event["kind"], event["node"]) for event in stored["events"]] == [
+        ("joined", 0),
+        ("finished", 0),
+        ("left", 0),
+    ]
 
 
 def test_an_error_of_the_step_is_raised_and_leaves_the_gang(gang):
