@@ -1100,6 +1100,87 @@ def test_where_thousands_of_ranks_hang_is_told_by_place():
     assert f"{MANY - 64} more such lines are left out." in error
 
 
+# --- what is recorded -----------------------------------------------------------------------------
+
+
+def recorded(gang):
+    return [(record.kind, record.node, record.rank) for record in gang.state.history.records]
+
+
+def test_the_life_of_a_gang_is_recorded():
+    gang = running(2)
+    gang.say(1, Active(0, 0, 0.1, first_output=True))
+    gang.say(1, Active(0, 0, 0.1))
+    for node in (0, 1):
+        gang.ended(node, exit_codes={2 * node: 0, 2 * node + 1: 0})
+    for node in (0, 1):
+        gang.done(node)
+        gang.leave(node)
+    assert recorded(gang)[:6] == [
+        ("joined", 0, None),
+        ("joined", 1, None),
+        ("ready", 0, None),
+        ("ready", 1, None),
+        ("go", None, None),
+        ("output", 1, None),
+    ]
+    assert recorded(gang)[6:12] == [
+        ("exited", 0, 0),
+        ("exited", 0, 1),
+        ("stopped", 0, None),
+        ("exited", 1, 2),
+        ("exited", 1, 3),
+        ("stopped", 1, None),
+    ]
+    assert [kind for kind, _, _ in recorded(gang)[12:]] == ["done", "finished", "left", "finished", "left"]
+    assert gang.state.nproc == 2
+
+
+def test_the_control_node_gets_all_records_with_a_verdict_and_others_those_of_the_gang():
+    gang = running(2, max_restarts=1)
+    gang.failed(1, crash(1))
+    gang.all_ended()
+    gang.pass_time(1.0)
+    gang.failed(1, crash(1), generation=1)
+    gang.all_ended(generation=1)
+    events = {node: [event.kind for event in gang.got(node, Verdict)[0].events] for node in (0, 1)}
+    first = ["go", "stopping", "cause", "restart"]
+    assert events[1] == [*first, "go", "stopping", "cause", "failed"]
+    assert [kind for kind in events[0] if kind in events[1]] == events[1]
+    assert "stopped" in events[0]
+    (cause, _) = [event for event in gang.state.history.records if event.kind == "cause"]
+    assert (cause.node, cause.rank, cause.exit_code, cause.generation) == (1, 2, 1, 0)
+    assert cause.text == "Rank 2 on node 1 (host host-1) failed with ValueError: loss is nan"
+
+
+@pytest.mark.parametrize(
+    ("what", "expected"),
+    [
+        (lambda gang: gang.lost(1), ["lost", "stopping"]),
+        (lambda gang: gang.failed(1, crash(1, kind="terminated")), ["preempted", "stopping"]),
+        (lambda gang: gang.pass_time(61.0), ["timeout", "stopping"]),
+        (lambda gang: gang.pass_time(31.0), ["hang", "stopping"]),
+    ],
+)
+def test_what_ends_a_launch_is_recorded_once(what, expected):
+    limits = {"hang_timeout_s": 30.0} if "hang" in expected else {"timeout_s": 60.0}
+    gang = running(2, **limits)
+    before = len(gang.state.history.records)
+    what(gang)
+    gang.failed(0, crash(0, kind="terminated")) if "preempted" in expected else None
+    assert [record.kind for record in gang.state.history.records[before:]] == expected
+
+
+def test_a_broken_gang_tells_what_has_happened():
+    gang = GangOf(2)
+    gang.lost(1)
+    (abort,) = gang.got(0, Abort)
+    assert [event.kind for event in abort.events] == ["joined", "joined", "lost", "broken"]
+    gang.ready(0)
+    (verdict,) = gang.got(0, Verdict)
+    assert [event.kind for event in verdict.events] == ["lost", "broken"]
+
+
 # --- any order of anything -------------------------------------------------------------------------
 
 
