@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -68,6 +69,19 @@ def test_a_failing_worker_is_named_on_every_node(failing, name):
     assert "interrupted" not in error["message"]
     died = (failing.out / f"worker-launch{number}-0-{rank}").stat().st_mtime  # what it does last before it fails
     assert max(e["at"] for e in failing.notes(f"error-*.{number}")) - died < STOP_S
+
+
+@pytest.mark.xdist_group("failing")
+def test_what_happened_is_in_the_errors_and_stays_in_the_datastore(failing):
+    of_the_gang = ["go", "stopping", "cause", "failed"]
+    both = [note["events"] for note in failing.notes("error-*.2")]
+    assert of_the_gang * 3 in both  # a member's
+    assert any("exited" in events for events in both), "the control node's has each rank's end"
+    (path,) = failing.home.rglob("*.torchrun_events.json")
+    events = json.loads(path.read_text())["events"]
+    assert [event["kind"] for event in events[-2:]] == ["left", "left"]
+    causes = [(event["launch"], event["node"], event["rank"]) for event in events if event["kind"] == "cause"]
+    assert causes == [(number, rank // 2, rank) for number, (rank, _, _) in enumerate(FAILURES.values())]
 
 
 @pytest.mark.xdist_group("failing")

@@ -43,7 +43,9 @@ def hook(moment: str) -> None:
 
 def note_error(name: str, error: TorchrunError) -> None:
     """Leave what the test has to know of an error."""
-    note(name, {"class": type(error).__name__, "message": str(error), "cause": error.cause, "at": time.time()})
+    events = [event["kind"] for event in error.events]
+    said = {"class": type(error).__name__, "message": str(error), "cause": error.cause, "events": events}
+    note(name, {**said, "at": time.time()})
 
 
 def same(decorator):
