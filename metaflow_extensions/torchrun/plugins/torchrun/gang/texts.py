@@ -61,3 +61,12 @@ def headline(text: str) -> str:
     """Return the first line of a text, cut where it is too long for a line of a log."""
     line = text.splitlines()[0]
     return line if len(line) <= _HEADLINE_CHARS else line[:_HEADLINE_CHARS] + "…"
+
+
+def duration(seconds: float) -> str:
+    """Return ``"7 s"``, ``"3 min 20 s"`` or ``"2 h 5 min"``."""
+    minutes, rest = divmod(max(0, round(seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"

@@ -1,0 +1,309 @@
+"""What has become of a gang, from its records: its outcome, every node and its times, every rank. Pure.
+
+A page or a table that shows a gang is made of it, while the gang runs or years later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from .history import Record
+from .texts import duration, names
+
+NodeState = Literal[
+    "missing",  # has not joined
+    "own code",  # the step's code runs, outside of `run`
+    "waiting",  # has called `run`; not all others have
+    "starting",  # its workers have written nothing yet
+    "running",
+    "stopping",
+    "stopped",  # its workers are gone; the launch is not decided
+    "restarting",
+    "finished",  # its step has ended well; its results are being stored
+    "left",
+    "lost",
+]
+RankState = Literal["waiting", "starting", "running", "stopping", "restarting", "done", "failed", "stopped", "lost"]
+Outcome = Literal["waiting", "running", "stopping", "restarting", "done", "failed"]
+
+_GONE = ("missing", "left", "lost")
+_WITH_WORKERS: tuple[NodeState, ...] = ("starting", "running")
+# How a worker ends that is told to stop: by SIGTERM, or by SIGKILL if it does not listen.
+_STOPPED_BY = (-15, -9)
+_RANK_STATES: dict[str, RankState] = {
+    "starting": "starting",
+    "running": "running",
+    "stopping": "stopping",
+    "restarting": "restarting",
+    "lost": "lost",
+}
+
+
+@dataclass(frozen=True)
+class Span:
+    """A time in which a node was in one state; seconds since the gang's begin."""
+
+    state: NodeState
+    begin_s: float
+    end_s: float
+
+
+@dataclass
+class Node:
+    """One node of the gang."""
+
+    index: int
+    host: str = ""
+    state: NodeState = "missing"
+    since_s: float = 0.0
+    spans: list[Span] = field(default_factory=list)  # without gaps, from the gang's begin to now
+
+    def enter(self, state: NodeState, at_s: float) -> None:
+        """Go to another state."""
+        if state != self.state:
+            self.close(at_s)
+            self.state = state
+
+    def close(self, at_s: float) -> None:
+        """End the time that the node has been in its state."""
+        if at_s > self.since_s:
+            self.spans.append(Span(self.state, self.since_s, at_s))
+            self.since_s = at_s
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One rank of the last launch."""
+
+    rank: int
+    node: int
+    state: RankState
+    exit_code: int | None = None
+    text: str = ""  # how it ended
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What has become of a gang."""
+
+    outcome: Outcome
+    sentence: str  # the same for people
+    seconds: float  # since the gang's begin
+    nodes: tuple[Node, ...]
+    ranks: tuple[Rank, ...]  # empty before the first launch
+    cause: Record | None  # why it failed, or why it restarted last
+    launch: int | None  # number of the last launch
+    restarts: int  # in the last launch
+    is_over: bool  # whether nothing more can come
+
+
+def summarize(records: Iterable[Record], num_nodes: int, nproc: int | None, until_s: float | None = None) -> Summary:
+    """Return what has become of a gang.
+
+    Parameters
+    ----------
+    records : Iterable[Record]
+        What has happened, in order.
+    num_nodes : int
+        How many nodes the gang has.
+    nproc : int, optional
+        Ranks on each node; None: unknown, as before the first launch.
+    until_s : float, optional
+        Seconds since the gang's begin, for one that still runs. By default the time of the last record.
+    """
+    fold = _Fold(num_nodes)
+    for record in records:
+        fold.take(record)
+    return fold.summary(nproc, fold.at_s if until_s is None else max(until_s, fold.at_s))
+
+
+class _Fold:
+    """The gang as of the last record."""
+
+    def __init__(self, num_nodes: int) -> None:
+        self.nodes = [Node(index) for index in range(num_nodes)]
+        self.at_s = 0.0
+        self.launch: int | None = None
+        self.went_s: float | None = None  # when the workers first started in this launch
+        self.phase: str = "joined"  # the kind of the last record that concerns the gang as a whole
+        self.why: Record | None = None  # that record
+        self.cause: Record | None = None
+        self.failures: list[Record] = []  # of launches, and of the gang
+        self.restarts = 0
+        self.exits: dict[int, Record] = {}  # of this generation, by rank
+
+    def take(self, record: Record) -> None:
+        """Take the next record."""
+        self.at_s = max(self.at_s, record.at_s)
+        handler = getattr(self, f"_on_{record.kind}", None)
+        if handler is not None and (record.node is None or 0 <= record.node < len(self.nodes)):
+            handler(record)
+
+    # --- what concerns one node
+
+    def _enter(self, record: Record, state: NodeState) -> None:
+        if record.node is not None:
+            self.nodes[record.node].enter(state, record.at_s)
+
+    def _on_joined(self, record: Record) -> None:
+        self._enter(record, "own code")
+        if record.node is not None:
+            self.nodes[record.node].host = record.text
+
+    def _on_ready(self, record: Record) -> None:
+        if record.launch != self.launch:
+            self.launch, self.restarts, self.went_s, self.cause = record.launch, 0, None, None
+            self.exits.clear()
+        self.phase = "ready"
+        self._enter(record, "waiting")
+
+    def _on_output(self, record: Record) -> None:
+        if record.node is not None and self.nodes[record.node].state == "starting":
+            self._enter(record, "running")
+
+    def _on_exited(self, record: Record) -> None:
+        if record.rank is not None:
+            self.exits[record.rank] = record
+
+    def _on_stopped(self, record: Record) -> None:
+        self._enter(record, "stopped")
+
+    def _on_finished(self, record: Record) -> None:
+        self._enter(record, "finished")
+
+    def _on_left(self, record: Record) -> None:
+        self._enter(record, "left")
+
+    def _on_lost(self, record: Record) -> None:
+        self._enter(record, "lost")
+
+    # --- what concerns the gang
+
+    def _all(self, record: Record, state: NodeState, of: tuple[NodeState, ...] | None = None) -> None:
+        self.phase, self.why = record.kind, record
+        for node in self.nodes:
+            if node.state in of if of is not None else node.state not in (*_GONE, "finished"):
+                node.enter(state, record.at_s)
+
+    def _on_go(self, record: Record) -> None:
+        self.launch = record.launch
+        self.went_s = record.at_s if self.went_s is None else self.went_s
+        self.exits.clear()
+        self._all(record, "starting")
+
+    def _on_stopping(self, record: Record) -> None:
+        self._all(record, "stopping", _WITH_WORKERS)
+
+    def _on_cause(self, record: Record) -> None:
+        self.cause = record
+
+    def _on_restart(self, record: Record) -> None:
+        self.restarts += 1
+        self._all(record, "restarting")
+
+    def _on_done(self, record: Record) -> None:
+        self.cause = None
+        self._all(record, "own code")
+
+    def _on_failed(self, record: Record) -> None:
+        self.failures.append(record)
+        self._all(record, "own code")
+
+    def _on_broken(self, record: Record) -> None:
+        if not self.failures or self.failures[-1].text != record.text:  # not because of the launch that has failed
+            self.failures.append(record)
+            self.cause = None
+        self._all(record, "own code")
+
+    # --- the end of it
+
+    def summary(self, nproc: int | None, until_s: float) -> Summary:
+        """Return what has become of the gang, `until_s` seconds after its begin."""
+        is_over = bool(self.nodes) and self.nodes[0].state == "left"
+        for node in self.nodes:
+            if not is_over and node.state not in ("left", "lost"):
+                node.close(until_s)
+        outcome, sentence = self._told(until_s, nproc)
+        ranks = tuple(self._rank(number, nproc) for number in range(nproc * len(self.nodes))) if nproc else ()
+        return Summary(
+            outcome=outcome,
+            sentence=sentence,
+            seconds=until_s,
+            nodes=tuple(self.nodes),
+            ranks=ranks,
+            cause=self.cause,
+            launch=self.launch,
+            restarts=self.restarts,
+            is_over=is_over,
+        )
+
+    def _rank(self, rank: int, nproc: int) -> Rank:
+        node, end = self.nodes[rank // nproc], self.exits.get(rank)
+        if end is None or end.exit_code is None:
+            after = "waiting" if self.went_s is None or node.state == "waiting" else "stopped"
+            return Rank(rank, node.index, _RANK_STATES.get(node.state, after))  # type: ignore[arg-type]
+        is_cause = self.cause is not None and self.cause.rank == rank
+        was_told = end.exit_code in _STOPPED_BY and not is_cause
+        state: RankState = "done" if end.exit_code == 0 else "stopped" if was_told else "failed"
+        return Rank(rank, node.index, state, end.exit_code, end.text)
+
+    def _told(self, until_s: float, nproc: int | None) -> tuple[Outcome, str]:
+        """Return the outcome, and the same in one sentence."""
+        why, so_long = self.why, until_s - (self.went_s or 0.0)
+        if self.phase in ("failed", "broken") and self.failures:
+            return self._told_failure()
+        if self.phase == "go":
+            return "running", f"{self._workers(nproc)} run for {duration(so_long)}{self._after_restarts()}."
+        if self.phase == "stopping" and why is not None:
+            return "stopping", _sentence("All workers are told to stop", why.text)
+        if self.phase == "restart" and why is not None:
+            return "restarting", _sentence(
+                f"All workers start again ({why.text})", self.cause.text if self.cause else ""
+            )
+        if self.phase == "done" and why is not None:
+            took = duration(why.at_s - (self.went_s or 0.0))
+            return "done", f"{self._workers(nproc)} have ended well after {took}{self._after_restarts()}."
+        return "waiting", self._told_waiting()
+
+    def _told_failure(self) -> tuple[Outcome, str]:
+        first = self.failures[-1]
+        text = self.cause.text if self.cause is not None else first.text
+        if all(node.state in ("finished", "left") for node in self.nodes) and self.phase == "failed":
+            return "done", _sentence(f"The step has ended well, though launch {first.launch} had failed", text)
+        return "failed", _sentence(f"Failed after {duration(first.at_s)}{self._after_restarts()}", text)
+
+    def _told_waiting(self) -> str:
+        missing = [node.index for node in self.nodes if node.state == "missing"]
+        if missing:
+            return (
+                f"{len(self.nodes) - len(missing)} of {len(self.nodes)} nodes have joined; missing: {names(missing)}."
+            )
+        late = [node.index for node in self.nodes if node.state != "waiting"]
+        if self.phase == "ready" and late:
+            called = len(self.nodes) - len(late)
+            return f"{called} of {len(self.nodes)} nodes have called run; still in their own code: {names(late)}."
+        return f"{_counted(len(self.nodes), 'node')} joined; the step's own code runs."
+
+    def _workers(self, nproc: int | None) -> str:
+        ranks = "The workers" if nproc is None else _counted(nproc * len(self.nodes), "rank")
+        return f"{ranks} on {_counted(len(self.nodes), 'node')}"
+
+    def _after_restarts(self) -> str:
+        return f", after {_counted(self.restarts, 'restart')}" if self.restarts else ""
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def _sentence(what: str, why: str) -> str:
+    text = f"{what}: {why}" if why else what
+    return text if text.endswith((".", "…", "!", "?")) else f"{text}."
+
+
+def from_stored(content: dict[str, Any], until_s: float | None = None) -> Summary:
+    """Return what has become of the gang of which the datastore has `content` (``border/event_store``)."""
+    records = [Record.from_dict(event) for event in content["events"]]
+    return summarize(records, content["num_nodes"], content["nproc_per_node"], until_s)
