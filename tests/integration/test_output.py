@@ -45,7 +45,6 @@ def test_output_of_any_shape_is_complete_in_order_and_on_its_stream(written):
             "bad \ufffd\ufffd bytes",
             "split é",
             "10%",
-            "20%",
             "30%",
             "x" * 300_000,
             "no newline at the end",

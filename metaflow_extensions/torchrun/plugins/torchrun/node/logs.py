@@ -7,7 +7,6 @@ worker never waits for us. What it wrote before it died is in the file, and is r
 from __future__ import annotations
 
 import atexit
-import codecs
 import glob
 import os
 import re
@@ -17,11 +16,11 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import BinaryIO
 
+from .lines import LineSplitter
+
 # Well under the half second in which a line must be seen.
 POLL_S = 0.1
 _CHUNK_BYTES = 256 * 1024
-# A longer line is shown in several pieces, each labelled, so that memory stays bounded.
-MAX_LINE_CHARS = 1024 * 1024
 # How torchrun begins to report its own failure or a worker's (torch 2.13), and how much of it is held back. The last is
 # of a node that waits in the exit barrier while the store's host, which has passed it, ends: 22 lines of C++ frames,
 # then "Error waiting on exit barrier".
@@ -36,41 +35,6 @@ Write = Callable[[str, str], bool]
 Returns False after a while with a reader that takes nothing; what it has taken over by then is written later.
 """
 Show = Callable[[str, str], None]
-
-
-_LINE_END = re.compile(r"\n\r*|\r+(?:\n\r*)?")
-
-
-class LineSplitter:
-    """Turns bytes, cut anywhere, into whole lines of text.
-
-    A line ends with ``\\n``, ``\\r\\n`` or, as progress bars write it, ``\\r``; at a line's start ``\\r`` means nothing.
-    """
-
-    def __init__(self) -> None:
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._rest = ""  # of a line without its end
-        self._after_return = False  # the last line ended with "\r", perhaps the first half of "\r\n"
-
-    def feed(self, data: bytes, final: bool = False) -> Iterator[str]:
-        """Yield the lines that `data` completes, without their ends; `final` flushes the rest."""
-        text = self._decoder.decode(data, final)
-        if not self._rest:
-            text = text.lstrip("\r")
-        if text and self._after_return:
-            text = text.removeprefix("\n").lstrip("\r")
-            self._after_return = False
-        if text.endswith("\r"):
-            self._after_return = not text.rstrip("\r").endswith("\n")
-        first, *more = _LINE_END.split(text)
-        *lines, rest = [self._rest + first, *more]
-        yield from lines
-        while len(rest) > MAX_LINE_CHARS:
-            yield rest[:MAX_LINE_CHARS]
-            rest = rest[MAX_LINE_CHARS:]
-        self._rest = rest
-        if final and rest:
-            yield rest
 
 
 class FollowedFile:

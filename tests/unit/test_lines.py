@@ -1,0 +1,141 @@
+"""Bytes become lines wherever they are cut, and a progress bar does not fill a log."""
+
+import itertools
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from metaflow_extensions.torchrun.plugins.torchrun.node import lines as module
+from metaflow_extensions.torchrun.plugins.torchrun.node.lines import RENEWED_S, LineSplitter
+
+
+class Clock:
+    """Stands still unless it is told to go on."""
+
+    def __init__(self, step=0.0):
+        self.now, self._step = 100.0, step
+
+    def __call__(self):
+        self.now += self._step
+        return self.now
+
+
+def lines_of(*pieces, clock=None):
+    splitter = LineSplitter(clock or Clock())
+    fed = [line for piece in pieces for line in splitter.feed(piece)]
+    return [*fed, *splitter.feed(b"", final=True)]
+
+
+def cut(data, places):
+    edges = [0, *sorted(place % (len(data) + 1) for place in places), len(data)]
+    return [data[a:b] for a, b in itertools.pairwise(edges)]
+
+
+NASTY = st.lists(
+    st.one_of(
+        st.sampled_from(
+            [b"\n", b"\r", b"\r\n", b"\n\r", b"\r\r\n", b"a", b"bar", "größe".encode(), "🙂".encode(), b"\xff"]
+        ),
+        st.binary(max_size=6),
+    ),
+    max_size=20,
+).map(b"".join)
+CUTS = st.lists(st.integers(0, 200), max_size=6)
+
+
+@pytest.mark.parametrize(
+    ("data", "lines"),
+    [
+        (b"", []),
+        (b"one\ntwo\n", ["one", "two"]),
+        (b"no end", ["no end"]),
+        (b"\n\n", ["", ""]),
+        (b"dos\r\nlines\r\n\r\n", ["dos", "lines", ""]),
+        (b"10%\r50%\r100%\n", ["10%", "100%"]),
+        (b"\r10%\r20%\n", ["10%", "20%"]),
+        (b"\r10%\r20%\r30%", ["10%", "30%"]),
+        (b"\r1%\r2%\ndone\n\r3%\r4%\n", ["1%", "2%", "done", "4%"]),
+        (b"a\rb\nc\n", ["a", "b", "c"]),
+        (b"100%\r\r100%\r\n", ["100%"]),
+        (b"pty\r\r\n\r\n\rend", ["pty", "", "end"]),
+        (b"a\x00b\x1b[31mred\n", ["a\x00b\x1b[31mred"]),
+        (b"bad \xff\xfe bytes\n", ["bad \ufffd\ufffd bytes"]),
+        ("cut 🙂"[:-1].encode() + b"\xf0\x9f", ["cut \ufffd"]),
+        ("größe 模型 🙂\n".encode(), ["größe 模型 🙂"]),
+        (b"form\x0cfeed\x0bvt\x85\n", ["form\x0cfeed\x0bvt\ufffd"]),
+        ("a\u2028b\n".encode(), ["a\u2028b"]),
+    ],
+)
+def test_bytes_become_lines(data, lines):
+    assert lines_of(data) == lines
+    assert lines_of(*(bytes([byte]) for byte in data)) == lines
+
+
+@given(NASTY, CUTS)
+def test_a_cut_anywhere_changes_nothing(data, places):
+    lines = lines_of(*cut(data, places))
+    assert lines == lines_of(data)
+    without_returns = data.replace(b"\r", b"")
+    expected = without_returns.decode("utf-8", errors="replace").split("\n")
+    assert lines_of(*cut(without_returns, places)) == (expected if expected[-1] else expected[:-1])
+
+
+@given(NASTY, CUTS)
+def test_of_every_line_the_last_state_is_shown(data, places):
+    whole = data.decode("utf-8", errors="replace").split("\n")
+    last = [re.split("\r+", line.strip("\r"))[-1] for line in whole]
+    shown = iter(lines_of(*cut(data, places)))
+    assert all(line in shown for line in (last if last[-1] else last[:-1]))  # in this order
+
+
+@given(NASTY, CUTS)
+def test_where_time_enough_goes_by_only_line_ends_are_lost(data, places):
+    text = data.decode("utf-8", errors="replace")
+    lines = [re.split("\r+", line.strip("\r")) for line in text.split("\n")]
+    states = [state for line in lines for state, _ in itertools.groupby(line)]
+    pieces = filter(None, cut(data, places))  # no data would mean that the line rests
+    shown = lines_of(*pieces, clock=Clock(step=2 * RENEWED_S))
+    assert shown == (states if states[-1] else states[:-1])
+
+
+def test_a_long_line_comes_in_bounded_pieces_and_loses_nothing(monkeypatch):
+    monkeypatch.setattr(module, "MAX_LINE_CHARS", 10)
+    assert lines_of(b"x" * 7, b"y" * 7, b"z" * 8, b"\nend\n") == ["xxxxxxxyyy", "yyyyzzzzzz", "zz", "end"]
+    assert lines_of(b"x" * 10, b"\nend\n") == ["x" * 10, "end"]
+
+
+# --- a progress bar, as tqdm writes it: each state begins with a return -----------------------------
+
+
+def bar(clock, seconds, per_second=20):
+    """Return what a log shows of a bar that is renewed so often and then ends."""
+    splitter, shown = LineSplitter(clock), []
+    for number in range(seconds * per_second):
+        shown += splitter.feed(b"\rstep %d" % number)
+        clock.now += 1 / per_second
+    return shown, [*shown, *splitter.feed(b"\n")]
+
+
+def test_a_bar_shows_one_state_a_second_and_the_last_one():
+    shown, all_shown = bar(Clock(), 60)
+    assert shown[0] == "step 0"
+    assert 55 <= len(shown) <= 61
+    assert all_shown[-1] == "step 1199"
+
+
+def test_a_bar_that_rests_shows_where_and_says_so_once():
+    clock = Clock()
+    splitter = LineSplitter(clock)
+    assert list(splitter.feed(b"\r10%\r20%\r30%")) == ["10%"]
+    assert list(splitter.feed(b"")) == []
+    clock.now += RENEWED_S
+    assert list(splitter.feed(b"")) == ["30%"]
+    clock.now += 100 * RENEWED_S
+    assert list(splitter.feed(b"")) == []
+    assert list(splitter.feed(b"\n")) == []
+    assert list(splitter.feed(b"half a line")) == []
+    clock.now += RENEWED_S
+    assert list(splitter.feed(b"")) == []  # no bar: it may go on
+    assert list(splitter.feed(b" and half\n")) == ["half a line and half"]
