@@ -24,8 +24,10 @@ KNOW_METAFLOW = {
     "gang.registry",
     "node.report",
     "border.submit_checks",
+    "border.live_card",
     "border.task_gang",
     "border.task_log",
+    "card.gang_card",
 }
 
 

@@ -65,6 +65,11 @@ LEFT = [*on_all("finished", 21), ("left", 22, {"node": 1}), ("left", 23, {"node"
         (AGAIN, "running", "4 ranks on 2 nodes run for 7 s, after 1 restart."),
         (FAILED, "failed", f"Failed after 10 s: {BAD['text']}."),
         ([*FAILED, *LEFT], "done", f"The step has ended well, though launch 0 had failed: {BAD['text']}."),
+        (
+            [*FAILED, *(("left", 11, {"node": node, "text": "its step has failed"}) for node in (1, 0))],
+            "failed",
+            f"Failed after 10 s: {BAD['text']}.",
+        ),
         (DONE, "done", "4 ranks on 2 nodes have ended well after 16 s."),
         ([*DONE, *LEFT], "done", "4 ranks on 2 nodes have ended well after 16 s."),
         ([*DONE, ("broken", 21, {"text": "node 1 is gone"})], "failed", "Failed after 21 s: node 1 is gone."),

@@ -3,6 +3,7 @@
 ``GANG_ATTRS``: attributes of ``@torchrun``. ``GANG_RUNS``: a list of arguments for ``current.torch.run``.
 ``GANG_HOOK``: what the step's own code does besides, see `hook`; with ``go-on`` it catches what
 the launches raise, with ``raise-last`` all but what the last one raises. ``GANG_OUT``: a folder for files.
+``GANG_CARD``: the step has the gang's card.
 """
 
 import json
@@ -11,7 +12,7 @@ import signal
 import sys
 import time
 
-from metaflow import FlowSpec, Parameter, TorchrunError, current, retry, step, timeout, torchrun
+from metaflow import FlowSpec, Parameter, TorchrunError, card, current, retry, step, timeout, torchrun
 from notes import note
 
 ATTRS = json.loads(os.environ.get("GANG_ATTRS", "{}"))
@@ -63,6 +64,7 @@ class GangFlow(FlowSpec):
 
     @(retry(times=2, minutes_between_retries=0) if "retry" in HOOK else same)
     @(timeout(seconds=6) if "timeout" in HOOK else same)
+    @(card(type="torchrun") if "GANG_CARD" in os.environ else same)
     @torchrun(**ATTRS)
     @step
     def train(self):

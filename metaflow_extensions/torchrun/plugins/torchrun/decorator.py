@@ -196,6 +196,7 @@ class TorchrunDecorator(ParallelDecorator):  # type: ignore[misc]  # Metaflow is
         assert self._gang is not None
         parallel, here = current.parallel, is_local()
         machine = this_machine(parallel.num_nodes, parallel.node_index) if here else this_machine()
+        self._gang.name_tasks(getattr(flow, "_control_mapper_tasks", ()))
         member, main_addr = self._gang.join()
         context = Context(
             member,

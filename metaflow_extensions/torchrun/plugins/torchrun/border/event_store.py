@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -23,9 +24,10 @@ _VERSION = 1  # of the form of what is stored
 class EventStore:
     """Writes the history of one gang from its begin to its end."""
 
-    def __init__(self, registry: Registry, gang: Gang) -> None:
+    def __init__(self, registry: Registry, gang: Gang, about: Mapping[str, Any]) -> None:
         self._registry = registry
-        self._gang = gang  # its history, nodes and width are only read
+        self._gang = gang  # only read
+        self._about = about  # what else is known of the gang, as plain data; other threads may add to it
         self._pid = os.getpid()
         self._written = 0  # how many records the datastore knows of
         self._wake = threading.Event()
@@ -55,13 +57,18 @@ class EventStore:
         count = self._gang.history.count
         if count > self._written:
             with suppress(GangError):  # the next time tries again
-                self._registry.save_events(self._content(), _PATIENCE_S)
+                self._registry.save_events(self.content(), _PATIENCE_S)
                 self._written = count
 
-    def _content(self) -> dict[str, Any]:
+    def content(self) -> dict[str, Any]:
+        """Return what is to be stored now: all that has happened, and what is known of the gang."""
+        gang, error = self._gang, self._gang.error
         return {
             "version": _VERSION,
-            "num_nodes": self._gang.num_nodes,
-            "nproc_per_node": self._gang.nproc,
-            "events": [record.as_dict() for record in self._gang.history.records],
+            "num_nodes": gang.num_nodes,
+            "nproc_per_node": gang.nproc,
+            "cause": None if error is None else error.cause,
+            "facts": gang.facts,
+            **dict(self._about),
+            "events": [record.as_dict() for record in gang.history.records],
         }

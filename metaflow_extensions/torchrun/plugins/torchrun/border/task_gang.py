@@ -9,12 +9,13 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from metaflow import current
 
+from ..errors import TorchrunPreempted
 from ..events import Event, Subscriber
 from ..gang.control_channel import ControlChannel
 from ..gang.join import LOOPBACK, control_addresses, join_alone, join_as_control, join_as_member
@@ -24,6 +25,7 @@ from ..node.console import to_log
 from ..node.report import end_with, report
 from ..settings import StepSettings
 from .event_store import EventStore
+from .live_card import LiveCard, point_at_control
 from .local_nodes import LocalNodes
 from .spot_notice import watch
 from .starters import STARTED_BY, end_after, name_as_starter, starters
@@ -38,6 +40,8 @@ _UPLOAD_S = 5.0
 _LOCAL_NODE_MARGIN_S = 10.0
 # What a local task has to end by itself when the run's process is gone. Nobody reads its output any more.
 _ORPHAN_S = 1.5
+# What a preempted task waits for its card: its machine is about to go.
+_PREEMPTED_CARD_S = 2.0
 
 
 def is_local() -> bool:
@@ -61,6 +65,8 @@ class TaskGang:
         self._member: Member | None = None
         self._channel: ControlChannel | None = None  # on a control node of several
         self._events: EventStore | None = None  # on any control node
+        self._card: LiveCard | None = None  # there, too
+        self._about: dict[str, Any] = {}  # what the card shows besides what has happened
         self._local_nodes: LocalNodes | None = None  # on the control node of a local run
         self._preemption_watch: threading.Event | None = None
 
@@ -91,6 +97,10 @@ class TaskGang:
         if self._is_local:
             self._local_nodes = LocalNodes(self._run_id, self._task_id, num_nodes)
 
+    def name_tasks(self, tasks: Sequence[str]) -> None:
+        """Take note of the tasks of all nodes, in order, each as run, step and task."""
+        self._about["tasks"] = list(tasks)
+
     def join(self) -> tuple[Member, str]:
         """Join, and return this node as a member and the control node's address."""
         os.environ.pop(STARTED_BY, None)  # meant for tasks alone, not for what the step's code starts
@@ -104,21 +114,34 @@ class TaskGang:
 
     def _join(self) -> tuple[Member, str]:
         parallel, settings = current.parallel, self._settings
-        emit: Subscriber = to_log if self._is_local else self._log.take
         control_task_id = parallel.control_task_id or self._task_id
+        emit = self._emit
         registry = Registry(self._flow_datastore, self._run_id, self._step_name, control_task_id, self._attempt)
         if parallel.num_nodes == 1:
             member, channel = join_alone(settings, emit)
-            self._events = EventStore(registry, channel.gang)
+            self._follow(registry, channel)
             return member, LOOPBACK
         if parallel.node_index > 0:
+            point_at_control(parallel.node_index, f"{self._run_id}/{self._step_name}/{control_task_id}")
             return join_as_member(registry, parallel.node_index, parallel.num_nodes, settings, emit)
         main_ip, here_only = parallel.main_ip, self._is_local
         member, self._channel = join_as_control(registry, parallel.num_nodes, main_ip, settings, emit, here_only)
-        self._events = EventStore(registry, self._channel.gang)
+        self._follow(registry, self._channel)
         if self._local_nodes is not None:
             self._local_nodes.watch(self._channel.report_gone)
         return member, control_addresses(main_ip, here_only)[0]
+
+    def _emit(self, event: Event) -> None:
+        if event.kind == "command":
+            self._about["command"] = event.text.removeprefix("runs: ")
+        show: Subscriber = to_log if self._is_local else self._log.take
+        show(event)
+
+    def _follow(self, registry: Registry, channel: ControlChannel) -> None:
+        """Store and show what happens to the gang, on the control node."""
+        self._events = EventStore(registry, channel.gang, self._about)
+        history = channel.gang.history
+        self._card = LiveCard(self._events.content, lambda: history.count)
 
     # --- around it and after it -----------------------------------------------------------------
 
@@ -145,6 +168,8 @@ class TaskGang:
             raise
         if self._channel is not None:
             self.leave(None)
+        elif self._card is not None:  # Metaflow may make the last one before this task leaves
+            self._card.settle()
 
     def finish(self) -> None:
         """Say that the step's own code has ended well."""
@@ -165,6 +190,10 @@ class TaskGang:
             self._member.leave(error, hold_s=0.0 if self._is_local or self._channel is not None else _HOLD_S)
         if self._events is not None:
             self._events.close()
+        if self._card is not None:
+            self._card.settle()
+            if error is not None:
+                self._card.make_last(*([_PREEMPTED_CARD_S] if isinstance(error, TorchrunPreempted) else []))
 
     def watch_storing(self, task_datastore: Any) -> None:
         """Tell the gang of artifacts that can't be stored: then Metaflow calls no decorator any more (task.py, 2.19)."""

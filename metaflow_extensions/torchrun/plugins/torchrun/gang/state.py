@@ -104,6 +104,17 @@ class Gang:
         ready = self._launch.ready.get(CONTROL)
         return None if ready is None else ready.nproc
 
+    @property
+    def facts(self) -> dict[str, str]:
+        """What the control node's software is, as it said in the last launch; empty before the first."""
+        ready = self._launch.ready.get(CONTROL)
+        return {} if ready is None else ready.facts
+
+    @property
+    def error(self) -> TorchrunError | None:
+        """What the gang is broken by, or what the last launch has ended with."""
+        return self.broken or self._launch.verdict
+
     # --- what can happen ------------------------------------------------------------------------
 
     def handle(self, node: int, message: Message) -> list[Outgoing]:

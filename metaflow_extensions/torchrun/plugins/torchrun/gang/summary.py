@@ -58,6 +58,7 @@ class Node:
     host: str = ""
     state: NodeState = "missing"
     since_s: float = 0.0
+    ended_well: bool = False  # its step
     spans: list[Span] = field(default_factory=list)  # without gaps, from the gang's begin to now
 
     def enter(self, state: NodeState, at_s: float) -> None:
@@ -93,7 +94,7 @@ class Summary:
     seconds: float  # since the gang's begin
     nodes: tuple[Node, ...]
     ranks: tuple[Rank, ...]  # empty before the first launch
-    cause: Record | None  # why it failed, or why it restarted last
+    cause: Record | None  # why the last launch failed, or why it restarted last
     launch: int | None  # number of the last launch
     restarts: int  # in the last launch
     is_over: bool  # whether nothing more can come
@@ -172,6 +173,8 @@ class _Fold:
 
     def _on_finished(self, record: Record) -> None:
         self._enter(record, "finished")
+        if record.node is not None:
+            self.nodes[record.node].ended_well = True
 
     def _on_left(self, record: Record) -> None:
         self._enter(record, "left")
@@ -204,7 +207,6 @@ class _Fold:
         self._all(record, "restarting")
 
     def _on_done(self, record: Record) -> None:
-        self.cause = None
         self._all(record, "own code")
 
     def _on_failed(self, record: Record) -> None:
@@ -214,8 +216,7 @@ class _Fold:
     def _on_broken(self, record: Record) -> None:
         if not self.failures or self.failures[-1].text != record.text:  # not because of the launch that has failed
             self.failures.append(record)
-            self.cause = None
-        self._all(record, "own code")
+            self._all(record, "own code")
 
     # --- the end of it
 
@@ -244,7 +245,8 @@ class _Fold:
         if end is None or end.exit_code is None:
             after = "waiting" if self.went_s is None or node.state == "waiting" else "stopped"
             return Rank(rank, node.index, _RANK_STATES.get(node.state, after))  # type: ignore[arg-type]
-        is_cause = self.cause is not None and self.cause.rank == rank
+        cause = self.cause
+        is_cause = cause is not None and (cause.rank, cause.generation) == (rank, end.generation)
         was_told = end.exit_code in _STOPPED_BY and not is_cause
         state: RankState = "done" if end.exit_code == 0 else "stopped" if was_told else "failed"
         return Rank(rank, node.index, state, end.exit_code, end.text)
@@ -270,7 +272,7 @@ class _Fold:
     def _told_failure(self) -> tuple[Outcome, str]:
         first = self.failures[-1]
         text = self.cause.text if self.cause is not None else first.text
-        if all(node.state in ("finished", "left") for node in self.nodes) and self.phase == "failed":
+        if all(node.ended_well for node in self.nodes) and self.phase == "failed":
             return "done", _sentence(f"The step has ended well, though launch {first.launch} had failed", text)
         return "failed", _sentence(f"Failed after {duration(first.at_s)}{self._after_restarts()}", text)
 

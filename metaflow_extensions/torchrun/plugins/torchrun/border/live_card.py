@@ -1,0 +1,108 @@
+"""Keeps the gang's card up to date, ``@card(type="torchrun")``, while the control node's task runs and at its end.
+
+A thread of its own asks Metaflow for it, which starts a process each time; the workers, the gang and the step never
+wait for either. Without such a card nothing of this happens.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from metaflow import current
+from metaflow.plugins.cards.card_creator import CardProcessManager
+
+_TYPE = "torchrun"  # of the card
+_LOOKS_EVERY_S = 0.5
+# A process of Metaflow's takes a second of a core: after something has happened at most so often, else to let time pass.
+_EVERY_S = 5.0
+_QUIET_S = 60.0
+# How long a failed task waits for its last card.
+_LAST_S = 15.0
+
+
+def cards() -> list[Any]:
+    """Return the task's cards of our type, each Metaflow's `CardComponentManager` (2.19)."""
+    collector = current.get("card")
+    return [] if collector is None else list(collector.get(_TYPE))
+
+
+def point_at_control(node: int, control: str) -> None:
+    """Let the card of another node's task say where the gang's is; `control` is run, step and task."""
+    for card in cards():
+        _give(card, {"node": node, "control": control})
+
+
+def _give(card: Any, data: dict[str, Any]) -> None:
+    """Set what the card is made of, as `CardComponentManager.refresh` does, but make none now (2.19)."""
+    card._latest_user_data = data
+
+
+class LiveCard:
+    """The gang's card, from the gang's begin to its end."""
+
+    def __init__(self, content: Callable[[], dict[str, Any]], count: Callable[[], int]) -> None:
+        self._content = content  # what to show now; any thread may ask
+        self._count = count  # how many things have happened
+        self._cards = cards()
+        self._began_at = time.monotonic()
+        self._pid = os.getpid()
+        self._shown, self._shown_at = -1, float("-inf")
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="torchrun-card", daemon=True)
+        if self._cards:
+            self._thread.start()
+
+    def _run(self) -> None:
+        while not self._over.wait(_LOOKS_EVERY_S):
+            if self._is_due(time.monotonic()) and not any(map(_is_busy, self._cards)):
+                self._shown, self._shown_at = self._count(), time.monotonic()
+                content = {**self._content(), "now_s": time.monotonic() - self._began_at}
+                for card in self._cards:
+                    with suppress(Exception):  # whatever a card's process can't do must not end the thread
+                        card.refresh(content)
+
+    def _is_due(self, now: float) -> bool:
+        since_s = now - self._shown_at
+        return since_s > _QUIET_S or (since_s > _EVERY_S and self._count() != self._shown)
+
+    def settle(self) -> None:
+        """Follow the gang no further: Metaflow makes the last card of a task that ends well by itself (2.19).
+
+        Can be repeated, and has no effect in a forked child.
+        """
+        if os.getpid() != self._pid or self._over.is_set() or not self._cards:
+            return
+        self._over.set()
+        self._thread.join(_LAST_S)
+        for card in self._cards:
+            _give(card, self._content())
+
+    def make_last(self, patience_s: float = _LAST_S) -> None:
+        """Make the last card of a task that fails, which Metaflow would not, and wait so long for it; only once."""
+        if os.getpid() != self._pid or not self._cards:
+            return
+        self.settle()
+        cards, self._cards = self._cards, []
+        last = threading.Thread(target=_make_last, args=(cards,), name="torchrun-lastcard", daemon=True)
+        last.start()
+        last.join(patience_s)
+
+
+def _make_last(cards: list[Any]) -> None:
+    for card in cards:
+        while _is_busy(card):  # Metaflow would wait, too, but without sleeping
+            time.sleep(0.05)
+        for mode in ("render", "refresh"):  # as `CardDecorator.task_finished` does for a task that ended well
+            with suppress(Exception):
+                card._card_creator.create(**card._card_creator_args, mode=mode, final=True)
+
+
+def _is_busy(card: Any) -> bool:
+    """Tell whether the card's last process still runs: Metaflow would drop another refresh without a word (2.19)."""
+    process, _ = CardProcessManager._get_card_process(card._card_creator_args["card_uuid"])
+    return process is not None and process.poll() is None

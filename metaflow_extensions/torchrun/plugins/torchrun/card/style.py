@@ -1,0 +1,62 @@
+"""The colours of all states, and what the page adds to the style of Metaflow's cards; for light and dark. Pure."""
+
+from __future__ import annotations
+
+# Of nodes and of ranks, in the order of a life. Each can be told from the others on white and on black.
+COLOURS = {
+    "missing": "#c3c9d1",
+    "own code": "#8f9bb3",
+    "waiting": "#98a2b3",
+    "starting": "#3b82f6",
+    "running": "#22a35a",
+    "stopping": "#f59e0b",
+    "restarting": "#a855f7",
+    "stopped": "#6b7a90",
+    "done": "#0d9488",
+    "finished": "#0d9488",
+    "failed": "#dc3545",
+    "lost": "#e0457b",
+}
+
+_RULES = """
+aside { display: none !important; }
+.mf-card main { margin-left: auto !important; margin-right: auto; max-width: 76rem !important; padding: 1rem !important; }
+.mf-card .mainContainer { max-width: none !important; }
+.tr { --tr-c: #98a2b3; line-height: 1.45; overflow-wrap: anywhere; }
+.tr p { margin: 0 0 .5rem; }
+.tr-verdict { border-left: 6px solid var(--tr-c); background: var(--lt-lt-grey); padding: .8rem 1rem; border-radius: 6px; }
+.tr-word { background: var(--tr-c); color: #fff; border-radius: 4px; padding: .1rem .5rem; margin-right: .6rem;
+  font-weight: 700; }
+.tr-sentence { font-size: 1.15rem; font-weight: 500; }
+.tr-cause { border: 1px solid var(--error); border-radius: 6px; padding: .8rem 1rem; margin-top: 1rem; }
+.tr-cells { list-style: none; display: grid; gap: .5rem; grid-template-columns: repeat(auto-fill, minmax(9.5rem, 1fr)); }
+.tr-cell { border: 1px solid var(--tr-c); border-left-width: 6px; border-radius: 6px; padding: .4rem .6rem;
+  background: var(--lt-lt-grey); min-width: 0; }
+.tr-cell b, .tr-cell .tr-state { display: block; }
+.tr-cell small { display: block; color: var(--dk-grey); white-space: nowrap; overflow: hidden; text-overflow: ellipsis; }
+.tr-small { gap: 3px; grid-template-columns: repeat(auto-fill, minmax(2.1rem, 1fr)); }
+.tr-small .tr-cell { border: 0; padding: .15rem 0; text-align: center; font-size: .72rem; color: #fff; border-radius: 3px;
+  background: var(--tr-c); }
+.tr-key { display: inline-block; background: var(--tr-c); color: #fff; border-radius: 4px; padding: 0 .5rem;
+  margin: 0 .4rem .6rem 0; }
+.tr-facts { display: grid; gap: .5rem 1.5rem; margin: .5rem 0;
+  grid-template-columns: repeat(auto-fill, minmax(min(100%, 11rem), 1fr)); }
+.tr-cause .tr-facts { grid-template-columns: repeat(auto-fill, minmax(min(100%, 18rem), 1fr)); }
+.tr-facts dt { color: var(--dk-grey); font-size: .85rem; }
+.tr-facts dd { margin: 0; white-space: pre-wrap; }
+.tr-label { color: var(--dk-grey); font-size: .85rem; margin-top: .6rem; }
+.tr-code { background: var(--lt-grey); color: var(--black); border-radius: 6px; padding: .7rem; margin: .2rem 0 0;
+  overflow: auto; max-height: 32rem; font-family: var(--mono-font); font-size: .85rem; white-space: pre-wrap; }
+.mf-card td { padding: .4rem .7rem !important; text-align: left !important; }
+.mf-card th { text-align: left !important; padding: .4rem .7rem !important; }
+.mf-card .vega-embed { width: 100%; }
+@media (prefers-color-scheme: dark) {
+  :root { color-scheme: dark; --bg: #14171c; --black: #e6e8eb; --dk-grey: #9aa4b2; --lt-grey: #232830;
+    --lt-lt-grey: #1c2027; --grey: rgba(255, 255, 255, .16); --error: #ff6b6b; --blue: #7cb7ff; --highlight: #4a2a2e; }
+  .mf-card a { color: var(--blue); }
+}
+"""
+
+STYLE = _RULES + "".join(
+    f".tr-{state.replace(' ', '-')} {{ --tr-c: {colour}; }}\n" for state, colour in COLOURS.items()
+)

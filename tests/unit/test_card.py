@@ -1,0 +1,206 @@
+"""The gang's page, as data: what stands on it, and that no text of a worker's can become markup."""
+
+import json
+from html.parser import HTMLParser
+
+import pytest
+from unit_helpers import HOSTILE
+
+from metaflow_extensions.torchrun.plugins.torchrun.card.drawing import code_block, one_line
+from metaflow_extensions.torchrun.plugins.torchrun.card.gang_card import GangCard
+from metaflow_extensions.torchrun.plugins.torchrun.card.page import layout, parts
+from metaflow_extensions.torchrun.plugins.torchrun.card.style import COLOURS, STYLE
+from metaflow_extensions.torchrun.plugins.torchrun.gang.history import Record
+from metaflow_extensions.torchrun.plugins.torchrun.gang.summary import summarize
+
+MARKUP = (
+    "</pre></div><script>window.hit = 1</script>\n\n# a title\n\n[x](javascript:window.hit=1) "
+    "<img src=x onerror=window.hit=1>\r\n\x1b[31m\0"
+)
+HERE = {"launch": 0, "generation": 0}
+
+
+def a_gang(num_nodes=2, nproc=2, host="host", **more):
+    """Return what is stored of a gang whose workers run."""
+    nodes = range(num_nodes)
+    records = [Record("joined", 0.5, 1000.5, node=node, text=f"{host}-{node}") for node in nodes]
+    records += [Record("ready", 1.0, 1001.0, node=node, launch=0) for node in nodes]
+    records += [Record("go", 1.5, 1001.5, **HERE)]
+    records += [Record("output", 2.0, 1002.0, node=node, **HERE) for node in nodes]
+    return {
+        "num_nodes": num_nodes,
+        "nproc_per_node": nproc,
+        "events": [record.as_dict() for record in records],
+        "task": "Flow/1/train/2",
+        **more,
+    }
+
+
+def failed(content, rank, text, **cause):
+    """Let a rank of the gang fail."""
+    node = rank // content["nproc_per_node"]
+    facts = {"node": node, "rank": rank, "exit_code": 1, **HERE}
+    records = [
+        Record("exited", 5.0, 1005.0, **facts),
+        Record("stopped", 5.0, 1005.0, node=node, **HERE),
+        Record("cause", 5.0, 1005.0, text=text, **facts),
+        Record("failed", 5.0, 1005.0, text=text, **HERE),
+    ]
+    told = {
+        "kind": "exception",
+        "node": node,
+        "host": "h",
+        "rank": rank,
+        "exit_code": 1,
+        "exception": text,
+        "detail": text,
+    }
+    content["events"] += [record.as_dict() for record in records]
+    return {**content, "cause": {**told, **cause}}
+
+
+class Reader(HTMLParser):
+    """Collects the tags and the text of a page's part."""
+
+    def __init__(self, html):
+        super().__init__()
+        self.tags, self.open, self.words = [], [], []
+        self.feed(html)
+        self.close()
+        assert self.open == [], "a tag is not closed"
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.words.append(data)
+
+    def count(self, name):
+        return sum(name in attrs.get("class", "").split() for _, attrs in self.tags)
+
+    @property
+    def text(self):
+        return " ".join(self.words)
+
+
+def read(content):
+    """Return the parts of the page, those of HTML as `Reader`."""
+    found = {}
+    for part in parts(content):
+        json.dumps(part)
+        if part["type"] == "markdown":
+            assert part["source"].startswith("<div ")
+            assert not {"\n", "\r"} & set(part["source"]), "Markdown would see where a line ends"
+        found[part["id"]] = Reader(part["source"]) if part["type"] == "markdown" else part
+    return found
+
+
+@pytest.mark.parametrize("text", [*HOSTILE, MARKUP, "\ud800"])
+def test_a_text_stays_a_text(text):
+    reader = Reader(one_line(text))
+    assert reader.tags == []
+    assert "".join(reader.words) == text.translate({0x1B: "\ufffd", 0: "\ufffd"})
+    assert [tag for tag, _ in Reader(code_block(text, text)).tags] == ["div", "pre"]
+
+
+def test_no_name_or_traceback_becomes_markup():
+    content = failed(a_gang(host=MARKUP, command=MARKUP, facts={"torch": MARKUP}), 1, MARKUP, host=MARKUP)
+    page = read(content)
+    allowed = {"div", "span", "p", "b", "dl", "dt", "dd", "pre", "ul", "li", "small"}
+    for part in page.values():
+        if isinstance(part, Reader):
+            assert {tag for tag, _ in part.tags} <= allowed
+            assert all(set(attrs) <= {"class", "title"} for _, attrs in part.tags)
+    rows = page["gang-nodes"]["data"]
+    assert all(isinstance(cell, str) for row in rows for cell in row), "Metaflow shows a string in a table as text"
+
+
+def test_a_failure_comes_first_with_its_place_and_traceback():
+    content = failed(
+        a_gang(), 3, "Rank 3 on node 1 (host h) failed with ValueError: no", detail="Traceback: here\n  there"
+    )
+    first = layout(content)["contents"][0]
+    assert first["id"] == "gang-outcome"
+    text = Reader(first["source"]).text
+    assert "failed Failed after 5 s: Rank 3 on node 1 (host h) failed with ValueError: no." in text
+    assert "rank 3, node 1 on host h" in text
+    assert "Traceback: here\n  there" in text
+
+
+def test_a_rank_has_a_cell_with_its_state_in_a_word():
+    cells = read(failed(a_gang(), 3, "no"))["gang-ranks"]
+    assert (cells.count("tr-cell"), cells.count("tr-failed")) == (4, 1)
+    assert "rank 3 failed, exit code 1 node 1, host-1" in cells.text
+
+
+@pytest.mark.parametrize(
+    ("num_nodes", "nproc", "cells", "small"),
+    [(1, 1, 1, 0), (8, 8, 64, 0), (5, 13, 5, 0), (64, 2, 64, 0), (256, 8, 256, 1)],
+)
+def test_many_ranks_are_drawn_together(num_nodes, nproc, cells, small):
+    page = read(failed(a_gang(num_nodes, nproc), num_nodes * nproc - 1, "no"))
+    assert (page["gang-ranks"].count("tr-cell"), page["gang-ranks"].count("tr-small")) == (cells, small)
+    assert page["gang-ranks"].count("tr-failed") >= 1
+    if num_nodes * nproc > 64:
+        last = num_nodes * nproc - 1
+        assert f"failed: rank {last} on node {num_nodes - 1}" in page["gang-ranks"].text
+    assert len(page["gang-nodes"]["data"]) == (num_nodes if num_nodes <= 64 else 2)
+
+
+@pytest.mark.parametrize("num_nodes", [1, 2, 256])
+def test_the_timeline_fits_on_a_page(num_nodes):
+    spec = read(a_gang(num_nodes, now_s=60.0))["gang-times"]["spec"]
+    assert spec["width"] == "container"
+    assert 20 <= spec["height"]["step"] * num_nodes <= 520
+    rows = spec["data"]["values"]
+    assert {row["node"] for row in rows} == set(range(num_nodes))
+    assert max(row["to"] for row in rows) == 60.0
+    assert spec["encoding"]["color"]["scale"]["domain"] == ["missing", "own code", "waiting", "starting", "running"]
+
+
+def test_every_state_has_a_colour():
+    content = failed(a_gang(), 1, "no")
+    events = [Record.from_dict(event) for event in content["events"]]
+    for end in range(len(events) + 1):
+        found = summarize(events[:end], 2, 2)
+        assert {rank.state for rank in found.ranks} <= COLOURS.keys()
+        assert {span.state for node in found.nodes for span in node.spans} <= COLOURS.keys()
+        assert found.outcome in COLOURS
+    assert all(f".tr-{state.replace(' ', '-')} " in STYLE for state in COLOURS)
+
+
+def test_what_can_change_has_a_place_on_the_first_page():
+    def ids(component):
+        own = [component["id"]] if "id" in component else []
+        return [*own, *(name for each in component.get("contents", []) for name in ids(each))]
+
+    content = a_gang()
+    assert ids(layout(content)) == [part["id"] for part in parts(content)]
+
+
+def test_tasks_are_links_where_the_ui_is_known():
+    tasks = ["1/train/2", "1/train/3"]
+    (_, task), (_, other) = [(row[0], row[-1]) for row in read(a_gang(tasks=tasks))["gang-nodes"]["data"]]
+    assert (task, other) == ("Flow/1/train/2", "Flow/1/train/3")
+    linked = read(a_gang(tasks=tasks, ui_url="https://ui/"))["gang-nodes"]["data"][1][-1]
+    assert linked == {"type": "markdown", "source": "[Flow/1/train/3](https://ui/Flow/1/train/3)"}
+
+
+def test_a_task_without_records_says_so():
+    member = layout({"node": 3, "control": "1/train/2", "task": "Flow/1/train/5"})
+    assert (
+        "This is node 3. The gang's card is that of the control task, Flow/1/train/2."
+        in Reader(member["contents"][0]["source"]).text
+    )
+    assert "There are no records of a gang" in layout({"task": "Flow/1/train/5"})["contents"][0]["source"]
+    assert parts({"task": "Flow/1/train/5"}) == []
+
+
+def test_metaflow_knows_the_card():
+    from metaflow.plugins import CARDS
+
+    assert GangCard in CARDS

@@ -1,0 +1,122 @@
+"""When Metaflow is asked for the gang's card."""
+
+import os
+import threading
+from types import SimpleNamespace
+
+import pytest
+from metaflow import current
+from unit_helpers import eventually
+
+from metaflow_extensions.torchrun.plugins.torchrun.border import live_card
+from metaflow_extensions.torchrun.plugins.torchrun.border.live_card import LiveCard, point_at_control
+
+
+class FakeCard:
+    """What `CardComponentManager` (Metaflow 2.19) is to us; `made` has the modes of final cards."""
+
+    def __init__(self):
+        self.shown, self.made = [], []
+        self.fails = False
+        self._latest_user_data = None
+        self._card_creator_args = {"card_uuid": "of-a-test"}
+        self._card_creator = SimpleNamespace(create=self.create)
+
+    def refresh(self, data):
+        self.shown.append(data)
+        if self.fails:
+            raise OSError("no process")
+
+    def create(self, card_uuid, mode, final):
+        assert final
+        self.made.append((mode, self._latest_user_data))
+
+
+@pytest.fixture
+def card(monkeypatch):
+    card = FakeCard()
+    collector = {"torchrun": [card]}
+    current._update_env({"card": SimpleNamespace(get=lambda name: collector[name])})
+    monkeypatch.setattr(live_card, "_LOOKS_EVERY_S", 0.01)
+    monkeypatch.setattr(live_card, "_EVERY_S", 0.05)
+    yield card
+    current._update_env({"card": None})
+
+
+def test_the_card_follows_what_happens_and_ends_with_the_last(card, monkeypatch):
+    seen = ["joined"]
+    live = LiveCard(lambda: {"events": list(seen)}, lambda: len(seen))
+    eventually(lambda: len(card.shown) == 1)
+    assert card.shown[0]["now_s"] >= 0
+    card.fails = True
+    seen.append("go")
+    eventually(lambda: len(card.shown) == 2)
+    assert card.shown[1]["events"] == ["joined", "go"]
+    seen.append("done")
+    live.settle()
+    live.settle()
+    assert card._latest_user_data == {"events": ["joined", "go", "done"]}
+    assert card.made == []  # Metaflow does it for a task that ends well
+
+
+def test_nothing_is_shown_again_until_something_happens_or_a_minute_is_over(card, monkeypatch):
+    live = LiveCard(dict, lambda: 1)
+    eventually(lambda: card.shown)
+    begin = live._shown_at
+    assert not live._is_due(begin + 59)
+    assert live._is_due(begin + 61)
+    live._count = lambda: 2
+    assert not live._is_due(begin + 0.01)
+    live.settle()
+
+
+def test_a_failed_task_makes_its_last_card_once(card):
+    live = LiveCard(lambda: {"events": ["failed"]}, lambda: 1)
+    live.make_last()
+    live.make_last()
+    assert card.made == [("render", {"events": ["failed"]}), ("refresh", {"events": ["failed"]})]
+
+
+def test_a_slow_last_card_does_not_hold_the_task(card):
+    free = threading.Event()
+    card._card_creator.create = lambda **_: free.wait(10)
+    live = LiveCard(dict, lambda: 1)
+    live.make_last(0.05)
+    free.set()
+    eventually(lambda: not [t for t in threading.enumerate() if t.name.startswith("torchrun-")])
+
+
+def test_a_busy_card_is_not_asked(card, monkeypatch):
+    process = SimpleNamespace(poll=lambda: None)
+    monkeypatch.setattr(live_card.CardProcessManager, "_get_card_process", lambda uuid: (process, 0.0))
+    live = LiveCard(dict, lambda: 1)
+    eventually(lambda: live._thread.is_alive())
+    assert card.shown == []
+    process.poll = lambda: 0
+    eventually(lambda: card.shown)
+    live.settle()
+
+
+def test_a_forked_child_leaves_the_card_alone(card):
+    live = LiveCard(dict, lambda: 1)
+    live._pid = os.getpid() + 1
+    live.settle()
+    live.make_last()
+    assert (card.made, card._latest_user_data) == ([], None)
+    live._pid = os.getpid()
+    live.settle()
+
+
+def test_another_node_points_at_the_control_task(card):
+    point_at_control(3, "1/train/2")
+    assert card._latest_user_data == {"node": 3, "control": "1/train/2"}
+
+
+def test_without_a_card_of_ours_nothing_runs():
+    current._update_env({"card": SimpleNamespace(get=lambda name: [])})
+    live = LiveCard(dict, lambda: 1)
+    assert not live._thread.is_alive()
+    live.settle()
+    live.make_last()
+    current._update_env({"card": None})
+    assert live_card.cards() == []
