@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import get_args
 
-from metaflow_extensions.torchrun.plugins.torchrun.gang.history import History, Kind, Record
+from metaflow_extensions.torchrun.plugins.torchrun.gang.history import History, Kind, Record, Report
 
 PAGE = (Path(__file__).parents[2] / "docs" / "events.md").read_text(encoding="utf-8")
 
@@ -42,5 +42,27 @@ def test_other_nodes_are_told_what_concerns_the_gang():
 
 
 def test_the_page_lists_every_kind_and_every_field():
-    rows = re.findall(r"^\| `(\w+)` \|", PAGE, re.MULTILINE)
+    rows = re.findall(r"^\| `(\w+)` \|", PAGE.split("## In the datastore")[0], re.MULTILINE)
     assert set(rows) == {*get_args(Kind), *Record.__dataclass_fields__}
+
+
+def test_a_report_is_kept_once_and_cut_where_it_is_too_long():
+    history = made()
+    history.report(None, "Rank 1 failed", {"kind": "exit"}, 0, 0)
+    for _ in "again", "when the gang breaks":
+        history.report("LaunchFailed", "x" * 200_000, None, 0, 1)
+    first, last = history.reports
+    assert first == Report(1.0, 0, 0, None, "Rank 1 failed", {"kind": "exit"})
+    assert last.text == "x" * 131_072 + "\n… 68928 characters are left out here"
+
+
+def test_of_many_reports_the_last_are_kept():
+    history = made()
+    for number in range(30):
+        history.report(None, f"failure {number}", None, 0, number)
+    assert [report.generation for report in history.reports] == list(range(10, 30))
+
+
+def test_the_page_lists_every_field_of_a_report():
+    rows = re.findall(r"^\| (`.*`) \|", PAGE.split("| field of a report |")[1], re.MULTILINE)
+    assert set(re.findall(r"`(\w+)`", " ".join(rows))) == set(Report.__dataclass_fields__)

@@ -1151,6 +1151,10 @@ def test_the_control_node_gets_all_records_with_a_verdict_and_others_those_of_th
     (cause, _) = [event for event in gang.state.history.records if event.kind == "cause"]
     assert (cause.node, cause.rank, cause.exit_code, cause.generation) == (1, 2, 1, 0)
     assert cause.text == "Rank 2 on node 1 (host host-1) failed with ValueError: loss is nan"
+    restart, failed = gang.state.history.reports
+    assert (restart.error, restart.generation, failed.error, failed.generation) == (None, 0, "LaunchFailed", 1)
+    assert restart.text.startswith("Rank 2 on node 1 (host host-1) failed with ValueError: loss is nan.")
+    assert (failed.text, failed.cause) == (str(gang.same_verdict()), gang.same_verdict().cause)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import os
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import asdict
 from typing import Any
 
 from ..errors import GangError
@@ -71,4 +72,5 @@ class EventStore:
             "facts": gang.facts,
             **dict(self._about),
             "events": [record.as_dict() for record in gang.history.records],
+            "reports": [asdict(report) for report in gang.history.reports],
         }

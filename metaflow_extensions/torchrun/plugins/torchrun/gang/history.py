@@ -34,6 +34,8 @@ _OF_THE_GANG = frozenset(
 )
 # How many records are kept: of a long life its begin and its last part.
 _FIRST, _LAST = 4000, 6000
+# How many reports are kept, the last ones, and how many characters of each: stacks of many ranks are long.
+_REPORTS, _REPORT_CHARS = 20, 128 * 1024
 
 
 @dataclass(frozen=True)
@@ -60,8 +62,20 @@ class Record:
         return Record(**{each.name: data[each.name] for each in fields(Record) if each.name in data})
 
 
+@dataclass(frozen=True)
+class Report:
+    """All that is known of one failure; of what has happened, its record says it in one line."""
+
+    at_s: float
+    launch: int | None
+    generation: int | None
+    error: str | None  # the class of what all nodes raise; None where they start their workers again
+    text: str  # with the traceback
+    cause: dict[str, Any] | None  # as `Cause.as_dict` has it
+
+
 class History:
-    """The records of one gang; notes are taken in one thread, and any thread may read `records`."""
+    """The records of one gang; notes are taken in one thread, and any thread may read `records` and `reports`."""
 
     def __init__(self, clock: Callable[[], float], wall: Callable[[], float] = time.time) -> None:
         self._clock = clock
@@ -69,6 +83,7 @@ class History:
         self._began_wall = wall()
         self._first: list[Record] = []
         self._last: deque[Record] = deque(maxlen=_LAST)
+        self._reports: deque[Report] = deque(maxlen=_REPORTS)
         self.count = 0  # of all that were noted
 
     def note(self, kind: Kind, **facts: Any) -> None:
@@ -77,6 +92,21 @@ class History:
         record = Record(kind, round(at_s, 3), round(self._began_wall + at_s, 3), **facts)
         (self._first if len(self._first) < _FIRST else self._last).append(record)
         self.count += 1
+
+    def report(
+        self, error: str | None, text: str, cause: Mapping[str, Any] | None, launch: int | None, generation: int | None
+    ) -> None:
+        """Keep the whole report of a failure; one that is the same as the last is not kept twice."""
+        more = len(text) - _REPORT_CHARS
+        kept = f"{text[:_REPORT_CHARS]}\n… {more} characters are left out here" if more > 0 else text
+        if not self._reports or self._reports[-1].text != kept:
+            at_s = round(self._clock() - self._began_at, 3)
+            self._reports.append(Report(at_s, launch, generation, error, kept, None if cause is None else dict(cause)))
+
+    @property
+    def reports(self) -> tuple[Report, ...]:
+        """The reports of the last failures, in order."""
+        return tuple(self._reports)
 
     @property
     def records(self) -> tuple[Record, ...]:

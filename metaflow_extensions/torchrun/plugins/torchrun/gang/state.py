@@ -404,6 +404,7 @@ class Gang:
         elif self._may_restart(cause):
             pause_s = min(2.0**launch.restarts, _BACKOFF_LIMIT_S)
             self._note_cause(cause)
+            self.history.report(None, cause.describe(), cause.as_dict(), launch.number, launch.generation)
             launch.begin_pause(self._clock(), pause_s)
             self._note("restart", text=f"restart {launch.restarts} of {launch.policy.max_restarts} in {pause_s:g} s")
             self._broadcast(Restart(launch.number, launch.restarts, launch.policy.max_restarts, pause_s, cause))
@@ -436,6 +437,7 @@ class Gang:
             if error.cause is not None:
                 self._note_cause(Cause.from_dict(error.cause))
             self._note("failed", text=headline(error.message))
+            self._report(error, launch.number, launch.generation)
         self._verdicts[launch.number] = Verdict(launch.number, error)
         self._send_verdict([node for node in self.nodes.joined if node not in launch.dropped], error)
         if error is not None and self.nodes.count(NodeState.LOST):
@@ -521,6 +523,7 @@ class Gang:
         if self.broken is None:
             self.broken = error
             self.history.note("broken", text=headline(error.message))
+            self._report(error, None, None)
             self._send(Abort(error, self.history.of_the_gang), *(node for node in self.nodes.joined if node != CONTROL))
             if self.nodes[CONTROL] in (NodeState.JOINED, NodeState.DONE):  # done, it waits for the others
                 self._send(Abort(error, self.history.records), CONTROL)
@@ -533,6 +536,9 @@ class Gang:
 
     def _note_cause(self, cause: Cause) -> None:
         self._note("cause", node=cause.node, rank=cause.rank, exit_code=cause.exit_code, text=summary(cause))
+
+    def _report(self, error: TorchrunError, launch: int | None, generation: int | None) -> None:
+        self.history.report(type(error).__name__, error.message, error.cause, launch, generation)
 
     def _note_failures(self, failures: Iterable[Failure]) -> None:
         launch = self._launch
