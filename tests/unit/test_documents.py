@@ -29,6 +29,7 @@ NAMES = sorted(str(page.relative_to(REPOSITORY)) for page in PAGES)
 # Stands before a block that no test can run, with the reason.
 MARK = re.compile(r"<!-- needs a (cloud|package index) -->\n$")
 EXAMPLE_TESTS = "tests/integration/test_examples.py"
+SEEING_TESTS = "tests/integration/test_seeing.py"
 DOCUMENT_TESTS = "tests/integration/test_documents.py"
 
 INSTALL = "pip install --editable ."
@@ -39,6 +40,15 @@ RUN_ELSEWHERE = {
     ("README.md", "python flow.py run"): (DOCUMENT_TESTS, "test_the_first_example_of_the_readme_runs"),
     ("README.md", INSTALL): ("tests/integration/test_shipping.py", INSTALL),
     ("docs/install.md", INSTALL): ("tests/integration/test_shipping.py", INSTALL),
+    ("docs/seeing.md", "python flow.py torchrun show 1234/train"): (SEEING_TESTS, '"show", f"{run}/train"'),
+    ("docs/seeing.md", "python flow.py torchrun show 1234/train --attempt 0"): (SEEING_TESTS, '"--attempt", "0"'),
+    ("docs/seeing.md", "python flow.py torchrun logs 1234/train"): (SEEING_TESTS, '"logs", f"{run}/hurt"'),
+    ("docs/seeing.md", "python flow.py torchrun logs 1234/train --rank 3"): (SEEING_TESTS, '"--rank", "1"'),
+    ("docs/seeing.md", "python flow.py torchrun logs 1234/train --node 1 --follow"): (
+        SEEING_TESTS,
+        '"--node", "1", "--follow"',
+    ),
+    ("docs/seeing.md", "python flow.py torchrun logs 1234/train --grep 'loss|lr'"): (SEEING_TESTS, '"--grep", "'),
     ("examples/README.md", "pip install -e '.[examples]'"): ("setup.py", '"examples": EXAMPLES'),
     ("examples/README.md", "export METAFLOW_USER=me"): ("tests/flow_runs.py", '"METAFLOW_USER": "tester"'),
     ("examples/README.md", STANDALONE): (DOCUMENT_TESTS, STANDALONE),

@@ -1,0 +1,183 @@
+"""What does ``python flow.py torchrun`` offer? Commands of Metaflow's command line (``CLIS_DESC``, 2.19)."""
+
+# mypy: disable-error-code="untyped-decorator"
+# Metaflow's copy of click has no types.
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import time
+from contextlib import suppress
+from datetime import datetime, timezone
+from typing import Any
+
+from metaflow._vendor import click
+from metaflow.exception import CommandException
+
+from ..views.log_lines import shown, wanted
+from ..views.page import as_data, as_text
+from ..views.table import table
+from .stored_gangs import StoredGang, StoredGangs
+from .stored_logs import StoredLogs
+
+
+@click.group()
+def cli() -> None:
+    """Hold the one command that Metaflow takes from here."""
+
+
+@cli.group(help="See the gangs of @torchrun steps: what came of them, and their logs.")
+def torchrun() -> None:
+    """Hold our commands."""
+
+
+_gang = click.argument("gang", metavar="RUN[/STEP[/TASK]]")
+_attempt = click.option("--attempt", type=int, default=None, help="Which attempt; the latest by default.")
+_json = click.option("--json", "as_json", is_flag=True, default=False, help="Write JSON.")
+
+
+@torchrun.command(help="Show a gang: what came of it, why if it failed, its nodes, and what happened when.")
+@_gang
+@_attempt
+@_json
+@click.pass_obj
+def show(obj: Any, gang: str, attempt: int | None, as_json: bool) -> None:
+    """Show the gangs of a step."""
+    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    stored = StoredGangs(obj.flow_datastore)
+    found = [(each, _checked(each, attempt)) for each in _find(obj, stored, gang)]
+    if as_json:
+        now = time.time()
+        gangs = [as_data(each.facts(which), stored.events(each, which), now) for each, which in found]
+        click.echo(json.dumps({"run": found[0][0].run, "step": found[0][0].step, "gangs": gangs}, indent=2))
+        return
+    for number, (each, which) in enumerate(found):
+        click.echo("\n".join([*([""] if number else []), *_page(stored, each, which)]))
+
+
+@torchrun.command(help="Show the stored logs of all nodes of a gang, merged by time.")
+@_gang
+@click.option("--rank", type=int, default=None, help="Only what this rank has written.")
+@click.option("--node", type=int, default=None, help="Only what this node and its ranks have written.")
+@click.option("--grep", metavar="PATTERN", default=None, help="Only lines in which this regular expression is found.")
+@click.option("--follow", is_flag=True, default=False, help="Go on until the attempt has ended.")
+@_attempt
+@_json
+@click.pass_obj
+def logs(
+    obj: Any,
+    gang: str,
+    rank: int | None,
+    node: int | None,
+    grep: str | None,
+    follow: bool,
+    attempt: int | None,
+    as_json: bool,
+) -> None:
+    """Show the logs of one gang."""
+    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    pattern = _pattern(grep)
+    stored = StoredGangs(obj.flow_datastore)
+    found = _find(obj, stored, gang)
+    if len(found) > 1:
+        known = ", ".join(f"{each.run}/{each.step}/{each.control_task}" for each in found)
+        raise CommandException(f"{gang} has {len(found)} gangs, and each has a rank 0. Name one of them: {known}.")
+    kept = StoredLogs(stored, found[0], _checked(found[0], attempt))
+    is_empty = True
+    with suppress(KeyboardInterrupt):
+        for line in wanted(kept.follow() if follow else kept.lines(), rank, node, pattern):
+            is_empty = False
+            click.echo(json.dumps(line.as_dict()) if as_json else shown(line, _clock))
+    if is_empty:
+        more = "Metaflow stores the log of a local run when its task ends, and remote ones every few seconds."
+        click.echo(f"No such line is stored. {more}", err=True)
+
+
+def _find(obj: Any, stored: StoredGangs, named: str) -> list[StoredGang]:
+    """Return the gangs that are meant by ``RUN``, ``RUN/STEP`` or ``RUN/STEP/TASK``, or say what there is."""
+    parts = [part for part in named.split("/") if part]
+    if parts and parts[0] == obj.flow.name:  # as Metaflow's client names it
+        parts = parts[1:]
+    if not 1 <= len(parts) <= 3:
+        raise CommandException(f"{named!r} is no gang: write RUN, RUN/STEP or RUN/STEP/TASK, for example 1234/train.")
+    run, named_step, task = parts[0], *([*parts[1:], None, None][:2])
+    steps = stored.steps(run)
+    if not steps:
+        raise CommandException(
+            f"The datastore ({stored.place}) has no run {run} of {obj.flow.name}. A run that used another one needs its "
+            f"name: {_program()} --datastore s3 torchrun show {named}."
+        )
+    step = named_step or _only_gang(obj, run, steps)
+    gangs = stored.gangs(run, step)
+    if not gangs:
+        raise CommandException(f"Run {run} has no tasks of step {step}. It has begun: {', '.join(steps)}.")
+    found = [gang for gang in gangs if task is None or task in gang.tasks.values()]
+    if not found:
+        known = ", ".join(gang.control_task for gang in gangs)
+        raise CommandException(
+            f"Step {step} of run {run} has no task {task}. Its gangs have the control tasks {known}."
+        )
+    return found
+
+
+def _only_gang(obj: Any, run: str, steps: list[str]) -> str:
+    """Return the one step of a run that is a gang."""
+    found: list[str] = [node.name for node in obj.graph if node.parallel_step and node.name in steps]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise CommandException(f"Run {run} has several gangs. Name the step: {', '.join(f'{run}/{s}' for s in found)}.")
+    raise CommandException(f"No parallel step of run {run} has begun. It has: {', '.join(steps)}.")
+
+
+def _checked(gang: StoredGang, attempt: int | None) -> int:
+    """Return the attempt that is meant."""
+    if attempt is None:
+        return gang.last_attempt
+    if not 0 <= attempt <= gang.last_attempt:
+        known = "only attempt 0" if gang.last_attempt == 0 else f"attempts 0 to {gang.last_attempt}"
+        raise CommandException(f"{gang.run}/{gang.step}/{gang.control_task} has {known}, not {attempt}.")
+    return attempt
+
+
+def _page(stored: StoredGangs, gang: StoredGang, attempt: int) -> list[str]:
+    content = stored.events(gang, attempt)
+    where = f"{gang.run}/{gang.step}/{gang.control_task}"
+    which = f" --attempt {attempt}" if attempt < gang.last_attempt else ""
+    hint = ["", f"Logs of all nodes: {_program()} torchrun logs {where}{which}"]
+    if content is not None:
+        return [*as_text(gang.facts(attempt), content, time.time()), *hint]
+    rows = [
+        [str(node), gang.tasks[node], told] for node, told in sorted(stored.told_by_metaflow(gang, attempt).items())
+    ]
+    return [
+        f"Run {gang.run}, step {gang.step}, task {gang.control_task}, attempt {attempt}",
+        "Nothing is recorded of this gang: its control node has not joined yet, or this version of metaflow-torchrun did",
+        "not run there, or the step has no @torchrun. This is what Metaflow knows:",
+        "",
+        *table(("node", "task", "state"), rows, right=("node",)),
+        *hint,
+    ]
+
+
+def _pattern(grep: str | None) -> re.Pattern[str] | None:
+    try:
+        return None if grep is None else re.compile(grep)
+    except re.error as error:
+        raise CommandException(f"--grep {grep!r} is no regular expression: {error}.") from error
+
+
+def _program() -> str:
+    return f"python {os.path.basename(sys.argv[0])}"
+
+
+def _clock(stamp: str) -> str:
+    """Return the local time of day of a time of a log."""
+    try:
+        moment = datetime.fromisoformat(stamp).replace(tzinfo=timezone.utc).astimezone()
+    except ValueError:  # a line without a time
+        return " " * 12
+    return moment.strftime("%H:%M:%S.%f")[:-3]

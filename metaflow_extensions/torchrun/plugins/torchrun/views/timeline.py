@@ -1,0 +1,115 @@
+"""How are the records of a gang told in a few lines? Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from ..gang.history import Record
+from ..gang.texts import names
+
+# What each node or rank does for itself: of many, one line tells all who do it before the gang goes on.
+_TOGETHER: dict[str, Callable[[_Group], str]] = {
+    "joined": lambda group: f"{names(group.nodes)} joined",
+    "ready": lambda group: f"{names(group.nodes)} called run",
+    "output": lambda group: f"{names(group.nodes)}: first output",
+    "exited": lambda group: f"{names(group.ranks, 'rank')} {_of_all(group)}",
+    "stopped": lambda group: f"{names(group.nodes)}: all workers are gone",
+    "finished": lambda group: f"{names(group.nodes)}: the step has ended well",
+    "left": lambda group: f"{names(group.nodes)} left" + (f": {group.text}" if group.text else ""),
+}
+_ALONE: dict[str, Callable[[Record], str]] = {
+    "go": lambda record: f"{'start' if not record.generation else 'start again'}: {record.text}",
+    "hang": lambda record: f"hang: {record.text}",
+    "timeout": lambda record: f"timeout: {record.text}",
+    "preempted": lambda record: f"node {record.node} {record.text}",
+    "dropped": lambda record: f"node {record.node} dropped out; the others go on",
+    "stopping": lambda record: "all workers are told to stop" + _because(record),
+    "cause": lambda record: f"cause: {record.text}",
+    "restart": lambda record: record.text,
+    "done": lambda record: "the launch has ended well",
+    "failed": lambda record: "the launch has failed" + _because(record),
+    "lost": lambda record: f"node {record.node} is lost: {record.text}",
+    "broken": lambda record: "nothing can be launched any more" + _because(record),
+}
+
+
+@dataclass
+class _Group:
+    """Records of one kind, and of one text where it matters."""
+
+    first: Record
+    last: Record
+    text: str
+    nodes: list[int] = field(default_factory=list)
+    ranks: list[int] = field(default_factory=list)
+
+
+def timeline(records: Iterable[Record]) -> list[tuple[str, str, str]]:
+    """Return when each thing happened ("3.2" or "3.2-4.0", in seconds), in which launch, and what."""
+    rows: list[tuple[str, str, str]] = []
+    groups: dict[tuple[str, int | None, str], _Group] = {}
+    said = ""  # the last text, which cause and verdict often repeat
+
+    def flush() -> None:
+        rows.extend((_span(each), _launch(each.first), _TOGETHER[each.first.kind](each)) for each in _worth(groups))
+        groups.clear()
+
+    for record in records:
+        if record.kind in _TOGETHER:
+            _collect(groups, record)
+            continue
+        flush()
+        if record.kind == "cause" and record.text == said:
+            continue
+        shown = record if record.text != said else _without_text(record)
+        said = record.text or said
+        rows.append((f"{record.at_s:.1f}", _launch(record), _ALONE.get(record.kind, _unknown)(shown)))
+    flush()
+    return rows
+
+
+def _worth(groups: dict[tuple[str, int | None, str], _Group]) -> list[_Group]:
+    """Leave out that all workers of nodes are gone, where the ends of their ranks are told."""
+    exited = {node for each in groups.values() if each.first.kind == "exited" for node in each.nodes}
+    return [each for each in groups.values() if each.first.kind != "stopped" or not exited.issuperset(each.nodes)]
+
+
+def _collect(groups: dict[tuple[str, int | None, str], _Group], record: Record) -> None:
+    # A hint follows the colon, which the report has; the text of who joined is its host.
+    text = record.text.split(":")[0] if record.kind in ("exited", "left") else ""
+    group = groups.setdefault((record.kind, record.launch, text), _Group(record, record, text))
+    group.last = record
+    if record.node is not None:
+        group.nodes.append(record.node)
+    if record.rank is not None:
+        group.ranks.append(record.rank)
+
+
+def _of_all(group: _Group) -> str:
+    """Say how ranks ended, of one or of several."""
+    return group.text.replace("was ", "were ", 1) if len(group.ranks) > 1 else group.text
+
+
+def _span(group: _Group) -> str:
+    first, last = f"{group.first.at_s:.1f}", f"{group.last.at_s:.1f}"
+    return first if first == last else f"{first}-{last}"
+
+
+def _launch(record: Record) -> str:
+    """Name the launch, and the start of its workers where it is not the first: ``0``, ``0.1``."""
+    if record.launch is None:
+        return ""
+    return f"{record.launch}.{record.generation}" if record.generation else str(record.launch)
+
+
+def _because(record: Record) -> str:
+    return f": {record.text}" if record.text else ""
+
+
+def _unknown(record: Record) -> str:
+    return record.kind + _because(record)
+
+
+def _without_text(record: Record) -> Record:
+    return Record(record.kind, record.at_s, record.time, record.launch, record.generation, record.node, record.rank)

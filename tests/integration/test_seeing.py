@@ -1,0 +1,151 @@
+"""`torchrun show` and `torchrun logs`, on one real run: a success, an attempt that failed, a foreach, a failure."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+
+pytestmark = pytest.mark.xdist_group("seen")
+
+
+@pytest.fixture(scope="module")
+def seen(start_shared_flow):
+    """Run the flow to its failure; return it with a function that asks for its gangs."""
+    flow = start_shared_flow(flow="seen.py")
+    assert flow.wait() == 1, flow.text
+    return flow
+
+
+@pytest.fixture
+def ask(seen):
+    def command(*words, expect=0):
+        folder = next(seen.out.parent.glob("flow folder"))
+        argv = [sys.executable, "-X", "importtime", "seen.py", "--no-pylint", "torchrun", *words]
+        asked = subprocess.run(argv, cwd=folder, env=seen.env, capture_output=True, text=True)
+        assert asked.returncode == expect, asked.stdout + asked.stderr
+        imported, said = [], []
+        for line in asked.stderr.splitlines():
+            (imported if line.startswith("import time:") else said).append(line)
+        assert not any(re.search(r"\| +torch$", line) for line in imported)
+        return asked.stdout if expect == 0 else "\n".join(said)
+
+    return command
+
+
+@pytest.fixture
+def run(seen):
+    return seen.note("run")
+
+
+def test_a_failure_is_shown_with_its_cause_first_its_nodes_and_its_restart(ask, run):
+    lines = ask("show", f"{run}/hurt").splitlines()
+    assert re.match(rf"Run {run}, step hurt, task \d+$", lines[0])
+    assert re.match(r"Failed after \d+ s, after 1 restart\.$", lines[1])
+    assert lines[2].startswith("2 nodes x 1, 1 restart, began ")
+    assert re.match(r"Rank 1 on node 1 \(host \S+\) exited with code 3\.$", lines[4])
+    assert "  | about to leave" in lines[5:8]
+    rows = [line.split() for line in lines if re.match(r" +[01]  ", line)][:2]
+    assert [(row[0], row[3], row[4], row[6]) for row in rows] == [
+        ("0", "0", "failed", "SIGTERM"),
+        ("1", "1", "failed", "3"),
+    ]
+    told = [line[line.index("  0") :].split("  ")[-1] for line in lines if re.match(r" *[\d.-]+  0", line)]
+    assert [text.split(":")[0] for text in told if text.startswith(("start", "restart"))] == [
+        "start",
+        "restart 1 of 1 in 1 s",
+        "start again",
+    ]
+    (before,) = [
+        number for number, line in enumerate(lines) if line.endswith("all workers were started again after this")
+    ]
+    assert "exited with code 3" in lines[before + 1]
+
+
+def test_the_gangs_of_a_foreach_are_shown_one_after_another_each_with_its_last_attempt(seen, ask, run):
+    text = ask("show", f"{run}/train")
+    tasks = [seen.note(f"letter-{letter}") for letter in "ab"]
+    titles = re.findall(r"^Run .*, task (\d+)(.*)$", text, re.MULTILINE)
+    assert titles == [(task, attempt) for task, attempt in zip(tasks, ["", ", attempt 1"], strict=True)]
+    assert text.count("2 ranks on 2 nodes have ended well after ") == 2
+
+
+def test_an_attempt_before_is_shown_with_the_traceback_of_its_cause(seen, ask, run):
+    task = seen.note("letter-b")
+    text = ask("show", f"{run}/train/{task}", "--attempt", "0")
+    assert f"task {task}, attempt 0 (the latest is 1)\nFailed after " in text
+    assert "failed with ValueError: bad löss" in text
+    assert '  |     raise ValueError("bad löss\\nsecond line")' in text
+    assert f"torchrun logs {run}/train/{task} --attempt 0" in text
+
+
+def test_json_has_all_that_is_shown(seen, ask, run):
+    data = json.loads(ask("show", f"{run}/train", "--json"))
+    assert (data["run"], data["step"]) == (run, "train")
+    assert [gang["outcome"] for gang in data["gangs"]] == ["done", "done"]
+    assert [[node["exit_codes"] for node in gang["nodes"]] for gang in data["gangs"]] == [[{"0": 0}, {"1": 0}]] * 2
+    failed = json.loads(ask("show", f"SeenFlow/{run}/train/{seen.note('letter-b')}", "--json", "--attempt", "0"))
+    (gang,) = failed["gangs"]
+    assert (gang["outcome"], gang["reports"][0]["cause"]["rank"]) == ("failed", 1)
+    assert "ValueError: bad löss" in gang["reports"][0]["cause"]["detail"]
+
+
+def test_logs_of_all_nodes_come_by_time_and_can_be_chosen(seen, ask, run):
+    lines = ask("logs", f"{run}/hurt").splitlines()
+    assert all(re.match(r"\d\d:\d\d:\d\d\.\d{3} ", line) for line in lines)
+    assert [line[:12] for line in lines] == sorted(line[:12] for line in lines)
+    assert {text for line in lines if "[torchrun node" in line for text in re.findall(r"node \d", line)[:1]} == {
+        "node 0",
+        "node 1",
+    }
+    of_rank = ask("logs", f"{run}/hurt", "--rank", "1").splitlines()
+    assert [line[13:] for line in of_rank] == ["[rank 1] about to leave"] * 2
+    began = time.monotonic()
+    of_node = ask("logs", f"{run}/hurt", "--node", "1", "--follow").splitlines()
+    assert time.monotonic() - began < 30
+    assert set(of_rank) < set(of_node)
+    assert not any("[rank 0]" in line for line in of_node)
+
+    where = f"{run}/train/{seen.note('letter-a')}"
+    assert ask("logs", where, "--grep", "heard|🙂").count("[rank 1] heard from afar") == 1
+    found = [json.loads(line) for line in ask("logs", where, "--json").splitlines()]
+    assert {(line["rank"], line["node"]) for line in found if "heard" in line["text"]} == {(0, 0), (1, 1)}
+    assert "step of a *🙂*" in [line["text"] for line in found]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["show", "{run}"], "has several gangs. Name the step: {run}/hurt, {run}/train"),
+        (["show", "{run}/nowhere"], "has no tasks of step nowhere"),
+        (["show", "1"], "has no run 1 of SeenFlow"),
+        (["logs", "{run}/train"], "has 2 gangs, and each has a rank 0. Name one of them: {run}/train/"),
+        (["logs", "{run}/hurt", "--attempt", "3"], "has only attempt 0, not 3"),
+    ],
+)
+def test_what_can_not_be_shown_is_said_with_what_can(ask, run, words, said):
+    text = " ".join(ask(*(word.format(run=run) for word in words), expect=1).split())
+    assert said.format(run=run) in text
+
+
+def test_a_gang_without_records_says_what_metaflow_knows(seen, ask, run):
+    task = seen.note("letter-a")
+    for path in (seen.home / ".metaflow" / "SeenFlow" / run / "train" / task).glob("*torchrun_events.json"):
+        path.rename(path.with_suffix(".hidden"))
+    try:
+        text = ask("show", f"{run}/train/{task}")
+    finally:
+        for path in (seen.home / ".metaflow" / "SeenFlow" / run / "train" / task).glob("*.hidden"):
+            path.rename(path.with_suffix(".json"))
+    assert "Nothing is recorded of this gang" in text
+    assert re.search(rf"^ +1  {task}_node_1  succeeded$", text, re.MULTILINE)
+
+
+def test_the_command_is_listed_in_the_flows_help(ask):
+    text = ask("--help")
+    assert "show" in text
+    assert "logs" in text

@@ -1,0 +1,229 @@
+"""What the datastore has of a gang becomes a table, a timeline and a page."""
+
+import json
+
+import pytest
+
+from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
+from metaflow_extensions.torchrun.plugins.torchrun.gang.history import Record
+from metaflow_extensions.torchrun.plugins.torchrun.views.page import Facts, as_data, as_text, exit_codes
+from metaflow_extensions.torchrun.plugins.torchrun.views.story import Story
+from metaflow_extensions.torchrun.plugins.torchrun.views.table import table
+from metaflow_extensions.torchrun.plugins.torchrun.views.timeline import timeline
+
+BEGAN = 1_795_314_000.0
+CAUSE = Cause(
+    "exception", 1, "gpu-2", rank=2, exit_code=1, exception="ValueError: *nan* 🙂", detail="Traceback\n  boom"
+)
+WHAT = "Rank 2 on node 1 (host gpu-2) failed with ValueError: *nan* 🙂"
+
+
+def records(*told):
+    """Return records of what is told as (second, kind, fields)."""
+    return [Record(kind, at_s, BEGAN + at_s, **fields) for at_s, kind, fields in told]
+
+
+def launch(begin, codes, generation=0):
+    """Return a launch from *go* to the ends of two nodes with two ranks each."""
+    of = {"launch": 0, "generation": generation}
+    ends = {0: "exited with code 0", 1: "exited with code 1", -15: "was killed by SIGTERM: somebody told it to stop"}
+    exits = [
+        (begin + 3 + rank, "exited", {**of, "node": rank // 2, "rank": rank, "exit_code": code, "text": ends[code]})
+        for rank, code in enumerate(codes)
+    ]
+    gone = [(begin + 6.5, "stopped", {**of, "node": node}) for node in (0, 1)]
+    return [
+        (begin, "go", {**of, "text": "2 nodes, 2 processes on each"}),
+        (begin + 1, "output", {**of, "node": 1}),
+        (begin + 2, "output", {**of, "node": 0}),
+        *([(begin + 2.5, "stopping", {**of, "text": WHAT})] if any(codes) else []),
+        *exits,
+        *gone,
+    ]
+
+
+JOINED = [
+    (0.0, "joined", {"node": 0, "text": "gpu-1"}),
+    (1.5, "joined", {"node": 1, "text": "gpu-2"}),
+    (1.5, "ready", {"launch": 0, "generation": 0, "node": 0}),
+    (2.0, "ready", {"launch": 0, "generation": 0, "node": 1}),
+]
+FAILED = (-15, -15, 1, -15)
+OF_2 = {"launch": 0, "generation": 0, "node": 1, "rank": 2, "exit_code": 1, "text": WHAT}
+ENDS = [(20.0, "left", {"node": 1}), (20.5, "left", {"node": 0})]
+LEFT = [*((19.0, "finished", {"node": node}) for node in (0, 1)), *ENDS]
+LEFT_FAILED = [(at_s, kind, {**fields, "text": "its step has failed"}) for at_s, kind, fields in ENDS]
+SUCCESS = [*JOINED, *launch(2, (0, 0, 0, 0)), (9.0, "done", {"launch": 0, "generation": 0}), *LEFT]
+FAILURE = [
+    *JOINED,
+    *launch(2, FAILED),
+    (9.0, "cause", OF_2),
+    (9.0, "failed", {"launch": 0, "generation": 0, "text": WHAT}),
+    *LEFT_FAILED,
+]
+RESTARTED = [
+    *JOINED,
+    *launch(2, FAILED),
+    (9.0, "cause", OF_2),
+    (9.0, "restart", {"launch": 0, "generation": 0, "text": "restart 1 of 2 in 1 s"}),
+    *launch(10, (0, 0, 0, 0), generation=1),
+    (18.0, "done", {"launch": 0, "generation": 1}),
+    *LEFT,
+]
+
+
+def report(error="LaunchFailed"):
+    text = f"{CAUSE.describe()}\nLaunch 0 was stopped on all nodes."
+    return {"at_s": 9.0, "launch": 0, "generation": 0, "error": error, "text": text, "cause": CAUSE.as_dict()}
+
+
+def content(told, *reports, num_nodes=2):
+    events = [record.as_dict() for record in records(*told)]
+    kept = {"version": 1, "num_nodes": num_nodes, "nproc_per_node": 2, "events": events, "reports": list(reports)}
+    return json.loads(json.dumps(kept))
+
+
+def facts(attempt=0, last=0, is_done=True):
+    return Facts("12", "train", "4", {0: "4", 1: "4_node_1"}, attempt, last, is_done)
+
+
+def page(told, *reports, now=BEGAN + 60, **options):
+    return as_text(facts(**options), content(told, *reports), now)
+
+
+def test_a_success_is_told_in_a_sentence_a_table_and_a_timeline():
+    lines = page(SUCCESS)
+    assert lines[0] == "Run 12, step train, task 4"
+    assert lines[1] == "4 ranks on 2 nodes have ended well after 7 s."
+    assert lines[2].startswith("2 nodes x 2, began 2026-")
+    assert lines[4:8] == [
+        "node  host   task      ranks  state     seconds  exit codes",
+        "   0  gpu-1  4         0-1    finished     20.5  0 0",
+        "   1  gpu-2  4_node_1  2-3    finished     18.5  0 0",
+        "",
+    ]
+    assert lines[8:] == [
+        "  seconds  launch  what happened",
+        "  0.0-1.5          nodes 0, 1 joined",
+        "  1.5-2.0  0       nodes 0, 1 called run",
+        "      2.0  0       start: 2 nodes, 2 processes on each",
+        "  3.0-4.0  0       nodes 0, 1: first output",
+        "  5.0-8.0  0       ranks 0, 1, 2, 3 exited with code 0",
+        "      9.0  0       the launch has ended well",
+        "     19.0          nodes 0, 1: the step has ended well",
+        "20.0-20.5          nodes 0, 1 left",
+    ]
+
+
+def test_of_a_failure_the_cause_comes_first_with_its_traceback():
+    lines = page(FAILURE, report())
+    assert lines[1] == "Failed after 9 s."
+    assert lines[4] == f"{WHAT}."
+    assert lines[6:9] == ["  | Traceback", "  |   boom", "Launch 0 was stopped on all nodes."]
+    assert "   0  gpu-1  4         0-1    failed     20.5  SIGTERM SIGTERM" in lines
+    assert "   1  gpu-2  4_node_1  2-3    failed     18.5  1 SIGTERM" in lines
+    # What the records say again and again is said once.
+    assert [line.split("  ", 4)[-1] for line in lines if WHAT in line][1:] == [
+        f"0       all workers are told to stop: {WHAT}"
+    ]
+    assert "      9.0  0       the launch has failed" in lines
+    assert "  5.0-8.0  0       ranks 0, 1, 3 were killed by SIGTERM" in lines
+    assert "      7.0  0       rank 2 exited with code 1" in lines
+
+
+def test_a_restart_tells_the_new_start_and_afterwards_why():
+    lines = page(RESTARTED, report(error=None))
+    assert lines[1] == "4 ranks on 2 nodes have ended well after 16 s, after 1 restart."
+    assert lines[2].startswith("2 nodes x 2, 1 restart, began ")
+    assert "      9.0  0       restart 1 of 2 in 1 s" in lines
+    assert "     10.0  0.1     start again: 2 nodes, 2 processes on each" in lines
+    assert lines[lines.index("At 9.0 s: all workers were started again after this") + 1] == f"{WHAT}."
+    assert "   1  gpu-2  4_node_1  2-3    finished     18.5  0 0" in lines
+
+
+def test_an_error_that_the_step_has_caught_is_no_failure_of_the_gang():
+    caught = [*FAILURE[: -len(LEFT_FAILED)], *LEFT]
+    lines = page(caught, report())
+    assert lines[1] == f"The step has ended well, though launch 0 had failed: {WHAT}."
+    assert "At 9.0 s: run raised LaunchFailed" in lines
+
+
+@pytest.mark.parametrize(
+    ("options", "said", "seconds"),
+    [
+        ({"is_done": False}, "not ended; the last record is 52 s old", "60.0"),
+        ({"is_done": True}, "the task has ended, but its end is not recorded; the last record is 52 s old", "8.0"),
+        ({"is_done": False, "last": 1}, "the task has ended, but its end is not recorded; the last", "8.0"),
+    ],
+)
+def test_without_an_end_metaflow_tells_whether_it_runs(options, said, seconds):
+    told = [*JOINED, *launch(2, (0, 0, 0, 0))[:-2]]
+    lines = page(told, **options)
+    assert said in lines[2]
+    assert f"   0  gpu-1  4         0-1    running  {seconds:>7}  0 0" in lines
+    assert ("attempt 0 (the latest is 1)" in lines[0]) == ("last" in options)
+    assert as_data(facts(**options), content(told), BEGAN)["outcome"] == ("running" if "60" in seconds else "ended")
+
+
+def test_nodes_that_never_came_or_were_lost_are_in_the_table():
+    lost = (6.0, "lost", {"node": 1, "text": "its task has ended"})
+    broken = (6.0, "broken", {"text": "Node 1 is lost"})
+    lines = as_text(facts(), content([*JOINED, lost, broken], num_nodes=3), BEGAN)
+    assert lines[1] == "Failed after 6 s: Node 1 is lost."
+    assert "   1  gpu-2  4_node_1  2-3    lost            4.5" in lines
+    assert "   2         -         4-5    not joined" in lines
+    assert "    6.0          node 1 is lost: its task has ended" in lines
+
+
+def test_a_gang_of_many_is_a_short_timeline():
+    many = [(node / 100, "joined", {"node": node, "text": f"host-{node}"}) for node in range(256)]
+    assert timeline(records(*many)) == [("0.0-2.5", "", "nodes 0-255 joined")]
+
+
+def test_of_many_ranks_their_ends_are_counted():
+    assert exit_codes([*[-15] * 7, 1, None]) == "7 x SIGTERM, 1 x 1, 1 x ?"
+
+
+def test_a_rank_has_the_node_of_its_end_or_else_by_the_number_of_processes():
+    story = Story(content([*JOINED, (3.0, "go", {}), (4.0, "exited", {"node": 0, "rank": 5, "exit_code": 0})]))
+    assert [story.node_of(rank) for rank in (5, 0, 3, 4, 99)] == [0, 0, 1, None, None]
+    assert Story({}).node_of(0) is None
+
+
+def test_data_has_everything_as_plain_json():
+    data = json.loads(json.dumps(as_data(facts(), content(FAILURE, report()), BEGAN)))
+    assert (data["outcome"], data["began"], data["seconds"]) == ("failed", BEGAN, 20.5)
+    assert data["nodes"][1] == {
+        "node": 1,
+        "host": "gpu-2",
+        "task": "4_node_1",
+        "ranks": [2, 3],
+        "state": "failed",
+        "seconds": 18.5,
+        "exit_codes": {"2": 1, "3": -15},
+    }
+    assert data["reports"][0]["cause"] == CAUSE.as_dict()
+    assert len(data["events"]) == len(FAILURE)
+
+
+def test_data_of_a_gang_without_records_has_what_metaflow_has():
+    data = as_data(facts(attempt=1, last=2), None, BEGAN)
+    assert (data["outcome"], data["events"], data["attempt"], data["last_attempt"]) == (None, [], 1, 2)
+    assert [(node["node"], node["task"], node["state"]) for node in data["nodes"]] == [
+        (0, "4", None),
+        (1, "4_node_1", None),
+    ]
+
+
+def test_what_a_later_version_tells_is_shown_as_it_is():
+    told = [*JOINED, (3.0, "teleported", {"node": 1, "text": "to Mars"})]
+    assert timeline(records(*told))[-1] == ("3.0", "", "teleported: to Mars")
+
+
+def test_a_table_keeps_its_columns_whatever_is_in_it():
+    lines = table(("name", "n", "rest"), [["模型🙂", "1", "x" * 90], ["a\x1b[31m\u0301", "10", ""]], right=("n",))
+    assert lines == [
+        "name     n  rest",
+        "模型🙂   1  " + "x" * 90,
+        "a?[31m\u0301  10",
+    ]
