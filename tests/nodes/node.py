@@ -24,7 +24,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang import join as joining
 from metaflow_extensions.torchrun.plugins.torchrun.gang.registry import Registry
 from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import to_plain
 from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import this_machine
-from metaflow_extensions.torchrun.plugins.torchrun.node.console import to_log
+from metaflow_extensions.torchrun.plugins.torchrun.node.console import to_log, write_output
 from metaflow_extensions.torchrun.plugins.torchrun.settings import parse_settings
 
 # As the decorator has it, for tasks that are on machines of their own.
@@ -128,6 +128,8 @@ def join(task, registry, settings):
     if main_ip == "own name":  # what Metaflow 2.19 takes for the control node's address on AWS Batch
         main_ip = socket.gethostbyname_ex(socket.gethostname())[-1][0]
     member, channel = joining.join_as_control(registry, task.num_nodes, main_ip, settings, to_log, here_only)
+    if task.main_ip is not None or settings.logs in ("all", "rank0"):  # as of tasks that are on machines of their own
+        channel.relay.start(write_output)
     return member, channel, joining.control_addresses(main_ip, here_only)[0]
 
 

@@ -64,10 +64,10 @@ class FakeNode:
 
     def __init__(self, folder, number=0, call=None, spec=None, **plan):
         self.number = number
-        self.said, self.output = [], []
+        self.said, self.output, self.events = [], [], []
         self._sent, self._agents, self._came = queue.Queue(), queue.Queue(), queue.Queue()
         self.own_address = None
-        self.member = Member(number, 2, lambda event: self.said.append((event.kind, event.text)))
+        self.member = Member(number, 2, self._hear)
         # In another thread, so that the handlers of the test's own process stay.
         self._in_thread(lambda: self.member.attach(self)).join(DEADLINE_S)
         spec = {
@@ -88,6 +88,10 @@ class FakeNode:
 
     def close(self):
         """Close nothing, as the member's link."""
+
+    def _hear(self, event):
+        self.events.append(event)
+        self.said.append((event.kind, event.text))
 
     def _write(self, stream, text):
         self.output.append(text)

@@ -4,6 +4,7 @@ import hashlib
 import hmac
 import os
 import queue
+import re
 import resource
 import socket
 import struct
@@ -30,6 +31,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
     Ack,
     Bye,
     Ended,
+    Failed,
     Go,
     Join,
     Leave,
@@ -616,3 +618,84 @@ def test_a_closed_channel_leaves_no_thread_and_swallows_late_words(start_control
     control.send(READY)
     control.channel.report_gone(1, "late")
     eventually(lambda: not [t for t in threading.enumerate() if t.name in ("torchrun-control", "torchrun-member")])
+
+
+# --- lines of the workers -------------------------------------------------------------------------
+
+
+class Log:
+    """Takes what the control node writes of other nodes' lines."""
+
+    def __init__(self, control):
+        self.text = ""
+        control.channel.relay.start(self._write)
+
+    def _write(self, stream, text):
+        self.text += text
+        return True
+
+    @property
+    def lines(self):
+        return [line for line in self.text.splitlines() if "left out" not in line]
+
+    @property
+    def missing(self):
+        return sum(
+            map(int, re.findall(r"^\[torchrun node \d+\] (\d+) lines? (?:is|are) left out", self.text, re.MULTILINE))
+        )
+
+
+def test_the_lines_of_a_member_come_to_the_control_nodes_log(start_control, join):
+    control = start_control()
+    log, member = Log(control), join(control)
+    for number in range(300):
+        member.send_lines("stdout" if number % 2 else "stderr", f"[rank 1] größe 🙂 {number}\n")
+    eventually(lambda: len(log.lines) == 300, "the lines", 3.0)
+    assert log.missing == 0
+
+
+def test_the_last_lines_come_before_the_end_is_told(start_control, join):
+    control = start_control()
+    log, member = Log(control), join(control)
+    for node in (control, member):
+        node.send(READY)
+    member.inbox.expect(Go)
+    member.send_lines("stdout", "last words\n")
+    for node in (member, control):
+        node.send(Ended(0, True, 0))
+    control.inbox.expect(Verdict)
+    control.channel.relay.settle()
+    assert log.lines == ["last words"]
+
+
+def test_a_flood_of_lines_is_cut_in_the_middle_and_holds_up_no_message(start_control, join):
+    """40 MB in some seconds, and a failure in between."""
+    control = start_control()
+    log, member = Log(control), join(control)
+    for node in (control, member):
+        node.send(READY)
+    member.inbox.expect(Go)
+    number, slowest, delays = 0, 0.0, []
+    for burst in range(40):
+        text = "".join(f"[rank 1] {number + each:07d} {'x' * 81}\n" for each in range(10_000))
+        number += 10_000
+        begun = time.monotonic()
+        member.send_lines("stdout", text)
+        slowest = max(slowest, time.monotonic() - begun)
+        if burst == 20:
+            begun = time.monotonic()
+            member.send(Failed(0, 0, (Failure(Cause("exit", 1, "h", 1, 0, 3), 0.0),)))
+            control.inbox.expect(Stop)
+            delays.append(time.monotonic() - begun)
+        time.sleep(0.02)
+    member.send(Ended(0, False, 0))
+    control.send(Ended(0, False, 0))
+    control.inbox.expect(Verdict)
+    control.channel.relay.settle()
+    lines = log.lines
+    assert len(lines) + log.missing == number
+    assert lines[-1].split()[2] == f"{number - 1:07d}"
+    assert [int(line.split()[2]) for line in lines] == sorted({int(line.split()[2]) for line in lines})
+    assert len(log.text) < 8 * 1024**2
+    assert slowest < 0.5
+    assert max(delays) < 0.5

@@ -16,6 +16,7 @@ from metaflow.procpoll import make_poll
 from metaflow.runtime import Worker
 from unit_helpers import OURS
 
+from metaflow_extensions.torchrun.plugins.torchrun.events import Event
 from metaflow_extensions.torchrun.plugins.torchrun.node import console
 from metaflow_extensions.torchrun.plugins.torchrun.node.console import write_output
 
@@ -243,3 +244,14 @@ def test_what_waits_for_a_reader_is_written_once_at_the_end_and_not_by_a_child()
     with open(reading, encoding="utf-8") as pipe:
         assert pipe.read() == BLOCK + "last\n"
     script.communicate()
+
+
+@pytest.mark.parametrize(("debug", "shown"), [(None, False), ("", False), ("0", False), ("1", True)])
+def test_details_are_written_where_they_are_wanted(debug, shown, monkeypatch, capfd):
+    monkeypatch.delenv(console.DEBUG, raising=False)
+    if debug is not None:
+        monkeypatch.setenv(console.DEBUG, debug)
+    console.to_log(Event("command", 1, "runs: torchrun", is_detail=True))
+    console.to_log(Event("note", 1, "news"))
+    detail = "[torchrun node 1] runs: torchrun\n" if shown else ""
+    assert capfd.readouterr().err == f"{detail}[torchrun node 1] news\n"

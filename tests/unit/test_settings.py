@@ -28,6 +28,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.settings import (
         ("preflight", "True", True),
         ("preemption_signal", "usr1", signal.SIGUSR1),
         ("hang_timeout_s", "90", 90.0),
+        ("logs", "Rank0", "rank0"),
     ],
 )
 def test_every_attribute_may_be_text(attribute, text, value):
@@ -65,6 +66,13 @@ def test_a_wrong_value_names_step_attribute_and_value(attribute):
 def test_zero_is_no_time(attribute):
     with pytest.raises(TorchrunConfigError, match="above 0"):
         parse_settings({attribute: 0}, "train")
+
+
+@pytest.mark.parametrize(
+    ("nodes", "given", "shown"), [(2, None, "all"), (16, None, "all"), (17, None, "node"), (99, "all", "all")]
+)
+def test_the_lines_of_a_small_gang_are_all_shown(nodes, given, shown):
+    assert parse_settings({"logs": given}, "train").logs_of(nodes) == shown
 
 
 def test_one_port_for_two_purposes_is_refused():

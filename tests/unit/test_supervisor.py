@@ -1,5 +1,6 @@
 """What one node does in one launch: which message follows on what its agent says and what its gang decides."""
 
+import os
 import pickle
 import queue
 import signal
@@ -15,10 +16,12 @@ from unit_helpers import eventually, write
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import (
     GangError,
+    LaunchFailed,
     LaunchTimeout,
     TorchrunError,
     TorchrunPreempted,
 )
+from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
 from metaflow_extensions.torchrun.plugins.torchrun.gang.member import Interruption, TimedOut
 from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import LaunchPolicy
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
@@ -73,6 +76,12 @@ def test_a_launch_from_ready_to_its_result(number, policy, tmp_path):
     assert (result.launch, result.world_size, result.restarts) == (0, 4, [])
     assert result.exit_codes == dict.fromkeys(ranks, 0)
     assert node.texts("command") == [f"runs: {result.command}"]
+    facts = (
+        "launch 0 starts on 2 nodes: ranks 0-3; processes per node: 2; no accelerators; rendezvous at 127.0.0.1:29517"
+    )
+    assert node.texts("facts") == ([facts] if number == 0 else [])
+    (end,) = node.texts("ended") or [None]
+    assert (end or "").startswith("launch 0 has ended well: ranks 0-3, 0." if number == 0 else "")
     assert agent.orders == ["start", CLOSE]
 
 
@@ -90,6 +99,67 @@ def test_the_output_is_shown_with_labels_and_kept_where_the_user_wants_it_alone(
     node.verdict()
     assert sorted(node.output) == ["[rank 1] hello\n", "[torchrun node 0] a warning\n"]
     assert node.agent_folder(agent).exists() is kept
+
+
+# --- what is said, and shown where not all lines are ------------------------------------------------
+
+
+def test_only_the_control_node_tells_the_command_and_only_of_the_first_start(tmp_path):
+    details = []
+    for number in (0, 1):
+        node = FakeNode(tmp_path / str(number), number)
+        os.makedirs(tmp_path / str(number))
+        agent = node.running()
+        node.all_end_well(agent)
+        agent = node.go(1)
+        node.ends_well(agent)
+        details.append([event.is_detail for event in node.events if event.kind == "command"])
+    assert details == [[False, True], [True, True]]
+
+
+def test_where_rank_0_alone_is_shown_a_rank_that_fails_shows_its_last_lines(tmp_path):
+    node, sent = FakeNode(tmp_path, logs="rank0"), []
+    node.member.send_lines = lambda stream, text: sent.append(text)
+    agent = node.running()
+    for rank in (0, 1):
+        node.worker_writes(agent, "stdout", "".join(f"hello {line}\n" for line in range(150)), rank)
+    node.worker_writes(agent, "stderr", "ValueError: größe 🙂\n* at the end", 1)
+    node.worker_ended(agent, 1, 3, at=1.0)
+    assert node.expect(Failed)
+    node.stop(teller=0)
+    node.ends(agent)
+    shown = "".join(node.output)
+    assert sorted(line for line in shown.splitlines() if line.startswith("[rank 0]")) == sorted(
+        f"[rank 0] hello {line}" for line in range(150)
+    )
+    last = [f"hello {line}" for line in range(52, 150)] + ["ValueError: größe 🙂", "* at the end"]
+    block = "[torchrun node 0] the last lines of rank 1, which has failed:\n" + "".join(
+        f"[rank 1] {line}\n" for line in last
+    )
+    assert shown.count("[rank 1] ") == 100
+    assert sent == [block]
+    assert block in node.output
+
+
+@pytest.mark.parametrize(
+    "order", ["told before the end", "told with the verdict", "another node failed", "rank 0 failed"]
+)
+def test_last_lines_are_shown_once_and_on_the_node_of_the_cause_alone(order, tmp_path):
+    node = FakeNode(tmp_path, logs="rank0")
+    agent = node.running()
+    rank = 0 if order == "rank 0 failed" else 1
+    node.worker_writes(agent, "stderr", "the end\n", rank)
+    node.worker_ended(agent, rank, 3, at=1.0)
+    if order == "told before the end":
+        node.stop(teller=0)
+    elif order == "another node failed":
+        node.stop(teller=1)
+    agent.say(End(-signal.SIGKILL))
+    eventually(lambda: not node.nothing_more_is_sent())
+    blamed = 1 if order == "another node failed" else 0
+    node.verdict(LaunchFailed("Rank 1 failed.", Cause("exit", blamed, "host", 1, 1, 3).as_dict()))
+    titles = "".join(node.output).count("the last lines of rank 1")
+    assert titles == (1 if order.startswith("told") else 0)
 
 
 # --- failures of this node --------------------------------------------------------------------------

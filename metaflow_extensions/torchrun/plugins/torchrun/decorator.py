@@ -71,6 +71,11 @@ class TorchrunDecorator(ParallelDecorator):  # type: ignore[misc]  # Metaflow is
         Whether to measure the network before the step's first launch: latency and bandwidth of each
         node's links and of an all-reduce over all ranks. A slow node is named in a warning, one that can't take part in the
         error. It is a launch of its own and takes the first number.
+    logs : str, optional, default None
+        Whose lines the control node's log has, which is what the terminal shows: ``"all"``, those of all
+        nodes; ``"node"``, its own; ``"rank0"``, rank 0's alone and, when a rank fails, its last 100. Each
+        node's own log has its own in any case, except for ``"rank0"``. By default ``"all"`` up to 16
+        nodes, and ``"node"`` above.
 
     MF Add To Current
     -----------------

@@ -7,7 +7,17 @@ from dataclasses import dataclass
 from typing import Literal
 
 Kind = Literal[
-    "chosen", "command", "worker_failed", "stopping", "failed", "left_behind", "restart", "diagnostics", "note"
+    "chosen",
+    "command",
+    "facts",
+    "ended",
+    "worker_failed",
+    "stopping",
+    "failed",
+    "left_behind",
+    "restart",
+    "diagnostics",
+    "note",
 ]
 
 
@@ -18,6 +28,7 @@ class Event:
     kind: Kind
     node: int
     text: str  # what happened, in words for the log
+    is_detail: bool = False  # whether only those want to know who look for a mistake of ours
 
 
 Subscriber = Callable[[Event], None]

@@ -268,14 +268,16 @@ class TorchrunExecutor:
             spec = call.fit(spec)
         policy = self._policy(request, spec)
         facts = node_facts(spec, context.machine)
-        context.member.emit(Event("chosen", self.node_index, f"processes per node: {nproc.value} ({nproc.why})"))
+        context.member.emit(
+            Event("chosen", self.node_index, f"processes per node: {nproc.value} ({nproc.why})", is_detail=True)
+        )
         warning = shm_warning(shm_bytes(), nproc.value, context.machine.accelerators, os.environ)
         if warning is not None:
             self._note_once(warning)
         if self._preflight_due:
             self._preflight(spec, facts, policy)
             self._preflight_due = False
-        return self._launch(spec, facts, policy, call)
+        return self._launch(spec, facts, policy, call, nproc_why=nproc.why)
 
     def _preflight(self, spec: LaunchSpec, facts: Mapping[str, Any], policy: LaunchPolicy) -> None:
         """Measure the network that `spec` will use; a launch of its own, which restarts nothing."""
@@ -284,26 +286,35 @@ class TorchrunExecutor:
             return
         self._note(f"preflight: measures the network between {spec.world_size} ranks before the script starts")
         try:
-            self._launch(preflight_spec(spec), facts, LaunchPolicy(preemption_signal=policy.preemption_signal))
+            own = LaunchPolicy(preemption_signal=policy.preemption_signal)
+            self._launch(preflight_spec(spec), facts, own, is_preflight=True)
         except TorchrunPreempted:
             raise
         except LaunchFailed as error:
             raise as_preflight(error) from error
 
     def _launch(
-        self, spec: LaunchSpec, facts: Mapping[str, Any], policy: LaunchPolicy, call: FunctionCall | None = None
+        self,
+        spec: LaunchSpec,
+        facts: Mapping[str, Any],
+        policy: LaunchPolicy,
+        call: FunctionCall | None = None,
+        **more: Any,
     ) -> TorchrunResult[Any]:
+        """Run one launch; `more` are further fields of `Plan`."""
         context, deadline = self._context, self._context.deadline
         plan = Plan(
             spec=spec,
             main_addr=self.main_addr,
             machine=context.machine,
-            write=write_output,
+            write=self._write,
             policy=replace(policy, left_s=None if deadline is None else max(0.1, deadline - time.monotonic())),
             facts=facts,
             grace_s=context.settings.grace_s,
             silence_s=context.settings.heartbeat_timeout_s,
             call=call,
+            logs=context.settings.logs_of(self.num_nodes),
+            **more,
         )
         supervisor = Supervisor(plan, context.member)
         try:
@@ -313,6 +324,14 @@ class TorchrunExecutor:
             if original is error:
                 raise
             raise original from error
+
+    def _write(self, stream: str, text: str) -> bool:
+        """Write lines of this node's workers; takes and returns what `node.logs.Write` does."""
+        context = self._context
+        # Nodes that share a machine share a terminal: there the control node's lines and these stand side by side.
+        if context.settings.logs_of(self.num_nodes) == "all" and context.machine.nodes_here == 1:
+            context.member.send_lines(stream, text)
+        return write_output(stream, text)
 
     def _note(self, text: str) -> None:
         self._context.member.emit(Event("note", self.node_index, text))

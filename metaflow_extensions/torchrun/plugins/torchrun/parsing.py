@@ -14,6 +14,7 @@ from typing import Any
 from .errors import TorchrunConfigError
 
 NPROC_WORDS = ("auto", "cpu", "gpu")
+LOGS = ("all", "node", "rank0")
 # The classes of causes (see `cause.Cause.category`) that a new generation on the same nodes may mend.
 RETRY_CLASSES = ("user", "killed", "timeout", "hang", "start")
 DEFAULT_RETRY_ON = frozenset({"user", "killed", "timeout", "hang"})
@@ -85,6 +86,14 @@ def parse_switch(value: Any, setting: str) -> bool:
     if word not in ("true", "1", "false", "0"):
         raise TorchrunConfigError(f"{setting} is {value!r}, but it must be True or False.")
     return word in ("true", "1")
+
+
+def parse_logs(value: Any, setting: str) -> str:
+    """Return whose lines the log of the control node shows, one of `LOGS`."""
+    word = str(value).strip().lower()
+    if word not in LOGS:
+        raise TorchrunConfigError(f"{setting} is {value!r}, but it must be one of {', '.join(map(repr, LOGS))}.")
+    return word
 
 
 def parse_retry_on(value: Any, setting: str) -> frozenset[str]:

@@ -25,17 +25,22 @@ _ATTRIBUTES: dict[str, tuple[Any, Callable[[Any, str], Any]]] = {
     "preemption_signal": ("SIGTERM", parsing.parse_signal),
     "hang_timeout_s": (None, parsing.parse_seconds),
     "preflight": (False, parsing.parse_switch),
+    "logs": (None, parsing.parse_logs),
 }
 DEFAULTS = {name: default for name, (default, _) in _ATTRIBUTES.items()}
 _PARSERS = {name: parse for name, (_, parse) in _ATTRIBUTES.items()} | {"timeout_s": parsing.parse_seconds}
 # What an attribute means that is given as None; the others must have a value.
 _WITHOUT_VALUE = {
-    **dict.fromkeys(("nproc_per_node", "master_port", "channel_port", "hang_timeout_s")),
+    **dict.fromkeys(("nproc_per_node", "master_port", "channel_port", "hang_timeout_s", "logs")),
     "max_restarts": 0,
     "retry_on": parsing.DEFAULT_RETRY_ON,
     "preemption_signal": int(signal.SIGTERM),
     "preflight": False,
 }
+
+
+# Up to so many nodes one log has the lines of all: who starts two from a terminal wants to see both.
+_ALL_UP_TO_NODES = 16
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,11 @@ class StepSettings:
     preemption_signal: int
     hang_timeout_s: float | None
     preflight: bool
+    logs: str | None
+
+    def logs_of(self, num_nodes: int) -> str:
+        """Return whose lines are shown, out of `parsing.LOGS`: of a small gang all, unless somebody says otherwise."""
+        return self.logs or ("all" if num_nodes <= _ALL_UP_TO_NODES else "node")
 
 
 def parse_settings(attributes: Mapping[str, Any], step: str) -> StepSettings:

@@ -21,7 +21,7 @@ from ..gang.control_channel import ControlChannel
 from ..gang.join import LOOPBACK, control_addresses, join_alone, join_as_control, join_as_member
 from ..gang.member import Member
 from ..gang.registry import Registry
-from ..node.console import to_log
+from ..node.console import to_log, write_output
 from ..node.report import end_with, report
 from ..settings import StepSettings
 from .event_store import EventStore
@@ -129,6 +129,8 @@ class TaskGang:
         self._follow(registry, self._channel)
         if self._local_nodes is not None:
             self._local_nodes.watch(self._channel.report_gone)
+        if not self._is_local:
+            self._channel.relay.start(write_output)
         return member, control_addresses(main_ip, here_only)[0]
 
     def _emit(self, event: Event) -> None:

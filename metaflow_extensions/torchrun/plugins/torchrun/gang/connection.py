@@ -89,6 +89,11 @@ class Connection(asyncio.Protocol):
         """Tell whether nothing can be sent any more."""
         return self._transport is None or self._transport.is_closing()
 
+    @property
+    def unsent_bytes(self) -> int:
+        """How much waits here until the network takes it."""
+        return 0 if self._transport is None else self._transport.get_write_buffer_size()
+
     def write(self, data: bytes) -> None:
         """Send bytes, unless the connection is ending."""
         if self._transport is not None and not self._transport.is_closing():

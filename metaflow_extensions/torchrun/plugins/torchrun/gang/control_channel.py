@@ -6,7 +6,8 @@ each node's messages are handled one after the other. From any other thread, `li
 and `close` hand their work to the channel's thread. `deliver` is called in the channel's thread.
 
 Other threads may read `gang.nodes.absent`, `gang.nodes.members`, `gang.broken` and `own_address`. What they see
-may be one message old, but it is whole: the gang's nodes are fixed, and each value is replaced in one step.
+may be one message old, but it is whole: the gang's nodes are fixed, and each value is replaced in one step. `relay`
+has a thread and a lock of its own.
 
 The control node's own messages take the same way as the members', without a socket, so that there is one
 code path for all nodes. An exception in the loop breaks the gang with its text: nobody would hear of it
@@ -27,7 +28,8 @@ from .connection import Connection, Reading, close_all, next_message
 from .frames import encode
 from .listener import Listener
 from .loop_thread import CLOSE_S, LoopThread
-from .protocol import CONTROL, Abort, Beat, Join, Message
+from .protocol import CONTROL, Abort, Beat, Join, Lines, Message
+from .relay import Relay
 from .state import Gang, Outgoing
 
 _TICK_S = 0.1
@@ -46,6 +48,7 @@ class ControlChannel:
         self._deliver = deliver  # takes the messages for the control node itself
         self._token = token
         self._timeout_s = heartbeat_timeout_s  # a member silent for so long is lost
+        self.relay = Relay(gang.num_nodes)  # of the members' lines; dropped, unless it is started
         self._listener: Listener | None = None
         self._members: dict[int, Connection] = {}
         self._nodes: dict[Connection, int] = {}  # the same the other way round
@@ -85,6 +88,7 @@ class ControlChannel:
         with suppress(Exception):
             self._thread.call(self._close(), CLOSE_S)
         self._thread.stop()
+        self.relay.close()
 
     # --- in the channel's thread: the gang ------------------------------------------------------
 
@@ -149,7 +153,11 @@ class ControlChannel:
             return
         while True:
             message = yield from next_message()
-            if not isinstance(message, Beat) and connection in self._nodes:
+            if isinstance(message, Beat) or connection not in self._nodes:
+                continue
+            if isinstance(message, Lines):
+                self.relay.add(join.node, message)
+            else:
                 self._step(self.gang.handle, join.node, message)
 
     def _take_in(self, connection: Connection, join: Join) -> None:

@@ -75,6 +75,7 @@ def _open_channel(
     gang = Gang(num_nodes, pick_port, settings.all_nodes_started_timeout, settings.grace_s, name)
     channel = ControlChannel(gang, member.deliver, token, settings.heartbeat_timeout_s)
     member.attach(channel)
+    member.settle_lines = channel.relay.settle
     channel.send(Join(CONTROL, member.host, place=place()))
     return member, channel
 
@@ -144,8 +145,9 @@ def join_as_member(
 
 def _member(node: int, num_nodes: int, settings: StepSettings, emit: Subscriber) -> tuple[Member, MemberChannel]:
     member = Member(node, num_nodes, emit)
-    channel = MemberChannel(node, member.deliver, member.lose_control, settings.heartbeat_timeout_s, _POLICY)
+    channel = MemberChannel(node, member.deliver, member.lose_control, settings.heartbeat_timeout_s, _POLICY, num_nodes)
     member.attach(channel)
+    member.send_lines = channel.send_lines
     return member, channel
 
 

@@ -123,6 +123,11 @@ class Member:
         self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()  # for the launch that runs; each has its own
         self.emit = emit
         self.shows_output = True  # whether the last launch shows here all that its workers write
+        # To the control node's log: there, nothing needs to be sent.
+        self.send_lines: Callable[[str, str], None] = lambda stream, text: None
+        self.settle_lines: Callable[[], None] = lambda: (
+            None
+        )  # waits until the members' lines that have come are written
         self._link: ControlChannel | MemberChannel | None = None
         self._at_end: Callable[[], None] = lambda: None
         self._pid = os.getpid()

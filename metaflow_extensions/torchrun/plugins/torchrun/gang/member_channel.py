@@ -1,8 +1,8 @@
 """A member's end of the gang's connections.
 
 Who may touch what. The channel's thread runs one asyncio loop (`loop_thread`), and all that begins with an
-underscore here belongs to that thread. From any other thread, `connect`, `send` and `close` hand their work to
-it. `deliver` and `on_loss` are called in it. `hold_s` and `own_address` are set before `connect` ends, and not
+underscore here belongs to that thread. From any other thread, `connect`, `send`, `send_lines` and `close` hand
+their work to it. `deliver` and `on_loss` are called in it. `hold_s` and `own_address` are set before `connect` ends, and not
 after.
 """
 
@@ -18,9 +18,10 @@ from contextlib import suppress
 from ..machine.network import place
 from .connection import Connection, Reading, close_all, handshake_as_member, next_message
 from .frames import encode
+from .line_sender import LineSender
 from .loop_thread import CLOSE_S, LoopThread
 from .policy import ConnectPolicy
-from .protocol import Beat, Join, Message, Refused, Welcome
+from .protocol import Beat, Ended, Join, Leave, Message, Refused, Welcome
 
 
 class MemberChannel:
@@ -33,6 +34,7 @@ class MemberChannel:
         on_loss: Callable[[str], None],
         heartbeat_timeout_s: float,
         policy: ConnectPolicy | None = None,
+        num_nodes: int = 2,
     ) -> None:
         # How long a task that was turned away shall put off its end, unless the connection ends before.
         self.hold_s = 0.0
@@ -46,6 +48,7 @@ class MemberChannel:
         self._is_over = False
         self._thread = LoopThread("torchrun-member", self._fail)
         self._answer: asyncio.Future[None] = self._thread.loop.create_future()  # to *join*
+        self._lines = LineSender(self._thread, num_nodes, self._write, self._has_room)
 
     # --- called in other threads ----------------------------------------------------------------
 
@@ -62,6 +65,10 @@ class MemberChannel:
     def send(self, message: Message) -> None:
         """Send a message to the control node."""
         self._thread.post(self._send, message)
+
+    def send_lines(self, stream: str, text: str) -> None:
+        """Send lines of this node's workers, as far as that holds up nothing else; returns at once."""
+        self._lines.add(stream, text)
 
     def close(self) -> None:
         """Close the connection."""
@@ -188,6 +195,14 @@ class MemberChannel:
             self._connection.abort("the channel failed")
 
     def _send(self, message: Message) -> None:
+        if isinstance(message, Ended | Leave):
+            self._lines.send_rest()  # so that they stand in the log before what comes next
+        self._write(message)
+
+    def _has_room(self) -> bool:
+        return self._connection is not None and not self._connection.unsent_bytes
+
+    def _write(self, message: Message) -> None:
         if self._connection is not None:
             self._connection.write(encode(message))
 

@@ -9,7 +9,7 @@ Node 0 is the control node and a node of its own gang: its own messages take the
                                         <──  Welcome, or Refused
     Ready: the step has called `run`    ──>
                                         <──  Go, when all nodes are ready and agree
-    Active, Failed                      ──>
+    Active, Failed, Lines               ──>
                                         <──  Stop, when a node has failed
     Ended, then Storing and Stored      ──>
                                         <──  Restart and another Go, or Verdict
@@ -87,6 +87,18 @@ class Failed:
     failures: tuple[Failure, ...] = ()  # what has failed; of many the first
     # Whether the node's own code has ended its call of `run`, so that it can't take part in a restart.
     given_up: bool = False
+
+
+@dataclass(frozen=True)
+class Lines:
+    """What workers of this node have written, for the control node's log; sent where all nodes' lines are shown there.
+
+    Nobody waits for it: what is too much is left out.
+    """
+
+    stdout: str = ""  # whole lines with their labels
+    stderr: str = ""
+    left_out: int = 0  # lines before these that only the node's own log has
 
 
 @dataclass(frozen=True)
@@ -250,7 +262,7 @@ class Alone:
 
 
 Message: TypeAlias = (
-    Join | Ready | Active | Failed | Ended | Storing | Stored | Done | Leave | Beat
+    Join | Ready | Active | Failed | Lines | Ended | Storing | Stored | Done | Leave | Beat
     | Welcome | Refused | Go | Stop | Restart | Verdict | Abort | Replaced | Note | Ack | Bye | Alone
 )  # fmt: skip
 _CLASSES: dict[str, type[Any]] = {cls.__name__.lower(): cls for cls in typing.get_args(Message)}

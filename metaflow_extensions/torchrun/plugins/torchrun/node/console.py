@@ -27,6 +27,9 @@ from typing import TextIO
 
 from ..events import Event
 
+DEBUG = "METAFLOW_TORCHRUN_DEBUG"
+"""Environment variable: ``1`` has the details written, too."""
+
 _LOOK_S = 0.001  # between looks at a lock or a reader
 _READER_PATIENCE_S = 0.05  # with a reader that has taken nothing, before the last line of a text
 _LOCK_PATIENCE_S = 1.0  # with a writer that holds the lock, for example one that was stopped
@@ -45,7 +48,9 @@ def write_output(stream: str, text: str, patience_s: float = _STUCK_S) -> bool:
 
 
 def to_log(event: Event) -> None:
-    """Write an event to the node's log, on stderr as Metaflow's own words are."""
+    """Write an event to the node's log, on stderr as Metaflow's own words are; details only where they are wanted."""
+    if event.is_detail and os.environ.get(DEBUG, "") in ("", "0"):
+        return
     text = "".join(f"[torchrun node {event.node}] {line}\n" for line in event.text.splitlines())
     write_output("stderr", text, _EVENT_PATIENCE_S)
 

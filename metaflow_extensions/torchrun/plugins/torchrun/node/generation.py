@@ -72,7 +72,7 @@ class Generation:
         self._plan = plan
         self._node, self._host = plan.spec.node_index, host
         self.go = go
-        self._folder = folder  # torchrun's --log-dir
+        self.log_dir = self._folder = folder  # torchrun's --log-dir
         self._agent = agent
         self._follower = follower
         self._machine = MachineFaults(folder)
@@ -233,6 +233,13 @@ class Generation:
         now = time.monotonic()
         first = first_failure(Failure(cause, now - at) for at, cause in dated)
         return () if first is None else (first,)
+
+    def hidden_failure(self) -> Cause | None:
+        """Return what has failed first on this node if that is a rank whose lines are not shown."""
+        cause = next((failure.cause for failure in self.failures()), None)
+        if cause is None or cause.local_rank is None or self._plan.label(cause.local_rank) is not None:
+            return None
+        return cause
 
     def _agent_cause(self) -> Cause:
         report = read_agent_report(self._folder)

@@ -26,6 +26,9 @@ class Plan:
     grace_s: float = 30.0  # that workers have between SIGTERM and SIGKILL
     silence_s: float = 30.0  # that a process of this node may be stopped by a signal
     call: FunctionCall | None = None  # of the function that the workers call, where they do
+    logs: str = "node"  # whose lines are shown where, out of `parsing.LOGS`
+    nproc_why: str = ""  # why there are so many processes on each node
+    is_preflight: bool = False  # whether it is a launch of ours, of which the log need not tell as much
 
     @property
     def ranks(self) -> list[int]:
@@ -42,10 +45,17 @@ class Plan:
         """Whether nodes of this gang share this machine, and so their terminal."""
         return self.machine.nodes_here > 1
 
+    @property
+    def shows_all(self) -> bool:
+        """Whether all that the workers of this node write is shown here."""
+        return self.spec.shown_local_ranks is None and self.logs != "rank0"
+
     def label(self, local_rank: int) -> str | None:
         """Return what the log puts before the lines of a worker; None if they are not shown."""
         spec = self.spec
         if spec.shown_local_ranks is not None and local_rank not in spec.shown_local_ranks:
+            return None
+        if self.logs == "rank0" and spec.global_rank(local_rank) != 0:
             return None
         if self.is_elastic:  # torchrun gives ranks out anew at each restart
             return f"[node {spec.node_index} local rank {local_rank}] "

@@ -26,6 +26,8 @@ from ..result import TorchrunResult
 from .agent import AgentProcess
 from .agent_events import End, WorkerEnded
 from .generation import Generation, Phase
+from .headlines import end_line, facts_line
+from .last_lines import LastLines
 from .plan import Plan
 from .start import AgentNews, prepare
 from .upload import Upload
@@ -50,7 +52,8 @@ class Supervisor:
         self._upload: Upload | None = None
         self._verdict: Verdict | None = None
         self._is_preempted = False
-        self._went_at = 0.0
+        self._went_at: float | None = None
+        self._last_lines = LastLines(member.node, self._show_last_lines)
         self._said_active_at = 0.0
         self._said_output_of = -1  # the generation whose first output the gang has heard of
         self._command: list[str] = []
@@ -71,11 +74,12 @@ class Supervisor:
 
     def run(self) -> TorchrunResult[Any]:
         """Run the launch to its end on all nodes. Raises the gang's verdict, the same TorchrunError on every node."""
-        self._launch = self._member.begin_launch(self._plan.spec.shown_local_ranks is None)
+        self._launch = self._member.begin_launch(self._plan.shows_all)
         try:
             self._member.send(self._ready())
             while self._verdict is None:
                 self._take(self._next())
+            self._say_end(self._verdict.error)
             if self._verdict.error is not None:
                 raise self._verdict.error
         except BaseException as error:
@@ -106,15 +110,29 @@ class Supervisor:
 
     def _on_go(self, go: Go) -> None:
         self._give_up_upload()
-        if go.generation == 0:
+        self._last_lines.begin()
+        if self._went_at is None:
             self._went_at = time.monotonic()
         try:
             self._generation = generation = prepare(self._plan, go, self._member, self._new_agent)
             self._command = generation.command
-            self._emit("command", f"runs: {shlex.join(generation.command)}")
+            self._say_begin(go, generation)
             generation.start()
         except Exception as error:  # a full disk, no more processes, a zero byte in a variable
             self._could_not_start(go, error)
+
+    def _say_begin(self, go: Go, generation: Generation) -> None:
+        is_first = self._member.node == CONTROL and go.generation == 0 and not self._plan.is_preflight
+        if is_first:
+            self._emit("facts", facts_line(self._plan, go))
+        self._emit("command", f"runs: {shlex.join(generation.command)}", is_detail=not is_first)
+
+    def _say_end(self, error: TorchrunError | None) -> None:
+        self._member.settle_lines()  # what the other nodes' workers wrote stands before
+        if self._member.node == CONTROL and self._went_at is not None:
+            seconds = time.monotonic() - self._went_at
+            text = end_line(self._launch, self._plan.spec, seconds, len(self._restarts), error)
+            self._emit("ended", text, is_detail=self._plan.is_preflight)
 
     def _could_not_start(self, go: Go, error: Exception) -> None:
         self._close_generation(0.0)
@@ -127,6 +145,7 @@ class Supervisor:
     def _on_stop(self, stop: Stop) -> None:
         if self._upload is not None and self._upload.is_vital:
             self._give_up_upload()
+        self._last_lines.blame(stop.teller)
         if (generation := self._generation) is None:
             return
         is_told = stop.teller != CONTROL and self._plan.shares_machine  # another node has said why in this terminal
@@ -139,6 +158,7 @@ class Supervisor:
     def _on_restart(self, restart: Restart) -> None:
         cause = restart.cause
         self._restarts.append({"generation": restart.number, "cause": cause.as_dict()})
+        self._last_lines.blame(cause.node)
         text = f"restart {restart.number} of {restart.of} in {restart.pause_s:g} s, because {cause.who} {cause.what}"
         self._emit("restart", text)
 
@@ -147,6 +167,7 @@ class Supervisor:
         self._events = [record.as_dict() for record in verdict.events]
         if verdict.error is not None:
             verdict.error.events = self._events
+            self._last_lines.blame((verdict.error.cause or {}).get("node"))
 
     # --- what interrupts this node ----------------------------------------------------------------
 
@@ -227,6 +248,8 @@ class Supervisor:
         if end.left:
             self._emit("left_behind", f"stopped what the workers had left running: {', '.join(end.left)}")
         codes = self._exit_codes = generation.exits.codes
+        if self._plan.logs == "rank0":
+            self._last_lines.note(generation.log_dir, generation.hidden_failure())
         upload = self._make_upload(generation)
         message = Ended(
             self._launch,
@@ -279,8 +302,14 @@ class Supervisor:
             generation.close(grace_s)
             generation.remove_files()
 
-    def _emit(self, kind: Kind, text: str) -> None:
-        self._member.emit(Event(kind, self._member.node, text))
+    def _show_last_lines(self, text: str) -> None:
+        """Show lines of a rank whose lines are hidden, in this node's log and in the control node's."""
+        self._plan.write("stderr", text)
+        if not self._plan.shares_machine:
+            self._member.send_lines("stderr", text)
+
+    def _emit(self, kind: Kind, text: str, is_detail: bool = False) -> None:
+        self._member.emit(Event(kind, self._member.node, text, is_detail))
 
     def _result(self) -> TorchrunResult[Any]:
         spec, call = self._plan.spec, self._plan.call
@@ -293,7 +322,7 @@ class Supervisor:
             world_size=spec.world_size,
             command=shlex.join(self._command),
             restarts=self._restarts,
-            duration_s=time.monotonic() - self._went_at,
+            duration_s=0.0 if self._went_at is None else time.monotonic() - self._went_at,
             exit_codes=dict(sorted(self._exit_codes.items())),
             values=values,
             gathered=call is not None and call.gather and self._member.node == CONTROL,

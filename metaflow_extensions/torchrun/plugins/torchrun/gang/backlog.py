@@ -1,0 +1,105 @@
+"""Lines on their way to another node's log: how many may wait, and how many may go. Pure.
+
+The newest are kept. So of a flood the log has the begin, which went at once, a line that counts what is left out, and
+the end.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from .protocol import Lines
+
+# Of all nodes together, so that the control node can bear it, and of each at least and at most.
+_ALL_WAITING_CHARS, _LEAST_WAITING_CHARS, _MOST_WAITING_CHARS = 4 * 1024**2, 32 * 1024, 256 * 1024
+_ALL_CHARS_PER_S, _LEAST_CHARS_PER_S = 1024**2, 1024
+# So many nodes' messages can the control node read in a second without noticing.
+_MESSAGES_PER_S = 200
+_LEAST_PAUSE_S, _MOST_PAUSE_S = 0.5, 10.0
+# A message holds so much: no other one waits for long behind it, and each character may take six bytes.
+_MESSAGE_CHARS = 32 * 1024
+# Of a longer line the begin.
+_LINE_CHARS = 8 * 1024
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one node of a gang may have waiting, and send."""
+
+    waiting_chars: int
+    chars_per_s: float
+    pause_s: float  # from one message to the next
+
+    @staticmethod
+    def for_gang(num_nodes: int) -> Limits:
+        """Return the share of one node of a gang."""
+        waiting = max(_LEAST_WAITING_CHARS, min(_MOST_WAITING_CHARS, _ALL_WAITING_CHARS // num_nodes))
+        pause_s = max(_LEAST_PAUSE_S, min(_MOST_PAUSE_S, num_nodes / _MESSAGES_PER_S))
+        return Limits(waiting, max(_LEAST_CHARS_PER_S, _ALL_CHARS_PER_S / num_nodes), pause_s)
+
+
+class _Piece(NamedTuple):
+    """Some lines."""
+
+    stream: str
+    text: str
+    left_out: int  # before them
+
+
+class Backlog:
+    """Lines that wait. Where there are too many the oldest go, and are counted."""
+
+    def __init__(self, most_chars: int) -> None:
+        self._most_chars = most_chars
+        self._pieces: deque[_Piece] = deque()
+        self._chars = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._pieces)
+
+    def add(self, stream: str, text: str, left_out: int = 0) -> None:
+        """Take whole lines; so many are missing before them already."""
+        for piece in _pieces(text):
+            self._pieces.append(_Piece(stream, piece, left_out))
+            self._chars += len(piece)
+            left_out = 0
+        while self._chars > self._most_chars and len(self._pieces) > 1:
+            oldest, second = self._pieces.popleft(), self._pieces[0]
+            self._chars -= len(oldest.text)
+            missing = oldest.left_out + oldest.text.count("\n")
+            self._pieces[0] = second._replace(left_out=second.left_out + missing)
+
+    def take(self) -> Lines | None:
+        """Return the oldest that fit into a message; None if nothing waits."""
+        if not self._pieces:
+            return None
+        texts: dict[str, list[str]] = {"stdout": [], "stderr": []}
+        left_out, chars = self._pieces[0].left_out, 0
+        while self._pieces:
+            stream, text, missing = self._pieces[0]
+            if chars and (missing or chars + len(text) > _MESSAGE_CHARS):
+                break
+            texts[stream].append(text)
+            chars += len(text)
+            self._pieces.popleft()
+        self._chars -= chars
+        return Lines("".join(texts["stdout"]), "".join(texts["stderr"]), left_out)
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """Cut a text between lines, and long lines short."""
+    begin = 0
+    while len(text) - begin > _LINE_CHARS:
+        end = text.rfind("\n", begin, begin + _LINE_CHARS) + 1
+        if end:
+            yield text[begin:end]
+        else:
+            end = text.find("\n", begin) + 1 or len(text)
+            missing = end - begin - _LINE_CHARS
+            yield f"{text[begin : begin + _LINE_CHARS]}… [{missing} characters are in its own log]\n"
+        begin = end
+    if begin < len(text):
+        yield text[begin:]

@@ -1,0 +1,69 @@
+"""How a member's lines get to the control node, and hold up nothing.
+
+They wait in a `Backlog`, which is bounded. Now and then some of them are sent, as the node's share of what the control
+node can bear allows, and only where the connection has nothing else to send. So a heartbeat or a failure waits for a
+message of theirs at most.
+
+Who may touch what. The thread that follows the workers' output calls `add`. All else belongs to the channel's thread.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from .backlog import Backlog, Limits
+from .loop_thread import LoopThread
+from .protocol import Lines
+
+
+class LineSender:
+    """Sends lines; `has_room` tells whether all that was sent before has left."""
+
+    def __init__(
+        self, thread: LoopThread, num_nodes: int, send: Callable[[Lines], None], has_room: Callable[[], bool]
+    ) -> None:
+        self._thread = thread
+        self._send = send
+        self._has_room = has_room
+        self._limits = limits = Limits.for_gang(num_nodes)
+        self._lock = threading.Lock()
+        self._backlog = Backlog(limits.waiting_chars)  # under the lock, as the next
+        self._is_due = False  # whether `_send_some` will be called
+        self._allowance = float(limits.waiting_chars)  # characters
+        self._allowed_at = time.monotonic()
+
+    def add(self, stream: str, text: str) -> None:
+        """Have whole lines sent; returns at once."""
+        if not text:
+            return
+        with self._lock:
+            self._backlog.add(stream, text)
+            was_due, self._is_due = self._is_due, True
+        if not was_due:
+            self._thread.post(self._wait)
+
+    def send_rest(self) -> None:
+        """Send all that waits: the workers have ended."""
+        while (lines := self._take()) is not None:
+            self._send(lines)
+
+    def _wait(self) -> None:
+        self._thread.loop.call_later(self._limits.pause_s, self._send_some)
+
+    def _send_some(self) -> None:
+        now = time.monotonic()
+        more = (now - self._allowed_at) * self._limits.chars_per_s
+        self._allowance, self._allowed_at = min(self._limits.waiting_chars, self._allowance + more), now
+        while self._allowance > 0 and self._has_room() and (lines := self._take()) is not None:
+            self._allowance -= len(lines.stdout) + len(lines.stderr)
+            self._send(lines)
+        with self._lock:
+            self._is_due = bool(self._backlog)
+        if self._is_due:
+            self._wait()
+
+    def _take(self) -> Lines | None:
+        with self._lock:
+            return self._backlog.take()

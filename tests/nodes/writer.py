@@ -1,0 +1,21 @@
+"""A worker without torch that writes numbered lines of 100 bytes: ``WORKER_DO`` is ``COUNT`` or ``COUNT PER_SECOND``.
+
+A third word is a rank that fails then.
+"""
+
+import os
+import sys
+import time
+
+RANK = os.environ["RANK"]
+LINE_BYTES = 100
+
+count, per_second, fails = [*os.environ["WORKER_DO"].split(), "0", "none"][:3]
+begun = time.monotonic()
+for number in range(int(count)):
+    sys.stdout.write(f"writer {RANK} {number:07d} ".ljust(LINE_BYTES - 1, "x") + "\n")
+    if int(per_second):
+        sys.stdout.flush()
+        time.sleep(max(0.0, begun + number / int(per_second) - time.monotonic()))
+if fails == RANK:
+    raise SystemExit("told to fail")

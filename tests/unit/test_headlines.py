@@ -1,0 +1,60 @@
+"""What the control node says of a launch in a line."""
+
+import pytest
+
+from metaflow_extensions.torchrun.plugins.torchrun.errors import LaunchFailed
+from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Go
+from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec
+from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import Machine
+from metaflow_extensions.torchrun.plugins.torchrun.node.headlines import end_line, facts_line
+from metaflow_extensions.torchrun.plugins.torchrun.node.plan import Plan
+
+GO = Go(2, 0, 29500, "gang", 0, 0)
+
+
+def spec_of(nproc, num_nodes):
+    return LaunchSpec("train.py", (), False, nproc, num_nodes, 0, "python3")
+
+
+def test_a_gang_with_gpus():
+    machine = Machine(96, tuple("01234567"))
+    why = "@kubernetes requests gpu=8"
+    plan = Plan(spec_of(8, 4), "fd00::1", machine, lambda *_: True, facts={"devices": "nvidia"}, nproc_why=why)
+    assert facts_line(plan, GO) == (
+        "launch 2 starts on 4 nodes: ranks 0-31; processes per node: 8 (@kubernetes requests gpu=8); "
+        "8 nvidia accelerators on each node; rendezvous at [fd00::1]:29500"
+    )
+
+
+@pytest.mark.parametrize(
+    ("machine", "devices", "said"),
+    [
+        (Machine(4), "none", "no accelerators"),
+        (Machine(4, ("0", "1"), 2, 0), "amd", "1 amd accelerator on each node"),
+        (Machine(4, ("0",), 2, 0), "nvidia", "1 nvidia accelerator on each node"),  # which they share
+        (Machine(4, ("0", "1")), "unknown", "2 accelerators on each node"),
+    ],
+)
+def test_devices_are_those_of_a_node(machine, devices, said):
+    plan = Plan(spec_of(1, 1), "127.0.0.1", machine, lambda *_: True, facts={"devices": devices})
+    assert facts_line(plan, GO) == (
+        f"launch 2 starts on 1 node: rank 0; processes per node: 1; {said}; rendezvous at 127.0.0.1:29500"
+    )
+
+
+def test_the_end_says_how_long_and_how_often():
+    spec = spec_of(2, 2)
+    assert end_line(0, spec, 3.14, 0, None) == "launch 0 has ended well: ranks 0-3, 3.1 s, no restart"
+    assert end_line(1, spec, 3600, 1, LaunchFailed("x")) == "launch 1 has failed: ranks 0-3, 3600.0 s, 1 restart"
+    assert end_line(1, spec_of(1, 1), 1, 2, None).endswith("rank 0, 1.0 s, 2 restarts")
+
+
+@pytest.mark.parametrize(
+    ("logs", "node", "shown"),
+    [("all", 0, [0, 1]), ("node", 1, [0, 1]), ("rank0", 0, [0]), ("rank0", 1, [])],
+)
+def test_whose_lines_a_node_shows(logs, node, shown):
+    spec = LaunchSpec("train.py", (), False, 2, 2, node, "python3")
+    plan = Plan(spec, "127.0.0.1", Machine(1), lambda *_: True, logs=logs)
+    assert [local_rank for local_rank in (0, 1) if plan.label(local_rank) is not None] == shown
+    assert plan.shows_all is (logs != "rank0")
