@@ -301,6 +301,15 @@ def test_who_waits_for_a_node_in_its_own_code_is_told_now_and_then():
     gang.pass_time(29.0)
     gang.pass_time(1.0)
     assert gang.notes(0)[1:] == gang.notes(1) == ["launch 0 waits for nodes 2, 3 to call current.torch.run"]
+    # On a local run they share a terminal: one says it.
+    assert [gang.got(node, Note)[-1].is_detail for node in (0, 1)] == [False, True]
+
+
+def test_a_control_node_that_is_late_itself_says_so_in_the_log_that_the_terminal_shows():
+    gang = GangOf(2)
+    gang.ready(1)
+    gang.pass_time(10.0)
+    assert gang.notes(0) == ["launch 0 waits for node 0 to call current.torch.run"]
 
 
 # --- contradictions ------------------------------------------------------------------------------

@@ -184,7 +184,7 @@ class Member:
         if isinstance(message, Welcome | Ack | Bye):
             self._hear(_SAYS[type(message)])
         elif isinstance(message, Note):
-            self.emit(Event("note", self.node, message.text))
+            self.emit(Event("note", self.node, message.text, message.is_detail))
         elif isinstance(message, Replaced):
             self.notice(message.why)
         elif isinstance(message, Abort):

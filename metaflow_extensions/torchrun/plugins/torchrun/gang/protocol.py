@@ -244,6 +244,7 @@ class Note:
     """A line for the node's log."""
 
     text: str
+    is_detail: bool = False  # whether another node's log says it, too, so that this one's need not
 
 
 @dataclass(frozen=True)

@@ -172,7 +172,9 @@ class Gang:
             absent, late = self.nodes.absent, [node for node in self.nodes.joined if node not in launch.ready]
             waits = [f"{names(absent)} to start"] if absent else []
             waits += [f"{names(late)} to call current.torch.run"] if late else []
-            self._send(Note(f"launch {launch.number} waits for {' and for '.join(waits)}"), *launch.ready)
+            text = f"launch {launch.number} waits for {' and for '.join(waits)}"
+            self._send(Note(text), CONTROL)  # whose log the terminal shows, even if it is the one that is late
+            self._send(Note(text, is_detail=True), *(node for node in launch.ready if node != CONTROL))
         elif text := launch.who_stores(now, besides=CONTROL):  # which says so itself
             self._send(Note(text), CONTROL)
 
