@@ -278,3 +278,13 @@ def test_a_failure_that_torchrun_alone_has_seen_ends_what_others_can_have_failed
     node.ended(1, 1, at=1.4)
     assert node.exits.failed_unseen().local_rank == 0
     assert node.causes() == [(3, "ConnectionResetError: by peer", 1.0)]
+
+
+def test_a_failure_that_torchrun_alone_has_seen_counts_later_than_with_its_exit_code(node):
+    """Both are told to the gang, which takes the earlier one; how long each was under way must not decide."""
+    before = time.monotonic()
+    node.torchrun_stops(1)
+    node.reaped(0, at=1.1)
+    assert node.exits.failed_unseen().local_rank == 0
+    ((at, cause),) = node.exits.causes(float("inf"))
+    assert (at >= before, cause.exit_code) == (True, None)

@@ -100,7 +100,9 @@ class Exits:
         told = self._told_to_stop_at(stopped_at)
         found = [self._cause_of(end, told) for end in self._ends.values()]
         if not any(found) and self._unseen_failure is not None:
-            found = [self._cause_of(self._unseen_failure._replace(stopped=False), told)]
+            unseen = self._cause_of(self._unseen_failure._replace(stopped=False), told)
+            # As of now: the same failure, told again with its exit code, is then the earlier one.
+            found = [unseen and (time.monotonic(), unseen[1])]
         return sorted(filter(None, found), key=lambda dated: dated[0])
 
     def _told_to_stop_at(self, stopped_at: float) -> float:
