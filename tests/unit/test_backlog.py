@@ -58,6 +58,14 @@ def test_what_was_missing_before_stays_counted():
     assert [(each.stdout, each.left_out) for each in taken(backlog)] == [("b\n" * 14, 15)]
 
 
+def test_a_gap_stays_between_the_lines_that_it_is_between():
+    backlog = Backlog(10**6)
+    backlog.add("stdout", "a\n")
+    backlog.add("stdout", "b\n")
+    backlog.add("stdout", "c\n", left_out=3)
+    assert [(each.stdout, each.left_out) for each in taken(backlog)] == [("a\nb\n", 0), ("c\n", 3)]
+
+
 def test_of_a_long_line_the_begin_is_kept():
     backlog = Backlog(10**6)
     backlog.add("stdout", "short\n" + "x" * 300_000 + "\nafter\n")

@@ -89,6 +89,15 @@ def test_a_reader_that_pauses_holds_up_nobody_and_has_the_newest_lines_later(rel
     assert sum(map(len, lines)) < 300_000
 
 
+def test_what_has_come_is_written_before_the_end(screen):
+    relay = Relay(2)
+    relay.start(screen.write)
+    for node in (1, 2):
+        relay.add(node, Lines("".join(f"[rank {node}] {line:05d} {'x' * 80}\n" for line in range(2000))))
+    relay.close()
+    assert len(screen.lines()) == 4000
+
+
 def test_the_end_comes_even_if_nobody_reads(screen):
     relay = Relay(2)
     relay.start(screen.write)

@@ -156,6 +156,8 @@ def test_last_lines_are_shown_once_and_on_the_node_of_the_cause_alone(order, tmp
         node.stop(teller=1)
     agent.say(End(-signal.SIGKILL))
     eventually(lambda: not node.nothing_more_is_sent())
+    if order == "told before the end":  # and so before what is said of the end
+        eventually(lambda: "the last lines of rank 1" in "".join(node.output))
     blamed = 1 if order == "another node failed" else 0
     node.verdict(LaunchFailed("Rank 1 failed.", Cause("exit", blamed, "host", 1, 1, 3).as_dict()))
     titles = "".join(node.output).count("the last lines of rank 1")

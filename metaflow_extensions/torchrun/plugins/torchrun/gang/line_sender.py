@@ -10,7 +10,6 @@ Who may touch what. The thread that follows the workers' output calls `add`. All
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 
 from .backlog import Backlog, Limits
@@ -32,7 +31,7 @@ class LineSender:
         self._backlog = Backlog(limits.waiting_chars)  # under the lock, as the next
         self._is_due = False  # whether `_send_some` will be called
         self._allowance = float(limits.waiting_chars)  # characters
-        self._allowed_at = time.monotonic()
+        self._allowed_at = self._thread.loop.time()
 
     def add(self, stream: str, text: str) -> None:
         """Have whole lines sent; returns at once."""
@@ -53,7 +52,7 @@ class LineSender:
         self._thread.loop.call_later(self._limits.pause_s, self._send_some)
 
     def _send_some(self) -> None:
-        now = time.monotonic()
+        now = self._thread.loop.time()
         more = (now - self._allowed_at) * self._limits.chars_per_s
         self._allowance, self._allowed_at = min(self._limits.waiting_chars, self._allowance + more), now
         while self._allowance > 0 and self._has_room() and (lines := self._take()) is not None:
