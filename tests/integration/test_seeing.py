@@ -60,6 +60,7 @@ def test_a_failure_is_shown_with_its_cause_first_its_nodes_and_its_restart(ask, 
         "restart 1 of 1 in 1 s",
         "start again",
     ]
+    assert lines[-1].endswith(f"torchrun logs {run}/hurt --rank 1")
     (before,) = [
         number for number, line in enumerate(lines) if line.endswith("all workers were started again after this")
     ]

@@ -6,7 +6,7 @@ import pytest
 
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
 from metaflow_extensions.torchrun.plugins.torchrun.gang.history import Record
-from metaflow_extensions.torchrun.plugins.torchrun.views.page import Facts, as_data, as_text, exit_codes
+from metaflow_extensions.torchrun.plugins.torchrun.views.page import Facts, as_data, as_text, exit_codes, failed_rank
 from metaflow_extensions.torchrun.plugins.torchrun.views.story import Story
 from metaflow_extensions.torchrun.plugins.torchrun.views.table import table
 from metaflow_extensions.torchrun.plugins.torchrun.views.timeline import timeline
@@ -126,9 +126,16 @@ def test_of_a_failure_the_cause_comes_first_with_its_traceback():
     assert [line.split("  ", 4)[-1] for line in lines if WHAT in line][1:] == [
         f"0       all workers are told to stop: {WHAT}"
     ]
+    assert not any("cause" in line for line in lines[9:])
     assert "      9.0  0       the launch has failed" in lines
     assert "  5.0-8.0  0       ranks 0, 1, 3 were killed by SIGTERM" in lines
     assert "      7.0  0       rank 2 exited with code 1" in lines
+
+
+def test_the_rank_that_failed_is_known():
+    assert failed_rank(content(FAILURE, report())) == 2
+    assert failed_rank(content(SUCCESS)) is None
+    assert failed_rank(content(FAILURE, {**report(), "cause": None})) is None
 
 
 def test_a_restart_tells_the_new_start_and_afterwards_why():
@@ -139,6 +146,12 @@ def test_a_restart_tells_the_new_start_and_afterwards_why():
     assert "     10.0  0.1     start again: 2 nodes, 2 processes on each" in lines
     assert lines[lines.index("At 9.0 s: all workers were started again after this") + 1] == f"{WHAT}."
     assert "   1  gpu-2  4_node_1  2-3    finished     18.5  0 0" in lines
+
+
+def test_while_workers_start_again_their_ends_are_not_told():
+    told = [record for record in RESTARTED if record[0] < 11]
+    assert Story(content(told)).exit_codes == {0: {}, 1: {}}
+    assert Story(content([*JOINED, *launch(2, FAILED)])).exit_codes == {0: {0: -15, 1: -15}, 1: {2: 1, 3: -15}}
 
 
 def test_an_error_that_the_step_has_caught_is_no_failure_of_the_gang():

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -18,7 +19,7 @@ from metaflow._vendor import click
 from metaflow.exception import CommandException
 
 from ..views.log_lines import shown, wanted
-from ..views.page import as_data, as_text
+from ..views.page import as_data, as_text, failed_rank
 from ..views.table import table
 from .stored_gangs import StoredGang, StoredGangs
 from .stored_logs import StoredLogs
@@ -46,7 +47,7 @@ _json = click.option("--json", "as_json", is_flag=True, default=False, help="Wri
 @click.pass_obj
 def show(obj: Any, gang: str, attempt: int | None, as_json: bool) -> None:
     """Show the gangs of a step."""
-    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    _take_any_text()
     stored = StoredGangs(obj.flow_datastore)
     found = [(each, _checked(each, attempt)) for each in _find(obj, stored, gang)]
     if as_json:
@@ -55,7 +56,8 @@ def show(obj: Any, gang: str, attempt: int | None, as_json: bool) -> None:
         click.echo(json.dumps({"run": found[0][0].run, "step": found[0][0].step, "gangs": gangs}, indent=2))
         return
     for number, (each, which) in enumerate(found):
-        click.echo("\n".join([*([""] if number else []), *_page(stored, each, which)]))
+        where = f"{each.run}/{each.step}" + (f"/{each.control_task}" if len(found) > 1 or gang.count("/") > 1 else "")
+        click.echo("\n".join([*([""] if number else []), *_page(stored, each, which, where)]))
 
 
 @torchrun.command(help="Show the stored logs of all nodes of a gang, merged by time.")
@@ -78,7 +80,7 @@ def logs(
     as_json: bool,
 ) -> None:
     """Show the logs of one gang."""
-    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    _take_any_text()
     pattern = _pattern(grep)
     stored = StoredGangs(obj.flow_datastore)
     found = _find(obj, stored, gang)
@@ -107,8 +109,8 @@ def _find(obj: Any, stored: StoredGangs, named: str) -> list[StoredGang]:
     steps = stored.steps(run)
     if not steps:
         raise CommandException(
-            f"The datastore ({stored.place}) has no run {run} of {obj.flow.name}. A run that used another one needs its "
-            f"name: {_program()} --datastore s3 torchrun show {named}."
+            f"The datastore ({stored.place}) has no run {run} of {obj.flow.name}. If the run used another datastore, "
+            f"name it: {_program()} --datastore s3 torchrun show {named}."
         )
     step = named_step or _only_gang(obj, run, steps)
     gangs = stored.gangs(run, step)
@@ -143,23 +145,24 @@ def _checked(gang: StoredGang, attempt: int | None) -> int:
     return attempt
 
 
-def _page(stored: StoredGangs, gang: StoredGang, attempt: int) -> list[str]:
+def _page(stored: StoredGangs, gang: StoredGang, attempt: int, where: str) -> list[str]:
     content = stored.events(gang, attempt)
-    where = f"{gang.run}/{gang.step}/{gang.control_task}"
     which = f" --attempt {attempt}" if attempt < gang.last_attempt else ""
-    hint = ["", f"Logs of all nodes: {_program()} torchrun logs {where}{which}"]
+    hints = ["", f"Logs of all nodes: {_program()} torchrun logs {where}{which}"]
     if content is not None:
-        return [*as_text(gang.facts(attempt), content, time.time()), *hint]
-    rows = [
-        [str(node), gang.tasks[node], told] for node, told in sorted(stored.told_by_metaflow(gang, attempt).items())
-    ]
+        rank = failed_rank(content)
+        if rank is not None:
+            hints.append(f"Of the rank that failed: {_program()} torchrun logs {where}{which} --rank {rank}")
+        return [*as_text(gang.facts(attempt), content, time.time()), *hints]
+    states = stored.told_by_metaflow(gang, attempt)
+    rows = [[str(node), gang.tasks[node], state] for node, state in sorted(states.items())]
     return [
         f"Run {gang.run}, step {gang.step}, task {gang.control_task}, attempt {attempt}",
         "Nothing is recorded of this gang: its control node has not joined yet, or this version of metaflow-torchrun did",
         "not run there, or the step has no @torchrun. This is what Metaflow knows:",
         "",
         *table(("node", "task", "state"), rows, right=("node",)),
-        *hint,
+        *hints,
     ]
 
 
@@ -172,6 +175,12 @@ def _pattern(grep: str | None) -> re.Pattern[str] | None:
 
 def _program() -> str:
     return f"python {os.path.basename(sys.argv[0])}"
+
+
+def _take_any_text() -> None:
+    """Let what a terminal can't show, as an emoji in the C locale, be shown as an escape."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _clock(stamp: str) -> str:

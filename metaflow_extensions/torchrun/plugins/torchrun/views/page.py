@@ -96,6 +96,13 @@ def as_text(facts: Facts, content: Mapping[str, Any], now: float) -> list[str]:
     return lines
 
 
+def failed_rank(content: Mapping[str, Any]) -> int | None:
+    """Return the rank that has failed last, if it was one."""
+    causes = [report["cause"] for report in content.get("reports", ()) if report["cause"] is not None]
+    rank: int | None = causes[-1].get("rank") if causes else None
+    return rank
+
+
 def _sentence(story: Story, is_followed: bool) -> str:
     """Return what came of it; why, the report says where one follows."""
     sentence = story.summary.sentence
