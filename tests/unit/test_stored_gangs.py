@@ -30,7 +30,7 @@ def stored(tmp_path, monkeypatch):
 def obj(stored):
     steps = {"start": False, "train": True, "tune": True}
     graph = [SimpleNamespace(name=name, parallel_step=is_parallel) for name, is_parallel in steps.items()]
-    return SimpleNamespace(flow=SimpleNamespace(name="Flow"), graph=graph)
+    return SimpleNamespace(flow=SimpleNamespace(name="Flow"), graph=graph, echo=print)
 
 
 def write(root, path, text=""):
@@ -95,11 +95,19 @@ def test_a_gang_is_named_by_run_step_or_any_of_its_tasks(stored, obj, root, name
     assert [gang.control_task for gang in commands._find(obj, stored, named)] == ["4"]
 
 
+def test_without_a_name_the_run_that_was_started_last_is_meant(stored, obj, root, tmp_path):
+    with pytest.raises(CommandException, match=r"No run of Flow was started here. Name one"):
+        commands._find(obj, stored, "")
+    begin(root, "train", "4")
+    (tmp_path / "Flow" / "latest_run").write_text(RUN)
+    assert [gang.run for gang in commands._find(obj, stored, "")] == [RUN]
+
+
 @pytest.mark.parametrize(
     ("named", "said"),
     [
         ("99", r"has no run 99 of Flow"),
-        ("", r"write RUN, RUN/STEP or RUN/STEP/TASK"),
+        ("/", r"write RUN, RUN/STEP or RUN/STEP/TASK"),
         ("100/train/4/2", r"write RUN, RUN/STEP or RUN/STEP/TASK"),
         ("100/tran", r"Run 100 has no tasks of step tran. It has begun: start, train, tune"),
         ("100/train/5", r"has no task 5. Its gangs have the control tasks 4"),

@@ -17,6 +17,7 @@ from typing import Any
 
 from metaflow._vendor import click
 from metaflow.exception import CommandException
+from metaflow.util import get_latest_run_id
 
 from ..views.log_lines import shown, wanted
 from ..views.page import as_data, as_text, failed_rank
@@ -35,7 +36,7 @@ def torchrun() -> None:
     """Hold our commands."""
 
 
-_gang = click.argument("gang", metavar="RUN[/STEP[/TASK]]")
+_gang = click.argument("gang", metavar="[RUN[/STEP[/TASK]]]", default="")
 _attempt = click.option("--attempt", type=int, default=None, help="Which attempt; the latest by default.")
 _json = click.option("--json", "as_json", is_flag=True, default=False, help="Write JSON.")
 
@@ -100,7 +101,7 @@ def logs(
 
 def _find(obj: Any, stored: StoredGangs, named: str) -> list[StoredGang]:
     """Return the gangs that are meant by ``RUN``, ``RUN/STEP`` or ``RUN/STEP/TASK``, or say what there is."""
-    parts = [part for part in named.split("/") if part]
+    parts = [part for part in (named or _latest_run(obj)).split("/") if part]
     if parts and parts[0] == obj.flow.name:  # as Metaflow's client names it
         parts = parts[1:]
     if not 1 <= len(parts) <= 3:
@@ -123,6 +124,14 @@ def _find(obj: Any, stored: StoredGangs, named: str) -> list[StoredGang]:
             f"Step {step} of run {run} has no task {task}. Its gangs have the control tasks {known}."
         )
     return found
+
+
+def _latest_run(obj: Any) -> str:
+    """Return the run that was started last in this place, as ``resume`` takes it."""
+    run = get_latest_run_id(obj.echo, obj.flow.name)
+    if run is None:
+        raise CommandException(f"No run of {obj.flow.name} was started here. Name one: {_program()} torchrun show RUN.")
+    return str(run)
 
 
 def _only_gang(obj: Any, run: str, steps: list[str]) -> str:
