@@ -58,7 +58,7 @@ FAILURE = [
     *JOINED,
     *launch(2, FAILED),
     (9.0, "cause", OF_2),
-    (9.0, "failed", {"launch": 0, "generation": 0, "text": WHAT}),
+    (9.0, "failed", {"launch": 0, "generation": 0, "text": f"{WHAT}."}),
     *LEFT_FAILED,
 ]
 RESTARTED = [
@@ -126,6 +126,7 @@ def test_of_a_failure_the_cause_comes_first_with_its_traceback():
     assert [line.split("  ", 4)[-1] for line in lines if WHAT in line][1:] == [
         f"0       all workers are told to stop: {WHAT}"
     ]
+    assert lines[-1] == "20.0-20.5          nodes 0, 1 left: their steps have failed"
     assert not any("cause" in line for line in lines[9:])
     assert "      9.0  0       the launch has failed" in lines
     assert "  5.0-8.0  0       ranks 0, 1, 3 were killed by SIGTERM" in lines

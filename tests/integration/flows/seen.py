@@ -32,6 +32,10 @@ class SeenFlow(FlowSpec):
 
     @step
     def merge(self, inputs):
+        self.next(self.again)
+
+    @step
+    def again(self):
         self.next(self.hurt, num_parallel=2)
 
     @torchrun(max_restarts=1)

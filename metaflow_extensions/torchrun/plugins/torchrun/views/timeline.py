@@ -16,7 +16,7 @@ _TOGETHER: dict[str, Callable[[_Group], str]] = {
     "exited": lambda group: f"{names(group.ranks, 'rank')} {_of_all(group)}",
     "stopped": lambda group: f"{names(group.nodes)}: all workers are gone",
     "finished": lambda group: f"{names(group.nodes)}: the step has ended well",
-    "left": lambda group: f"{names(group.nodes)} left" + (f": {group.text}" if group.text else ""),
+    "left": lambda group: f"{names(group.nodes)} left" + (f": {_of_all(group)}" if group.text else ""),
 }
 _ALONE: dict[str, Callable[[Record], str]] = {
     "go": lambda record: f"{'start' if not record.generation else 'start again'}: {record.text}",
@@ -60,10 +60,10 @@ def timeline(records: Iterable[Record]) -> list[tuple[str, str, str]]:
             _collect(groups, record)
             continue
         flush()
-        if record.kind == "cause" and record.text == said:
+        if record.kind == "cause" and record.text.rstrip(".") == said:
             continue
-        shown = record if record.text != said else _without_text(record)
-        said = record.text or said
+        shown = record if record.text.rstrip(".") != said else _without_text(record)
+        said = record.text.rstrip(".") or said
         rows.append((f"{record.at_s:.1f}", _launch(record), _ALONE.get(record.kind, _unknown)(shown)))
     flush()
     return rows
@@ -87,8 +87,10 @@ def _collect(groups: dict[tuple[str, int | None, str], _Group], record: Record) 
 
 
 def _of_all(group: _Group) -> str:
-    """Say how ranks ended, of one or of several."""
-    return group.text.replace("was ", "were ", 1) if len(group.ranks) > 1 else group.text
+    """Say how ranks or nodes ended, of one or of several."""
+    if len(group.ranks or group.nodes) == 1:
+        return group.text
+    return group.text.replace("was ", "were ", 1).replace("its step has", "their steps have", 1)
 
 
 def _span(group: _Group) -> str:
