@@ -1,6 +1,6 @@
-"""A worker without torch that writes numbered lines of 100 bytes: ``WORKER_DO`` is ``COUNT`` or ``COUNT PER_SECOND``.
+"""A worker without torch that writes numbered lines of 100 bytes: ``WORKER_DO`` is ``COUNT [PER_SECOND [RANK]]``.
 
-A third word is a rank that fails then.
+``PER_SECOND`` 0 is as fast as it can. The rank fails after that.
 """
 
 import os
@@ -10,7 +10,8 @@ import time
 RANK = os.environ["RANK"]
 LINE_BYTES = 100
 
-count, per_second, fails = [*os.environ["WORKER_DO"].split(), "0", "none"][:3]
+words = os.environ["WORKER_DO"].split()
+count, per_second, fails = words + ["0", "none"][len(words) - 1 :]
 begun = time.monotonic()
 for number in range(int(count)):
     sys.stdout.write(f"writer {RANK} {number:07d} ".ljust(LINE_BYTES - 1, "x") + "\n")
