@@ -58,6 +58,7 @@ RUN_ELSEWHERE = {
 # for their help, which fails if an option does not exist.
 OTHER_NUMBERS = [
     ("benchmarks/README.md", "python benchmarks/many_nodes.py --members 4000 --unauthenticated 2000"),
+    ("benchmarks/README.md", "python benchmarks/logs_of_all.py --nodes 8 --lines 100 --seconds 30"),
     ("examples/min-gpt/README.md", "python flow.py run"),
     ("examples/min-gpt/README.md", "python flow.py run --steps 3000"),
     ("examples/single-node/README.md", "python flow.py run --nproc 4"),
