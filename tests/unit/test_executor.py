@@ -99,3 +99,18 @@ def test_a_gang_of_one_in_a_gangs_step_speaks_of_the_node_that_it_is_there(rank)
     assert "ode 0 (" not in error.message
     assert error.cause["node"] == 2
     rename_node(TorchrunError("no cause"), 2)
+
+
+@pytest.mark.parametrize(
+    ("logs", "nodes_here", "sent"),
+    [("all", 1, True), (None, 1, True), ("node", 1, False), ("rank0", 1, False), ("all", 2, False)],
+)
+def test_a_members_lines_are_sent_where_all_are_shown_in_another_terminal(logs, nodes_here, sent, capfd):
+    """On a local run the nodes share one: a line must not stand there twice."""
+    member = Member(1, 2, lambda event: None)
+    lines = []
+    member.send_lines = lambda stream, text: lines.append((stream, text))
+    context = Context(member, "127.0.0.1", Machine(8, nodes_here=nodes_here), parse_settings({"logs": logs}, "train"))
+    assert TorchrunExecutor(context)._write("stdout", "[rank 1] größe\n")
+    assert lines == ([("stdout", "[rank 1] größe\n")] if sent else [])
+    assert capfd.readouterr().out == "[rank 1] größe\n"

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -100,3 +101,20 @@ def test_a_run_that_is_gone_ends_its_task_as_a_preemption_and_at_once_before_it_
     gang.join()
     with pytest.raises(TorchrunPreempted, match=r"the process of the run \(pid 1234\) is gone"):
         gang._run_is_gone(1234)
+
+
+@pytest.mark.parametrize("runtime", ["local", "kubernetes"])
+def test_a_remote_control_node_alone_writes_the_other_nodes_lines(runtime, monkeypatch, datastore):
+    """On a local run they stand in the same terminal already."""
+    parallel = Parallel(main_ip="127.0.0.1", num_nodes=2, node_index=0, control_task_id=None)
+    monkeypatch.setattr(type(current), "parallel", parallel, raising=False)
+    monkeypatch.setenv("METAFLOW_RUNTIME_ENVIRONMENT", runtime)
+    before = {thread.name for thread in threading.enumerate()}
+    gang = TaskGang(parse_settings(DEFAULTS, "train"), datastore, "1", "train", "2", 0)
+    try:
+        gang.join()
+        started = {thread.name for thread in threading.enumerate()} - before
+        assert ("torchrun-relay" in started) is (runtime == "kubernetes")
+    finally:
+        gang.leave(None)
+    assert "torchrun-relay" not in {thread.name for thread in threading.enumerate()} - before
