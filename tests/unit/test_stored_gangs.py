@@ -78,6 +78,14 @@ def test_attempts_and_their_ends_are_known_by_the_names_of_files(stored, root):
     assert (gang.facts(0).is_done, gang.facts(1).is_done, gang.facts(1).last_attempt) == (False, True, 1)
 
 
+def test_a_killed_task_has_ended_when_who_started_it_says_so(stored, root):
+    begin(root, "train", "4")
+    write(root, "train/4/0.runtime", "{}")
+    (gang,) = stored.gangs(RUN, "train")
+    assert gang.facts(0).is_done
+    assert stored.told_by_metaflow(gang, 0) == {0: "was killed"}
+
+
 def test_events_are_those_of_the_attempt(stored, root):
     begin(root, "train", "4")
     write(root, "train/4/1.torchrun_events.json", json.dumps({"version": 1}))

@@ -25,6 +25,8 @@ _NAMES = (
     (re.compile(r"(.+)-worker-(\d+)"), "{}", 1),
     (re.compile(r"(.+)-node-(\d+)"), "control-{}", 0),
 )
+# What is written at a task's end: by itself, or by who has started it and has seen it end (`Worker.terminate`).
+_ENDED = (TaskDataStore.METADATA_DONE_SUFFIX, "runtime")
 _ATTEMPT = re.compile(r"(\d+)\.(.+)")
 
 
@@ -61,7 +63,7 @@ class StoredGang:
 
     def facts(self, attempt: int) -> Facts:
         """Return what Metaflow has of an attempt."""
-        is_done = self.has(self.control_task, attempt, TaskDataStore.METADATA_DONE_SUFFIX)
+        is_done = any(self.has(self.control_task, attempt, name) for name in _ENDED)
         return Facts(self.run, self.step, self.control_task, self.tasks, attempt, self.last_attempt, is_done)
 
 
@@ -111,7 +113,7 @@ class StoredGangs:
         if not gang.files[task].get(attempt):
             return "has no such attempt"
         if not gang.has(task, attempt, TaskDataStore.METADATA_DONE_SUFFIX):
-            return "has begun; no end is known"
+            return "was killed" if gang.has(task, attempt, "runtime") else "has begun; no end is known"
         stored = self._datastore.get_task_datastore(gang.run, gang.step, task, attempt=attempt, allow_not_done=True)
         if stored.get("_task_ok"):
             return "succeeded"

@@ -79,7 +79,8 @@ def _story(facts: Facts, content: Mapping[str, Any], now: float) -> Story:
 
 def outcome(facts: Facts, story: Story) -> str:
     """Return ``done`` or ``failed``, the same as the summary while the gang runs, or ``ended`` if none knows how."""
-    return "ended" if facts.is_over and not story.summary.is_over else story.summary.outcome
+    is_cut = facts.is_over and not story.summary.is_over and story.summary.outcome != "failed"
+    return "ended" if is_cut else story.summary.outcome
 
 
 def as_text(facts: Facts, content: Mapping[str, Any], now: float) -> list[str]:
@@ -87,7 +88,9 @@ def as_text(facts: Facts, content: Mapping[str, Any], now: float) -> list[str]:
     story = _story(facts, content, now)
     reports = [printable(str(each["text"])).splitlines() for each in story.reports]
     is_failed = story.summary.outcome == "failed" and bool(reports)
-    lines = [_title(facts), printable(_sentence(story, is_failed)), _facts(facts, story, now)]
+    lines = [_title(facts), printable(_sentence(story, is_failed)), _facts(story, now)]
+    if outcome(facts, story) == "ended":
+        lines[1] = f"The control node's task has ended, but has not recorded how. Before: {lines[1]}"
     if is_failed:
         lines += ["", *reports.pop()]
     lines += ["", *_nodes(facts, story), "", *_events(story)]
@@ -109,7 +112,7 @@ def _sentence(story: Story, is_followed: bool) -> str:
     return sentence.partition(": ")[0].removesuffix(".") + "." if is_followed else sentence
 
 
-def _facts(facts: Facts, story: Story, now: float) -> str:
+def _facts(story: Story, now: float) -> str:
     width = f"{len(story.nodes)} node{'s' * (len(story.nodes) != 1)}" + (f" x {story.nproc}" if story.nproc else "")
     parts = [width]
     if story.restarts:
@@ -117,9 +120,7 @@ def _facts(facts: Facts, story: Story, now: float) -> str:
     if story.began is not None:
         parts.append("began " + datetime.fromtimestamp(story.began).astimezone().strftime("%Y-%m-%d %H:%M:%S %Z"))
     if story.records and not story.summary.is_over:
-        age = duration(now - story.records[-1].time)
-        how = "the task has ended, but its end is not recorded" if facts.is_over else "not ended"
-        parts.append(f"{how}; the last record is {age} old")
+        parts.append(f"the last record is {duration(now - story.records[-1].time)} old")
     return ", ".join(parts)
 
 
