@@ -122,7 +122,7 @@ class Member:
         self.host = socket.gethostname()
         self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()  # for the launch that runs; each has its own
         self.emit = emit
-        self.shows_output = True  # whether the last launch shows here all that its workers write
+        self.shows_output = True  # whether the last launch shows all that a worker writes of its failure
         # To the control node's log: there, nothing needs to be sent.
         self.send_lines: Callable[[str, str], None] = lambda stream, text: None
         self.settle_lines: Callable[[], None] = lambda: (

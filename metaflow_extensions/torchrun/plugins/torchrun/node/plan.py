@@ -46,9 +46,9 @@ class Plan:
         return self.machine.nodes_here > 1
 
     @property
-    def shows_all(self) -> bool:
-        """Whether all that the workers of this node write is shown here."""
-        return self.spec.shown_local_ranks is None and self.logs != "rank0"
+    def shows_failures(self) -> bool:
+        """Whether all that a worker wrote of its failure is shown: where rank 0 alone is shown, its last lines are."""
+        return self.spec.shown_local_ranks is None
 
     def label(self, local_rank: int) -> str | None:
         """Return what the log puts before the lines of a worker; None if they are not shown."""

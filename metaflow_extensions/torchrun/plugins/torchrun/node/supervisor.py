@@ -74,7 +74,7 @@ class Supervisor:
 
     def run(self) -> TorchrunResult[Any]:
         """Run the launch to its end on all nodes. Raises the gang's verdict, the same TorchrunError on every node."""
-        self._launch = self._member.begin_launch(self._plan.shows_all)
+        self._launch = self._member.begin_launch(self._plan.shows_failures)
         try:
             self._member.send(self._ready())
             while self._verdict is None:
