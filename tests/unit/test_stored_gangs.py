@@ -8,7 +8,7 @@ from metaflow.datastore import FlowDataStore
 from metaflow.exception import CommandException
 from metaflow.plugins.datastores.local_storage import LocalStorage
 
-from metaflow_extensions.torchrun.plugins.torchrun.border import commands
+from metaflow_extensions.torchrun.plugins.torchrun.border import commands, stored_gangs
 from metaflow_extensions.torchrun.plugins.torchrun.border.stored_gangs import StoredGangs, place_of
 from metaflow_extensions.torchrun.plugins.torchrun.border.stored_logs import _PIECE, StoredLogs
 
@@ -189,6 +189,17 @@ def test_following_ends_some_seconds_after_the_attempt_when_nothing_new_comes(st
     told = [(now[0], line.text) for line in logs_of(stored).follow(lambda: now[0], time_passes)]
     assert told == [(0, "first"), (3, "of a node that has come"), (6, "last")]
     assert now[0] == 11
+
+
+@pytest.mark.parametrize(("kind", "option"), [("local", ""), ("s3", "--datastore s3 ")])
+def test_a_hint_names_the_datastore_where_it_is_not_the_default(stored, root, monkeypatch, kind, option):
+    begin(root, "train", "4")
+    monkeypatch.setattr(stored_gangs, "DEFAULT_DATASTORE", "local")
+    monkeypatch.setattr(LocalStorage, "TYPE", kind)
+    (gang,) = stored.gangs(RUN, "train")
+    hint = commands._page(stored, gang, 0, "100/train")[-1]
+    assert hint.startswith("Logs of all nodes: python ")
+    assert hint.endswith(f" {option}torchrun logs 100/train")
 
 
 def test_a_pattern_that_is_none_is_said():

@@ -111,7 +111,7 @@ def _find(obj: Any, stored: StoredGangs, named: str) -> list[StoredGang]:
     if not steps:
         raise CommandException(
             f"The datastore ({stored.place}) has no run {run} of {obj.flow.name}. If the run used another datastore, "
-            f"name it: {_program()} --datastore s3 torchrun show {named}."
+            f"name it: {_program()} --datastore NAME torchrun show {named}."
         )
     step = named_step or _only_gang(obj, run, steps)
     gangs = stored.gangs(run, step)
@@ -157,11 +157,12 @@ def _checked(gang: StoredGang, attempt: int | None) -> int:
 def _page(stored: StoredGangs, gang: StoredGang, attempt: int, where: str) -> list[str]:
     content = stored.events(gang, attempt)
     which = f" --attempt {attempt}" if attempt < gang.last_attempt else ""
-    hints = ["", f"Logs of all nodes: {_program()} torchrun logs {where}{which}"]
+    ask = f"{_program()} {'' if stored.is_default else f'--datastore {stored.kind} '}torchrun logs {where}{which}"
+    hints = ["", f"Logs of all nodes: {ask}"]
     if content is not None:
         rank = failed_rank(content)
         if rank is not None:
-            hints.append(f"Of the rank that failed: {_program()} torchrun logs {where}{which} --rank {rank}")
+            hints.append(f"Of the rank that failed: {ask} --rank {rank}")
         return [*as_text(gang.facts(attempt), content, time.time()), *hints]
     states = stored.told_by_metaflow(gang, attempt)
     rows = [[str(node), gang.tasks[node], state] for node, state in sorted(states.items())]

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from metaflow.datastore.task_datastore import TaskDataStore
+from metaflow.metaflow_config import DEFAULT_DATASTORE
 
 from ..gang.registry import Registry
 from ..views.page import Facts
@@ -77,7 +78,17 @@ class StoredGangs:
     @property
     def place(self) -> str:
         """Name the datastore, for messages."""
-        return f"{self._storage.TYPE}: {self._datastore.datastore_root}"
+        return f"{self.kind}: {self._datastore.datastore_root}"
+
+    @property
+    def kind(self) -> str:
+        """Return what ``--datastore`` calls it."""
+        return str(self._storage.TYPE)
+
+    @property
+    def is_default(self) -> bool:
+        """Whether it is taken where ``--datastore`` is not given."""
+        return bool(self.kind == DEFAULT_DATASTORE)
 
     def steps(self, run: str) -> list[str]:
         """Return the steps of a run that have begun."""

@@ -21,7 +21,7 @@ from .stored_gangs import StoredGang, StoredGangs
 _PIECE = 256 * 1024
 _STREAMS = ("stdout", "stderr")
 _PAUSE_S = 1.0  # at least, between two looks at logs that grow
-_SHARE = 4.0  # a look that takes long is followed by a pause of so many times that
+_SHARE = 2.0  # a look that takes long is followed by a pause of so many times that
 _LAST_S = 5.0  # an attempt's logs are stored whole a moment after its end: then nothing new comes for so long
 _NEVER = "9999"  # after every line
 
