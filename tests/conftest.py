@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 _UNIT = Path(__file__).parent / "unit"
-pytest_plugins = ["flow_runs", "gangs", "hosts"]
+pytest_plugins = ["chromium", "flow_runs", "gangs", "hosts"]
 
 # How long what a test stopped has to be gone; a thread that was told to end needs a moment.
 _SETTLE_S = 3.0

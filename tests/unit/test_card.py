@@ -36,7 +36,7 @@ def a_gang(num_nodes=2, nproc=2, host="host", **more):
     }
 
 
-def failed(content, rank, text, **cause):
+def failed(content, rank, text, /, **cause):
     """Let a rank of the gang fail."""
     node = rank // content["nproc_per_node"]
     facts = {"node": node, "rank": rank, "exit_code": 1, **HERE}
@@ -129,6 +129,32 @@ def test_a_failure_comes_first_with_its_place_and_traceback():
     assert "failed Failed after 5 s: Rank 3 on node 1 (host h) failed with ValueError: no." in text
     assert "rank 3, node 1 on host h" in text
     assert "Traceback: here\n  there" in text
+
+
+@pytest.mark.parametrize(
+    ("cause", "words"),
+    [
+        (
+            {"kind": "hang", "rank": None, "detail": "Rank 0 was at f"},
+            ["the launch as a whole", "Where the ranks were"],
+        ),
+        ({"kind": "exit", "detail": "bye"}, ["rank 1, node 0 on host h", "Last lines of its stderr", "bye"]),
+        ({"kind": "lost", "rank": None, "exit_code": None}, ["node 0 on host h"]),
+    ],
+)
+def test_each_kind_of_cause_is_told_in_its_way(cause, words):
+    text = read(failed(a_gang(), 1, "no", **cause))["gang-outcome"].text
+    assert [word for word in words if word not in text] == []
+    assert ("exit code" in text) == (cause.get("exit_code", 1) is not None)
+
+
+def test_an_error_without_a_cause_is_told_whole():
+    content = {
+        **failed(a_gang(), 1, "The nodes differ"),
+        "cause": None,
+        "error": "The nodes differ\nin the torch version",
+    }
+    assert "The nodes differ\nin the torch version" in read(content)["gang-outcome"].text
 
 
 def test_a_rank_has_a_cell_with_its_state_in_a_word():

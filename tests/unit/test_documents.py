@@ -34,6 +34,7 @@ DOCUMENT_TESTS = "tests/integration/test_documents.py"
 
 INSTALL = "pip install --editable ."
 GENERATE = 'python generate.py --prompt "A function " --length 300 --seed 1'
+CREATE = "python flow.py card create RUN/STEP/TASK --type torchrun"
 STANDALONE = "torchrun --standalone --nproc-per-node=2 hello/train.py"
 # Commands that a test runs: that test's file, and what stands there for the command.
 RUN_ELSEWHERE = {
@@ -49,6 +50,8 @@ RUN_ELSEWHERE = {
         '"--node", "1", "--follow"',
     ),
     ("docs/seeing.md", "python flow.py torchrun logs 1234/train --grep 'loss|lr'"): (SEEING_TESTS, '"--grep", "'),
+    ("docs/card.md", "python flow.py card server"): ("tests/integration/test_card.py", '"server"'),
+    ("docs/card.md", CREATE): ("tests/integration/test_card.py", '"create"'),
     ("examples/README.md", "pip install -e '.[examples]'"): ("setup.py", '"examples": EXAMPLES'),
     ("examples/README.md", "export METAFLOW_USER=me"): ("tests/flow_runs.py", '"METAFLOW_USER": "tester"'),
     ("examples/README.md", STANDALONE): (DOCUMENT_TESTS, STANDALONE),

@@ -87,10 +87,11 @@ def test_a_slow_last_card_does_not_hold_the_task(card):
 
 
 def test_a_busy_card_is_not_asked(card, monkeypatch):
-    process = SimpleNamespace(poll=lambda: None)
+    asked = []
+    process = SimpleNamespace(poll=lambda: asked.append(1))
     monkeypatch.setattr(live_card.CardProcessManager, "_get_card_process", lambda uuid: (process, 0.0))
     live = LiveCard(dict, lambda: 1)
-    eventually(lambda: live._thread.is_alive())
+    eventually(lambda: len(asked) > 2)
     assert card.shown == []
     process.poll = lambda: 0
     eventually(lambda: card.shown)

@@ -19,6 +19,7 @@ from ..gang.state import Gang
 
 _EVERY_S = 5.0
 _PATIENCE_S = 5.0  # for one writing, and for the last one at the step's end
+_MAX_MESSAGE = 8 * 1024
 _VERSION = 1  # of the form of what is stored
 
 
@@ -69,6 +70,7 @@ class EventStore:
             "num_nodes": gang.num_nodes,
             "nproc_per_node": gang.nproc,
             "cause": None if error is None else error.cause,
+            "error": None if error is None else error.message[:_MAX_MESSAGE],
             "facts": gang.facts,
             **dict(self._about),
             "events": [record.as_dict() for record in gang.history.records],

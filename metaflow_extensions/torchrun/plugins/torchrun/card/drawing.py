@@ -29,6 +29,8 @@ _ORDER: tuple[RankState, ...] = (
     "stopped",
     "done",
 )
+# What the detail of a cause is, by its kind.
+_DETAILS = {**dict.fromkeys(("exception", "step", "call"), "Traceback"), "hang": "Where the ranks were"}
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 
 
@@ -52,20 +54,41 @@ def verdict(summary: Summary) -> str:
     )
 
 
-def cause_block(record: Record | None, cause: dict[str, Any] | None) -> str:
-    """Return who failed, where and how, with its traceback; of a restart the line that is known."""
-    if cause is None:
-        return (
-            "" if record is None else f'<div class="tr-cause"><b>Last restart because of</b>{told(record.text)}</div>'
-        )
+def cause_block(record: Record | None, cause: dict[str, Any] | None, error: str | None = None) -> str:
+    """Return who failed, where and how, with its traceback; without a cause the error, or why the gang restarted."""
+    if cause is not None:
+        return _framed("Cause", _facts_of(cause) + _detail_of(cause))
+    if error:
+        return _framed("Error", code_block(error, "Message"))
+    return "" if record is None else _framed("Last restart because of", told(record.text))
+
+
+def _framed(title: str, html: str) -> str:
+    return f'<div class="tr-cause"><b>{one_line(title)}</b>{html}</div>'
+
+
+def _facts_of(cause: dict[str, Any]) -> str:
     place = f"node {cause['node']} on host {cause['host']}"
     where = place if cause.get("rank") is None else f"rank {cause['rank']}, {place}"
     code = cause.get("exit_code")
-    rows = [("where", where), ("what", cause.get("exception") or ""), ("exit code", "" if code is None else str(code))]
-    listed = "".join(f"<div><dt>{name}</dt><dd>{one_line(text)}</dd></div>" for name, text in rows if text)
-    title = "Traceback" if cause.get("kind") in ("exception", "step", "call") else "Last lines of its stderr"
-    detail = code_block(cause["detail"], title) if cause.get("detail") else ""
-    return f'<div class="tr-cause"><b>Cause</b><dl class="tr-facts">{listed}</dl>{detail}</div>'
+    return facts(
+        [
+            ("where", "the launch as a whole" if cause.get("kind") in ("hang", "timeout") else where),
+            ("what", cause.get("exception") or ""),
+            ("exit code", "" if code is None else str(code)),
+        ]
+    )
+
+
+def _detail_of(cause: dict[str, Any]) -> str:
+    title = _DETAILS.get(cause.get("kind", ""), "Last lines of its stderr")
+    return code_block(cause["detail"], title) if cause.get("detail") else ""
+
+
+def facts(rows: Iterable[tuple[str, str]]) -> str:
+    """Return names and values, without those that are empty."""
+    listed = "".join(f"<div><dt>{one_line(name)}</dt><dd>{one_line(value)}</dd></div>" for name, value in rows if value)
+    return f'<dl class="tr-facts">{listed}</dl>'
 
 
 def code_block(text: str, title: str) -> str:
@@ -79,6 +102,14 @@ def tally(ranks: Iterable[Rank]) -> str:
     return ", ".join(f"{found[state]} {state}" for state in _ORDER if found[state])
 
 
+def by_node(ranks: Iterable[Rank]) -> dict[int, list[Rank]]:
+    """Return the ranks of each node."""
+    found: dict[int, list[Rank]] = {}
+    for rank in ranks:
+        found.setdefault(rank.node, []).append(rank)
+    return found
+
+
 def rank_cells(summary: Summary) -> str:
     """Return a cell for each rank; of many one for each node."""
     if not summary.ranks:
@@ -87,13 +118,10 @@ def rank_cells(summary: Summary) -> str:
         )
     if len(summary.ranks) <= _MAX_CELLS:
         return _grid(_rank_cell(rank, summary.nodes[rank.node]) for rank in summary.ranks)
-    by_node: dict[int, list[Rank]] = {}
-    for rank in summary.ranks:
-        by_node.setdefault(rank.node, []).append(rank)
     is_small = len(summary.nodes) > _MAX_CELLS
-    cells = (_node_cell(summary.nodes[node], ranks, is_small) for node, ranks in by_node.items())
+    cells = (_node_cell(summary.nodes[node], ranks, is_small) for node, ranks in by_node(summary.ranks).items())
     grid = _grid(cells, "tr-small" if is_small else "")
-    return told(tally(summary.ranks)) + _legend(summary.ranks) + _bad(summary) + grid
+    return _legend(summary.ranks) + _bad(summary) + grid
 
 
 def _grid(cells: Iterable[str], name: str = "") -> str:
@@ -131,8 +159,9 @@ def _node_cell(node: Node, ranks: list[Rank], is_small: bool) -> str:
 
 
 def _legend(ranks: Iterable[Rank]) -> str:
-    states = {rank.state for rank in ranks}
-    return "".join(f'<span class="tr-key tr-{state}">{state}</span>' for state in _ORDER if state in states)
+    """Return each state's colour, with how many ranks are in it."""
+    found = Counter(rank.state for rank in ranks)
+    return "".join(f'<span class="tr-key tr-{state}">{found[state]} {state}</span>' for state in _ORDER if found[state])
 
 
 def _bad(summary: Summary) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..gang.summary import Summary, from_stored
 from ..gang.texts import duration
-from .drawing import cause_block, code_block, one_line, rank_cells, tally, told, verdict
+from .drawing import by_node, cause_block, code_block, facts, rank_cells, tally, told, verdict
 from .timeline import chart
 
 # Of more nodes, those are listed that need a look.
@@ -25,7 +25,7 @@ def layout(content: dict[str, Any]) -> dict[str, Any]:
             outcome,
             _section("Ranks", ranks),
             _section("Timeline", times),
-            _section("Nodes", nodes),
+            _section("Nodes" if content["num_nodes"] <= _MAX_LISTED else "Node 0, and nodes that need a look", nodes),
             _section("Launch", facts),
         ]
     )
@@ -37,12 +37,16 @@ def parts(content: dict[str, Any]) -> list[dict[str, Any]]:
         return []
     summary = from_stored(content, content.get("now_s"))
     return [
-        _markdown("gang-outcome", verdict(summary) + cause_block(summary.cause, content.get("cause"))),
+        _markdown("gang-outcome", verdict(summary) + _why(summary, content)),
         _markdown("gang-ranks", rank_cells(summary)),
         chart("gang-times", summary),
         _nodes_table(summary, content),
         _markdown("gang-facts", _facts(summary, content)),
     ]
+
+
+def _why(summary: Summary, content: dict[str, Any]) -> str:
+    return cause_block(summary.cause, content.get("cause"), content.get("error"))
 
 
 def _page(contents: list[dict[str, Any]]) -> dict[str, Any]:
@@ -74,15 +78,13 @@ def _nodes_table(summary: Summary, content: dict[str, Any]) -> dict[str, Any]:
         odd = {rank.node for rank in summary.ranks if rank.state in ("failed", "lost")}
         odd |= {node.index for node in summary.nodes if node.state in ("missing", "lost")}
         wanted = sorted({0, *odd})[:_MAX_LISTED]
-    by_node: dict[int, list[Any]] = {}
-    for rank in summary.ranks:
-        by_node.setdefault(rank.node, []).append(rank)
+    ranks = by_node(summary.ranks)
     rows = [
         [
             str(node.index),
             node.host or "–",
             node.state,
-            tally(by_node.get(node.index, [])) or "–",
+            tally(ranks.get(node.index, [])) or "–",
             _task(node.index, content),
         ]
         for node in (summary.nodes[index] for index in wanted)
@@ -108,7 +110,7 @@ def _task(node: int, content: dict[str, Any]) -> Any:
 
 def _facts(summary: Summary, content: dict[str, Any]) -> str:
     began = content["events"][0]["time"] - content["events"][0]["at_s"] if content["events"] else None
-    facts = content.get("facts") or {}
+    known = content.get("facts") or {}
     rows = [
         ("began", time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(began)) if began is not None else "–"),
         ("so far" if not summary.is_over else "took", duration(summary.seconds)),
@@ -116,8 +118,7 @@ def _facts(summary: Summary, content: dict[str, Any]) -> str:
         ("ranks on each", str(content["nproc_per_node"] or "–")),
         ("launch", "–" if summary.launch is None else str(summary.launch)),
         ("restarts", str(summary.restarts)),
-        *((name, facts[key]) for key, name in _FACTS.items() if key in facts),
+        *((name, known[key]) for key, name in _FACTS.items() if key in known),
     ]
-    listed = "".join(f"<div><dt>{one_line(name)}</dt><dd>{one_line(value)}</dd></div>" for name, value in rows)
     command = content.get("command")
-    return f'<dl class="tr-facts">{listed}</dl>' + (code_block(command, "Command on node 0") if command else "")
+    return facts(rows) + (code_block(command, "Command on node 0") if command else "")

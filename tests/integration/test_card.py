@@ -1,0 +1,305 @@
+"""The gang's card, as Metaflow makes, stores and serves it, and as a browser shows it.
+
+Set CARD_IMAGES to a folder for pictures of all that the browser has shown.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import random
+import re
+import socket
+import time
+import urllib.request
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+from metaflow.datastore import FlowDataStore
+from metaflow.plugins.datastores.local_storage import LocalStorage
+
+from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause, Failure
+from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import LaunchPolicy
+from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Active, Ended, Failed, Join, Ready
+from metaflow_extensions.torchrun.plugins.torchrun.gang.registry import Registry
+from metaflow_extensions.torchrun.plugins.torchrun.gang.state import Gang
+
+pytestmark = pytest.mark.xdist_group("card")
+
+WIDTHS = (1280, 390)
+# What a browser has when all of a page stands there.
+READY = "document.querySelector('.tr-verdict') && document.querySelector('.vega-embed canvas, .vega-embed svg')"
+HOSTILE_HOST = "<img src=x onerror='window.hit = 1'>"
+
+
+class Cards:
+    """Flows with the gang's card, and Metaflow's server for it."""
+
+    def __init__(self, start_flow, folder):
+        self._start_flow, self.folder = start_flow, folder
+
+    def start(self, *arguments, **options):
+        env = {"GANG_CARD": "1", "METAFLOW_CARD_LOCALROOT": str(self.folder)}
+        return self._start_flow(*arguments, env=env, **options)
+
+    def run(self, *arguments, expect=0, **options):
+        flow = self.start(*arguments, **options)
+        assert flow.wait() == expect, flow.text
+        return flow
+
+    def paths(self, flow):
+        """Return the cards of a run's gang by node, each as its path on the server."""
+        run_id = re.search(r"\(run-id (\d+)\)", flow.text)[1]
+        found = {}
+        for path in self.folder.glob(f"*/runs/{run_id}/steps/train/tasks/*/cards/torchrun-*.html"):
+            task, name = path.parts[-3], path.stem.removeprefix("torchrun-")
+            found[int(task.partition("_node_")[2] or 0)] = f"GangFlow/{run_id}/train/{task}/{name}"
+        return found
+
+    @contextmanager
+    def served(self):
+        """Run Metaflow's server, and yield a function that gets something from it."""
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        server = self.start("server", "--port", str(port), command="card")
+
+        def ask(path):
+            deadline = time.monotonic() + 60
+            while True:
+                with suppress(OSError):
+                    return urllib.request.urlopen(f"http://localhost:{port}/{path}", timeout=20).read().decode()
+                assert time.monotonic() < deadline, f"{path}: {server.text}"
+                time.sleep(0.2)
+
+        ask.at = f"http://localhost:{port}/card/"
+        try:
+            ask("runinfo")
+            yield ask
+        finally:
+            server.process.terminate()
+            server.wait()
+
+
+@pytest.fixture(scope="module")
+def cards(start_shared_flow, tmp_path_factory):
+    return Cards(start_shared_flow, tmp_path_factory.mktemp("cards"))
+
+
+@pytest.fixture(scope="module")
+def live(cards):
+    """A gang of 2 x 2 that goes on until it is told to end, with its server."""
+    flow = cards.start(attrs={"nproc_per_node": 2}, do="*:talk,*:wait")
+    flow.await_notes("worker-launch0-0-*", 4)
+    with cards.served() as ask:
+        yield flow, cards, ask
+    (flow.out / "go-launch0-0").touch()
+    assert flow.wait() == 0, flow.text
+
+
+@pytest.fixture(scope="module")
+def ended(cards):
+    """Gangs that have ended, with a server: their cards by what has become of them."""
+    attrs = {"nproc_per_node": 2, "max_restarts": 1}
+    failed = cards.run(attrs={"nproc_per_node": 2}, do="3:raise,*:sleep", expect=1)
+    restarted = cards.run(attrs=attrs, do="1:once,*:talk")
+    finished = cards.run(attrs={"nproc_per_node": 2}, do="*:talk")
+    with cards.served() as ask:
+        yield {"failed": failed, "restarted": restarted, "finished": finished}, ask
+
+
+def content_of(html):
+    """Return what a page is made of, as text."""
+    return base64.b64decode(re.search(r'__MF_DATA__\["[^"]*"\] = "([A-Za-z0-9+/=]*)"', html)[1]).decode()
+
+
+def data_of(ask, path):
+    """Return the newest data of a card that is live."""
+    deadline = time.monotonic() + 60
+    while True:
+        assert time.monotonic() < deadline
+        with suppress(KeyError, json.JSONDecodeError):
+            return json.loads(ask(f"data/{path}"))["payload"]
+        time.sleep(0.2)
+
+
+def await_data(ask, path, words, deadline_s=60):
+    deadline = time.monotonic() + deadline_s
+    while words not in json.dumps(found := data_of(ask, path)):
+        assert time.monotonic() < deadline, found
+        time.sleep(0.5)
+    return found
+
+
+def test_a_running_gang_has_a_card_that_follows_it(live):
+    flow, cards, ask = live
+    data = await_data(ask, cards.paths(flow)[0], "running</span>")
+    assert data["reload_token"] == "runtime"
+    assert "4 ranks on 2 nodes run for" in data["data"]["gang-outcome"]["source"]
+    html = ask(f"card/{cards.paths(flow)[0]}")
+    assert 'METAFLOW_RELOAD_TOKEN = "runtime"' in html
+    assert set(data["data"]) <= set(re.findall(r'"id": "([\w-]+)"', content_of(html)))
+
+
+def test_the_card_of_a_failed_step_is_final_and_tells_why(cards, ended):
+    flows, ask = ended
+    html = ask(f"card/{cards.paths(flows['failed'])[0]}")
+    assert 'METAFLOW_RELOAD_TOKEN = "final"' in html
+    content = content_of(html)
+    assert "Rank 3 on node 1" in content
+    assert "in act&#10;    raise ValueError(" in content
+    # On a member's task the step fails, too, and Metaflow makes no card of it.
+    assert set(cards.paths(flows["failed"])) == {0}
+
+
+def test_a_card_can_be_made_again_from_what_is_stored(cards, ended):
+    flows, ask = ended
+    path = cards.paths(flows["restarted"])[0]
+    _, run_id, step, task, _ = path.split("/")
+    first = content_of(ask(f"card/{path}"))
+    made = cards.run("create", f"{run_id}/{step}/{task}", "--type", "torchrun", command="card")
+    short = re.search(r"hash: (\w+)", made.text)[1]
+    (again,) = cards.folder.glob(f"*/runs/{run_id}/steps/train/tasks/{task}/cards/torchrun-{short}*.html")
+    assert content_of(again.read_text()) == first
+    again.unlink()
+    assert "ended well after" in first
+    assert "after 1 restart" in first
+
+
+def test_the_card_of_another_node_says_where_the_gangs_is(cards, ended):
+    flows, ask = ended
+    paths = cards.paths(flows["finished"])
+    assert sorted(paths) == [0, 1]
+    control = paths[0].rpartition("/")[0]
+    assert f"that of the control task, {control}." in content_of(ask(f"card/{paths[1]}"))
+
+
+# --- in a browser ---------------------------------------------------------------------------------
+
+
+def look(browser, url, name):
+    """Open a page in light and dark, on a screen and on a phone; yield each time, and save pictures."""
+    images = os.environ.get("CARD_IMAGES")
+    for dark in (False, True):
+        for width in WIDTHS:
+            browser.open(url, READY, width, dark)
+            assert browser.value_of("window.hit") is None, "a text of ours was run"
+            assert browser.value_of("document.documentElement.scrollWidth") <= width, "it is wider than the screen"
+            back, front = browser.value_of(
+                "(() => { const style = getComputedStyle(document.querySelector('.mf-card'));"
+                " return [style.backgroundColor, style.color]; })()"
+            )
+            is_dark = [sum(map(int, re.findall(r"\d+", colour)[:3])) < 380 for colour in (back, front)]
+            assert is_dark == [dark, not dark], (back, front)
+            chart = browser.value_of("document.querySelector('.vega-embed').getBoundingClientRect().width")
+            assert 250 < chart <= width
+            yield width
+            if images:
+                browser.screenshot(Path(images) / f"card-{name}-{'dark' if dark else 'light'}-{width}.png")
+
+
+def test_a_browser_shows_a_running_gang_and_it_moves(live, chromium):
+    flow, cards, ask = live
+    path = cards.paths(flow)[0]
+    await_data(ask, path, "running</span>")
+    seen = []
+    for _ in look(chromium, ask.at + path, "running"):
+        chromium.value_of(f"window.metaflow_card_update({json.dumps(data_of(ask, path)['data'])})")
+        chromium.wait_for("document.body.innerText.includes('running')")
+        assert chromium.value_of("document.querySelectorAll('.tr-cell.tr-running').length") == 4
+        seen.append(chromium.text)
+    before = chromium.value_of("document.querySelector('.tr-sentence').innerText")
+    with_time = re.compile(r"4 ranks on 2 nodes run for (\d+) s")
+    assert with_time.search(before)
+    (flow.out / "go-launch0-0").touch()
+    newest = await_data(ask, path, "ended well")
+    if newest["reload_token"] == "runtime":
+        chromium.value_of(f"window.metaflow_card_update({json.dumps(newest['data'])})")
+    else:
+        chromium.open(ask.at + path, READY)
+    chromium.wait_for("document.body.innerText.includes('4 ranks on 2 nodes have ended well after')")
+    assert chromium.value_of("document.querySelectorAll('.tr-cell.tr-done').length") == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        (
+            "finished",
+            ["done", "4 ranks on 2 nodes have ended well after", "rank 3", "done, exit code 0", "PyTorch", "GangFlow/"],
+        ),
+        (
+            "failed",
+            ["failed", "Rank 3 on node 1", "ValueError: bad löss", "raise ValueError(", "rank 3, node 1 on host"],
+        ),
+        ("restarted", ["done", "after 1 restart", "Last restart because of", "RuntimeError: only the first time"]),
+    ],
+)
+def test_a_browser_shows_a_gang_that_has_ended(cards, ended, chromium, name, words):
+    flows, ask = ended
+    for _ in look(chromium, ask.at + cards.paths(flows[name])[0], name):
+        text = chromium.text
+        assert [word for word in words if word not in text] == []
+        assert "torch.distributed.run" in text
+    if name == "failed":
+        assert chromium.value_of("document.querySelectorAll('.tr-cell.tr-failed').length") == 1
+
+
+def many_nodes(num_nodes=256, nproc=8):
+    """Return what is stored of a gang of many nodes, of which one has a bad name and another has failed twice."""
+    now, chance = [0.0], random.Random(11)
+    gang = Gang(num_nodes, lambda port: 29500, clock=lambda: now[0])
+    nodes = list(range(num_nodes))
+
+    def each(message, seconds):
+        for node in chance.sample(nodes, len(nodes)):
+            now[0] += seconds / num_nodes * chance.random() * 2
+            gang.handle(node, message(node))
+
+    def end(generation, rank, text):
+        bad = rank // nproc
+        cause = Cause("exception", bad, f"host-{bad}", rank, rank % nproc, 1, text, f"Traceback: {text}")
+        failure = (Failure(cause),)
+        gang.handle(bad, Failed(0, generation, failure))
+        ranks = {node: range(node * nproc, (node + 1) * nproc) for node in nodes}
+        codes = {node: {each: 1 if each == rank else -15 for each in ranks[node]} for node in nodes}
+        each(lambda node: Ended(0, False, generation, failure if node == bad else (), codes[node]), 8)
+
+    each(lambda node: Join(node, HOSTILE_HOST if node == 7 else f"host-{node}"), 90)
+    policy = LaunchPolicy(max_restarts=1)
+    each(lambda node: Ready(0, nproc, "same", {"torch": "2.13.0"}, policy=policy if node == 0 else None), 20)
+    each(lambda node: Active(0, 0, 0.0, first_output=True), 30)
+    now[0] += 240
+    end(0, 900, "RuntimeError: lost once")
+    now[0] += 2
+    gang.tick()
+    each(lambda node: Active(0, 1, 0.0, first_output=True), 30)
+    now[0] += 120
+    end(1, 1234, f"ValueError: {HOSTILE_HOST}")
+    return {
+        "version": 1,
+        "num_nodes": num_nodes,
+        "nproc_per_node": nproc,
+        "cause": gang.error.cause,
+        "facts": gang.facts,
+        "events": [record.as_dict() for record in gang.history.records],
+    }
+
+
+def test_a_browser_shows_a_gang_of_256_nodes(cards, ended, chromium):
+    flows, ask = ended
+    flow = flows["finished"]
+    run_id = cards.paths(flow)[0].split("/")[1]
+    datastore = FlowDataStore("GangFlow", storage_impl=LocalStorage, ds_root=str(flow.home / ".metaflow"))
+    Registry(datastore, run_id, "start", "1", 0).save_events(many_nodes(), 5.0)  # as if the first step had been one
+    made = cards.run("create", f"{run_id}/start/1", "--type", "torchrun", command="card")
+    short = re.search(r"hash: (\w+)", made.text)[1]
+    (page,) = cards.folder.glob(f"*/runs/{run_id}/steps/start/tasks/1/cards/torchrun-{short}*.html")
+    url = f"{ask.at}GangFlow/{run_id}/start/1/{page.stem.removeprefix('torchrun-')}"
+    for _ in look(chromium, url, "256-nodes"):
+        text = chromium.text
+        for words in ("Rank 1234 on node 154", "2047 stopped", "failed: rank 1234 on node 154", HOSTILE_HOST):
+            assert words in text
+        assert chromium.value_of("document.querySelectorAll('.tr-cell').length") == 256
