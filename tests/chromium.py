@@ -116,12 +116,12 @@ class Chromium:
         path.write_bytes(base64.b64decode(data))
 
 
-@pytest.fixture(scope="module")
-def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
+@pytest.fixture
+def chromium(tmp_path: Path) -> Iterator[Chromium]:
     """Return a browser, or say clearly that there is none."""
     program = next(filter(None, map(shutil.which, PROGRAMS)), None)
     if program is None:
         pytest.skip(MISSING)
-    browser = Chromium(program, tmp_path_factory.mktemp("chromium"))
+    browser = Chromium(program, tmp_path)
     yield browser
     browser.close()

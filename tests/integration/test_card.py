@@ -37,12 +37,11 @@ HOSTILE_HOST = "<img src=x onerror='window.hit = 1'>"
 class Cards:
     """Flows with the gang's card, and Metaflow's server for it."""
 
-    def __init__(self, start_flow, folder):
-        self._start_flow, self.folder = start_flow, folder
+    def __init__(self, start_flow):
+        self._start_flow = start_flow
 
     def start(self, *arguments, **options):
-        env = {"GANG_CARD": "1", "METAFLOW_CARD_LOCALROOT": str(self.folder)}
-        return self._start_flow(*arguments, env=env, **options)
+        return self._start_flow(*arguments, env={"GANG_CARD": "1"}, **options)
 
     def run(self, *arguments, expect=0, **options):
         flow = self.start(*arguments, **options)
@@ -50,13 +49,18 @@ class Cards:
         return flow
 
     def paths(self, flow):
-        """Return the cards of a run's gang by node, each as its path on the server."""
+        """Return the cards of a run's gang by node, each as its path on the server; wait for the first."""
         run_id = re.search(r"\(run-id (\d+)\)", flow.text)[1]
-        found = {}
-        for path in self.folder.glob(f"*/runs/{run_id}/steps/train/tasks/*/cards/torchrun-*.html"):
-            task, name = path.parts[-3], path.stem.removeprefix("torchrun-")
-            found[int(task.partition("_node_")[2] or 0)] = f"GangFlow/{run_id}/train/{task}/{name}"
-        return found
+        deadline = time.monotonic() + 30
+        while True:
+            found = {}
+            for path in flow.home.parent.rglob(f"runs/{run_id}/steps/train/tasks/*/cards/torchrun-*.html"):
+                task, name = path.parts[-3], path.stem.removeprefix("torchrun-")
+                found[int(task.partition("_node_")[2] or 0)] = f"GangFlow/{run_id}/train/{task}/{name}"
+            if 0 in found:
+                return found
+            assert time.monotonic() < deadline, flow.text
+            time.sleep(0.2)
 
     @contextmanager
     def served(self):
@@ -67,7 +71,7 @@ class Cards:
         server = self.start("server", "--port", str(port), command="card")
 
         def ask(path):
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + 30
             while True:
                 with suppress(OSError):
                     return urllib.request.urlopen(f"http://localhost:{port}/{path}", timeout=20).read().decode()
@@ -84,19 +88,20 @@ class Cards:
 
 
 @pytest.fixture(scope="module")
-def cards(start_shared_flow, tmp_path_factory):
-    return Cards(start_shared_flow, tmp_path_factory.mktemp("cards"))
+def cards(start_shared_flow):
+    return Cards(start_shared_flow)
 
 
-@pytest.fixture(scope="module")
-def live(cards):
+@pytest.fixture
+def live(start_flow):
     """A gang of 2 x 2 that goes on until it is told to end, with its server."""
+    cards = Cards(start_flow)
     flow = cards.start(attrs={"nproc_per_node": 2}, do="*:talk,*:wait")
     flow.await_notes("worker-launch0-0-*", 4)
     with cards.served() as ask:
         yield flow, cards, ask
-    (flow.out / "go-launch0-0").touch()
-    assert flow.wait() == 0, flow.text
+        (flow.out / "go-launch0-0").touch()
+        assert flow.wait() == 0, flow.text
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +122,7 @@ def content_of(html):
 
 def data_of(ask, path):
     """Return the newest data of a card that is live."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 30
     while True:
         assert time.monotonic() < deadline
         with suppress(KeyError, json.JSONDecodeError):
@@ -161,7 +166,7 @@ def test_a_card_can_be_made_again_from_what_is_stored(cards, ended):
     first = content_of(ask(f"card/{path}"))
     made = cards.run("create", f"{run_id}/{step}/{task}", "--type", "torchrun", command="card")
     short = re.search(r"hash: (\w+)", made.text)[1]
-    (again,) = cards.folder.glob(f"*/runs/{run_id}/steps/train/tasks/{task}/cards/torchrun-{short}*.html")
+    (again,) = made.home.parent.rglob(f"runs/{run_id}/steps/train/tasks/{task}/cards/torchrun-{short}*.html")
     assert content_of(again.read_text()) == first
     again.unlink()
     assert "ended well after" in first
@@ -296,7 +301,7 @@ def test_a_browser_shows_a_gang_of_256_nodes(cards, ended, chromium):
     Registry(datastore, run_id, "start", "1", 0).save_events(many_nodes(), 5.0)  # as if the first step had been one
     made = cards.run("create", f"{run_id}/start/1", "--type", "torchrun", command="card")
     short = re.search(r"hash: (\w+)", made.text)[1]
-    (page,) = cards.folder.glob(f"*/runs/{run_id}/steps/start/tasks/1/cards/torchrun-{short}*.html")
+    (page,) = made.home.parent.rglob(f"runs/{run_id}/steps/start/tasks/1/cards/torchrun-{short}*.html")
     url = f"{ask.at}GangFlow/{run_id}/start/1/{page.stem.removeprefix('torchrun-')}"
     for _ in look(chromium, url, "256-nodes"):
         text = chromium.text

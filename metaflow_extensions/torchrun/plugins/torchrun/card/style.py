@@ -5,8 +5,8 @@ from __future__ import annotations
 # Of nodes and of ranks, in the order of a life. Each can be told from the others on white and on black.
 COLOURS = {
     "missing": "#c3c9d1",
-    "own code": "#8f9bb3",
-    "waiting": "#98a2b3",
+    "own code": "#9c8fc4",
+    "waiting": "#d0b25c",
     "starting": "#3b82f6",
     "running": "#22a35a",
     "stopping": "#f59e0b",
@@ -22,7 +22,12 @@ _RULES = """
 aside { display: none !important; }
 .mf-card main { margin-left: auto !important; margin-right: auto; max-width: 76rem !important; padding: 1rem !important; }
 .mf-card .mainContainer { max-width: none !important; }
-.tr { --tr-c: #98a2b3; line-height: 1.45; overflow-wrap: anywhere; }
+.mf-card main { min-width: 0; flex: 1 1 auto !important; width: 100%; box-sizing: border-box; }
+.mf-card section { --component-spacer: 1.2rem; min-width: 0; }
+.mf-card .heading { margin-bottom: .6rem !important; }
+.mf-card .sectionItems, .mf-card .sectionItems > * { min-width: 0; max-width: 100%; }
+.mf-card .tableContainer { overflow-x: auto; max-width: calc(100vw - 2rem); }
+.tr { --tr-c: #98a2b3; margin-bottom: 1rem; line-height: 1.45; overflow-wrap: anywhere; }
 .tr p { margin: 0 0 .5rem; }
 .tr-verdict { border-left: 6px solid var(--tr-c); background: var(--lt-lt-grey); padding: .8rem 1rem; border-radius: 6px; }
 .tr-word { background: var(--tr-c); color: #fff; border-radius: 4px; padding: .1rem .5rem; margin-right: .6rem;
@@ -40,7 +45,7 @@ aside { display: none !important; }
 .tr-key { display: inline-block; background: var(--tr-c); color: #fff; border-radius: 4px; padding: 0 .5rem;
   margin: 0 .4rem .6rem 0; }
 .tr-facts { display: grid; gap: .5rem 1.5rem; margin: .5rem 0;
-  grid-template-columns: repeat(auto-fill, minmax(min(100%, 11rem), 1fr)); }
+  grid-template-columns: repeat(auto-fill, minmax(min(100%, 9rem), 1fr)); }
 .tr-cause .tr-facts { grid-template-columns: repeat(auto-fill, minmax(min(100%, 18rem), 1fr)); }
 .tr-facts dt { color: var(--dk-grey); font-size: .85rem; }
 .tr-facts dd { margin: 0; white-space: pre-wrap; }
@@ -51,7 +56,7 @@ aside { display: none !important; }
 .mf-card th { text-align: left !important; padding: .4rem .7rem !important; }
 .mf-card .vega-embed { width: 100%; }
 @media (prefers-color-scheme: dark) {
-  :root { color-scheme: dark; --bg: #14171c; --black: #e6e8eb; --dk-grey: #9aa4b2; --lt-grey: #232830;
+  :root { color-scheme: dark; --bg: #14171c; --white: #14171c; --black: #e6e8eb; --dk-grey: #9aa4b2; --lt-grey: #232830;
     --lt-lt-grey: #1c2027; --grey: rgba(255, 255, 255, .16); --error: #ff6b6b; --blue: #7cb7ff; --highlight: #4a2a2e; }
   .mf-card a { color: var(--blue); }
 }
