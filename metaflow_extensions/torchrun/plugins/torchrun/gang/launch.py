@@ -14,7 +14,7 @@ from ..errors import GangError, LaunchFailed, LaunchHung, LaunchTimeout, Torchru
 from .cause import Cause, Failure, first_failure
 from .policy import LaunchPolicy
 from .protocol import CONTROL, Ended, Ready
-from .texts import REMIND_S, first_lines, first_values, headline, names, places, shortened
+from .texts import REMIND_S, counted, first_lines, first_values, headline, names, places, shortened
 
 # What must be the same on every node besides the launch's number, and how to call it. The first two are
 # fields of *ready*, the others its facts.
@@ -231,7 +231,7 @@ class Launch:
             saved = sorted(rank for rank, code in codes if code == 0)
             ended = f"Ranks that exited with code 0 in time: {shortened(saved) or 'none'}."
             return TorchrunPreempted, f"{report}\n{stopped} on all nodes. {ended}\n{TorchrunPreempted.remedy}"
-        count = f" after {self.restarts} restarts" if self.restarts else ""
+        count = f" after {counted(self.restarts, 'restart')}" if self.restarts else ""
         text = f"{report}\n{stopped} on all nodes{count} (class of the cause: {cause.category})."
         if self.preempted is not None:
             text += f" Meanwhile {self.preempted.who} {self.preempted.what}."

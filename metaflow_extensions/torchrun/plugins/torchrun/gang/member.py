@@ -125,9 +125,8 @@ class Member:
         self.shows_output = True  # whether the last launch shows all that a worker writes of its failure
         # To the control node's log: there, nothing needs to be sent.
         self.send_lines: Callable[[str, str], None] = lambda stream, text: None
-        self.settle_lines: Callable[[], None] = lambda: (
-            None
-        )  # waits until the members' lines that have come are written
+        # Waits until the members' lines that have come are written.
+        self.settle_lines: Callable[[], None] = lambda: None
         self._link: ControlChannel | MemberChannel | None = None
         self._at_end: Callable[[], None] = lambda: None
         self._pid = os.getpid()

@@ -44,7 +44,7 @@ from .protocol import (
     Verdict,
     Welcome,
 )
-from .texts import QUIET_S, REMIND_S, headline, names
+from .texts import QUIET_S, REMIND_S, counted, headline, names
 
 Outgoing = tuple[int, Message]
 """A node's index and a message for it."""
@@ -284,7 +284,7 @@ class Gang:
         launch.begin_generation(self._clock())
         limit = launch.policy.max_restarts
         nproc = launch.ready[CONTROL].nproc
-        self._note("go", text=f"{self.num_nodes} nodes, {nproc} processes on each")
+        self._note("go", text=f"{counted(self.num_nodes, 'node')}, {nproc} process{'es' * (nproc != 1)} on each")
         self._broadcast(Go(launch.number, launch.generation, port, self._name, launch.restarts, limit))
 
     # --- a launch: what its nodes report --------------------------------------------------------

@@ -19,6 +19,11 @@ def names(numbers: Iterable[int], what: str = "node") -> str:
     return f"{what} {shortened(given)}" if len(given) == 1 else f"{what}s {shortened(given)}"
 
 
+def counted(count: int, what: str) -> str:
+    """Return a number with its noun: "1 node", "2 nodes"."""
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+
+
 def shortened(numbers: Iterable[int]) -> str:
     """Return a list of numbers for people, with those that follow each other as a range if they are many."""
     given = sorted(numbers)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..errors import TorchrunError
 from ..gang.protocol import Go
+from ..gang.texts import counted
 from ..launch.spec import LaunchSpec, bracketed
 from .plan import Plan
 
@@ -11,10 +12,9 @@ from .plan import Plan
 def facts_line(plan: Plan, go: Go) -> str:
     """Return what the workers start with: nodes, ranks, devices, and where the rendezvous of their backend is."""
     spec = plan.spec
-    nodes = "1 node" if spec.num_nodes == 1 else f"{spec.num_nodes} nodes"
     why = f" ({plan.nproc_why})" if plan.nproc_why else ""
     return (
-        f"launch {go.launch} starts on {nodes}: {_ranks(spec)}; processes per node: {spec.nproc}{why}; "
+        f"launch {go.launch} starts on {counted(spec.num_nodes, 'node')}: {_ranks(spec)}; processes per node: {spec.nproc}{why}; "
         f"{_devices(plan)}; rendezvous at {bracketed(plan.main_addr)}:{go.port}"
     )
 
@@ -22,7 +22,7 @@ def facts_line(plan: Plan, go: Go) -> str:
 def end_line(launch: int, spec: LaunchSpec, seconds: float, restarts: int, error: TorchrunError | None) -> str:
     """Return how a launch has ended."""
     how = "has ended well" if error is None else "has failed"
-    again = "no restart" if restarts == 0 else "1 restart" if restarts == 1 else f"{restarts} restarts"
+    again = counted(restarts, "restart") if restarts else "no restart"
     return f"launch {launch} {how}: {_ranks(spec)}, {seconds:.1f} s, {again}"
 
 
@@ -36,4 +36,4 @@ def _devices(plan: Plan) -> str:
     if count == 0:
         return "no accelerators"
     name = "accelerator" if kind in ("none", "unknown") else f"{kind} accelerator"
-    return f"{count} {name}{'' if count == 1 else 's'} on each node"
+    return f"{counted(count, name)} on each node"

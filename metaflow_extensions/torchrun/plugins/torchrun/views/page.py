@@ -9,7 +9,7 @@ from datetime import datetime
 from typing import Any
 
 from ..gang.cause import signal_name
-from ..gang.texts import duration, shortened
+from ..gang.texts import counted, duration, shortened
 from .story import Story
 from .table import printable, table
 from .timeline import timeline
@@ -113,10 +113,10 @@ def _sentence(story: Story, is_followed: bool) -> str:
 
 
 def _facts(story: Story, now: float) -> str:
-    width = f"{len(story.nodes)} node{'s' * (len(story.nodes) != 1)}" + (f" x {story.nproc}" if story.nproc else "")
+    width = counted(len(story.nodes), "node") + (f" x {story.nproc}" if story.nproc else "")
     parts = [width]
     if story.restarts:
-        parts.append(f"{story.restarts} restart{'s' * (story.restarts != 1)}")
+        parts.append(counted(story.restarts, "restart"))
     if story.began is not None:
         parts.append("began " + datetime.fromtimestamp(story.began).astimezone().strftime("%Y-%m-%d %H:%M:%S %Z"))
     if story.records and not story.summary.is_over:
