@@ -14,8 +14,8 @@ def facts_line(plan: Plan, go: Go) -> str:
     spec = plan.spec
     why = f" ({plan.nproc_why})" if plan.nproc_why else ""
     return (
-        f"launch {go.launch} starts on {counted(spec.num_nodes, 'node')}: {_ranks(spec)}; processes per node: {spec.nproc}{why}; "
-        f"{_devices(plan)}; rendezvous at {bracketed(plan.main_addr)}:{go.port}"
+        f"launch {go.launch} starts on {counted(spec.num_nodes, 'node')}: {_ranks(spec)}; "
+        f"processes per node: {spec.nproc}{why}; {_devices(plan)}; rendezvous at {bracketed(plan.main_addr)}:{go.port}"
     )
 
 
