@@ -4,7 +4,7 @@ import itertools
 import re
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from metaflow_extensions.torchrun.plugins.torchrun.node import lines as module
@@ -90,6 +90,7 @@ def test_of_every_line_the_last_state_is_shown(data, places):
     assert all(line in shown for line in (last if last[-1] else last[:-1]))  # in this order
 
 
+@example(b"\ra\xf0\x9f\x99\x82", [2, 3])
 @given(NASTY, CUTS)
 def test_where_time_enough_goes_by_only_line_ends_are_lost(data, places):
     text = data.decode("utf-8", errors="replace")

@@ -38,10 +38,11 @@ class LineSplitter:
     def feed(self, data: bytes, final: bool = False) -> Iterator[str]:
         """Yield what is to be shown now, without line ends; `final` flushes the rest. No data: some time has gone by."""
         text = self._decoder.decode(data, final)
-        if text:
+        if data:  # perhaps the first half of a character
             self._rest_at = self._clock()
+        if text:
             yield from self._renewed(text) if "\r" in text or self._is_renewed else self._plain(text)
-        elif self._is_renewed and self._clock() >= self._rest_at + RENEWED_S:
+        elif not data and self._is_renewed and self._clock() >= self._rest_at + RENEWED_S:
             yield from self._renew(self._rest.rstrip("\r"))
         while len(self._rest) > MAX_LINE_CHARS:
             yield self._rest[:MAX_LINE_CHARS]
