@@ -12,7 +12,8 @@ WITHIN_S = 12
 
 
 def test_a_control_node_that_calls_run_less_often(gang, recorder):
-    gang.start(3, launches={0: 0, 1: 1, 2: 1})
+    told = ["env", "METAFLOW_TORCHRUN_DEBUG=1"]  # or a node does not say that it calls run
+    gang.start(3, launches={0: 0, 1: 1, 2: 1}, wrap={1: told, 2: told})
     gang.await_steps()
     gang.await_that(lambda: all("processes per node" in gang.log(node) for node in (1, 2)), "the others' calls of run")
     outcome = gang.await_end(gang.end_steps(), gang.processes, WITHIN_S)
