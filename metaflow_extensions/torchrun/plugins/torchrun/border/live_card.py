@@ -18,11 +18,23 @@ from metaflow.plugins.cards.card_creator import CardProcessManager
 
 _TYPE = "torchrun"  # of the card
 _LOOKS_EVERY_S = 0.5
-# A process of Metaflow's takes a second of a core: after something has happened at most so often, else to let time pass.
-_EVERY_S = 5.0
-_QUIET_S = 60.0
+# A process of Metaflow's takes most of a second of a core. So a young step shows it at most every 5 s; the pause grows
+# with the step's age to 90 s, which is less than 1 % of a core. After something has happened it grows to 30 s only.
+_SHORTEST_S = 5.0
+_LONGEST_S, _OF_AGE = 90.0, 0.1
+_LONGEST_AFTER_NEWS_S, _OF_AGE_AFTER_NEWS = 30.0, 0.01
 # How long a failed task waits for its last card.
 _LAST_S = 15.0
+
+
+def pause_s(age_s: float, has_news: bool) -> float:
+    """Return how long after one renewal the next one is due; `age_s` is how long the gang has been there.
+
+    Numbers on the card change all the time. News is what happens seldom, such as a restart.
+    """
+    if has_news:
+        return min(_LONGEST_AFTER_NEWS_S, max(_SHORTEST_S, age_s * _OF_AGE_AFTER_NEWS))
+    return min(_LONGEST_S, max(_SHORTEST_S, age_s * _OF_AGE))
 
 
 def cards() -> list[Any]:
@@ -67,8 +79,7 @@ class LiveCard:
                         card.refresh(content)
 
     def _is_due(self, now: float) -> bool:
-        since_s = now - self._shown_at
-        return since_s > _QUIET_S or (since_s > _EVERY_S and self._count() != self._shown)
+        return now - self._shown_at > pause_s(now - self._began_at, self._count() != self._shown)
 
     def settle(self) -> None:
         """Follow the gang no further: Metaflow makes the last card of a task that ends well by itself (2.19).
