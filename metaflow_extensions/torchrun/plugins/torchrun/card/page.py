@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeAlias
 
 from ..gang.summary import Summary, from_stored
 from ..gang.texts import duration
 from .drawing import by_node, cause_block, code_block, facts, rank_cells, tally, told, verdict
+from .style import PARTS_STYLE
 from .timeline import chart
 
 # Of more nodes, those are listed that need a look.
@@ -15,54 +17,86 @@ _MAX_LISTED = 64
 _FACTS = {"torch": "PyTorch", "cuda": "CUDA", "nccl": "NCCL", "python": "Python", "devices": "devices"}
 
 
-def layout(content: dict[str, Any]) -> dict[str, Any]:
+Component: TypeAlias = dict[str, Any]
+Content: TypeAlias = dict[str, Any]
+
+
+def layout(content: Content) -> Component:
     """Return the whole page; `content` is what ``border/event_store`` keeps, with the task's name."""
+    return {"type": "page", "title": "Gang", "contents": sections(content)}
+
+
+def sections(content: Content, names: Iterable[str] = ()) -> list[Component]:
+    """Return the sections of the page with these names, in the order of `SECTIONS`; all of them by default."""
     if "events" not in content:
-        return _page([_markdown("gang-none", _without_records(content))])
-    outcome, ranks, times, nodes, facts = parts(content)
-    return _page(
-        [
-            outcome,
-            _section("Ranks", ranks),
-            _section("Timeline", times),
-            _section("Nodes" if content["num_nodes"] <= _MAX_LISTED else "Node 0, and nodes that need a look", nodes),
-            _section("Launch", facts),
-        ]
-    )
+        return [_markdown("gang-none", _without_records(content))]
+    summary, wanted = from_stored(content, content.get("now_s")), tuple(names) or tuple(SECTIONS)
+    found: list[Component] = []
+    for name in (name for name in SECTIONS if name in wanted):
+        title, contents = SECTIONS[name](summary, content)
+        found += [_section(title, contents)] if title else contents
+    return found
 
 
-def parts(content: dict[str, Any]) -> list[dict[str, Any]]:
+def parts(content: Content) -> list[Component]:
     """Return what can change while the gang runs, each with an id."""
     if "events" not in content:
         return []
-    summary = from_stored(content, content.get("now_s"))
-    return [
-        _markdown("gang-outcome", verdict(summary) + _why(summary, content)),
-        _markdown("gang-ranks", rank_cells(summary)),
-        chart("gang-times", summary),
-        _nodes_table(summary, content),
-        _markdown("gang-facts", _facts(summary, content)),
-    ]
+    return [part for section in sections(content) for part in section.get("contents", [section])]
 
 
-def _why(summary: Summary, content: dict[str, Any]) -> str:
+def part(name: str, content: Content, names: Iterable[str]) -> Component:
+    """Return sections as one component with this id, for a card of a user's own; it brings the style."""
+    style = {"type": "markdown", "source": f"<style>{PARTS_STYLE}</style>"}
+    return {"type": "section", "id": name, "contents": [style, *sections(content, names)]}
+
+
+def _outcome(summary: Summary, content: Content) -> tuple[str, list[Component]]:
+    return "", [_markdown("gang-outcome", verdict(summary) + _why(summary, content))]
+
+
+def _ranks(summary: Summary, content: Content) -> tuple[str, list[Component]]:
+    return "Ranks", [_markdown("gang-ranks", rank_cells(summary))]
+
+
+def _timeline(summary: Summary, content: Content) -> tuple[str, list[Component]]:
+    return "Timeline", [chart("gang-times", summary)]
+
+
+def _nodes(summary: Summary, content: Content) -> tuple[str, list[Component]]:
+    title = "Nodes" if len(summary.nodes) <= _MAX_LISTED else "Node 0, and nodes that need a look"
+    return title, [_nodes_table(summary, content)]
+
+
+def _launch(summary: Summary, content: Content) -> tuple[str, list[Component]]:
+    return "Launch", [_markdown("gang-facts", _facts(summary, content))]
+
+
+# The page from top to bottom: what makes a section of what is known, as a title and components, each with an id. A
+# section without a title stands by itself. A user names them for a card of their own.
+SECTIONS: dict[str, Callable[[Summary, Content], tuple[str, list[Component]]]] = {
+    "outcome": _outcome,
+    "ranks": _ranks,
+    "timeline": _timeline,
+    "nodes": _nodes,
+    "launch": _launch,
+}
+
+
+def _why(summary: Summary, content: Content) -> str:
     return cause_block(summary.cause, content.get("cause"), content.get("error"))
 
 
-def _page(contents: list[dict[str, Any]]) -> dict[str, Any]:
-    return {"type": "page", "title": "Gang", "contents": contents}
+def _section(title: str, contents: list[Component]) -> Component:
+    return {"type": "section", "title": title, "contents": contents}
 
 
-def _section(title: str, *contents: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "section", "title": title, "contents": list(contents)}
-
-
-def _markdown(name: str, html: str) -> dict[str, Any]:
+def _markdown(name: str, html: str) -> Component:
     """Return HTML as a component: Metaflow's has none of its own for it, but its Markdown lets a block through."""
     return {"type": "markdown", "id": name, "source": f'<div class="tr">{html}</div>'}
 
 
-def _without_records(content: dict[str, Any]) -> str:
+def _without_records(content: Content) -> str:
     control = content.get("control")
     if control is not None:
         flow = content["task"].split("/")[0]
@@ -72,7 +106,7 @@ def _without_records(content: dict[str, Any]) -> str:
     )
 
 
-def _nodes_table(summary: Summary, content: dict[str, Any]) -> dict[str, Any]:
+def _nodes_table(summary: Summary, content: Content) -> Component:
     wanted = [node.index for node in summary.nodes]
     if len(wanted) > _MAX_LISTED:
         odd = {rank.node for rank in summary.ranks if rank.state in ("failed", "lost")}
@@ -98,7 +132,7 @@ def _nodes_table(summary: Summary, content: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _task(node: int, content: dict[str, Any]) -> Any:
+def _task(node: int, content: Content) -> Any:
     """Return the pathspec of a node's task, as a link where Metaflow's UI is known."""
     tasks = content.get("tasks") or []
     if node >= len(tasks):
@@ -108,7 +142,7 @@ def _task(node: int, content: dict[str, Any]) -> Any:
     return {"type": "markdown", "source": f"[{pathspec}]({url.rstrip('/')}/{pathspec})"} if url else pathspec
 
 
-def _facts(summary: Summary, content: dict[str, Any]) -> str:
+def _facts(summary: Summary, content: Content) -> str:
     began = content["events"][0]["time"] - content["events"][0]["at_s"] if content["events"] else None
     known = content.get("facts") or {}
     rows = [

@@ -18,15 +18,8 @@ COLOURS = {
     "lost": "#e0457b",
 }
 
-_RULES = """
-aside { display: none !important; }
-.mf-card main { margin-left: auto !important; margin-right: auto; max-width: 76rem !important; padding: 1rem !important; }
-.mf-card .mainContainer { max-width: none !important; }
-.mf-card main { min-width: 0; flex: 1 1 auto !important; width: 100%; box-sizing: border-box; }
-.mf-card section { --component-spacer: 1.2rem; min-width: 0; }
-.mf-card .heading { margin-bottom: .6rem !important; }
-.mf-card .sectionItems, .mf-card .sectionItems > * { min-width: 0; max-width: 100%; }
-.mf-card .tableContainer { overflow-x: auto; max-width: calc(100vw - 2rem); }
+# Of the parts of the page wherever they stand; the card around them has the variables (Metaflow 2.19).
+_PARTS = """
 .tr { --tr-c: #98a2b3; margin-bottom: 1rem; line-height: 1.45; overflow-wrap: anywhere; }
 .tr p { margin: 0 0 .5rem; }
 .tr-verdict { border-left: 6px solid var(--tr-c); background: var(--lt-lt-grey); padding: .8rem 1rem; border-radius: 6px; }
@@ -52,6 +45,18 @@ aside { display: none !important; }
 .tr-label { color: var(--dk-grey); font-size: .85rem; margin-top: .6rem; }
 .tr-code { background: var(--lt-grey); color: var(--black); border-radius: 6px; padding: .7rem; margin: .2rem 0 0;
   overflow: auto; max-height: 32rem; font-family: var(--mono-font); font-size: .85rem; white-space: pre-wrap; }
+"""
+
+# Of our own page alone.
+_PAGE = """
+aside { display: none !important; }
+.mf-card main { margin-left: auto !important; margin-right: auto; max-width: 76rem !important; padding: 1rem !important; }
+.mf-card .mainContainer { max-width: none !important; }
+.mf-card main { min-width: 0; flex: 1 1 auto !important; width: 100%; box-sizing: border-box; }
+.mf-card section { --component-spacer: 1.2rem; min-width: 0; }
+.mf-card .heading { margin-bottom: .6rem !important; }
+.mf-card .sectionItems, .mf-card .sectionItems > * { min-width: 0; max-width: 100%; }
+.mf-card .tableContainer { overflow-x: auto; max-width: calc(100vw - 2rem); }
 .mf-card td { padding: .4rem .7rem !important; text-align: left !important; }
 .mf-card th { text-align: left !important; padding: .4rem .7rem !important; }
 .mf-card .vega-embed { width: 100%; }
@@ -62,6 +67,7 @@ aside { display: none !important; }
 }
 """
 
-STYLE = _RULES + "".join(
+PARTS_STYLE = _PARTS + "".join(
     f".tr-{state.replace(' ', '-')} {{ --tr-c: {colour}; }}\n" for state, colour in COLOURS.items()
 )
+STYLE = PARTS_STYLE + _PAGE
