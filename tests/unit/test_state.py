@@ -870,6 +870,37 @@ def test_an_exception_in_run_ends_the_launch_for_all_and_restarts_nothing(phase)
     assert len(gang.got(0, Go)) == (0 if phase == "gathering" else 1)
 
 
+def test_a_launch_that_a_node_gives_up_while_it_waits_for_the_one_before_ends_for_all():
+    gang = running(3)
+    for node in (0, 1):
+        gang.give_up(node, step_failure(node))
+        gang.ready(node, 1)
+    gang.give_up(1, step_failure(1, "Traceback: the second"), launch=1)
+    assert [verdict.launch for verdict in gang.got(0, Verdict)] == [1]
+    gang.ended(2, ok=False)
+    assert [verdict.launch for verdict in gang.got(2, Verdict)] == [0]
+    gang.ready(2, 1)  # which no node may start alone
+    for node in (0, 2):
+        (error,) = [verdict.error for verdict in gang.got(node, Verdict) if verdict.launch == 1]
+        assert isinstance(error, LaunchFailed)
+        assert "before launch 1 began" in str(error) and "the second" in str(error)
+    assert [go.launch for go in gang.got(2, Go)] == [0]
+    gang.all_ready(2)
+    assert all(gang.got(node, Go)[-1].launch == 2 for node in range(3))
+
+
+def test_launches_whose_numbers_contradict_each_other_have_both_ended():
+    gang = GangOf(3)
+    gang.ready(1, 0)
+    gang.ready(0, 1)
+    gang.ready(2, 0)
+    gang.give_up(0, step_failure(0), launch=2)  # nobody waits for it
+    gang.ready(1, 1)  # which has ended for node 0
+    for node, number in ((0, 1), (1, 0), (1, 1), (2, 0)):
+        (error,) = [verdict.error for verdict in gang.got(node, Verdict) if verdict.launch == number]
+        assert "differ in the launch number" in str(error)
+
+
 def test_a_node_that_gives_a_launch_up_and_calls_run_again_waits_for_the_others():
     gang = running(2)
     gang.give_up(1, step_failure(1))
@@ -1191,7 +1222,7 @@ def test_a_broken_gang_tells_what_has_happened():
     assert [event.kind for event in abort.events] == ["joined", "joined", "lost", "broken"]
     gang.ready(0)
     (verdict,) = gang.got(0, Verdict)
-    assert [event.kind for event in verdict.events] == ["lost", "broken"]
+    assert [event.kind for event in verdict.events] == ["joined", "joined", "lost", "broken"]
 
 
 # --- any order of anything -------------------------------------------------------------------------
@@ -1204,8 +1235,9 @@ class AnyInterleaving(RuleBasedStateMachine):
         num_nodes=st.sampled_from([3, 2, 1]),
         max_restarts=st.integers(0, 2),
         hang_timeout_s=st.sampled_from([None, 20.0]),
+        runs=st.booleans(),
     )
-    def begin(self, num_nodes, max_restarts, hang_timeout_s):
+    def begin(self, num_nodes, max_restarts, hang_timeout_s, runs):
         self.gang = GangOf(num_nodes, started_timeout_s=50.0, join=False)
         self.max_restarts, self.hang_timeout_s = max_restarts, hang_timeout_s
         # A node: absent -> out (in its own code) <-> in (a launch) -> storing (its results) -> gone. The control
@@ -1219,6 +1251,9 @@ class AnyInterleaving(RuleBasedStateMachine):
         self.goes = {}  # (launch, generation) -> what the nodes were told
         self.preempted = set()  # launches and generations in which some node was
         self.given_up = set()  # launches and the nodes that gave them up
+        for node in range(num_nodes) if runs else ():  # else few examples would come far
+            self.join_gang(node)
+            self.begin_launch(node)
 
     def nodes(self, *states):
         return [node for node, state in getattr(self, "state", {}).items() if state in states]
@@ -1235,10 +1270,11 @@ class AnyInterleaving(RuleBasedStateMachine):
             while self.read[node] < len(sent):
                 message = sent[self.read[node]]
                 self.read[node] += 1
-                given_up = isinstance(message, Go | Verdict) and (message.launch, node) in self.given_up
-                if self.state[node] == "gone" or given_up:
+                has_given_up = isinstance(message, Go | Verdict) and (message.launch, node) in self.given_up
+                if self.state[node] == "gone" or (has_given_up and isinstance(message, Verdict)):
                     continue
                 if isinstance(message, Go):
+                    assert not has_given_up, "go for a node that has given up"
                     self.note_go(node, message)
                 elif isinstance(message, Verdict):
                     self.note_verdict(node, message)
@@ -1275,7 +1311,9 @@ class AnyInterleaving(RuleBasedStateMachine):
     @precondition(lambda self: self.nodes("absent"))
     @rule(data=st.data())
     def join(self, data):
-        node = data.draw(st.sampled_from(self.nodes("absent")))
+        self.join_gang(data.draw(st.sampled_from(self.nodes("absent"))))
+
+    def join_gang(self, node):
         assert self.gang.state.nodes.may_join(Join(node))
         self.state[node] = "out"
         self.gang.join(node)
@@ -1284,8 +1322,10 @@ class AnyInterleaving(RuleBasedStateMachine):
     @rule(data=st.data(), odd=st.booleans())
     def ready(self, data, odd):
         node = data.draw(st.sampled_from(self.nodes("out")))
+        self.begin_launch(node, **({"torch": "2.5.1"} if odd and node == 1 else {}))
+
+    def begin_launch(self, node, **facts):
         self.state[node] = "in"
-        facts = {"torch": "2.5.1"} if odd and node == 1 else {}
         limits = {"timeout_s": 40.0, "hang_timeout_s": self.hang_timeout_s}
         self.gang.ready(node, self.launches[node], max_restarts=self.max_restarts, **limits, **facts)
 
@@ -1376,13 +1416,13 @@ class AnyInterleaving(RuleBasedStateMachine):
         """Whatever happened, once all nodes are gone or done the rest gets an answer in bounded time."""
         if not hasattr(self, "gang"):
             return
-        self.read_messages()
-        for node in self.nodes("absent", "out"):
-            self.state[node] = "gone" if node else "waiting"
-            (self.gang.lost if node else self.gang.done)(node)
-        for node, generation in list(self.stores.items()):
-            self.gang.stored(node, {}, launch=self.launches[node], generation=generation)
         for _ in range(2 * (self.max_restarts + 2)):
+            self.read_messages()
+            for node in self.nodes("absent", "out"):
+                self.state[node] = "gone" if node else "waiting"
+                (self.gang.lost if node else self.gang.done)(node)
+            for node, generation in list(self.stores.items()):
+                self.gang.stored(node, {}, launch=self.launches[node], generation=generation)
             self.read_messages()
             for node in self.busy():
                 about, self.running[node] = self.about(node), None

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..errors import GangError, GangStartTimeout, TorchrunError, TorchrunPreempted
-from .cause import Cause, Failure, describe_exit
+from .cause import Cause, Failure, describe_exit, first_failure
 from .history import History, Kind
 from .launch import Launch, Phase, error_of, reason, summary, teller
 from .nodes import Nodes, NodeState
@@ -82,7 +82,7 @@ class Gang:
         self._started_at = clock()
         self.history = History(clock)
         self._launch = Launch(-1, Phase.OVER)  # the last one
-        self._verdicts: dict[int, Verdict] = {}
+        self._verdicts: dict[int, TorchrunError | None] = {}  # by the launch's number
         self._early: dict[int, Ready] = {}  # of nodes that have given up the launch that still runs
         self._failed_with: TorchrunError | None = None  # a verdict that a member's step has ended with
         self._out: list[Outgoing] = []
@@ -126,11 +126,17 @@ class Gang:
 
     def _is_late(self, message: Message) -> bool:
         """Tell whether a message speaks of a launch that is over, or of another generation than the one that runs."""
-        if not isinstance(message, Active | Failed | Ended | Storing | Stored):
+        if not isinstance(message, Active | Failed | Ended | Storing | Stored) or self._is_early(message):
             return False
         launch = self._launch
         is_of_it = message.launch == launch.number and message.generation in (None, launch.generation)
         return launch.phase is Phase.OVER or not is_of_it
+
+    def _is_early(self, message: Message) -> bool:
+        """Tell whether a node gives up a launch that waits for the end of another."""
+        if not isinstance(message, Failed) or not message.given_up:
+            return False
+        return any(ready.launch == message.launch for ready in self._early.values())
 
     def lost(self, node: int, why: str) -> list[Outgoing]:
         """Note that a node's connection or task ended, or that it fell silent."""
@@ -234,10 +240,10 @@ class Gang:
     def _on_ready(self, node: int, ready: Ready) -> None:
         number = ready.launch
         if number in self._verdicts:
-            self._send(self._verdicts[number], node)  # it was over before this node came to it
+            self._send_late_verdict(number, node, self._verdicts[number])  # it was over before this node came to it
             return
         if self.broken is not None:
-            self._send(Verdict(number, self.broken, events=self.history.of_the_gang), node)
+            self._send_late_verdict(number, node, self.broken)
             return
         if self._launch.phase is Phase.OVER:
             self._launch = Launch(number, remind_at=self._clock() + QUIET_S)
@@ -247,7 +253,7 @@ class Gang:
                 f"Launch {number} can't begin on node {node}: it has dropped out of launch {launch.number}, which goes "
                 "on without it, by torchrun's own elasticity. Let the step end there with the error that launch has raised."
             )
-            self._send(Verdict(number, error), node)
+            self._send_late_verdict(number, node, error)
         elif launch.phase is not Phase.GATHERING:
             self._early[node] = ready
         else:
@@ -296,15 +302,31 @@ class Gang:
 
     def _on_failed(self, node: int, failed: Failed) -> None:
         launch = self._launch
+        if self._is_early(failed):
+            self._give_up_early(failed)
+            return
         self._note_failures(failed.failures)
         if failed.given_up:
             launch.given_up.add(node)
             launch.stores.pop(node, None)
         cause = launch.first_cause()
         if launch.phase is Phase.GATHERING and cause is not None:
-            self._finish(self._too_early_error(cause))
+            self._finish(self._too_early_error(cause, launch.number))
         else:
             self._stop_or_drop(node)
+
+    def _give_up_early(self, failed: Failed) -> None:
+        """End a launch that waits for the end of another: a node has given it up, so it can't begin on any."""
+        number, first = failed.launch, first_failure(failed.failures)
+        if first is None:
+            return
+        error = self._too_early_error(first.cause, number)
+        self._verdicts[number] = error
+        self.history.note("failed", launch=number, text=headline(error.message))
+        self._report(error, number, None)
+        for node in [node for node, ready in self._early.items() if ready.launch == number]:
+            del self._early[node]
+            self._send_late_verdict(number, node, error)
 
     def _on_ended(self, node: int, ended: Ended) -> None:
         launch = self._launch
@@ -440,7 +462,8 @@ class Gang:
                 self._note_cause(Cause.from_dict(error.cause))
             self._note("failed", text=headline(error.message))
             self._report(error, launch.number, launch.generation)
-        self._verdicts[launch.number] = Verdict(launch.number, error)
+        # Where the nodes' numbers contradict each other, each of these launches has ended.
+        self._verdicts.update(dict.fromkeys({launch.number, *(ready.launch for ready in launch.ready.values())}, error))
         self._send_verdict([node for node in self.nodes.joined if node not in launch.dropped], error)
         if error is not None and self.nodes.count(NodeState.LOST):
             self._break(error)  # without all its nodes the gang can't launch again
@@ -460,6 +483,11 @@ class Gang:
                     events = self.history.records if node == CONTROL else self.history.of_the_gang
                     made[key] = Verdict(number, error, launch.stored_for(node, error), events)
                 self._send(made[key], node)
+
+    def _send_late_verdict(self, number: int, node: int, error: TorchrunError | None) -> None:
+        """Send the end of a launch to a node that has come to it since, or that can't take part in it."""
+        events = self.history.records if node == CONTROL else self.history.of_the_gang
+        self._send(Verdict(number, error, events=events), node)
 
     # --- leaving --------------------------------------------------------------------------------
 
@@ -512,7 +540,7 @@ class Gang:
         if launch.phase is Phase.OVER:
             self._break(self._outside_error(cause, after_step))
         elif launch.phase is Phase.GATHERING:
-            error = self._too_early_error(cause)
+            error = self._too_early_error(cause, launch.number)
             self._finish(error)
             self._break(error)
         else:
@@ -560,8 +588,8 @@ class Gang:
         when = "after the step's code, before its results were stored" if after_step else f"{place} current.torch.run"
         return error_of(cause, f"It happened {when}; the other nodes were stopped.")
 
-    def _too_early_error(self, cause: Cause) -> TorchrunError:
-        return error_of(cause, f"It happened before launch {self._launch.number} began.")
+    def _too_early_error(self, cause: Cause, number: int) -> TorchrunError:
+        return error_of(cause, f"It happened before launch {number} began.")
 
     def _left_error(self, gone: list[int]) -> GangError:
         return GangError(
