@@ -883,7 +883,8 @@ def test_a_launch_that_a_node_gives_up_while_it_waits_for_the_one_before_ends_fo
     for node in (0, 2):
         (error,) = [verdict.error for verdict in gang.got(node, Verdict) if verdict.launch == 1]
         assert isinstance(error, LaunchFailed)
-        assert "before launch 1 began" in str(error) and "the second" in str(error)
+        assert "before launch 1 began" in str(error)
+        assert "the second" in str(error)
     assert [go.launch for go in gang.got(2, Go)] == [0]
     gang.all_ready(2)
     assert all(gang.got(node, Go)[-1].launch == 2 for node in range(3))

@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
-from ..errors import GangError, GangStartTimeout, TorchrunError, TorchrunPreempted
+from ..errors import GangError, TorchrunError, TorchrunPreempted
+from . import obstacles
 from .cause import Cause, Failure, describe_exit, first_failure
 from .history import History, Kind
-from .launch import Launch, Phase, error_of, reason, summary, teller
+from .launch import Launch, Phase, reason, summary, teller
 from .nodes import Nodes, NodeState
 from .policy import LaunchPolicy
 from .protocol import (
@@ -159,13 +160,7 @@ class Gang:
         """Look at the clock; call it a few times a second."""
         now = self._clock()
         if self.nodes.count(NodeState.ABSENT) and now - self._started_at > self._started_timeout_s:
-            self._break(
-                GangStartTimeout(
-                    f"Waited {self._started_timeout_s:g} s, but {names(self.nodes.absent)} of {self.num_nodes} did not "
-                    "arrive. Look at the logs of these tasks: they may wait for machines, fail to pull their image, or "
-                    "not reach the control node. @torchrun(all_nodes_started_timeout=...) changes how long to wait."
-                )
-            )
+            self._break(obstacles.missing(self.nodes.absent, self.num_nodes, self._started_timeout_s))
         if now >= self._launch.remind_at:
             self._remind(now)
         self._look_at_limits(now)
@@ -249,11 +244,7 @@ class Gang:
             self._launch = Launch(number, remind_at=self._clock() + QUIET_S)
         launch = self._launch
         if node in launch.dropped:
-            error = GangError(
-                f"Launch {number} can't begin on node {node}: it has dropped out of launch {launch.number}, which goes "
-                "on without it, by torchrun's own elasticity. Let the step end there with the error that launch has raised."
-            )
-            self._send_late_verdict(number, node, error)
+            self._send_late_verdict(number, node, obstacles.dropped_out(number, node, launch.number))
         elif launch.phase is not Phase.GATHERING:
             self._early[node] = ready
         else:
@@ -265,7 +256,7 @@ class Gang:
         launch = self._launch
         gone = (NodeState.DONE, NodeState.LEFT, NodeState.LOST)
         if self.nodes.count(*gone):
-            self._finish(self._left_error(self.nodes.which(*gone)))
+            self._finish(obstacles.step_has_ended(launch.number, self.nodes.which(*gone)))
         elif len(launch.ready) == self.num_nodes:
             error = launch.contradiction()
             if error is not None:
@@ -281,11 +272,7 @@ class Gang:
         pinned = launch.ready[CONTROL].master_port
         port = self._pick_port(pinned)
         if port is None:
-            error = GangError(
-                f"Port {pinned} is taken on the control node (host {self.nodes.host(CONTROL)}). Pin another with "
-                "master_port, or leave it out: the kernel then chooses a free one."
-            )
-            self._finish(error)
+            self._finish(obstacles.port_taken(pinned, self.nodes.host(CONTROL)))
             return
         launch.begin_generation(self._clock())
         limit = launch.policy.max_restarts
@@ -311,7 +298,7 @@ class Gang:
             launch.stores.pop(node, None)
         cause = launch.first_cause()
         if launch.phase is Phase.GATHERING and cause is not None:
-            self._finish(self._too_early_error(cause, launch.number))
+            self._finish(obstacles.too_early(cause, launch.number))
         else:
             self._stop_or_drop(node)
 
@@ -320,7 +307,7 @@ class Gang:
         number, first = failed.launch, first_failure(failed.failures)
         if first is None:
             return
-        error = self._too_early_error(first.cause, number)
+        error = obstacles.too_early(first.cause, number)
         self._verdicts[number] = error
         self.history.note("failed", launch=number, text=headline(error.message))
         self._report(error, number, None)
@@ -530,7 +517,7 @@ class Gang:
     def _go_on_without(self, node: int) -> None:
         """See what it means for the launch that no more can be expected of `node`."""
         if self._launch.phase is Phase.GATHERING:
-            self._finish(self._left_error([node]))
+            self._finish(obstacles.step_has_ended(self._launch.number, [node]))
         else:
             self._decide_if_all_ended()
 
@@ -538,9 +525,11 @@ class Gang:
         """Stop everything, since a node failed outside of its workers."""
         launch = self._launch
         if launch.phase is Phase.OVER:
-            self._break(self._outside_error(cause, after_step))
+            last = self._launch.verdict
+            is_known = last is not None and last.cause is not None and cause.is_same_event(last.cause)
+            self._break(last if last is not None and is_known else obstacles.outside(cause, after_step))
         elif launch.phase is Phase.GATHERING:
-            error = self._too_early_error(cause, launch.number)
+            error = obstacles.too_early(cause, launch.number)
             self._finish(error)
             self._break(error)
         else:
@@ -576,26 +565,6 @@ class Gang:
         launch.note_failures(failures, self._clock())
         if before is None and launch.preempted is not None:
             self._note("preempted", node=launch.preempted.node, text=headline(launch.preempted.what))
-
-    # --- errors ---------------------------------------------------------------------------------
-
-    def _outside_error(self, cause: Cause, after_step: bool) -> TorchrunError:
-        """Return the error for a node that failed while no launch ran."""
-        last = self._launch.verdict
-        if last is not None and last.cause is not None and cause.is_same_event(last.cause):
-            return last
-        place = "in the call of" if cause.kind == "call" else "outside of"
-        when = "after the step's code, before its results were stored" if after_step else f"{place} current.torch.run"
-        return error_of(cause, f"It happened {when}; the other nodes were stopped.")
-
-    def _too_early_error(self, cause: Cause, number: int) -> TorchrunError:
-        return error_of(cause, f"It happened before launch {number} began.")
-
-    def _left_error(self, gone: list[int]) -> GangError:
-        return GangError(
-            f"Launch {self._launch.number} can't begin: the step's code has already ended on {names(gone)}. Every node "
-            "must call current.torch.run the same number of times."
-        )
 
     # --- sending --------------------------------------------------------------------------------
 

@@ -1,0 +1,55 @@
+"""Why a launch can't begin: the errors for what has happened while none ran. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..errors import GangError, GangStartTimeout, TorchrunError
+from .cause import Cause
+from .launch import error_of
+from .texts import names
+
+
+def missing(absent: Sequence[int], num_nodes: int, waited_s: float) -> GangStartTimeout:
+    """Return the error for nodes that did not come in time."""
+    return GangStartTimeout(
+        f"Waited {waited_s:g} s, but {names(absent)} of {num_nodes} did not arrive. Look at the logs of these tasks: "
+        "they may wait for machines, fail to pull their image, or not reach the control node. "
+        "@torchrun(all_nodes_started_timeout=...) changes how long to wait."
+    )
+
+
+def step_has_ended(number: int, gone: Sequence[int]) -> GangError:
+    """Return the error for a launch that some nodes will never come to."""
+    return GangError(
+        f"Launch {number} can't begin: the step's code has already ended on {names(gone)}. Every node must call "
+        "current.torch.run the same number of times."
+    )
+
+
+def port_taken(port: int | None, host: str) -> GangError:
+    """Return the error for a pinned port that somebody else uses."""
+    return GangError(
+        f"Port {port} is taken on the control node (host {host}). Pin another with master_port, or leave it out: the "
+        "kernel then chooses a free one."
+    )
+
+
+def dropped_out(number: int, node: int, running: int) -> GangError:
+    """Return the error for a node that an elastic launch goes on without, and that calls `run` again."""
+    return GangError(
+        f"Launch {number} can't begin on node {node}: it has dropped out of launch {running}, which goes on without it, "
+        "by torchrun's own elasticity. Let the step end there with the error that launch has raised."
+    )
+
+
+def too_early(cause: Cause, number: int) -> TorchrunError:
+    """Return the error for a node that failed while others waited for it to call `run`."""
+    return error_of(cause, f"It happened before launch {number} began.")
+
+
+def outside(cause: Cause, after_step: bool) -> TorchrunError:
+    """Return the error for a node that failed while no launch ran."""
+    place = "in the call of" if cause.kind == "call" else "outside of"
+    when = "after the step's code, before its results were stored" if after_step else f"{place} current.torch.run"
+    return error_of(cause, f"It happened {when}; the other nodes were stopped.")
