@@ -24,6 +24,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause, Fail
 from metaflow_extensions.torchrun.plugins.torchrun.gang.connection import new_token
 from metaflow_extensions.torchrun.plugins.torchrun.gang.control_channel import ControlChannel
 from metaflow_extensions.torchrun.plugins.torchrun.gang.frames import encode
+from metaflow_extensions.torchrun.plugins.torchrun.gang.launch import Phase
 from metaflow_extensions.torchrun.plugins.torchrun.gang.member_channel import MemberChannel
 from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import ConnectPolicy
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
@@ -568,6 +569,35 @@ def test_a_task_known_to_be_dead_is_reported_without_waiting_for_its_silence(sta
 def test_time_passes_without_any_message(start_control):
     control = start_control(started_timeout_s=0.2)
     assert "node 1 of 2 did not arrive" in control.inbox.expect(Abort, 5.0).error.message
+
+
+def test_the_clock_is_looked_at_seldom_unless_somebody_or_a_restart_is_near(start_control, monkeypatch):
+    monkeypatch.setattr(control_channel, "_TICK_S", 0.05)
+    monkeypatch.setattr(control_channel, "_HASTE_S", 0.01)
+    monkeypatch.setattr(listener, "_ACCEPT_AT_ONCE", 0)  # no place for anybody, until the next look
+    channel, pauses = (control := start_control()).channel, []
+    later = channel._thread.loop.call_later
+
+    def call_later(pause_s, function, *args):
+        if function == channel._tick:
+            pauses.append(pause_s)
+        return later(pause_s, function, *args)
+
+    def settles_at(pause_s):
+        pauses.clear()
+        eventually(lambda: pauses[-3:] == [pause_s] * 3, f"looks every {pause_s} s")
+
+    monkeypatch.setattr(channel._thread.loop, "call_later", call_later)
+    settles_at(0.05)
+    with raw_connection(control):
+        eventually(lambda: not channel._listener._accepts)
+        eventually(lambda: 0.01 in pauses)
+        monkeypatch.setattr(listener, "_ACCEPT_AT_ONCE", 256)
+        eventually(lambda: channel._listener.connections)
+        settles_at(0.01)
+    settles_at(0.05)
+    channel.gang._launch.phase = Phase.PAUSING
+    settles_at(0.01)
 
 
 # --- mistakes of ours -----------------------------------------------------------------------------

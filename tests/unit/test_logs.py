@@ -165,6 +165,89 @@ def test_a_file_that_can_not_be_opened_for_a_while_is_read_later(follow, tmp_pat
     assert screen.streams == {"stdout": "[rank 0] patience\n", "stderr": ""}
 
 
+def test_the_files_of_an_agents_own_restart_are_followed_as_soon_as_they_come(follow, tmp_path):
+    follower, screen = follow()
+    for attempt in range(3):
+        path = worker_file(tmp_path, 0, "stdout", attempt)
+        os.makedirs(path.parent)  # as torchrun does, some time before there are files
+        path.write_text(f"of attempt {attempt}\n")
+        eventually(lambda n=attempt: f"[rank 0] of attempt {n}\n" in screen.streams["stdout"], "the line", 2.0)
+    follower.finish()
+    assert screen.lines("stdout", "[rank 0] ") == [f"of attempt {attempt}" for attempt in range(3)]
+
+
+@pytest.mark.parametrize("spoil", [os.unlink, lambda path: os.truncate(path, 0)], ids=["deleted", "truncated"])
+def test_a_file_that_somebody_deletes_or_truncates_is_read_to_what_the_worker_writes_last(spoil, follow, tmp_path):
+    follower, screen = follow()
+    path = write(worker_file(tmp_path, 0, "stdout"), "")
+    with open(path, "wb", 0) as file:  # it has a place in the file, as a worker's stdout has
+        file.write(b"before\n")
+        eventually(lambda: "before" in screen.streams["stdout"])
+        spoil(path)
+        file.write(b"after\n")
+        eventually(lambda: "after" in screen.streams["stdout"])
+        file.write(b"at the end\n")
+    follower.finish()
+    assert screen.lines("stdout", "[rank 0] ") == ["before", "after", "at the end"]
+
+
+# --- what it costs --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def look(tmp_path):
+    """Return a function that makes a follower without its thread: the test looks."""
+    made = []
+
+    def make(screen):
+        made.append(logs.LogFollower(str(tmp_path), {}, "[rank {}] ".format, "", screen.write))
+        return made[-1]._look
+
+    yield make
+    for follower in made:
+        follower.start()
+        follower.finish()
+
+
+def test_a_look_at_workers_that_write_nothing_lists_no_folder_of_theirs(look, tmp_path, monkeypatch):
+    for rank in range(8):
+        for stream in ("stdout", "stderr"):
+            write(worker_file(tmp_path, rank, stream), "")
+    screen, asked = Screen(), []
+    follower_looks = look(screen)
+    assert not follower_looks()
+    for name in ("listdir", "scandir", "stat", "open"):
+        usual = getattr(os, name)
+        monkeypatch.setattr(
+            os, name, lambda path, *args, usual=usual, **more: asked.append(path) or usual(path, *args, **more)
+        )
+    assert not follower_looks()
+    attempt = worker_file(tmp_path, 0, "stdout").parents[1]
+    assert asked == [str(tmp_path), str(attempt.parent), str(attempt)]
+    assert not screen.writes
+
+
+def test_looks_are_seldom_while_nobody_writes_and_a_line_never_waits_for_half_a_second():
+    pauses = [0.1]
+    while sum(pauses) < 60:
+        pauses.append(logs.next_pause(pauses[-1], has_grown=False))
+    assert len(pauses) < 160
+    assert max(pauses) < 0.5
+    assert logs.next_pause(pauses[-1], has_grown=True) == 0.1
+
+
+def test_a_loud_rank_and_a_quiet_one_are_shown_in_turns_in_one_look(look, tmp_path, monkeypatch):
+    monkeypatch.setattr(logs, "_CHUNK_BYTES", 70)
+    write(worker_file(tmp_path, 0, "stdout"), "loud..\n" * 35)
+    write(worker_file(tmp_path, 1, "stdout"), "quiet.\n" * 11)
+    screen = Screen()
+    follower_looks = look(screen)
+    assert follower_looks()
+    assert [text.count("quiet") for text in screen.writes] == [0, 10, 0, 1, 0, 0]
+    assert screen.streams["stdout"].count("loud") == 35
+    assert not follower_looks()
+
+
 FAILED = [
     "E1121 18:00:00.123456 77 torch/api.py:1010] failed (exitcode: 1)",
     "Traceback (most recent call last):",
@@ -196,7 +279,9 @@ def test_only_workers_logs_are_taken_for_workers_logs_below_a_folder_of_any_name
         write(worker_file(root, 11, stream), "")
     for name in ("0/error.json", "0/stdfoo.log", "tmp/stdout.log"):
         write(root / "run_x" / "attempt_0" / name, "")
-    assert [(rank, stream) for _, rank, stream in logs.worker_logs(str(root))] == [(11, "stderr"), (11, "stdout")]
+    found = list(logs.new_logs(str(root), ()))
+    assert [(rank, stream) for _, rank, stream in found] == [(11, "stderr"), (11, "stdout")]
+    assert list(logs.new_logs(str(root), {found[0][0]})) == found[1:]
     assert os.path.isdir(logs.worker_folder(str(root), 11))
 
 

@@ -32,7 +32,9 @@ from .protocol import CONTROL, Abort, Beat, Join, Lines, Message
 from .relay import Relay
 from .state import Gang, Outgoing
 
-_TICK_S = 0.1
+# Between looks at the clock: usually, and while a restart is near or somebody has not proven who they are.
+_TICK_S = 0.5
+_HASTE_S = 0.1
 # After its own end the control node waits so long for the others', to hear of late failures.
 _LEAVE_WAIT_S = 5.0
 # A node whose task has ended is reported so much later, so that its own last words, which say more, come first.
@@ -84,7 +86,7 @@ class ControlChannel:
         """Wait until the members have left, `wait_s` seconds at most, and close."""
         deadline = time.monotonic() + wait_s
         while self.gang.nodes.members and time.monotonic() < deadline:
-            time.sleep(_TICK_S / 4)
+            time.sleep(_HASTE_S / 4)
         with suppress(Exception):
             self._thread.call(self._close(), CLOSE_S)
         self._thread.stop()
@@ -94,7 +96,8 @@ class ControlChannel:
 
     def _tick(self) -> None:
         if not self._is_closing:
-            self._thread.loop.call_later(_TICK_S, self._tick)
+            hurries = self.gang.is_pausing or (self._listener is not None and self._listener.is_busy)
+            self._thread.loop.call_later(_HASTE_S if hurries else _TICK_S, self._tick)
             self._step(self.gang.tick)
             if self._listener is not None:
                 self._listener.tick()

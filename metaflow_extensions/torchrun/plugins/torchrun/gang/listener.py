@@ -48,12 +48,18 @@ class Listener:
         self._socket = listening_socket(port, host, _BACKLOG)
         self._socket.setblocking(False)
         self.port = int(self._socket.getsockname()[1])
+        self._accepts = True  # else the next tick tries again
         self._loop.add_reader(self._socket, self._accept)
 
     def close(self) -> None:
         """Accept no more; the connections stay."""
         self._loop.remove_reader(self._socket)
         self._socket.close()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether somebody has still to prove who they are, or waits for a place."""
+        return bool(self._unauthenticated) or not self._accepts
 
     def tick(self) -> None:
         """Abort connections that stay unauthenticated, and accept again if there are places."""
@@ -63,14 +69,16 @@ class Listener:
             if time.monotonic() - connection.opened_at < patience_s:
                 break  # the others came later
             connection.abort("it has not proven that it is a member")
-        if has_places:
+        if has_places and not self._accepts:
+            self._accepts = True
             self._loop.add_reader(self._socket, self._accept)
 
     def _accept(self) -> None:
         most = min(self._files.places - len(self.connections), _ACCEPT_AT_ONCE)
         accepted = self._files.accept(self._socket, most)
         if not accepted:
-            self._loop.remove_reader(self._socket)  # no place, or none in the whole system; the next tick tries again
+            self._accepts = False
+            self._loop.remove_reader(self._socket)  # no place, or none in the whole system
         for sock in accepted:
             sock.setblocking(False)
             connection = Connection(self._dialogue, self._ended, self._timeout_s)

@@ -112,6 +112,11 @@ class Gang:
         return {} if ready is None else ready.facts
 
     @property
+    def is_pausing(self) -> bool:
+        """Whether the workers start again in some seconds; then each moment counts."""
+        return self._launch.phase is Phase.PAUSING
+
+    @property
     def error(self) -> TorchrunError | None:
         """What the gang is broken by, or what the last launch has ended with."""
         return self.broken or self._launch.verdict
@@ -157,7 +162,7 @@ class Gang:
         return self._flush()
 
     def tick(self) -> list[Outgoing]:
-        """Look at the clock; call it a few times a second."""
+        """Look at the clock; call it twice a second, and more often while it `is_pausing`."""
         now = self._clock()
         if self.nodes.count(NodeState.ABSENT) and now - self._started_at > self._started_timeout_s:
             self._break(obstacles.missing(self.nodes.absent, self.num_nodes, self._started_timeout_s))

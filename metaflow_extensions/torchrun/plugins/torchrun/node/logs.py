@@ -2,6 +2,9 @@
 
 torchrun redirects every worker's stdout and stderr to files of their own, and a thread of ours follows them. So a
 worker never waits for us. What it wrote before it died is in the file, and is read up to the last byte.
+
+The thread looks now and then, and less often while nobody writes. The kernel could tell it (inotify), but then each
+write of a worker would do more, and a machine has few such watches (128 by default, for all containers of a user).
 """
 
 from __future__ import annotations
@@ -12,14 +15,17 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from typing import BinaryIO
 
 from .lines import LineSplitter
 
-# Well under the half second in which a line must be seen.
-POLL_S = 0.1
+# Between looks: while workers write, and when they have not for a second. Both are under the half second in which a line
+# must be seen. To wake up costs most of a look, some 0.3 ms.
+_BUSY_S = 0.1
+_IDLE_S = 0.4
+_SLOWER = 1.5
 _CHUNK_BYTES = 256 * 1024
 # How torchrun begins to report its own failure or a worker's (torch 2.13), and how much of it is held back. The last is
 # of a node that waits in the exit barrier while the store's host, which has passed it, ends: 22 lines of C++ frames,
@@ -49,13 +55,13 @@ class FollowedFile:
         self._splitter = LineSplitter()
         self.close = self._file.close
 
-    def pump(self, show: Show) -> bool:
-        """Show what was added, at most one chunk; tell whether there was anything."""
+    def pump(self, show: Show) -> int:
+        """Show what was added, at most one chunk; return how many bytes that was."""
         data = b""
         with suppress(OSError):  # a disk's fault; the others' output is to be had
             data = self._file.read(_CHUNK_BYTES)
         self._show(self._splitter.feed(data), show)
-        return bool(data)
+        return len(data)
 
     def finish(self, show: Show, show_held: bool) -> None:
         """Show everything up to the end, an unfinished last line too."""
@@ -140,20 +146,28 @@ class LogFollower:
     def _await_thread(self) -> None:
         """Wait for the end of this object's thread, or until it has waited in vain for the reader of our output."""
         while self._thread.is_alive() and not self._released.is_set():
-            self._thread.join(POLL_S)
+            self._thread.join(_BUSY_S)
 
     def _follow(self) -> None:
         try:
-            while not self._stop.wait(POLL_S):
-                self._find_files()
-                while sum(file.pump(self._show) for file in self._files):
-                    pass  # all in turns, so that a loud rank does not silence the others
+            pause_s = _BUSY_S
+            while not self._stop.wait(pause_s):
+                pause_s = next_pause(pause_s, self._look())
             self._find_files()
             for file in self._files:
                 file.finish(self._show, show_held=not self._explained)
         finally:
             for file in self._files:
                 file.close()
+
+    def _look(self) -> bool:
+        """Show what has come; tell whether anything has."""
+        self._find_files()
+        has_grown, most = False, _CHUNK_BYTES
+        while most == _CHUNK_BYTES:  # all in turns, so that a loud rank does not silence the others
+            most = max((file.pump(self._show) for file in self._files), default=0)
+            has_grown = has_grown or most > 0
+        return has_grown
 
     def _show(self, stream: str, text: str) -> None:
         """Write, and wait for the reader as long as it takes."""
@@ -164,10 +178,10 @@ class LogFollower:
                 self._released.set()
 
     def _find_files(self) -> None:
-        for path, local_rank, stream in worker_logs(self._log_dir):
+        for path, local_rank, stream in new_logs(self._log_dir, self._known):
             label = self._label(local_rank)
             try:
-                if path not in self._known and label is not None:
+                if label is not None:
                     self._files.append(FollowedFile(path, label, stream))
             except OSError as error:  # too many open files, perhaps not for long
                 if not self._stop.is_set():
@@ -182,16 +196,35 @@ def _size(path: str) -> int:
     return 0
 
 
-def worker_logs(log_dir: str) -> Iterator[tuple[str, int, str]]:
-    """Yield path, local rank and stream of the log files under torchrun's ``--log-dir``.
+def next_pause(pause_s: float, has_grown: bool) -> float:
+    """Return how long to wait before the next look, after a pause and what the look after it has seen."""
+    return _BUSY_S if has_grown else min(pause_s * _SLOWER, _IDLE_S)
+
+
+def new_logs(log_dir: str, known: Collection[str]) -> Iterator[tuple[str, int, str]]:
+    """Yield path, local rank and stream of the log files under torchrun's ``--log-dir`` that are not `known`.
 
     Their layout is ``<run id>_<random>/attempt_<n>/<local rank>/stdout.log`` (``DefaultLogsSpecs`` in
     ``torch/distributed/elastic/multiprocessing/api.py``, torch 2.13).
     """
-    for path in sorted(glob.glob(os.path.join(glob.escape(log_dir), "*", "attempt_*", "*", "std*.log"))):
-        local_rank, name = path.split(os.sep)[-2:]
-        if local_rank.isdigit() and name in ("stdout.log", "stderr.log"):
-            yield path, int(local_rank), name[: -len(".log")]
+    for folder, local_rank in _worker_folders(log_dir):
+        for stream in ("stderr", "stdout"):
+            path = f"{folder}/{stream}.log"
+            if path not in known and os.path.exists(path):
+                yield path, local_rank, stream
+
+
+def _worker_folders(log_dir: str) -> Iterator[tuple[str, int]]:
+    for run in _names(log_dir):
+        for attempt in _names(f"{log_dir}/{run}"):
+            ranks = _names(f"{log_dir}/{run}/{attempt}") if attempt.startswith("attempt_") else ()
+            yield from ((f"{log_dir}/{run}/{attempt}/{rank}", int(rank)) for rank in ranks if rank.isdigit())
+
+
+def _names(folder: str) -> list[str]:
+    with suppress(OSError):  # a file, or gone
+        return sorted(os.listdir(folder))
+    return []
 
 
 def worker_folder(log_dir: str, local_rank: int) -> str:
