@@ -148,9 +148,9 @@ class FakeNode:
     def restart(self, cause, number=1):
         self.member.deliver(Restart(0, number, 3, 0.0, cause))
 
-    def verdict(self, error=None, stored=None):
+    def verdict(self, error=None, stored=None, **more):
         """Have the control node decide; return what `run` returns or raises."""
-        self.member.deliver(Verdict(0, error, stored or {}))
+        self.member.deliver(Verdict(0, error, stored or {}, **more))
         return self.outcome()
 
     def interrupt(self, news):
@@ -208,6 +208,13 @@ class FakeNode:
 
     def nothing_more_is_sent(self):
         return self._sent.empty()
+
+    def all_taken(self):
+        """Take what was sent, if anything; tell whether there was nothing."""
+        is_empty = self._sent.empty()
+        while not self._sent.empty():
+            self._sent.get()
+        return is_empty
 
     def texts(self, kind):
         """Return what was said of that kind of event."""

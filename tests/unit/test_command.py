@@ -54,7 +54,10 @@ def test_torchruns_template_gives_back_every_argument(args):
     [
         ({}, ["/usr/bin/python3", "-u", "/flow/train.py"]),
         ({"module": True, "entrypoint": "pack.train"}, ["/usr/bin/python3", "-u", "-m", "pack.train"]),
-        ({"options": (("no-python", None),), "entrypoint": "./run $me"}, ["./run $me"]),
+        (
+            {"options": (("no-python", None),), "entrypoint": "./run $me"},
+            ["TORCHRUN_METRICS=/my logs/metrics/7.jsonl", "./run $me"],
+        ),
     ],
 )
 def test_workers_are_told_how_often_the_gang_was_restarted(facts, program):
@@ -63,6 +66,16 @@ def test_workers_are_told_how_often_the_gang_was_restarted(facts, program):
     assert program_of(**asked) == [*told, *program, *HOSTILE]
     assert command_of(**asked).count("--no-python") == 1
     assert "--module" not in command_of(**asked)
+
+
+@pytest.mark.parametrize(
+    ("own", "words"),
+    [((), ["TORCHRUN_METRICS=/my logs/metrics/7.jsonl"]), ((("TORCHRUN_METRICS", "mine"),), [])],
+)
+def test_a_program_that_is_no_python_gets_the_file_for_its_metrics_by_its_command(own, words):
+    """No hook of ours runs there; the user's own value stays."""
+    asked = {"options": (("no-python", None),), "entrypoint": "./run $me", "args": tuple(HOSTILE), "env": own}
+    assert program_of(**asked) == ["env", *words, "./run $me", *HOSTILE]
 
 
 def test_torchrun_gets_the_gangs_facts():
@@ -117,17 +130,18 @@ def test_with_its_own_elasticity_torchrun_restarts_by_itself(node, is_host):
 
 
 def environment_of(inherited, interface=None, **env):
-    return agent_environment(replace(SPEC, env=tuple(env.items())), inherited, 6, interface)
+    return agent_environment(replace(SPEC, env=tuple(env.items())), inherited, 6, interface, "/my logs")
 
 
 DEFAULTS = {"OMP_NUM_THREADS": "6", "PYTHONUNBUFFERED": "1", "GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth0"}
-HOOK = {"PYTHONPATH": WORKER_HOOKS, "TORCHRUN_AGENT_PID": ""}
+HOOK = {"PYTHONPATH": WORKER_HOOKS, "TORCHRUN_AGENT_PID": "", "TORCHRUN_METRICS_FOLDER": "/my logs/metrics"}
 
 
 def test_variables_of_an_outer_torchrun_are_dropped_and_those_that_look_alike_kept():
     outer = ["RANK", "WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_RUN_ID", "PET_NNODES"]
     kept = {"MY_RANK": "1", "PETS": "2", "RANKS": "3", "TORCH_HOME": "/t", "PATH": "/bin"}
-    inherited = {**dict.fromkeys(outer, "5"), **kept, "TORCHRUN_AGENT_PID": "7"}
+    ours = {"TORCHRUN_AGENT_PID": "7", "TORCHRUN_METRICS": "/another/0.jsonl", "TORCHRUN_METRICS_FOLDER": "/another"}
+    inherited = {**dict.fromkeys(outer, "5"), **kept, **ours}
     before = dict(inherited)
     assert environment_of(inherited, "eth0") == {**kept, **DEFAULTS, **HOOK}
     assert inherited == before

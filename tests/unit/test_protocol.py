@@ -10,12 +10,14 @@ from metaflow_extensions.torchrun.plugins.torchrun.errors import LaunchHung
 from metaflow_extensions.torchrun.plugins.torchrun.gang import wire
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause, Failure
 from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import LaunchPolicy
+from metaflow_extensions.torchrun.plugins.torchrun.gang.progress import Pace, Point
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
     Abort,
     Diagnostics,
     Ended,
     Go,
     Message,
+    Metrics,
     Ready,
     Refused,
     Stop,
@@ -40,6 +42,8 @@ SAMPLES = [
         Diagnostics("h", None, {3: "a.py:1"}),
     ),
     Stored(0, 0, {3: "key"}),
+    Metrics(0, 1, {0: Pace(7, 1.5, 0.1), 1: Pace(7)}, (Point(6, {"loß": 1.25, "nan": None}), Point(7)), 100.0),
+    Verdict(0, metrics={"loss": 1.0, "lr": None}),
     Stop(0, 0, "why", 1, 15, True),
     Go(0, 1, 29500, "gang", 1, 2),
 ]

@@ -19,6 +19,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.errors import (
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause, Failure
 from metaflow_extensions.torchrun.plugins.torchrun.gang.nodes import Nodes
 from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import LaunchPolicy
+from metaflow_extensions.torchrun.plugins.torchrun.gang.progress import Pace, Point
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
     Abort,
     Ack,
@@ -32,6 +33,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
     Go,
     Join,
     Leave,
+    Metrics,
     Note,
     Ready,
     Replaced,
@@ -310,6 +312,82 @@ def test_a_control_node_that_is_late_itself_says_so_in_the_log_that_the_terminal
     gang.ready(1)
     gang.pass_time(10.0)
     assert gang.notes(0) == ["launch 0 waits for node 0 to call current.torch.run"]
+
+
+# --- progress ------------------------------------------------------------------------------------
+
+
+def paces(node, speed, others=1.0, seconds=None):
+    """Return the paces of a node's two ranks, of which the first is so fast."""
+    return {2 * node: Pace(5, speed, seconds), 2 * node + 1: Pace(5, others)}
+
+
+def run_with_speeds(gang, seconds, slow, generation=0):
+    """Let time go by, with paces of all nodes every 5 s; the first rank of the last node is so fast."""
+    last = gang.num_nodes - 1
+    for _ in range(int(seconds / 5)):
+        for node in range(gang.num_nodes):
+            gang.say(node, Metrics(0, generation, paces(node, slow if node == last else 1.0)))
+        gang.pass_time(5.0)
+
+
+def test_a_straggler_is_told_in_one_line_and_a_record_and_so_is_its_recovery():
+    gang = running(3)
+    run_with_speeds(gang, 60, 0.3)
+    assert gang.notes(0) == []
+    run_with_speeds(gang, 60, 0.3)
+    said = "rank 4 (node 2, host host-2) is slow: 0.3 steps/s, the median is 1"
+    assert (gang.notes(0), gang.notes(2)) == ([said], [])
+    run_with_speeds(gang, 100, 0.9)
+    assert gang.notes(0)[1:] == ["rank 4 (node 2, host host-2) is no longer slow: 0.9 steps/s, the median is 1"]
+    records = [each for each in gang.state.history.records if each.kind in ("straggler", "recovered")]
+    assert [(each.kind, each.node, each.rank, each.launch, each.generation) for each in records] == [
+        ("straggler", 2, 4, 0, 0),
+        ("recovered", 2, 4, 0, 0),
+    ]
+    assert [each.text for each in records] == [line.partition(") ")[2] for line in gang.notes(0)]
+
+
+def test_ranks_that_end_are_no_stragglers():
+    gang = running(3)
+    run_with_speeds(gang, 40, 0.3)
+    gang.ended(2)
+    for node in (0, 1):
+        gang.say(node, Metrics(0, 0, paces(node, 1.0)))
+    gang.pass_time(100.0)
+    assert gang.notes(0) == []
+
+
+def test_after_the_launch_nothing_is_compared():
+    gang = running(3)
+    run_with_speeds(gang, 60, 0.3)
+    gang.all_ended()
+    gang.pass_time(6.0)
+    assert gang.notes(0) == []
+
+
+@pytest.mark.parametrize("cause", [None, crash(1)])
+def test_rank_0s_last_values_come_with_the_verdict_to_all_nodes(cause):
+    gang = running(2)
+    gang.say(0, Metrics(0, 0, {}, (Point(1, {"loss": 3.0}), Point(2, {"loss": 2.0, "lr": None}))))
+    gang.say(1, Metrics(0, 0, {2: Pace(2)}))
+    gang.all_ended(*([cause] if cause else []))
+    for node in (0, 1):
+        assert [verdict.metrics for verdict in gang.got(node, Verdict)] == [{"loss": 2.0, "lr": None}]
+
+
+def test_a_launch_has_its_own_progress():
+    gang = running(2)
+    gang.say(0, Metrics(0, 0, {}, (Point(1, {"loss": 3.0}),)))
+    gang.all_ended()
+    gang.all_ready(1)
+    gang.say(0, Metrics(0, 0, {}, (Point(2, {"loss": 9.0}),)))  # late
+    assert gang.state.progress.as_dict()["series"] == {"loss": [(1, 3.0)]}
+    gang.all_ended(launch=1)
+    assert [verdict.metrics for verdict in gang.got(0, Verdict)] == [{"loss": 3.0}, {}]
+    gang.all_ready(2)
+    gang.say(0, Metrics(2, 0, {}, (Point(5, {"lr": 1.0}),)))
+    assert gang.state.progress.as_dict()["series"] == {"lr": [(5, 1.0)]}
 
 
 # --- contradictions ------------------------------------------------------------------------------

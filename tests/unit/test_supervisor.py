@@ -1,5 +1,6 @@
 """What one node does in one launch: which message follows on what its agent says and what its gang decides."""
 
+import math
 import os
 import pickle
 import queue
@@ -24,11 +25,13 @@ from metaflow_extensions.torchrun.plugins.torchrun.errors import (
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
 from metaflow_extensions.torchrun.plugins.torchrun.gang.member import Interruption, TimedOut
 from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import LaunchPolicy
+from metaflow_extensions.torchrun.plugins.torchrun.gang.progress import Point
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
     Abort,
     Active,
     Ended,
     Failed,
+    Metrics,
     Restart,
     Stored,
     Storing,
@@ -36,6 +39,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
 )
 from metaflow_extensions.torchrun.plugins.torchrun.launch.function import FunctionCall
 from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import Machine
+from metaflow_extensions.torchrun.plugins.torchrun.node import metrics
 from metaflow_extensions.torchrun.plugins.torchrun.node.agent_events import (
     AgentEnded,
     End,
@@ -99,6 +103,31 @@ def test_the_output_is_shown_with_labels_and_kept_where_the_user_wants_it_alone(
     node.verdict()
     assert sorted(node.output) == ["[rank 1] hello\n", "[torchrun node 0] a warning\n"]
     assert node.agent_folder(agent).exists() is kept
+
+
+# --- progress ---------------------------------------------------------------------------------------
+
+
+def test_what_workers_tell_is_told_while_they_run_and_at_their_end_before_that(node, monkeypatch):
+    monkeypatch.setattr(metrics, "TELLS_EVERY_S", 0.0)
+    agent = node.running()
+    folder = node.agent_folder(agent)
+    assert agent.env["TORCHRUN_METRICS_FOLDER"] == str(folder / "metrics")
+    write(folder / "metrics" / "0.jsonl", '{"step": 1, "loss": 3}\nnonsense\n')
+    write(folder / "metrics" / "1.jsonl", '{"step": 2, "loss": 9}\n')
+    told = node.expect(Metrics)
+    assert (told.launch, told.generation, told.points) == (0, 0, (Point(1, {"loss": 3.0}),))
+    assert {rank: pace.step for rank, pace in told.paces.items()} == {0: 1, 1: 2}
+    eventually(lambda: [text for text in node.texts("note") if "nonsense" in text])
+    monkeypatch.setattr(metrics, "TELLS_EVERY_S", 1000.0)
+    eventually(node.all_taken)
+    write(folder / "metrics" / "0.jsonl", '{"step": 1, "loss": 3}\nnonsense\n{"step": 7, "loss": NaN}\n')
+    node.all_end_well(agent)
+    assert node.expect(Metrics).points == (Point(7, {"loss": None}),)
+    assert node.expect(Ended).ok
+    result = node.verdict(metrics={"loss": None, "lr": 0.5})
+    assert math.isnan(result.metrics.pop("loss"))
+    assert result.metrics == {"lr": 0.5}
 
 
 # --- what is said, and shown where not all lines are ------------------------------------------------

@@ -244,3 +244,25 @@ def test_only_a_child_of_the_launchs_first_python_is_a_worker(folder, tmp_path):
         done = subprocess.run([sys.executable, str(script), "-c", code], env=env, capture_output=True, timeout=60)
         assert done.stderr.splitlines()[-1] == b"ValueError: the end"
         assert getattr(read_record(str(folder)), "exception", None) == record
+
+
+# --- how far it is ----------------------------------------------------------------------------------
+
+TELLS = "import os, subprocess, sys\nprint(os.environ.get('TORCHRUN_METRICS'), flush=True)\n"
+ITS_CHILD = TELLS + "subprocess.run([sys.executable, '-c', 'import os; print(os.environ.get(\"TORCHRUN_METRICS\"))'])\n"
+
+
+def test_a_worker_and_what_it_starts_have_the_file_of_their_rank(work):
+    done, _ = work(ITS_CHILD, TORCHRUN_METRICS_FOLDER="/it's größe", LOCAL_RANK="3")
+    assert done.stdout.splitlines() == ["/it's größe/3.jsonl"] * 2
+
+
+def test_a_file_of_the_users_own_stays(work):
+    done, _ = work(TELLS, TORCHRUN_METRICS_FOLDER="/metrics", LOCAL_RANK="3", TORCHRUN_METRICS="mine")
+    assert done.stdout == "mine\n"
+
+
+def test_what_is_no_worker_gets_no_file(work):
+    started = "import os, subprocess, sys\nos.environ.update(LOCAL_RANK='3', TORCHRUN_METRICS_FOLDER='/metrics')\n"
+    done, _ = work(f"{started}subprocess.run([sys.executable, '-c', {TELLS!r}])\n")
+    assert done.stdout == "None\n"

@@ -70,6 +70,7 @@ class TorchrunResult(Generic[T]):
     # With defaults, because results were stored that know nothing of them.
     gathered: bool = False
     events: tuple[dict[str, Any], ...] = field(default=(), repr=False)
+    metrics: dict[str, float] = field(default_factory=dict)
 
     def rank(self, rank: int) -> T:
         """Return what the function returned on a global rank.
@@ -106,6 +107,9 @@ class TorchrunResult(Generic[T]):
     def __bool__(self) -> bool:
         """Return True: a launch has ended well, even if it has no values."""
         return True
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update({"metrics": {}, **state})  # of an older version there is no such attribute
 
     def _ranks(self) -> range:
         if self.gathered:

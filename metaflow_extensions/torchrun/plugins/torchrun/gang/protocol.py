@@ -9,7 +9,7 @@ Node 0 is the control node and a node of its own gang: its own messages take the
                                         <──  Welcome, or Refused
     Ready: the step has called `run`    ──>
                                         <──  Go, when all nodes are ready and agree
-    Active, Failed, Lines               ──>
+    Active, Failed, Lines, Metrics      ──>
                                         <──  Stop, when a node has failed
     Ended, then Storing and Stored      ──>
                                         <──  Restart and another Go, or Verdict
@@ -36,6 +36,7 @@ from ..errors import TorchrunError
 from .cause import Cause, Failure
 from .history import Record
 from .policy import LaunchPolicy
+from .progress import Pace, Point
 from .wire import from_plain, to_plain
 
 CONTROL = 0
@@ -99,6 +100,17 @@ class Lines:
     stdout: str = ""  # whole lines with their labels
     stderr: str = ""
     left_out: int = 0  # lines before these that only the node's own log has
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """What the scripts of this node have told of their progress; sent every 5 s where they tell any, and at the end."""
+
+    launch: int
+    generation: int
+    paces: dict[int, Pace] = field(default_factory=dict)  # global rank -> how fast it is; only those that still run
+    points: tuple[Point, ...] = ()  # what is new of rank 0, thinned out
+    total: float | None = None  # at which step rank 0 will be done
 
 
 @dataclass(frozen=True)
@@ -222,6 +234,7 @@ class Verdict:
     # Where this node finds values of a function, or what it has raised: global rank -> key in the datastore.
     stored: dict[int, str] = field(default_factory=dict)
     events: tuple[Record, ...] = ()  # what has happened: all for the control node, for others what concerns the gang
+    metrics: dict[str, float | None] = field(default_factory=dict)  # rank 0's last values; None: not finite
 
 
 @dataclass(frozen=True)
@@ -263,7 +276,7 @@ class Alone:
 
 
 Message: TypeAlias = (
-    Join | Ready | Active | Failed | Lines | Ended | Storing | Stored | Done | Leave | Beat
+    Join | Ready | Active | Failed | Lines | Metrics | Ended | Storing | Stored | Done | Leave | Beat
     | Welcome | Refused | Go | Stop | Restart | Verdict | Abort | Replaced | Note | Ack | Bye | Alone
 )  # fmt: skip
 _CLASSES: dict[str, type[Any]] = {cls.__name__.lower(): cls for cls in typing.get_args(Message)}

@@ -14,12 +14,13 @@ from dataclasses import replace
 from typing import Any
 
 from ..errors import GangError, TorchrunError, TorchrunPreempted
-from . import obstacles
+from . import obstacles, stragglers
 from .cause import Cause, Failure, describe_exit, first_failure
 from .history import History, Kind
 from .launch import Launch, Phase, reason, summary, teller
 from .nodes import Nodes, NodeState
 from .policy import LaunchPolicy
+from .progress import Progress
 from .protocol import (
     CONTROL,
     Abort,
@@ -34,6 +35,7 @@ from .protocol import (
     Join,
     Leave,
     Message,
+    Metrics,
     Note,
     Ready,
     Refused,
@@ -82,6 +84,7 @@ class Gang:
         self._clock = clock
         self._started_at = clock()
         self.history = History(clock)
+        self.progress = Progress()  # of the last launch whose scripts have told of any
         self._launch = Launch(-1, Phase.OVER)  # the last one
         self._verdicts: dict[int, TorchrunError | None] = {}  # by the launch's number
         self._early: dict[int, Ready] = {}  # of nodes that have given up the launch that still runs
@@ -91,6 +94,7 @@ class Gang:
             Join: self._on_join,
             Ready: self._on_ready,
             Active: self._on_active,
+            Metrics: self._on_metrics,
             Failed: self._on_failed,
             Ended: self._on_ended,
             Storing: self._on_storing,
@@ -132,7 +136,7 @@ class Gang:
 
     def _is_late(self, message: Message) -> bool:
         """Tell whether a message speaks of a launch that is over, or of another generation than the one that runs."""
-        if not isinstance(message, Active | Failed | Ended | Storing | Stored) or self._is_early(message):
+        if not isinstance(message, Active | Metrics | Failed | Ended | Storing | Stored) or self._is_early(message):
             return False
         launch = self._launch
         is_of_it = message.launch == launch.number and message.generation in (None, launch.generation)
@@ -169,6 +173,8 @@ class Gang:
         if now >= self._launch.remind_at:
             self._remind(now)
         self._look_at_limits(now)
+        if self._launch.phase is Phase.RUNNING:
+            self._look_for_stragglers(now)
         return self._flush()
 
     def _remind(self, now: float) -> None:
@@ -291,6 +297,23 @@ class Gang:
         if active.first_output:
             self._note("output", node=node)
         self._launch.active_at = max(self._launch.active_at, self._clock() - active.age_s)
+
+    def _on_metrics(self, node: int, metrics: Metrics) -> None:
+        if self.progress.launch != metrics.launch:
+            self.progress = Progress(metrics.launch, self.nproc or 1)
+        self.progress.take(node, metrics, self._clock())
+
+    def _look_for_stragglers(self, now: float) -> None:
+        def place(rank: int) -> str:
+            node = rank // (self.nproc or 1)
+            return f"node {node}, host {self.nodes.host(node)}"
+
+        changes = self.progress.look(now)
+        for each in changes:
+            kind: Kind = "straggler" if each.is_slow else "recovered"
+            self._note(kind, node=each.rank // (self.nproc or 1), rank=each.rank, text=each.text)
+        for line in stragglers.lines(changes, place):
+            self._send(Note(line), CONTROL)
 
     def _on_failed(self, node: int, failed: Failed) -> None:
         launch = self._launch
@@ -473,7 +496,8 @@ class Gang:
                 key = (number, node == CONTROL)
                 if key not in made:
                     events = self.history.records if node == CONTROL else self.history.of_the_gang
-                    made[key] = Verdict(number, error, launch.stored_for(node, error), events)
+                    metrics = dict(self.progress.last) if self.progress.launch == launch.number else {}
+                    made[key] = Verdict(number, error, launch.stored_for(node, error), events, metrics)
                 self._send(made[key], node)
 
     def _send_late_verdict(self, number: int, node: int, error: TorchrunError | None) -> None:

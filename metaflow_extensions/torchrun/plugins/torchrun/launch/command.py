@@ -14,6 +14,11 @@ WORKER_HOOKS = os.path.join(SCRIPTS, "worker_hooks")
 # The agent is the first Python of a launch and puts its pid there, so that its children know that they are workers.
 _AGENT_VARIABLE = "TORCHRUN_AGENT_PID"
 
+# A worker appends lines of JSON to the file that this names; the hook sets it, since torchrun gives all workers of a
+# node the same environment.
+METRICS = "TORCHRUN_METRICS"
+_METRICS_FOLDER = "TORCHRUN_METRICS_FOLDER"
+
 # Our torchrun would take the settings of an outer one for its defaults (argparse actions of torch's `env` in
 # run.py, 2.13), and a script may read them before torchrun sets its own.
 _FOREIGN_PREFIXES = ("PET_", "TORCHELASTIC_")
@@ -42,7 +47,9 @@ def agent_command(spec: LaunchSpec, go: Go, main_addr: str, log_dir: str) -> lis
     command = [spec.python, "-m", "torch.distributed.run"]
     command += [f"--{name}" if value is None else f"--{name}={value}" for name, value in options.items()]
     if go.max_restarts and spec.min_nodes is None and "run-path" not in given:
-        return [*command, *_told_of_restarts(spec, go)]
+        return [*command, *_told_of_restarts(spec, go, log_dir)]
+    if "no-python" in given and "run-path" not in given:
+        return [*command, "--", "env", *_own_metrics(spec, log_dir), *_escaped([spec.entrypoint, *spec.args])]
     if spec.module:
         command.append("--module")
     # torchrun fills ${local_rank} into the arguments by string.Template (torch 2.13,
@@ -75,7 +82,20 @@ def _gang_options(spec: LaunchSpec, given: Mapping[str, str | None]) -> dict[str
     }
 
 
-def _told_of_restarts(spec: LaunchSpec, go: Go) -> list[str]:
+def metrics_file(log_dir: str, local_rank: int | str) -> str:
+    """Return the file of a worker whose logs lie in `log_dir`."""
+    return os.path.join(log_dir, "metrics", f"{local_rank}.jsonl")
+
+
+def _own_metrics(spec: LaunchSpec, log_dir: str) -> list[str]:
+    """Return the word for ``env`` that names a worker's file where no hook of ours does: it may be no Python."""
+    if METRICS in dict(spec.env):
+        return []
+    folder = log_dir.replace("$", "$$")
+    return [f"{METRICS}={metrics_file(folder, '${local_rank}')}"]
+
+
+def _told_of_restarts(spec: LaunchSpec, go: Go, log_dir: str) -> list[str]:
     """Return the words that make workers see the gang's restarts in the variables that torchrun sets.
 
     Each agent runs one generation only, so torchrun (2.13) sets both to 0; ``env`` sets them anew and
@@ -83,7 +103,9 @@ def _told_of_restarts(spec: LaunchSpec, go: Go) -> list[str]:
     """
     count, limit = f"TORCHELASTIC_RESTART_COUNT={go.restarts}", f"TORCHELASTIC_MAX_RESTARTS={go.max_restarts}"
     words = ["--", "env", count, limit]
-    if "no-python" not in dict(spec.options):
+    if "no-python" in dict(spec.options):
+        words += _own_metrics(spec, log_dir)
+    else:
         # As torchrun starts a script (config_from_args in torch/distributed/run.py, 2.13).
         words = ["--no-python", *words, *_escaped([spec.python]), "-u", *(["-m"] if spec.module else [])]
     return [*words, *_escaped([spec.entrypoint, *spec.args])]
@@ -94,10 +116,12 @@ def _escaped(words: Sequence[str]) -> list[str]:
 
 
 def agent_environment(
-    spec: LaunchSpec, inherited: Mapping[str, str], omp_threads: int, interface: str | None
+    spec: LaunchSpec, inherited: Mapping[str, str], omp_threads: int, interface: str | None, log_dir: str
 ) -> dict[str, str]:
     """Return the whole environment of this node's agent and workers; `inherited` is the task's."""
     env = dict(inherited)
+    env.pop(METRICS, None)  # of a worker that has started this task
+    env[_METRICS_FOLDER] = os.path.dirname(metrics_file(log_dir, 0))
     for name in inherited:
         if name in _FOREIGN_NAMES or name.startswith(_FOREIGN_PREFIXES):
             del env[name]

@@ -20,6 +20,7 @@ from .agent_events import AgentEnded, AgentEvent, End, Frozen, Terminated, Worke
 from .exits import Exits, read_agent_report
 from .logs import LogFollower
 from .machine_faults import MachineFaults
+from .metrics import NodeMetrics
 from .plan import Plan
 from .stacks import collect, find_py_spy
 
@@ -69,6 +70,9 @@ class Generation:
         self.phase = Phase.STARTING
         self.exits = Exits(folder, plan.spec, host)
         self.diagnostics: Diagnostics | None = None  # what `diagnose` has found
+        # torchrun may start an elastic launch's ranks again.
+        has_ended = (lambda rank: False) if plan.is_elastic else self.exits.has_ended
+        self.metrics = NodeMetrics(folder, dict(enumerate(plan.ranks)), has_ended)
         self._plan = plan
         self._node, self._host = plan.spec.node_index, host
         self.go = go

@@ -66,7 +66,7 @@ def _environment(plan: Plan, folder: str, own_address: str | None) -> dict[str, 
     spec, machine = plan.spec, plan.machine
     # A gang of one has no connection; it is reached by its loopback address.
     interface = interface_of(own_address or plan.main_addr)
-    env = agent_environment(spec, os.environ, omp_threads(machine, spec.nproc), interface)
+    env = agent_environment(spec, os.environ, omp_threads(machine, spec.nproc), interface, folder)
     if plan.shares_machine:
         env.update(SHORT_PEER_ERRORS)
         if machine.accelerators and "CUDA_VISIBLE_DEVICES" not in dict(spec.env):

@@ -8,6 +8,7 @@ into the inbox only; everything else here belongs to the thread that calls `run`
 
 from __future__ import annotations
 
+import math
 import queue
 import shlex
 import time
@@ -60,6 +61,7 @@ class Supervisor:
         self._exit_codes: dict[int, int] = {}
         self._restarts: list[dict[str, Any]] = []
         self._events: list[dict[str, Any]] = []
+        self._metrics: dict[str, float] = {}
         self._handlers: dict[type, Callable[[Any], None]] = {
             Go: self._on_go,
             Stop: self._on_stop,
@@ -79,6 +81,7 @@ class Supervisor:
             self._member.send(self._ready())
             while self._verdict is None:
                 self._take(self._next())
+                self._tell_metrics()
             self._say_end(self._verdict.error)
             if self._verdict.error is not None:
                 raise self._verdict.error
@@ -100,6 +103,16 @@ class Supervisor:
         """Return what comes next, or None if nothing has come for a while."""
         with suppress(queue.Empty):
             return self._member.inbox.get(timeout=_LOOK_S)
+
+    def _tell_metrics(self) -> None:
+        """Tell the gang what the workers have told of their progress, now and then."""
+        generation = self._generation
+        if generation is not None and generation.phase is Phase.RUNNING:
+            told = generation.metrics.due(self._launch, generation.number)
+            if told is not None:
+                self._member.send(told)
+            if (complaint := generation.metrics.take_complaint()) is not None:
+                self._emit("note", complaint, is_detail=True)
 
     def _take(self, news: Any) -> None:
         if isinstance(news, Go | Stop | Restart | Verdict) and news.launch != self._launch:
@@ -165,6 +178,7 @@ class Supervisor:
     def _on_verdict(self, verdict: Verdict) -> None:
         self._verdict, self.stored = verdict, verdict.stored
         self._events = [record.as_dict() for record in verdict.events]
+        self._metrics = {key: math.nan if each is None else each for key, each in verdict.metrics.items()}
         if verdict.error is not None:
             verdict.error.events = self._events
             self._last_lines.blame((verdict.error.cause or {}).get("node"))
@@ -243,6 +257,8 @@ class Supervisor:
 
     def _generation_ended(self, generation: Generation, end: End) -> None:
         generation.close()
+        if (rest := generation.metrics.rest(self._launch, generation.number)) is not None:
+            self._member.send(rest)
         if not generation.was_stopped:
             self._say_output(generation)
         if end.left:
@@ -327,6 +343,7 @@ class Supervisor:
             values=values,
             gathered=call is not None and call.gather and self._member.node == CONTROL,
             events=tuple(self._events),
+            metrics=self._metrics,
         )
 
     def _values(self, call: FunctionCall) -> Mapping[int, bytes]:

@@ -1,5 +1,7 @@
 """Lets a worker say which exception ended it, and where it is when a signal asks, even while it hangs.
 
+It also tells the worker where to write how far it is.
+
 Python imports the first module of this name on its path before it runs a script; `launch.command` puts this folder
 first. Every Python process of a launch loads it, so it imports nothing that costs anything. It acts only in a worker,
 which is a child of the agent. What a worker starts has inherited the variables, but is no worker.
@@ -26,6 +28,16 @@ def _is_worker() -> bool:
     if agent == "":  # the first Python of a launch is its agent
         os.environ[_AGENT] = str(os.getpid())
     return agent == str(os.getppid())
+
+
+# --- how far it is ----------------------------------------------------------------------------
+
+
+def _name_its_metrics() -> None:
+    """Name the file of this rank, for itself and for all that it starts; `node.metrics` reads it."""
+    folder, rank = os.environ.get("TORCHRUN_METRICS_FOLDER"), os.environ.get("LOCAL_RANK")
+    if folder and rank:  # what the user has set stays
+        os.environ.setdefault("TORCHRUN_METRICS", os.path.join(folder, rank + ".jsonl"))
 
 
 # --- what ended it ----------------------------------------------------------------------------
@@ -179,7 +191,7 @@ def _step_aside() -> None:
 
 
 if _is_worker():
-    for _arrange in (_record_the_end, _answer_with_stacks):
+    for _arrange in (_name_its_metrics, _record_the_end, _answer_with_stacks):
         try:  # noqa: SIM105 - as above
             _arrange()
         except Exception:  # noqa: S110 - a worker must start, whatever becomes of this

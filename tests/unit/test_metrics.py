@@ -1,0 +1,177 @@
+"""What a node tells of its ranks' progress; with a clock that the test holds, and real files."""
+
+import json
+
+import pytest
+
+from metaflow_extensions.torchrun.plugins.torchrun.gang.progress import Pace, Point
+from metaflow_extensions.torchrun.plugins.torchrun.node.metric_lines import Line
+from metaflow_extensions.torchrun.plugins.torchrun.node.metrics import MAX_POINTS, NodeMetrics, RankPace, thinned
+
+
+class Node:
+    """A node with two ranks, whose scripts write what the test has them write."""
+
+    def __init__(self, folder, first_rank=0):
+        self.now, self.ended, self.folder = 100.0, set(), folder
+        ranks = {0: first_rank, 1: first_rank + 1}
+        self.metrics = NodeMetrics(str(folder), ranks, self.ended.__contains__, lambda: self.now)
+
+    def write(self, name, *lines):
+        with open(self.folder / "metrics" / f"{name}.jsonl", "ab") as file:
+            file.write(
+                b"".join((json.dumps(line) if isinstance(line, dict) else line).encode() + b"\n" for line in lines)
+            )
+
+    def wait(self, seconds):
+        """Let time go by in seconds, with a look at each; return what is told."""
+        told = []
+        for _ in range(seconds):
+            self.now += 1
+            told.append(self.metrics.due(0, 1))
+        return [each for each in told if each is not None]
+
+
+@pytest.fixture
+def node(tmp_path):
+    return Node(tmp_path)
+
+
+# --- how fast a rank is ---------------------------------------------------------------------------
+
+
+def seen(*steps):
+    """Return a rank of which these steps were seen, as (second, step)."""
+    rank = RankPace()
+    for at, step in steps:
+        rank.see(Line(step), at)
+    return rank
+
+
+@pytest.mark.parametrize(
+    ("steps", "now", "speed"),
+    [
+        ([(0.0, 1)], 10.0, None),  # when it began nobody knows
+        ([(0.0, 1)], 100.0, 0.01),  # its next step takes more than 100 s
+        ([(0.0, 0), (10.0, 20)], 10.0, 2.0),
+        ([(0.0, 0), (10.0, 20)], 30.0, 21 / 30),  # it stands still: only step 21 may be nearly done
+        ([(float(at), 2 * at) for at in range(101)], 100.0, 2.0),
+        ([(float(at), at) for at in range(50)] + [(50.0 + at, 50 + 4 * at) for at in range(51)], 100.0, 4.0),
+        ([(0.0, 0), (50.0, 1), (100.0, 2)], 100.0, 0.02),  # steps longer than what is looked at
+        ([(0.0, 1000), (1.0, 2), (11.0, 12)], 11.0, 1.0),  # it has begun anew
+    ],
+)
+def test_steps_a_second_are_of_the_last_part_of_a_minute(steps, now, speed):
+    assert seen(*steps).pace(now).steps_per_s == (speed if speed is None else pytest.approx(speed))
+    assert seen(*steps).pace(now).step == steps[-1][1]
+
+
+def test_a_rank_without_a_step_has_no_pace():
+    rank = RankPace()
+    rank.see(Line(None, values={"loss": 1.0}), 0.0)
+    assert rank.pace(100.0) is None
+
+
+def test_the_seconds_of_a_step_are_the_mean_of_the_last_ones():
+    rank = RankPace()
+    for at, seconds in [(0.0, 9.0), (30.0, 0.2), (31.0, 0.4)]:
+        rank.see(Line(int(at), seconds=seconds), at)
+    assert rank.pace(31.0).seconds == pytest.approx(0.3)
+
+
+def test_what_is_kept_of_a_rank_is_bounded():
+    rank = RankPace()
+    for number in range(100_000):
+        rank.see(Line(number, seconds=0.1), number // 1000)
+    assert len(rank._steps) < 100
+    assert len(rank._seconds) <= 256
+
+
+# --- what is told ---------------------------------------------------------------------------------
+
+
+def test_nothing_is_told_where_nothing_is_written(node):
+    assert node.wait(20) == []
+    assert node.metrics.rest(0, 1) is None
+
+
+def test_every_5_s_the_gang_hears_of_points_and_paces(node):
+    node.write(0, {"step": 1, "loss": 3.0, "total": 50})
+    node.write(1, {"step": 1})
+    assert node.wait(4) == []
+    node.write(0, {"step": 2, "loss": 2.0}, {"accuracy": 0.5})
+    (told,) = node.wait(1)
+    assert (told.launch, told.generation, told.total) == (0, 1, 50.0)
+    assert told.points == (Point(1, {"loss": 3.0}), Point(2, {"loss": 2.0}), Point(2, {"accuracy": 0.5}))
+    assert told.paces == {0: Pace(2, pytest.approx(0.25)), 1: Pace(1)}
+    (told,) = node.wait(5)
+    assert told.points == ()
+    assert told.paces[0].steps_per_s < 0.25, "it has stood still for 5 s more"
+
+
+def test_another_nodes_ranks_have_paces_only(tmp_path):
+    node = Node(tmp_path, first_rank=4)
+    node.write(1, {"step": 7, "loss": 3.0, "total": 50})
+    (told,) = node.wait(5)
+    assert (told.paces, told.points, told.total) == ({5: Pace(7)}, (), None)
+
+
+def test_a_rank_that_has_ended_is_not_compared(node):
+    node.write(0, {"step": 1})
+    node.write(1, {"step": 1})
+    node.ended.add(1)
+    (told,) = node.wait(5)
+    assert list(told.paces) == [0]
+
+
+def test_what_was_written_last_is_told_at_the_end(node):
+    node.write(0, {"step": 1, "loss": 3.0})
+    node.wait(5)
+    node.write(0, {"step": 2, "loss": 1.0})
+    node.ended |= {0, 1}
+    told = node.metrics.rest(0, 1)
+    assert (told.points, told.paces) == ((Point(2, {"loss": 1.0}),), {})
+    assert node.metrics.rest(0, 1) is None
+
+
+def test_of_many_points_neighbours_are_put_together_and_no_key_is_lost(node):
+    for number in range(1000):
+        values = {"loss": float(number), **({"accuracy": 0.5} if number == 501 else {})}
+        node.write(0, {"step": number, **values})
+    (told,) = node.wait(5)
+    assert MAX_POINTS <= len(told.points) < 2 * MAX_POINTS
+    assert told.points[-1].step == 999
+    assert [point.values["accuracy"] for point in told.points if "accuracy" in point.values] == [0.5]
+    assert [point.step for point in told.points] == sorted(point.step for point in told.points)
+
+
+def test_neighbours_are_put_together_with_the_last_value_of_each_key():
+    points = [Point(1, {"a": 1.0, "b": 1.0}), Point(2, {"a": 2.0}), Point(3, {"a": None})]
+    assert thinned(points) == [Point(2, {"a": 2.0, "b": 1.0}), Point(3, {"a": None})]
+
+
+def test_the_first_line_that_tells_nothing_is_said_once(node):
+    node.write(1, "größe \x1b[31m" + "x" * 1000, "another")
+    node.wait(5)
+    complaint = node.metrics.take_complaint()
+    assert complaint.startswith("rank 1 has written a line to its metrics without a number by name: ")
+    assert "another" in complaint or "größe" in complaint
+    assert len(complaint) < 300
+    node.write(0, "again")
+    node.wait(5)
+    assert node.metrics.take_complaint() is None
+
+
+def test_what_is_read_from_event_files_counts_as_rank_0s(node):
+    node.write("tensorboard", {"step": 4, "Loss/train": 2.0})
+    (told,) = node.wait(5)
+    assert told.points == (Point(4, {"Loss/train": 2.0}),)
+    assert told.paces == {0: Pace(4)}
+
+
+def test_steps_that_rank_0_tells_itself_count_before_those_of_event_files(node):
+    node.write(0, {"step": 7})
+    node.wait(1)
+    node.write("tensorboard", {"step": 4, "Loss/train": 2.0})
+    (told,) = node.wait(4)
+    assert told.paces[0].step == 7
