@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 
 PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
 MISSING = "Chromium is not installed (apt-get install chromium), so NOBODY HAS LOOKED at the card in a browser"
+REQUIRED = "BROWSER_REQUIRED"  # where this is set, a test fails without a browser
 _ANSWER_S = 60.0
 # No page of ours needs the network; Metaflow's style asks for a font there.
 _OPTIONS = (
@@ -25,7 +27,11 @@ _OPTIONS = (
 
 
 class Chromium:
-    """One browser with one page."""
+    """One browser with one page.
+
+    A page takes a second or two to open, and some milliseconds to be seen another way. So open each page once, with
+    `open`, and change its width and colours with `show_as`.
+    """
 
     def __init__(self, program: str, folder: Path) -> None:
         commands, self._to = os.pipe()
@@ -45,9 +51,6 @@ class Chromium:
         self._read = b""
         self._number = 0
         self._session: str | None = None
-        target = self._call("Target.createTarget", url="about:blank")["targetId"]
-        self._session = self._call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
-        self._call("Page.enable")
 
     def close(self) -> None:
         """End the browser and all its processes."""
@@ -59,6 +62,19 @@ class Chromium:
             with_group = self._process.pid
             subprocess.run(["kill", "-9", "--", f"-{with_group}"], capture_output=True, check=False)
             self._process.wait(10)
+
+    @contextmanager
+    def fresh_page(self) -> Iterator[None]:
+        """Have an empty page, which knows nothing of those before it, for as long as the context lasts."""
+        context = self._call("Target.createBrowserContext")["browserContextId"]
+        target = self._call("Target.createTarget", url="about:blank", browserContextId=context)["targetId"]
+        self._session = self._call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self._call("Page.enable")
+        try:
+            yield
+        finally:
+            self._session = None
+            self._call("Target.disposeBrowserContext", browserContextId=context)
 
     def _call(self, method: str, **params: Any) -> dict[str, Any]:
         self._number += 1
@@ -81,21 +97,26 @@ class Chromium:
         first, _, self._read = self._read.partition(b"\0")
         return json.loads(first)
 
-    def open(self, url: str, ready: str, width: int = 1280, dark: bool = False) -> None:
-        """Open a page and wait until the expression `ready` is true on it."""
+    def open(self, url: str, ready: str) -> None:
+        """Open a page as it was shown last, and wait until the expression `ready` is true on it."""
+        self._call("Page.navigate", url=url)
+        self.wait_for(ready)
+
+    def show_as(self, width: int, dark: bool = False) -> None:
+        """Show the page so wide, in light or dark, and wait until it is drawn so; it is not loaded again."""
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self._call("Emulation.setEmulatedMedia", features=[scheme])
         size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
         self._call("Emulation.setDeviceMetricsOverride", **size)
-        self._call("Page.navigate", url=url)
-        self.wait_for(ready)
+        # The first frame runs what listens for a new size; what that has changed is drawn with the second.
+        self.value_of("new Promise(drawn => requestAnimationFrame(() => requestAnimationFrame(drawn)))")
 
     def wait_for(self, expression: str, deadline_s: float = 30.0) -> None:
         """Wait until an expression is true on the page."""
         deadline = time.monotonic() + deadline_s
         while not self.value_of(f"Boolean({expression})"):
             assert time.monotonic() < deadline, f"never true: {expression}\n{self.text}"
-            time.sleep(0.1)
+            time.sleep(0.05)
 
     def value_of(self, expression: str) -> Any:
         """Return the value of an expression on the page."""
@@ -116,12 +137,19 @@ class Chromium:
         path.write_bytes(base64.b64decode(data))
 
 
-@pytest.fixture
-def chromium(tmp_path: Path) -> Iterator[Chromium]:
-    """Return a browser, or say clearly that there is none."""
+@pytest.fixture(scope="session")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
+    """Return the browser of all tests, or say clearly that there is none."""
     program = next(filter(None, map(shutil.which, PROGRAMS)), None)
     if program is None:
-        pytest.skip(MISSING)
-    browser = Chromium(program, tmp_path)
+        (pytest.fail if os.environ.get(REQUIRED) else pytest.skip)(MISSING)
+    browser = Chromium(program, tmp_path_factory.mktemp("chromium"))
     yield browser
     browser.close()
+
+
+@pytest.fixture
+def chromium(browser: Chromium) -> Iterator[Chromium]:
+    """Return the browser with a page for this test alone."""
+    with browser.fresh_page():
+        yield browser

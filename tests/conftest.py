@@ -46,20 +46,22 @@ def _environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
 
 
-def _children() -> set[int]:
-    """Return the pids of all descendants."""
-    if _HAS_LISTS:
-        return _descendants(os.getpid())
-    return {child.pid for child in psutil.Process().children(recursive=True)}
+def _descendants(pid: int, known: frozenset[int] = frozenset()) -> frozenset[int]:
+    """Return the pids of all descendants, without those of the processes `known` and of their descendants."""
+    found = frozenset[int]()
+    for child in _children(pid) - known:
+        found |= {child} | _descendants(child, known)
+    return found
 
 
-def _descendants(pid: int) -> set[int]:
+def _children(pid: int) -> set[int]:
     found: set[int] = set()
-    with suppress(OSError):  # it has ended
+    with suppress(OSError, psutil.Error):  # it has ended
+        if not _HAS_LISTS:
+            return {child.pid for child in psutil.Process(pid).children()}
         for thread in os.listdir(f"/proc/{pid}/task"):
             with suppress(OSError):
-                for child in Path(f"/proc/{pid}/task/{thread}/children").read_text().split():
-                    found |= {int(child)} | _descendants(int(child))
+                found |= set(map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split()))
     return found
 
 
@@ -69,14 +71,17 @@ def _threads() -> set[threading.Thread]:
 
 @pytest.fixture(autouse=True)
 def nothing_leaks():
-    """Fail a test that leaves a child process, a non-daemon thread or a changed environment."""
-    environment, children, threads = _environment(), _children(), _threads()
+    """Fail a test that leaves a child process, a non-daemon thread or a changed environment.
+
+    What tests share, such as the browser, was there before the test; its children are its own.
+    """
+    environment, before, threads = _environment(), _descendants(os.getpid()), _threads()
     yield
     deadline = time.monotonic() + _SETTLE_S
-    while (_children() - children or _threads() - threads) and time.monotonic() < deadline:
+    while (_descendants(os.getpid(), before) or _threads() - threads) and time.monotonic() < deadline:
         time.sleep(0.02)
     leaked = []
-    for pid in _children() - children:
+    for pid in _descendants(os.getpid(), before):
         with suppress(psutil.NoSuchProcess):
             leaked.append(psutil.Process(pid))
     told = [_describe(child) for child in leaked]

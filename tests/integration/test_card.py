@@ -29,9 +29,14 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.state import Gang
 
 pytestmark = pytest.mark.xdist_group("card")
 
-WIDTHS = (1280, 390)
+# How a page is looked at: its width, and whether in dark. It is loaded in the first way.
+VIEWS = ((390, False), (1280, False), (1280, True), (390, True))
 # What a browser has when all of a page stands there.
 READY = "document.querySelector('.tr-verdict') && document.querySelector('.vega-embed canvas, .vega-embed svg')"
+# What holds when all of it, and so the chart too, is as wide as the screen and no wider. A chart that is drawn again,
+# for new data or another width, is gone for a moment.
+FITS = """READY && document.documentElement.scrollWidth <= WIDTH && (chart => 250 < chart && chart <= WIDTH)(
+    document.querySelector('.vega-embed').getBoundingClientRect().width)""".replace("READY", READY)
 # What a picture shows instead of where the test has run.
 PLACES = [(re.escape(sys.executable), "python"), (r"/[^\s']*pytest-of-[^']*?flow folder", "/home/me/flow")]
 RENAME_PLACES = """(pairs => {
@@ -118,11 +123,15 @@ def live(start_flow):
 def ended(cards):
     """Gangs that have ended, with a server: their cards by what has become of them."""
     attrs = {"nproc_per_node": 2, "max_restarts": 1}
-    failed = cards.run(attrs={"nproc_per_node": 2}, do="3:raise,*:sleep", expect=1)
-    restarted = cards.run(attrs=attrs, do="1:once,*:talk")
-    finished = cards.run(attrs={"nproc_per_node": 2}, do="*:talk")
+    flows = {
+        "failed": cards.start(attrs={"nproc_per_node": 2}, do="3:raise,*:sleep"),
+        "restarted": cards.start(attrs=attrs, do="1:once,*:talk"),
+        "finished": cards.start(attrs={"nproc_per_node": 2}, do="*:talk"),
+    }
+    for name, flow in flows.items():
+        assert flow.wait() == (name == "failed"), flow.text
     with cards.served() as ask:
-        yield {"failed": failed, "restarted": restarted, "finished": finished}, ask
+        yield flows, ask
 
 
 def content_of(html):
@@ -195,40 +204,39 @@ def test_the_card_of_another_node_says_where_the_gangs_is(cards, ended):
 
 
 def look(browser, url, name):
-    """Open a page in light and dark, on a screen and on a phone; yield each time, and save pictures."""
+    """Open a page; yield when it is shown on a phone and on a screen, in light and dark, and save pictures.
+
+    The page is loaded once, by a phone, and then shown in the other ways. To look at another page costs about three
+    seconds if its run is one of `ended`, and ten more for a run of its own: add what it shall show to one of those.
+    """
     images = os.environ.get("CARD_IMAGES")
-    for dark in (False, True):
-        for width in WIDTHS:
-            browser.open(url, READY, width, dark)
-            assert browser.value_of("window.hit") is None, "a text of ours was run"
-            assert browser.value_of("document.documentElement.scrollWidth") <= width, "it is wider than the screen"
-            back, front = browser.value_of(
-                "(() => { const style = getComputedStyle(document.querySelector('.mf-card'));"
-                " return [style.backgroundColor, style.color]; })()"
-            )
-            is_dark = [sum(map(int, re.findall(r"\d+", colour)[:3])) < 380 for colour in (back, front)]
-            assert is_dark == [dark, not dark], (back, front)
-            chart = browser.value_of("document.querySelector('.vega-embed').getBoundingClientRect().width")
-            assert 250 < chart <= width
-            yield width
-            if images:
-                browser.value_of(RENAME_PLACES % json.dumps(PLACES))
-                browser.screenshot(Path(images) / f"card-{name}-{'dark' if dark else 'light'}-{width}.png")
+    browser.show_as(*VIEWS[0])
+    browser.open(url, READY)
+    for width, dark in VIEWS:
+        browser.show_as(width, dark)
+        browser.wait_for(FITS.replace("WIDTH", str(width)))
+        assert browser.value_of("window.hit") is None, "a text of ours was run"
+        back, front = browser.value_of(
+            "(() => { const style = getComputedStyle(document.querySelector('.mf-card'));"
+            " return [style.backgroundColor, style.color]; })()"
+        )
+        is_dark = [sum(map(int, re.findall(r"\d+", colour)[:3])) < 380 for colour in (back, front)]
+        assert is_dark == [dark, not dark], (back, front)
+        yield width
+        if images:
+            browser.value_of(RENAME_PLACES % json.dumps(PLACES))
+            browser.screenshot(Path(images) / f"card-{name}-{'dark' if dark else 'light'}-{width}.png")
 
 
 def test_a_browser_shows_a_running_gang_and_it_moves(live, chromium):
     flow, cards, ask = live
     path = cards.paths(flow)[0]
     await_data(ask, path, "running</span>")
-    seen = []
     for _ in look(chromium, ask.at + path, "running"):
         chromium.value_of(f"window.metaflow_card_update({json.dumps(data_of(ask, path)['data'])})")
-        chromium.wait_for("document.body.innerText.includes('running')")
-        assert chromium.value_of("document.querySelectorAll('.tr-cell.tr-running').length") == 4
-        seen.append(chromium.text)
+        chromium.wait_for("document.querySelectorAll('.tr-cell.tr-running').length === 4")
     before = chromium.value_of("document.querySelector('.tr-sentence').innerText")
-    with_time = re.compile(r"4 ranks on 2 nodes run for (\d+) s")
-    assert with_time.search(before)
+    assert re.search(r"4 ranks on 2 nodes run for \d+ ", before)
     (flow.out / "go-launch0-0").touch()
     newest = await_data(ask, path, "ended well")
     if newest["reload_token"] == "runtime":
