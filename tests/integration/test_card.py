@@ -149,9 +149,9 @@ def data_of(ask, path):
         time.sleep(0.2)
 
 
-def await_data(ask, path, words, deadline_s=60):
+def await_data(ask, path, words, count=1, deadline_s=60):
     deadline = time.monotonic() + deadline_s
-    while words not in json.dumps(found := data_of(ask, path)):
+    while json.dumps(found := data_of(ask, path)).count(words) < count:
         assert time.monotonic() < deadline, found
         time.sleep(0.5)
     return found
@@ -231,7 +231,7 @@ def look(browser, url, name):
 def test_a_browser_shows_a_running_gang_and_it_moves(live, chromium):
     flow, cards, ask = live
     path = cards.paths(flow)[0]
-    await_data(ask, path, "running</span>")
+    await_data(ask, path, "tr-cell tr-running", 4)
     for _ in look(chromium, ask.at + path, "running"):
         chromium.value_of(f"window.metaflow_card_update({json.dumps(data_of(ask, path)['data'])})")
         chromium.wait_for("document.querySelectorAll('.tr-cell.tr-running').length === 4")
