@@ -9,7 +9,9 @@ from unit_helpers import HOSTILE
 from metaflow_extensions.torchrun.plugins.torchrun.card.drawing import code_block, one_line
 from metaflow_extensions.torchrun.plugins.torchrun.card.gang_card import GangCard
 from metaflow_extensions.torchrun.plugins.torchrun.card.page import layout, parts
+from metaflow_extensions.torchrun.plugins.torchrun.card.part import GangPart
 from metaflow_extensions.torchrun.plugins.torchrun.card.style import COLOURS, STYLE
+from metaflow_extensions.torchrun.plugins.torchrun.errors import TorchrunConfigError
 from metaflow_extensions.torchrun.plugins.torchrun.gang.history import Record
 from metaflow_extensions.torchrun.plugins.torchrun.gang.summary import summarize
 
@@ -206,6 +208,31 @@ def test_what_can_change_has_a_place_on_the_first_page():
 
     content = a_gang()
     assert ids(layout(content)) == [part["id"] for part in parts(content)]
+
+
+def test_a_users_card_gets_the_parts_that_it_names_in_our_order_and_their_style():
+    shown = GangPart(("timeline", "outcome"), a_gang)
+    shown.component_id = "mine"
+    found = shown.render()
+    json.dumps(found)
+    assert (found["type"], found["id"]) == ("section", "mine")
+    style, outcome, timeline = found["contents"]
+    assert style["source"].startswith("<style>")
+    assert ":root" not in style["source"], "it would change the rest of the user's card"
+    assert ".tr-running" in style["source"]
+    assert (outcome["id"], timeline["title"]) == ("gang-outcome", "Timeline")
+    everything = GangPart((), a_gang).render()["contents"][1:]
+    assert everything == layout(a_gang())["contents"]
+
+
+def test_a_part_that_shows_nothing_says_why():
+    part = GangPart(("outcome",), lambda: {"events": "no list"})
+    assert "Render failed of component named `GangPart`" in part.render()["data"]
+
+
+def test_an_unknown_part_is_refused_where_it_is_asked_for():
+    with pytest.raises(TorchrunConfigError, match=r"knows no part 'rank'\. The parts are 'outcome', 'ranks'"):
+        GangPart(("rank",), a_gang)
 
 
 def test_tasks_are_links_where_the_ui_is_known():

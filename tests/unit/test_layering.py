@@ -31,6 +31,7 @@ KNOW_METAFLOW = {
     "border.task_gang",
     "border.task_log",
     "card.gang_card",
+    "card.part",
 }
 
 

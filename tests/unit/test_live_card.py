@@ -9,7 +9,7 @@ from metaflow import current
 from unit_helpers import eventually
 
 from metaflow_extensions.torchrun.plugins.torchrun.border import live_card
-from metaflow_extensions.torchrun.plugins.torchrun.border.live_card import LiveCard, pause_s, point_at_control
+from metaflow_extensions.torchrun.plugins.torchrun.border.live_card import LiveCard, pause_s
 
 
 class FakeCard:
@@ -124,9 +124,93 @@ def test_a_forked_child_leaves_the_card_alone(card):
     live.settle()
 
 
-def test_another_node_points_at_the_control_task(card):
-    point_at_control(3, "1/train/2")
-    assert card._latest_user_data == {"node": 3, "control": "1/train/2"}
+class FakeUsersCard(FakeCard):
+    """A card of the user's own, as `CardComponentManager` (Metaflow 2.19) has it; `made` has the modes of all cards."""
+
+    def __init__(self, *components):
+        super().__init__()
+        self._card_creator_args = {"card_uuid": "of-a-user", "runtime_card": True}
+        self.components = Components(enumerate(components))
+        self._latest_user_data = {"mine": 1}
+        self._last_layout_change, self._last_render, self._render_seq, self._last_refresh = None, 0, 0, 3.0
+
+    def _card_proc(self, mode):
+        self.made.append((mode, [each.render() for each in self.components.values()]))
+
+    def create(self, card_uuid, runtime_card, mode, final):
+        self.made.append((mode, final))
+
+
+class Components(dict):
+    layout_last_changed_on = 1.0
+
+
+@pytest.fixture
+def with_users_card(card, monkeypatch):
+    """Return a function that adds a card of a user's own, with these components."""
+
+    def add(*components):
+        found = FakeUsersCard(*components)
+        facts = {"card": SimpleNamespace(get=lambda name: [], _card_component_store={"a": found})}
+        current._update_env(facts)
+        return found
+
+    for name, value in {"flow_name": "Flow", "run_id": "1", "step_name": "train", "task_id": "2"}.items():
+        monkeypatch.setattr(current, f"_{name}", value)
+    return add
+
+
+def test_a_users_card_follows_too_and_keeps_what_is_the_users(card, with_users_card):
+    current._update_env({"card": SimpleNamespace(get=lambda name: [])})
+    seen = ["joined"]
+    live = LiveCard(lambda: {"seen": list(seen)}, lambda: len(seen))
+    part = live.part(("outcome",))
+    part.render = lambda: part._content()
+    mine = with_users_card(part)
+    eventually(lambda: len(mine.made) > 1)
+    assert [mode for mode, _ in mine.made[:2]] == ["render_runtime", "refresh"]
+    assert mine.made[1][1][0]["task"] == "Flow/1/train/2"
+    assert "now_s" in mine.made[1][1][0]
+    seen.append("go")
+    eventually(lambda: mine.made[-1][1][0]["seen"] == seen)
+    assert (mine._latest_user_data, mine._last_refresh) == ({"mine": 1}, 3.0)
+    mine.components.layout_last_changed_on = 2.0
+    eventually(lambda: [mode for mode, _ in mine.made].count("render_runtime") == 2)
+    assert mine._render_seq == 2
+    live.settle()
+    assert "now_s" not in part._content()
+
+
+def test_a_users_card_is_left_alone_while_the_steps_own_code_runs(card, with_users_card):
+    own_code, asked = True, []
+
+    def runs_own_code():
+        asked.append(1)
+        return own_code
+
+    live = LiveCard(dict, lambda: len(asked), runs_own_code)
+    mine = with_users_card(live.part(()))
+    eventually(lambda: len(asked) > 3)
+    assert mine.made == []
+    own_code = False
+    eventually(lambda: mine.made)
+    live.settle()
+
+
+def test_a_users_card_without_a_part_is_no_affair_of_ours(card, with_users_card):
+    live = LiveCard(dict, lambda: 1)
+    live.part(())
+    assert with_users_card(object()).made == []
+    assert live_card.users_cards() == []
+    live.make_last()
+
+
+def test_a_failed_task_makes_the_last_of_a_users_card_as_of_a_task_that_runs(card, with_users_card):
+    live = LiveCard(dict, lambda: 1, lambda: True)
+    mine = with_users_card(live.part(()))
+    live.make_last()
+    live.make_last()
+    assert mine.made == [("render_runtime", True), ("refresh", True)]
 
 
 def test_without_a_card_of_ours_nothing_runs():

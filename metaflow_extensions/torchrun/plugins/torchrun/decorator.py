@@ -85,7 +85,7 @@ class TorchrunDecorator(ParallelDecorator):  # type: ignore[misc]  # Metaflow is
         @@ Returns
         -------
         TorchrunExecutor
-            An object with the method `run` and the read-only facts `num_nodes`, `node_index`,
+            An object with the methods `run` and `card` and the read-only facts `num_nodes`, `node_index`,
             `nproc_per_node`, `world_size`, `main_addr` and `is_control`.
     """
 
@@ -211,6 +211,7 @@ class TorchrunDecorator(ParallelDecorator):  # type: ignore[misc]  # Metaflow is
             requested=None if here else self._requested,
             deadline=None if self._timeout_s is None else time.monotonic() + self._timeout_s,
             store=DatastoreValues(self._flow_datastore) if parallel.num_nodes > 1 else None,
+            live_card=self._gang.live_card,
         )
         current._update_env({"torch": TorchrunExecutor(context)})
 

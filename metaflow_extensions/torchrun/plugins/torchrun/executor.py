@@ -11,6 +11,8 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, cast, overload
 
+from .border.live_card import LiveCard
+from .card.part import GangPart
 from .errors import LaunchFailed, TorchrunPreempted
 from .events import Event
 from .gang.member import Member
@@ -29,6 +31,7 @@ from .settings import StepSettings, choose
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # in typing since Python 3.11
+
 
 # Arguments of metaflow-torchrun 0.2 that it took and ignored.
 _IGNORED = ("push_results_dir_to_cloud", "local_output_dir", "cloud_output_dir")
@@ -74,6 +77,7 @@ class Context:
     requested: Nproc | None = None  # what the resources of a remote task amount to
     deadline: float | None = None  # end of the step's @timeout in monotonic seconds; only the control node needs it
     store: ValueStore | None = None  # carries the values of functions between nodes; a gang of one has none
+    live_card: LiveCard | None = None  # has what the step's own cards can show of the gang
 
 
 def _also_as_in_0_2(run: F) -> F:
@@ -125,6 +129,30 @@ class TorchrunExecutor:
     def is_control(self) -> bool:
         """Whether this is the control node, which hosts rank 0."""
         return self.node_index == 0
+
+    def card(self, *parts: str) -> GangPart:
+        """Return parts of the gang's card as a component, for a card of the step's own.
+
+        It is renewed while `run` waits, also without ``current.card.refresh``, and shows the end of it afterwards. On
+        the control node it shows the gang, on another node that one.
+
+        Parameters
+        ----------
+        *parts : str
+            Which ones: ``"outcome"``, ``"ranks"``, ``"timeline"``, ``"nodes"``, ``"launch"``. Default: all.
+
+        Returns
+        -------
+        GangPart
+            A component for ``current.card.append``.
+
+        Raises
+        ------
+        TorchrunConfigError
+            If there is no such part.
+        """
+        assert self._context.live_card is not None
+        return self._context.live_card.part(parts)
 
     @overload
     def run(

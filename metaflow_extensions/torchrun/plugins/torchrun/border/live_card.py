@@ -1,7 +1,11 @@
-"""Keeps the gang's card up to date, ``@card(type="torchrun")``, while the control node's task runs and at its end.
+"""Keeps the cards that show the gang up to date while the task runs, and at its end.
 
-A thread of its own asks Metaflow for it, which starts a process each time; the workers, the gang and the step never
-wait for either. Without such a card nothing of this happens.
+They are ``@card(type="torchrun")`` and a user's own cards with parts of the gang's (`GangPart`). A thread of its own
+asks Metaflow for them, which starts a process each time; the workers, the gang and the step never wait for either.
+Without such a card nothing of this happens.
+
+A user's own card is also the user's to refresh. So it is left alone while the step's own code runs, and what Metaflow
+keeps of the user's last refresh stays as it is: its data, and the time before which another one is dropped.
 """
 
 from __future__ import annotations
@@ -14,7 +18,10 @@ from contextlib import suppress
 from typing import Any
 
 from metaflow import current
+from metaflow.metaflow_config import UI_URL
 from metaflow.plugins.cards.card_creator import CardProcessManager
+
+from ..card.part import GangPart
 
 _TYPE = "torchrun"  # of the card
 _LOOKS_EVERY_S = 0.5
@@ -43,10 +50,16 @@ def cards() -> list[Any]:
     return [] if collector is None else list(collector.get(_TYPE))
 
 
-def point_at_control(node: int, control: str) -> None:
-    """Let the card of another node's task say where the gang's is; `control` is run, step and task."""
-    for card in cards():
-        _give(card, {"node": node, "control": control})
+def users_cards() -> list[Any]:
+    """Return the task's other cards that show a part of the gang and can be renewed while the task runs (2.19)."""
+    collector = current.get("card")
+    managers = [] if collector is None else list(collector._card_component_store.values())
+    return [card for card in managers if card._card_creator_args["runtime_card"] and _has_part(card)]
+
+
+def _has_part(card: Any) -> bool:
+    # The step's code may add components meanwhile; a copy is made in one go.
+    return any(isinstance(component, GangPart) for component in list(card.components.values()))
 
 
 def _give(card: Any, data: dict[str, Any]) -> None:
@@ -55,12 +68,19 @@ def _give(card: Any, data: dict[str, Any]) -> None:
 
 
 class LiveCard:
-    """The gang's card, from the gang's begin to its end."""
+    """The cards of one task, from the gang's begin to its end."""
 
-    def __init__(self, content: Callable[[], dict[str, Any]], count: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        content: Callable[[], dict[str, Any]],
+        count: Callable[[], int],
+        runs_own_code: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._content = content  # what to show now; any thread may ask
         self._count = count  # how many things have happened
+        self._runs_own_code = runs_own_code  # whether the step's own code runs now
         self._cards = cards()
+        self._has_parts = False  # whether the step's code has asked for any
         self._began_at = time.monotonic()
         self._pid = os.getpid()
         self._shown, self._shown_at = -1, float("-inf")
@@ -69,48 +89,101 @@ class LiveCard:
         if self._cards:
             self._thread.start()
 
+    def part(self, names: tuple[str, ...]) -> GangPart:
+        """Return parts of the gang's page for a card of the user's own; called by the step's code."""
+        found = GangPart(names, self._for_part)
+        self._has_parts = True
+        if not (self._thread.is_alive() or self._over.is_set()):
+            self._thread.start()
+        return found
+
+    def _for_part(self) -> dict[str, Any]:
+        content = self._content() if self._over.is_set() else self._now()
+        return {**content, "task": "/".join([current.flow_name, *_task()]), "ui_url": UI_URL or None}
+
+    def _now(self) -> dict[str, Any]:
+        return {**self._content(), "now_s": time.monotonic() - self._began_at}
+
     def _run(self) -> None:
         while not self._over.wait(_LOOKS_EVERY_S):
-            if self._is_due(time.monotonic()) and not any(map(_is_busy, self._cards)):
-                self._shown, self._shown_at = self._count(), time.monotonic()
-                content = {**self._content(), "now_s": time.monotonic() - self._began_at}
-                for card in self._cards:
-                    with suppress(Exception):  # whatever a card's process can't do must not end the thread
-                        card.refresh(content)
+            if self._is_due(time.monotonic()):
+                others = users_cards() if self._has_parts and not self._runs_own_code() else []
+                if not any(map(_is_busy, [*self._cards, *others])):
+                    self._renew(others)
+
+    def _renew(self, others: list[Any]) -> None:
+        self._shown, self._shown_at = self._count(), time.monotonic()
+        content = self._now() if self._cards else {}
+        for card in self._cards:
+            with suppress(Exception):  # whatever a card's process can't do must not end the thread
+                card.refresh(content)
+        for card in others:
+            with suppress(Exception):
+                if _renew_users(card):
+                    self._shown = -1  # the next renewal is due soon
 
     def _is_due(self, now: float) -> bool:
         return now - self._shown_at > pause_s(now - self._began_at, self._count() != self._shown)
 
     def settle(self) -> None:
-        """Follow the gang no further: Metaflow makes the last card of a task that ends well by itself (2.19).
+        """Follow the gang no further: Metaflow makes the last cards of a task that ends well by itself (2.19).
 
         Can be repeated, and has no effect in a forked child.
         """
-        if os.getpid() != self._pid or self._over.is_set() or not self._cards:
+        if os.getpid() != self._pid or self._over.is_set():
             return
         self._over.set()
-        self._thread.join(_LAST_S)
+        if self._thread.is_alive():
+            self._thread.join(_LAST_S)
         for card in self._cards:
             _give(card, self._content())
 
     def make_last(self, patience_s: float = _LAST_S) -> None:
-        """Make the last card of a task that fails, which Metaflow would not, and wait so long for it; only once."""
-        if os.getpid() != self._pid or not self._cards:
+        """Make the last cards of a task that fails, which Metaflow would not, and wait so long for it; only once."""
+        if os.getpid() != self._pid:
             return
         self.settle()
-        cards, self._cards = self._cards, []
-        last = threading.Thread(target=_make_last, args=(cards,), name="torchrun-lastcard", daemon=True)
-        last.start()
-        last.join(patience_s)
+        own, self._cards = self._cards, []
+        others, self._has_parts = users_cards() if self._has_parts else [], False
+        # As for a task that ended well, Metaflow's `CardDecorator.task_finished`. Metaflow's own types can be made for
+        # such a task alone, so a user's card is made once more as that of a task that runs.
+        wanted = [(card, "render") for card in own] + [(card, "render_runtime") for card in others]
+        threads = [
+            threading.Thread(target=_make_last, args=each, name="torchrun-lastcard", daemon=True) for each in wanted
+        ]
+        deadline = time.monotonic() + patience_s
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
 
 
-def _make_last(cards: list[Any]) -> None:
-    for card in cards:
-        while _is_busy(card):  # Metaflow would wait, too, but without sleeping
-            time.sleep(0.05)
-        for mode in ("render", "refresh"):  # as `CardDecorator.task_finished` does for a task that ended well
-            with suppress(Exception):
-                card._card_creator.create(**card._card_creator_args, mode=mode, final=True)
+def _task() -> list[str]:
+    return [str(current.run_id), str(current.step_name), str(current.task_id)]
+
+
+def _renew_users(card: Any) -> bool:
+    """Renew a card of the user's own, as its `refresh` would (2.19), and return whether its page is another one now.
+
+    Then the data has to follow, which tells a browser to load the page; Metaflow would wait for it here.
+    """
+    changed_at = card.components.layout_last_changed_on
+    if card._last_layout_change == changed_at:
+        card._card_proc("refresh")
+        return False
+    card._render_seq += 1
+    card._last_render = time.time()
+    card._card_proc("render_runtime")
+    card._last_layout_change = changed_at
+    return True
+
+
+def _make_last(card: Any, first: str) -> None:
+    while _is_busy(card):  # Metaflow would wait, too, but without sleeping
+        time.sleep(0.05)
+    for mode in (first, "refresh"):
+        with suppress(Exception):
+            card._card_creator.create(**card._card_creator_args, mode=mode, final=True)
 
 
 def _is_busy(card: Any) -> bool:

@@ -25,7 +25,7 @@ from ..node.console import to_log, write_output
 from ..node.report import end_with, report
 from ..settings import StepSettings
 from .event_store import EventStore
-from .live_card import LiveCard, point_at_control
+from .live_card import LiveCard
 from .local_nodes import LocalNodes
 from .spot_notice import watch
 from .starters import STARTED_BY, end_after, name_as_starter, starters
@@ -65,7 +65,7 @@ class TaskGang:
         self._member: Member | None = None
         self._channel: ControlChannel | None = None  # on a control node of several
         self._events: EventStore | None = None  # on any control node
-        self._card: LiveCard | None = None  # there, too
+        self.live_card: LiveCard | None = None  # what shows the gang, or this node of it
         self._about: dict[str, Any] = {}  # what the card shows besides what has happened
         self._local_nodes: LocalNodes | None = None  # on the control node of a local run
         self._preemption_watch: threading.Event | None = None
@@ -119,14 +119,15 @@ class TaskGang:
         registry = Registry(self._flow_datastore, self._run_id, self._step_name, control_task_id, self._attempt)
         if parallel.num_nodes == 1:
             member, channel = join_alone(settings, emit)
-            self._follow(registry, channel)
+            self._follow(registry, channel, member)
             return member, LOOPBACK
         if parallel.node_index > 0:
-            point_at_control(parallel.node_index, f"{self._run_id}/{self._step_name}/{control_task_id}")
+            about = {"node": parallel.node_index, "control": f"{self._run_id}/{self._step_name}/{control_task_id}"}
+            self.live_card = LiveCard(lambda: about, lambda: 0)
             return join_as_member(registry, parallel.node_index, parallel.num_nodes, settings, emit)
         main_ip, here_only = parallel.main_ip, self._is_local
         member, self._channel = join_as_control(registry, parallel.num_nodes, main_ip, settings, emit, here_only)
-        self._follow(registry, self._channel)
+        self._follow(registry, self._channel, member)
         if self._local_nodes is not None:
             self._local_nodes.watch(self._channel.report_gone)
         if not self._is_local:
@@ -139,11 +140,11 @@ class TaskGang:
         show: Subscriber = to_log if self._is_local else self._log.take
         show(event)
 
-    def _follow(self, registry: Registry, channel: ControlChannel) -> None:
+    def _follow(self, registry: Registry, channel: ControlChannel, member: Member) -> None:
         """Store and show what happens to the gang, on the control node."""
         self._events = EventStore(registry, channel.gang, self._about)
         history = channel.gang.history
-        self._card = LiveCard(self._events.content, lambda: history.count)
+        self.live_card = LiveCard(self._events.content, lambda: history.count, lambda: member.runs_own_code)
 
     # --- around it and after it -----------------------------------------------------------------
 
@@ -170,8 +171,8 @@ class TaskGang:
             raise
         if self._channel is not None:
             self.leave(None)
-        elif self._card is not None:  # Metaflow may make the last one before this task leaves
-            self._card.settle()
+        elif self.live_card is not None:  # Metaflow may make the last one before this task leaves
+            self.live_card.settle()
 
     def finish(self) -> None:
         """Say that the step's own code has ended well."""
@@ -192,10 +193,10 @@ class TaskGang:
             self._member.leave(error, hold_s=0.0 if self._is_local or self._channel is not None else _HOLD_S)
         if self._events is not None:
             self._events.close()
-        if self._card is not None:
-            self._card.settle()
+        if self.live_card is not None:
+            self.live_card.settle()
             if error is not None:
-                self._card.make_last(*([_PREEMPTED_CARD_S] if isinstance(error, TorchrunPreempted) else []))
+                self.live_card.make_last(*([_PREEMPTED_CARD_S] if isinstance(error, TorchrunPreempted) else []))
 
     def watch_storing(self, task_datastore: Any) -> None:
         """Tell the gang of artifacts that can't be stored: then Metaflow calls no decorator any more (task.py, 2.19)."""

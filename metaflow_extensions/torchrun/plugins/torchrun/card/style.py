@@ -18,7 +18,8 @@ COLOURS = {
     "lost": "#e0457b",
 }
 
-# Of the parts of the page wherever they stand; the card around them has the variables (Metaflow 2.19).
+# Of the parts of the page wherever they stand; the card around them has the variables (Metaflow 2.19). There, a chart
+# that shall be as wide as its place has no width at all on a phone.
 _PARTS = """
 .tr { --tr-c: #98a2b3; margin-bottom: 1rem; line-height: 1.45; overflow-wrap: anywhere; }
 .tr p { margin: 0 0 .5rem; }
@@ -45,6 +46,7 @@ _PARTS = """
 .tr-label { color: var(--dk-grey); font-size: .85rem; margin-top: .6rem; }
 .tr-code { background: var(--lt-grey); color: var(--black); border-radius: 6px; padding: .7rem; margin: .2rem 0 0;
   overflow: auto; max-height: 32rem; font-family: var(--mono-font); font-size: .85rem; white-space: pre-wrap; }
+.mf-card .vega-embed.fit-x { width: 100%; }
 """
 
 # Of our own page alone.
@@ -59,7 +61,6 @@ aside { display: none !important; }
 .mf-card .tableContainer { overflow-x: auto; max-width: calc(100vw - 2rem); }
 .mf-card td { padding: .4rem .7rem !important; text-align: left !important; }
 .mf-card th { text-align: left !important; padding: .4rem .7rem !important; }
-.mf-card .vega-embed { width: 100%; }
 @media (prefers-color-scheme: dark) {
   :root { color-scheme: dark; --bg: #14171c; --white: #14171c; --black: #e6e8eb; --dk-grey: #9aa4b2; --lt-grey: #232830;
     --lt-lt-grey: #1c2027; --grey: rgba(255, 255, 255, .16); --error: #ff6b6b; --blue: #7cb7ff; --highlight: #4a2a2e; }

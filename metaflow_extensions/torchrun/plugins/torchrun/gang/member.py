@@ -166,6 +166,11 @@ class Member:
         """Whether the step's code has ended well here and its results are being stored."""
         return self.in_task and self._state is State.STORING
 
+    @property
+    def runs_own_code(self) -> bool:
+        """Whether the step's own code runs here, and none of ours."""
+        return self._state in (State.STEP, State.TOLD)
+
     def _enter(self, state: State) -> None:
         """Go to another state; called with the lock."""
         assert state in _NEXT[self._state], f"a member can't go from {self._state.name} to {state.name}"
