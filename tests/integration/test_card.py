@@ -258,7 +258,7 @@ def test_a_browser_shows_a_running_gang_and_it_moves(live, chromium):
             "failed",
             ["failed", "Rank 3 on node 1", "ValueError: bad löss", "raise ValueError(", "rank 3, node 1 on host"],
         ),
-        ("restarted", ["done", "after 1 restart", "Last restart because of", "RuntimeError: only the first time"]),
+        ("restarted", ["done", "after 1 restart", "Restarts, the newest first", "RuntimeError: only the first time"]),
     ],
 )
 def test_a_browser_shows_a_gang_that_has_ended(cards, ended, chromium, name, words):
@@ -269,6 +269,10 @@ def test_a_browser_shows_a_gang_that_has_ended(cards, ended, chromium, name, wor
         assert "torch.distributed.run" in text
     if name == "failed":
         assert chromium.value_of("document.querySelectorAll('.tr-cell.tr-failed').length") == 1
+    if name == "restarted":
+        assert "raise RuntimeError(" not in chromium.text
+        chromium.value_of("document.querySelector('.tr-restart summary').click()")
+        assert "raise RuntimeError(" in chromium.text
 
 
 def many_nodes(num_nodes=256, nproc=8):

@@ -110,9 +110,10 @@ def test_a_text_stays_a_text(text):
 
 
 def test_no_name_or_traceback_becomes_markup():
-    content = failed(a_gang(host=MARKUP, command=MARKUP, facts={"torch": MARKUP}), 1, MARKUP, host=MARKUP)
+    known = {"command": MARKUP, "facts": {"torch": MARKUP}, "reports": restarted(1, MARKUP, MARKUP)["reports"]}
+    content = failed(a_gang(host=MARKUP, **known), 1, MARKUP, host=MARKUP)
     page = read(content)
-    allowed = {"div", "span", "p", "b", "dl", "dt", "dd", "pre", "ul", "li", "small"}
+    allowed = {"div", "span", "p", "b", "dl", "dt", "dd", "pre", "ul", "li", "small", "details", "summary"}
     for part in page.values():
         if isinstance(part, Reader):
             assert {tag for tag, _ in part.tags} <= allowed
@@ -157,6 +158,44 @@ def test_an_error_without_a_cause_is_told_whole():
         "error": "The nodes differ\nin the torch version",
     }
     assert "The nodes differ\nin the torch version" in read(content)["gang-outcome"].text
+
+
+def restarted(times, text="", detail="Traceback: here"):
+    """Return a gang that has started again so often."""
+    cause = {
+        "kind": "exception",
+        "node": 1,
+        "host": "h",
+        "rank": 3,
+        "exit_code": 1,
+        "exception": text,
+        "detail": detail,
+    }
+    reports = [
+        {"at_s": 60.0 * number, "error": None, "text": f"Rank 3 failed with {number}{text}.\n  | x", "cause": cause}
+        for number in range(1, times + 1)
+    ]
+    fatal = {"at_s": 900.0, "error": "WorkerFailed", "text": "the end", "cause": cause}
+    return {**a_gang(), "reports": [*reports, fatal]}
+
+
+def test_restarts_are_told_with_their_tracebacks_the_newest_first():
+    found = read(restarted(2))["gang-restarts"]
+    assert found.count("tr-restart") == 2
+    first, second = found.text.index("After 2 min 0 s: Rank 3 failed with 2."), found.text.index("After 1 min 0 s:")
+    assert first < second
+    assert "rank 3, node 1 on host h" in found.text
+    assert found.text.count("Traceback: here") == 2
+    assert read(restarted(0))["gang-restarts"].text == ""
+
+
+def test_of_many_restarts_and_long_tracebacks_the_last_is_shown():
+    found = read(restarted(12, detail="a" * 9000 + "the error itself"))["gang-restarts"]
+    assert found.count("tr-restart") == 5
+    assert "The causes of 7 earlier restarts are not shown here." in found.text
+    assert found.text.count("the error itself") == 5
+    assert "3016 characters are left out here" in found.text
+    assert len(found.text) < 5 * 7000
 
 
 def test_a_rank_has_a_cell_with_its_state_in_a_word():
@@ -216,11 +255,11 @@ def test_a_users_card_gets_the_parts_that_it_names_in_our_order_and_their_style(
     found = shown.render()
     json.dumps(found)
     assert (found["type"], found["id"]) == ("section", "mine")
-    style, outcome, timeline = found["contents"]
+    style, outcome, restarts, timeline = found["contents"]
     assert style["source"].startswith("<style>")
     assert ":root" not in style["source"], "it would change the rest of the user's card"
     assert ".tr-running" in style["source"]
-    assert (outcome["id"], timeline["title"]) == ("gang-outcome", "Timeline")
+    assert (outcome["id"], restarts["id"], timeline["title"]) == ("gang-outcome", "gang-restarts", "Timeline")
     everything = GangPart((), a_gang).render()["contents"][1:]
     assert everything == layout(a_gang())["contents"]
 

@@ -57,7 +57,7 @@ def verdict(summary: Summary) -> str:
 def cause_block(record: Record | None, cause: dict[str, Any] | None, error: str | None = None) -> str:
     """Return who failed, where and how, with its traceback; without a cause the error, or why the gang restarted."""
     if cause is not None:
-        return _framed("Cause", _facts_of(cause) + _detail_of(cause))
+        return _framed("Cause", cause_facts(cause) + cause_detail(cause))
     if error:
         return _framed("Error", code_block(error, "Message"))
     return "" if record is None else _framed("Last restart because of", told(record.text))
@@ -67,7 +67,8 @@ def _framed(title: str, html: str) -> str:
     return f'<div class="tr-cause"><b>{one_line(title)}</b>{html}</div>'
 
 
-def _facts_of(cause: dict[str, Any]) -> str:
+def cause_facts(cause: dict[str, Any]) -> str:
+    """Return where it failed, and how."""
     place = f"node {cause['node']} on host {cause['host']}"
     where = place if cause.get("rank") is None else f"rank {cause['rank']}, {place}"
     code = cause.get("exit_code")
@@ -80,7 +81,8 @@ def _facts_of(cause: dict[str, Any]) -> str:
     )
 
 
-def _detail_of(cause: dict[str, Any]) -> str:
+def cause_detail(cause: dict[str, Any]) -> str:
+    """Return its traceback, or what there is instead."""
     title = _DETAILS.get(cause.get("kind", ""), "Last lines of its stderr")
     return code_block(cause["detail"], title) if cause.get("detail") else ""
 

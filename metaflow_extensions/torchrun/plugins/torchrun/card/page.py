@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 from ..gang.summary import Summary, from_stored
 from ..gang.texts import duration
 from .drawing import by_node, cause_block, code_block, facts, rank_cells, tally, told, verdict
+from .restarts import restarts_block
 from .style import PARTS_STYLE
 from .timeline import chart
 
@@ -52,7 +53,9 @@ def part(name: str, content: Content, names: Iterable[str]) -> Component:
 
 
 def _outcome(summary: Summary, content: Content) -> tuple[str, list[Component]]:
-    return "", [_markdown("gang-outcome", verdict(summary) + _why(summary, content))]
+    # By themselves: what does not change stays unfolded while the page is renewed.
+    restarts = _markdown("gang-restarts", restarts_block(content.get("reports", ())))
+    return "", [_markdown("gang-outcome", verdict(summary) + _why(summary, content)), restarts]
 
 
 def _ranks(summary: Summary, content: Content) -> tuple[str, list[Component]]:
@@ -84,7 +87,9 @@ SECTIONS: dict[str, Callable[[Summary, Content], tuple[str, list[Component]]]] =
 
 
 def _why(summary: Summary, content: Content) -> str:
-    return cause_block(summary.cause, content.get("cause"), content.get("error"))
+    # Records that are older than the reports tell of a restart in one line.
+    last = None if content.get("reports") else summary.cause
+    return cause_block(last, content.get("cause"), content.get("error"))
 
 
 def _section(title: str, contents: list[Component]) -> Component:

@@ -28,6 +28,8 @@ _PARTS = """
   font-weight: 700; }
 .tr-sentence { font-size: 1.15rem; font-weight: 500; }
 .tr-cause { border: 1px solid var(--error); border-radius: 6px; padding: .8rem 1rem; margin-top: 1rem; }
+.tr-restart { border: 1px solid var(--grey); border-radius: 6px; padding: .5rem .8rem; margin-top: .4rem; }
+.tr-restart summary { cursor: pointer; }
 .tr-cells { list-style: none; display: grid; gap: .5rem; grid-template-columns: repeat(auto-fill, minmax(9.5rem, 1fr)); }
 .tr-cell { border: 1px solid var(--tr-c); border-left-width: 6px; border-radius: 6px; padding: .4rem .6rem;
   background: var(--lt-lt-grey); min-width: 0; }
