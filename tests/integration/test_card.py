@@ -55,22 +55,22 @@ class Cards:
     def __init__(self, start_flow):
         self._start_flow = start_flow
 
-    def start(self, *arguments, **options):
-        return self._start_flow(*arguments, env={"GANG_CARD": "1"}, **options)
+    def start(self, *arguments, own="", **options):
+        return self._start_flow(*arguments, env={"GANG_CARD": own or "1"}, **options)
 
     def run(self, *arguments, expect=0, **options):
         flow = self.start(*arguments, **options)
         assert flow.wait() == expect, flow.text
         return flow
 
-    def paths(self, flow):
+    def paths(self, flow, kind="torchrun"):
         """Return the cards of a run's gang by node, each as its path on the server; wait for the first."""
         run_id = re.search(r"\(run-id (\d+)\)", flow.text)[1]
         deadline = time.monotonic() + 30
         while True:
             found = {}
-            for path in flow.home.parent.rglob(f"runs/{run_id}/steps/train/tasks/*/cards/torchrun-*.html"):
-                task, name = path.parts[-3], path.stem.removeprefix("torchrun-")
+            for path in flow.home.parent.rglob(f"runs/{run_id}/steps/train/tasks/*/cards/{kind}-*.html"):
+                task, name = path.parts[-3], path.stem.removeprefix(f"{kind}-")
                 found[int(task.partition("_node_")[2] or 0)] = f"GangFlow/{run_id}/train/{task}/{name}"
             if 0 in found:
                 return found
@@ -111,7 +111,7 @@ def cards(start_shared_flow):
 def live(start_flow):
     """A gang of 2 x 2 that goes on until it is told to end, with its server."""
     cards = Cards(start_flow)
-    flow = cards.start(attrs={"nproc_per_node": 2}, do="*:talk,*:wait")
+    flow = cards.start(own="own", attrs={"nproc_per_node": 2}, do="*:talk,*:wait")
     flow.await_notes("worker-launch0-0-*", 4)
     with cards.served() as ask:
         yield flow, cards, ask
@@ -124,7 +124,7 @@ def ended(cards):
     """Gangs that have ended, with a server: their cards by what has become of them."""
     attrs = {"nproc_per_node": 2, "max_restarts": 1}
     flows = {
-        "failed": cards.start(attrs={"nproc_per_node": 2}, do="3:raise,*:sleep"),
+        "failed": cards.start(own="own", attrs={"nproc_per_node": 2}, do="3:raise,*:sleep"),
         "restarted": cards.start(attrs=attrs, do="1:once,*:talk"),
         "finished": cards.start(attrs={"nproc_per_node": 2}, do="*:talk"),
     }
@@ -169,13 +169,14 @@ def test_a_running_gang_has_a_card_that_follows_it(live):
 
 def test_the_card_of_a_failed_step_is_final_and_tells_why(cards, ended):
     flows, ask = ended
-    html = ask(f"card/{cards.paths(flows['failed'])[0]}")
-    assert 'METAFLOW_RELOAD_TOKEN = "final"' in html
-    content = content_of(html)
-    assert "Rank 3 on node 1" in content
-    assert "in act&#10;    raise ValueError(" in content
-    # On a member's task the step fails, too, and Metaflow makes no card of it.
-    assert set(cards.paths(flows["failed"])) == {0}
+    paths = [path for kind in ("torchrun", "default-own") for path in cards.paths(flows["failed"], kind).values()]
+    assert len(paths) == 4, "one of each kind on each node"
+    for path in paths:
+        html = ask(f"card/{path}")
+        assert 'METAFLOW_RELOAD_TOKEN = "final"' in html
+        content = content_of(html)
+        assert "Rank 3 on node 1" in content
+        assert "in act&#10;    raise ValueError(" in content
 
 
 def test_a_card_can_be_made_again_from_what_is_stored(cards, ended):
@@ -192,12 +193,15 @@ def test_a_card_can_be_made_again_from_what_is_stored(cards, ended):
     assert "after 1 restart" in first
 
 
-def test_the_card_of_another_node_says_where_the_gangs_is(cards, ended):
+def test_the_card_of_another_node_shows_that_node_and_says_where_the_gangs_is(cards, ended):
     flows, ask = ended
     paths = cards.paths(flows["finished"])
     assert sorted(paths) == [0, 1]
     control = paths[0].rpartition("/")[0]
-    assert f"that of the control task, {control}." in content_of(ask(f"card/{paths[1]}"))
+    content = content_of(ask(f"card/{paths[1]}"))
+    assert f"that of the control task, {control}." in content
+    assert "2 ranks on node 1 have ended well after" in content
+    assert content.count("done, exit code 0") == 2
 
 
 # --- in a browser ---------------------------------------------------------------------------------
@@ -237,6 +241,14 @@ def test_a_browser_shows_a_running_gang_and_it_moves(live, chromium):
         chromium.wait_for("document.querySelectorAll('.tr-cell.tr-running').length === 4")
     before = chromium.value_of("document.querySelector('.tr-sentence').innerText")
     assert re.search(r"4 ranks on 2 nodes run for \d+ ", before)
+    own = cards.paths(flow, "default-own")[0]
+    data = await_data(ask, own, "tr-cell tr-running", 4)["data"]
+    chromium.open(ask.at + own, READY)
+    chromium.value_of(f"window.metaflow_card_update({json.dumps(data)})")
+    chromium.wait_for("document.querySelectorAll('.tr-cell.tr-running').length === 4")
+    chromium.wait_for(FITS.replace("WIDTH", str(VIEWS[-1][0])))
+    assert chromium.text.index("Mine") < chromium.text.index("4 ranks on 2 nodes run for")
+    chromium.open(ask.at + path, READY)
     (flow.out / "go-launch0-0").touch()
     newest = await_data(ask, path, "ended well")
     if newest["reload_token"] == "runtime":
@@ -258,16 +270,18 @@ def test_a_browser_shows_a_running_gang_and_it_moves(live, chromium):
             "failed",
             ["failed", "Rank 3 on node 1", "ValueError: bad löss", "raise ValueError(", "rank 3, node 1 on host"],
         ),
+        ("failed of 1", ["failed", "This is node 1.", "raise ValueError(", "rank 2", "rank 3", "GangFlow/"]),
         ("restarted", ["done", "after 1 restart", "Restarts, the newest first", "RuntimeError: only the first time"]),
     ],
 )
 def test_a_browser_shows_a_gang_that_has_ended(cards, ended, chromium, name, words):
     flows, ask = ended
-    for _ in look(chromium, ask.at + cards.paths(flows[name])[0], name):
+    flow, _, node = name.partition(" of ")
+    for _ in look(chromium, ask.at + cards.paths(flows[flow])[int(node or 0)], name.replace(" ", "-")):
         text = chromium.text
         assert [word for word in words if word not in text] == []
         assert "torch.distributed.run" in text
-    if name == "failed":
+    if flow == "failed":
         assert chromium.value_of("document.querySelectorAll('.tr-cell.tr-failed').length") == 1
     if name == "restarted":
         assert "raise RuntimeError(" not in chromium.text

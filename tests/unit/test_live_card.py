@@ -9,7 +9,7 @@ from metaflow import current
 from unit_helpers import eventually
 
 from metaflow_extensions.torchrun.plugins.torchrun.border import live_card
-from metaflow_extensions.torchrun.plugins.torchrun.border.live_card import LiveCard, pause_s
+from metaflow_extensions.torchrun.plugins.torchrun.border.live_card import LiveCard, pause_of_member_s, pause_s
 
 
 class FakeCard:
@@ -38,7 +38,7 @@ def card(monkeypatch):
     collector = {"torchrun": [card]}
     current._update_env({"card": SimpleNamespace(get=lambda name: collector[name])})
     monkeypatch.setattr(live_card, "_LOOKS_EVERY_S", 0.01)
-    monkeypatch.setattr(live_card, "_SHORTEST_S", 0.05)
+    monkeypatch.setattr(LiveCard.__init__, "__defaults__", (LiveCard.__init__.__defaults__[0], 0.05))
     yield card
     current._update_env({"card": None})
 
@@ -64,15 +64,20 @@ def test_the_card_follows_what_happens_and_ends_with_the_last(card, monkeypatch)
     [(0, 5, 5), (50, 5, 5), (100, 10, 5), (600, 60, 6), (900, 90, 9), (3600, 90, 30), (86400, 90, 30)],
 )
 def test_the_older_the_step_the_longer_the_pause_between_renewals(age_s, pause, after_news):
-    assert pause_s(age_s, has_news=False) == pytest.approx(pause)
-    assert pause_s(age_s, has_news=True) == pytest.approx(after_news)
+    assert pause_s(age_s, has_news=False, shortest_s=5) == pytest.approx(pause)
+    assert pause_s(age_s, has_news=True, shortest_s=5) == pytest.approx(after_news)
 
 
 def test_a_day_of_renewals_costs_less_than_a_hundredth_of_a_core():
     now_s, renewals = 0.0, 0
     while now_s < 86400:
-        now_s, renewals = now_s + pause_s(now_s, has_news=False), renewals + 1
+        now_s, renewals = now_s + pause_s(now_s, has_news=False, shortest_s=5), renewals + 1
     assert 0.7 * renewals / 86400 < 0.01  # seconds of CPU that one takes
+
+
+def test_the_members_of_a_big_gang_together_renew_their_cards_twice_a_second():
+    assert [pause_of_member_s(nodes) for nodes in (2, 10, 256)] == [5, 5, 128]
+    assert pause_s(86400, has_news=True, shortest_s=128) == 128
 
 
 def test_the_card_is_renewed_sooner_after_news(card):

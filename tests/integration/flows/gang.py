@@ -3,7 +3,7 @@
 ``GANG_ATTRS``: attributes of ``@torchrun``. ``GANG_RUNS``: a list of arguments for ``current.torch.run``.
 ``GANG_HOOK``: what the step's own code does besides, see `hook`; with ``go-on`` it catches what
 the launches raise, with ``raise-last`` all but what the last one raises. ``GANG_OUT``: a folder for files.
-``GANG_CARD``: the step has the gang's card.
+``GANG_CARD``: the step has the gang's card; with ``own`` a card of its own with parts of it, too.
 """
 
 import json
@@ -13,6 +13,7 @@ import sys
 import time
 
 from metaflow import FlowSpec, Parameter, TorchrunError, card, current, retry, step, timeout, torchrun
+from metaflow.cards import Markdown
 from notes import note
 
 ATTRS = json.loads(os.environ.get("GANG_ATTRS", "{}"))
@@ -65,6 +66,7 @@ class GangFlow(FlowSpec):
     @(retry(times=2, minutes_between_retries=0) if "retry" in HOOK else same)
     @(timeout(seconds=6) if "timeout" in HOOK else same)
     @(card(type="torchrun") if "GANG_CARD" in os.environ else same)
+    @(card(id="own") if os.environ.get("GANG_CARD") == "own" else same)
     @torchrun(**ATTRS)
     @step
     def train(self):
@@ -74,6 +76,8 @@ class GangFlow(FlowSpec):
         self.node, self.attempt = node, current.retry_count
         note(f"task-{node}", {"pid": os.getpid(), "facts": self.facts, "torch": "torch" in sys.modules})
         hook("before")
+        if os.environ.get("GANG_CARD") == "own":
+            current.card["own"].extend([Markdown("# Mine"), torch.card("outcome", "ranks"), torch.card("timeline")])
         self.results = []
         for number, kwargs in enumerate(RUNS):
             try:

@@ -30,18 +30,26 @@ _LOOKS_EVERY_S = 0.5
 _SHORTEST_S = 5.0
 _LONGEST_S, _OF_AGE = 90.0, 0.1
 _LONGEST_AFTER_NEWS_S, _OF_AGE_AFTER_NEWS = 30.0, 0.01
+_OF_ALL_PER_S = 2.0
 # How long a failed task waits for its last card.
 _LAST_S = 15.0
 
 
-def pause_s(age_s: float, has_news: bool) -> float:
+def pause_s(age_s: float, has_news: bool, shortest_s: float) -> float:
     """Return how long after one renewal the next one is due; `age_s` is how long the gang has been there.
 
     Numbers on the card change all the time. News is what happens seldom, such as a restart.
     """
-    if has_news:
-        return min(_LONGEST_AFTER_NEWS_S, max(_SHORTEST_S, age_s * _OF_AGE_AFTER_NEWS))
-    return min(_LONGEST_S, max(_SHORTEST_S, age_s * _OF_AGE))
+    longest_s, of_age = (_LONGEST_AFTER_NEWS_S, _OF_AGE_AFTER_NEWS) if has_news else (_LONGEST_S, _OF_AGE)
+    return max(shortest_s, min(longest_s, age_s * of_age))
+
+
+def pause_of_member_s(num_nodes: int) -> float:
+    """Return the shortest pause on a node that is not the control node.
+
+    Each renewal asks Metaflow's service of the task, so those of all nodes together come twice a second at most.
+    """
+    return max(_SHORTEST_S, num_nodes / _OF_ALL_PER_S)
 
 
 def cards() -> list[Any]:
@@ -75,10 +83,12 @@ class LiveCard:
         content: Callable[[], dict[str, Any]],
         count: Callable[[], int],
         runs_own_code: Callable[[], bool] = lambda: False,
+        shortest_pause_s: float = _SHORTEST_S,
     ) -> None:
         self._content = content  # what to show now; any thread may ask
         self._count = count  # how many things have happened
         self._runs_own_code = runs_own_code  # whether the step's own code runs now
+        self._shortest_pause_s = shortest_pause_s
         self._cards = cards()
         self._has_parts = False  # whether the step's code has asked for any
         self._began_at = time.monotonic()
@@ -123,7 +133,8 @@ class LiveCard:
                     self._shown = -1  # the next renewal is due soon
 
     def _is_due(self, now: float) -> bool:
-        return now - self._shown_at > pause_s(now - self._began_at, self._count() != self._shown)
+        has_news = self._count() != self._shown
+        return now - self._shown_at > pause_s(now - self._began_at, has_news, self._shortest_pause_s)
 
     def settle(self) -> None:
         """Follow the gang no further: Metaflow makes the last cards of a task that ends well by itself (2.19).

@@ -20,12 +20,13 @@ from ..events import Event, Subscriber
 from ..gang.control_channel import ControlChannel
 from ..gang.join import LOOPBACK, control_addresses, join_alone, join_as_control, join_as_member
 from ..gang.member import Member
+from ..gang.node_records import NodeRecords
 from ..gang.registry import Registry
 from ..node.console import to_log, write_output
 from ..node.report import end_with, report
 from ..settings import StepSettings
 from .event_store import EventStore
-from .live_card import LiveCard
+from .live_card import LiveCard, pause_of_member_s
 from .local_nodes import LocalNodes
 from .spot_notice import watch
 from .starters import STARTED_BY, end_after, name_as_starter, starters
@@ -65,6 +66,7 @@ class TaskGang:
         self._member: Member | None = None
         self._channel: ControlChannel | None = None  # on a control node of several
         self._events: EventStore | None = None  # on any control node
+        self._records: NodeRecords | None = None  # on any other node
         self.live_card: LiveCard | None = None  # what shows the gang, or this node of it
         self._about: dict[str, Any] = {}  # what the card shows besides what has happened
         self._local_nodes: LocalNodes | None = None  # on the control node of a local run
@@ -119,20 +121,34 @@ class TaskGang:
         registry = Registry(self._flow_datastore, self._run_id, self._step_name, control_task_id, self._attempt)
         if parallel.num_nodes == 1:
             member, channel = join_alone(settings, emit)
-            self._follow(registry, channel, member)
+            self._follow(registry, channel)
             return member, LOOPBACK
         if parallel.node_index > 0:
-            about = {"node": parallel.node_index, "control": f"{self._run_id}/{self._step_name}/{control_task_id}"}
-            self.live_card = LiveCard(lambda: about, lambda: 0)
-            return join_as_member(registry, parallel.node_index, parallel.num_nodes, settings, emit)
+            return self._join_as_member(registry, f"{self._run_id}/{self._step_name}/{control_task_id}")
         main_ip, here_only = parallel.main_ip, self._is_local
         member, self._channel = join_as_control(registry, parallel.num_nodes, main_ip, settings, emit, here_only)
-        self._follow(registry, self._channel, member)
+        self._follow(registry, self._channel)
         if self._local_nodes is not None:
             self._local_nodes.watch(self._channel.report_gone)
         if not self._is_local:
             self._channel.relay.start(write_output)
         return member, control_addresses(main_ip, here_only)[0]
+
+    def _join_as_member(self, registry: Registry, control: str) -> tuple[Member, str]:
+        """Join, and show what becomes of this node; `control` is run, step and task."""
+        node, num_nodes = current.parallel.node_index, current.parallel.num_nodes
+        self._about.update(control=control, of_nodes=num_nodes)
+        self._records = records = NodeRecords(node, self._about)
+        self.live_card = LiveCard(
+            records.content, lambda: records.count, self._runs_own_code, pause_of_member_s(num_nodes)
+        )
+        member, main_addr = join_as_member(registry, node, num_nodes, self._settings, self._emit)
+        member.follow = records.take
+        records.joined(member.host)
+        return member, main_addr
+
+    def _runs_own_code(self) -> bool:
+        return self._member is not None and self._member.runs_own_code
 
     def _emit(self, event: Event) -> None:
         if event.kind == "command":
@@ -140,11 +156,11 @@ class TaskGang:
         show: Subscriber = to_log if self._is_local else self._log.take
         show(event)
 
-    def _follow(self, registry: Registry, channel: ControlChannel, member: Member) -> None:
+    def _follow(self, registry: Registry, channel: ControlChannel) -> None:
         """Store and show what happens to the gang, on the control node."""
         self._events = EventStore(registry, channel.gang, self._about)
         history = channel.gang.history
-        self.live_card = LiveCard(self._events.content, lambda: history.count, lambda: member.runs_own_code)
+        self.live_card = LiveCard(self._events.content, lambda: history.count, self._runs_own_code)
 
     # --- around it and after it -----------------------------------------------------------------
 
@@ -189,6 +205,8 @@ class TaskGang:
         """Leave for good; safe to call more than once."""
         if self._preemption_watch is not None:
             self._preemption_watch.set()
+        if self._records is not None and error is not None:
+            self._records.failed(error)
         if self._member is not None:
             self._member.leave(error, hold_s=0.0 if self._is_local or self._channel is not None else _HOLD_S)
         if self._events is not None:

@@ -118,10 +118,11 @@ def rank_cells(summary: Summary) -> str:
         return told("No launch has begun yet, so there are no ranks.") + _grid(
             _waiting_cell(node) for node in summary.nodes
         )
+    nodes = {node.index: node for node in summary.nodes}
     if len(summary.ranks) <= _MAX_CELLS:
-        return _grid(_rank_cell(rank, summary.nodes[rank.node]) for rank in summary.ranks)
+        return _grid(_rank_cell(rank, nodes[rank.node]) for rank in summary.ranks)
     is_small = len(summary.nodes) > _MAX_CELLS
-    cells = (_node_cell(summary.nodes[node], ranks, is_small) for node, ranks in by_node(summary.ranks).items())
+    cells = (_node_cell(nodes[node], ranks, is_small) for node, ranks in by_node(summary.ranks).items())
     grid = _grid(cells, "tr-small" if is_small else "")
     return _legend(summary.ranks) + _bad(summary) + grid
 

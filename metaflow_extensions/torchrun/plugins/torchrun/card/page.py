@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 from ..gang.summary import Summary, from_stored
 from ..gang.texts import duration
-from .drawing import by_node, cause_block, code_block, facts, rank_cells, tally, told, verdict
+from .drawing import by_node, cause_block, code_block, facts, one_line, rank_cells, tally, told, verdict
 from .restarts import restarts_block
 from .style import PARTS_STYLE
 from .timeline import chart
@@ -55,7 +55,7 @@ def part(name: str, content: Content, names: Iterable[str]) -> Component:
 def _outcome(summary: Summary, content: Content) -> tuple[str, list[Component]]:
     # By themselves: what does not change stays unfolded while the page is renewed.
     restarts = _markdown("gang-restarts", restarts_block(content.get("reports", ())))
-    return "", [_markdown("gang-outcome", verdict(summary) + _why(summary, content)), restarts]
+    return "", [_markdown("gang-outcome", verdict(summary) + _whose(content) + _why(summary, content)), restarts]
 
 
 def _ranks(summary: Summary, content: Content) -> tuple[str, list[Component]]:
@@ -67,7 +67,8 @@ def _timeline(summary: Summary, content: Content) -> tuple[str, list[Component]]
 
 
 def _nodes(summary: Summary, content: Content) -> tuple[str, list[Component]]:
-    title = "Nodes" if len(summary.nodes) <= _MAX_LISTED else "Node 0, and nodes that need a look"
+    few = "Node" if "node" in content else "Nodes"
+    title = few if len(summary.nodes) <= _MAX_LISTED else "Node 0, and nodes that need a look"
     return title, [_nodes_table(summary, content)]
 
 
@@ -102,13 +103,19 @@ def _markdown(name: str, html: str) -> Component:
 
 
 def _without_records(content: Content) -> str:
-    control = content.get("control")
-    if control is not None:
-        flow = content["task"].split("/")[0]
-        return told(f"This is node {content['node']}. The gang's card is that of the control task, {flow}/{control}.")
     return told(
         "There are no records of a gang with this task: it is no control node's, or the run is older than they."
     )
+
+
+def _whose(content: Content) -> str:
+    """Say where the gang's card is, on that of one node."""
+    if "control" not in content:
+        return ""
+    control = _pathspec(content["control"], content)
+    place, url = one_line(control), _url(control, content)
+    link = f'<a href="{one_line(url)}">{place}</a>' if url else place
+    return f"<p>This is node {content['node']}. The gang's card is that of the control task, {link}.</p>"
 
 
 def _nodes_table(summary: Summary, content: Content) -> Component:
@@ -126,7 +133,8 @@ def _nodes_table(summary: Summary, content: Content) -> Component:
             tally(ranks.get(node.index, [])) or "–",
             _task(node.index, content),
         ]
-        for node in (summary.nodes[index] for index in wanted)
+        for node in summary.nodes
+        if node.index in wanted
     ]
     return {
         "type": "table",
@@ -140,11 +148,24 @@ def _nodes_table(summary: Summary, content: Content) -> Component:
 def _task(node: int, content: Content) -> Any:
     """Return the pathspec of a node's task, as a link where Metaflow's UI is known."""
     tasks = content.get("tasks") or []
-    if node >= len(tasks):
+    if "node" in content:
+        pathspec = content["task"]
+    elif node < len(tasks):
+        pathspec = _pathspec(tasks[node], content)
+    else:
         return "–"
-    pathspec = f"{content['task'].split('/')[0]}/{tasks[node]}"
+    url = _url(pathspec, content)
+    return {"type": "markdown", "source": f"[{pathspec}]({url})"} if url else pathspec
+
+
+def _pathspec(task: str, content: Content) -> str:
+    """Return the pathspec of a task of this flow that is given as run, step and task."""
+    return f"{content['task'].split('/')[0]}/{task}"
+
+
+def _url(pathspec: str, content: Content) -> str | None:
     url = content.get("ui_url")
-    return {"type": "markdown", "source": f"[{pathspec}]({url.rstrip('/')}/{pathspec})"} if url else pathspec
+    return f"{url.rstrip('/')}/{pathspec}" if url else None
 
 
 def _facts(summary: Summary, content: Content) -> str:
@@ -153,11 +174,11 @@ def _facts(summary: Summary, content: Content) -> str:
     rows = [
         ("began", time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(began)) if began is not None else "–"),
         ("so far" if not summary.is_over else "took", duration(summary.seconds)),
-        ("nodes", str(len(summary.nodes))),
+        ("nodes", str(content.get("of_nodes", len(summary.nodes)))),
         ("ranks on each", str(content["nproc_per_node"] or "–")),
         ("launch", "–" if summary.launch is None else str(summary.launch)),
         ("restarts", str(summary.restarts)),
         *((name, known[key]) for key, name in _FACTS.items() if key in known),
     ]
     command = content.get("command")
-    return facts(rows) + (code_block(command, "Command on node 0") if command else "")
+    return facts(rows) + (code_block(command, f"Command on node {content.get('node', 0)}") if command else "")

@@ -30,13 +30,13 @@ def chart(name: str, summary: Summary) -> dict[str, Any]:
     return {
         "type": "vegaChart",
         "id": name,
-        "spec": _spec(rows, states, len(summary.nodes)),
+        "spec": _spec(rows, states, [node.index for node in summary.nodes]),
         "options": {"actions": False},
     }
 
 
-def _spec(rows: list[dict[str, Any]], states: list[str], num_nodes: int) -> dict[str, Any]:
-    step = max(_MIN_STEP, min(_FULL_STEP, _HEIGHT // max(1, num_nodes)))
+def _spec(rows: list[dict[str, Any]], states: list[str], nodes: list[int]) -> dict[str, Any]:
+    step = max(_MIN_STEP, min(_FULL_STEP, _HEIGHT // max(1, len(nodes))))
     text = {"labelColor": _GREY, "titleColor": _GREY}
     return {
         "$schema": _SCHEMA,
@@ -49,7 +49,7 @@ def _spec(rows: list[dict[str, Any]], states: list[str], num_nodes: int) -> dict
             "y": {
                 "field": "node",
                 "type": "ordinal",
-                "scale": {"domain": list(range(num_nodes)), "padding": 0},
+                "scale": {"domain": nodes, "padding": 0},
                 "axis": {"title": "node", "labelOverlap": True, "ticks": False, "domain": False},
             },
             "x": {

@@ -127,6 +127,8 @@ class Member:
         self.send_lines: Callable[[str, str], None] = lambda stream, text: None
         # Waits until the members' lines that have come are written.
         self.settle_lines: Callable[[], None] = lambda: None
+        # Gets every message that is sent or comes, in whatever thread; it must return at once.
+        self.follow: Callable[[Message], None] = lambda message: None
         self._link: ControlChannel | MemberChannel | None = None
         self._at_end: Callable[[], None] = lambda: None
         self._pid = os.getpid()
@@ -185,6 +187,7 @@ class Member:
 
     def deliver(self, message: Message) -> None:
         """Take a message of the control node."""
+        self.follow(message)
         if isinstance(message, Welcome | Ack | Bye):
             self._hear(_SAYS[type(message)])
         elif isinstance(message, Note):
@@ -311,6 +314,7 @@ class Member:
     def send(self, message: Message) -> None:
         """Send a message to the control node."""
         if self._link is not None and self.in_task:
+            self.follow(message)
             self._link.send(message)
 
     def refuse_in_child(self) -> None:

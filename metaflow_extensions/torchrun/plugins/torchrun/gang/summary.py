@@ -40,6 +40,14 @@ _RANK_STATES: dict[str, RankState] = {
     "lost": "lost",
 }
 
+# What a node does by itself while no launch runs.
+_ALONE: dict[NodeState, str] = {
+    "missing": "has not joined yet",
+    "waiting": "waits until all nodes have called run",
+    "finished": "has ended its step; its results are being stored",
+    "left": "has ended its step",
+}
+
 
 @dataclass(frozen=True)
 class Span:
@@ -100,7 +108,9 @@ class Summary:
     is_over: bool  # whether nothing more can come
 
 
-def summarize(records: Iterable[Record], num_nodes: int, nproc: int | None, until_s: float | None = None) -> Summary:
+def summarize(
+    records: Iterable[Record], num_nodes: int, nproc: int | None, until_s: float | None = None, first_node: int = 0
+) -> Summary:
     """Return what has become of a gang.
 
     Parameters
@@ -113,8 +123,10 @@ def summarize(records: Iterable[Record], num_nodes: int, nproc: int | None, unti
         Ranks on each node; None: unknown, as before the first launch.
     until_s : float, optional
         Seconds since the gang's begin, for one that still runs. By default the time of the last record.
+    first_node : int, default 0
+        Number of the first node; the records of one node alone (``gang/node_records``) count from 0.
     """
-    fold = _Fold(num_nodes)
+    fold = _Fold(num_nodes, first_node)
     for record in records:
         fold.take(record)
     return fold.summary(nproc, fold.at_s if until_s is None else max(until_s, fold.at_s))
@@ -123,8 +135,8 @@ def summarize(records: Iterable[Record], num_nodes: int, nproc: int | None, unti
 class _Fold:
     """The gang as of the last record."""
 
-    def __init__(self, num_nodes: int) -> None:
-        self.nodes = [Node(index) for index in range(num_nodes)]
+    def __init__(self, num_nodes: int, first_node: int = 0) -> None:
+        self.nodes = [Node(first_node + index) for index in range(num_nodes)]
         self.at_s = 0.0
         self.launch: int | None = None
         self.went_s: float | None = None  # when the workers first started in this launch
@@ -240,13 +252,14 @@ class _Fold:
             is_over=is_over,
         )
 
-    def _rank(self, rank: int, nproc: int) -> Rank:
-        node, end = self.nodes[rank // nproc], self.exits.get(rank)
+    def _rank(self, own: int, nproc: int) -> Rank:
+        node, end = self.nodes[own // nproc], self.exits.get(own)
+        rank = own + self.nodes[0].index * nproc
         if end is None or end.exit_code is None:
             after = "waiting" if self.went_s is None or node.state == "waiting" else "stopped"
             return Rank(rank, node.index, _RANK_STATES.get(node.state, after))  # type: ignore[arg-type]
         cause = self.cause
-        is_cause = cause is not None and (cause.rank, cause.generation) == (rank, end.generation)
+        is_cause = cause is not None and (cause.rank, cause.generation) == (own, end.generation)
         was_told = end.exit_code in _STOPPED_BY and not is_cause
         state: RankState = "done" if end.exit_code == 0 else "stopped" if was_told else "failed"
         return Rank(rank, node.index, state, end.exit_code, end.text)
@@ -277,6 +290,8 @@ class _Fold:
         return "failed", _sentence(f"Failed after {duration(first.at_s)}{self._after_restarts()}", text)
 
     def _told_waiting(self) -> str:
+        if self.nodes and self.nodes[0].index > 0:
+            return f"Node {self.nodes[0].index} {_ALONE.get(self.nodes[0].state, 'has joined; its own code runs')}."
         missing = [node.index for node in self.nodes if node.state == "missing"]
         if missing:
             return (
@@ -290,7 +305,8 @@ class _Fold:
 
     def _workers(self, nproc: int | None) -> str:
         ranks = "The workers" if nproc is None else _counted(nproc * len(self.nodes), "rank")
-        return f"{ranks} on {_counted(len(self.nodes), 'node')}"
+        alone = len(self.nodes) == 1 and self.nodes[0].index > 0
+        return f"{ranks} on {names([self.nodes[0].index]) if alone else _counted(len(self.nodes), 'node')}"
 
     def _after_restarts(self) -> str:
         return f", after {_counted(self.restarts, 'restart')}" if self.restarts else ""
@@ -308,4 +324,4 @@ def _sentence(what: str, why: str) -> str:
 def from_stored(content: dict[str, Any], until_s: float | None = None) -> Summary:
     """Return what has become of the gang of which the datastore has `content` (``border/event_store``)."""
     records = [Record.from_dict(event) for event in content["events"]]
-    return summarize(records, content["num_nodes"], content["nproc_per_node"], until_s)
+    return summarize(records, content["num_nodes"], content["nproc_per_node"], until_s, content.get("node", 0))
