@@ -106,6 +106,23 @@ def test_the_end_is_heard_whoever_reaps(start, ignored):
     assert reason == "its task ended" or reason.startswith("its task was killed by SIGTERM")
 
 
+@pytest.mark.parametrize("has_pidfds", [True, False])
+def test_tasks_that_run_are_not_looked_at_where_the_system_tells_their_end(start, monkeypatch, has_pidfds):
+    if not has_pidfds:
+        monkeypatch.delattr(os, "pidfd_open")
+    looks, how_it_ended = [], local_nodes._end
+    monkeypatch.setattr(local_nodes, "_end", lambda task: looks.append(task.pid) or how_it_ended(task))
+    monkeypatch.setattr(local_nodes, "_POLL_S", 0.001)
+    first, second = start(*task(1)), start(*task(2))
+    told = ends(LocalNodes(RUN, CONTROL, 3))
+    eventually(lambda: len(looks) >= (2 if has_pidfds else 20), "looks")
+    for node, child in ((2, second), (1, first)):
+        child.terminate()
+        assert told.get(timeout=10)[0] == node
+        child.wait(10)
+    assert not has_pidfds or looks == [first.pid, second.pid, first.pid, second.pid, first.pid]
+
+
 def test_a_node_that_did_not_join_gets_sigterm_and_the_others_their_time(start, monkeypatch):
     monkeypatch.setattr(local_nodes, "_LATECOMER_S", 0.3)
     saves = "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(5)); " + SLEEP

@@ -19,7 +19,7 @@ from itertools import pairwise
 from typing import Any
 
 from ..gang.cause import describe_exit
-from ..machine.processes import Process, await_or_kill, children, command_line, find, send_signal
+from ..machine.processes import Ends, Process, await_or_kill, children, command_line, find, send_signal
 
 _POLL_S = 0.25
 # Enough to start Python and Metaflow and read one record; less than the 5 s that Metaflow's runtime
@@ -61,13 +61,15 @@ class LocalNodes:
         running = dict(self.tasks())
         for node in set(self._options.values()) - set(running):
             on_gone(node, "its task ended at once, before it joined")
+        ends = Ends(task.pid for task in running.values())
         while running:
             for node, task in list(running.items()):
                 how = _end(task)
                 if how is not None:
                     del running[node]
+                    ends.forget(task.pid)
                     on_gone(node, f"its task {how}")
-            time.sleep(_POLL_S)
+            ends.wait(_POLL_S)
 
     def tasks(self) -> dict[int, Process]:
         """Return node index -> task of all that have been seen, ended ones included."""

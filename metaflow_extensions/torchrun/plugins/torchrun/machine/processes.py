@@ -7,6 +7,7 @@ Made for Linux. Elsewhere (untried) the table comes from ``ps``, and what it doe
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
 import time
@@ -144,6 +145,31 @@ def open_pidfd(pid: int) -> int | None:
         raise
     except (OSError, AttributeError):
         return None
+
+
+class Ends:
+    """Waits for the end of any of some processes, where the system can do that without looking (Linux 5.3)."""
+
+    def __init__(self, pids: Iterable[int]) -> None:
+        self._poll = select.poll()
+        self._handles: dict[int, int | None] = {}  # pid -> pidfd
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                self._handles[pid] = handle = open_pidfd(pid)
+                if handle is not None:
+                    self._poll.register(handle, select.POLLIN)
+
+    def wait(self, look_s: float) -> None:
+        """Return when a process has ended, or after `look_s` seconds where the system does not tell."""
+        if self._handles:
+            self._poll.poll(look_s * 1000 if None in self._handles.values() else None)
+
+    def forget(self, pid: int) -> None:
+        """Wait for this process no more: it has ended."""
+        handle = self._handles.pop(pid, None)
+        if handle is not None:
+            self._poll.unregister(handle)
+            os.close(handle)
 
 
 def send_signal(pid: int, number: int) -> None:
