@@ -1,0 +1,121 @@
+"""What `@torchrun` costs the workers: the same worker under torchrun alone and under `@torchrun`, one after the other.
+
+One worker writes lines as fast as it can, another computes. Each measures itself. Workers that are told to wait for
+nothing and share nothing with us should need the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+LINE = "x" * 99 + "\n"
+BLOCK = b"x" * 4096
+Result = dict[str, float]
+
+
+# --- a worker ---------------------------------------------------------------------------------------
+
+
+def write_lines(count: int) -> None:
+    """Write lines of 100 bytes, each by a call of its own."""
+    for _ in range(count):
+        os.write(1, LINE.encode())
+
+
+def compute(count: int) -> None:
+    """Use the CPU alone."""
+    for _ in range(count):
+        hashlib.sha256(BLOCK).digest()
+
+
+KINDS: dict[str, Callable[[int], None]] = {"writes": write_lines, "computes": compute}
+
+
+def work(kind: str, count: int, path: str) -> None:
+    """Do it, and leave what it took."""
+    begun, begun_cpu = time.monotonic(), time.process_time()
+    KINDS[kind](count)
+    took = {"seconds": time.monotonic() - begun, "cpu": time.process_time() - begun_cpu}
+    Path(path).write_text(json.dumps(took))
+
+
+# --- the two ways to start it -----------------------------------------------------------------------
+
+
+def by_torchrun(do: str, folder: Path) -> None:
+    """Let torchrun write the worker's output to files, as we do; nobody reads them."""
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "1",
+        "--redirects",
+        "3",
+    ]
+    command += ["--log-dir", str(folder), __file__]
+    subprocess.run(command, env={**os.environ, "WORKER_DO": do}, check=True, stderr=subprocess.DEVNULL)
+
+
+def by_us(do: str, folder: Path) -> None:
+    """Start a gang of one node, whose log is a file."""
+    from gangs import Gang
+
+    gang = Gang(folder / "gang")
+    try:
+        gang.start(1, do=do, entrypoint=__file__)
+        gang.processes[0].wait(600)
+    finally:
+        gang.kill()
+
+
+WAYS = {"torchrun": by_torchrun, "@torchrun": by_us}
+
+
+def measure(way: str, kind: str, count: int) -> Result:
+    """Run one worker and return what it says."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        WAYS[way](json.dumps([kind, count, str(folder / "took.json")]), folder)
+        took: Result = json.loads((folder / "took.json").read_text())
+        return took
+
+
+def main() -> None:
+    """Measure in turns and compare pairs."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--lines", type=int, default=2_000_000)
+    parser.add_argument("--blocks", type=int, default=1_000_000, help="of 4 KiB, to compute with")
+    given = parser.parse_args()
+    for kind, count in (("writes", given.lines), ("computes", given.blocks)):
+        pairs = [{way: measure(way, kind, count) for way in WAYS} for _ in range(given.pairs)]
+        for what in ("cpu", "seconds"):
+            each = {way: statistics.median(pair[way][what] for pair in pairs) for way in WAYS}
+            ratios = sorted(pair["@torchrun"][what] / pair["torchrun"][what] for pair in pairs)
+            print(
+                f"{kind:8} {what:7}  "
+                + "  ".join(f"{way} {value:6.2f}" for way, value in each.items())
+                + f"  ratio {statistics.median(ratios):.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f})",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    if "RANK" in os.environ:
+        work(*json.loads(os.environ["WORKER_DO"]))
+    else:
+        main()
