@@ -33,6 +33,7 @@ class FakeAgent:
     def __init__(self, command, env, options, on_event):
         self.command, self.env, self.options, self.say = command, env, options, on_event
         self.orders = []
+        self.pid = None
 
     def start(self):
         self.orders.append("start")
@@ -67,6 +68,7 @@ class FakeNode:
         self.said, self.output, self.events = [], [], []
         self._sent, self._agents, self._came = queue.Queue(), queue.Queue(), queue.Queue()
         self.own_address = None
+        self.guardian = None  # the pid of a process whose use is measured; without one nothing is
         self.member = Member(number, 2, self._hear)
         # In another thread, so that the handlers of the test's own process stay.
         self._in_thread(lambda: self.member.attach(self)).join(DEADLINE_S)
@@ -99,6 +101,7 @@ class FakeNode:
 
     def _new_agent(self, *args):
         agent = FakeAgent(*args)
+        agent.pid = self.guardian
         self._agents.put(agent)
         return agent
 

@@ -206,7 +206,9 @@ def test_a_rank_has_the_node_of_its_end_or_else_by_the_number_of_processes():
 
 
 def test_data_has_everything_as_plain_json():
-    data = json.loads(json.dumps(as_data(facts(), content(FAILURE, report()), BEGAN)))
+    usage = {"step_s": 5.0, "nodes": {"0": {"cpus": [1.0]}}}
+    data = json.loads(json.dumps(as_data(facts(), {**content(FAILURE, report()), "usage": usage}, BEGAN)))
+    assert data["usage"] == usage
     assert (data["outcome"], data["began"], data["seconds"]) == ("failed", BEGAN, 20.5)
     assert data["nodes"][1] == {
         "node": 1,

@@ -12,6 +12,7 @@ from .drawing import by_node, cause_block, code_block, facts, one_line, rank_cel
 from .restarts import restarts_block
 from .style import PARTS_STYLE
 from .timeline import chart
+from .usage import usage_parts
 
 # Of more nodes, those are listed that need a look.
 _MAX_LISTED = 64
@@ -35,7 +36,7 @@ def sections(content: Content, names: Iterable[str] = ()) -> list[Component]:
     found: list[Component] = []
     for name in (name for name in SECTIONS if name in wanted):
         title, contents = SECTIONS[name](summary, content)
-        found += [_section(title, contents)] if title else contents
+        found += [_section(title, contents)] if title and contents else contents
     return found
 
 
@@ -72,6 +73,11 @@ def _nodes(summary: Summary, content: Content) -> tuple[str, list[Component]]:
     return title, [_nodes_table(summary, content)]
 
 
+def _usage(summary: Summary, content: Content) -> tuple[str, list[Component]]:
+    usage = content.get("usage")  # what is stored of an old run has none
+    return "Usage", usage_parts(usage) if usage else []
+
+
 def _launch(summary: Summary, content: Content) -> tuple[str, list[Component]]:
     return "Launch", [_markdown("gang-facts", _facts(summary, content))]
 
@@ -82,6 +88,7 @@ SECTIONS: dict[str, Callable[[Summary, Content], tuple[str, list[Component]]]] =
     "outcome": _outcome,
     "ranks": _ranks,
     "timeline": _timeline,
+    "usage": _usage,
     "nodes": _nodes,
     "launch": _launch,
 }

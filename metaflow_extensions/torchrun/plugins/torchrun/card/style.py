@@ -18,6 +18,9 @@ COLOURS = {
     "lost": "#e0457b",
 }
 
+# Of lines in charts, in this order; as far as eight can be told apart, on white and on black.
+LINES = ("#3b82f6", "#e8710a", "#22a35a", "#e0457b", "#8b62d9", "#b8960c", "#0aa3b5", "#9a6b4f")
+
 # Of the parts of the page wherever they stand; the card around them has the variables (Metaflow 2.19). There, a chart
 # that shall be as wide as its place has no width at all on a phone.
 _PARTS = """
@@ -63,6 +66,10 @@ aside { display: none !important; }
 .mf-card .tableContainer { overflow-x: auto; max-width: calc(100vw - 2rem); }
 .mf-card td { padding: .4rem .7rem !important; text-align: left !important; }
 .mf-card th { text-align: left !important; padding: .4rem .7rem !important; }
+.mf-card section section .heading { display: none; }
+@media (min-width: 60rem) {
+  .mf-card section.columns > .sectionItems { grid-template-columns: 1fr 1fr; grid-gap: .5rem 2rem; }
+}
 @media (prefers-color-scheme: dark) {
   :root { color-scheme: dark; --bg: #14171c; --white: #14171c; --black: #e6e8eb; --dk-grey: #9aa4b2; --lt-grey: #232830;
     --lt-lt-grey: #1c2027; --grey: rgba(255, 255, 255, .16); --error: #ff6b6b; --blue: #7cb7ff; --highlight: #4a2a2e; }
@@ -71,6 +78,7 @@ aside { display: none !important; }
 """
 
 PARTS_STYLE = _PARTS + "".join(
-    f".tr-{state.replace(' ', '-')} {{ --tr-c: {colour}; }}\n" for state, colour in COLOURS.items()
+    f".tr-{name.replace(' ', '-')} {{ --tr-c: {colour}; }}\n"
+    for name, colour in [*COLOURS.items(), *((f"line-{place}", colour) for place, colour in enumerate(LINES))]
 )
 STYLE = PARTS_STYLE + _PAGE

@@ -9,7 +9,8 @@ Node 0 is the control node and a node of its own gang: its own messages take the
                                         <──  Welcome, or Refused
     Ready: the step has called `run`    ──>
                                         <──  Go, when all nodes are ready and agree
-    Active, Failed, Lines, Metrics      ──>
+    Active, Failed                      ──>
+    Lines, Metrics, Usage               ──>
                                         <──  Stop, when a node has failed
     Ended, then Storing and Stored      ──>
                                         <──  Restart and another Go, or Verdict
@@ -111,6 +112,18 @@ class Metrics:
     paces: dict[int, Pace] = field(default_factory=dict)  # global rank -> how fast it is; only those that still run
     points: tuple[Point, ...] = ()  # what is new of rank 0, thinned out
     total: float | None = None  # at which step rank 0 will be done
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What this node uses now, or has used since the last time; sent every 5 s while workers run.
+
+    Nobody waits for it, and nothing is decided by it.
+    """
+
+    of: str  # whose CPU and memory it is: "container", or the launch's "processes"
+    values: dict[str, float] = field(default_factory=dict)  # by `usage.KINDS`; what is not measured is left out
+    limits: dict[str, float] = field(default_factory=dict)  # by `usage.LIMITS`
 
 
 @dataclass(frozen=True)
@@ -276,7 +289,7 @@ class Alone:
 
 
 Message: TypeAlias = (
-    Join | Ready | Active | Failed | Lines | Metrics | Ended | Storing | Stored | Done | Leave | Beat
+    Join | Ready | Active | Failed | Lines | Metrics | Usage | Ended | Storing | Stored | Done | Leave | Beat
     | Welcome | Refused | Go | Stop | Restart | Verdict | Abort | Replaced | Note | Ack | Bye | Alone
 )  # fmt: skip
 _CLASSES: dict[str, type[Any]] = {cls.__name__.lower(): cls for cls in typing.get_args(Message)}

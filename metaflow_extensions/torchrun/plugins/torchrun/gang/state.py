@@ -44,10 +44,12 @@ from .protocol import (
     Stop,
     Stored,
     Storing,
+    Usage,
     Verdict,
     Welcome,
 )
 from .texts import QUIET_S, REMIND_S, counted, headline, names
+from .usage import UsageHistory
 
 Outgoing = tuple[int, Message]
 """A node's index and a message for it."""
@@ -85,6 +87,7 @@ class Gang:
         self._started_at = clock()
         self.history = History(clock)
         self.progress = Progress()  # of the last launch whose scripts have told of any
+        self.usage = UsageHistory(num_nodes)
         self._launch = Launch(-1, Phase.OVER)  # the last one
         self._verdicts: dict[int, TorchrunError | None] = {}  # by the launch's number
         self._early: dict[int, Ready] = {}  # of nodes that have given up the launch that still runs
@@ -95,6 +98,7 @@ class Gang:
             Ready: self._on_ready,
             Active: self._on_active,
             Metrics: self._on_metrics,
+            Usage: self._on_usage,
             Failed: self._on_failed,
             Ended: self._on_ended,
             Storing: self._on_storing,
@@ -314,6 +318,9 @@ class Gang:
             self._note(kind, node=each.rank // (self.nproc or 1), rank=each.rank, text=each.text)
         for line in stragglers.lines(changes, place):
             self._send(Note(line), CONTROL)
+
+    def _on_usage(self, node: int, usage: Usage) -> None:
+        self.usage.note(node, self._clock() - self._started_at, usage.of, usage.values, usage.limits)
 
     def _on_failed(self, node: int, failed: Failed) -> None:
         launch = self._launch

@@ -20,15 +20,34 @@ def own_folders(controller: str, root: str = "/") -> Iterator[str]:
     root. Inside a container the path in ``/proc/self/cgroup`` can be the host's, while the container's own
     cgroup is what is mounted; then only the last folder exists.
     """
+    for mount, path in _hierarchies(controller, root):
+        own = PurePosixPath(path.strip("/"))
+        if ".." in own.parts:  # outside of this cgroup namespace: not to be seen from here
+            own = PurePosixPath()
+        for part in (own, *own.parents):
+            yield os.path.join(mount, part)
+
+
+def container_folder(controller: str, file: str, root: str = "/") -> str | None:
+    """Return the folder of this process's cgroup if that is its container's and has `file`; else None.
+
+    `controller` is one of version 1, or ``""`` for version 2. A container sees its own cgroup as the root of all. The
+    machine's own root is told by its files: it lacks ``cgroup.events`` (version 2), or has ``release_agent`` (1).
+    """
+    mount, path = dict(_hierarchies(controller, root)).popitem()
+    is_among_others = ".." not in path and path != "/" and os.path.isdir(os.path.join(mount, path.strip("/")))
+    is_machines = os.path.exists(os.path.join(mount, "release_agent")) or (
+        not controller and not os.path.exists(os.path.join(mount, "cgroup.events"))
+    )
+    return mount if os.path.exists(os.path.join(mount, file)) and not is_among_others and not is_machines else None
+
+
+def _hierarchies(controller: str, root: str) -> Iterator[tuple[str, str]]:
+    """Yield where a hierarchy is mounted, and the path of this process in it: of version 2, then of the controller."""
     paths = {"": "/", controller: "/"}
     for line in read(os.path.join(root, "proc/self/cgroup")).splitlines():
         with suppress(ValueError):
             _, names, path = line.split(":", 2)  # as in "4:cpu,cpuacct:/user.slice"; version 2 has no names
             paths.update({name: path for name in names.split(",") if name in paths})
     for name, path in paths.items():
-        mount = os.path.join(root, _MOUNT, name)
-        own = PurePosixPath(path.strip("/"))
-        if ".." in own.parts:  # outside of this cgroup namespace: not to be seen from here
-            own = PurePosixPath()
-        for part in (own, *own.parents):
-            yield os.path.join(mount, part)
+        yield os.path.join(root, _MOUNT, name), path

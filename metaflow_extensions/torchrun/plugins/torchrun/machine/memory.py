@@ -31,8 +31,7 @@ def oom_kills(root: str = "/") -> int | None:
 
 def describe_oom(root: str = "/") -> str:
     """Say that the kernel's out-of-memory killer ended a process, and what to change."""
-    limits = [int(text) for text in _texts(_LIMITS, root) if text.strip().isdigit()]
-    limit = min(limits, default=_NO_LIMIT)  # of all cgroups around this process
+    limit = _cgroup_limit(root)
     room = "this node's memory is used up"
     if limit < _NO_LIMIT:
         size = f"{limit / 2**30:.4g} GiB" if limit >= 2**30 else f"{limit / 2**20:.4g} MiB"
@@ -41,6 +40,18 @@ def describe_oom(root: str = "/") -> str:
         f"out of memory: {room}, and the kernel killed it (SIGKILL). Raise memory of @resources, @kubernetes or @batch, "
         "or use fewer processes, smaller batches or fewer data loader workers"
     )
+
+
+def memory_limit_bytes(root: str = "/") -> int | None:
+    """Return how much memory this node may use: the machine's, or less where a cgroup says so; None if nothing says."""
+    found = re.search(r"^MemTotal:\s+(\d+) kB", read(os.path.join(root, "proc/meminfo")), re.MULTILINE)
+    limit = min(_cgroup_limit(root), _NO_LIMIT if found is None else int(found[1]) * 1024)
+    return limit if limit < _NO_LIMIT else None
+
+
+def _cgroup_limit(root: str) -> int:
+    """Return the least limit of all cgroups around this process; `_NO_LIMIT` or more where there is none."""
+    return min((int(text) for text in _texts(_LIMITS, root) if text.strip().isdigit()), default=_NO_LIMIT)
 
 
 def _texts(names: tuple[str, ...], root: str) -> Iterator[str]:

@@ -52,6 +52,11 @@ class AgentProcess:
         )
         self._reader.start()
 
+    @property
+    def pid(self) -> int | None:
+        """The guardian's, from which all processes of this node's launch descend; None before the start."""
+        return None if self._guardian is None else self._guardian.pid
+
     def stop(self, grace_s: float) -> None:
         """Ask for the end of the whole tree: SIGTERM, `grace_s` seconds, SIGKILL. Returns at once; can be repeated."""
         self._command(f"stop {grace_s}")

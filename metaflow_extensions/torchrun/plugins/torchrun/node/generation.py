@@ -10,10 +10,11 @@ import enum
 import os
 import shutil
 import time
+from collections.abc import Callable
 
 from ..errors import TorchrunError
 from ..gang.cause import Cause, Failure, describe_exit, first_failure, signal_name
-from ..gang.protocol import Diagnostics, Go
+from ..gang.protocol import Diagnostics, Go, Usage
 from ..gang.state import DIAGNOSTICS_S
 from .agent import AgentProcess
 from .agent_events import AgentEnded, AgentEvent, End, Frozen, Terminated, WorkerEnded, WorkerStarted
@@ -23,6 +24,7 @@ from .machine_faults import MachineFaults
 from .metrics import NodeMetrics
 from .plan import Plan
 from .stacks import collect, find_py_spy
+from .usage_meter import UsageMeter
 
 # How long all processes may take to end beyond their grace. SIGKILL ends all but what hangs in the kernel, and the
 # guardian waits 10 s for that.
@@ -64,6 +66,7 @@ class Generation:
         command: list[str],
         agent: AgentProcess,
         follower: LogFollower,
+        measure: Callable[[int], UsageMeter] | None = None,  # takes the guardian's pid
     ) -> None:
         self.number = go.generation
         self.command = command  # the agent's argv
@@ -79,6 +82,8 @@ class Generation:
         self.log_dir = self._folder = folder  # torchrun's --log-dir
         self._agent = agent
         self._follower = follower
+        self._measure = measure
+        self._meter: UsageMeter | None = None  # once its agent runs
         self._machine = MachineFaults(folder)
         self._pids: dict[int, int] = {}  # global rank -> pid
         self._stopped_at = _NEVER
@@ -98,6 +103,20 @@ class Generation:
         self._follower.start()
         self._agent.start()
         self._enter(Phase.RUNNING)
+
+    def used(self) -> Usage | None:
+        """Return what this node uses while its workers run, if it is time to tell it; may raise anything."""
+        if self.phase is not Phase.RUNNING or self._measure is None or self._agent.pid is None:
+            return None
+        if self._meter is None:
+            self._meter = self._measure(self._agent.pid)
+        return self._meter.look()
+
+    def measure_no_more(self) -> None:
+        """Let go of what measures; safe to call more than once."""
+        self._measure = None
+        if self._meter is not None:
+            self._meter.close()
 
     def stop(self, first_signal: int | None = None) -> None:
         """Have all processes end, unless that has begun. The workers alone get `first_signal` before, to save."""
@@ -134,6 +153,7 @@ class Generation:
         if self.phase is Phase.ENDED:
             return
         self._agent.close(grace_s)
+        self.measure_no_more()
         known = self._fault is not None or any(self.exits.causes(self._stopped_at))
         # What torchrun says of an end that was good or is known would hide the cause (a box that names our script).
         self._follower.finish(explained=self.ended_well or known)

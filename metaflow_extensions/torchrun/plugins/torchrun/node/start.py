@@ -7,6 +7,7 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from ..gang.cause import SHORT_PEER_ERRORS
 from ..gang.member import Member
@@ -21,6 +22,7 @@ from .guardian import Options
 from .logs import LogFollower
 from .plan import Plan
 from .stacks import hook_environment
+from .usage_meter import LineCount, UsageMeter
 
 
 @dataclass(frozen=True)
@@ -47,11 +49,13 @@ def prepare(plan: Plan, go: Go, member: Member, new_agent: Callable[..., AgentPr
         raise
     own_label = f"[torchrun node {plan.spec.node_index}] "
     # An elastic agent goes on after it has reported a failure.
-    follower = LogFollower(folder, logs, plan.label, own_label, plan.write, hold_report=not plan.is_elastic)
+    lines = LineCount(plan.write)
+    follower = LogFollower(folder, logs, plan.label, own_label, lines.write, hold_report=not plan.is_elastic)
     inbox = member.inbox  # this launch's; a later launch has another
     options = _options(plan, folder, logs)
     agent = new_agent(command, env, options, lambda event: inbox.put(AgentNews(go.generation, event)))
-    return Generation(plan, member.host, go, folder, command, agent, follower)
+    measure = partial(UsageMeter, plan, folder, lines)
+    return Generation(plan, member.host, go, folder, command, agent, follower, measure)
 
 
 def _make_folder(plan: Plan, go: Go) -> str:

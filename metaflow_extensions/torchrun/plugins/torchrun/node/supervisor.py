@@ -82,6 +82,7 @@ class Supervisor:
             while self._verdict is None:
                 self._take(self._next())
                 self._tell_metrics()
+                self._tell_usage()
             self._say_end(self._verdict.error)
             if self._verdict.error is not None:
                 raise self._verdict.error
@@ -113,6 +114,20 @@ class Supervisor:
                 self._member.send(told)
             if (complaint := generation.metrics.take_complaint()) is not None:
                 self._emit("note", complaint, is_detail=True)
+
+    def _tell_usage(self) -> None:
+        """Tell what this node uses, now and then; whatever goes wrong in that must not end the launch."""
+        if (generation := self._generation) is None:
+            return
+        try:
+            used = generation.used()
+        except Exception as error:
+            generation.measure_no_more()
+            text = f"what this node uses is not measured any more: {type(error).__name__}: {error}"
+            self._emit("note", text, is_detail=True)
+        else:
+            if used is not None:
+                self._member.tell_usage(used)
 
     def _take(self, news: Any) -> None:
         if isinstance(news, Go | Stop | Restart | Verdict) and news.launch != self._launch:

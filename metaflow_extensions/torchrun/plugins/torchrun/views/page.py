@@ -53,6 +53,7 @@ def as_data(facts: Facts, content: Mapping[str, Any] | None, now: float) -> dict
         "nodes": [_node_data(facts, story, node) for node in sorted({*facts.tasks, *story.nodes})],
         "reports": story.reports,
         "events": [record.as_dict() for record in story.records],
+        "usage": (content or {}).get("usage"),
     }
 
 

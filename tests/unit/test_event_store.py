@@ -1,0 +1,74 @@
+"""When what is known of a gang is written into the datastore."""
+
+import pytest
+from unit_helpers import eventually
+
+from metaflow_extensions.torchrun.plugins.torchrun.border import event_store
+from metaflow_extensions.torchrun.plugins.torchrun.border.event_store import EventStore
+from metaflow_extensions.torchrun.plugins.torchrun.errors import GangError
+from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Join, Usage
+from metaflow_extensions.torchrun.plugins.torchrun.gang.state import Gang
+
+USED = Usage("container", {"cpus": 2.5}, {"cpus": 8.0})
+
+
+class FakeRegistry:
+    def __init__(self):
+        self.saved, self.fails = [], False
+
+    def save_events(self, events, patience_s):
+        self.saved.append(events)
+        if self.fails:
+            raise GangError("the datastore fails")
+
+    @property
+    def cpus(self):
+        """What was stored last of each node."""
+        return {node: series["cpus"] for node, series in self.saved[-1]["usage"]["nodes"].items()}
+
+
+@pytest.fixture
+def gang():
+    return Gang(2, lambda port: 29500)
+
+
+@pytest.fixture
+def store(gang, monkeypatch):
+    monkeypatch.setattr(event_store, "_EVERY_S", 0.01)
+    registry = FakeRegistry()
+    store = EventStore(registry, gang, {})
+    store.registry = registry
+    yield store
+    store.close()
+
+
+def test_what_the_nodes_use_is_written_with_what_has_happened_and_else_seldom(gang, store):
+    saved = store.registry.saved
+    gang.handle(1, Join(1, "host-1"))
+    eventually(lambda: saved)
+    gang.handle(1, USED)
+    due_at = store._usage_due_at
+    for _ in range(3):
+        store._save()
+    assert len(saved) == 1, "for what is used alone it is too early"
+    gang.handle(0, Join(0, "host-0"))
+    eventually(lambda: len(saved) == 2)
+    assert store.registry.cpus == {"1": [2.5]}
+    assert store._usage_due_at > due_at
+    gang.handle(1, USED)
+    store._usage_due_at = 0.0
+    eventually(lambda: len(saved) == 3)
+    gang.handle(0, USED)
+    store.close()
+    assert store.registry.cpus == {"0": [2.5], "1": [2.5]}, "at the end all is written"
+    count = len(saved)
+    store.close()
+    assert len(saved) == count
+
+
+def test_a_datastore_that_fails_is_tried_again(gang, store):
+    store.registry.fails = True
+    gang.handle(1, Join(1, "host-1"))
+    eventually(lambda: len(store.registry.saved) > 2)
+    store.registry.fails = False
+    eventually(lambda: store._written == 1)

@@ -1,0 +1,154 @@
+"""What one node tells of its own use while a generation runs."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from fake_node import FakeNode
+from unit_helpers import eventually, write
+
+from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Ended, Usage
+from metaflow_extensions.torchrun.plugins.torchrun.gang.usage import KINDS, LIMITS, STEP_S
+from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec
+from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import Machine
+from metaflow_extensions.torchrun.plugins.torchrun.machine.traffic import Traffic
+from metaflow_extensions.torchrun.plugins.torchrun.machine.usage import ProcessTree
+from metaflow_extensions.torchrun.plugins.torchrun.node import usage_meter
+from metaflow_extensions.torchrun.plugins.torchrun.node.plan import Plan
+from metaflow_extensions.torchrun.plugins.torchrun.node.usage_meter import LineCount, UsageMeter, gpus_of
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+def a_plan(machine=None, env=(), shown=None, **more):
+    spec = LaunchSpec(
+        "/flow/train.py",
+        (),
+        False,
+        nproc=2,
+        num_nodes=2,
+        node_index=0,
+        python="python3",
+        env=env,
+        shown_local_ranks=shown,
+    )
+    return Plan(spec, "127.0.0.1", machine or Machine(4, (), 2, 0), lambda *_: True, **more)
+
+
+@pytest.fixture
+def busy():
+    """Return a process that computes."""
+    process = subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_a_node_tells_what_its_processes_use_and_write(tmp_path, busy):
+    lines, clock = LineCount(lambda *_: True), Clock()
+    meter = UsageMeter(a_plan(), str(tmp_path), lines, busy.pid, clock)
+    assert meter.look() is None
+    write(tmp_path / "x" / "attempt_0" / "0" / "stdout.log", "a" * 600)
+    write(tmp_path / "x" / "attempt_0" / "1" / "stderr.log", "b" * 400)
+    assert lines.write("stdout", "[rank 0] a\n[rank 1] b\n")
+    clock.now += 1.0
+    first = meter.look()
+    assert first.of == "processes"
+    assert first.limits["cpus"] == 4
+    assert first.limits["memory_mib"] > 100
+    assert first.values["output_bytes_s"] == 1000
+    assert first.values["output_lines_s"] == 2
+    assert first.values["memory_mib"] > 1
+    assert set(first.values) <= set(KINDS)
+    assert set(first.limits) <= set(LIMITS)
+    assert "received_kib_s" not in first.values, "nodes of one machine share its network"
+    clock.now += STEP_S - 0.1
+    assert meter.look() is None
+    clock.now += 0.2
+    before = ProcessTree(busy.pid).look().cpu_s
+    eventually(lambda: ProcessTree(busy.pid).look().cpu_s > before)
+    second = meter.look()
+    assert second.values["cpus"] > 0
+    assert second.values["output_bytes_s"] == 0
+
+
+def test_a_late_look_makes_up_for_none(tmp_path):
+    clock = Clock()
+    meter = UsageMeter(a_plan(), str(tmp_path), LineCount(lambda *_: True), os.getpid(), clock)
+    clock.now += 60.0
+    assert meter.look() is not None
+    assert meter.look() is not None  # the fixed times go on from here
+    assert meter.look() is None
+
+
+def test_lines_are_not_counted_where_not_all_are_shown(tmp_path):
+    clock = Clock()
+    meter = UsageMeter(a_plan(shown=(0,)), str(tmp_path), LineCount(lambda *_: True), os.getpid(), clock)
+    clock.now += 1.0
+    assert "output_lines_s" not in meter.look().values
+
+
+def test_a_node_with_a_machine_of_its_own_tells_the_network_and_its_gpus(tmp_path, monkeypatch):
+    smi = write(tmp_path / "nvidia-smi", "#!/bin/sh\necho '0, GPU-a, 40, 100, 200'\necho '1, GPU-b, 60, 300, 400'\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr(usage_meter, "traffic", lambda: Traffic(int(clock.now * 2048), int(clock.now * 1024)))
+    clock = Clock()
+    plan = a_plan(Machine(4, ("0", "1")))
+    meter = UsageMeter(plan, str(tmp_path), LineCount(lambda *_: True), os.getpid(), clock)
+
+    def next_look():
+        clock.now += STEP_S
+        return meter.look()
+
+    used = eventually(lambda: (used := next_look()) and "gpu_percent" in used.values and used)
+    assert used.values["received_kib_s"] == 2.0
+    assert used.values["sent_kib_s"] == 1.0
+    assert (used.values["gpu_percent"], used.values["gpu_memory_mib"]) == (50.0, 400.0)
+    assert (used.limits["gpus"], used.limits["gpu_memory_mib"]) == (2, 600.0)
+    meter.close()
+
+
+@pytest.mark.parametrize(
+    ("machine", "env", "gpus"),
+    [
+        (Machine(4, ("0", "1")), (), ("0", "1")),
+        (Machine(4, ("0", "1"), 2, 1), (), ("1",)),
+        (Machine(4, ("0",), 2, 1), (), ()),
+        (Machine(4, ("0", "1")), (("CUDA_VISIBLE_DEVICES", "1"),), ("1",)),
+        (Machine(4, ("0", "1")), (("CUDA_VISIBLE_DEVICES", ""),), ()),
+    ],
+)
+def test_only_the_gpus_that_the_workers_see_are_asked_for(machine, env, gpus):
+    assert gpus_of(a_plan(machine, env)) == gpus
+
+
+# --- in a launch ------------------------------------------------------------------------------------
+
+
+def test_a_launch_tells_it_to_the_gang_and_keeps_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(usage_meter, "_FIRST_S", 0.0)
+    node = FakeNode(tmp_path)
+    node.guardian = os.getpid()
+    agent = node.running()
+    used = node.expect(Usage)
+    assert used.values["memory_mib"] > 1
+    assert node.member.usage.as_data()["nodes"]["0"]["of"] == used.of
+    node.ends_well(agent)
+
+
+def test_what_can_not_be_measured_does_not_end_the_launch(tmp_path, monkeypatch):
+    monkeypatch.setattr(UsageMeter, "look", lambda self: 1 / 0)
+    node = FakeNode(tmp_path)
+    node.guardian = os.getpid()
+    agent = node.running()
+    eventually(lambda: node.texts("note"))
+    assert node.texts("note") == ["what this node uses is not measured any more: ZeroDivisionError: division by zero"]
+    ended, _ = node.ends_well(agent)
+    assert isinstance(ended, Ended)
