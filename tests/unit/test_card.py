@@ -13,6 +13,8 @@ from metaflow_extensions.torchrun.plugins.torchrun.card.part import GangPart
 from metaflow_extensions.torchrun.plugins.torchrun.card.style import COLOURS, STYLE
 from metaflow_extensions.torchrun.plugins.torchrun.errors import TorchrunConfigError
 from metaflow_extensions.torchrun.plugins.torchrun.gang.history import Record
+from metaflow_extensions.torchrun.plugins.torchrun.gang.progress import Pace, Point, Progress
+from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Metrics
 from metaflow_extensions.torchrun.plugins.torchrun.gang.summary import summarize
 
 MARKUP = (
@@ -291,3 +293,71 @@ def test_metaflow_knows_the_card():
     from metaflow.plugins import CARDS
 
     assert GangCard in CARDS
+
+
+# --- progress -------------------------------------------------------------------------------------
+
+
+def told_by(*steps, total=None, speed=None, slow=None):
+    """Return what is stored of the progress of a launch of 2 x 2; rank 3 is so fast."""
+    progress = Progress(0, 2)
+    points = tuple(Point(step, values) for step, values in steps)
+    for now in range(0, 100, 5):
+        paces = {0: Pace(steps[-1][0], speed), 1: Pace(0, speed)}
+        progress.take(0, Metrics(0, 0, paces, points, total), now)
+        progress.take(1, Metrics(0, 0, {2: Pace(0, speed), 3: Pace(0, slow or speed)}), now)
+        progress.look(now)
+    return json.loads(json.dumps(progress.as_dict()))
+
+
+def progress_of(**content):
+    """Return the section of progress, its text and its charts."""
+    (section,) = [part for part in parts(a_gang(**content)) if part["id"] == "gang-progress"]
+    json.dumps(section, allow_nan=False)
+    found = section["contents"]
+    text = " ".join(Reader(part["source"]).text for part in found if part["type"] == "markdown")
+    charts = [chart for part in found if part["type"] == "section" for chart in part["contents"]]
+    return section, text, charts
+
+
+def test_where_scripts_tell_nothing_the_place_of_their_progress_is_empty():
+    section, text, charts = progress_of()
+    assert (section["contents"], text, charts) == ([], "", [])
+    assert "title" not in section
+
+
+def test_progress_has_a_bar_the_time_left_speeds_and_a_chart_for_each_key():
+    told = told_by((1, {"loss": 3.0, MARKUP: 1.0}), (30, {"loss": None}), total=200.0, speed=2.0)
+    section, text, charts = progress_of(progress=told)
+    assert section["title"] == "Progress"
+    (bar,) = [part for part in section["contents"] if part["type"] == "progressBar"]
+    assert (bar["value"], bar["max"], bar["details"]) == (15, 100, "1 min 25 s left")
+    assert "step 30 of 200 (15 %)" in text
+    assert "median of 4 ranks: 2 steps/s; slowest: rank 0 (node 0), 2 steps/s" in text
+    assert [chart["spec"]["data"]["values"] for chart in charts] == [
+        [{"step": 1, "value": 3.0}, {"step": 30, "value": None}],
+        [{"step": 1, "value": 1.0}],
+    ]
+    assert charts[0]["spec"]["title"]["text"] == "loss: not finite"
+    assert all(chart["spec"]["width"] == "container" for chart in charts)
+
+
+def test_without_a_total_there_is_no_bar():
+    section, text, _ = progress_of(progress=told_by((30, {"loss": 1.0}), speed=2.0))
+    assert [part["type"] for part in section["contents"]] == ["markdown", "section"]
+    assert "step 30" in text
+
+
+def test_stragglers_come_first_while_the_gang_runs():
+    told = told_by((30, {}), speed=2.0, slow=0.5)
+    section, text, _ = progress_of(progress=told, host="<b>h")
+    assert text.startswith("rank 3 (node 1, host <b>h-1) is slow: 0.5 steps/s, the median is 2")
+    (slow,) = [part for part in parts(failed(a_gang(progress=told), 1, "no")) if part["id"] == "gang-progress"]
+    assert "is slow" not in slow["contents"][0]["source"]
+
+
+def test_a_chart_of_a_long_run_is_small():
+    _, _, (chart,) = progress_of(progress=told_by(*((step, {"loss": 1.0}) for step in range(400))))
+    values = chart["spec"]["data"]["values"]
+    assert len(values) <= 201
+    assert (values[0]["step"], values[-1]["step"]) == (0, 399)

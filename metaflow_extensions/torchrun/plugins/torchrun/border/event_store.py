@@ -19,9 +19,9 @@ from ..gang.registry import Registry
 from ..gang.state import Gang
 
 _EVERY_S = 5.0
-# What the nodes use changes all the time, and of many nodes it is a megabyte. So for it alone nothing is written more
-# often than that.
-_USAGE_EVERY_S = 60.0
+# What the nodes use and what scripts tell changes all the time, and of many nodes it is a megabyte. So for it alone
+# nothing is written more often than that.
+_NUMBERS_EVERY_S = 60.0
 _PATIENCE_S = 5.0  # for one writing, and for the last one at the step's end
 _MAX_MESSAGE = 8 * 1024
 _VERSION = 1  # of the form of what is stored
@@ -36,7 +36,7 @@ class EventStore:
         self._about = about  # what else is known of the gang, as plain data; other threads may add to it
         self._pid = os.getpid()
         self._written = 0  # how many records the datastore knows of
-        self._usage_written, self._usage_due_at = 0, time.monotonic() + _USAGE_EVERY_S
+        self._numbers, self._numbers_due_at = (0, -1, 0), time.monotonic() + _NUMBERS_EVERY_S
         self._wake = threading.Event()
         self._is_over = False
         self._thread = threading.Thread(target=self._run, name="torchrun-events", daemon=True)
@@ -61,13 +61,14 @@ class EventStore:
         self._save()
 
     def _save(self) -> None:
-        count, used = self._gang.history.count, self._gang.usage.count
-        is_usage_due = self._is_over or time.monotonic() > self._usage_due_at
-        if count > self._written or (used > self._usage_written and is_usage_due):
+        usage, progress, count = self._gang.usage, self._gang.progress, self._gang.history.count
+        numbers = (usage.count, progress.launch, progress.count)
+        are_due = self._is_over or time.monotonic() > self._numbers_due_at
+        if count > self._written or (numbers != self._numbers and are_due):
             with suppress(GangError):  # the next time tries again
                 self._registry.save_events(self.content(), _PATIENCE_S)
-                self._written, self._usage_written = count, used
-                self._usage_due_at = time.monotonic() + _USAGE_EVERY_S
+                self._written, self._numbers = count, numbers
+                self._numbers_due_at = time.monotonic() + _NUMBERS_EVERY_S
 
     def content(self) -> dict[str, Any]:
         """Return what is to be stored now: all that has happened, and what is known of the gang."""
@@ -80,6 +81,7 @@ class EventStore:
             "error": None if error is None else error.message[:_MAX_MESSAGE],
             "facts": gang.facts,
             **dict(self._about),
+            "progress": gang.progress.as_dict(),
             "events": [record.as_dict() for record in gang.history.records],
             "reports": [asdict(report) for report in gang.history.reports],
             "usage": gang.usage.as_data(),

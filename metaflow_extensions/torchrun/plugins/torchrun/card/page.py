@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 from ..gang.summary import Summary, from_stored
 from ..gang.texts import duration
+from . import progress
 from .drawing import by_node, cause_block, code_block, facts, one_line, rank_cells, tally, told, verdict
 from .restarts import restarts_block
 from .style import PARTS_STYLE
@@ -44,7 +45,8 @@ def parts(content: Content) -> list[Component]:
     """Return what can change while the gang runs, each with an id."""
     if "events" not in content:
         return []
-    return [part for section in sections(content) for part in section.get("contents", [section])]
+    found = sections(content)
+    return [part for each in found for part in ([each] if "id" in each else each["contents"])]
 
 
 def part(name: str, content: Content, names: Iterable[str]) -> Component:
@@ -61,6 +63,13 @@ def _outcome(summary: Summary, content: Content) -> tuple[str, list[Component]]:
 
 def _ranks(summary: Summary, content: Content) -> tuple[str, list[Component]]:
     return "Ranks", [_markdown("gang-ranks", rank_cells(summary))]
+
+
+def _progress(summary: Summary, content: Content) -> tuple[str, list[Component]]:
+    # Always there, so that what scripts tell later has a place on the page.
+    known = content.get("progress")
+    found = {"title": "Progress", "contents": progress.components(summary, known)} if known else {"contents": []}
+    return "", [{"type": "section", "id": "gang-progress", **found}]
 
 
 def _timeline(summary: Summary, content: Content) -> tuple[str, list[Component]]:
@@ -86,6 +95,7 @@ def _launch(summary: Summary, content: Content) -> tuple[str, list[Component]]:
 # section without a title stands by itself. A user names them for a card of their own.
 SECTIONS: dict[str, Callable[[Summary, Content], tuple[str, list[Component]]]] = {
     "outcome": _outcome,
+    "progress": _progress,
     "ranks": _ranks,
     "timeline": _timeline,
     "usage": _usage,

@@ -33,6 +33,9 @@ _PARTS = """
 .tr-cause { border: 1px solid var(--error); border-radius: 6px; padding: .8rem 1rem; margin-top: 1rem; }
 .tr-restart { border: 1px solid var(--grey); border-radius: 6px; padding: .5rem .8rem; margin-top: .4rem; }
 .tr-restart summary { cursor: pointer; }
+.tr-slow { border-left: 6px solid #f59e0b; background: var(--lt-lt-grey); padding: .4rem 1rem; border-radius: 6px;
+  margin-bottom: .5rem; }
+.tr-slow p { margin: 0; }
 .tr-cells { list-style: none; display: grid; gap: .5rem; grid-template-columns: repeat(auto-fill, minmax(9.5rem, 1fr)); }
 .tr-cell { border: 1px solid var(--tr-c); border-left-width: 6px; border-radius: 6px; padding: .4rem .6rem;
   background: var(--lt-lt-grey); min-width: 0; }

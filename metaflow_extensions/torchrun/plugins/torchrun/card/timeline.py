@@ -12,6 +12,22 @@ _FULL_STEP, _HEIGHT, _MIN_STEP = 24, 420, 2
 _GREY, _FAINT = "#808893", "rgba(128, 136, 147, 0.25)"  # to be read on white and on black
 
 
+def frame() -> dict[str, Any]:
+    """Return what all charts of the page have in common: their width is the page's, their texts can be read on it."""
+    text = {"labelColor": _GREY, "titleColor": _GREY}
+    return {
+        "$schema": _SCHEMA,
+        "width": "container",
+        "background": None,
+        "config": {
+            "axis": {**text, "gridColor": _FAINT, "domainColor": _FAINT, "tickColor": _FAINT},
+            "legend": text,
+            "title": {"color": _GREY},
+            "view": {"stroke": None},
+        },
+    }
+
+
 def chart(name: str, summary: Summary) -> dict[str, Any]:
     """Return the chart: a line for each node, a colour for each state."""
     rows = [
@@ -37,12 +53,9 @@ def chart(name: str, summary: Summary) -> dict[str, Any]:
 
 def _spec(rows: list[dict[str, Any]], states: list[str], nodes: list[int]) -> dict[str, Any]:
     step = max(_MIN_STEP, min(_FULL_STEP, _HEIGHT // max(1, len(nodes))))
-    text = {"labelColor": _GREY, "titleColor": _GREY}
     return {
-        "$schema": _SCHEMA,
-        "width": "container",
+        **frame(),
         "height": {"step": step},
-        "background": None,
         "data": {"values": rows},
         "mark": {"type": "bar", "height": {"band": 0.8 if step > 8 else 1.0}},
         "encoding": {
@@ -65,10 +78,5 @@ def _spec(rows: list[dict[str, Any]], states: list[str], nodes: list[int]) -> di
                 "legend": {"orient": "top", "title": None, "columns": 4},
             },
             "tooltip": [{"field": field} for field in ("node", "host", "state", "from", "to")],
-        },
-        "config": {
-            "axis": {**text, "gridColor": _FAINT, "domainColor": _FAINT, "tickColor": _FAINT},
-            "legend": text,
-            "view": {"stroke": None},
         },
     }

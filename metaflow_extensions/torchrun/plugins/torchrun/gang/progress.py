@@ -109,6 +109,12 @@ class Progress:
                     self._series.setdefault(key, Series()).add(point.step, value)
                     self.last[key] = value
 
+    def forget(self, node: int) -> None:
+        """Take note that a node's workers have ended: they are compared no more."""
+        self._paces.pop(node, None)
+        if node == 0:
+            self._rate = None
+
     def look(self, now: float) -> list[Change]:
         """Compare the ranks, every 5 s; return which have become stragglers, or are none any more."""
         if not self._paces or now - self._looked_at < _LOOKS_EVERY_S:

@@ -358,6 +358,7 @@ class Gang:
         for rank, code in ended.exit_codes.items() if node not in launch.ended else ():
             self._note("exited", node=node, rank=rank, exit_code=code, text=describe_exit(code))
         self._note("stopped", node=node)
+        self.progress.forget(node)
         launch.ended[node] = replace(ended, failures=())
         if ended.storing and not (ended.ok and launch.phase is Phase.STOPPING):
             launch.note_storing(node, ended.storing, self._clock())

@@ -10,6 +10,7 @@ from typing import Any
 
 from ..gang.cause import signal_name
 from ..gang.texts import counted, duration, shortened
+from . import progress
 from .story import Story
 from .table import printable, table
 from .timeline import timeline
@@ -50,6 +51,7 @@ def as_data(facts: Facts, content: Mapping[str, Any] | None, now: float) -> dict
         "nproc_per_node": story.nproc,
         "facts": (content or {}).get("facts") or {},
         "command": (content or {}).get("command"),
+        "progress": (content or {}).get("progress"),
         "nodes": [_node_data(facts, story, node) for node in sorted({*facts.tasks, *story.nodes})],
         "reports": story.reports,
         "events": [record.as_dict() for record in story.records],
@@ -90,6 +92,7 @@ def as_text(facts: Facts, content: Mapping[str, Any], now: float) -> list[str]:
     reports = [printable(str(each["text"])).splitlines() for each in story.reports]
     is_failed = story.summary.outcome == "failed" and bool(reports)
     lines = [_title(facts), printable(_sentence(story, is_failed)), _facts(story, now)]
+    lines += _progress(story, content.get("progress"))
     if outcome(facts, story) == "ended":
         lines[1] = f"The control node's task has ended, but has not recorded how. Before: {lines[1]}"
     if is_failed:
@@ -123,6 +126,22 @@ def _facts(story: Story, now: float) -> str:
     if story.records and not story.summary.is_over:
         parts.append(f"the last record is {duration(now - story.records[-1].time)} old")
     return ", ".join(parts)
+
+
+def _progress(story: Story, known: Mapping[str, Any] | None) -> list[str]:
+    """Return how far the launch is, or was, with rank 0's last values."""
+    if known is None:
+        return []
+    is_running = story.summary.outcome == "running"
+    parts = [progress.step(known), progress.speed(known), progress.left(known) if is_running else ""]
+    lines = [", ".join(part for part in parts if part)]
+    if known["last"]:
+        values = ", ".join(f"{key} {progress.number(value)}" for key, value in known["last"].items())
+        lines.append(f"last values of rank 0: {values}")
+    lines.append(progress.rates(known))
+    if is_running:
+        lines += progress.stragglers(known, {number: node.host for number, node in story.nodes.items()})
+    return [printable(line[0].upper() + line[1:]) for line in lines if line]
 
 
 def _is_handled(report: Mapping[str, Any]) -> str:

@@ -1,0 +1,76 @@
+"""How far the launch is, as components: stragglers first, a progress bar, a chart for each of rank 0's values. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..gang.summary import Summary
+from ..views import progress as words
+from .drawing import facts, told
+from .style import COLOURS
+from .timeline import frame
+
+_HEIGHT = 130
+_POINTS = 200  # of a chart
+_COLUMNS = 2
+
+
+def components(summary: Summary, progress: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the contents of the section."""
+    charts = [_chart(key, points, progress["last"].get(key)) for key, points in progress["series"].items()]
+    found = [_markdown(_slow(summary, progress) + _told(summary, progress))]
+    if progress["total"] is not None:
+        found.append(_bar(summary, progress))
+    if charts:
+        found.append({"type": "section", "columns": min(_COLUMNS, len(charts)), "contents": charts})
+    return found
+
+
+def _markdown(html: str) -> dict[str, Any]:
+    return {"type": "markdown", "source": f'<div class="tr">{html}</div>'}
+
+
+def _slow(summary: Summary, progress: Mapping[str, Any]) -> str:
+    if summary.outcome != "running":
+        return ""
+    hosts = {node.index: node.host for node in summary.nodes}
+    return "".join(f'<div class="tr-slow">{told(line)}</div>' for line in words.stragglers(progress, hosts))
+
+
+def _told(summary: Summary, progress: Mapping[str, Any]) -> str:
+    return facts([("rank 0", words.step(progress)), ("speed", words.speed(progress)), ("ranks", words.rates(progress))])
+
+
+def _bar(summary: Summary, progress: Mapping[str, Any]) -> dict[str, Any]:
+    done = words.percent(progress)
+    details = words.left(progress) if summary.outcome == "running" else ""
+    return {"type": "progressBar", "label": "steps", "value": done, "max": 100, "unit": "%", "details": details}
+
+
+def _chart(key: str, points: list[tuple[int, float | None]], last: float | None) -> dict[str, Any]:
+    every = 1 + len(points) // _POINTS
+    shown = [*points[:-1:every], *points[-1:]]
+    spec = {
+        **frame(),
+        "title": {"text": f"{key}: {words.number(last)}", "anchor": "start", "fontSize": 12, "limit": 400},
+        "height": _HEIGHT,
+        "data": {"values": [{"step": step, "value": value} for step, value in shown]},
+        "mark": {"type": "line", "color": COLOURS["starting"], "point": len(shown) < 3},
+        "encoding": {
+            "x": {
+                "field": "step",
+                "type": "quantitative",
+                "axis": {"title": None, "tickCount": 5},
+                "scale": {"zero": False},
+            },
+            "y": {
+                "field": "value",
+                "type": "quantitative",
+                "axis": {"title": None, "tickCount": 4},
+                "scale": {"zero": False},
+            },
+            "tooltip": [{"field": "step"}, {"field": "value"}],
+        },
+    }
+    return {"type": "vegaChart", "spec": spec, "options": {"actions": False}}
