@@ -272,7 +272,9 @@ def test_a_part_that_shows_nothing_says_why():
 
 
 def test_an_unknown_part_is_refused_where_it_is_asked_for():
-    with pytest.raises(TorchrunConfigError, match=r"knows no part 'rank'\. The parts are 'outcome', 'ranks'"):
+    with pytest.raises(
+        TorchrunConfigError, match=r"knows no part 'rank'\. The parts are 'outcome', 'progress', 'ranks'"
+    ):
         GangPart(("rank",), a_gang)
 
 
@@ -350,7 +352,7 @@ def test_without_a_total_there_is_no_bar():
 
 def test_stragglers_come_first_while_the_gang_runs():
     told = told_by((30, {}), speed=2.0, slow=0.5)
-    section, text, _ = progress_of(progress=told, host="<b>h")
+    _, text, _ = progress_of(progress=told, host="<b>h")
     assert text.startswith("rank 3 (node 1, host <b>h-1) is slow: 0.5 steps/s, the median is 2")
     (slow,) = [part for part in parts(failed(a_gang(progress=told), 1, "no")) if part["id"] == "gang-progress"]
     assert "is slow" not in slow["contents"][0]["source"]

@@ -244,3 +244,55 @@ def test_a_table_keeps_its_columns_whatever_is_in_it():
         "模型🙂   1  " + "x" * 90,
         "a?[31m\u0301  10",
     ]
+
+
+# --- progress ---------------------------------------------------------------------------------------
+
+TOLD = {
+    "launch": 0, "step": 120, "total": 1000.0, "steps_per_s": 1.25, "left_s": 704.0,
+    "last": {"loss": 0.123456, "epoch": 3.0, "lr": None}, "series": {"loss": [[120, 0.123456]]},
+    "rates": {
+        "by": "steps_per_s", "ranks": 4, "median": 1.2, "slowest": {"rank": 3, "node": 1, "speed": 0.4},
+        "stragglers": [{"rank": 3, "node": 1, "speed": 0.4, "text": "is slow: 0.4 steps/s, the median is 1.2"}],
+    },
+}  # fmt: skip
+RUNNING = [*JOINED, *launch(2, (0, 0, 0, 0))[:-6]]
+
+
+def test_progress_is_told_after_the_outcome():
+    told = {**content(RUNNING), "progress": TOLD}
+    lines = as_text(facts(is_done=False), told, BEGAN + 5)
+    assert lines[3:7] == [
+        "Step 120 of 1000 (12 %), 1.2 steps/s, 11 min 44 s left",
+        "Last values of rank 0: loss 0.1235, epoch 3, lr not finite",
+        "Median of 4 ranks: 1.2 steps/s; slowest: rank 3 (node 1), 0.4 steps/s",
+        "Rank 3 (node 1, host gpu-2) is slow: 0.4 steps/s, the median is 1.2",
+    ]
+    assert as_data(facts(is_done=False), told, BEGAN + 5)["progress"] == TOLD
+
+
+def test_of_a_launch_that_is_over_nothing_is_left_and_no_rank_is_slow():
+    lines = as_text(facts(), {**content(SUCCESS), "progress": TOLD}, BEGAN + 60)
+    assert lines[3] == "Step 120 of 1000 (12 %), 1.2 steps/s"
+    assert not [line for line in lines if "is slow" in line or " left," in line]
+
+
+@pytest.mark.parametrize(
+    ("more", "lines"),
+    [
+        ({"step": None, "last": {}, "rates": None, "steps_per_s": None}, []),
+        ({"total": None, "last": {}, "rates": {**TOLD["rates"], "ranks": 1}}, ["Step 120, 1.2 steps/s"]),
+        (
+            {"step": 2000, "last": {"\x1b[31m": 1e-9}, "rates": {**TOLD["rates"], "by": "seconds"}, "left_s": None},
+            [
+                "Step 2000 of 1000 (100 %), 1.2 steps/s",
+                "Last values of rank 0: ?[31m 1e-09",
+                "Median of 4 ranks: 0.83 s for a step without waiting; slowest: rank 3 (node 1), 2.5 s for a step "
+                "without waiting",
+            ],
+        ),
+    ],
+)
+def test_what_is_not_known_of_progress_is_left_out(more, lines):
+    told = {**content(SUCCESS), "progress": {**TOLD, **more}}
+    assert as_text(facts(), told, BEGAN)[3 : 4 + len(lines)] == [*lines, ""]

@@ -139,7 +139,7 @@ class TorchrunExecutor:
         Parameters
         ----------
         *parts : str
-            Which ones: ``"outcome"``, ``"ranks"``, ``"timeline"``, ``"nodes"``, ``"launch"``. Default: all.
+            Which ones: ``"outcome"``, ``"progress"``, ``"ranks"``, ``"timeline"``, ``"nodes"``, ``"launch"``. Default: all.
 
         Returns
         -------
