@@ -1,7 +1,8 @@
 """What `@torchrun` costs the workers: the same worker under torchrun alone and under `@torchrun`, one after the other.
 
-One worker writes lines as fast as it can, another computes. Each measures itself. Workers that are told to wait for
-nothing and share nothing with us should need the same.
+One worker writes lines as fast as it can, another computes. Each measures itself: the CPU that it used, and for how
+long it neither ran nor was ready to run, because something held it up. What it waited for a core is left out: that
+tells of the machine's other work.
 """
 
 from __future__ import annotations
@@ -45,10 +46,16 @@ KINDS: dict[str, Callable[[int], None]] = {"writes": write_lines, "computes": co
 
 def work(kind: str, count: int, path: str) -> None:
     """Do it, and leave what it took."""
-    begun, begun_cpu = time.monotonic(), time.process_time()
+    before = clocks()
     KINDS[kind](count)
-    took = {"seconds": time.monotonic() - begun, "cpu": time.process_time() - begun_cpu}
-    Path(path).write_text(json.dumps(took))
+    seconds, cpu, ready = (after - began for after, began in zip(clocks(), before, strict=True))
+    Path(path).write_text(json.dumps({"CPU": cpu, "held up": seconds - cpu - ready}))
+
+
+def clocks() -> tuple[float, float, float]:
+    """Return seconds: what time it is, how long this thread has run, and how long it has waited for a core."""
+    _, ready_ns, _ = Path("/proc/thread-self/schedstat").read_text().split()
+    return time.monotonic(), time.thread_time(), int(ready_ns) / 1e9
 
 
 # --- the two ways to start it -----------------------------------------------------------------------
@@ -103,15 +110,11 @@ def main() -> None:
     given = parser.parse_args()
     for kind, count in (("writes", given.lines), ("computes", given.blocks)):
         pairs = [{way: measure(way, kind, count) for way in WAYS} for _ in range(given.pairs)]
-        for what in ("cpu", "seconds"):
-            each = {way: statistics.median(pair[way][what] for pair in pairs) for way in WAYS}
-            ratios = sorted(pair["@torchrun"][what] / pair["torchrun"][what] for pair in pairs)
-            print(
-                f"{kind:8} {what:7}  "
-                + "  ".join(f"{way} {value:6.2f}" for way, value in each.items())
-                + f"  ratio {statistics.median(ratios):.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f})",
-                flush=True,
-            )
+        for what in ("CPU", "held up"):
+            told = [f"{way} {statistics.median(pair[way][what] for pair in pairs):6.3f} s" for way in WAYS]
+            more = sorted(pair["@torchrun"][what] - pair["torchrun"][what] for pair in pairs)
+            difference = f"difference {statistics.median(more):+.3f} s ({more[0]:+.3f} to {more[-1]:+.3f})"
+            print(f"{kind:8}  {what:7}  {'  '.join(told)}  {difference}", flush=True)
 
 
 if __name__ == "__main__":
