@@ -15,10 +15,9 @@ import pytest
 
 # Node 0 has ranks 0 and 1, node 1 has ranks 2 and 3.
 TWO = [{"entrypoint": "worker.py", "nproc_per_node": 2}]
-# Workers obey SIGTERM at once here, so the bound of 5 s plus grace is 5 s; the rest is slack
-# for Metaflow's own end on a busy machine.
-STOP_S = 5.0
-SLACK_S = 6.0
+# The chaos suite measures how soon all is gone. Here it must be gone before silence would have told of a failure, which
+# it does after 30 s (heartbeat_timeout_s), however busy the machine is.
+STOP_S = 20.0
 
 
 def launch(do, **options):
@@ -186,7 +185,7 @@ def test_sigkill_of_a_task_stops_everything(start_flow):
     begin = time.monotonic()
     assert flow.wait(60) == 1
     flow.await_gone(STOP_S)
-    assert time.monotonic() - begin < STOP_S + SLACK_S
+    assert time.monotonic() - begin < STOP_S
     (error,) = flow.errors()
     assert "Node 1" in error["message"]
     assert "task ended or was killed" in error["message"]
@@ -218,7 +217,7 @@ def test_interrupting_run_leaves_nothing(start_flow, how):
         flow.process.terminate()
     assert flow.wait(60) == 1
     assert "Workflow interrupted" in flow.text
-    flow.await_gone(STOP_S + SLACK_S)
+    flow.await_gone(STOP_S)
 
 
 @pytest.mark.parametrize("hook", ["timeout", "before:1:sleep:timeout"])
@@ -241,7 +240,7 @@ def test_a_node_that_never_arrives_is_named(start_flow):
     assert error["class"] == "GangStartTimeout"
     assert "node 1 of 2 did not arrive" in error["message"]
     assert "all_nodes_started_timeout" in error["message"]
-    assert flow.wait(STOP_S + SLACK_S) == 1
+    assert flow.wait(STOP_S) == 1
     flow.await_gone(1)  # the late task, too
 
 

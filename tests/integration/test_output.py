@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import psutil
 import pytest
 
@@ -29,10 +27,14 @@ def written(start_shared_flow):
 
 @pytest.mark.xdist_group("written")
 def test_every_line_is_seen_within_half_a_second(written):
-    delays = [line.at - float(m[1]) for line in written.lines if (m := re.search(r"\] now ([\d.]+)", line.text))]
-    assert len(delays) == 2 * 9
-    # The machine may stall for a moment: one burst of one rank may be late.
-    assert sum(delay > 0.5 for delay in delays) <= 3, sorted(delays)
+    late: dict[int, list[bool]] = {0: [], 1: [], 2: []}  # by a line's place in what is written at once
+    for rank in range(2):
+        shown = [line for line in written.lines if f"[rank {rank}] now " in line.text]
+        assert len(shown) == 9
+        for number, line in enumerate(shown):
+            late[number % 3].append(line.at - float(line.text.split("] now ")[1]) > 0.5)
+    # A line that somebody holds back comes with the next ones, 0.7 s later. A busy machine stalls now and then.
+    assert all(sum(each) <= 3 for each in late.values()), late
 
 
 @pytest.mark.xdist_group("written")
