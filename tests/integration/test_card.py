@@ -56,7 +56,7 @@ class Cards:
         self._start_flow = start_flow
 
     def start(self, *arguments, own="", **options):
-        return self._start_flow(*arguments, env={"GANG_CARD": own or "1"}, **options)
+        return self._start_flow(*arguments, env={"GANG_CARD": own or "1"}, stand_in=True, **options)
 
     def run(self, *arguments, expect=0, **options):
         flow = self.start(*arguments, **options)

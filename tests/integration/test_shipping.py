@@ -16,6 +16,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from flow_runs import STAND_IN
 from metaflow.metaflow_environment import MetaflowEnvironment
 
 # One process runs all of these, since they share environments that take seconds to make.
@@ -30,27 +31,6 @@ KINDS = ("pip install", "pip install -e", "pip install --target")
 # metaflow/metaflow_environment.py, 2.19), and needs to be imported.
 POD_PACKAGES = ("requests",)
 LAPTOP_PACKAGES = ("metaflow", "setuptools")
-
-# Not PyTorch: a stand-in that starts the workers as torchrun does, with its options and its log files, so
-# that our own code can run under a Python for which no PyTorch is installed.
-STAND_IN_TORCHRUN = """
-import argparse, os, subprocess, sys
-parser = argparse.ArgumentParser()
-for name in ("nnodes", "node-rank", "nproc-per-node", "rdzv-endpoint", "log-dir"):
-    parser.add_argument("--" + name, required=True)
-options, rest = parser.parse_known_args(sys.argv[1:])
-nproc, nnodes, node = int(options.nproc_per_node), int(options.nnodes), int(options.node_rank)
-workers = []
-for local_rank in range(nproc):
-    folder = os.path.join(options.log_dir, "none_stand_in", "attempt_0", str(local_rank))
-    os.makedirs(folder)
-    env = dict(os.environ, RANK=str(node * nproc + local_rank), LOCAL_RANK=str(local_rank), GROUP_RANK=str(node))
-    env.update(WORLD_SIZE=str(nproc * nnodes))
-    with open(folder + "/stdout.log", "wb") as out, open(folder + "/stderr.log", "wb") as err:
-        command = [sys.executable, *rest[rest.index("--") + 1:]]
-        workers.append(subprocess.Popen(command, env=env, stdout=out, stderr=err, start_new_session=True))
-sys.exit(max(worker.wait() for worker in workers))
-"""
 
 # Runs in the pod: imports the modules that it is given and says where everything came from.
 IMPORT_ALL = """
@@ -240,10 +220,7 @@ def pods(tmp_path_factory: pytest.TempPathFactory, laptops: Callable[[str], Lapt
         folder = tmp_path_factory.mktemp(f"image-3.{minor}")
         packages = make_venv(interpreters()[minor], folder)
         link_distributions(POD_PACKAGES, packages)
-        (packages / "torch" / "distributed").mkdir(parents=True)
-        (packages / "torch" / "__init__.py").touch()
-        (packages / "torch" / "distributed" / "__init__.py").touch()
-        (packages / "torch" / "distributed" / "run.py").write_text(STAND_IN_TORCHRUN)
+        (packages / "torch").symlink_to(STAND_IN / "torch")  # our code runs under Pythons without PyTorch, too
         return folder
 
     @cache
