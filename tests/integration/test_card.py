@@ -107,14 +107,13 @@ def cards(start_shared_flow):
     return Cards(start_shared_flow)
 
 
-@pytest.fixture
-def live(start_flow):
-    """A gang of 2 x 2 that goes on until it is told to end, with its server."""
-    cards = Cards(start_flow)
+@pytest.fixture(scope="module")
+def live(cards):
+    """A gang of 2 x 2 that goes on until a test tells it to end, with its server."""
     flow = cards.start(own="own", attrs={"nproc_per_node": 2}, do="*:talk,*:wait")
     flow.await_notes("worker-launch0-0-*", 4)
     with cards.served() as ask:
-        yield flow, cards, ask
+        yield flow, ask
         (flow.out / "go-launch0-0").touch()
         assert flow.wait() == 0, flow.text
 
@@ -157,14 +156,66 @@ def await_data(ask, path, words, count=1, deadline_s=60):
     return found
 
 
-def test_a_running_gang_has_a_card_that_follows_it(live):
-    flow, cards, ask = live
+def look(browser, url, name):
+    """Open a page; yield when it is shown on a phone and on a screen, in light and dark, and save pictures.
+
+    The page is loaded once, by a phone, and then shown in the other ways. To look at another page costs about three
+    seconds if its run is one of `ended`, and ten more for a run of its own: add what it shall show to one of those.
+    """
+    images = os.environ.get("CARD_IMAGES")
+    browser.show_as(*VIEWS[0])
+    browser.open(url, READY)
+    for width, dark in VIEWS:
+        browser.show_as(width, dark)
+        browser.wait_for(FITS.replace("WIDTH", str(width)))
+        assert browser.value_of("window.hit") is None, "a text of ours was run"
+        back, front = browser.value_of(
+            "(() => { const style = getComputedStyle(document.querySelector('.mf-card'));"
+            " return [style.backgroundColor, style.color]; })()"
+        )
+        is_dark = [sum(map(int, re.findall(r"\d+", colour)[:3])) < 380 for colour in (back, front)]
+        assert is_dark == [dark, not dark], (back, front)
+        yield width
+        if images:
+            browser.value_of(RENAME_PLACES % json.dumps(PLACES))
+            browser.screenshot(Path(images) / f"card-{name}-{'dark' if dark else 'light'}-{width}.png")
+
+
+def test_a_running_gang_has_a_card_that_follows_it(cards, live):
+    flow, ask = live
     data = await_data(ask, cards.paths(flow)[0], "running</span>")
     assert data["reload_token"] == "runtime"
     assert "4 ranks on 2 nodes run for" in data["data"]["gang-outcome"]["source"]
     html = ask(f"card/{cards.paths(flow)[0]}")
     assert 'METAFLOW_RELOAD_TOKEN = "runtime"' in html
     assert set(data["data"]) <= set(re.findall(r'"id": "([\w-]+)"', content_of(html)))
+
+
+def test_a_browser_shows_a_running_gang_and_it_moves(cards, live, chromium):
+    flow, ask = live
+    path = cards.paths(flow)[0]
+    await_data(ask, path, "tr-cell tr-running", 4)
+    for _ in look(chromium, ask.at + path, "running"):
+        chromium.value_of(f"window.metaflow_card_update({json.dumps(data_of(ask, path)['data'])})")
+        chromium.wait_for("document.querySelectorAll('.tr-cell.tr-running').length === 4")
+    before = chromium.value_of("document.querySelector('.tr-sentence').innerText")
+    assert re.search(r"4 ranks on 2 nodes run for \d+ ", before)
+    own = cards.paths(flow, "default-own")[0]
+    data = await_data(ask, own, "tr-cell tr-running", 4)["data"]
+    chromium.open(ask.at + own, READY)
+    chromium.value_of(f"window.metaflow_card_update({json.dumps(data)})")
+    chromium.wait_for("document.querySelectorAll('.tr-cell.tr-running').length === 4")
+    chromium.wait_for(FITS.replace("WIDTH", str(VIEWS[-1][0])))
+    assert chromium.text.index("Mine") < chromium.text.index("4 ranks on 2 nodes run for")
+    chromium.open(ask.at + path, READY)
+    (flow.out / "go-launch0-0").touch()
+    newest = await_data(ask, path, "ended well")
+    if newest["reload_token"] == "runtime":
+        chromium.value_of(f"window.metaflow_card_update({json.dumps(newest['data'])})")
+    else:
+        chromium.open(ask.at + path, READY)
+    chromium.wait_for("document.body.innerText.includes('4 ranks on 2 nodes have ended well after')")
+    assert chromium.value_of("document.querySelectorAll('.tr-cell.tr-done').length") == 4
 
 
 def test_the_card_of_a_failed_step_is_final_and_tells_why(cards, ended):
@@ -202,61 +253,6 @@ def test_the_card_of_another_node_shows_that_node_and_says_where_the_gangs_is(ca
     assert f"that of the control task, {control}." in content
     assert "2 ranks on node 1 have ended well after" in content
     assert content.count("done, exit code 0") == 2
-
-
-# --- in a browser ---------------------------------------------------------------------------------
-
-
-def look(browser, url, name):
-    """Open a page; yield when it is shown on a phone and on a screen, in light and dark, and save pictures.
-
-    The page is loaded once, by a phone, and then shown in the other ways. To look at another page costs about three
-    seconds if its run is one of `ended`, and ten more for a run of its own: add what it shall show to one of those.
-    """
-    images = os.environ.get("CARD_IMAGES")
-    browser.show_as(*VIEWS[0])
-    browser.open(url, READY)
-    for width, dark in VIEWS:
-        browser.show_as(width, dark)
-        browser.wait_for(FITS.replace("WIDTH", str(width)))
-        assert browser.value_of("window.hit") is None, "a text of ours was run"
-        back, front = browser.value_of(
-            "(() => { const style = getComputedStyle(document.querySelector('.mf-card'));"
-            " return [style.backgroundColor, style.color]; })()"
-        )
-        is_dark = [sum(map(int, re.findall(r"\d+", colour)[:3])) < 380 for colour in (back, front)]
-        assert is_dark == [dark, not dark], (back, front)
-        yield width
-        if images:
-            browser.value_of(RENAME_PLACES % json.dumps(PLACES))
-            browser.screenshot(Path(images) / f"card-{name}-{'dark' if dark else 'light'}-{width}.png")
-
-
-def test_a_browser_shows_a_running_gang_and_it_moves(live, chromium):
-    flow, cards, ask = live
-    path = cards.paths(flow)[0]
-    await_data(ask, path, "tr-cell tr-running", 4)
-    for _ in look(chromium, ask.at + path, "running"):
-        chromium.value_of(f"window.metaflow_card_update({json.dumps(data_of(ask, path)['data'])})")
-        chromium.wait_for("document.querySelectorAll('.tr-cell.tr-running').length === 4")
-    before = chromium.value_of("document.querySelector('.tr-sentence').innerText")
-    assert re.search(r"4 ranks on 2 nodes run for \d+ ", before)
-    own = cards.paths(flow, "default-own")[0]
-    data = await_data(ask, own, "tr-cell tr-running", 4)["data"]
-    chromium.open(ask.at + own, READY)
-    chromium.value_of(f"window.metaflow_card_update({json.dumps(data)})")
-    chromium.wait_for("document.querySelectorAll('.tr-cell.tr-running').length === 4")
-    chromium.wait_for(FITS.replace("WIDTH", str(VIEWS[-1][0])))
-    assert chromium.text.index("Mine") < chromium.text.index("4 ranks on 2 nodes run for")
-    chromium.open(ask.at + path, READY)
-    (flow.out / "go-launch0-0").touch()
-    newest = await_data(ask, path, "ended well")
-    if newest["reload_token"] == "runtime":
-        chromium.value_of(f"window.metaflow_card_update({json.dumps(newest['data'])})")
-    else:
-        chromium.open(ask.at + path, READY)
-    chromium.wait_for("document.body.innerText.includes('4 ranks on 2 nodes have ended well after')")
-    assert chromium.value_of("document.querySelectorAll('.tr-cell.tr-done').length") == 4
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ def card(monkeypatch):
     collector = {"torchrun": [card]}
     current._update_env({"card": SimpleNamespace(get=lambda name: collector[name])})
     monkeypatch.setattr(live_card, "_LOOKS_EVERY_S", 0.01)
-    monkeypatch.setattr(LiveCard.__init__, "__defaults__", (LiveCard.__init__.__defaults__[0], 0.05))
+    monkeypatch.setattr(live_card, "_SHORTEST_S", 0.05)
     yield card
     current._update_env({"card": None})
 

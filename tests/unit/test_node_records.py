@@ -4,6 +4,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.card.page import layout, part
 from metaflow_extensions.torchrun.plugins.torchrun.errors import GangError, WorkerFailed
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
 from metaflow_extensions.torchrun.plugins.torchrun.gang.node_records import NodeRecords
+from metaflow_extensions.torchrun.plugins.torchrun.gang.progress import Pace
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
     Abort,
     Active,
@@ -11,6 +12,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
     Ended,
     Go,
     Leave,
+    Metrics,
     Ready,
     Restart,
     Stop,
@@ -23,6 +25,7 @@ OWN = Cause("exception", 3, "host-3", 7, 1, 1, "ValueError: no", "Traceback: her
 OTHER = Cause("exception", 1, "host-1", 2, 0, 1, "KeyError: 'x'", "Traceback: there")
 GO = Go(0, 0, 29500, "gang", 0, 1)
 RUNNING = (Ready(0, 2, "digest", {"torch": "2.9"}), GO, Active(0, 0, 0.0), Active(0, 0, 0.0, first_output=True))
+USAGE = {"step_s": 5.0, "nodes": {"3": {"of": "processes", "limits": {}, "cpus": [1.0, 2.0]}}}
 ENDED = Ended(0, True, 0, exit_codes={6: 0, 7: 0})
 
 
@@ -111,7 +114,10 @@ def shown(*messages, **more):
 
 
 def test_its_card_shows_the_node_and_where_the_gangs_is():
-    outcome, _, ranks, times, nodes, facts, *_ = shown(*RUNNING)
+    told = Metrics(0, 0, {6: Pace(120, 3.2), 7: Pace(119)})
+    page = {part["id"]: part for part in shown(*RUNNING, told, usage=USAGE)}
+    outcome, ranks, times = page["gang-outcome"], page["gang-ranks"], page["gang-times"]
+    nodes, facts, progress = page["gang-nodes"], page["gang-facts"], page["gang-progress"]
     assert "2 ranks on node 3 run" in outcome["source"]
     assert "This is node 3. The gang's card is that of the control task, Flow/1/train/2." in outcome["source"]
     assert "rank 6" in ranks["source"]
@@ -119,6 +125,11 @@ def test_its_card_shows_the_node_and_where_the_gangs_is():
     assert nodes["data"] == [["3", "host-3", "running", "2 running", "Flow/1/train/5"]]
     assert "<dt>nodes</dt><dd>4</dd>" in facts["source"]
     assert "Command on node 3" in facts["source"]
+    (paces,) = progress["contents"]
+    assert "<dt>rank 6</dt><dd>step 120, 3.2 steps/s</dd>" in paces["source"]
+    assert "<dt>rank 7</dt><dd>step 119</dd>" in paces["source"]
+    assert [part["id"] for part in page["gang-usage"]["contents"]] == ["gang-usage-cpus"]
+    assert {part["id"]: part for part in shown(*RUNNING, told, GO)}["gang-progress"]["contents"] == []
     linked = shown(*RUNNING, ui_url="https://ui/")[0]["source"]
     assert '<a href="https://ui/Flow/1/train/2">Flow/1/train/2</a>' in linked
     titles = [

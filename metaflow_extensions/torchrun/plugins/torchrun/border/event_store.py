@@ -71,18 +71,23 @@ class EventStore:
                 self._numbers_due_at = time.monotonic() + _NUMBERS_EVERY_S
 
     def content(self) -> dict[str, Any]:
-        """Return what is to be stored now: all that has happened, and what is known of the gang."""
-        gang, error = self._gang, self._gang.error
-        return {
-            "version": _VERSION,
-            "num_nodes": gang.num_nodes,
-            "nproc_per_node": gang.nproc,
-            "cause": None if error is None else error.cause,
-            "error": None if error is None else error.message[:_MAX_MESSAGE],
-            "facts": gang.facts,
-            **dict(self._about),
-            "progress": gang.progress.as_dict(),
-            "events": [record.as_dict() for record in gang.history.records],
-            "reports": [asdict(report) for report in gang.history.reports],
-            "usage": gang.usage.as_data(),
-        }
+        """Return what is to be stored now."""
+        return gang_content(self._gang, self._about)
+
+
+def gang_content(gang: Gang, about: Mapping[str, Any]) -> dict[str, Any]:
+    """Return all that has happened to a gang, and what is known of it, as plain data."""
+    error = gang.error
+    return {
+        "version": _VERSION,
+        "num_nodes": gang.num_nodes,
+        "nproc_per_node": gang.nproc,
+        "cause": None if error is None else error.cause,
+        "error": None if error is None else error.message[:_MAX_MESSAGE],
+        "facts": gang.facts,
+        **dict(about),
+        "progress": gang.progress.as_dict(),
+        "events": [record.as_dict() for record in gang.history.records],
+        "reports": [asdict(report) for report in gang.history.reports],
+        "usage": gang.usage.as_data(),
+    }

@@ -61,7 +61,7 @@ def cards() -> list[Any]:
 def users_cards() -> list[Any]:
     """Return the task's other cards that show a part of the gang and can be renewed while the task runs (2.19)."""
     collector = current.get("card")
-    managers = [] if collector is None else list(collector._card_component_store.values())
+    managers = list(getattr(collector, "_card_component_store", {}).values())
     return [card for card in managers if card._card_creator_args["runtime_card"] and _has_part(card)]
 
 
@@ -83,13 +83,14 @@ class LiveCard:
         content: Callable[[], dict[str, Any]],
         count: Callable[[], int],
         runs_own_code: Callable[[], bool] = lambda: False,
-        shortest_pause_s: float = _SHORTEST_S,
+        shortest_pause_s: float | None = None,
+        with_ours: bool = True,
     ) -> None:
         self._content = content  # what to show now; any thread may ask
         self._count = count  # how many things have happened
         self._runs_own_code = runs_own_code  # whether the step's own code runs now
-        self._shortest_pause_s = shortest_pause_s
-        self._cards = cards()
+        self._shortest_pause_s = _SHORTEST_S if shortest_pause_s is None else shortest_pause_s
+        self._cards = cards() if with_ours else []  # of our type
         self._has_parts = False  # whether the step's code has asked for any
         self._began_at = time.monotonic()
         self._pid = os.getpid()
@@ -101,15 +102,20 @@ class LiveCard:
 
     def part(self, names: tuple[str, ...]) -> GangPart:
         """Return parts of the gang's page for a card of the user's own; called by the step's code."""
-        found = GangPart(names, self._for_part)
+        found = GangPart(names, self.for_part)
+        self.follow_parts()
+        return found
+
+    def follow_parts(self) -> None:
+        """Renew the cards of the user's own, too, that show parts."""
         self._has_parts = True
         if not (self._thread.is_alive() or self._over.is_set()):
             self._thread.start()
-        return found
 
-    def _for_part(self) -> dict[str, Any]:
+    def for_part(self) -> dict[str, Any]:
+        """Return what a part shows now; any thread may ask."""
         content = self._content() if self._over.is_set() else self._now()
-        return {**content, "task": "/".join([current.flow_name, *_task()]), "ui_url": UI_URL or None}
+        return with_task(content)
 
     def _now(self) -> dict[str, Any]:
         return {**self._content(), "now_s": time.monotonic() - self._began_at}
@@ -169,8 +175,10 @@ class LiveCard:
             thread.join(max(0.0, deadline - time.monotonic()))
 
 
-def _task() -> list[str]:
-    return [str(current.run_id), str(current.step_name), str(current.task_id)]
+def with_task(content: dict[str, Any]) -> dict[str, Any]:
+    """Return what is to be shown with the name of this task."""
+    pathspec = f"{current.flow_name}/{current.run_id}/{current.step_name}/{current.task_id}"
+    return {**content, "task": pathspec, "ui_url": UI_URL or None}
 
 
 def _renew_users(card: Any) -> bool:

@@ -140,12 +140,18 @@ class TaskGang:
         self._about.update(control=control, of_nodes=num_nodes)
         self._records = records = NodeRecords(node, self._about)
         self.live_card = LiveCard(
-            records.content, lambda: records.count, self._runs_own_code, pause_of_member_s(num_nodes)
+            self._of_this_node, lambda: records.count, self._runs_own_code, pause_of_member_s(num_nodes)
         )
         member, main_addr = join_as_member(registry, node, num_nodes, self._settings, self._emit)
         member.follow = records.take
         records.joined(member.host)
         return member, main_addr
+
+    def _of_this_node(self) -> dict[str, Any]:
+        """Return what there is to show of a node that is not the control node."""
+        assert self._records is not None
+        usage = {} if self._member is None else {"usage": self._member.usage.as_data()}
+        return {**self._records.content(), **usage}
 
     def _runs_own_code(self) -> bool:
         return self._member is not None and self._member.runs_own_code

@@ -67,9 +67,11 @@ def _ranks(summary: Summary, content: Content) -> tuple[str, list[Component]]:
 
 def _progress(summary: Summary, content: Content) -> tuple[str, list[Component]]:
     # Always there, so that what scripts tell later has a place on the page.
-    known = content.get("progress")
-    found = {"title": "Progress", "contents": progress.components(summary, known)} if known else {"contents": []}
-    return "", [{"type": "section", "id": "gang-progress", **found}]
+    known, own = content.get("progress"), content.get("paces")
+    contents = progress.components(summary, known) if known else [progress.of_ranks(own)] if own else []
+    return "", [
+        {"type": "section", "id": "gang-progress", "contents": contents, **({"title": "Progress"} if contents else {})}
+    ]
 
 
 def _timeline(summary: Summary, content: Content) -> tuple[str, list[Component]]:
@@ -120,9 +122,8 @@ def _markdown(name: str, html: str) -> Component:
 
 
 def _without_records(content: Content) -> str:
-    return told(
-        "There are no records of a gang with this task: it is no control node's, or the run is older than they."
-    )
+    older = "There are no records of a gang with this task: it is no control node's, or the run is older than they."
+    return told(content.get("said", older))
 
 
 def _whose(content: Content) -> str:

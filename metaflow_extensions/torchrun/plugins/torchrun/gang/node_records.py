@@ -13,7 +13,8 @@ from typing import Any
 
 from .cause import Cause, describe_exit
 from .history import History
-from .protocol import Abort, Active, Done, Ended, Go, Leave, Message, Ready, Restart, Stop, Verdict
+from .progress import Pace
+from .protocol import Abort, Active, Done, Ended, Go, Leave, Message, Metrics, Ready, Restart, Stop, Verdict
 
 _MAX_MESSAGE = 8 * 1024
 
@@ -29,6 +30,7 @@ class NodeRecords:
         self._history = History(clock)
         self._nproc: int | None = None
         self._facts: dict[str, str] = {}
+        self._paces: Mapping[int, Pace] = {}  # by global rank
         self._error: str | None = None
         self._cause: dict[str, Any] | None = None
 
@@ -68,6 +70,7 @@ class NodeRecords:
                 "error": self._error,
                 **dict(self._about),
                 "events": [record.as_dict() for record in self._history.records],
+                "paces": {str(rank): asdict(pace) for rank, pace in sorted(self._paces.items())},
                 "reports": [asdict(report) for report in self._history.reports],
             }
 
@@ -82,11 +85,16 @@ class NodeRecords:
         self._note("ready", launch=ready.launch)
 
     def _on_go(self, go: Go) -> None:
+        self._paces = {}
         self._note("go", node=None, launch=go.launch, generation=go.generation)
 
     def _on_active(self, active: Active) -> None:
         if active.first_output:
             self._note("output", launch=active.launch, generation=active.generation)
+
+    def _on_metrics(self, metrics: Metrics) -> None:
+        # At the end of the workers they are missing; what is known last is kept.
+        self._paces = metrics.paces or self._paces
 
     def _on_stop(self, stop: Stop) -> None:
         self._note("stopping", node=None, launch=stop.launch, generation=stop.generation, text=stop.because)

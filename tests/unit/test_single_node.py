@@ -1,0 +1,75 @@
+"""What the cards of a task show of `TorchrunSingleNodeMultiGPU`, the gang of one."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+from metaflow import current
+
+from metaflow_extensions.torchrun.plugins.torchrun import single_node
+from metaflow_extensions.torchrun.plugins.torchrun.events import Event
+from metaflow_extensions.torchrun.plugins.torchrun.single_node import TorchrunSingleNodeMultiGPU
+
+
+@pytest.fixture
+def runner(monkeypatch):
+    """Return a runner whose launches write down what its part of a card shows meanwhile."""
+
+    class Executor:
+        def __init__(self, context):
+            self._member = context.member
+
+        def run(self, *_, **__):
+            self._member.emit(Event("command", 0, "runs: torchrun train.py"))
+            seen.append(shown())
+            if fails:
+                raise ValueError("no")
+
+    monkeypatch.setattr(single_node, "TorchrunExecutor", Executor)
+    monkeypatch.setattr(single_node, "print_errors_ourselves", lambda **_: None)
+    runner, seen, fails = TorchrunSingleNodeMultiGPU(), [], []
+    part = runner.card("outcome", "launch")
+
+    def shown():
+        return json.dumps(part.render())
+
+    return SimpleNamespace(run=runner.run, seen=seen, fails=fails, shown=shown)
+
+
+def test_a_part_shows_the_launch_of_its_runner(runner):
+    assert "No launch has begun yet." in runner.shown()
+    runner.run(entrypoint="train.py")
+    (during,) = runner.seen
+    assert "1 node joined; the step's own code runs." in during.replace("&#x27;", "'")
+    assert "torchrun train.py" in during
+    assert "torchrun train.py" in runner.shown()
+
+
+def test_a_launch_that_fails_makes_the_last_cards(runner, monkeypatch):
+    made = []
+    monkeypatch.setattr(single_node.LiveCard, "make_last", lambda self: made.append(self.settle()))
+    runner.fails.append(1)
+    with pytest.raises(ValueError, match="no"):
+        runner.run(entrypoint="train.py")
+    assert len(made) == 1
+
+
+def test_within_a_gang_the_tasks_cards_stay_the_gangs(runner, monkeypatch):
+    given = []
+    monkeypatch.setattr(single_node, "LiveCard", lambda *args, with_ours: given.append(with_ours) or FakeLiveCard())
+    current._update_env({"torch": object()})
+    runner.run(entrypoint="train.py")
+    current._update_env({"torch": None})
+    runner.run(entrypoint="train.py")
+    assert given == [False, True]
+
+
+class FakeLiveCard:
+    def for_part(self):
+        return {}
+
+    def follow_parts(self):
+        pass
+
+    def settle(self):
+        pass
