@@ -47,16 +47,16 @@ def test_what_the_nodes_use_is_written_with_what_has_happened_and_else_seldom(ga
     gang.handle(1, Join(1, "host-1"))
     eventually(lambda: saved)
     gang.handle(1, USED)
-    due_at = store._usage_due_at
+    due_at = store._numbers_due_at
     for _ in range(3):
         store._save()
     assert len(saved) == 1, "for what is used alone it is too early"
     gang.handle(0, Join(0, "host-0"))
     eventually(lambda: len(saved) == 2)
     assert store.registry.cpus == {"1": [2.5]}
-    assert store._usage_due_at > due_at
+    assert store._numbers_due_at > due_at
     gang.handle(1, USED)
-    store._usage_due_at = 0.0
+    store._numbers_due_at = 0.0
     eventually(lambda: len(saved) == 3)
     gang.handle(0, USED)
     store.close()

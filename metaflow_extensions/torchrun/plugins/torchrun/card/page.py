@@ -133,7 +133,8 @@ def _whose(content: Content) -> str:
     control = _pathspec(content["control"], content)
     place, url = one_line(control), _url(control, content)
     link = f'<a href="{one_line(url)}">{place}</a>' if url else place
-    return f"<p>This is node {content['node']}. The gang's card is that of the control task, {link}.</p>"
+    said = f"This is node {content['node']}. The gang's card is that of the control task, {link}."
+    return f'<p class="tr-whose">{said}</p>'
 
 
 def _nodes_table(summary: Summary, content: Content) -> Component:

@@ -29,7 +29,7 @@ _PARTS = """
 .tr-verdict { border-left: 6px solid var(--tr-c); background: var(--lt-lt-grey); padding: .8rem 1rem; border-radius: 6px; }
 .tr-word { background: var(--tr-c); color: #fff; border-radius: 4px; padding: .1rem .5rem; margin-right: .6rem;
   font-weight: 700; }
-.tr-verdict + p { margin-top: .6rem; }
+.tr p.tr-whose { margin-top: .7rem; }
 .tr-sentence { font-size: 1.15rem; font-weight: 500; }
 .tr-cause { border: 1px solid var(--error); border-radius: 6px; padding: .8rem 1rem; margin-top: 1rem; }
 .tr-restart { border: 1px solid var(--grey); border-radius: 6px; padding: .5rem .8rem; margin-top: .4rem; }
