@@ -15,6 +15,7 @@ EXAMPLES = ["torch>=2.1", "numpy"]
 # setuptools: a test installs this package in the ways that users do, without an index.
 # py-spy: where it is installed, the diagnostics of a hang are collected with it.
 # cloudpickle, ipykernel, nbclient: functions without a name to go by are launched, and functions from a notebook.
+# tensorboard: its event files are read where it is installed.
 # mypy: a test reads what it makes of a sample.
 FUNCTIONS = ["cloudpickle", "ipykernel", "nbclient", "mypy"]
 TEST = [
@@ -27,6 +28,7 @@ TEST = [
     "psutil",
     "py-spy",
     "setuptools>=70.1",
+    "tensorboard",
 ]
 # The clients of the backends that tests/remote talk to.
 REMOTE = ["kubernetes", "boto3", "azure-identity", "azure-storage-blob", "google-cloud-storage", "google-auth"]

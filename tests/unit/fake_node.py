@@ -205,6 +205,10 @@ class FakeNode:
         assert isinstance(message, kind), message
         return message
 
+    def next_message(self):
+        """Return the next message, of whatever kind."""
+        return self._sent.get(timeout=DEADLINE_S)
+
     def outcome(self):
         """Return what `run` has returned or raised."""
         return self._came.get(timeout=DEADLINE_S)

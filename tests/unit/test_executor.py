@@ -76,6 +76,14 @@ def test_arguments_that_0_2_ignored_are_warned_of(launch_of):
     assert warning.startswith("warning: run(push_results_dir_to_cloud, local_output_dir) has no effect")
 
 
+@pytest.mark.parametrize(("installed", "warnings"), [(True, 0), (False, 1)])
+def test_where_tensorboard_is_missing_a_line_says_what_to_install(installed, warnings, launch_of, monkeypatch):
+    monkeypatch.setattr(executor, "is_installed", lambda: installed)
+    said = [*launch_of(tensorboard="runs")[2], *launch_of(tensorboard="runs")[2]]
+    assert len([text for text in said if "pip install tensorboard" in text]) == warnings
+    assert not [text for text in launch_of()[2] if "tensorboard" in text]
+
+
 def test_positional_arguments_may_stand_in_the_order_of_0_2(launch_of):
     def spec_of(**given):
         return launch_of(**given)[0]

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, cast, overload
 
 from .border.live_card import LiveCard
@@ -24,6 +25,7 @@ from .launch.spec import LaunchSpec, Node, Request, build_spec
 from .launch.transfer import ValueStore
 from .machine.accelerators import Machine, Nproc, choose_nproc
 from .node.console import write_output
+from .node.event_files import MISSING, is_installed
 from .node.plan import Plan
 from .node.supervisor import Supervisor
 from .result import TorchrunResult
@@ -52,6 +54,7 @@ class LaunchOptions(TypedDict, total=False):
     retry_on: str | Iterable[str] | None
     hang_timeout_s: float | None
     preemption_signal: str | int | None
+    tensorboard: Path | str | None
     init: Literal["gloo", "nccl", "auto"] | None
     gather: bool
     push_results_dir_to_cloud: Any
@@ -187,6 +190,7 @@ class TorchrunExecutor:
         retry_on: str | Iterable[str] | None = None,
         hang_timeout_s: float | None = None,
         preemption_signal: str | int | None = None,
+        tensorboard: Path | str | None = None,
         init: Literal["gloo", "nccl", "auto"] | None = None,
         gather: bool = False,
         push_results_dir_to_cloud: Any = None,
@@ -239,6 +243,10 @@ class TorchrunExecutor:
             attribute of ``@torchrun``.
         preemption_signal : Union[int, str], optional
             What the workers get, once, when a node is preempted. Default: the attribute of ``@torchrun``.
+        tensorboard : Union[Path, str], optional
+            A folder, relative to the workers' working directory, to which the script writes TensorBoard's event
+            files on rank 0's node: their scalars are shown as if rank 0 had told them as its metrics. Needs the
+            package ``tensorboard``. Default: none is read.
         init : Literal["gloo", "nccl", "auto"], optional
             Of a function: make this process group before the call and end it after, with the rank's own device
             set; ``"auto"`` is nccl where each rank has a CUDA device, else gloo. Default: none is made.
@@ -299,6 +307,8 @@ class TorchrunExecutor:
         context.member.emit(
             Event("chosen", self.node_index, f"processes per node: {nproc.value} ({nproc.why})", is_detail=True)
         )
+        if spec.tensorboard is not None and self.is_control and not is_installed():
+            self._note_once(MISSING)
         warning = shm_warning(shm_bytes(), nproc.value, context.machine.accelerators, os.environ)
         if warning is not None:
             self._note_once(warning)

@@ -44,6 +44,7 @@ class LaunchSpec:
     min_nodes: int | None = None  # how few torchrun's own elasticity may go on with; None without it
     elastic_timeout_s: int = 600  # how long elastic agents wait for each other
     function: str | None = None  # name of the function that is called instead of a script
+    tensorboard: str | None = None  # absolute path of a folder with TensorBoard's event files, which are to be read
     source: str | None = None  # the file that must be the same on all nodes; None is the entrypoint
 
     @property
@@ -108,6 +109,7 @@ def build_spec(request: Request, nproc: int, settings: StepSettings, node: Node)
         log_dir=None if log_dir is None else os.path.abspath(os.path.join(cwd or "", log_dir)),
         env=_environment(arguments.get("env")),
         cwd=cwd,
+        tensorboard=_event_folder(arguments.get("tensorboard"), cwd),
         min_nodes=min_nodes,
         elastic_timeout_s=int(settings.all_nodes_started_timeout),
         options=tuple((name, value) for name, value in options.items() if name not in _DECIDED),
@@ -210,6 +212,19 @@ def _working_directory(cwd: str | None) -> str | None:
     if not os.path.isdir(folder):
         raise TorchrunConfigError(f"run(cwd={cwd!r}): {folder} is not a folder on this node.")
     return folder
+
+
+def _event_folder(folder: Any, cwd: str | None) -> str | None:
+    """Return where TensorBoard's event files will lie, as the workers see it; it need not be there yet."""
+    if folder is None:
+        return None
+    name = os.fsdecode(folder) if isinstance(folder, str | os.PathLike) else ""
+    if not name or "\0" in name or "://" in name:
+        raise TorchrunConfigError(
+            f"run(tensorboard={folder!r}) must be the folder, on the disk of rank 0's node, to which the script writes "
+            "TensorBoard's event files, as in tensorboard='runs'."
+        )
+    return os.path.abspath(os.path.join(cwd or "", name))
 
 
 def bracketed(addr: str) -> str:

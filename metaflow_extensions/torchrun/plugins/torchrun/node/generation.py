@@ -16,12 +16,14 @@ from ..errors import TorchrunError
 from ..gang.cause import Cause, Failure, describe_exit, first_failure, signal_name
 from ..gang.protocol import Diagnostics, Go, Usage
 from ..gang.state import DIAGNOSTICS_S
+from ..launch.command import metrics_file
 from .agent import AgentProcess
 from .agent_events import AgentEnded, AgentEvent, End, Frozen, Terminated, WorkerEnded, WorkerStarted
+from .event_files import EventFiles
 from .exits import Exits, read_agent_report
 from .logs import LogFollower
 from .machine_faults import MachineFaults
-from .metrics import NodeMetrics
+from .metrics import EVENT_FILES, NodeMetrics
 from .plan import Plan
 from .stacks import collect, find_py_spy
 from .usage_meter import UsageMeter
@@ -74,6 +76,7 @@ class Generation:
         self.exits = Exits(folder, plan.spec, host)
         self.diagnostics: Diagnostics | None = None  # what `diagnose` has found
         # torchrun may start an elastic launch's ranks again.
+        self.event_files = EventFiles(plan.spec, metrics_file(folder, EVENT_FILES))
         has_ended = (lambda rank: False) if plan.is_elastic else self.exits.has_ended
         self.metrics = NodeMetrics(folder, dict(enumerate(plan.ranks)), has_ended)
         self._plan = plan
@@ -102,6 +105,7 @@ class Generation:
         """Start the agent; what becomes of it arrives as events."""
         self._follower.start()
         self._agent.start()
+        self.event_files.start()
         self._enter(Phase.RUNNING)
 
     def used(self) -> Usage | None:
@@ -152,7 +156,10 @@ class Generation:
         """Stop what still runs, and show the last output; safe to call more than once."""
         if self.phase is Phase.ENDED:
             return
-        self._agent.close(grace_s)
+        try:
+            self._agent.close(grace_s)
+        finally:
+            self.event_files.close()
         self.measure_no_more()
         known = self._fault is not None or any(self.exits.causes(self._stopped_at))
         # What torchrun says of an end that was good or is known would hide the cause (a box that names our script).

@@ -114,6 +114,8 @@ class Supervisor:
                 self._member.send(told)
             if (complaint := generation.metrics.take_complaint()) is not None:
                 self._emit("note", complaint, is_detail=True)
+            if (complaint := generation.event_files.take_complaint()) is not None:
+                self._emit("note", complaint)
 
     def _tell_usage(self) -> None:
         """Tell what this node uses, now and then; whatever goes wrong in that must not end the launch."""
