@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 import subprocess
 import time
 from contextlib import suppress
@@ -45,10 +46,15 @@ class EventFiles:
         if folder is None or self._spec.node_index != 0 or not is_installed():
             return
         words = [self._spec.python, _SCRIPT, folder, self._lines, str(time.time() - _MARGIN_S), str(os.getpid())]
-        with suppress(OSError), open(f"{self._lines}.stderr", "wb") as errors:
-            self._process = subprocess.Popen(
-                words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors, cwd=self._spec.cwd
-            )
+        # It inherits the mask. So it loses no SIGTERM that comes before it can look at any.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        try:
+            with suppress(OSError), open(f"{self._lines}.stderr", "wb") as errors:
+                self._process = subprocess.Popen(
+                    words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors, cwd=self._spec.cwd
+                )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     def take_complaint(self) -> str | None:
         """Return why it has ended by itself, once."""
