@@ -180,7 +180,7 @@ def all_sleep(start_flow, **options):
 
 def test_sigkill_of_a_task_stops_everything(start_flow):
     """The chaos suite kills agents and guardians: for these Metaflow makes no difference. For the control task see @retry."""
-    flow = all_sleep(start_flow)
+    flow = all_sleep(start_flow, stand_in=True)
     os.kill(flow.note("task-1")["pid"], signal.SIGKILL)
     begin = time.monotonic()
     assert flow.wait(60) == 1
@@ -210,7 +210,7 @@ def test_sigterm_of_a_task_lets_the_workers_save(start_flow):
 @pytest.mark.parametrize("how", ["ctrl-c", "sigterm"])
 def test_interrupting_run_leaves_nothing(start_flow, how):
     """Ctrl-C reaches the whole process group, a scheduler's SIGTERM the run alone."""
-    flow = all_sleep(start_flow)
+    flow = all_sleep(start_flow, stand_in=how == "sigterm")
     if how == "ctrl-c":
         os.killpg(flow.process.pid, signal.SIGINT)
     else:
@@ -223,7 +223,7 @@ def test_interrupting_run_leaves_nothing(start_flow, how):
 @pytest.mark.parametrize("hook", ["timeout", "before:1:sleep:timeout"])
 def test_metaflows_timeout_stops_the_gang(start_flow, hook):
     """In `run` on both nodes, or on one while the other is late."""
-    flow = start_flow(hook=hook, do="*:sleep")
+    flow = start_flow(hook=hook, do="*:sleep", stand_in=True)
     assert flow.wait(60) == 1
     flow.await_gone(STOP_S)
     errors = flow.errors()
@@ -255,7 +255,7 @@ def test_a_local_node_that_dies_before_joining_is_noticed_at_once(start_flow):
 
 def test_retry_sees_nothing_of_the_attempts_before(run_flow):
     """The first one ends by SIGKILL of the control task, before node 1, which it has started, can join it."""
-    flow = run_flow(hook="before:0:kill:retry", do="1:once", timeout_s=60)
+    flow = run_flow(hook="before:0:kill:retry", do="1:once", timeout_s=60, stand_in=True)
     assert re.search(r"node 1\] the control task \(pid \d+\), which has started this one, is gone", flow.text)
     assert len(flow.errors()) == 2
     assert "only the first time" in flow.errors()[0]["message"]
@@ -264,7 +264,7 @@ def test_retry_sees_nothing_of_the_attempts_before(run_flow):
 
 
 def test_catch_lets_the_flow_go_on(run_flow):
-    flow = run_flow(flow="caught.py", do="1:raise")
+    flow = run_flow(flow="caught.py", do="1:raise", stand_in=True)
     assert "Rank 1 on node 1" in flow.note("end")["exception"]
     flow.await_gone(1)
 
