@@ -2,16 +2,18 @@
 
 import json
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 from unit_helpers import HOSTILE
 
 from metaflow_extensions.torchrun.plugins.torchrun.card.drawing import code_block, one_line
 from metaflow_extensions.torchrun.plugins.torchrun.card.gang_card import GangCard
-from metaflow_extensions.torchrun.plugins.torchrun.card.page import layout, parts
+from metaflow_extensions.torchrun.plugins.torchrun.card.page import SECTIONS, layout, parts
 from metaflow_extensions.torchrun.plugins.torchrun.card.part import GangPart
 from metaflow_extensions.torchrun.plugins.torchrun.card.style import COLOURS, STYLE
 from metaflow_extensions.torchrun.plugins.torchrun.errors import TorchrunConfigError
+from metaflow_extensions.torchrun.plugins.torchrun.executor import TorchrunExecutor
 from metaflow_extensions.torchrun.plugins.torchrun.gang.history import Record
 from metaflow_extensions.torchrun.plugins.torchrun.gang.progress import Pace, Point, Progress
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Metrics
@@ -264,6 +266,13 @@ def test_a_users_card_gets_the_parts_that_it_names_in_our_order_and_their_style(
     assert (outcome["id"], restarts["id"], timeline["title"]) == ("gang-outcome", "gang-restarts", "Timeline")
     everything = GangPart((), a_gang).render()["contents"][1:]
     assert everything == layout(a_gang())["contents"]
+
+
+def test_every_part_is_told_where_people_look():
+    page = (Path(__file__).parents[2] / "docs" / "card.md").read_text(encoding="utf-8")
+    for name in SECTIONS:
+        assert f'`"{name}"`' in page
+        assert f'``"{name}"``' in TorchrunExecutor.card.__doc__
 
 
 def test_a_part_that_shows_nothing_says_why():

@@ -122,6 +122,7 @@ def test_its_card_shows_the_node_and_where_the_gangs_is():
     assert "This is node 3. The gang's card is that of the control task, Flow/1/train/2." in outcome["source"]
     assert "rank 6" in ranks["source"]
     assert times["spec"]["encoding"]["y"]["scale"]["domain"] == [3]
+    assert times["spec"]["encoding"]["x"]["axis"]["title"] == "seconds since the node's begin"
     assert nodes["data"] == [["3", "host-3", "running", "2 running", "Flow/1/train/5"]]
     assert "<dt>nodes</dt><dd>4</dd>" in facts["source"]
     assert "Command on node 3" in facts["source"]

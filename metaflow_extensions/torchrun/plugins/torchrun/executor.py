@@ -142,7 +142,8 @@ class TorchrunExecutor:
         Parameters
         ----------
         *parts : str
-            Which ones: ``"outcome"``, ``"progress"``, ``"ranks"``, ``"timeline"``, ``"nodes"``, ``"launch"``. Default: all.
+            Which ones: ``"outcome"``, ``"progress"``, ``"ranks"``, ``"timeline"``, ``"usage"``, ``"nodes"``,
+            ``"launch"``. Default: all.
 
         Returns
         -------

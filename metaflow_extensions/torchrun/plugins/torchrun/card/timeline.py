@@ -52,6 +52,7 @@ def chart(name: str, summary: Summary) -> dict[str, Any]:
 
 
 def _spec(rows: list[dict[str, Any]], states: list[str], nodes: list[int]) -> dict[str, Any]:
+    whose = "node's" if nodes and nodes[0] > 0 else "gang's"
     step = max(_MIN_STEP, min(_FULL_STEP, _HEIGHT // max(1, len(nodes))))
     return {
         **frame(),
@@ -68,7 +69,7 @@ def _spec(rows: list[dict[str, Any]], states: list[str], nodes: list[int]) -> di
             "x": {
                 "field": "from",
                 "type": "quantitative",
-                "axis": {"title": "seconds since the gang's begin", "tickCount": 6},
+                "axis": {"title": f"seconds since the {whose} begin", "tickCount": 6},
             },
             "x2": {"field": "to"},
             "color": {
