@@ -186,6 +186,16 @@ def test_a_users_card_follows_too_and_keeps_what_is_the_users(card, with_users_c
     assert "now_s" not in part._content()
 
 
+def test_after_a_new_page_of_a_users_card_its_data_follow_soon(card, with_users_card):
+    live = LiveCard(dict, lambda: 7, lambda: True)
+    mine = with_users_card(live.part(()))
+    live._renew([mine])
+    assert live._shown != 7, "the next renewal is due as after news"
+    live._renew([mine])
+    assert live._shown == 7
+    live.settle()
+
+
 def test_a_users_card_is_left_alone_while_the_steps_own_code_runs(card, with_users_card):
     own_code, asked = True, []
 

@@ -95,6 +95,14 @@ def test_a_restart_is_told_with_its_cause_and_then_its_ranks_run_again():
     assert (report["error"], report["cause"]["detail"]) == (None, "Traceback: here")
 
 
+def test_a_launch_after_one_that_failed_has_no_error():
+    failed = (*RUNNING, ENDED, Verdict(0, WorkerFailed("no", OTHER.as_dict())))
+    records = node_3(*failed, Ready(1, 2, "digest"), Go(1, 0, 29500, "gang", 0, 1))
+    content = records.content()
+    assert (content["error"], content["cause"]) == (None, None)
+    assert from_stored(content).sentence.startswith("2 ranks on node 3 run")
+
+
 def test_what_ends_a_node_besides_a_verdict_is_told_once():
     assert "The nodes differ" in seen(Abort(GangError("The nodes differ"))).sentence
     records = node_3(*RUNNING, ENDED, Verdict(0))
