@@ -1,10 +1,16 @@
 """The gang's page, as data: what stands on it, and that no text of a worker's can become markup."""
 
+import base64
 import json
+import re
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from metaflow._vendor import click
+from metaflow.datastore import FlowDataStore
+from metaflow.plugins.datastores.local_storage import LocalStorage
 from unit_helpers import HOSTILE
 
 from metaflow_extensions.torchrun.plugins.torchrun.card.drawing import code_block, one_line
@@ -17,6 +23,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.executor import TorchrunExecu
 from metaflow_extensions.torchrun.plugins.torchrun.gang.history import Record
 from metaflow_extensions.torchrun.plugins.torchrun.gang.progress import Pace, Point, Progress
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Metrics
+from metaflow_extensions.torchrun.plugins.torchrun.gang.registry import Registry
 from metaflow_extensions.torchrun.plugins.torchrun.gang.summary import summarize
 
 MARKUP = (
@@ -24,6 +31,11 @@ MARKUP = (
     "<img src=x onerror=window.hit=1>\r\n\x1b[31m\0"
 )
 HERE = {"launch": 0, "generation": 0}
+
+
+def content_of(page):
+    """Return what a page is made of, as text."""
+    return base64.b64decode(re.search(r'__MF_DATA__\["[^"]*"\] = "([A-Za-z0-9+/=]*)"', page)[1]).decode()
 
 
 def a_gang(num_nodes=2, nproc=2, host="host", **more):
@@ -372,3 +384,25 @@ def test_a_chart_of_a_long_run_is_small():
     values = chart["spec"]["data"]["values"]
     assert len(values) <= 201
     assert (values[0]["step"], values[-1]["step"]) == (0, 399)
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_what_is_stored_is_found_without_metadata_of_the_task_which_a_killed_pod_may_leave_none_of(
+    is_known, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(LocalStorage, "datastore_root", str(tmp_path))
+    datastore = FlowDataStore("Flow", storage_impl=LocalStorage, ds_root=str(tmp_path))
+    for attempt in (0, 1):
+        datastore.get_task_datastore("1", "train", "2", attempt=attempt, mode="w").init_task()
+    stored = failed(a_gang(), 3, "of the second attempt")
+    Registry(datastore, "1", "train", "2", 1).save_events(stored, 5.0)
+    datastore._storage_impl.datastore_root = str(tmp_path / "mf.cards")  # as Metaflow's commands for cards set it
+    facts = {"ds-type": "local", "ds-root": str(tmp_path)} if is_known else {}
+    task = SimpleNamespace(pathspec="Flow/1/train/2", metadata_dict=facts)
+    other = SimpleNamespace(pathspec="Flow/1/train/3", metadata_dict=facts)
+    asked = SimpleNamespace(flow_datastore=None if is_known else datastore)
+    with click.Context(click.Command("create"), obj=asked):
+        page, of_other = (content_of(GangCard().render(each)) for each in (task, other))
+    assert "of the second attempt" in page
+    assert "There are no records" in of_other
+    assert is_known or "There are no records" in content_of(GangCard().render(task))

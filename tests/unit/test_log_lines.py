@@ -4,18 +4,20 @@ import re
 
 import pytest
 
-from metaflow_extensions.torchrun.plugins.torchrun.views.log_lines import Line, Reader, Source, shown, wanted
-
-NEVER = "9999"
+from metaflow_extensions.torchrun.plugins.torchrun.gang.backlog import LINE_CHARS
+from metaflow_extensions.torchrun.plugins.torchrun.views.log_lines import Line, OwnLog, Reader, Source, shown, wanted
 
 
 def node_of(rank):
     return {0: 0, 1: 0, 2: 1, 3: 1}.get(rank)
 
 
-def merged(*sources, until=None):
-    reader = Reader(node_of, until if until is not None else {source.node: NEVER for source in sources})
-    return list(reader.merged(sources))
+def own_log(source):
+    return OwnLog(source.lines[0][0], source.lines[-1][0], {source.stream: source.lines})
+
+
+def merged(*sources):
+    return list(Reader(node_of, {source.node: own_log(source) for source in sources}).merged(sources))
 
 
 def texts(lines):
@@ -49,11 +51,38 @@ def test_on_a_local_run_labels_tell_the_node_of_what_stands_in_one_log():
 
 
 def test_copies_of_another_nodes_lines_are_left_out_but_for_those_that_its_own_log_lacks():
-    control = Source("4", 0, "stdout", [("01", "[rank 2] copy"), ("05", "[rank 2] the last words of a killed pod")])
+    control = Source("4", 0, "stdout", [("02", "[rank 2] copy"), ("05", "[rank 2] the last words of a killed pod")])
     killed = Source("4-worker-0", 1, "stdout", [("01", "[rank 2] copy")])
-    assert texts(merged(control, killed, until={0: "05", 1: "01"})) == [
+    assert texts(merged(control, killed)) == [
         ("01", "[rank 2] copy"),
         ("05", "[rank 2] the last words of a killed pod"),
+    ]
+
+
+def test_a_copy_that_came_after_the_end_of_the_nodes_own_log_is_a_copy_still_each_line_once():
+    long = "[rank 2] " + "x" * LINE_CHARS
+    cut = long[:LINE_CHARS] + "… [9 characters are in its own log]"
+    own = [("01", "[rank 2] tick"), ("02", "[rank 2] tick"), ("02", long), ("02", "[rank 2] end")]
+    late = [
+        ("03", "[rank 2] tick"),
+        ("03", "[rank 2] tick"),
+        ("03", cut),
+        ("03", "[rank 2] end"),
+        ("03", "[rank 2] tick"),
+    ]
+    found = merged(Source("4", 0, "stdout", late), Source("4-worker-0", 1, "stdout", own))
+    assert texts(found) == [*own, ("03", "[rank 2] tick")]
+    assert found[-1].task == "4"
+
+
+def test_lines_from_before_a_nodes_own_log_began_are_of_the_pod_that_was_replaced():
+    control = Source("4", 0, "stdout", [("01", "[rank 2] a"), ("02", "[rank 2] b")])
+    replacement = Source("4-worker-0", 1, "stdout", [("03", "Setting up task environment."), ("06", "refused")])
+    assert [text for _, text in texts(merged(control, replacement))] == [
+        "[rank 2] a",
+        "[rank 2] b",
+        "Setting up task environment.",
+        "refused",
     ]
 
 

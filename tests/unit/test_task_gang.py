@@ -118,3 +118,21 @@ def test_a_remote_control_node_alone_writes_the_other_nodes_lines(runtime, monke
     finally:
         gang.leave(None)
     assert "torchrun-relay" not in {thread.name for thread in threading.enumerate()} - before
+
+
+@pytest.mark.parametrize(
+    ("runtime", "metadata", "is_live"), [("local", "local", True), ("pod", "local", False), ("pod", "service", True)]
+)
+def test_where_metaflow_can_make_no_card_it_is_said_how_to_make_it_later(
+    runtime, metadata, is_live, gang, datastore, monkeypatch, capfd
+):
+    datastore.metadata = SimpleNamespace(TYPE=metadata)
+    gang._is_local = runtime == "local"
+    shown = SimpleNamespace(refresh=lambda content: None, _card_creator_args={"card_uuid": "of-a-test"})
+    current._update_env({"card": {"torchrun": [shown]}})
+    try:
+        gang.join()
+    finally:
+        current._update_env({"card": None})
+    assert ("torchrun-card" in {thread.name for thread in threading.enumerate()}) is is_live
+    assert ("card create 1/train/2 --type torchrun" in capfd.readouterr().err) is not is_live

@@ -91,6 +91,7 @@ class LiveCard:
         self._runs_own_code = runs_own_code  # whether the step's own code runs now
         self._shortest_pause_s = _SHORTEST_S if shortest_pause_s is None else shortest_pause_s
         self._cards = cards() if with_ours else []  # of our type
+        self._is_off = False  # whether none is made
         self._has_parts = False  # whether the step's code has asked for any
         self._began_at = time.monotonic()
         self._pid = os.getpid()
@@ -142,6 +143,12 @@ class LiveCard:
         has_news = self._count() != self._shown
         return now - self._shown_at > pause_s(now - self._began_at, has_news, self._shortest_pause_s)
 
+    def give_up(self) -> bool:
+        """Make no card, neither now nor at the end; tell whether there would be any of our type."""
+        had, self._cards, self._is_off = bool(self._cards), [], True
+        self.settle()
+        return had
+
     def settle(self) -> None:
         """Follow the gang no further: Metaflow makes the last cards of a task that ends well by itself (2.19).
 
@@ -157,7 +164,7 @@ class LiveCard:
 
     def make_last(self, patience_s: float = _LAST_S) -> None:
         """Make the last cards of a task that fails, which Metaflow would not, and wait so long for it; only once."""
-        if os.getpid() != self._pid:
+        if os.getpid() != self._pid or self._is_off:
             return
         self.settle()
         own, self._cards = self._cards, []

@@ -14,7 +14,7 @@ from pathlib import Path
 from metaflow.mflog import LOG_SOURCES
 from metaflow.mflog.mflog import LINE_PARSER
 
-from ..views.log_lines import Line, Reader, Source
+from ..views.log_lines import Line, OwnLog, Reader, Source
 from ..views.story import Story
 from .stored_gangs import StoredGang, StoredGangs
 
@@ -24,6 +24,8 @@ _PAUSE_S = 1.0  # at least, between two looks at logs that grow
 _SHARE = 2.0  # a look that takes long is followed by a pause of so many times that
 _LAST_S = 5.0  # an attempt's logs are stored whole a moment after its end: then nothing new comes for so long
 _NEVER = "9999"  # after every line
+# So much of the end of each log is compared with copies of its lines: more than can be on the way at the log's end.
+_TAIL, _ALL_TAILS = 1024**2, 64 * 1024**2
 
 
 class StoredLogs:
@@ -38,11 +40,9 @@ class StoredLogs:
         files = self._files()
         with self._stored.load(list(files)) as loaded:
             here = {path: Path(local) for path, local, _ in loaded if local is not None}
-            own = {files[path][1]: _NEVER if is_growing else "" for path in here}
-            if not is_growing and len(own) > 1:
-                for path, local in here.items():
-                    own[files[path][1]] = max(own[files[path][1]], last_time(local))
-            reader = Reader(Story(self._stored.events(self._gang, self._attempt) or {}).node_of, own)
+            node_of = Story(self._stored.events(self._gang, self._attempt) or {}).node_of
+            own = own_logs([(*files[path][1:], local) for path, local in here.items()], is_growing)
+            reader = Reader(node_of, own)
             sources = [Source(*files[path], self._new(path, local, is_growing)) for path, local in here.items()]
             yield from reader.merged(sources)
 
@@ -102,11 +102,44 @@ def _piece(path: Path, offset: int) -> bytes:
         return file.read(_PIECE)
 
 
-def last_time(path: Path) -> str:
-    """Return the time of the last line of a log, or an empty text."""
-    size = path.stat().st_size
-    lines = _piece(path, max(0, size - _PIECE)).split(b"\n")
-    return max((_parsed(line, "")[0] for line in lines), default="")
+def own_logs(files: list[tuple[int, str, Path]], is_growing: bool) -> dict[int, OwnLog]:
+    """Return what is known of each node's log, given its files by node and stream.
+
+    While logs grow, every line of another node counts as a copy: its own log has it sooner or later.
+    """
+    found: dict[int, list[tuple[str, Path]]] = {}
+    for node, stream, path in files:
+        found.setdefault(node, []).append((stream, path))
+    if is_growing or len(found) == 1:
+        return {node: OwnLog("", _NEVER, {}) for node in found}
+    size = min(_TAIL, _ALL_TAILS // len(files))
+    return {node: _own_log(of_node, size) for node, of_node in found.items()}
+
+
+def _own_log(files: list[tuple[str, Path]], size: int) -> OwnLog:
+    """Return what is known of a node's log by its begin and its last `size` bytes."""
+    tails: dict[str, list[tuple[str, str]]] = {}
+    for stream, path in files:
+        tails.setdefault(stream, []).extend(_tail(path, size))
+    begin = min(filter(None, (_first_time(path) for _, path in files)), default="")
+    end = max((time for lines in tails.values() for time, _ in lines), default="")
+    return OwnLog(begin, end, tails)
+
+
+def _first_time(path: Path) -> str:
+    times = (_parsed(line, "")[0] for line in _whole_lines(path, 0, is_growing=False))
+    return next(filter(None, times), "")
+
+
+def _tail(path: Path, size: int) -> list[tuple[str, str]]:
+    """Return the last lines of a log with their times, as many as begin in its last `size` bytes."""
+    offset = max(0, path.stat().st_size - size)
+    found, time = [], ""
+    for number, line in enumerate(_whole_lines(path, offset, is_growing=False)):
+        time, text = _parsed(line, time)
+        if number or not offset:
+            found.append((time, text))
+    return found
 
 
 def _parsed(line: bytes, before: str) -> tuple[str, str]:

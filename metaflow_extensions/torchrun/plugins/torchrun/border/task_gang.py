@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -142,6 +143,8 @@ class TaskGang:
         self.live_card = LiveCard(
             self._of_this_node, lambda: records.count, self._runs_own_code, pause_of_member_s(num_nodes)
         )
+        if not self._finds_tasks():
+            self.live_card.give_up()
         member, main_addr = join_as_member(registry, node, num_nodes, self._settings, self._emit)
         member.follow = records.take
         records.joined(member.host)
@@ -167,6 +170,18 @@ class TaskGang:
         self._events = EventStore(registry, channel.gang, self._about)
         history = channel.gang.history
         self.live_card = LiveCard(self._events.content, lambda: history.count, self._runs_own_code)
+        if not self._finds_tasks() and self.live_card.give_up():
+            where = f"{self._run_id}/{self._step_name}/{self._task_id}"
+            command = f"python {os.path.basename(sys.argv[0])} card create {where} --type torchrun"
+            reason = "only the machine that submitted this run has its metadata"
+            self._emit(Event("note", 0, f"the gang's card can't be made here: {reason}. There: {command}"))
+
+    def _finds_tasks(self) -> bool:
+        """Tell whether Metaflow's client finds this task, which its cards need.
+
+        In a pod or container it does not where the metadata is local (``LocalMetadataProvider.register_task_id``, 2.19).
+        """
+        return self._is_local or getattr(self._flow_datastore.metadata, "TYPE", None) != "local"
 
     # --- around it and after it -----------------------------------------------------------------
 

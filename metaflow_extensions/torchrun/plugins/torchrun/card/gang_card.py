@@ -56,19 +56,33 @@ def _content(task: Any, given: dict[str, Any] | None) -> dict[str, Any]:
 
 def _stored(task: Any) -> dict[str, Any]:
     """Return what is stored with the task; nothing where nothing is, as with another node's task or an old run."""
+    from ..border.stored_gangs import StoredGangs
+
+    flow_name, run_id, step_name, task_id = task.pathspec.split("/")
+    datastore = _datastore(flow_name, task.metadata_dict)
+    if datastore is None:
+        return {}
+    stored = StoredGangs(datastore)
+    gangs = (gang for gang in stored.gangs(run_id, step_name) if gang.control_task == task_id)
+    return next((stored.events(gang, gang.last_attempt) or {} for gang in gangs), {})
+
+
+def _datastore(flow_name: str, facts: dict[str, str]) -> Any:
+    """Return the flow's datastore, as the task's metadata names it, or else as the command does.
+
+    A killed pod leaves no metadata where that is local: the pod's last act is to store it (Metaflow 2.19).
+    """
+    from metaflow._vendor import click
     from metaflow.datastore import FlowDataStore
     from metaflow.plugins import DATASTORES
 
-    from ..gang.registry import Registry
-
-    flow_name, run_id, step_name, task_id = task.pathspec.split("/")
-    facts = task.metadata_dict
-    attempt = int(facts.get("attempt", 0))
     storage = next((each for each in DATASTORES if facts.get("ds-type") == each.TYPE), None)
-    if storage is None:
-        return {}
-    datastore = FlowDataStore(flow_name, storage_impl=storage, ds_root=facts.get("ds-root"))
-    return Registry(datastore, run_id, step_name, task_id, attempt).load_events() or {}
+    if storage is not None:
+        return FlowDataStore(flow_name, storage_impl=storage, ds_root=facts.get("ds-root"))
+    command = click.get_current_context(silent=True)
+    of_command = getattr(command and command.obj, "flow_datastore", None)
+    # A new one: in the command's own the root is by now that of the cards (`card` in ``card_cli.py``, 2.19).
+    return of_command and FlowDataStore(flow_name, storage_impl=type(of_command._storage_impl))
 
 
 def _ui_url() -> str | None:

@@ -21,8 +21,8 @@ _MESSAGES_PER_S = 200
 _LEAST_PAUSE_S, _MOST_PAUSE_S = 0.5, 10.0
 # A message holds so much: no other one waits for long behind it, and each character may take six bytes.
 _MESSAGE_CHARS = 32 * 1024
-# Of a longer line the begin.
-_LINE_CHARS = 8 * 1024
+LINE_CHARS = 8 * 1024
+"""Of a longer line so much goes to another node's log."""
 
 
 @dataclass(frozen=True)
@@ -92,14 +92,14 @@ class Backlog:
 def _pieces(text: str) -> Iterator[str]:
     """Cut a text between lines, and long lines short."""
     begin = 0
-    while len(text) - begin > _LINE_CHARS:
-        end = text.rfind("\n", begin, begin + _LINE_CHARS) + 1
+    while len(text) - begin > LINE_CHARS:
+        end = text.rfind("\n", begin, begin + LINE_CHARS) + 1
         if end:
             yield text[begin:end]
         else:
             end = text.find("\n", begin) + 1 or len(text)
-            missing = end - begin - _LINE_CHARS
-            yield f"{text[begin : begin + _LINE_CHARS]}… [{missing} characters are in its own log]\n"
+            missing = end - begin - LINE_CHARS
+            yield f"{text[begin : begin + LINE_CHARS]}… [{missing} characters are in its own log]\n"
         begin = end
     if begin < len(text):
         yield text[begin:]

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import heapq
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
+
+from ..gang.backlog import LINE_CHARS
 
 _LABEL = re.compile(r"\[(?:rank (\d+)|torchrun node (\d+))\] ")
 
@@ -37,6 +40,30 @@ class Source:
     lines: Iterable[tuple[str, str]]  # time and text, in the order in which they were written
 
 
+class OwnLog:
+    """What is known of a node's own log, to find out which lines of another log are copies of its lines.
+
+    Time alone does not tell. A copy is younger than its line. A pod that was killed has not stored its last lines. And
+    the log of a pod that was deleted is overwritten by that of its replacement, on Kubernetes.
+    """
+
+    def __init__(self, begin: str, end: str, tails: Mapping[str, Sequence[tuple[str, str]]]) -> None:
+        self._begin, self._end = begin, end  # the times of its first and last line
+        # Of each stream the last lines, with how often each stands there, and the time of the first of them.
+        self._tail = Counter((stream, text[:LINE_CHARS]) for stream, lines in tails.items() for _, text in lines)
+        self._tail_begin = {stream: lines[0][0] for stream, lines in tails.items() if lines}
+
+    def has(self, time: str, stream: str, text: str) -> bool:
+        """Tell whether a line of another log, taken down at `time`, is a copy. Ask for each line once, in order."""
+        if time < self._begin:
+            return False
+        line = (stream, text[:LINE_CHARS])
+        if self._tail[line] and time >= self._tail_begin[stream]:
+            self._tail[line] -= 1
+            return True
+        return time <= self._end
+
+
 class Reader:
     """Tells whose a line is.
 
@@ -44,22 +71,24 @@ class Reader:
     with ``logs="all"`` the control task's log has copies of what stands in the others'; they are left out.
     """
 
-    def __init__(self, node_of: Callable[[int], int | None], own_until: dict[int, str]) -> None:
+    def __init__(self, node_of: Callable[[int], int | None], own: Mapping[int, OwnLog]) -> None:
         self._node_of = node_of
-        self._own_until = own_until  # of each node that has a log: the time of its last line
+        self._own = own  # of each node that has a log
 
     def take(self, source: Source, time: str, text: str) -> Line | None:
         """Return the line, or None for a copy."""
         label = _LABEL.match(text)
         if label is None:
-            node = source.node if len(self._own_until) > 1 else None
+            node = source.node if len(self._own) > 1 else None
             return Line(time, source.task, source.stream, node, None, text)
         rank = None if label[1] is None else int(label[1])
         node = int(label[2]) if rank is None else self._node_of(rank)
         if node is None:
-            node = source.node if len(self._own_until) > 1 else None
-        is_copy = node is not None and node != source.node and time <= self._own_until.get(node, "")
-        return None if is_copy else Line(time, source.task, source.stream, node, rank, text)
+            node = source.node if len(self._own) > 1 else None
+        own = None if node is None or node == source.node else self._own.get(node)
+        if own is not None and own.has(time, source.stream, text):
+            return None
+        return Line(time, source.task, source.stream, node, rank, text)
 
     def merged(self, sources: Iterable[Source]) -> Iterator[Line]:
         """Return all lines by time; those of one source stay in order, whatever their clock has done."""
