@@ -24,6 +24,7 @@ FLOWS = HERE / "flows"
 REQUIRED = {
     "kubernetes": ["KUBECONFIG", "METAFLOW_DATASTORE_SYSROOT_S3", "METAFLOW_KUBERNETES_CONTAINER_IMAGE"],
     "batch": ["METAFLOW_BATCH_JOB_QUEUE", "METAFLOW_DATASTORE_SYSROOT_S3", "METAFLOW_DEFAULT_METADATA"],
+    "metadata_service": ["METAFLOW_SERVICE_URL"],
     "s3": ["METAFLOW_DATASTORE_SYSROOT_S3"],
     "azure": ["METAFLOW_DATASTORE_SYSROOT_AZURE", "METAFLOW_AZURE_STORAGE_BLOB_SERVICE_ENDPOINT"],
     "gs": ["METAFLOW_DATASTORE_SYSROOT_GS"],
@@ -40,6 +41,8 @@ PLAN: dict[str, Any] = {
     "KUBERNETES": None,
     "BATCH": None,
     "RESOURCES": None,
+    "TORCHRUN": {},
+    "CARD": False,
 }
 
 
@@ -72,6 +75,7 @@ def start_remote(tmp_path: Path) -> Iterator[StartRemote]:
         source: Path = FLOWS,
         command: str = "run",
         folder: Path | None = None,
+        metadata: str | None = None,
         **plan: Any,
     ) -> RemoteFlow:
         # Metaflow packs the folder of the flow for the pods, so each flow has one of its own.
@@ -87,6 +91,7 @@ def start_remote(tmp_path: Path) -> Iterator[StartRemote]:
             **os.environ,
             "PYTHONUNBUFFERED": "1",
             "PYTHONFAULTHANDLER": "1",
+            **({} if metadata is None else {"METAFLOW_DEFAULT_METADATA": metadata}),
         }
         options = ("--run-id-file", str(place / "run-id"))
         run = RemoteFlow([sys.executable, flow, "--no-pylint", command, *options, *arguments], place, env, name)

@@ -8,6 +8,7 @@ import signal
 import pytest
 from backends import Cluster, Queue
 from remote_flows import EXAMPLES, check_gang, check_said
+from seen_afterwards import Seen, check_failed
 
 
 def on(backend, *more):
@@ -71,10 +72,23 @@ def test_out_of_memory_is_said(run_remote, backend):
     backend.await_gone(flow)
 
 
-def test_a_node_whose_processes_are_all_killed_is_named(run_remote, backend):
-    flow = run_remote(expect=1, DO="3:nap,3:wipe,*:sleep", **backend.on())
+@pytest.mark.metadata_service
+def test_a_node_whose_processes_are_all_killed_is_named_at_once_and_afterwards(run_remote, backend):
+    flow = run_remote(expect=1, DO="3:nap,3:wipe,*:talk", CARD=True, metadata="service", **backend.on())
     check_said(flow, "Node 1 (host")
     backend.await_gone(flow)
+    if isinstance(backend, Cluster):
+        seen = Seen(flow)
+        gang = check_failed(seen, cause="Node 1 (host ", states=["failed", "lost"])
+        assert gang["reports"][-1]["cause"]["kind"] == "lost"
+        assert [node["exit_codes"] for node in gang["nodes"]] == [{"0": -15, "1": -15}, {}]
+        for rank in (0, 2):
+            words = seen.words(rank)
+            assert words == list(range(len(words)))
+            assert len(words) > 10
+        (page,) = seen.cards()
+        assert "its connection to the control node was closed" in page
+        assert page.count("tr-cell tr-lost") == 2
 
 
 @pytest.mark.parametrize(
@@ -101,12 +115,27 @@ def test_an_interrupted_run_leaves_nothing(start_remote, backend, how):
 # --- again ----------------------------------------------------------------------------------------
 
 
-def test_retry_brings_a_new_gang(run_remote, backend):
-    flow = run_remote(DO="3:kill-first", RETRY=True, **backend.on())
+@pytest.mark.metadata_service
+def test_retry_brings_a_new_gang_and_both_are_seen_afterwards(run_remote, backend):
+    flow = run_remote(DO="3:kill-first", RETRY=True, CARD=True, metadata="service", **backend.on())
     check_gang(flow, 2)
     assert [task["attempt"] for task in flow.gathered()] == [1, 1]
     check_said(flow, "Rank 3 on node 1", "killed by SIGKILL")
     backend.await_gone(flow)
+    if isinstance(backend, Cluster):
+        seen = Seen(flow)
+        first = check_failed(seen, "--attempt", "0", cause="Rank 3 on node 1 (host ", states=["failed", "failed"])
+        assert (first["last_attempt"], first["nodes"][1]["exit_codes"]["3"]) == (1, -9)
+        for attempt in ("0", "1"):
+            found = seen.lines("--node", "1", "--grep", "runs$", "--attempt", attempt)
+            assert sorted(line["text"] for line in found) == [f"[rank {rank}] rank {rank} of 4 runs" for rank in (2, 3)]
+        second = seen.data()
+        assert (second["attempt"], second["outcome"], second["reports"]) == (1, "done", [])
+        assert "4 ranks on 2 nodes have ended well after " in seen.show()
+        killed, well = sorted(seen.cards(), key=lambda page: "have ended well after" in page)
+        assert "was killed by SIGKILL" in killed
+        assert "exit code -9" in killed
+        assert "4 ranks on 2 nodes have ended well after " in well
 
 
 def test_resume_runs_the_gang_again(run_remote, backend):

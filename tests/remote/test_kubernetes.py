@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 from backends import Cluster
 from remote_flows import EXAMPLES, check_gang, check_said
+from seen_afterwards import Seen, check_failed
 
 GPU = "nvidia.com/gpu"
 pytestmark = pytest.mark.kubernetes
@@ -35,6 +36,69 @@ def test_min_gpt_unchanged(run_remote, cluster):
     before, after = map(float, re.search(r"(\d\.\d+) before, (\d\.\d+) after training", flow.text).groups())
     assert after < before - 1.0
     cluster.await_gone(flow)
+
+
+@pytest.mark.metadata_service
+def test_one_log_has_lines_of_three_nodes_with_20_mb_each_and_holds_up_nobody(run_remote, cluster):
+    plan = {"NODES": 3, "DO": "*:write-10", "TORCHRUN": {"logs": "all"}, "CARD": True}
+    flow = run_remote(metadata="service", **plan, **cluster.on())
+    cluster.await_gone(flow)
+    check_gang(flow, 3)
+    for task in flow.gathered():  # the peak before the launch and after: what waits for the log is bounded
+        assert task["peak_mb"][1] - task["peak_mb"][0] < 64
+
+    logs = {int(task["facts"]["parallel-node-index"]): task for task in flow.tasks()}
+    written = {rank: check_own_lines(logs[rank // 2], rank) for rank in range(6)}
+    for node in (1, 2):
+        check_copies(logs[0], node, written[2 * node] + written[2 * node + 1])
+
+    seen = Seen(flow)
+    found = [NUMBERED.match(line["text"]) for line in seen.lines("--grep", r"\] line \d+ ")]
+    assert sorted((int(line[1]), int(line[2])) for line in found) == [
+        (rank, number) for rank in range(6) for number in range(written[rank])
+    ]
+    gang = seen.data()
+    assert (gang["outcome"], gang["reports"]) == ("done", [])
+    assert [list(node["exit_codes"].values()) for node in gang["nodes"]] == [[0, 0]] * 3
+    (page,) = seen.cards()
+    assert "6 ranks on 3 nodes have ended well after " in page
+
+
+NUMBERED = re.compile(r"^\[rank (\d)\] line (\d+) ", re.MULTILINE)
+
+
+def numbers(log, rank):
+    """Return the numbers of a rank's lines in the two streams of a log, each in order."""
+    found = []
+    for stream in ("out", "err"):
+        in_order = [int(number) for label, number in NUMBERED.findall(log[stream]) if label == str(rank)]
+        assert in_order == sorted(set(in_order))
+        found += in_order
+    return found
+
+
+def check_own_lines(log, rank):
+    """Check that a node's own log has all lines of its rank, which was not held up; return how many there are."""
+    count, seconds = re.search(rf"^\[rank {rank}\] wrote (\d+) lines in (\S+) s$", log["out"], re.MULTILINE).groups()
+    # At the node's share of the control node's log, 1/3 MiB/s, both ranks together would take a minute.
+    assert float(seconds) < 10
+    assert sorted(numbers(log, rank)) == list(range(int(count)))
+    assert sum(len(line) for stream in ("out", "err") for line in lines_of(log, rank, stream)) > 10e6
+    return int(count)
+
+
+def lines_of(log, rank, stream="out"):
+    return re.findall(rf"^\[rank {rank}\] .*$", log[stream], re.MULTILINE)
+
+
+def check_copies(log, node, written):
+    """Check that the control node's log counts those lines of another node that it does not have."""
+    ranks = (2 * node, 2 * node + 1)
+    assert all(len(numbers(log, rank)) > 100 for rank in ranks)
+    gaps = re.findall(rf"^\[torchrun node {node}\] (\d+) lines? (?:is|are) left out", log["out"], re.MULTILINE)
+    shown = sum(len(lines_of(log, rank, stream)) for rank in ranks for stream in ("out", "err"))
+    assert gaps
+    assert shown + sum(map(int, gaps)) == written + 4  # each rank says that it runs, and what it has written
 
 
 # --- processes per node ---------------------------------------------------------------------------
@@ -92,17 +156,27 @@ def test_gpus_requested_on_the_command_line_count(run_remote, cluster, gpus):
 # --- what fails -----------------------------------------------------------------------------------
 
 
-def test_a_pod_that_vanishes_is_named(start_remote, cluster):
-    """The API server deletes it without grace."""
-    flow = start_remote(DO="*:sleep", **cluster.on())
+def test_a_pod_that_vanishes_is_named_at_once_and_afterwards(start_remote, cluster):
+    """The API server deletes it without grace, the kubelet with 2 s, and the job starts another pod for the same task."""
+    flow = start_remote(DO="*:talk", CARD=True, metadata="local", **cluster.on())
     # Of lines that come together, Metaflow's terminal shows one (2.19); the next with further output.
-    flow.await_line(" of 4 runs")
+    flow.await_line("] word 30")
     delete_pod(cluster, flow, 1, grace_s=0)
     begin = time.monotonic()
     assert flow.wait(60) == 1
     assert time.monotonic() - begin < 40
-    check_said(flow, "Node 1 (host")
+    check_said(flow, "Node 1 (host", "card create")
     cluster.await_gone(flow)
+    seen = Seen(flow)
+    gang = check_failed(seen, cause="Node 1 (host ", states=["failed", "failed or lost"])
+    assert gang["nodes"][0]["exit_codes"] == {"0": -15, "1": -15}
+    for rank in range(4):  # those of ranks 2 and 3 are in the control node's log alone
+        words = seen.words(rank)
+        assert words == list(range(len(words)))
+        assert len(words) > 10
+    (page,) = seen.cards(create=True)
+    assert "Failed after " in page
+    assert gang["nodes"][1]["host"] in page
 
 
 def delete_pod(cluster, flow, node, grace_s) -> None:

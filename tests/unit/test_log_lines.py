@@ -12,12 +12,10 @@ def node_of(rank):
     return {0: 0, 1: 0, 2: 1, 3: 1}.get(rank)
 
 
-def own_log(source):
-    return OwnLog(source.lines[0][0], source.lines[-1][0], {source.stream: source.lines})
-
-
-def merged(*sources):
-    return list(Reader(node_of, {source.node: own_log(source) for source in sources}).merged(sources))
+def merged(*sources, recent=""):
+    reader = Reader(node_of, {each.node: OwnLog(each.lines[0][0], recent, each.lines[-1][0]) for each in sources})
+    reader.find_copies(sources[:1], sources)
+    return list(reader.merged(sources))
 
 
 def texts(lines):
@@ -63,16 +61,18 @@ def test_a_copy_that_came_after_the_end_of_the_nodes_own_log_is_a_copy_still_eac
     long = "[rank 2] " + "x" * LINE_CHARS
     cut = long[:LINE_CHARS] + "… [9 characters are in its own log]"
     own = [("01", "[rank 2] tick"), ("02", "[rank 2] tick"), ("02", long), ("02", "[rank 2] end")]
-    late = [
-        ("03", "[rank 2] tick"),
-        ("03", "[rank 2] tick"),
-        ("03", cut),
-        ("03", "[rank 2] end"),
-        ("03", "[rank 2] tick"),
-    ]
-    found = merged(Source("4", 0, "stdout", late), Source("4-worker-0", 1, "stdout", own))
-    assert texts(found) == [*own, ("03", "[rank 2] tick")]
+    late = ["[rank 2] tick", cut, "[rank 2] end", "[rank 2] new", "[rank 2] tick"]
+    control = Source("4", 0, "stdout", [("03", text) for text in late])
+    found = merged(control, Source("4-worker-0", 1, "stdout", own))
+    assert texts(found) == [*own, ("03", "[rank 2] new"), ("03", "[rank 2] tick")]
     assert found[-1].task == "4"
+
+
+def test_a_line_that_a_node_wrote_long_before_its_logs_end_is_not_taken_for_that_of_a_late_copy():
+    control = Source("4", 0, "stdout", [("09", "[rank 2] tick")])
+    own = Source("4-worker-0", 1, "stdout", [("01", "[rank 2] tick"), ("08", "[rank 2] tock")])
+    assert texts(merged(control, own, recent="05"))[-1] == ("09", "[rank 2] tick")
+    assert texts(merged(control, own, recent="01"))[-1] == ("08", "[rank 2] tock")
 
 
 def test_lines_from_before_a_nodes_own_log_began_are_of_the_pod_that_was_replaced():

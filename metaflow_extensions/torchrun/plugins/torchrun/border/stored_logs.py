@@ -9,11 +9,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from datetime import datetime, timedelta
 from pathlib import Path
 
 from metaflow.mflog import LOG_SOURCES
 from metaflow.mflog.mflog import LINE_PARSER
 
+from ..gang.protocol import CONTROL
 from ..views.log_lines import Line, OwnLog, Reader, Source
 from ..views.story import Story
 from .stored_gangs import StoredGang, StoredGangs
@@ -24,8 +27,8 @@ _PAUSE_S = 1.0  # at least, between two looks at logs that grow
 _SHARE = 2.0  # a look that takes long is followed by a pause of so many times that
 _LAST_S = 5.0  # an attempt's logs are stored whole a moment after its end: then nothing new comes for so long
 _NEVER = "9999"  # after every line
-# So much of the end of each log is compared with copies of its lines: more than can be on the way at the log's end.
-_TAIL, _ALL_TAILS = 1024**2, 64 * 1024**2
+# A line's copy may be so much younger than the line, where a flood goes through the control node's log.
+_ON_ITS_WAY = timedelta(seconds=30)
 
 
 class StoredLogs:
@@ -41,8 +44,14 @@ class StoredLogs:
         with self._stored.load(list(files)) as loaded:
             here = {path: Path(local) for path, local, _ in loaded if local is not None}
             node_of = Story(self._stored.events(self._gang, self._attempt) or {}).node_of
-            own = own_logs([(*files[path][1:], local) for path, local in here.items()], is_growing)
+            own = _own_logs([(files[path][1], local) for path, local in here.items()], is_growing)
             reader = Reader(node_of, own)
+            if not is_growing:
+                control = [path for path in here if files[path][1] == CONTROL]
+                reader.find_copies(
+                    [Source(*files[path], _timed(here[path], self._read.get(path, 0))) for path in control],
+                    [Source(*files[path], _timed(local)) for path, local in here.items()],
+                )
             sources = [Source(*files[path], self._new(path, local, is_growing)) for path, local in here.items()]
             yield from reader.merged(sources)
 
@@ -102,44 +111,40 @@ def _piece(path: Path, offset: int) -> bytes:
         return file.read(_PIECE)
 
 
-def own_logs(files: list[tuple[int, str, Path]], is_growing: bool) -> dict[int, OwnLog]:
-    """Return what is known of each node's log, given its files by node and stream.
+def _timed(path: Path, offset: int = 0) -> Iterator[tuple[str, str]]:
+    """Return the lines of a log with their times."""
+    latest = ""
+    for line in _whole_lines(path, offset, is_growing=False):
+        latest, text = _parsed(line, latest)
+        yield latest, text
+
+
+def _own_logs(files: list[tuple[int, Path]], is_growing: bool) -> dict[int, OwnLog]:
+    """Return what is known of each node's log, given its files by node.
 
     While logs grow, every line of another node counts as a copy: its own log has it sooner or later.
     """
-    found: dict[int, list[tuple[str, Path]]] = {}
-    for node, stream, path in files:
-        found.setdefault(node, []).append((stream, path))
+    found: dict[int, list[Path]] = {}
+    for node, path in files:
+        found.setdefault(node, []).append(path)
     if is_growing or len(found) == 1:
-        return {node: OwnLog("", _NEVER, {}) for node in found}
-    size = min(_TAIL, _ALL_TAILS // len(files))
-    return {node: _own_log(of_node, size) for node, of_node in found.items()}
+        return {node: OwnLog("", _NEVER, _NEVER) for node in found}
+    return {node: _own_log(paths) for node, paths in found.items()}
 
 
-def _own_log(files: list[tuple[str, Path]], size: int) -> OwnLog:
-    """Return what is known of a node's log by its begin and its last `size` bytes."""
-    tails: dict[str, list[tuple[str, str]]] = {}
-    for stream, path in files:
-        tails.setdefault(stream, []).extend(_tail(path, size))
-    begin = min(filter(None, (_first_time(path) for _, path in files)), default="")
-    end = max((time for lines in tails.values() for time, _ in lines), default="")
-    return OwnLog(begin, end, tails)
+def _own_log(paths: list[Path]) -> OwnLog:
+    begins = filter(None, (next(filter(None, (time for time, _ in _timed(path))), "") for path in paths))
+    end, recent = max(map(last_time, paths)), ""
+    with suppress(ValueError):  # no time is known
+        recent = (datetime.fromisoformat(end) - _ON_ITS_WAY).isoformat()
+    return OwnLog(min(begins, default=""), recent, end)
 
 
-def _first_time(path: Path) -> str:
-    times = (_parsed(line, "")[0] for line in _whole_lines(path, 0, is_growing=False))
-    return next(filter(None, times), "")
-
-
-def _tail(path: Path, size: int) -> list[tuple[str, str]]:
-    """Return the last lines of a log with their times, as many as begin in its last `size` bytes."""
-    offset = max(0, path.stat().st_size - size)
-    found, time = [], ""
-    for number, line in enumerate(_whole_lines(path, offset, is_growing=False)):
-        time, text = _parsed(line, time)
-        if number or not offset:
-            found.append((time, text))
-    return found
+def last_time(path: Path) -> str:
+    """Return the time of the last line of a log, or an empty text."""
+    size = path.stat().st_size
+    lines = _piece(path, max(0, size - _PIECE)).split(b"\n")
+    return max((_parsed(line, "")[0] for line in lines), default="")
 
 
 def _parsed(line: bytes, before: str) -> tuple[str, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -47,21 +47,49 @@ class OwnLog:
     the log of a pod that was deleted is overwritten by that of its replacement, on Kubernetes.
     """
 
-    def __init__(self, begin: str, end: str, tails: Mapping[str, Sequence[tuple[str, str]]]) -> None:
+    def __init__(self, begin: str, recent: str, end: str) -> None:
         self._begin, self._end = begin, end  # the times of its first and last line
-        # Of each stream the last lines, with how often each stands there, and the time of the first of them.
-        self._tail = Counter((stream, text[:LINE_CHARS]) for stream, lines in tails.items() for _, text in lines)
-        self._tail_begin = {stream: lines[0][0] for stream, lines in tails.items() if lines}
+        self._recent = recent  # copies of lines since this time may have been on their way at the end
+        # Lines of the other log after this one's end: not found here yet, and found here. A stream's label is in
+        # `_lacks` when one of its lines is not here; those that follow are not, either.
+        self._late: Counter[tuple[str, str]] = Counter()
+        self._copied: Counter[tuple[str, str]] = Counter()
+        self._lacks: set[tuple[str, str]] = set()
+
+    def announce(self, time: str, stream: str, text: str) -> None:
+        """Take note of a line of another log that will be asked for."""
+        if time > self._end:
+            self._late[_key(stream, text)] += 1
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether its lines are to be looked at, since copies of them may have come late."""
+        return bool(self._late)
+
+    def look_at(self, time: str, stream: str, text: str) -> None:
+        """Take note of a line of this log, after all that were announced."""
+        key = _key(stream, text)
+        if time >= self._recent and self._late[key]:
+            self._late[key] -= 1
+            self._copied[key] += 1
 
     def has(self, time: str, stream: str, text: str) -> bool:
         """Tell whether a line of another log, taken down at `time`, is a copy. Ask for each line once, in order."""
-        if time < self._begin:
+        if not self._begin <= time:
             return False
-        line = (stream, text[:LINE_CHARS])
-        if self._tail[line] and time >= self._tail_begin[stream]:
-            self._tail[line] -= 1
+        if time <= self._end:
             return True
-        return time <= self._end
+        key, source = _key(stream, text), (stream, text.partition("]")[0])
+        if self._copied[key] and source not in self._lacks:
+            self._copied[key] -= 1
+            return True
+        self._lacks.add(source)
+        return False
+
+
+def _key(stream: str, text: str) -> tuple[str, str]:
+    """Return what a line and its copy have in common."""
+    return stream, text[:LINE_CHARS]
 
 
 class Reader:
@@ -77,18 +105,35 @@ class Reader:
 
     def take(self, source: Source, time: str, text: str) -> Line | None:
         """Return the line, or None for a copy."""
-        label = _LABEL.match(text)
-        if label is None:
-            node = source.node if len(self._own) > 1 else None
-            return Line(time, source.task, source.stream, node, None, text)
-        rank = None if label[1] is None else int(label[1])
-        node = int(label[2]) if rank is None else self._node_of(rank)
-        if node is None:
-            node = source.node if len(self._own) > 1 else None
+        node, rank = self._place(source, text)
         own = None if node is None or node == source.node else self._own.get(node)
         if own is not None and own.has(time, source.stream, text):
             return None
         return Line(time, source.task, source.stream, node, rank, text)
+
+    def _place(self, source: Source, text: str) -> tuple[int | None, int | None]:
+        """Return node and rank of a line, as far as they are known."""
+        label = _LABEL.match(text)
+        rank = None if label is None or label[1] is None else int(label[1])
+        node = None if label is None else int(label[2]) if rank is None else self._node_of(rank)
+        if node is None:
+            node = source.node if len(self._own) > 1 else None
+        return node, rank
+
+    def find_copies(self, control: Iterable[Source], whole: Iterable[Source]) -> None:
+        """Look for copies that are younger than the logs of whose lines they are.
+
+        `control` is what will be read of the control node's log, `whole` is all logs.
+        """
+        for source in control:
+            for time, text in source.lines:
+                node, _ = self._place(source, text)
+                if node is not None and node != source.node and node in self._own:
+                    self._own[node].announce(time, source.stream, text)
+        for source in whole:
+            own = self._own[source.node]
+            for time, text in source.lines if own.is_awaited else ():
+                own.look_at(time, source.stream, text)
 
     def merged(self, sources: Iterable[Source]) -> Iterator[Line]:
         """Return all lines by time; those of one source stay in order, whatever their clock has done."""
