@@ -61,10 +61,10 @@ def test_a_copy_that_came_after_the_end_of_the_nodes_own_log_is_a_copy_still_eac
     long = "[rank 2] " + "x" * LINE_CHARS
     cut = long[:LINE_CHARS] + "… [9 characters are in its own log]"
     own = [("01", "[rank 2] tick"), ("02", "[rank 2] tick"), ("02", long), ("02", "[rank 2] end")]
-    late = ["[rank 2] tick", cut, "[rank 2] end", "[rank 2] new", "[rank 2] tick"]
+    late = ["[rank 2] tick", cut, "[rank 2] end", "[rank 2] end", "[rank 2] tick"]
     control = Source("4", 0, "stdout", [("03", text) for text in late])
     found = merged(control, Source("4-worker-0", 1, "stdout", own))
-    assert texts(found) == [*own, ("03", "[rank 2] new"), ("03", "[rank 2] tick")]
+    assert texts(found) == [*own, ("03", "[rank 2] end"), ("03", "[rank 2] tick")]
     assert found[-1].task == "4"
 
 

@@ -56,15 +56,19 @@ def _content(task: Any, given: dict[str, Any] | None) -> dict[str, Any]:
 
 def _stored(task: Any) -> dict[str, Any]:
     """Return what is stored with the task; nothing where nothing is, as with another node's task or an old run."""
-    from ..border.stored_gangs import StoredGangs
+    from metaflow.datastore.exceptions import DataException
+
+    from ..gang.registry import Registry
 
     flow_name, run_id, step_name, task_id = task.pathspec.split("/")
     datastore = _datastore(flow_name, task.metadata_dict)
-    if datastore is None:
+    try:
+        attempt = datastore and datastore.get_task_datastore(run_id, step_name, task_id, allow_not_done=True).attempt
+    except DataException:  # not one has begun
         return {}
-    stored = StoredGangs(datastore)
-    gangs = (gang for gang in stored.gangs(run_id, step_name) if gang.control_task == task_id)
-    return next((stored.events(gang, gang.last_attempt) or {} for gang in gangs), {})
+    if attempt is None:
+        return {}
+    return Registry(datastore, run_id, step_name, task_id, attempt).load_events() or {}
 
 
 def _datastore(flow_name: str, facts: dict[str, str]) -> Any:
