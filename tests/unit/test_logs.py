@@ -205,8 +205,8 @@ def look(tmp_path):
 
     yield make
     for follower in made:
-        follower.start()
-        follower.finish()
+        for file in follower._files:
+            file.close()
 
 
 def test_a_look_at_workers_that_write_nothing_lists_no_folder_of_theirs(look, tmp_path, monkeypatch):
@@ -227,13 +227,19 @@ def test_a_look_at_workers_that_write_nothing_lists_no_folder_of_theirs(look, tm
     assert not screen.writes
 
 
-def test_looks_are_seldom_while_nobody_writes_and_a_line_never_waits_for_half_a_second():
-    pauses = [0.1]
-    while sum(pauses) < 60:
-        pauses.append(logs.next_pause(pauses[-1], has_grown=False))
-    assert len(pauses) < 160
-    assert max(pauses) < 0.5
-    assert logs.next_pause(pauses[-1], has_grown=True) == 0.1
+def test_looks_are_seldom_and_a_line_never_waits_for_half_a_second(look, tmp_path):
+    path, pauses = write(worker_file(tmp_path, 0, "stdout"), ""), []
+
+    def wait(pause_s):
+        pauses.append(pause_s)
+        if len(pauses) == 3:
+            path.write_text("a line\n")
+        return len(pauses) == 5
+
+    follower = look(Screen()).__self__
+    follower._stop.wait = wait
+    follower._follow()
+    assert pauses == [0.2, 0.3, 0.3, 0.2, 0.3]
 
 
 def test_a_loud_rank_and_a_quiet_one_are_shown_in_turns_in_one_look(look, tmp_path, monkeypatch):
