@@ -82,7 +82,7 @@ test: venv
 	$(UNIT) || status=1; \
 	wait $$mypy || status=1; \
 	$(FLOWS) -m "untimed or not chaos" tests/chaos tests/integration || status=1; \
-	$(CHAOS_SUITE) -n 2 -m "not untimed" || status=1; \
+	$(CHAOS_SUITE) -n 2 --dist worksteal -m "not untimed" || status=1; \
 	exit $$status
 
 $(VENV)/.remote: $(INSTALLED)
