@@ -8,7 +8,7 @@ import tempfile
 import textwrap
 from pathlib import Path
 
-from metaflow import FlowSpec, Parameter, current, step, torchrun
+from metaflow import FlowSpec, Parameter, card, current, step, torchrun
 from metaflow.metaflow_config import DEFAULT_DATASTORE
 
 
@@ -41,6 +41,7 @@ class MinGPTFlow(FlowSpec):
     def start(self):
         self.next(self.train, num_parallel=self.nodes)
 
+    @card(type="torchrun")
     @torchrun
     @step
     def train(self):

@@ -110,7 +110,7 @@ def cards(start_shared_flow):
 @pytest.fixture(scope="module")
 def live(cards):
     """A gang of 2 x 2 that goes on until a test tells it to end, with its server."""
-    flow = cards.start(own="own", attrs={"nproc_per_node": 2}, do="*:talk,*:wait")
+    flow = cards.start(own="own", attrs={"nproc_per_node": 2}, do="*:talk,*:tell,*:wait")
     flow.await_notes("worker-launch0-0-*", 4)
     with cards.served() as ask:
         yield flow, ask
@@ -124,7 +124,7 @@ def ended(cards):
     attrs = {"nproc_per_node": 2, "max_restarts": 1}
     flows = {
         "failed": cards.start(own="own", attrs={"nproc_per_node": 2}, do="3:raise,*:sleep"),
-        "restarted": cards.start(attrs=attrs, do="1:once,*:talk"),
+        "restarted": cards.start(attrs=attrs, do="1:once,*:talk,*:tell"),
         "finished": cards.start(attrs={"nproc_per_node": 2}, do="*:talk"),
     }
     for name, flow in flows.items():
@@ -198,6 +198,12 @@ def test_a_browser_shows_a_running_gang_and_it_moves(cards, live, chromium):
     for _ in look(chromium, ask.at + path, "running"):
         chromium.value_of(f"window.metaflow_card_update({json.dumps(data_of(ask, path)['data'])})")
         chromium.wait_for("document.querySelectorAll('.tr-cell.tr-running').length === 4")
+    told = await_data(ask, path, "step 20 of 40 (50 %)")["data"]
+    for _ in range(2):  # what was told after the page was loaded, and once more
+        chromium.value_of(f"window.metaflow_card_update({json.dumps(told)})")
+        chromium.wait_for("document.body.innerText.includes('step 20 of 40 (50 %)')")
+        # The timeline is one, and there is one for each key.
+        chromium.wait_for("document.querySelectorAll('.vega-embed canvas, .vega-embed svg').length >= 3")
     before = chromium.value_of("document.querySelector('.tr-sentence').innerText")
     assert re.search(r"4 ranks on 2 nodes run for \d+ ", before)
     own = cards.paths(flow, "default-own")[0]
@@ -242,6 +248,9 @@ def test_a_card_can_be_made_again_from_what_is_stored(cards, ended):
     again.unlink()
     assert "ended well after" in first
     assert "after 1 restart" in first
+    assert "step 20 of 40 (50 %)" in first
+    (results,) = (task["results"] for task in flows["restarted"].note("end")["tasks"] if task["node"] == 1)
+    assert [result["metrics"] for result in results] == [{"loss": 0.1, "rank": 0.0}]
 
 
 def test_the_card_of_another_node_shows_that_node_and_says_where_the_gangs_is(cards, ended):
