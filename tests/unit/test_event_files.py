@@ -48,7 +48,8 @@ def read(tmp_path):
 
 
 def test_scalars_become_lines_while_they_are_written_and_to_the_end(read):
-    old = write(read.folder / "events.out.tfevents.0.old", "no event file")
+    old = read.folder / "events.out.tfevents.0.old"
+    write_scalars(old, (1, "of another launch", 2.0))
     os.utime(old, (1, 1))
     write(read.folder / "events.out.tfevents.1.damaged", "no event file")
     write(read.folder / "notes.txt", "no event file")

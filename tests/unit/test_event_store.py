@@ -6,7 +6,8 @@ from unit_helpers import eventually
 from metaflow_extensions.torchrun.plugins.torchrun.border import event_store
 from metaflow_extensions.torchrun.plugins.torchrun.border.event_store import EventStore
 from metaflow_extensions.torchrun.plugins.torchrun.errors import GangError
-from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Join, Usage
+from metaflow_extensions.torchrun.plugins.torchrun.gang.progress import Point
+from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Join, Metrics, Usage
 from metaflow_extensions.torchrun.plugins.torchrun.gang.state import Gang
 
 USED = Usage("container", {"cpus": 2.5}, {"cpus": 8.0})
@@ -64,6 +65,17 @@ def test_what_the_nodes_use_is_written_with_what_has_happened_and_else_seldom(ga
     count = len(saved)
     store.close()
     assert len(saved) == count
+
+
+def test_what_scripts_tell_is_written_as_seldom(gang, store):
+    gang.handle(1, Join(1, "host-1"))
+    eventually(lambda: store.registry.saved)
+    gang.progress.take(0, Metrics(0, 0, {}, (Point(7, {"loss": 2.0}),)), 0.0)
+    store._save()
+    assert [each["progress"] for each in store.registry.saved] == [None], "for numbers alone it is too early"
+    store._numbers_due_at = 0.0
+    eventually(lambda: len(store.registry.saved) == 2)
+    assert store.registry.saved[-1]["progress"]["series"] == {"loss": [(7, 2.0)]}
 
 
 def test_a_datastore_that_fails_is_tried_again(gang, store):

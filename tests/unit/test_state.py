@@ -358,6 +358,16 @@ def test_ranks_that_end_are_no_stragglers():
     assert gang.notes(0) == []
 
 
+def test_of_rank_0_that_has_ended_nothing_is_expected():
+    gang = running(2)
+    gang.say(0, Metrics(0, 0, {0: Pace(5, 2.0)}, total=10.0))
+    assert gang.state.progress.left_s == 2.5
+    gang.ended(1)
+    assert gang.state.progress.left_s == 2.5
+    gang.ended(0)
+    assert gang.state.progress.left_s is None
+
+
 def test_after_the_launch_nothing_is_compared():
     gang = running(3)
     run_with_speeds(gang, 60, 0.3)

@@ -62,7 +62,11 @@ def test_a_moment_is_no_minute():
 def test_two_ranks_are_not_compared():
     ranks = Ranks(1.0, 0.1)
     assert ranks.go_on(600) == []
+    assert ranks.go_on(30, r2=1.0) == []
+    del ranks.speeds[2]
+    assert ranks.go_on(5) == []
     assert ranks.go_on(60, r2=1.0) == [], "the time before does not count"
+    assert ranks.go_on(5) == [(700.0, 1, True)]
 
 
 def test_a_rank_that_ends_is_no_straggler_any_more():

@@ -90,7 +90,6 @@ class Progress:
         if metrics.generation != self._generation:
             self._generation = metrics.generation
             self._paces.clear()
-            self._rate = None
             self._stragglers.forget()
         self.count += 1
         self._paces[node] = (now, metrics.paces)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import stat
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -84,8 +83,6 @@ class GrowingFile:
 
     def _new_bytes(self) -> bytes:
         found = os.stat(self._path)
-        if not stat.S_ISREG(found.st_mode):
-            return b""
         if found.st_ino != self._inode or found.st_size < self._read:
             self._inode, self._read, self._rest, self._skips = found.st_ino, 0, b"", False
         if found.st_size == self._read:
