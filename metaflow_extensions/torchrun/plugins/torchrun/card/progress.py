@@ -19,9 +19,7 @@ _COLUMNS = 2
 def components(summary: Summary, progress: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the contents of the section."""
     charts = [_chart(key, points, progress["last"].get(key)) for key, points in progress["series"].items()]
-    found = [_markdown(_slow(summary, progress) + _told(summary, progress))]
-    if progress["total"] is not None:
-        found.append(_bar(summary, progress))
+    found = [_markdown(_slow(summary, progress) + _bar(progress) + _told(summary, progress))]
     if charts:
         found.append({"type": "section", "columns": min(_COLUMNS, len(charts)), "contents": charts})
     return found
@@ -34,7 +32,7 @@ def of_ranks(paces: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _markdown(html: str) -> dict[str, Any]:
-    return {"type": "markdown", "source": f'<div class="tr">{html}</div>'}
+    return {"type": "markdown", "source": f'<div class="tr tr-progress">{html}</div>'}
 
 
 def _slow(summary: Summary, progress: Mapping[str, Any]) -> str:
@@ -45,13 +43,17 @@ def _slow(summary: Summary, progress: Mapping[str, Any]) -> str:
 
 
 def _told(summary: Summary, progress: Mapping[str, Any]) -> str:
-    return facts([("rank 0", words.step(progress)), ("speed", words.speed(progress)), ("ranks", words.rates(progress))])
+    left = words.left(progress) if summary.outcome == "running" else ""
+    speed = ", ".join(filter(None, [words.speed(progress), left]))
+    return facts([("rank 0", words.step(progress)), ("speed", speed), ("all ranks", words.rates(progress))])
 
 
-def _bar(summary: Summary, progress: Mapping[str, Any]) -> dict[str, Any]:
+def _bar(progress: Mapping[str, Any]) -> str:
+    # Metaflow's component can't be read in the dark: its colours are fixed (2.19).
+    if progress["total"] is None:
+        return ""
     done = words.percent(progress)
-    details = words.left(progress) if summary.outcome == "running" else ""
-    return {"type": "progressBar", "label": "steps", "value": done, "max": 100, "unit": "%", "details": details}
+    return f'<progress class="tr-bar" max="100" value="{done}">{done} %</progress>'
 
 
 def _chart(key: str, points: list[tuple[int, float | None]], last: float | None) -> dict[str, Any]:
