@@ -22,7 +22,7 @@ COLOURS = {
 LINES = ("#3b82f6", "#e8710a", "#22a35a", "#e0457b", "#8b62d9", "#b8960c", "#0aa3b5", "#9a6b4f")
 
 # Of the parts of the page wherever they stand; the card around them has the variables (Metaflow 2.19). There, a chart
-# that shall be as wide as its place has no width at all on a phone.
+# that shall be as wide as its place has no width at all on a phone. A section that has nothing yet shows a line.
 _PARTS = """
 .tr { --tr-c: #98a2b3; margin-bottom: 1rem; line-height: 1.45; overflow-wrap: anywhere; }
 .tr p { margin: 0 0 .5rem; }
@@ -58,6 +58,7 @@ _PARTS = """
 .tr-code { background: var(--lt-grey); color: var(--black); border-radius: 6px; padding: .7rem; margin: .2rem 0 0;
   overflow: auto; max-height: 32rem; font-family: var(--mono-font); font-size: .85rem; white-space: pre-wrap; }
 .mf-card .vega-embed.fit-x { width: 100%; }
+.mf-card section:not([data-section-id]):has(> .sectionItems:empty) { display: none; }
 """
 
 # Of our own page alone.
