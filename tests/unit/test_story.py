@@ -190,6 +190,15 @@ def test_nodes_that_never_came_or_were_lost_are_in_the_table():
     assert "    6.0          node 1 is lost: its task has ended" in lines
 
 
+def test_stragglers_are_one_line_and_those_that_recover_another():
+    slow = [(60.0 + rank, "straggler", {"rank": rank, "node": 1, "text": f"is slow: 0.{rank}"}) for rank in (1, 2, 3)]
+    told = records(*slow, (200.0, "recovered", {"rank": 2, "node": 1, "text": "is no longer slow: 1"}))
+    assert [what for _, _, what in timeline(told)] == [
+        "ranks 1, 2, 3: slower than half the median for a minute",
+        "rank 2: no longer slow",
+    ]
+
+
 def test_a_gang_of_many_is_a_short_timeline():
     many = [(node / 100, "joined", {"node": node, "text": f"host-{node}"}) for node in range(256)]
     assert timeline(records(*many)) == [("0.0-2.5", "", "nodes 0-255 joined")]

@@ -37,7 +37,11 @@ _PARTS = """
 .tr-slow { border-left: 6px solid #f59e0b; background: var(--lt-lt-grey); padding: .4rem 1rem; border-radius: 6px;
   margin-bottom: .5rem; }
 .tr-slow p { margin: 0; }
-.tr-bar { width: 100%; height: .9rem; accent-color: #22a35a; }
+.tr-bar { width: 100%; height: .8rem; appearance: none; border: 0; border-radius: 6px; overflow: hidden;
+  background: var(--lt-grey); margin-bottom: .6rem; }
+.tr-bar::-webkit-progress-bar { background: var(--lt-grey); }
+.tr-bar::-webkit-progress-value { background: #22a35a; }
+.tr-bar::-moz-progress-bar { background: #22a35a; }
 .tr-progress .tr-facts { grid-template-columns: repeat(auto-fill, minmax(min(100%, 17rem), 1fr)); }
 .tr-cells { list-style: none; display: grid; gap: .5rem; grid-template-columns: repeat(auto-fill, minmax(9.5rem, 1fr)); }
 .tr-cell { border: 1px solid var(--tr-c); border-left-width: 6px; border-radius: 6px; padding: .4rem .6rem;

@@ -13,6 +13,8 @@ _TOGETHER: dict[str, Callable[[_Group], str]] = {
     "joined": lambda group: f"{names(group.nodes)} joined",
     "ready": lambda group: f"{names(group.nodes)} called run",
     "output": lambda group: f"{names(group.nodes)}: first output",
+    "straggler": lambda group: f"{names(group.ranks, 'rank')}: slower than half the median for a minute",
+    "recovered": lambda group: f"{names(group.ranks, 'rank')}: no longer slow",
     "exited": lambda group: f"{names(group.ranks, 'rank')} {_of_all(group)}",
     "stopped": lambda group: f"{names(group.nodes)}: all workers are gone",
     "finished": lambda group: f"{names(group.nodes)}: the step has ended well",
