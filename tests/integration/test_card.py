@@ -23,7 +23,7 @@ from metaflow.plugins.datastores.local_storage import LocalStorage
 
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause, Failure
 from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import LaunchPolicy
-from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Active, Ended, Failed, Join, Ready
+from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Active, Ended, Failed, Join, Ready, Usage
 from metaflow_extensions.torchrun.plugins.torchrun.gang.registry import Registry
 from metaflow_extensions.torchrun.plugins.torchrun.gang.state import Gang
 
@@ -195,9 +195,13 @@ def test_a_browser_shows_a_running_gang_and_it_moves(cards, live, chromium):
     flow, ask = live
     path = cards.paths(flow)[0]
     await_data(ask, path, "tr-cell tr-running", 4)
+    await_data(ask, path, '"id": "gang-usage-cpus"')
     for _ in look(chromium, ask.at + path, "running"):
         chromium.value_of(f"window.metaflow_card_update({json.dumps(data_of(ask, path)['data'])})")
         chromium.wait_for("document.querySelectorAll('.tr-cell.tr-running').length === 4")
+        # The page was made before anything was measured: CPU, memory and output have come.
+        chromium.wait_for("document.querySelectorAll('[data-section-id=Usage] .vega-embed').length === 3")
+        assert "CPU and memory are those of the launch's processes" in chromium.text
     told = await_data(ask, path, "step 20 of 40 (50 %)")["data"]
     for _ in range(2):  # what was told after the page was loaded, and once more
         chromium.value_of(f"window.metaflow_card_update({json.dumps(told)})")
@@ -316,11 +320,18 @@ def many_nodes(num_nodes=256, nproc=8):
         codes = {node: {each: 1 if each == rank else -15 for each in ranks[node]} for node in nodes}
         each(lambda node: Ended(0, False, generation, failure if node == bad else (), codes[node]), 8)
 
+    def used(node):
+        part = 0.4 if node == 17 else 0.9 + 0.1 * chance.random()
+        values = {"cpus": 90 * part, "memory_mib": 4e5 * part + 400 * now[0], "gpu_percent": 96 * part}
+        values.update(gpu_memory_mib=6e5, received_kib_s=2e6 * part, sent_kib_s=2e6 * part, output_lines_s=8 * part)
+        return Usage("container", values, {"cpus": 96, "memory_mib": 2**20, "gpus": 8, "gpu_memory_mib": 640 * 2**10})
+
     each(lambda node: Join(node, HOSTILE_HOST if node == 7 else f"host-{node}"), 90)
     policy = LaunchPolicy(max_restarts=1)
     each(lambda node: Ready(0, nproc, "same", {"torch": "2.13.0"}, policy=policy if node == 0 else None), 20)
     each(lambda node: Active(0, 0, 0.0, first_output=True), 30)
-    now[0] += 240
+    for _ in range(48):
+        each(used, 5)
     end(0, 900, "RuntimeError: lost once")
     now[0] += 2
     gang.tick()
@@ -334,6 +345,7 @@ def many_nodes(num_nodes=256, nproc=8):
         "cause": gang.error.cause,
         "facts": gang.facts,
         "events": [record.as_dict() for record in gang.history.records],
+        "usage": gang.usage.as_data(),
     }
 
 
@@ -352,3 +364,5 @@ def test_a_browser_shows_a_gang_of_256_nodes(cards, ended, chromium):
         for words in ("Rank 1234 on node 154", "2047 stopped", "failed: rank 1234 on node 154", HOSTILE_HOST):
             assert words in text
         assert chromium.value_of("document.querySelectorAll('.tr-cell').length") == 256
+        assert chromium.value_of("document.querySelectorAll('[data-section-id=Usage] .vega-embed').length") == 7
+        assert "The line is the median of 256 nodes" in text

@@ -91,6 +91,14 @@ def test_a_late_sample_makes_no_gap_but_a_pause_does():
     assert rows_of(charts["cpus"])["node 0"] == [(7.5, 1.0), (17.5, 2.0), (22.5, None), (37.5, 3.0)]
 
 
+@pytest.mark.parametrize(("samples", "opacity"), [(1, 1), (2, 0)])
+def test_a_single_measurement_is_seen_as_a_point(samples, opacity):
+    for num_nodes in (2, 9):
+        _, charts = charts_of(usage_of(num_nodes, samples, ("cpus",)))
+        marks = [layer["mark"] for layer in charts["cpus"]["layer"]]
+        assert {mark["point"]["opacity"] for mark in marks if mark["type"] == "line"} == {opacity}
+
+
 def test_many_nodes_have_a_band_and_those_far_from_it_names():
     def value(node, part):
         return {17: 40.0, 99: 40.0, 5: 96.0}.get(node, 90.0 + node % 5)

@@ -31,7 +31,8 @@ _GREY, _FAINT = "#808893", "rgba(128, 136, 147, 0.25)"  # to be read on white an
 _BAND = "rgba(59, 130, 246, 0.25)"
 _OF = {
     "container": "CPU and memory are those of the node's container.",
-    "processes": "CPU and memory are those of the launch's processes: torchrun, the workers, and what they have started.",
+    "processes": "CPU and memory are those of the launch's processes: torchrun, the workers, and what they have started. "
+    "What there is of both is the machine's.",
 }
 _TIMES = ((3 * 3600.0, 3600.0, "hours"), (600.0, 60.0, "minutes"), (0.0, 1.0, "seconds"))
 
@@ -168,11 +169,13 @@ def _row(name: str, times: list[float], values: _Values) -> Component:
     return {"node": name, "t": at, "v": found}
 
 
-def _line(rows: list[Component], encoding: Component, **mark: Any) -> Component:
+def _line(rows: list[Component], encoding: Component) -> Component:
+    is_short = all(len(row["t"]) < 2 for row in rows)
     return {
         "data": {"values": rows},
         "transform": [{"flatten": ["t", "v"]}],
-        "mark": {"type": "line", "strokeWidth": 1.5, "point": {"opacity": 0, "size": 60}, **mark},
+        # Points carry the words that a mouse finds. They are seen only where there is no line between two yet.
+        "mark": {"type": "line", "strokeWidth": 1.5, "point": {"opacity": int(is_short), "size": 60}},
         "encoding": {
             "x": {"field": "t"},
             "y": {"field": "v"},

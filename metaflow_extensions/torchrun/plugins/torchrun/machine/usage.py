@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from .cgroup import container_folder
@@ -77,11 +78,10 @@ class ProcessTree:
         """Return what its processes have used; the memory is what they share with nobody."""
         ticks, pages = 0, 0
         for pid in self._find():
-            # See proc(5). The second field of stat may hold spaces and parentheses: fields[0] is the third.
-            fields = read(f"{self._proc}/{pid}/stat").rpartition(")")[2].split()
+            fields = self._fields(pid)
             # Its own, and that of its children that have ended; so what has ended is not lost, and not counted twice.
             ticks += sum(map(int, fields[11:15]))
-            sizes = read(f"{self._proc}/{pid}/statm").split()
+            sizes = _line(f"{self._proc}/{pid}/statm").split()
             pages += int(sizes[1]) - int(sizes[2]) if len(sizes) > 2 else 0
         return Used(ticks / _TICKS_PER_S, pages * _PAGE_BYTES)
 
@@ -99,8 +99,23 @@ class ProcessTree:
         return [pid for pid, is_ours in self._is_ours.items() if is_ours]
 
     def _parent(self, pid: int) -> int:
-        fields = read(f"{self._proc}/{pid}/stat").rpartition(")")[2].split()
+        fields = self._fields(pid)
         return int(fields[1]) if fields else 0
+
+    def _fields(self, pid: int) -> list[bytes]:
+        """Return what stat says, see proc(5), from the third field on: the second may hold spaces and parentheses."""
+        return _line(f"{self._proc}/{pid}/stat").rpartition(b")")[2].split()
+
+
+def _line(path: str) -> bytes:
+    """Return the short text of a file of the kernel; a third of the time of `read`, which matters for many."""
+    with suppress(OSError):
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            return os.read(file, 4096)
+        finally:
+            os.close(file)
+    return b""
 
 
 def _field(text: str, name: str) -> int | None:
