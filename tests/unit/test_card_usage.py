@@ -75,6 +75,12 @@ def test_a_title_says_what_there_is_of_it():
     ]
 
 
+def test_a_line_has_no_more_points_than_can_be_seen():
+    words, charts = charts_of(usage_of(2, 240, ("cpus",)))
+    assert [len(row) for row in rows_of(charts["cpus"]).values()] == [120, 120]
+    assert "A point stands for 10 s." in words
+
+
 def test_what_is_not_measured_has_no_chart():
     words, charts = charts_of(usage_of(2, 3, ("cpus", "output_bytes_s"), of="processes"))
     assert list(charts) == ["cpus", "output_bytes_s"]

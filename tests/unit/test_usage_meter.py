@@ -13,7 +13,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.usage import KINDS, LIMI
 from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec
 from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import Machine
 from metaflow_extensions.torchrun.plugins.torchrun.machine.traffic import Traffic
-from metaflow_extensions.torchrun.plugins.torchrun.machine.usage import ProcessTree
+from metaflow_extensions.torchrun.plugins.torchrun.machine.usage import Container, ProcessTree
 from metaflow_extensions.torchrun.plugins.torchrun.node import usage_meter
 from metaflow_extensions.torchrun.plugins.torchrun.node.plan import Plan
 from metaflow_extensions.torchrun.plugins.torchrun.node.usage_meter import LineCount, UsageMeter, gpus_of
@@ -76,6 +76,18 @@ def test_a_node_tells_what_its_processes_use_and_write(tmp_path, busy):
     second = meter.look()
     assert second.values["cpus"] > 0
     assert second.values["output_bytes_s"] == 0
+
+
+@pytest.mark.parametrize(("nodes_here", "of"), [(1, "container"), (2, "processes")])
+def test_a_container_counts_for_the_node_unless_nodes_share_it(tmp_path, monkeypatch, nodes_here, of):
+    monkeypatch.setattr(Container, "find", lambda: Container(lambda: clock.now * 3, lambda: 5 * 2**20))
+    clock = Clock()
+    plan = a_plan(Machine(4, (), nodes_here, 0))
+    meter = UsageMeter(plan, str(tmp_path), LineCount(lambda *_: True), os.getpid(), clock)
+    clock.now += 2.0
+    used = meter.look()
+    assert used.of == of
+    assert ((used.values["cpus"], used.values["memory_mib"]) == (3.0, 5.0)) is (of == "container")
 
 
 def test_a_late_look_makes_up_for_none(tmp_path):
