@@ -86,7 +86,8 @@ def test_a_node_whose_processes_are_all_killed_is_named_at_once_and_afterwards(r
             words = seen.words(rank)
             assert words == list(range(len(words)))
             assert len(words) > 10
-        (page,) = seen.cards()
+        # The pod has a second or two to make its last card, which is too little on a busy machine.
+        (page,) = seen.cards(create=True)
         assert "its connection to the control node was closed" in page
         assert page.count("tr-cell tr-lost") == 2
 
