@@ -291,7 +291,7 @@ def test_a_browser_shows_a_gang_that_has_ended(cards, ended, chromium, name, wor
         assert [word for word in words if word not in text] == []
         assert "torch.distributed.run" in text
     empty = "[...document.querySelectorAll('section')].filter(s => s.querySelector('.sectionItems').matches(':empty'))"
-    assert chromium.value_of(f"{empty}.map(s => s.offsetHeight)") == [0], "without progress its section is not seen"
+    assert not any(chromium.value_of(f"{empty}.map(s => s.offsetHeight)")), "what has nothing to show is not seen"
     if flow == "failed":
         assert chromium.value_of("document.querySelectorAll('.tr-cell.tr-failed').length") == 1
     if name == "restarted":
