@@ -25,6 +25,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.progress import Pace, Po
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Metrics
 from metaflow_extensions.torchrun.plugins.torchrun.gang.registry import Registry
 from metaflow_extensions.torchrun.plugins.torchrun.gang.summary import summarize
+from metaflow_extensions.torchrun.plugins.torchrun.views.story import Story
 
 MARKUP = (
     "</pre></div><script>window.hit = 1</script>\n\n# a title\n\n[x](javascript:window.hit=1) "
@@ -305,6 +306,15 @@ def test_tasks_are_links_where_the_ui_is_known():
     assert (task, other) == ("Flow/1/train/2", "Flow/1/train/3")
     linked = read(a_gang(tasks=tasks, ui_url="https://ui/"))["gang-nodes"]["data"][1][-1]
     assert linked == {"type": "markdown", "source": "[Flow/1/train/3](https://ui/Flow/1/train/3)"}
+
+
+def test_a_nodes_state_is_told_in_the_words_of_torchrun_show():
+    content = failed(a_gang(), 3, "ValueError: x")
+    ends = [("left", 1, "its step has failed"), ("finished", 0, ""), ("left", 0, "")]
+    records = [Record(kind, 6.0, 1006.0, node=node, text=text).as_dict() for kind, node, text in ends]
+    content["events"] = [*content["events"], *records]
+    told = [row[2] for row in read(content)["gang-nodes"]["data"]]
+    assert told == [Story(content).state_of(node) for node in (0, 1)] == ["finished", "failed"]
 
 
 def test_a_task_without_records_says_so():

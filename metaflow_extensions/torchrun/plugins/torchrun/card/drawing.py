@@ -147,7 +147,7 @@ def _rank_cell(rank: Rank, node: Node) -> str:
 
 
 def _waiting_cell(node: Node) -> str:
-    return _cell("waiting", f"node {node.index}", node.state, node.host or "no host yet")
+    return _cell("waiting", f"node {node.index}", node.word, node.host or "no host yet")
 
 
 def _worst(ranks: list[Rank]) -> RankState:

@@ -148,7 +148,7 @@ def _nodes_table(summary: Summary, content: Content) -> Component:
         [
             str(node.index),
             node.host or "–",
-            node.state,
+            node.word,
             tally(ranks.get(node.index, [])) or "–",
             _task(node.index, content),
         ]

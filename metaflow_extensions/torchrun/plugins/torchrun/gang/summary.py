@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from .history import Record
-from .texts import duration, names
+from .texts import counted, duration, names
 
 NodeState = Literal[
     "missing",  # has not joined
@@ -40,6 +40,7 @@ _RANK_STATES: dict[str, RankState] = {
     "lost": "lost",
 }
 
+_WORDS: dict[NodeState, str] = {"missing": "not joined", "finished": "storing", "left": "finished"}
 # What a node does by itself while no launch runs.
 _ALONE: dict[NodeState, str] = {
     "missing": "has not joined yet",
@@ -67,7 +68,13 @@ class Node:
     state: NodeState = "missing"
     since_s: float = 0.0
     ended_well: bool = False  # its step
+    has_failed: bool = False  # its step
     spans: list[Span] = field(default_factory=list)  # without gaps, from the gang's begin to now
+
+    @property
+    def word(self) -> str:
+        """What it does, or how it has ended, for people."""
+        return "failed" if self.state == "left" and self.has_failed else _WORDS.get(self.state, self.state)
 
     def enter(self, state: NodeState, at_s: float) -> None:
         """Go to another state."""
@@ -190,6 +197,8 @@ class _Fold:
 
     def _on_left(self, record: Record) -> None:
         self._enter(record, "left")
+        if record.node is not None:
+            self.nodes[record.node].has_failed = bool(record.text)
 
     def _on_lost(self, record: Record) -> None:
         self._enter(record, "lost")
@@ -301,19 +310,15 @@ class _Fold:
         if self.phase == "ready" and late:
             called = len(self.nodes) - len(late)
             return f"{called} of {len(self.nodes)} nodes have called run; still in their own code: {names(late)}."
-        return f"{_counted(len(self.nodes), 'node')} joined; the step's own code runs."
+        return f"{counted(len(self.nodes), 'node')} joined; the step's own code runs."
 
     def _workers(self, nproc: int | None) -> str:
-        ranks = "The workers" if nproc is None else _counted(nproc * len(self.nodes), "rank")
+        ranks = "The workers" if nproc is None else counted(nproc * len(self.nodes), "rank")
         alone = len(self.nodes) == 1 and self.nodes[0].index > 0
-        return f"{ranks} on {names([self.nodes[0].index]) if alone else _counted(len(self.nodes), 'node')}"
+        return f"{ranks} on {names([self.nodes[0].index]) if alone else counted(len(self.nodes), 'node')}"
 
     def _after_restarts(self) -> str:
-        return f", after {_counted(self.restarts, 'restart')}" if self.restarts else ""
-
-
-def _counted(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+        return f", after {counted(self.restarts, 'restart')}" if self.restarts else ""
 
 
 def _sentence(what: str, why: str) -> str:

@@ -9,8 +9,6 @@ from typing import Any
 from ..gang.history import Record
 from ..gang.summary import Summary, summarize
 
-_WORDS = {"missing": "not joined", "finished": "storing", "left": "finished"}
-
 
 class Story:
     """A gang's records, and what they amount to."""
@@ -22,7 +20,6 @@ class Story:
         self.summary: Summary = summarize(self.records, content.get("num_nodes", 0), self.nproc, until_s)
         self.nodes = {node.index: node for node in self.summary.nodes}
         self.restarts = sum(record.kind == "restart" for record in self.records)
-        self._failed = {record.node for record in self.records if record.kind == "left" and record.text}
 
     @property
     def began(self) -> float | None:
@@ -42,8 +39,7 @@ class Story:
 
     def state_of(self, node: int) -> str:
         """Say in a word or two what a node does, or how it ended."""
-        state = self.nodes[node].state
-        return "failed" if state == "left" and node in self._failed else _WORDS.get(state, state)
+        return self.nodes[node].word
 
     def seconds_of(self, node: int) -> float | None:
         """Return how long a node was in the gang; None if it has not joined."""
