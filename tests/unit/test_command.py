@@ -76,6 +76,8 @@ def test_a_program_that_is_no_python_gets_the_file_for_its_metrics_by_its_comman
     """No hook of ours runs there; the user's own value stays."""
     asked = {"options": (("no-python", None),), "entrypoint": "./run $me", "args": tuple(HOSTILE), "env": own}
     assert program_of(**asked) == ["env", *words, "./run $me", *HOSTILE]
+    by_shell = ["sh", "-c", 'exec "$0" "$@"']  # env would take it for a variable
+    assert program_of(**{**asked, "entrypoint": "./a=b"}) == ["env", *words, *by_shell, "./a=b", *HOSTILE]
 
 
 def test_torchrun_gets_the_gangs_facts():

@@ -76,8 +76,12 @@ def test_a_day_of_renewals_costs_less_than_a_hundredth_of_a_core():
 
 
 def test_the_members_of_a_big_gang_together_renew_their_cards_twice_a_second():
-    assert [pause_of_member_s(nodes) for nodes in (2, 10, 256)] == [5, 5, 128]
+    assert [pause_of_member_s(nodes, is_local=False) for nodes in (2, 10, 256)] == [5, 5, 128]
     assert pause_s(86400, has_news=True, shortest_s=128) == 128
+
+
+def test_members_on_one_machine_leave_its_cores_to_the_workers():
+    assert [0.7 * (nodes - 1) / pause_of_member_s(nodes, is_local=True) < 0.07 for nodes in (2, 8, 64)] == [True] * 3
 
 
 def test_the_card_is_renewed_sooner_after_news(card):

@@ -30,7 +30,7 @@ _LOOKS_EVERY_S = 0.5
 _SHORTEST_S = 5.0
 _LONGEST_S, _OF_AGE = 90.0, 0.1
 _LONGEST_AFTER_NEWS_S, _OF_AGE_AFTER_NEWS = 30.0, 0.01
-_OF_ALL_PER_S = 2.0
+_OF_ALL_PER_S, _OF_ONE_MACHINE_PER_S = 2.0, 0.1
 # How long a failed task waits for its last card.
 _LAST_S = 15.0
 
@@ -44,12 +44,13 @@ def pause_s(age_s: float, has_news: bool, shortest_s: float) -> float:
     return max(shortest_s, min(longest_s, age_s * of_age))
 
 
-def pause_of_member_s(num_nodes: int) -> float:
+def pause_of_member_s(num_nodes: int, is_local: bool) -> float:
     """Return the shortest pause on a node that is not the control node.
 
-    Each renewal asks Metaflow's service of the task, so those of all nodes together come twice a second at most.
+    Each renewal asks Metaflow's service of the task, so those of all nodes together come twice a second at most. Nodes
+    of one machine share its cores with the workers of all, so theirs come once in ten seconds.
     """
-    return max(_SHORTEST_S, num_nodes / _OF_ALL_PER_S)
+    return max(_SHORTEST_S, num_nodes / (_OF_ONE_MACHINE_PER_S if is_local else _OF_ALL_PER_S))
 
 
 def cards() -> list[Any]:

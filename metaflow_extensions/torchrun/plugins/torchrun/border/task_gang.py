@@ -140,9 +140,8 @@ class TaskGang:
         node, num_nodes = current.parallel.node_index, current.parallel.num_nodes
         self._about.update(control=control, of_nodes=num_nodes)
         self._records = records = NodeRecords(node, self._about)
-        self.live_card = LiveCard(
-            self._of_this_node, lambda: records.count, self._runs_own_code, pause_of_member_s(num_nodes)
-        )
+        shortest_s = pause_of_member_s(num_nodes, self._is_local)
+        self.live_card = LiveCard(self._of_this_node, lambda: records.count, self._runs_own_code, shortest_s)
         if not self._finds_tasks():
             self.live_card.give_up()
         member, main_addr = join_as_member(registry, node, num_nodes, self._settings, self._emit)

@@ -49,7 +49,7 @@ def agent_command(spec: LaunchSpec, go: Go, main_addr: str, log_dir: str) -> lis
     if go.max_restarts and spec.min_nodes is None and "run-path" not in given:
         return [*command, *_told_of_restarts(spec, go, log_dir)]
     if "no-python" in given and "run-path" not in given:
-        return [*command, "--", "env", *_own_metrics(spec, log_dir), *_escaped([spec.entrypoint, *spec.args])]
+        return [*command, "--", "env", *_own_metrics(spec, log_dir), *_program([spec.entrypoint, *spec.args])]
     if spec.module:
         command.append("--module")
     # torchrun fills ${local_rank} into the arguments by string.Template (torch 2.13,
@@ -104,11 +104,16 @@ def _told_of_restarts(spec: LaunchSpec, go: Go, log_dir: str) -> list[str]:
     count, limit = f"TORCHELASTIC_RESTART_COUNT={go.restarts}", f"TORCHELASTIC_MAX_RESTARTS={go.max_restarts}"
     words = ["--", "env", count, limit]
     if "no-python" in dict(spec.options):
-        words += _own_metrics(spec, log_dir)
-    else:
-        # As torchrun starts a script (config_from_args in torch/distributed/run.py, 2.13).
-        words = ["--no-python", *words, *_escaped([spec.python]), "-u", *(["-m"] if spec.module else [])]
-    return [*words, *_escaped([spec.entrypoint, *spec.args])]
+        return [*words, *_own_metrics(spec, log_dir), *_program([spec.entrypoint, *spec.args])]
+    # As torchrun starts a script (config_from_args in torch/distributed/run.py, 2.13).
+    started = [spec.python, "-u", *(["-m"] if spec.module else []), spec.entrypoint, *spec.args]
+    return ["--no-python", *words, *_program(started)]
+
+
+def _program(words: Sequence[str]) -> list[str]:
+    """Return a program and its arguments as they stand after ``env``, which takes ``a=b`` for a variable."""
+    by_shell = ["sh", "-c", 'exec "$0" "$@"'] if "=" in words[0] else []
+    return _escaped([*by_shell, *words])
 
 
 def _escaped(words: Sequence[str]) -> list[str]:
