@@ -21,11 +21,11 @@ from typing import Any
 
 import metaflow  # noqa: F401 - it imports our modules, so it must come before them
 
-from metaflow_extensions.torchrun.plugins.torchrun.gang import member_channel
+from metaflow_extensions.torchrun.plugins.torchrun.channel import member_channel
+from metaflow_extensions.torchrun.plugins.torchrun.channel.connection import new_token
+from metaflow_extensions.torchrun.plugins.torchrun.channel.control_channel import ControlChannel
+from metaflow_extensions.torchrun.plugins.torchrun.channel.loop_thread import LoopThread
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause, Failure
-from metaflow_extensions.torchrun.plugins.torchrun.gang.connection import new_token
-from metaflow_extensions.torchrun.plugins.torchrun.gang.control_channel import ControlChannel
-from metaflow_extensions.torchrun.plugins.torchrun.gang.loop_thread import LoopThread
 from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import LaunchPolicy, growing_pauses
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
     Abort,

@@ -18,7 +18,7 @@ from hosts import cannot
 HEARTBEAT_S = 2
 MANY = 1000
 JOIN_S = 5.0
-GREETING_BYTES, NONCE_BYTES, MAC_BYTES = 48, 32, 32  # see gang/connection.py
+GREETING_BYTES, NONCE_BYTES, MAC_BYTES = 48, 32, 32  # see channel/connection.py
 
 
 @pytest.fixture

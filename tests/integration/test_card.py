@@ -21,10 +21,10 @@ import pytest
 from metaflow.datastore import FlowDataStore
 from metaflow.plugins.datastores.local_storage import LocalStorage
 
+from metaflow_extensions.torchrun.plugins.torchrun.channel.registry import Registry
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause, Failure
 from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import LaunchPolicy
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Active, Ended, Failed, Join, Ready, Usage
-from metaflow_extensions.torchrun.plugins.torchrun.gang.registry import Registry
 from metaflow_extensions.torchrun.plugins.torchrun.gang.state import Gang
 
 pytestmark = pytest.mark.xdist_group("card")

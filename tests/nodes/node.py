@@ -19,9 +19,9 @@ from types import SimpleNamespace
 from metaflow.datastore import FlowDataStore
 from metaflow.plugins.datastores.local_storage import LocalStorage
 
+from metaflow_extensions.torchrun.plugins.torchrun.channel import join as joining
+from metaflow_extensions.torchrun.plugins.torchrun.channel.registry import Registry
 from metaflow_extensions.torchrun.plugins.torchrun.executor import Context, TorchrunExecutor
-from metaflow_extensions.torchrun.plugins.torchrun.gang import join as joining
-from metaflow_extensions.torchrun.plugins.torchrun.gang.registry import Registry
 from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import to_plain
 from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import this_machine
 from metaflow_extensions.torchrun.plugins.torchrun.node.console import to_log, write_output

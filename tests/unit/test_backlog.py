@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from metaflow_extensions.torchrun.plugins.torchrun.gang.backlog import Backlog, Limits
-from metaflow_extensions.torchrun.plugins.torchrun.gang.frames import MAX_FRAME_BYTES, encode
+from metaflow_extensions.torchrun.plugins.torchrun.channel.backlog import Backlog, Limits
+from metaflow_extensions.torchrun.plugins.torchrun.channel.frames import MAX_FRAME_BYTES, encode
 
 TEXTS = st.lists(
     st.tuples(st.sampled_from(["stdout", "stderr"]), st.integers(1, 2000), st.integers(0, 30)), max_size=30

@@ -18,12 +18,12 @@ from metaflow_extensions.torchrun.plugins.torchrun.card.gang_card import GangCar
 from metaflow_extensions.torchrun.plugins.torchrun.card.page import SECTIONS, layout, parts
 from metaflow_extensions.torchrun.plugins.torchrun.card.part import GangPart
 from metaflow_extensions.torchrun.plugins.torchrun.card.style import COLOURS, STYLE
+from metaflow_extensions.torchrun.plugins.torchrun.channel.registry import Registry
 from metaflow_extensions.torchrun.plugins.torchrun.errors import TorchrunConfigError
 from metaflow_extensions.torchrun.plugins.torchrun.executor import TorchrunExecutor
 from metaflow_extensions.torchrun.plugins.torchrun.gang.history import Record
 from metaflow_extensions.torchrun.plugins.torchrun.gang.progress import Pace, Point, Progress
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Metrics
-from metaflow_extensions.torchrun.plugins.torchrun.gang.registry import Registry
 from metaflow_extensions.torchrun.plugins.torchrun.gang.summary import summarize
 from metaflow_extensions.torchrun.plugins.torchrun.views.story import Story
 

@@ -18,14 +18,14 @@ import pytest
 from test_network import needs_ipv6
 from unit_helpers import eventually
 
+from metaflow_extensions.torchrun.plugins.torchrun.channel import control_channel, listener, member_channel
+from metaflow_extensions.torchrun.plugins.torchrun.channel.connection import new_token
+from metaflow_extensions.torchrun.plugins.torchrun.channel.control_channel import ControlChannel
+from metaflow_extensions.torchrun.plugins.torchrun.channel.frames import encode
+from metaflow_extensions.torchrun.plugins.torchrun.channel.member_channel import MemberChannel
 from metaflow_extensions.torchrun.plugins.torchrun.errors import GangError, TorchrunPreempted
-from metaflow_extensions.torchrun.plugins.torchrun.gang import control_channel, listener, member_channel
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause, Failure
-from metaflow_extensions.torchrun.plugins.torchrun.gang.connection import new_token
-from metaflow_extensions.torchrun.plugins.torchrun.gang.control_channel import ControlChannel
-from metaflow_extensions.torchrun.plugins.torchrun.gang.frames import encode
 from metaflow_extensions.torchrun.plugins.torchrun.gang.launch import Phase
-from metaflow_extensions.torchrun.plugins.torchrun.gang.member_channel import MemberChannel
 from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import ConnectPolicy
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
     Abort,

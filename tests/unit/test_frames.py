@@ -3,8 +3,14 @@
 import pytest
 from unit_helpers import HOSTILE
 
+from metaflow_extensions.torchrun.plugins.torchrun.channel.frames import (
+    LENGTH,
+    MAX_FRAME_BYTES,
+    decode,
+    encode,
+    length_of,
+)
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause, Failure
-from metaflow_extensions.torchrun.plugins.torchrun.gang.frames import LENGTH, MAX_FRAME_BYTES, decode, encode, length_of
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Diagnostics, Ended, Note, Stored
 
 

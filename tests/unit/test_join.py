@@ -8,14 +8,14 @@ import pytest
 from test_registry import FlowDatastore, registry_of
 from unit_helpers import eventually
 
+from metaflow_extensions.torchrun.plugins.torchrun.channel import join as joining
+from metaflow_extensions.torchrun.plugins.torchrun.channel import member_channel
+from metaflow_extensions.torchrun.plugins.torchrun.channel.connection import new_token
+from metaflow_extensions.torchrun.plugins.torchrun.channel.control_channel import ControlChannel
+from metaflow_extensions.torchrun.plugins.torchrun.channel.registry import AddressRecord
 from metaflow_extensions.torchrun.plugins.torchrun.errors import GangError, TorchrunPreempted
-from metaflow_extensions.torchrun.plugins.torchrun.gang import join as joining
-from metaflow_extensions.torchrun.plugins.torchrun.gang import member_channel
-from metaflow_extensions.torchrun.plugins.torchrun.gang.connection import new_token
-from metaflow_extensions.torchrun.plugins.torchrun.gang.control_channel import ControlChannel
 from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import ConnectPolicy
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Join, Replaced
-from metaflow_extensions.torchrun.plugins.torchrun.gang.registry import AddressRecord
 from metaflow_extensions.torchrun.plugins.torchrun.gang.state import Gang
 from metaflow_extensions.torchrun.plugins.torchrun.machine.network import pick_port, place
 from metaflow_extensions.torchrun.plugins.torchrun.settings import DEFAULTS, parse_settings

@@ -21,7 +21,7 @@ KNOW_METAFLOW = {
     "single_node",
     "errors",
     "tracebacks",
-    "gang.registry",
+    "channel.registry",
     "node.report",
     "border.commands",
     "border.stored_gangs",

@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from metaflow_extensions.torchrun.plugins.torchrun.gang.backlog import Limits
-from metaflow_extensions.torchrun.plugins.torchrun.gang.line_sender import LineSender
+from metaflow_extensions.torchrun.plugins.torchrun.channel.backlog import Limits
+from metaflow_extensions.torchrun.plugins.torchrun.channel.line_sender import LineSender
 
 LIMITS = Limits.for_gang(8)
 LINE = "x" * 99 + "\n"

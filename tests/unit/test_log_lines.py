@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from metaflow_extensions.torchrun.plugins.torchrun.gang.backlog import LINE_CHARS
+from metaflow_extensions.torchrun.plugins.torchrun.channel.backlog import LINE_CHARS
 from metaflow_extensions.torchrun.plugins.torchrun.views.log_lines import Line, OwnLog, Reader, Source, shown, wanted
 
 

@@ -70,8 +70,9 @@ def test_whatever_it_says_is_taken_or_left(text, expected):
     assert parse(text, ("0", "1")) == expected
 
 
-def test_one_look_asks_and_a_later_one_knows(smi):
-    reader = smi(says(TWO))
+def test_one_look_asks_and_a_later_one_knows(smi, tmp_path):
+    asked = tmp_path / "asked"  # the second time it gives no answer
+    reader = smi(f"[ -e {asked} ] && exec sleep 1000\ntouch {asked}\n{says(TWO)}")
     assert reader.look(100.0) is None
     eventually(lambda: reader.look(101.0) == ALL)
     assert reader.look(100.0 + nvidia._FRESH_S) == ALL

@@ -5,13 +5,13 @@ from dataclasses import replace
 
 import pytest
 
+from metaflow_extensions.torchrun.plugins.torchrun.channel.registry import AddressRecord, Registry
 from metaflow_extensions.torchrun.plugins.torchrun.errors import (
     GangError,
     GangStartTimeout,
     LaunchFailed,
     TorchrunPreempted,
 )
-from metaflow_extensions.torchrun.plugins.torchrun.gang.registry import AddressRecord, Registry
 
 RECORD = AddressRecord(("10.0.0.7", "fd00::7"), 40123, "secret")
 

@@ -6,8 +6,8 @@ import time
 import pytest
 from unit_helpers import eventually
 
+from metaflow_extensions.torchrun.plugins.torchrun.channel.relay import Relay
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Lines
-from metaflow_extensions.torchrun.plugins.torchrun.gang.relay import Relay
 
 
 class Screen:

@@ -13,8 +13,8 @@ from metaflow.plugins.datastores.local_storage import LocalStorage
 
 from metaflow_extensions.torchrun.plugins.torchrun.border.starters import STARTED_BY
 from metaflow_extensions.torchrun.plugins.torchrun.border.task_gang import TaskGang
+from metaflow_extensions.torchrun.plugins.torchrun.channel.registry import Registry
 from metaflow_extensions.torchrun.plugins.torchrun.errors import TorchrunPreempted
-from metaflow_extensions.torchrun.plugins.torchrun.gang.registry import Registry
 from metaflow_extensions.torchrun.plugins.torchrun.settings import DEFAULTS, parse_settings
 
 

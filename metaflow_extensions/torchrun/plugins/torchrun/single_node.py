@@ -14,11 +14,11 @@ from .border.event_store import gang_content
 from .border.live_card import LiveCard, with_task
 from .border.step_timeout import StepTimeout
 from .card.part import GangPart
+from .channel.join import LOOPBACK, join_alone
 from .errors import TorchrunError
 from .events import Event
 from .executor import Context, LaunchOptions, TorchrunExecutor
 from .gang.cause import Cause
-from .gang.join import LOOPBACK, join_alone
 from .gang.member import Member
 from .gang.state import Gang
 from .machine.accelerators import this_machine

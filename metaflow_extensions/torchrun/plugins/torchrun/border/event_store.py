@@ -14,8 +14,8 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
+from ..channel.registry import Registry
 from ..errors import GangError
-from ..gang.registry import Registry
 from ..gang.state import Gang
 
 _EVERY_S = 5.0

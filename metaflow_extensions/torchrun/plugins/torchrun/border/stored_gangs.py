@@ -14,7 +14,7 @@ from typing import Any
 from metaflow.datastore.task_datastore import TaskDataStore
 from metaflow.metaflow_config import DEFAULT_DATASTORE
 
-from ..gang.registry import Registry
+from ..channel.registry import Registry
 from ..views.page import Facts
 
 # How Metaflow names the task of another node after the control task's, and which node it counts as the first:

@@ -16,13 +16,13 @@ from typing import Any
 
 from metaflow import current
 
+from ..channel.control_channel import ControlChannel
+from ..channel.join import LOOPBACK, control_addresses, join_alone, join_as_control, join_as_member
+from ..channel.registry import Registry
 from ..errors import TorchrunPreempted
 from ..events import Event, Subscriber
-from ..gang.control_channel import ControlChannel
-from ..gang.join import LOOPBACK, control_addresses, join_alone, join_as_control, join_as_member
 from ..gang.member import Member
 from ..gang.node_records import NodeRecords
-from ..gang.registry import Registry
 from ..node.console import to_log, write_output
 from ..node.report import end_with, report
 from ..settings import StepSettings

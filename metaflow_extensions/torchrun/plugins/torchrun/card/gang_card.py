@@ -58,7 +58,7 @@ def _stored(task: Any) -> dict[str, Any]:
     """Return what is stored with the task; nothing where nothing is, as with another node's task or an old run."""
     from metaflow.datastore.exceptions import DataException
 
-    from ..gang.registry import Registry
+    from ..channel.registry import Registry
 
     flow_name, run_id, step_name, task_id = task.pathspec.split("/")
     datastore = _datastore(flow_name, task.metadata_dict)

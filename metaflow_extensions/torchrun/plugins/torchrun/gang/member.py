@@ -26,7 +26,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from ..errors import GangError, LaunchFailed, LaunchTimeout, TorchrunError, TorchrunPreempted
 from ..events import Event, Subscriber
@@ -54,13 +54,23 @@ from .texts import QUIET_S, REMIND_S, names
 from .usage import UsageHistory
 from .wakeup import Wakeup
 
-if TYPE_CHECKING:
-    from .control_channel import ControlChannel
-    from .member_channel import MemberChannel
-
 # How long a leaving node waits for the control node to say that it has read the cause.
 _ACK_WAIT_S = 5.0
 _SIGTERM_CAME = "its Metaflow task got SIGTERM"
+
+
+class Link(Protocol):
+    """What a member needs of its node's side of the channel."""
+
+    @property
+    def own_address(self) -> str | None:
+        """This host's address between it and the other nodes; None where that is not known."""
+
+    def send(self, message: Message) -> None:
+        """Send a message to the control node; returns at once."""
+
+    def close(self) -> None:
+        """End all connections."""
 
 
 class State(enum.Enum):
@@ -132,7 +142,7 @@ class Member:
         self.settle_lines: Callable[[], None] = lambda: None
         # Gets every message that is sent or comes, in whatever thread; it must return at once.
         self.follow: Callable[[Message], None] = lambda message: None
-        self._link: ControlChannel | MemberChannel | None = None
+        self._link: Link | None = None
         self._at_end: Callable[[], None] = lambda: None
         self.usage = UsageHistory(1)  # of this node alone, from its own begin; any thread may ask for it
         self._began_at = time.monotonic()
@@ -149,7 +159,7 @@ class Member:
         self._lost: TorchrunError | None = None  # that the control node is not heard, which it may not know
         self._verdict: TorchrunError | None = None  # of the last launch
 
-    def attach(self, link: ControlChannel | MemberChannel) -> None:
+    def attach(self, link: Link) -> None:
         """Begin to use `link`; `deliver` must get its messages from now on."""
         self._link = link
         self._wakeup.take_signals()

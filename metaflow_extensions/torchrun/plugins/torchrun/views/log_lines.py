@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..gang.backlog import LINE_CHARS
+from ..channel.backlog import LINE_CHARS
 
 _LABEL = re.compile(r"\[(?:rank (\d+)|torchrun node (\d+))\] ")
 

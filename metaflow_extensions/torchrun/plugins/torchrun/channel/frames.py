@@ -10,7 +10,7 @@ import json
 import struct
 from typing import Any
 
-from .protocol import Message, from_wire, to_wire
+from ..gang.protocol import Message, from_wire, to_wire
 
 LENGTH = struct.Struct(">I")
 MAX_FRAME_BYTES = 1024 * 1024

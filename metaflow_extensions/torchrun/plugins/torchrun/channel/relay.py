@@ -9,8 +9,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 
+from ..gang.protocol import Lines
 from .backlog import Backlog, Limits
-from .protocol import Lines
 
 _COLLECT_S = 0.1  # many lines at once cost less
 _END_S = 3.0  # with a reader that takes nothing, as at the end of a launch

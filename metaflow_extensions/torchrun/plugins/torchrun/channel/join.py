@@ -11,17 +11,17 @@ from dataclasses import replace
 
 from ..errors import GangError
 from ..events import Event, Subscriber
+from ..gang.member import Member
+from ..gang.policy import ConnectPolicy, growing_pauses
+from ..gang.protocol import CONTROL, Bye, Join
+from ..gang.state import Gang
+from ..gang.texts import QUIET_S, REMIND_S
 from ..machine.network import addresses_for_others, pick_port, place
 from ..settings import StepSettings
 from .connection import new_token
 from .control_channel import ControlChannel
-from .member import Member
 from .member_channel import MemberChannel
-from .policy import ConnectPolicy, growing_pauses
-from .protocol import CONTROL, Bye, Join
 from .registry import STORE_PATIENCE_S, AddressRecord, Registry
-from .state import Gang
-from .texts import QUIET_S, REMIND_S
 
 LOOPBACK = "127.0.0.1"
 _POLICY = ConnectPolicy()

@@ -12,9 +12,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+from ..gang.protocol import Lines
 from .backlog import Backlog, Limits
 from .loop_thread import LoopThread
-from .protocol import Lines
 
 
 class LineSender:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .protocol import Lines
+from ..gang.protocol import Lines
 
 # Of all nodes together, so that the control node can bear it, and of each at least and at most.
 _ALL_WAITING_CHARS, _LEAST_WAITING_CHARS, _MOST_WAITING_CHARS = 4 * 1024**2, 32 * 1024, 256 * 1024

@@ -15,8 +15,8 @@ from typing import Any
 from metaflow.plugins.timeout_decorator import TimeoutException
 
 from ..errors import GangError, GangStartTimeout, TorchrunError
-from .policy import growing_pauses
-from .wire import from_plain, to_plain
+from ..gang.policy import growing_pauses
+from ..gang.wire import from_plain, to_plain
 
 _RECORD = "torchrun_gang.json"
 _EVENTS = "torchrun_events.json"

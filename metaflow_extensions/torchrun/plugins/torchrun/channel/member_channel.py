@@ -15,13 +15,13 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
+from ..gang.policy import ConnectPolicy
+from ..gang.protocol import Beat, Ended, Join, Leave, Message, Refused, Welcome
 from ..machine.network import place
 from .connection import Connection, Reading, close_all, handshake_as_member, next_message
 from .frames import encode
 from .line_sender import LineSender
 from .loop_thread import CLOSE_S, LoopThread
-from .policy import ConnectPolicy
-from .protocol import Beat, Ended, Join, Leave, Message, Refused, Welcome
 
 
 class MemberChannel:

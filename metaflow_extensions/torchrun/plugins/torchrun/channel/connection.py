@@ -16,9 +16,9 @@ import time
 from collections.abc import Callable, Collection, Generator
 from typing import TypeVar
 
+from ..gang.protocol import Beat, Message
 from ..machine.network import plain_address
 from .frames import LENGTH, decode, encode, length_of
-from .protocol import Beat, Message
 
 _MAGIC = b"mf-torchrun/1\0\0\0"
 _NONCE_BYTES = 32

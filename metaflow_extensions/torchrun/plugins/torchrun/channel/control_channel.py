@@ -24,13 +24,13 @@ from contextlib import suppress
 from typing import Any
 
 from ..errors import GangError
+from ..gang.protocol import CONTROL, Abort, Beat, Join, Lines, Message
+from ..gang.state import Gang, Outgoing
 from .connection import Connection, Reading, close_all, next_message
 from .frames import encode
 from .listener import Listener
 from .loop_thread import CLOSE_S, LoopThread
-from .protocol import CONTROL, Abort, Beat, Join, Lines, Message
 from .relay import Relay
-from .state import Gang, Outgoing
 
 # Between looks at the clock: usually, and while a restart is near or somebody has not proven who they are.
 _TICK_S = 0.5
