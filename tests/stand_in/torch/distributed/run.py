@@ -14,6 +14,8 @@ import time
 
 _KILL_S = 30.0  # torchrun's own patience with workers that it stops
 _LOOK_S = 0.05
+# So long a worker that has failed can be seen by others. torchrun is there within 0.1 s, and tells what it has seen.
+_LEAVE_S = 1.0
 _stopped_by: list[int] = []
 
 
@@ -52,6 +54,12 @@ def stop(workers):
             worker.wait()
 
 
+def has_failed(worker):
+    """Tell whether a worker has failed, without taking its exit code from those who watch it."""
+    end = os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    return end is not None and end.si_status != 0
+
+
 def main():
     parser = argparse.ArgumentParser(allow_abbrev=False)
     for name in ("nnodes", "node-rank", "nproc-per-node", "rdzv-endpoint", "rdzv-id", "log-dir"):
@@ -65,6 +73,8 @@ def main():
     codes = [None]
     while None in codes and not any(codes) and not _stopped_by:
         time.sleep(_LOOK_S)
+        if any(has_failed(worker) for worker in workers if worker.returncode is None):
+            time.sleep(_LEAVE_S)
         codes = [worker.poll() for worker in workers]
     stop(workers)
     return 1 if any(codes) or _stopped_by else 0
