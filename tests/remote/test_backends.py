@@ -135,7 +135,7 @@ def test_retry_brings_a_new_gang_and_both_are_seen_afterwards(run_remote, backen
         assert "4 ranks on 2 nodes have ended well after " in seen.show()
         killed, well = sorted(seen.cards(), key=lambda page: "have ended well after" in page)
         assert "was killed by SIGKILL" in killed
-        assert "exit code -9" in killed
+        assert "failed, SIGKILL" in killed
         assert "4 ranks on 2 nodes have ended well after " in well
 
 

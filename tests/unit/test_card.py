@@ -17,6 +17,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.card.drawing import code_bloc
 from metaflow_extensions.torchrun.plugins.torchrun.card.gang_card import GangCard
 from metaflow_extensions.torchrun.plugins.torchrun.card.page import SECTIONS, layout, parts
 from metaflow_extensions.torchrun.plugins.torchrun.card.part import GangPart
+from metaflow_extensions.torchrun.plugins.torchrun.card.progress import components as progress_components
 from metaflow_extensions.torchrun.plugins.torchrun.card.style import COLOURS, STYLE
 from metaflow_extensions.torchrun.plugins.torchrun.channel.registry import Registry
 from metaflow_extensions.torchrun.plugins.torchrun.errors import TorchrunConfigError
@@ -216,7 +217,10 @@ def test_of_many_restarts_and_long_tracebacks_the_last_is_shown():
 
 
 def test_a_rank_has_a_cell_with_its_state_in_a_word():
-    cells = read(failed(a_gang(), 3, "no"))["gang-ranks"]
+    content = failed(a_gang(), 3, "no")
+    content["events"].insert(-1, Record("exited", 5.0, 1005.0, node=0, rank=0, exit_code=-15, **HERE).as_dict())
+    cells = read(content)["gang-ranks"]
+    assert "rank 0 stopped, SIGTERM node 0, host-0" in cells.text
     assert (cells.count("tr-cell"), cells.count("tr-failed")) == (4, 1)
     assert "rank 3 failed, exit code 1 node 1, host-1" in cells.text
 
@@ -374,6 +378,23 @@ def test_progress_has_a_bar_the_time_left_speeds_and_a_chart_for_each_key():
     ]
     assert charts[0]["spec"]["title"]["text"] == "loss: not finite"
     assert all(chart["spec"]["width"] == "container" for chart in charts)
+
+
+@pytest.mark.parametrize(
+    ("values", "scale"),
+    [
+        ([0.5, 0.25], {"zero": False}),
+        ([0.5, 0.5], {"domain": [0.25, 0.75]}),
+        ([-2.0, None], {"domain": [-3.0, -1.0]}),
+        ([0.0, 0.0], {"zero": False}),
+        ([None, None], {"zero": False}),
+    ],
+)
+def test_a_value_that_never_changes_has_an_axis_around_it(values, scale):
+    told = Progress()
+    told.take(0, Metrics(0, 0, {0: Pace(2)}, tuple(Point(step, {"lr": each}) for step, each in enumerate(values))), 0.0)
+    chart = progress_components(summarize([], 1, 1), told.as_dict())[1]["contents"][0]
+    assert chart["spec"]["encoding"]["y"]["scale"] == scale
 
 
 def test_without_a_total_there_is_no_bar():

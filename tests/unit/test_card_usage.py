@@ -87,7 +87,7 @@ def test_what_is_not_measured_has_no_chart():
     assert "those of the launch&#x27;s processes" in words
     assert "container" not in words
     words, charts = charts_of({"step_s": 5.0, "nodes": {}})
-    assert (charts, "Nothing has been measured yet." in words) == ({}, True)
+    assert (charts, "Nothing has been measured." in words) == ({}, True)
 
 
 def test_a_late_sample_makes_no_gap_but_a_pause_does():

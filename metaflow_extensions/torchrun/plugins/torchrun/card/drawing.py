@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
+from ..gang.cause import signal_name
 from ..gang.history import Record
 from ..gang.summary import Node, Rank, RankState, Summary
 from ..gang.texts import names
@@ -140,10 +141,14 @@ def _cell(state: str, title: str, word: str, more: str) -> str:
 
 
 def _rank_cell(rank: Rank, node: Node) -> str:
-    code = "" if rank.exit_code is None else f", exit code {rank.exit_code}"
-    return _cell(
-        rank.state, f"rank {rank.rank}", f"{rank.state}{code}", f"node {node.index}, {node.host or 'no host yet'}"
-    )
+    place = f"node {node.index}, {node.host or 'no host yet'}"
+    return _cell(rank.state, f"rank {rank.rank}", f"{rank.state}{_end(rank.exit_code)}", place)
+
+
+def _end(exit_code: int | None) -> str:
+    if exit_code is None:
+        return ""
+    return f", exit code {exit_code}" if exit_code >= 0 else f", {signal_name(-exit_code)}"
 
 
 def _waiting_cell(node: Node) -> str:

@@ -76,9 +76,15 @@ def _chart(key: str, points: list[tuple[int, float | None]], last: float | None)
                 "field": "value",
                 "type": "quantitative",
                 "axis": {"title": None, "tickCount": 4},
-                "scale": {"zero": False},
+                "scale": _scale({value for _, value in shown if value is not None}),
             },
             "tooltip": [{"field": "step"}, {"field": "value"}],
         },
     }
     return {"type": "vegaChart", "spec": spec, "options": {"actions": False}}
+
+
+def _scale(values: set[float]) -> dict[str, Any]:
+    """Return how high the chart is; by itself Vega gives a value that never changes an axis with a rounded one."""
+    value = min(values, default=0.0)
+    return {"domain": sorted((value / 2, value * 1.5))} if len(values) == 1 and value else {"zero": False}

@@ -96,7 +96,7 @@ def _coarser(step_s: float, nodes: Mapping[int, Mapping[str, Any]]) -> tuple[flo
 
 def _words(step_s: float, nodes: Mapping[int, Mapping[str, Any]]) -> str:
     if not nodes:
-        return f"<p>{one_line('Nothing has been measured yet.')}</p>"
+        return f"<p>{one_line('Nothing has been measured.')}</p>"
     said = [f"A point stands for {duration(step_s)}. Time runs as in the timeline."]
     said += [_OF[of] for of in _OF if any(series.get("of") == of for series in nodes.values())]
     if len(nodes) > _MOST_LINES:
