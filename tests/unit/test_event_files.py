@@ -16,8 +16,6 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.progress import Point
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Ended
 from metaflow_extensions.torchrun.plugins.torchrun.node.event_files import EventFiles
 
-pytest.importorskip("tensorboard", reason="TensorBoard is not installed, so NOBODY HAS READ its event files")
-
 
 def write_scalars(path, *scalars):
     """Append events with (step, tag, value), as TensorBoard writes them."""
