@@ -3,6 +3,7 @@
 #   TORCH=torch==2.13.0   what to install as PyTorch; see README.md for CUDA builds
 #   VENV=.venv            where the virtual environment goes
 #   CHAOS=                options for `make chaos`, such as --chaos-table=FILE
+#   BENCH=                options for `make bench`, such as --only NAME
 #   RIGS=../shared/rigs   where `make test-remote` finds servers to test against
 
 PYTHON ?= python3
@@ -23,7 +24,7 @@ export METAFLOW_DEFAULT_DATASTORE = local
 # A flow is many short Python processes. Where bytecode must not be written, each would compile all our modules.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: help venv demo test test-remote unit integration chaos lint clean
+.PHONY: help venv demo test test-remote unit integration chaos bench lint clean
 
 help:
 	@echo "make demo         train a small GPT on 2 nodes x 2 processes of this machine"
@@ -32,6 +33,7 @@ help:
 	@echo "make unit         the tests that take seconds"
 	@echo "make integration  the tests that run flows"
 	@echo "make chaos        hurt gangs of real processes, and show what it came to; see docs/chaos.md"
+	@echo "make bench        all benchmarks, an hour on a machine that does nothing else; see docs/performance.md"
 	@echo "make lint         ruff, mypy"
 
 # PyTorch first: with it installed, no other package asks for another build. Python compiles a module when it imports it
@@ -73,6 +75,9 @@ integration: venv
 chaos: venv
 	$(CHAOS_SUITE) $(CHAOS)
 
+bench: venv
+	$(BIN)/python benchmarks/run_all.py $(BENCH)
+
 # Every part runs, even after one has failed; the worst exit status counts. mypy is one process, so it need not wait.
 test: venv
 	@status=0; \
@@ -95,4 +100,4 @@ test-remote: $(VENV)/.remote
 	tests/remote/on-rigs "$(RIGS)" "$(abspath $(BIN))/python" $(REMOTE)
 
 clean:
-	rm -rf $(VENV) .demo build *.egg-info
+	rm -rf $(VENV) .demo .bench build *.egg-info

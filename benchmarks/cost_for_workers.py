@@ -7,17 +7,19 @@ tells of the machine's other work.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+
+from pairs import differences, in_turns
+from report import Report, parser
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
@@ -102,19 +104,22 @@ def measure(way: str, kind: str, count: int) -> Result:
 
 
 def main() -> None:
-    """Measure in turns and compare pairs."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--lines", type=int, default=2_000_000)
-    parser.add_argument("--blocks", type=int, default=1_000_000, help="of 4 KiB, to compute with")
-    given = parser.parse_args()
+    """Measure in turns and compare within each round."""
+    options = parser(__doc__, rounds=7)
+    options.add_argument("--lines", type=int, default=2_000_000)
+    options.add_argument("--blocks", type=int, default=1_000_000, help="of 4 KiB, to compute with")
+    given = options.parse_args()
+    report = Report("the cost for the workers")
     for kind, count in (("writes", given.lines), ("computes", given.blocks)):
-        pairs = [{way: measure(way, kind, count) for way in WAYS} for _ in range(given.pairs)]
+        variants = {way: partial(measure, way, kind, count) for way in WAYS}
+        taken = in_turns(variants, given.rounds)
         for what in ("CPU", "held up"):
-            told = [f"{way} {statistics.median(pair[way][what] for pair in pairs):6.3f} s" for way in WAYS]
-            more = sorted(pair["@torchrun"][what] - pair["torchrun"][what] for pair in pairs)
-            difference = f"difference {statistics.median(more):+.3f} s ({more[0]:+.3f} to {more[-1]:+.3f})"
-            print(f"{kind:8}  {what:7}  {'  '.join(told)}  {difference}", flush=True)
+            values = {way: [result[what] for result in results] for way, results in taken.items()}
+            for way in WAYS:
+                report.add(f"a worker that {kind}, {what}: {way}", values[way])
+            more = differences(values["@torchrun"], values["torchrun"])
+            report.add(f"a worker that {kind}, {what}: more under @torchrun", more)
+    report.finish(given.json)
 
 
 if __name__ == "__main__":

@@ -63,7 +63,7 @@ OTHER_NUMBERS = [
     ("benchmarks/README.md", "python benchmarks/many_nodes.py --members 4000 --unauthenticated 2000"),
     ("benchmarks/README.md", "python benchmarks/logs_of_all.py --nodes 8 --lines 100 --seconds 30"),
     ("benchmarks/README.md", "python benchmarks/cost_of_supervision.py --nodes 1 2 8 --seconds 60 --json costs.json"),
-    ("benchmarks/README.md", "python benchmarks/cost_for_workers.py --pairs 5"),
+    ("benchmarks/README.md", "python benchmarks/cost_for_workers.py --rounds 5"),
     ("examples/min-gpt/README.md", "python flow.py run"),
     ("examples/min-gpt/README.md", "python flow.py run --steps 3000"),
     ("examples/single-node/README.md", "python flow.py run --nproc 4"),

@@ -1,0 +1,147 @@
+"""What a benchmark tells: figures, each with its target if it has one, and facts of the machine; as a table and JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+
+@dataclass(frozen=True)
+class Figure:
+    """Something that was measured several times; the median counts."""
+
+    what: str
+    values: tuple[float, ...]
+    unit: str  # empty for a ratio
+    target: float | None = None
+    at_least: bool = False  # whether more is better
+
+    @property
+    def median(self) -> float:
+        """The value that counts."""
+        return statistics.median(self.values)
+
+    @property
+    def met(self) -> bool | None:
+        """Whether it is as good as it should be; None where nothing says how good that is."""
+        if self.target is None:
+            return None
+        return self.median >= self.target if self.at_least else self.median <= self.target
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it as JSON has it."""
+        told = {"median": self.median, "least": min(self.values), "most": max(self.values), "met": self.met}
+        return {**vars(self), **told}
+
+    def as_row(self) -> list[str]:
+        """Return it as the table has it, under `HEAD`."""
+        unit = f" {self.unit}" if self.unit else ""
+        limit = "" if self.target is None else f"{'>=' if self.at_least else '<='} {_short(self.target)}{unit}"
+        spread = f"{_short(min(self.values))} to {_short(max(self.values))}" if len(self.values) > 1 else ""
+        verdict = {True: "met", False: "**not met**", None: ""}[self.met]
+        return [self.what, f"{_short(self.median)}{unit}", spread, str(len(self.values)), limit, verdict]
+
+
+HEAD = ("what", "median", "from … to", "times", "target", "")
+
+
+class Report:
+    """The figures of one benchmark, and what they depend on."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.figures: list[Figure] = []
+        self.notes: list[str] = []
+        self._facts = machine_facts()
+
+    def add(
+        self, what: str, values: Iterable[float], unit: str = "s", target: float | None = None, at_least: bool = False
+    ) -> None:
+        """Add a figure; `unit` is empty for a ratio."""
+        self.figures.append(Figure(what, tuple(values), unit, target, at_least))
+
+    def note(self, text: str) -> None:
+        """Add a line, for example what was skipped and why."""
+        self.notes.append(text)
+
+    def finish(self, path: Path | None = None) -> None:
+        """Print all, and write it to a file as JSON."""
+        facts = {**self._facts, "load after": load()}
+        print(", ".join(f"{name} {value}" for name, value in facts.items()))
+        for line in [*table(HEAD, [figure.as_row() for figure in self.figures]), *self.notes]:
+            print(line, flush=True)
+        if path is not None:
+            figures = [figure.as_dict() for figure in self.figures]
+            told = {"benchmark": self.name, "facts": facts, "figures": figures, "notes": self.notes}
+            path.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+
+
+def parser(description: str | None, rounds: int | None = None) -> argparse.ArgumentParser:
+    """Return the options that all benchmarks have; `rounds` only where variants are measured in turns."""
+    options = argparse.ArgumentParser(description=description)
+    if rounds is not None:
+        options.add_argument("--rounds", type=int, default=rounds, help="how often each variant is measured")
+    options.add_argument("--json", type=Path, help="file for all figures")
+    return options
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Yield the lines of a table that a terminal and a page in Markdown show alike."""
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    for row in [head, ["-" * width for width in widths], *rows]:
+        yield "| " + " | ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)) + " |"
+
+
+def machine_facts() -> dict[str, str | int]:
+    """Return what figures depend on."""
+    facts: dict[str, str | int] = {
+        "CPU": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory": f"{psutil.virtual_memory().total / 2**30:.0f} GiB",
+        **_gpus(),
+        "kernel": f"{platform.system()} {platform.release().partition('-')[0]} {platform.machine()}",
+        "Python": platform.python_version(),
+    }
+    for name in ("torch", "metaflow"):
+        try:
+            facts[name] = version(name)
+        except PackageNotFoundError:
+            facts[name] = "not installed"
+    return {**facts, "load before": load()}
+
+
+def load() -> str:
+    """Return the average number of threads that ran or wanted to, over the last minute."""
+    return f"{os.getloadavg()[0]:.1f}"
+
+
+def _cpu_model() -> str:
+    lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
+
+
+def _gpus() -> dict[str, str]:
+    if shutil.which("nvidia-smi") is None:
+        return {}
+    asked = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    told = subprocess.run(asked, capture_output=True, text=True).stdout.strip()
+    return {"GPUs": "; ".join(told.splitlines())} if told else {}
+
+
+def _short(value: float) -> str:
+    """Return three digits that count, and all of a large number's."""
+    if abs(value) >= 100 or value == int(value):
+        return f"{value:.0f}"
+    return f"{value:.2f}" if abs(value) >= 1 else f"{value:.3f}"
