@@ -88,4 +88,6 @@ def test_the_limits_hold_for_gangs_of_any_size():
         assert nodes / limits.pause_s <= 400  # messages a second at the control node
         assert nodes * limits.chars_per_s <= 4 * 1024**2
         assert nodes * limits.waiting_chars <= 128 * 1024**2
-    assert Limits.for_gang(8).pause_s == 0.5
+        assert limits.chars_per_s * limits.pause_s < limits.waiting_chars  # else lines that may go are left out
+    assert Limits.for_gang(2).pause_s == 0.5
+    assert 8 / Limits.for_gang(8).pause_s <= 4  # a small gang's messages wake its control node seldom

@@ -1,5 +1,6 @@
 """The gang's connections over real sockets: members are served, others are not, silence is noticed."""
 
+import asyncio
 import hashlib
 import hmac
 import os
@@ -19,7 +20,7 @@ from test_network import needs_ipv6
 from unit_helpers import eventually
 
 from metaflow_extensions.torchrun.plugins.torchrun.channel import control_channel, listener, member_channel
-from metaflow_extensions.torchrun.plugins.torchrun.channel.connection import new_token
+from metaflow_extensions.torchrun.plugins.torchrun.channel.connection import BEATS, Connection, new_token
 from metaflow_extensions.torchrun.plugins.torchrun.channel.control_channel import ControlChannel
 from metaflow_extensions.torchrun.plugins.torchrun.channel.frames import encode
 from metaflow_extensions.torchrun.plugins.torchrun.channel.member_channel import MemberChannel
@@ -30,6 +31,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import ConnectPol
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
     Abort,
     Ack,
+    Beat,
     Bye,
     Ended,
     Failed,
@@ -524,6 +526,40 @@ def test_a_child_that_a_task_has_forked_does_not_hold_its_connection(start_contr
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection((HOST, control.port), timeout=5.0)
         assert time.monotonic() - begun < 5
+
+
+class FakeTransport(asyncio.Transport):
+    """Keeps what is written."""
+
+    def __init__(self):
+        super().__init__()
+        self.sent = []
+        self.write = self.sent.append
+        self.is_closing = lambda: False
+
+
+def test_heartbeats_are_sent_only_where_nothing_else_is():
+    def listen(connection):
+        while True:
+            yield 1
+
+    transport, connection = FakeTransport(), Connection(listen, print, 0.5)
+    connection.connection_made(transport)
+    time.sleep(connection.beat() - time.monotonic() - 0.4)
+    assert not transport.sent  # it does not beat before it is told to
+    connection.begin_beating()
+    pause_s = 0.5 / BEATS
+    due_at = connection.beat()
+    assert time.monotonic() < due_at < time.monotonic() + pause_s
+    time.sleep(due_at - time.monotonic())
+    connection.write(b"a message")
+    assert due_at < connection.beat() <= time.monotonic() + pause_s
+    assert transport.sent == [b"a message"]
+    time.sleep(pause_s)
+    connection.data_received(b"x")
+    next_at = connection.beat()
+    assert transport.sent == [b"a message", encode(Beat())]
+    assert time.monotonic() < next_at <= time.monotonic() + pause_s
 
 
 def test_a_member_that_falls_silent_is_lost_after_the_heartbeat_timeout(start_control):

@@ -11,6 +11,7 @@ import time
 import pytest
 from unit_helpers import OURS, eventually, is_running, write
 
+from metaflow_extensions.torchrun.plugins.torchrun.node import agent
 from metaflow_extensions.torchrun.plugins.torchrun.node.agent import AgentProcess
 from metaflow_extensions.torchrun.plugins.torchrun.node.agent_events import (
     AgentEnded,
@@ -405,8 +406,13 @@ def test_when_agent_or_guardian_is_told_to_end_it_is_said_and_the_workers_are_st
     assert one.seen[-1].status == -signal.SIGKILL
 
 
-def test_when_the_guardian_is_killed_the_task_cleans_up_and_says_so(tree, monkeypatch):
+@pytest.mark.parametrize("has_pidfds", [True, False])
+def test_when_the_guardian_is_killed_the_task_cleans_up_and_says_so(has_pidfds, tree, monkeypatch):
     """A child of the step's has its pipes, and another process the number of a worker that is gone."""
+    if has_pidfds:
+        monkeypatch.setattr(agent, "_LOOK_S", 600.0)  # nobody looks
+    else:
+        monkeypatch.setattr(agent.processes, "open_pidfd", lambda pid: None)
     get_handles, held = subprocess.Popen._get_handles, []
 
     def get_and_hold(*args):
@@ -416,7 +422,7 @@ def test_when_the_guardian_is_killed_the_task_cleans_up_and_says_so(tree, monkey
 
     monkeypatch.setattr(subprocess.Popen, "_get_handles", get_and_hold)
     one = tree(STUBBORN, how="hang", grace_s=0.3)
-    monkeypatch.undo()
+    monkeypatch.setattr(subprocess.Popen, "_get_handles", get_handles)
     one.await_workers()
     with subprocess.Popen(["sleep", "600"]) as unrelated:
         one.process._tree[unrelated.pid] = "1"  # as if a worker had had it, in the first 10 ms of this machine

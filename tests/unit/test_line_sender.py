@@ -64,6 +64,21 @@ def test_some_lines_are_one_message_and_then_nothing_is_left_to_do(channel):
     assert channel.sent[-1].stderr == "again\n"
 
 
+def test_a_line_after_a_silence_goes_at_once_and_the_next_ones_wait(channel):
+    channel.sender.add("stdout", "first\n")
+    channel.pass_time(0.1)
+    assert channel.chars == len("first\n")
+    channel.sender.add("stdout", "second\n")
+    channel.pass_time(LIMITS.pause_s - 0.2)
+    assert channel.chars == len("first\n")
+    channel.pass_time(0.2)
+    assert channel.chars == len("first\nsecond\n")
+    channel.pass_time(LIMITS.pause_s)
+    channel.sender.add("stdout", "third\n")
+    channel.pass_time(0.1)
+    assert channel.chars == len("first\nsecond\nthird\n")
+
+
 def test_a_flood_is_sent_at_a_bounded_rate(channel):
     for _ in range(600):  # a minute
         channel.sender.add("stdout", LINE * 10_000)

@@ -6,6 +6,7 @@ import time
 import pytest
 from unit_helpers import eventually
 
+from metaflow_extensions.torchrun.plugins.torchrun.channel import relay as module
 from metaflow_extensions.torchrun.plugins.torchrun.channel.relay import Relay
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Lines
 
@@ -86,7 +87,28 @@ def test_a_reader_that_pauses_holds_up_nobody_and_has_the_newest_lines_later(rel
     (gap,) = (line for line in lines if "left out" in line)
     assert int(gap.split("] ")[1].split()[0]) + len(lines) - 2 == 200 * 300
     assert lines[-1].startswith("199 00299 ")
-    assert sum(map(len, lines)) < 300_000
+    assert sum(map(len, lines)) < 600_000
+
+
+def test_of_many_nodes_lines_go_at_once_after_a_silence_and_then_those_of_a_moment_together(screen, monkeypatch):
+    monkeypatch.setattr(module, "_COLLECT_S", 60.0)
+    relay = Relay(8)
+    relay.start(screen.write)
+    relay.add(1, Lines("first\n"))
+    eventually(lambda: screen.lines() == ["first"])
+    eventually(lambda: not relay._is_writing)
+    for node in (2, 3, 4):
+        relay.add(node, Lines(f"of {node}\n"))
+    assert screen.lines() == ["first"]
+    relay.settle()  # a launch's end waits for no moment
+    assert screen.texts["stdout"] == ["first\n", "of 2\nof 3\nof 4\n"]
+    relay.add(1, Lines("".join(f"{number} {'x' * 90}\n" for number in range(3000))))  # some messages' worth
+    eventually(lambda: len(screen.lines()) == 3004)
+    relay.add(2, Lines("last\n"))
+    begun = time.monotonic()
+    relay.close()
+    assert screen.lines()[-1] == "last"
+    assert time.monotonic() - begun < 1.0
 
 
 def test_what_has_come_is_written_before_the_end(screen):

@@ -24,7 +24,7 @@ from metaflow.plugins.cards.card_creator import CardProcessManager
 from ..card.part import GangPart
 
 _TYPE = "torchrun"  # of the card
-_LOOKS_EVERY_S = 0.5
+_LOOKS_EVERY_S = 1.0
 # A process of Metaflow's takes most of a second of a core. So a young step shows it at most every 5 s; the pause grows
 # with the step's age to 90 s, which is less than 1 % of a core. After something has happened it grows to 30 s only.
 _SHORTEST_S = 5.0

@@ -14,11 +14,12 @@ from typing import NamedTuple
 from ..gang.protocol import Lines
 
 # Of all nodes together, so that the control node can bear it, and of each at least and at most.
-_ALL_WAITING_CHARS, _LEAST_WAITING_CHARS, _MOST_WAITING_CHARS = 4 * 1024**2, 32 * 1024, 256 * 1024
+_ALL_WAITING_CHARS, _LEAST_WAITING_CHARS, _MOST_WAITING_CHARS = 4 * 1024**2, 32 * 1024, 512 * 1024
 _ALL_CHARS_PER_S, _LEAST_CHARS_PER_S = 1024**2, 1024
-# So many nodes' messages can the control node read in a second without noticing.
-_MESSAGES_PER_S = 200
-_LEAST_PAUSE_S, _MOST_PAUSE_S = 0.5, 10.0
+# Each message wakes the control node's task, which costs up to 0.5 ms. So of a gang come so few in a second, as long as
+# no line has to wait longer than two seconds for that. Of a large gang come more, but no more than it can read.
+_FEW_PER_S, _MANY_PER_S = 4, 200
+_LEAST_PAUSE_S, _PAUSE_S, _MOST_PAUSE_S = 0.5, 2.0, 10.0
 # A message holds so much: no other one waits for long behind it, and each character may take six bytes.
 _MESSAGE_CHARS = 32 * 1024
 LINE_CHARS = 8 * 1024
@@ -37,7 +38,9 @@ class Limits:
     def for_gang(num_nodes: int) -> Limits:
         """Return the share of one node of a gang."""
         waiting = max(_LEAST_WAITING_CHARS, min(_MOST_WAITING_CHARS, _ALL_WAITING_CHARS // num_nodes))
-        pause_s = max(_LEAST_PAUSE_S, min(_MOST_PAUSE_S, num_nodes / _MESSAGES_PER_S))
+        pause_s = max(
+            _LEAST_PAUSE_S, min(_PAUSE_S, num_nodes / _FEW_PER_S), min(_MOST_PAUSE_S, num_nodes / _MANY_PER_S)
+        )
         return Limits(waiting, max(_LEAST_CHARS_PER_S, _ALL_CHARS_PER_S / num_nodes), pause_s)
 
 

@@ -24,8 +24,10 @@ _MAGIC = b"mf-torchrun/1\0\0\0"
 _NONCE_BYTES = 32
 _MAC_BYTES = hashlib.sha256().digest_size
 _BEAT = encode(Beat())
-_BEATS = 5  # in the time after which silence means loss
+BEATS = 5
+"""How many heartbeats are sent in the time after which silence means loss, where nothing else is."""
 _FLUSH_S = 1.0
+_NEVER = float("inf")
 
 T = TypeVar("T")
 Reading = Generator[int, bytes, T]
@@ -53,6 +55,7 @@ class Connection(asyncio.Protocol):
         self._needed = 0
         self._transport: asyncio.Transport | None = None
         self._heard_at = self.opened_at = time.monotonic()
+        self._beat_at = _NEVER  # when the next heartbeat is due
         self.why_closed: str | None = None  # why this side has aborted it, if it has
         self.has_ended = False
 
@@ -98,6 +101,8 @@ class Connection(asyncio.Protocol):
         """Send bytes, unless the connection is ending."""
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(data)
+            if self._beat_at < _NEVER:
+                self._beat_at = time.monotonic() + self._timeout_s / BEATS  # what was sent tells as much
 
     def close(self) -> None:
         """Send what is still to be sent, then end."""
@@ -111,23 +116,21 @@ class Connection(asyncio.Protocol):
             self._transport.abort()
 
     def begin_beating(self) -> None:
-        """Send heartbeats, and abort when the other side falls silent.
+        """Have `beat` send heartbeats, the first after a random time: else thousands that came at once would beat at once."""
+        self._beat_at = time.monotonic() + random.random() * self._timeout_s / BEATS  # noqa: S311 - no secret
 
-        The first comes at a random moment, or thousands that came at once would beat at once. What has arrived is read
-        before a timer runs, however busy we are: nobody is aborted for our own delay.
+    def beat(self) -> float:
+        """Send a heartbeat if nothing was sent for a while, and abort if the other side is silent; return when to call again.
+
+        Call it in a timer of the loop. What has arrived is read before a timer runs, however busy we are: nobody is
+        aborted for our own delay.
         """
-        self._beat_in(random.random() * self._timeout_s / _BEATS)  # noqa: S311 - no secret
-
-    def _beat_in(self, seconds: float) -> None:
-        asyncio.get_running_loop().call_later(seconds, self._beat)
-
-    def _beat(self) -> None:
-        left_s = self._heard_at + self._timeout_s - time.monotonic()
-        if left_s <= 0:
+        now, silent_at = time.monotonic(), self._heard_at + self._timeout_s
+        if now >= silent_at and self._beat_at < _NEVER:
             self.abort(f"nothing was heard from it for {self._timeout_s:g} s (heartbeat_timeout_s)")
-        elif not self.is_closing():
+        elif now >= self._beat_at:
             self.write(_BEAT)
-            self._beat_in(min(left_s, self._timeout_s / _BEATS))
+        return min(self._beat_at, silent_at)
 
     def address(self, whose: str) -> str:
         """Return the IP address of this side (``"sockname"``) or of the other (``"peername"``)."""

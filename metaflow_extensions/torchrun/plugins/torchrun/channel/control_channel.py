@@ -26,14 +26,14 @@ from typing import Any
 from ..errors import GangError
 from ..gang.protocol import CONTROL, Abort, Beat, Join, Lines, Message
 from ..gang.state import Gang, Outgoing
-from .connection import Connection, Reading, close_all, next_message
+from .connection import BEATS, Connection, Reading, close_all, next_message
 from .frames import encode
 from .listener import Listener
 from .loop_thread import CLOSE_S, LoopThread
 from .relay import Relay
 
 # Between looks at the clock: usually, and while a restart is near or somebody has not proven who they are.
-_TICK_S = 0.5
+_TICK_S = 1.0
 _HASTE_S = 0.1
 # After its own end the control node waits so long for the others', to hear of late failures.
 _LEAVE_WAIT_S = 5.0
@@ -97,7 +97,8 @@ class ControlChannel:
     def _tick(self) -> None:
         if not self._is_closing:
             hurries = self.gang.is_pausing or (self._listener is not None and self._listener.is_busy)
-            self._thread.loop.call_later(_HASTE_S if hurries else _TICK_S, self._tick)
+            tick_s = min(_TICK_S, self._timeout_s / BEATS)  # the heartbeats are sent here, too
+            self._thread.loop.call_later(_HASTE_S if hurries else tick_s, self._tick)
             self._step(self.gang.tick)
             if self._listener is not None:
                 self._listener.tick()

@@ -2,7 +2,7 @@
 
 They wait in a `Backlog`, which is bounded. Now and then some of them are sent, as the node's share of what the control
 node can bear allows, and only where the connection has nothing else to send. So a heartbeat or a failure waits for a
-message of theirs at most.
+message of theirs at most. Lines after a silence are sent at once.
 
 Who may touch what. The thread that follows the workers' output calls `add`. All else belongs to the channel's thread.
 """
@@ -15,6 +15,9 @@ from collections.abc import Callable
 from ..gang.protocol import Lines
 from .backlog import Backlog, Limits
 from .loop_thread import LoopThread
+
+# So long lines wait for others that are read in the same moment.
+_GATHER_S = 0.05
 
 
 class LineSender:
@@ -32,6 +35,7 @@ class LineSender:
         self._is_due = False  # whether `_send_some` will be called
         self._allowance = float(limits.waiting_chars)  # characters
         self._allowed_at = self._thread.loop.time()
+        self._next_at = self._allowed_at  # not before that something is sent
 
     def add(self, stream: str, text: str) -> None:
         """Have whole lines sent; returns at once."""
@@ -49,12 +53,14 @@ class LineSender:
             self._send(lines)
 
     def _wait(self) -> None:
-        self._thread.loop.call_later(self._limits.pause_s, self._send_some)
+        loop = self._thread.loop
+        loop.call_later(max(_GATHER_S, self._next_at - loop.time()), self._send_some)
 
     def _send_some(self) -> None:
         now = self._thread.loop.time()
         more = (now - self._allowed_at) * self._limits.chars_per_s
         self._allowance, self._allowed_at = min(self._limits.waiting_chars, self._allowance + more), now
+        self._next_at = now + self._limits.pause_s
         while self._allowance > 0 and self._has_room() and (lines := self._take()) is not None:
             self._allowance -= len(lines.stdout) + len(lines.stderr)
             self._send(lines)

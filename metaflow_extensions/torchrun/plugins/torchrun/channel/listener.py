@@ -62,7 +62,12 @@ class Listener:
         return bool(self._unauthenticated) or not self._accepts
 
     def tick(self) -> None:
-        """Abort connections that stay unauthenticated, and accept again if there are places."""
+        """Send heartbeats, abort connections that are silent or stay unauthenticated, and accept again if there are places.
+
+        One timer for all: each would wake the task.
+        """
+        for connection in self.connections:
+            connection.beat()
         has_places = len(self.connections) < self._files.places
         patience_s = _HANDSHAKE_S if has_places else _HANDSHAKE_WHEN_FULL_S
         for connection in self._unauthenticated:

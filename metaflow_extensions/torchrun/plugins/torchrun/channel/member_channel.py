@@ -166,6 +166,7 @@ class MemberChannel:
             return  # nothing is said before *join*
         if not self._answer.done():
             connection.begin_beating()
+            self._beat(connection)
             if isinstance(message, Refused):
                 self.hold_s, self._is_over = message.hold_s, not message.hold_s
                 self._answer.set_exception(message.error)
@@ -173,6 +174,11 @@ class MemberChannel:
                 self.own_address = connection.address("sockname")
                 self._answer.set_result(None)
         self._deliver(message)
+
+    def _beat(self, connection: Connection) -> None:
+        due_at = connection.beat()
+        if not connection.is_closing():
+            self._thread.loop.call_at(due_at, self._beat, connection)  # the loop's clock is the monotonic one
 
     def _ended(self, connection: Connection, is_proven: asyncio.Future[bool]) -> None:
         if not is_proven.done():

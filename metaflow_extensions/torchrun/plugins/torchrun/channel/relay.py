@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator
 from ..gang.protocol import Lines
 from .backlog import Backlog, Limits
 
-_COLLECT_S = 0.1  # many lines at once cost less
+# Each text written wakes this thread, and who reads the log. So of more than a few nodes the lines of a moment are one.
+_FEW_NODES, _COLLECT_S = 4, 0.5
 _END_S = 3.0  # with a reader that takes nothing, as at the end of a launch
 
 Write = Callable[[str, str], bool]
@@ -24,10 +25,14 @@ class Relay:
 
     def __init__(self, num_nodes: int) -> None:
         self._most_chars = Limits.for_gang(num_nodes).waiting_chars
-        self._changed = threading.Condition()
-        # All below is under the condition's lock.
+        self._collect_s = _COLLECT_S if num_nodes > _FEW_NODES else 0.0
+        lock = threading.Lock()
+        self._wanted, self._settled = threading.Condition(lock), threading.Condition(lock)
+        # All below is under that lock.
         self._backlogs: dict[int, Backlog] = {}
         self._is_writing = False
+        self._is_idle = False  # whether the thread waits for any line
+        self._settling = 0  # how many wait in `settle`
         self._is_over = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -40,26 +45,30 @@ class Relay:
         """Take lines of a node; returns at once."""
         if self._thread is None:
             return
-        with self._changed:
+        with self._wanted:
             backlog = self._backlogs.setdefault(node, Backlog(self._most_chars))
             left_out = lines.left_out
             for stream, text in (("stdout", lines.stdout), ("stderr", lines.stderr)):
                 if text:
                     backlog.add(stream, text, left_out)
                     left_out = 0
-            self._changed.notify_all()
+            if self._is_idle:
+                self._wanted.notify()
 
     def settle(self, patience_s: float = _END_S) -> None:
         """Wait until all that has come is written, or for so long."""
         if self._thread is not None:
-            with self._changed:
-                self._changed.wait_for(lambda: not self._has_work(), patience_s)
+            with self._settled:
+                self._settling += 1
+                self._wanted.notify()
+                self._settled.wait_for(lambda: not self._has_work(), patience_s)
+                self._settling -= 1
 
     def close(self) -> None:
         """End when all is written; a reader that takes nothing is not waited for."""
         self._is_over.set()
-        with self._changed:
-            self._changed.notify_all()
+        with self._wanted:
+            self._wanted.notify()
         if self._thread is not None:
             self._thread.join(_END_S)
 
@@ -67,22 +76,32 @@ class Relay:
         return self._is_writing or any(self._backlogs.values())
 
     def _run(self, write: Write) -> None:
-        while True:
-            with self._changed:
-                self._is_writing = False
-                self._changed.notify_all()
-                self._changed.wait_for(lambda: self._is_over.is_set() or self._has_work())
-                if not self._has_work():
-                    return
-                self._is_writing = True
-            self._is_over.wait(_COLLECT_S)
+        while self._await_lines():
             for stream, text in self._next():
                 while not write(stream, text) and not self._is_over.is_set():
                     text = ""
+            self._pause()
+
+    def _await_lines(self) -> bool:
+        """Wait for lines and tell whether there are any; there are none at the end."""
+        with self._wanted:
+            self._is_idle = True
+            self._wanted.wait_for(lambda: self._is_over.is_set() or self._has_work())
+            self._is_idle = False
+            self._is_writing = self._has_work()
+            return self._is_writing
+
+    def _pause(self) -> None:
+        """Let lines gather, unless more wait already, or somebody waits for them."""
+        with self._wanted:
+            self._is_writing = False
+            self._settled.notify_all()
+            if not self._has_work():
+                self._wanted.wait_for(lambda: self._is_over.is_set() or self._settling, self._collect_s)
 
     def _next(self) -> Iterator[tuple[str, str]]:
         """Yield what is to be written now: of each node a message's worth, what is of one stream together."""
-        with self._changed:
+        with self._wanted:
             taken = [(node, backlog.take()) for node, backlog in sorted(self._backlogs.items())]
         there = [(node, lines) for node, lines in taken if lines is not None]
         stdout = "".join(_gap(node, lines) + lines.stdout for node, lines in there)

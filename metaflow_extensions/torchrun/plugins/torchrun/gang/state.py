@@ -170,7 +170,7 @@ class Gang:
         return self._flush()
 
     def tick(self) -> list[Outgoing]:
-        """Look at the clock; call it twice a second, and more often while it `is_pausing`."""
+        """Look at the clock; call it once a second, and more often while it `is_pausing`."""
         now = self._clock()
         if self.nodes.count(NodeState.ABSENT) and now - self._started_at > self._started_timeout_s:
             self._break(obstacles.missing(self.nodes.absent, self.num_nodes, self._started_timeout_s))

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 
 from ..machine import processes
 from .agent_events import AgentEvent, AgentStarted, End, WorkerStarted, from_line
@@ -27,7 +27,7 @@ _GUARDIAN = (
 )
 # The guardian waits 10 s at most after SIGKILL; then it reports what it has.
 _END_WAIT_S = 15.0
-_LOOK_S = 0.5  # between looks whether a silent guardian still lives
+_LOOK_S = 0.5  # between looks whether a silent guardian still lives, where the system does not tell (before Linux 5.3)
 
 
 class AgentProcess:
@@ -109,13 +109,15 @@ class AgentProcess:
         The pipe alone does not tell the end: a process that the step's code has forked can hold it open.
         """
         assert guardian.stdout is not None
-        with guardian.stdout as events:
-            poll, rest = select.poll(), b""
-            poll.register(events, select.POLLIN)
+        with guardian.stdout as events, _end_of(guardian.pid) as end:
+            poll, rest, fd = select.poll(), b"", events.fileno()
+            for each in (fd, *end):
+                poll.register(each, select.POLLIN)
             while True:
                 gone = guardian.poll() is not None  # asked first: what it has said is in the pipe by then
-                if poll.poll(0 if gone else _LOOK_S * 1000):
-                    data = os.read(events.fileno(), 65536)
+                ready = dict(poll.poll(0 if gone else None if end else _LOOK_S * 1000))
+                if fd in ready:
+                    data = os.read(fd, 65536)
                     *lines, rest = (rest + data).split(b"\n")
                     yield from lines
                     gone = not data
@@ -134,3 +136,16 @@ class AgentProcess:
         same = {pid for pid, began in self._tree.items() if processes.began(pid) == began}
         processes.await_or_kill(same, self._grace_s)
         self._on_event(End(None, error, guardian=code))
+
+
+@contextmanager
+def _end_of(pid: int) -> Iterator[tuple[int, ...]]:
+    """Open what tells the end of a process, where the system has that."""
+    handle = None
+    with suppress(ProcessLookupError):  # the step's code waits for all children of its process
+        handle = processes.open_pidfd(pid)
+    try:
+        yield () if handle is None else (handle,)
+    finally:
+        if handle is not None:
+            os.close(handle)

@@ -3,8 +3,8 @@
 torchrun redirects every worker's stdout and stderr to files of their own, and a thread of ours follows them. So a
 worker never waits for us. What it wrote before it died is in the file, and is read up to the last byte.
 
-The thread looks now and then, and less often while nobody writes. The kernel could tell it (inotify), but then each
-write of a worker would do more, and a machine has few such watches (128 by default, for all containers of a user).
+The thread looks now and then. The kernel could tell it (inotify), but then each write of a worker would do more, and a
+machine has few such watches (128 by default, for all containers of a user).
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ from typing import BinaryIO
 
 from .lines import LineSplitter
 
-# Between looks: after one that has found something, and after another. Both are well under the half second in which a
-# line must be seen. Most of what a look costs, some 0.3 ms, is to wake up.
-_BUSY_S = 0.2
-_IDLE_S = 0.3
+# Between looks: under the half second in which a line must be seen. Most of what a look costs, some 0.3 ms, is to wake
+# up. The end waits for no look.
+_LOOK_S = 0.4
 _CHUNK_BYTES = 256 * 1024
 # How torchrun begins to report its own failure or a worker's (torch 2.13), and how much of it is held back. The last is
 # of a node that waits in the exit barrier while the store's host, which has passed it, ends: 22 lines of C++ frames,
@@ -145,13 +144,12 @@ class LogFollower:
     def _await_thread(self) -> None:
         """Wait for the end of this object's thread, or until it has waited in vain for the reader of our output."""
         while self._thread.is_alive() and not self._released.is_set():
-            self._thread.join(_BUSY_S)
+            self._thread.join(_LOOK_S)
 
     def _follow(self) -> None:
         try:
-            has_grown = True
-            while not self._stop.wait(_BUSY_S if has_grown else _IDLE_S):
-                has_grown = self._look()
+            while not self._stop.wait(_LOOK_S):
+                self._look()
             self._find_files()
             for file in self._files:
                 file.finish(self._show, show_held=not self._explained)
@@ -159,14 +157,12 @@ class LogFollower:
             for file in self._files:
                 file.close()
 
-    def _look(self) -> bool:
-        """Show what has come; tell whether anything has."""
+    def _look(self) -> None:
+        """Show what has come."""
         self._find_files()
-        has_grown, most = False, _CHUNK_BYTES
+        most = _CHUNK_BYTES
         while most == _CHUNK_BYTES:  # all in turns, so that a loud rank does not silence the others
             most = max((file.pump(self._show) for file in self._files), default=0)
-            has_grown = has_grown or most > 0
-        return has_grown
 
     def _show(self, stream: str, text: str) -> None:
         """Write, and wait for the reader as long as it takes."""
