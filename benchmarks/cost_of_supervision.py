@@ -6,47 +6,59 @@ time and are measured in the same seconds. So whatever else the machine does, it
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import platform
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
+from meter import Meter
+from pairs import differences
+from report import Report, parser
 
 FLOW = Path(__file__).with_name("waiting_flow.py")
+PLAIN, CONTROL, MEMBER = "plain @parallel", "control task", "member's task"
 CASES = {
-    "plain @parallel": (),
+    PLAIN: (),
     'logs="node"': ("--with", "torchrun:logs=node"),
     'logs="all"': ("--with", "torchrun:logs=all"),
     'logs="all", card': ("--with", "torchrun:logs=all", "--with", "card:type=torchrun"),
 }
 START_S = 600.0
-WINDOWS = 3
+# The targets: of an ordinary step, and of one with many nodes.
+_FEW, _MOST_PERCENT, _MOST_OF_MANY, _MOST_MB = 2, 0.5, 1.0, 15.0
 
 
-@dataclass
-class Cost:
-    """What one process used; the CPU is the median of some windows, in % of a core."""
+class Cost(NamedTuple):
+    """What one process used."""
 
-    nodes: int
-    case: str
-    process: str
-    cpu: float
+    cpu: list[float]  # % of a core, of each window
     cpu_of_ended_children: float  # the card's processes, and what else it has started and waited for
     wakeups_per_s: float
     threads: int
     rss_mb: float
     pss_mb: float
+
+    @staticmethod
+    def of(meter: Meter) -> Cost:
+        """Return what a process has used that still runs."""
+        return Cost(
+            meter.cpu_percent(),
+            meter.cpu_of_ended_children(),
+            meter.wakeups_per_s(),
+            meter.threads(),
+            *meter.memory_mb(),
+        )
+
+
+Measured = dict[tuple[str, str], Cost]
+"""By case and process."""
 
 
 class Run:
@@ -85,16 +97,16 @@ class Run:
                 sys.exit(f"{self.case} did not start:\n{(self.folder / 'log').read_text()[-4000:]}")
             time.sleep(0.1)
 
-    def watched(self) -> dict[str, psutil.Process]:
+    def watched(self) -> dict[str, int]:
         """Return the processes to look at: the control node's task, the last member's, and a guardian."""
-        tasks = [psutil.Process(int((self.folder / f"task-{node}").read_text())) for node in range(self.nodes)]
-        found = {"control task": tasks[0]}
+        tasks = [int((self.folder / f"task-{node}").read_text()) for node in range(self.nodes)]
+        found = {CONTROL: tasks[0]}
         if self.nodes > 1:
-            found["member's task"] = tasks[-1]
-        for child in tasks[-1].children():
+            found[MEMBER] = tasks[-1]
+        for child in psutil.Process(tasks[-1]).children():
             with suppress(psutil.Error):
                 if any("node.guardian" in word for word in child.cmdline()):
-                    found["guardian"] = child
+                    found["guardian"] = child.pid
         return found
 
     def end(self) -> None:
@@ -108,53 +120,8 @@ class Run:
             self._process.wait()
 
 
-def wakeups(pid: int) -> int:
-    """Return how often the living threads of a process have waited for something and gone on."""
-    texts = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/status")]
-    return sum(int(text.partition("\nvoluntary_ctxt_switches:")[2].split()[0]) for text in texts)
-
-
-class Meter:
-    """Looks at one process once in each window."""
-
-    def __init__(self, process: psutil.Process) -> None:
-        self._process = process
-        self._looks = [self._look()]
-        self._began = self._of_children()
-
-    def look(self) -> None:
-        """End a window."""
-        self._looks.append(self._look())
-
-    def _look(self) -> tuple[float, float, int]:
-        pid = self._process.pid
-        # The kernel's clock of another process's CPU time, in nanoseconds (clock_getcpuclockid(3)).
-        return time.monotonic(), time.clock_gettime((~pid << 3) | 2), wakeups(pid)
-
-    def _of_children(self) -> float:
-        times = self._process.cpu_times()
-        return times.children_user + times.children_system
-
-    def cost(self, nodes: int, case: str, name: str) -> Cost:
-        """Return what was used."""
-        pairs = list(zip(self._looks, self._looks[1:], strict=False))
-        begin, end = self._looks[0], self._looks[-1]
-        memory = self._process.memory_full_info()
-        return Cost(
-            nodes,
-            case,
-            name,
-            cpu=statistics.median(100 * (b[1] - a[1]) / (b[0] - a[0]) for a, b in pairs),
-            cpu_of_ended_children=100 * (self._of_children() - self._began) / (end[0] - begin[0]),
-            wakeups_per_s=(end[2] - begin[2]) / (end[0] - begin[0]),
-            threads=self._process.num_threads(),
-            rss_mb=memory.rss / 1e6,
-            pss_mb=memory.pss / 1e6,
-        )
-
-
-def measure(nodes: int, cases: list[str], seconds: float, settle_s: float) -> list[Cost]:
-    """Run all cases at once and return what their processes used."""
+def measure(nodes: int, cases: Sequence[str], windows: int, seconds: float, settle_s: float) -> Measured:
+    """Run all cases at once and return the meters of their processes, by case and process."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as runs_end:
         runs = []
         for number, case in enumerate(cases):
@@ -162,52 +129,48 @@ def measure(nodes: int, cases: list[str], seconds: float, settle_s: float) -> li
             runs_end.callback(runs[-1].end)
             runs[-1].await_workers()
         time.sleep(settle_s)
-        meters = {(run.case, name): Meter(process) for run in runs for name, process in run.watched().items()}
-        for _ in range(WINDOWS):
-            time.sleep(seconds / WINDOWS)
+        meters = {(run.case, name): Meter(pid) for run in runs for name, pid in run.watched().items()}
+        for _ in range(windows):
+            time.sleep(seconds / windows)
             for meter in meters.values():
                 meter.look()
-        return [meter.cost(nodes, *key) for key, meter in meters.items()]
+        return {key: Cost.of(meter) for key, meter in meters.items()}
 
 
-def facts() -> dict[str, str | int]:
-    """Return what the figures depend on."""
-    return {
-        "cores": os.cpu_count() or 0,
-        "system": f"{platform.system()} {platform.release().partition('-')[0]}, {platform.machine()}",
-        "python": platform.python_version(),
-        **{name: version(name) for name in ("metaflow", "torch")},
-        "load before": f"{os.getloadavg()[0]:.1f}",
-    }
-
-
-def show(costs: list[Cost]) -> None:
-    """Print a table."""
-    print("nodes  case               process          CPU %  children %  wakeups/s  threads  RSS MB  PSS MB")
-    for cost in costs:
-        print(
-            f"{cost.nodes:5}  {cost.case:18} {cost.process:14} {cost.cpu:7.2f} {cost.cpu_of_ended_children:11.2f} "
-            f"{cost.wakeups_per_s:10.1f} {cost.threads:8} {cost.rss_mb:7.1f} {cost.pss_mb:7.1f}",
-            flush=True,
-        )
+def tell(report: Report, nodes: int, costs: Measured) -> None:
+    """Add what was measured for one number of nodes: of each task how much more than the plain one's."""
+    plain = {process: cost for (case, process), cost in costs.items() if case == PLAIN}
+    for (case, process), cost in costs.items():
+        name = f"{nodes} nodes, {case}, {process}"
+        if case == PLAIN or process not in plain:
+            report.add(f"{name}: CPU", cost.cpu, "%")
+            report.add(f"{name}: RSS", [cost.rss_mb], "MB")
+        else:
+            other, limit = plain[process], _MOST_PERCENT if nodes <= _FEW or process == MEMBER else _MOST_OF_MANY
+            report.add(f"{name}: more CPU", differences(cost.cpu, other.cpu), "%", limit)
+            report.add(f"{name}: more RSS", [cost.rss_mb - other.rss_mb], "MB", _MOST_MB)
+            report.add(f"{name}: more PSS", [cost.pss_mb - other.pss_mb], "MB")
+            report.add(f"{name}: more threads", [cost.threads - other.threads], "")
+        report.add(f"{name}: wakeups", [cost.wakeups_per_s], "/s")
+        if cost.cpu_of_ended_children > 0:
+            report.add(
+                f"{name}: CPU of processes that it started and that have ended", [cost.cpu_of_ended_children], "%"
+            )
 
 
 def main() -> None:
     """Measure each number of nodes."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--nodes", type=int, nargs="+", default=[1, 2, 8])
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--seconds", type=float, default=60.0, help="how long to measure each number of nodes")
-    parser.add_argument("--settle", type=float, default=10.0, help="seconds between the last worker's begin and that")
-    parser.add_argument("--json", type=Path, help="file for all figures")
-    given = parser.parse_args()
-    about, costs = facts(), []
-    print(", ".join(f"{name} {value}" for name, value in about.items()))
+    options = parser(__doc__)
+    options.add_argument("--nodes", type=int, nargs="+", default=[1, 2, 8])
+    options.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    options.add_argument("--seconds", type=float, default=60.0, help="how long to measure each number of nodes")
+    options.add_argument("--windows", type=int, default=7, help="in how many parts")
+    options.add_argument("--settle", type=float, default=10.0, help="seconds between the last worker's begin and that")
+    given = options.parse_args()
+    report = Report("the cost of supervision")
     for nodes in given.nodes:
-        costs += (found := measure(nodes, given.cases, given.seconds, given.settle))
-        show(found)
-    if given.json is not None:
-        given.json.write_text(json.dumps({"facts": about, "costs": [asdict(cost) for cost in costs]}, indent=1))
+        tell(report, nodes, measure(nodes, given.cases, given.windows, given.seconds, given.settle))
+    report.finish(given.json)
 
 
 if __name__ == "__main__":
