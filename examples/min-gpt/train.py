@@ -23,8 +23,6 @@ PROMPT = "The "
 def pick_device() -> torch.device:
     """One GPU per process where this node has enough of them, else the CPU."""
     if torch.cuda.device_count() < int(os.environ["LOCAL_WORLD_SIZE"]):
-        # The processes of all nodes may share a few cores; more threads would only wait for each other.
-        torch.set_num_threads(1)
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
