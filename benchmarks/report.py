@@ -141,7 +141,7 @@ def _gpus() -> dict[str, str]:
 
 
 def _short(value: float) -> str:
-    """Return three digits that count, and all of a large number's."""
-    if abs(value) >= 100 or value == int(value):
+    """Return about three digits that count, and all of a large number's."""
+    if abs(value) >= 100:
         return f"{value:.0f}"
     return f"{value:.2f}" if abs(value) >= 1 else f"{value:.3f}"

@@ -58,7 +58,7 @@ def test_a_row_tells_median_spread_and_target():
         *("go", "0.052 s", "0.049 to 2.50", "3", "<= 0.100 s", "met"),
     ]
     assert report.Figure("speed", (75.0,), "%", 80, at_least=True).as_row() == [
-        *("speed", "75 %", "", "1", ">= 80 %", "**not met**"),
+        *("speed", "75.00 %", "", "1", ">= 80.00 %", "**not met**"),
     ]
 
 

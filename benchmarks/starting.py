@@ -1,0 +1,132 @@
+"""How benchmarks start workers: by a flow with or without `@torchrun`, and by torchrun alone in a shell for each node."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from report import Report
+
+HERE = Path(__file__).parent
+FLOW = HERE / "launching_flow.py"
+LIMIT_S = 600.0
+COLD, WARM_AGENT, WARM_WORKERS = "cold", "warm agent", "warm workers"
+_WARM = {COLD: "False", WARM_AGENT: "agent", WARM_WORKERS: "workers"}
+
+
+@cache
+def has_warm() -> bool:
+    """Return whether `@torchrun` has warm processes here; Metaflow takes a second to import, so it is asked late."""
+    import metaflow  # noqa: F401 - it imports our modules, so it must come before them
+
+    from metaflow_extensions.torchrun.plugins.torchrun.settings import DEFAULTS
+
+    return "warm" in DEFAULTS
+
+
+def heats(report: Report) -> list[str]:
+    """Return how launches can begin here."""
+    if not has_warm():
+        report.note("warm agent, warm workers: skipped, since @torchrun has no attribute warm here")
+    return [COLD, WARM_AGENT, WARM_WORKERS] if has_warm() else [COLD]
+
+
+class Shape(NamedTuple):
+    """How many nodes, and how many processes on each."""
+
+    nodes: int
+    nproc: int
+
+    def __str__(self) -> str:
+        return f"{self.nodes} x {self.nproc}"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One call of `run`, `after_s` seconds after the one before or the step's begin."""
+
+    options: dict[str, Any]  # arguments of `run`; without an entrypoint the function of `collective_worker`
+    after_s: float = 0.0
+
+
+def by_flow(folder: Path, shape: Shape, launches: Sequence[Launch], heat: str | None) -> float:
+    """Run the flow to its end, without `@torchrun` if `heat` is None, and return its seconds."""
+    asked = {"nodes": shape.nodes, "nproc": shape.nproc, "launches": [vars(launch) for launch in launches]}
+    env = {
+        **{name: value for name, value in os.environ.items() if not name.startswith("METAFLOW_")},
+        "BENCHMARK_ASKED": json.dumps(asked),
+        "BENCHMARK_FOLDER": str(folder),
+        "METAFLOW_USER": "benchmark",
+        "METAFLOW_DEFAULT_METADATA": "local",
+        "METAFLOW_DEFAULT_DATASTORE": "local",
+        "METAFLOW_DATASTORE_SYSROOT_LOCAL": str(folder),
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+    }
+    warm = f":warm={_WARM[heat]}" if heat is not None and has_warm() else ""
+    words = [] if heat is None else ["--with", f"torchrun{warm}"]
+    return seconds_of([[sys.executable, str(FLOW), "--no-pylint", "run", *words]], folder, env)
+
+
+def by_torchrun(folder: Path, shape: Shape, script: Path, *args: str) -> float:
+    """Run a script by a torchrun for each node, note when they began, and return their seconds.
+
+    Whatever torchrun sets by default stays as it is.
+    """
+    port = free_port()
+    commands = []
+    for node in range(shape.nodes):
+        command = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={shape.nodes}", f"--node-rank={node}"]
+        command += ["--master-addr=127.0.0.1", f"--master-port={port}", f"--nproc-per-node={shape.nproc}"]
+        commands.append([*command, str(script), *args])
+    (folder / "begin-0-0").write_text(repr(time.monotonic()), encoding="ascii")
+    return seconds_of(commands, folder, {**os.environ, "BENCHMARK_FOLDER": str(folder)})
+
+
+def seconds_of(commands: Sequence[Sequence[str]], folder: Path, env: dict[str, str]) -> float:
+    """Run commands side by side; return the seconds until the last has ended, or end the benchmark if one fails."""
+    begun = time.monotonic()
+    with open(folder / "log", "wb") as log:
+        running = [
+            subprocess.Popen(
+                command, cwd=folder, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
+            )
+            for command in commands
+        ]
+        try:
+            codes = [process.wait(LIMIT_S) for process in running]
+        finally:
+            for process in running:  # a second SIGTERM would do no harm to those that have ended
+                process.terminate()
+    seconds = time.monotonic() - begun
+    if any(codes):
+        sys.exit(f"{commands[0]} failed:\n{(folder / 'log').read_text(errors='replace')[-8000:]}")
+    return seconds
+
+
+def last(folder: Path, pattern: str) -> float:
+    """Return the latest of the times that were noted under such names."""
+    times = [float(path.read_text()) for path in folder.glob(pattern) if path.suffix != ".part"]
+    assert times, f"{pattern}: nobody has noted a time\n{(folder / 'log').read_text(errors='replace')[-8000:]}"
+    return max(times)
+
+
+def free_port() -> int:
+    """Return a port that nobody uses."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+def count_gpus() -> int:
+    """Return how many NVIDIA GPUs torch can use; this process does not import it."""
+    program = "import torch; print(torch.cuda.device_count() if torch.distributed.is_nccl_available() else 0)"
+    return int(subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout)

@@ -1,0 +1,64 @@
+"""What a whole flow takes whose step runs an empty script: beside the same flow without `@torchrun`, and torchrun alone.
+
+Our own share is what is left of the flow with a cold `@torchrun` when the flow without it and torchrun alone are taken
+away. Of a flow with warm processes, all that `@torchrun` adds is compared with torchrun alone.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from pairs import differences, in_turns, ratios
+from report import Report, parser
+from starting import COLD, HERE, Launch, Shape, by_flow, by_torchrun, heats
+
+SCRIPT = HERE / "empty_worker.py"
+SHAPE = Shape(2, 1)
+PLAIN, TORCHRUN = "plain @parallel", "torchrun alone"
+SHARE_S = 0.3
+
+
+def in_folder(run: Callable[[Path], float]) -> float:
+    """Return what it returns, given a folder of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        return run(Path(folder))
+
+
+def measure(report: Report, rounds: int, before_s: float, chosen: list[str]) -> None:
+    """Measure all variants in turns; in those of flows, the step sleeps first, for `before_s` seconds."""
+    launches = [Launch({"entrypoint": str(SCRIPT)}, before_s)]
+    variants = {
+        TORCHRUN: partial(in_folder, lambda folder: by_torchrun(folder, SHAPE, SCRIPT)),
+        PLAIN: partial(in_folder, lambda folder: by_flow(folder, SHAPE, launches, None)),
+    }
+    for heat in chosen:
+        variants[heat] = partial(in_folder, partial(by_flow, shape=SHAPE, launches=launches, heat=heat))
+    where = f"{SHAPE}, {before_s:g} s before run"
+    taken = in_turns(variants, rounds, lambda text: print(f"{where}, {text}", flush=True))
+    for name, values in taken.items():
+        report.add(f"{where}: {name}", values)
+    share = differences(taken[COLD], taken[PLAIN], taken[TORCHRUN])
+    report.add(f"{where}: our own share, cold", share, target=SHARE_S)
+    for heat in chosen:
+        added = ratios(differences(taken[heat], taken[PLAIN]), taken[TORCHRUN])
+        target = None if heat == COLD else 1.0
+        report.add(f"{where}: what @torchrun adds, {heat} / torchrun alone", added, "", target)
+
+
+def main() -> None:
+    """Measure with a step that calls `run` at once, and with one that does something else first."""
+    options = parser(__doc__, rounds=7)
+    options.add_argument("--before", type=float, nargs="+", default=[0.0, 3.0], help="seconds of the step before run")
+    given = options.parse_args()
+    report = Report("whole flow")
+    chosen = heats(report)
+    for before_s in given.before:
+        measure(report, given.rounds, before_s, chosen)
+    report.finish(given.json)
+
+
+if __name__ == "__main__":
+    main()
