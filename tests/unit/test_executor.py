@@ -12,9 +12,9 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
 from metaflow_extensions.torchrun.plugins.torchrun.gang.launch import Launch
 from metaflow_extensions.torchrun.plugins.torchrun.gang.member import Member
 from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import LaunchPolicy
+from metaflow_extensions.torchrun.plugins.torchrun.gang_of_one import rename_node
 from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import Machine, Nproc
 from metaflow_extensions.torchrun.plugins.torchrun.settings import parse_settings
-from metaflow_extensions.torchrun.plugins.torchrun.single_node import rename_node
 
 
 @pytest.fixture

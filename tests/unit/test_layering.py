@@ -2,6 +2,7 @@
 
 import ast
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -18,7 +19,7 @@ SCRIPTS = "scripts"
 IMPORTED_SCRIPT = {"launch.function": "scripts.function_worker"}
 KNOW_METAFLOW = {
     "decorator",
-    "single_node",
+    "gang_of_one",
     "errors",
     "tracebacks",
     "channel.registry",
@@ -32,6 +33,20 @@ KNOW_METAFLOW = {
     "border.task_log",
     "card.gang_card",
     "card.part",
+}
+# `metaflow` imports these whenever it is imported, whether or not a flow has a step of ours; all others wait for one.
+IMPORTED_WITH_METAFLOW = {
+    "decorator",
+    "single_node",
+    "result",
+    "settings",
+    "parsing",
+    "tracebacks",
+    "errors",
+    "border.spot_notice",
+    "border.starters",
+    "machine.processes",
+    "card.gang_card",
 }
 
 
@@ -130,6 +145,14 @@ def test_the_test_sees_an_import_that_points_upwards():
     )
     assert ours == {"node.logs", "errors"}
     assert foreign == {"torch"}
+
+
+def test_metaflow_itself_imports_few_of_our_modules():
+    """See benchmarks/import_time.py for what they cost."""
+    code = f"import sys, metaflow; print(*[m for m in sys.modules if m.startswith({package.__name__!r})])"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    ours = {name.removeprefix(f"{package.__name__}.") for name in loaded}
+    assert ours & set(MODULES) == IMPORTED_WITH_METAFLOW
 
 
 def test_the_guardian_can_start_without_metaflow():

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from metaflow import current
 
-from metaflow_extensions.torchrun.plugins.torchrun import single_node
+from metaflow_extensions.torchrun.plugins.torchrun import gang_of_one
 from metaflow_extensions.torchrun.plugins.torchrun.events import Event
 from metaflow_extensions.torchrun.plugins.torchrun.single_node import TorchrunSingleNodeMultiGPU
 
@@ -25,8 +25,8 @@ def runner(monkeypatch):
             if fails:
                 raise ValueError("no")
 
-    monkeypatch.setattr(single_node, "TorchrunExecutor", Executor)
-    monkeypatch.setattr(single_node, "print_errors_ourselves", lambda **_: None)
+    monkeypatch.setattr(gang_of_one, "TorchrunExecutor", Executor)
+    monkeypatch.setattr(gang_of_one, "print_errors_ourselves", lambda **_: None)
     runner, seen, fails = TorchrunSingleNodeMultiGPU(), [], []
     part = runner.card("outcome", "launch")
 
@@ -47,7 +47,7 @@ def test_a_part_shows_the_launch_of_its_runner(runner):
 
 def test_a_launch_that_fails_makes_the_last_cards(runner, monkeypatch):
     made = []
-    monkeypatch.setattr(single_node.LiveCard, "make_last", lambda self: made.append(self.settle()))
+    monkeypatch.setattr(gang_of_one.LiveCard, "make_last", lambda self: made.append(self.settle()))
     runner.fails.append(1)
     with pytest.raises(ValueError, match="no"):
         runner.run(entrypoint="train.py")
@@ -56,7 +56,7 @@ def test_a_launch_that_fails_makes_the_last_cards(runner, monkeypatch):
 
 def test_within_a_gang_the_tasks_cards_stay_the_gangs(runner, monkeypatch):
     given = []
-    monkeypatch.setattr(single_node, "LiveCard", lambda *args, with_ours: given.append(with_ours) or FakeLiveCard())
+    monkeypatch.setattr(gang_of_one, "LiveCard", lambda *args, with_ours: given.append(with_ours) or FakeLiveCard())
     current._update_env({"torch": object()})
     runner.run(entrypoint="train.py")
     current._update_env({"torch": None})

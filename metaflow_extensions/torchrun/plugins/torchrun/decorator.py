@@ -1,11 +1,15 @@
-"""``@torchrun``: Metaflow's lifecycle, wired to the rest."""
+"""``@torchrun``: Metaflow's lifecycle, wired to the rest.
+
+Metaflow imports this module whenever it is imported itself, and most programs have no step of ours. So a method imports
+what it alone needs: the submitting process never imports what tasks do, nor does another step's task.
+"""
 
 from __future__ import annotations
 
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from metaflow import current
 from metaflow.metaflow_config import KUBERNETES_SANDBOX_INIT_SCRIPT
@@ -13,18 +17,14 @@ from metaflow.plugins.parallel_decorator import ParallelDecorator
 from metaflow.unbounded_foreach import UBF_CONTROL
 from metaflow.user_configs.config_parameters import UNPACK_KEY
 
-from .border.interrupts import heed_signals_to_job, heed_signals_to_run
-from .border.local_nodes import SameInterpreter
 from .border.spot_notice import heed_sigterm_in_pod, pod_script
 from .border.starters import name_as_starter
-from .border.submit_checks import Submission, ignored_by_with
-from .border.task_gang import TaskGang, is_local
-from .border.value_store import DatastoreValues
-from .executor import Context, TorchrunExecutor
-from .machine.accelerators import Nproc, requested_accelerators, this_machine
-from .node.report import print_errors_ourselves
 from .settings import DEFAULTS, StepSettings, parse_settings, refuse_unknown
 from .tracebacks import cut_frames_around
+
+if TYPE_CHECKING:
+    from .border.task_gang import TaskGang
+    from .machine.accelerators import Nproc
 
 # What a pod's shell runs first (KUBERNETES_SANDBOX_INIT_SCRIPT in metaflow_config.py, 2.19).
 _POD_SCRIPT = "METAFLOW_KUBERNETES_SANDBOX_INIT_SCRIPT"
@@ -96,6 +96,9 @@ class TorchrunDecorator(ParallelDecorator):  # type: ignore[misc]  # Metaflow is
 
     def __init__(self, attributes: dict[str, Any] | None = None, *args: Any, **kwargs: Any) -> None:
         # Metaflow would refuse unknown attributes here, before it knows which step they stand at.
+        from .border import submit_checks  # noqa: F401 - its lint check has to be there before Metaflow's lint, which
+        # comes before `step_init`
+
         given = attributes or {}
         self._unknown = [key for key in given if key not in DEFAULTS and not key.startswith(UNPACK_KEY)]
         super().__init__({key: value for key, value in given.items() if key not in self._unknown}, *args, **kwargs)
@@ -104,6 +107,12 @@ class TorchrunDecorator(ParallelDecorator):  # type: ignore[misc]  # Metaflow is
         self, flow: Any, graph: Any, step_name: str, decos: Any, environment: Any, flow_datastore: Any, logger: Any
     ) -> None:
         """Check everything that can be checked before anything is scheduled."""
+        from .border.interrupts import heed_signals_to_job
+        from .border.local_nodes import SameInterpreter
+        from .border.submit_checks import Submission, ignored_by_with
+        from .machine.accelerators import requested_accelerators
+        from .node.report import print_errors_ourselves
+
         print_errors_ourselves(in_task=False)
         super().step_init(flow, graph, step_name, decos, environment, flow_datastore, logger)
         self._flow_datastore = flow_datastore
@@ -131,6 +140,8 @@ class TorchrunDecorator(ParallelDecorator):  # type: ignore[misc]  # Metaflow is
 
     def runtime_init(self, flow: Any, graph: Any, package: Any, run_id: str) -> None:
         """Check what only a run can do; deployments, tasks and commands such as ``show`` don't come here."""
+        from .border.interrupts import heed_signals_to_run
+
         super().runtime_init(flow, graph, package, run_id)
         heed_signals_to_run()
         self._submission.check_batch()
@@ -152,6 +163,9 @@ class TorchrunDecorator(ParallelDecorator):  # type: ignore[misc]  # Metaflow is
 
     def task_pre_step(self, *args: Any) -> None:
         """Note which gang this is."""
+        from .border.task_gang import TaskGang
+        from .node.report import print_errors_ourselves
+
         super().task_pre_step(*args)
         step_name, task_datastore, _, run_id, task_id, flow, _, retry_count, _, ubf_context, _ = args
         if ubf_context is None and flow._parallel_ubf_iter.num_parallel == 1:
@@ -197,6 +211,11 @@ class TorchrunDecorator(ParallelDecorator):  # type: ignore[misc]  # Metaflow is
 
     def setup_distributed_env(self, flow: Any) -> None:
         """Join the gang and offer ``current.torch``; called right before the step's code."""
+        from .border.task_gang import is_local
+        from .border.value_store import DatastoreValues
+        from .executor import Context, TorchrunExecutor
+        from .machine.accelerators import this_machine
+
         super().setup_distributed_env(flow)
         assert self._gang is not None
         parallel, here = current.parallel, is_local()

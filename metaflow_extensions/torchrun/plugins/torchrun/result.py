@@ -7,8 +7,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from .launch.values import ValuesOnDisk
-
 T = TypeVar("T")
 
 # What a stored result becomes when it is loaded: itself where Metaflow and this extension are installed, elsewhere a
@@ -81,6 +79,8 @@ class TorchrunResult(Generic[T]):
             If this result does not have it: it is of a script, or the rank is another node's and the values were
             not gathered.
         """
+        from .launch.values import ValuesOnDisk  # here, as Metaflow imports this module with every flow
+
         if rank not in self.values:
             raise LookupError(self._why_not(rank))
         if isinstance(self.values, ValuesOnDisk):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -110,6 +109,8 @@ def choose(
 
 def refuse_unknown(names: Sequence[str], step: str) -> None:
     """Raise TorchrunConfigError for attributes that ``@torchrun`` does not have."""
+    import difflib  # here, as Metaflow imports this module with every flow, and few are wrong
+
     for name in names:
         near = difflib.get_close_matches(name, DEFAULTS, n=1)
         hint = f" Did you mean {near[0]}?" if near else ""

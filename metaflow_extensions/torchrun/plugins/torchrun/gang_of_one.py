@@ -1,0 +1,104 @@
+"""What `TorchrunSingleNodeMultiGPU` does: a gang of one node, in a step without ``num_parallel``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from metaflow import current
+
+from .border.event_store import gang_content
+from .border.live_card import LiveCard, with_task
+from .border.step_timeout import StepTimeout
+from .card.part import GangPart
+from .channel.join import LOOPBACK, join_alone
+from .errors import TorchrunError
+from .events import Event
+from .executor import Context, TorchrunExecutor
+from .gang.cause import Cause
+from .gang.member import Member
+from .gang.state import Gang
+from .machine.accelerators import this_machine
+from .node.console import to_log
+from .node.report import end_with, print_errors_ourselves, report
+from .result import TorchrunResult
+from .settings import DEFAULTS, parse_settings
+
+_NOTHING = {"said": "No launch has begun yet."}
+
+
+class GangOfOne:
+    """Runs one launch after the other, each in a gang of its own, and shows the last on the task's cards."""
+
+    def __init__(self) -> None:
+        self._live_card: LiveCard | None = None  # of the last launch
+        self._has_parts = False  # whether the step has asked for any
+
+    def card(self, parts: tuple[str, ...]) -> GangPart:
+        """Return parts of the gang's card, which show the last launch."""
+        self._has_parts = True
+        return GangPart(parts, self._shown)
+
+    def _shown(self) -> dict[str, Any]:
+        return with_task(_NOTHING) if self._live_card is None else self._live_card.for_part()
+
+    def run(self, entrypoint: Any, entrypoint_args: Any, **options: Any) -> TorchrunResult[Any]:
+        """Run a launch to its end; the arguments are those of `TorchrunExecutor.run`."""
+        settings = parse_settings(DEFAULTS, "TorchrunSingleNodeMultiGPU")
+        about: dict[str, Any] = {}
+        member, channel = join_alone(settings, partial(_log, about))
+        live_card = self._follow(channel.gang, about, member)
+        timeout = StepTimeout()
+        timeout.tell(member)
+        error: BaseException | None = None
+        try:
+            executor = TorchrunExecutor(Context(member, LOOPBACK, this_machine(), settings))
+            run: Callable[..., TorchrunResult[Any]] = executor.run  # which overload is the caller's to know
+            return run(entrypoint, entrypoint_args, **options)
+        except BaseException as caught:
+            error = caught
+            if isinstance(caught, TorchrunError) and member.gang_knows(caught) and current.get("is_parallel"):
+                rename_node(caught, current.parallel.node_index)
+            print_errors_ourselves(in_task=True)
+            end_with(caught, report(caught, member.node, shared=True, known=False, live=member.shows_output))
+            raise
+        finally:
+            timeout.end()
+            member.leave(error)
+            if error is None:
+                live_card.settle()
+            else:
+                live_card.make_last()
+
+    def _follow(self, gang: Gang, about: dict[str, Any], member: Member) -> LiveCard:
+        """Show the launch on the task's cards; of a launch within a gang only where the step asks for it."""
+        is_alone = current.get("torch") is None
+        live_card = LiveCard(
+            partial(gang_content, gang, about),
+            lambda: gang.history.count,
+            lambda: member.runs_own_code,
+            with_ours=is_alone,
+        )
+        if is_alone and self._has_parts:
+            live_card.follow_parts()
+        self._live_card = live_card
+        return live_card
+
+
+def _log(about: dict[str, Any], event: Event) -> None:
+    if event.kind == "command":
+        about["command"] = event.text.removeprefix("runs: ")
+    to_log(event)
+
+
+def rename_node(error: TorchrunError, node: int) -> None:
+    """Have an error of a gang of one, whose node is 0, speak of the node that it is in the gang around it."""
+    if error.cause is None:
+        return
+    before = Cause.from_dict(error.cause)
+    after = replace(before, node=node)
+    # Without the first letter, which is large where a sentence begins.
+    error.message = error.message.replace(before.who[1:], after.who[1:])
+    error.cause = after.as_dict()
