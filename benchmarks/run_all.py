@@ -13,7 +13,7 @@ from report import HEAD, Figure, table
 
 HERE = Path(__file__).parent
 # Each takes `--json FILE`. Those that need least time come first.
-COMMANDS = ("cost_for_workers.py", "logs_of_all.py", "cost_of_supervision.py")
+COMMANDS = ("import_time.py", "cost_for_workers.py", "logs_of_all.py", "cost_of_supervision.py")
 
 
 def run(command: str, folder: Path) -> Path | None:
