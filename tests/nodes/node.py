@@ -24,7 +24,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.channel.registry import Regis
 from metaflow_extensions.torchrun.plugins.torchrun.executor import Context, TorchrunExecutor
 from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import to_plain
 from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import this_machine
-from metaflow_extensions.torchrun.plugins.torchrun.node.console import to_log, write_output
+from metaflow_extensions.torchrun.plugins.torchrun.node.console import to_log, write_text
 from metaflow_extensions.torchrun.plugins.torchrun.settings import parse_settings
 
 # As the decorator has it, for tasks that are on machines of their own.
@@ -129,7 +129,7 @@ def join(task, registry, settings):
         main_ip = socket.gethostbyname_ex(socket.gethostname())[-1][0]
     member, channel = joining.join_as_control(registry, task.num_nodes, main_ip, settings, to_log, here_only)
     if task.main_ip is not None or settings.logs in ("all", "rank0"):  # as of tasks that are on machines of their own
-        channel.relay.start(write_output)
+        channel.relay.start(write_text)
     return member, channel, joining.control_addresses(main_ip, here_only)[0]
 
 

@@ -95,8 +95,8 @@ class FakeNode:
         self.events.append(event)
         self.said.append((event.kind, event.text))
 
-    def _write(self, stream, text):
-        self.output.append(text)
+    def _write(self, stream, lines):
+        self.output.append(lines.decode())
         return True
 
     def _new_agent(self, *args):

@@ -18,7 +18,7 @@ from unit_helpers import OURS
 
 from metaflow_extensions.torchrun.plugins.torchrun.events import Event
 from metaflow_extensions.torchrun.plugins.torchrun.node import console
-from metaflow_extensions.torchrun.plugins.torchrun.node.console import write_output
+from metaflow_extensions.torchrun.plugins.torchrun.node.console import write_text
 
 BLOCK = ("x" * 79 + "\n") * 1000  # more than a pipe holds
 
@@ -65,7 +65,7 @@ def take_stdout(monkeypatch):
 
 @pytest.mark.parametrize("name", ["stdout", "stderr"])
 def test_output_goes_to_the_stream_of_its_name_at_once(name, capfd):
-    write_output(name, "[rank 0] größe\n")
+    write_text(name, "[rank 0] größe\n")
     assert capfd.readouterr()._asdict() == {"out": "", "err": "", f"{name[3:]}": "[rank 0] größe\n"}
 
 
@@ -77,15 +77,29 @@ def test_a_stream_of_the_steps_own_gets_the_text_even_if_it_has_a_file(tmp_path,
     got = []
     with open(tmp_path / "below", "w") as below:
         monkeypatch.setattr(sys, "stdout", SimpleNamespace(fileno=below.fileno, write=got.append, flush=lambda: None))
-        assert write_output("stdout", "größe\ntwo\n")
+        assert write_text("stdout", "größe\ntwo\n")
     assert "".join(got) == "größe\ntwo\n"
 
 
 def test_a_stdout_that_is_not_unicode_still_shows_every_line(monkeypatch):
     narrow = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", narrow)
-    write_output("stdout", "[rank 0] größe \ufffd\n")
+    write_text("stdout", "[rank 0] größe \ufffd\n")
     assert narrow.buffer.getvalue() == b"[rank 0] gr\\xf6\\xdfe \\ufffd\n"
+
+
+def test_a_file_gets_all_at_once_in_its_own_encoding(tmp_path, monkeypatch):
+    text, sizes = "größe 🙂\n" * 50_000, []
+    usual = os.write
+    monkeypatch.setattr(os, "write", lambda fd, data: sizes.append(len(data)) or usual(fd, data))
+    for encoding in ("utf-8", "UTF8", "latin-1"):
+        with open(tmp_path / encoding, "w", encoding=encoding) as file:
+            monkeypatch.setattr(sys, "stdout", file)
+            assert write_text("stdout", text)
+        assert (tmp_path / encoding).read_bytes() == text.encode(encoding, errors="backslashreplace")
+        last = len("größe 🙂\n".encode(encoding, errors="backslashreplace"))
+        assert sizes == [last * 49_999, last]
+        sizes.clear()
 
 
 def spoiled(spoil, **options):
@@ -117,7 +131,7 @@ def test_a_stream_that_can_not_be_written_to_is_said_once_and_stops_nobody(open_
     with monkeypatch.context() as patched:
         patched.setattr(sys, "stdout", stream)
         for _ in range(3):
-            assert write_output("stdout", "unseen\n")
+            assert write_text("stdout", "unseen\n")
     if reason in ("Broken pipe", "No space left"):
         stream.close()
     (line,) = capfd.readouterr().err.splitlines()
@@ -141,7 +155,7 @@ def test_metaflow_shows_every_line_without_another_write(texts, take_stdout, sid
     poll.add(stream.reading)
     written = []
     for count in texts:
-        written.append(side(write_output, "stdout", "".join(lines[at : at + count])))
+        written.append(side(write_text, "stdout", "".join(lines[at : at + count])))
         at += count
     while len(shown) < total:
         events = list(poll.poll(5000))
@@ -158,7 +172,7 @@ def test_long_lines_of_two_nodes_on_one_pipe_do_not_mix(take_stdout, side):
     def write(mark):
         node = console._Output("stdout")
         for _ in range(50):
-            node.write(mark * 10_000 + "\n", 20)
+            node.write(mark.encode() * 10_000 + b"\n", 20)
 
     read = side(stream.text)
     for writer in [side(write, mark) for mark in "ab"]:
@@ -171,10 +185,10 @@ def test_a_writer_that_was_halted_with_the_lock_is_waited_for_once(take_stdout):
     stream, output = take_stdout(), console._outputs["stdout"]
     halted = os.open(f"/proc/self/fd/{stream.writing}", os.O_WRONLY)
     fcntl.flock(halted, fcntl.LOCK_EX)
-    write_output("stdout", "aaa\n")
+    write_text("stdout", "aaa\n")
     assert output._lock_patience_s == 0.0
     os.close(halted)
-    write_output("stdout", "aaa\n")
+    write_text("stdout", "aaa\n")
     assert output._lock_patience_s == console._LOCK_PATIENCE_S
     stream.stdout.close()
     assert stream.text() == "aaa\n" * 2
@@ -188,7 +202,7 @@ def test_a_stream_that_does_not_block_loses_nothing(kind, take_stdout, side):
     stream = take_stdout(kind)
     os.set_blocking(stream.writing, False)  # as Node.js leaves it, for all that have it
     texts = ["".join(f"line {n}\n" for n in range(begin, begin + 1_000)) for begin in range(0, 10_000, 1_000)]
-    written = side(lambda: [write_output("stdout", text, 60) for text in texts])
+    written = side(lambda: [write_text("stdout", text, 60) for text in texts])
     read = b""
     while read.count(b"\n") < 10_000:
         read += os.read(stream.reading, 1000)  # slowly: the pipe is always full
@@ -199,9 +213,9 @@ def test_a_stream_that_does_not_block_loses_nothing(kind, take_stdout, side):
 
 def test_a_reader_that_does_not_read_is_not_waited_for_again_and_again(take_stdout):
     stream = take_stdout()
-    write_output("stdout", "aaa\n")
+    write_text("stdout", "aaa\n")
     begun = time.monotonic()
-    assert write_output("stdout", "b\n" * 200)
+    assert write_text("stdout", "b\n" * 200)
     assert time.monotonic() - begun < 5.0  # 200 lines at 0.05 s each would be 10 s
     stream.stdout.close()
     assert stream.text() == "aaa\n" + "b\n" * 200
@@ -210,27 +224,27 @@ def test_a_reader_that_does_not_read_is_not_waited_for_again_and_again(take_stdo
 def test_nobody_waits_for_a_reader_that_does_not_read_and_it_can_have_all_later(take_stdout, side):
     stream = take_stdout()
     begun = time.monotonic()
-    assert not write_output("stdout", BLOCK, 0.1)
-    waits = side(write_output, "stdout", "waits\n", 60)
+    assert not write_text("stdout", BLOCK, 0.1)
+    waits = side(write_text, "stdout", "waits\n", 60)
     while not console._outputs["stdout"]._turn.locked():
         time.sleep(0.001)
-    assert not write_output("stdout", "event 1\n", 0.1)
-    assert not write_output("stdout", "event 2\n", 0.1)
+    assert not write_text("stdout", "event 1\n", 0.1)
+    assert not write_text("stdout", "event 2\n", 0.1)
     assert 0.3 <= time.monotonic() - begun < 3.0
     read = side(stream.text)
     assert waits.result()
-    assert write_output("stdout", "late\n", 30)
+    assert write_text("stdout", "late\n", 30)
     stream.stdout.close()
     assert read.result() == BLOCK + "waits\nevent 1\nevent 2\nlate\n"
 
 
 AT_THE_END = f"""{OURS}
 import os
-from ours.node.console import write_output
-assert not write_output("stderr", ("x" * 79 + "\\n") * 1000, 0.0)
+from ours.node.console import write_text
+assert not write_text("stderr", ("x" * 79 + "\\n") * 1000, 0.0)
 child = os.fork()
 if child:
-    write_output("stderr", "last\\n", 0.0)
+    write_text("stderr", "last\\n", 0.0)
     print(flush=True)  # now it is read, while the child ends
     os.waitpid(child, 0)
 """

@@ -22,10 +22,16 @@ class Clock:
         return self.now
 
 
+def shown(splitter, data, final=False):
+    """Return the lines that the splitter shows when it is fed, as text."""
+    lines = splitter.feed(data, final)
+    return [] if lines is None else lines.decode().split("\n")
+
+
 def lines_of(*pieces, clock=None):
     splitter = LineSplitter(clock or Clock())
-    fed = [line for piece in pieces for line in splitter.feed(piece)]
-    return [*fed, *splitter.feed(b"", final=True)]
+    fed = [line for piece in pieces for line in shown(splitter, piece)]
+    return [*fed, *shown(splitter, b"", final=True)]
 
 
 def cut(data, places):
@@ -58,6 +64,7 @@ CUTS = st.lists(st.integers(0, 200), max_size=6)
         (b"\r10%\r20%\r30%", ["10%", "30%"]),
         (b"\r1%\r2%\ndone\n\r3%\r4%\n", ["1%", "2%", "done", "4%"]),
         (b"a\rb\nc\n", ["a", "b", "c"]),
+        (b"a\rb\na\n", ["a", "b", "a"]),
         (b"100%\r\r100%\r\n", ["100%"]),
         (b"pty\r\r\n\r\n\rend", ["pty", "", "end"]),
         (b"a\x00b\x1b[31mred\n", ["a\x00b\x1b[31mred"]),
@@ -82,29 +89,55 @@ def test_a_cut_anywhere_changes_nothing(data, places):
     assert lines_of(*cut(without_returns, places)) == (expected if expected[-1] else expected[:-1])
 
 
+@given(st.lists(st.tuples(NASTY, st.sampled_from([0.0, 0.6, RENEWED_S])), max_size=6))
+def test_what_comes_at_once_is_taken_as_byte_by_byte(chunks):
+    """Lines without returns go through together; single bytes never do."""
+    clocks = Clock(), Clock()
+    at_once, single = (LineSplitter(clock) for clock in clocks)
+    for data, seconds in [*chunks, (b"\n", 0.0)]:
+        for clock in clocks:
+            clock.now += seconds
+        together = shown(at_once, data) if data else []  # no data would mean that the line rests
+        assert together == [line for byte in data for line in shown(single, bytes([byte]))]
+
+
 @given(NASTY, CUTS)
 def test_of_every_line_the_last_state_is_shown(data, places):
     whole = data.decode("utf-8", errors="replace").split("\n")
     last = [re.split("\r+", line.strip("\r"))[-1] for line in whole]
-    shown = iter(lines_of(*cut(data, places)))
-    assert all(line in shown for line in (last if last[-1] else last[:-1]))  # in this order
+    lines = iter(lines_of(*cut(data, places)))
+    assert all(line in lines for line in (last if last[-1] else last[:-1]))  # in this order
 
 
 @example(b"\ra\xf0\x9f\x99\x82", [2, 3])
 @given(NASTY, CUTS)
 def test_where_time_enough_goes_by_only_line_ends_are_lost(data, places):
     text = data.decode("utf-8", errors="replace")
-    lines = [re.split("\r+", line.strip("\r")) for line in text.split("\n")]
-    states = [state for line in lines for state, _ in itertools.groupby(line)]
+    split = [re.split("\r+", line.strip("\r")) for line in text.split("\n")]
+    states = [state for line in split for state, _ in itertools.groupby(line)]
     pieces = filter(None, cut(data, places))  # no data would mean that the line rests
-    shown = lines_of(*pieces, clock=Clock(step=2 * RENEWED_S))
-    assert shown == (states if states[-1] else states[:-1])
+    lines = lines_of(*pieces, clock=Clock(step=2 * RENEWED_S))
+    assert lines == (states if states[-1] else states[:-1])
 
 
 def test_a_long_line_comes_in_bounded_pieces_and_loses_nothing(monkeypatch):
-    monkeypatch.setattr(module, "MAX_LINE_CHARS", 10)
+    monkeypatch.setattr(module, "MAX_LINE_BYTES", 10)
     assert lines_of(b"x" * 7, b"y" * 7, b"z" * 8, b"\nend\n") == ["xxxxxxxyyy", "yyyyzzzzzz", "zz", "end"]
     assert lines_of(b"x" * 10, b"\nend\n") == ["x" * 10, "end"]
+
+
+@given(st.text(st.sampled_from("xöß模🙂"), max_size=100), CUTS)
+def test_a_long_line_is_cut_between_characters(text, places):
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(module, "MAX_LINE_BYTES", 10)
+        pieces = lines_of(*cut(text.encode(), places))
+    assert "".join(pieces) == text
+    assert all(7 <= len(piece.encode()) <= 10 for piece in pieces[:-1])
+
+
+def test_what_is_no_utf_8_is_cut_anywhere(monkeypatch):
+    monkeypatch.setattr(module, "MAX_LINE_BYTES", 10)
+    assert lines_of(b"\x80" * 25) == ["\ufffd" * count for count in (10, 10, 5)]
 
 
 # --- a progress bar, as tqdm writes it: each state begins with a return -----------------------------
@@ -112,31 +145,31 @@ def test_a_long_line_comes_in_bounded_pieces_and_loses_nothing(monkeypatch):
 
 def bar(clock, seconds, per_second=20):
     """Return what a log shows of a bar that is renewed so often and then ends."""
-    splitter, shown = LineSplitter(clock), []
+    splitter, lines = LineSplitter(clock), []
     for number in range(seconds * per_second):
-        shown += splitter.feed(b"\rstep %d" % number)
+        lines += shown(splitter, b"\rstep %d" % number)
         clock.now += 1 / per_second
-    return shown, [*shown, *splitter.feed(b"\n")]
+    return lines, [*lines, *shown(splitter, b"\n")]
 
 
 def test_a_bar_shows_one_state_a_second_and_the_last_one():
-    shown, all_shown = bar(Clock(), 60)
-    assert shown[0] == "step 0"
-    assert 55 <= len(shown) <= 61
-    assert all_shown[-1] == "step 1199"
+    lines, all_lines = bar(Clock(), 60)
+    assert lines[0] == "step 0"
+    assert 55 <= len(lines) <= 61
+    assert all_lines[-1] == "step 1199"
 
 
 def test_a_bar_that_rests_shows_where_and_says_so_once():
     clock = Clock()
     splitter = LineSplitter(clock)
-    assert list(splitter.feed(b"\r10%\r20%\r30%")) == ["10%"]
-    assert list(splitter.feed(b"")) == []
+    assert shown(splitter, b"\r10%\r20%\r30%") == ["10%"]
+    assert shown(splitter, b"") == []
     clock.now += RENEWED_S
-    assert list(splitter.feed(b"")) == ["30%"]
+    assert shown(splitter, b"") == ["30%"]
     clock.now += 100 * RENEWED_S
-    assert list(splitter.feed(b"")) == []
-    assert list(splitter.feed(b"\n")) == []
-    assert list(splitter.feed(b"half a line")) == []
+    assert shown(splitter, b"") == []
+    assert shown(splitter, b"\n") == []
+    assert shown(splitter, b"half a line") == []
     clock.now += RENEWED_S
-    assert list(splitter.feed(b"")) == []  # no bar: it may go on
-    assert list(splitter.feed(b" and half\n")) == ["half a line and half"]
+    assert shown(splitter, b"") == []  # no bar: it may go on
+    assert shown(splitter, b" and half\n") == ["half a line and half"]

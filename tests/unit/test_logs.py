@@ -5,14 +5,18 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import tracemalloc
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from unit_helpers import eventually, write
 
 from metaflow_extensions.torchrun.plugins.torchrun.node import logs
+from metaflow_extensions.torchrun.plugins.torchrun.node.lines import LineSplitter
 
 # --- following files -------------------------------------------------------------------------------
 
@@ -25,7 +29,8 @@ class Screen:
         self.writes = []
         self._lock = threading.Lock()
 
-    def write(self, stream, text):
+    def write(self, stream, lines):
+        text = lines.decode()
         with self._lock:
             assert text.endswith("\n")
             self.writes.append(text)
@@ -124,9 +129,9 @@ class PausedScreen(Screen):
         super().__init__()
         self.asked, self.continued = threading.Event(), threading.Event()
 
-    def write(self, stream, text):
-        if text:
-            super().write(stream, text)
+    def write(self, stream, lines):
+        if lines:
+            super().write(stream, lines)
         self.asked.set()
         return self.continued.wait(0.05)
 
@@ -189,6 +194,26 @@ def test_a_file_that_somebody_deletes_or_truncates_is_read_to_what_the_worker_wr
         file.write(b"at the end\n")
     follower.finish()
     assert screen.lines("stdout", "[rank 0] ") == ["before", "after", "at the end"]
+
+
+@given(
+    st.lists(st.sampled_from([b"\n", b"\r", b"word", b"\x00", b"\xff", "größe".encode()])).map(b"".join),
+    st.integers(1, 9),
+)
+def test_every_line_has_its_label_and_is_counted(data, chunk_bytes):
+    shown = []
+    with pytest.MonkeyPatch.context() as patched, tempfile.NamedTemporaryFile() as written:
+        patched.setattr(logs, "_CHUNK_BYTES", chunk_bytes)
+        written.write(data)
+        written.flush()
+        file = logs.FollowedFile(written.name, "[rank 0] ", "stdout")
+        file.finish(lambda _, lines: shown.append(lines), show_held=True)
+        file.close()
+    splitter = LineSplitter()
+    fed = [splitter.feed(data), splitter.feed(b"", final=True)]
+    lines = b"\n".join(part for part in fed if part is not None).split(b"\n") if fed != [None, None] else []
+    assert b"".join(shown) == b"".join(b"[rank 0] %s\n" % line for line in lines)
+    assert file.shown_lines == len(lines)
 
 
 # --- what it costs --------------------------------------------------------------------------------
@@ -290,15 +315,20 @@ def test_only_workers_logs_are_taken_for_workers_logs_below_a_folder_of_any_name
 
 @pytest.mark.parametrize(
     ("piece", "seen"),
-    [(b"x" * 99 + b"\n", 11_880_000), (b"x" * 100, 12_000_000), (b"\r" + b"x" * 99, 99)],
-    ids=["lines", "one line", "progress"],
+    [
+        (b"x" * 99 + b"\n", 11_880_000),
+        (b"x" * 100, 12_000_000),
+        (b"\r" + b"x" * 99, 99),
+        (b"\xff" * 99 + b"\n", 11_880_000),
+    ],
+    ids=["lines", "one line", "progress", "binary"],
 )
 def test_twelve_megabytes_do_not_fill_the_memory(piece, seen, tmp_path):
     path, shown = tmp_path / "stdout.log", []
     path.write_bytes(piece * 120_000)
-    file = logs.FollowedFile(str(path), "", "stdout")
+    file = logs.FollowedFile(str(path), "> ", "stdout")
     tracemalloc.start()
-    file.finish(lambda _, text: shown.append(len(text.replace("\n", ""))), True)
+    file.finish(lambda _, lines: shown.append(sum(len(line) - 2 for line in lines.decode().splitlines())), True)
     most = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     file.close()

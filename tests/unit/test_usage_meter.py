@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from fake_node import FakeNode
@@ -16,7 +17,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.machine.traffic import Traffi
 from metaflow_extensions.torchrun.plugins.torchrun.machine.usage import Container, ProcessTree
 from metaflow_extensions.torchrun.plugins.torchrun.node import usage_meter
 from metaflow_extensions.torchrun.plugins.torchrun.node.plan import Plan
-from metaflow_extensions.torchrun.plugins.torchrun.node.usage_meter import LineCount, UsageMeter, gpus_of
+from metaflow_extensions.torchrun.plugins.torchrun.node.usage_meter import UsageMeter, gpus_of
 
 
 class Clock:
@@ -51,12 +52,12 @@ def busy():
 
 
 def test_a_node_tells_what_its_processes_use_and_write(tmp_path, busy):
-    lines, clock = LineCount(lambda *_: True), Clock()
-    meter = UsageMeter(a_plan(), str(tmp_path), lines, busy.pid, clock)
+    follower, clock = SimpleNamespace(shown_lines=0), Clock()
+    meter = UsageMeter(a_plan(), str(tmp_path), follower, busy.pid, clock)
     assert meter.look() is None
     write(tmp_path / "x" / "attempt_0" / "0" / "stdout.log", "a" * 600)
     write(tmp_path / "x" / "attempt_0" / "1" / "stderr.log", "b" * 400)
-    assert lines.write("stdout", "[rank 0] a\n[rank 1] b\n")
+    follower.shown_lines = 2
     clock.now += 1.0
     first = meter.look()
     assert first.of == "processes"
@@ -83,7 +84,7 @@ def test_a_container_counts_for_the_node_unless_nodes_share_it(tmp_path, monkeyp
     monkeypatch.setattr(Container, "find", lambda: Container(lambda: clock.now * 3, lambda: 5 * 2**20))
     clock = Clock()
     plan = a_plan(Machine(4, (), nodes_here, 0))
-    meter = UsageMeter(plan, str(tmp_path), LineCount(lambda *_: True), os.getpid(), clock)
+    meter = UsageMeter(plan, str(tmp_path), SimpleNamespace(shown_lines=0), os.getpid(), clock)
     clock.now += 2.0
     used = meter.look()
     assert used.of == of
@@ -92,7 +93,7 @@ def test_a_container_counts_for_the_node_unless_nodes_share_it(tmp_path, monkeyp
 
 def test_a_late_look_makes_up_for_none(tmp_path):
     clock = Clock()
-    meter = UsageMeter(a_plan(), str(tmp_path), LineCount(lambda *_: True), os.getpid(), clock)
+    meter = UsageMeter(a_plan(), str(tmp_path), SimpleNamespace(shown_lines=0), os.getpid(), clock)
     clock.now += 60.0
     assert meter.look() is not None
     assert meter.look() is not None  # the fixed times go on from here
@@ -101,7 +102,7 @@ def test_a_late_look_makes_up_for_none(tmp_path):
 
 def test_lines_are_not_counted_where_not_all_are_shown(tmp_path):
     clock = Clock()
-    meter = UsageMeter(a_plan(shown=(0,)), str(tmp_path), LineCount(lambda *_: True), os.getpid(), clock)
+    meter = UsageMeter(a_plan(shown=(0,)), str(tmp_path), SimpleNamespace(shown_lines=0), os.getpid(), clock)
     clock.now += 1.0
     assert "output_lines_s" not in meter.look().values
 
@@ -113,7 +114,7 @@ def test_a_node_with_a_machine_of_its_own_tells_the_network_and_its_gpus(tmp_pat
     monkeypatch.setattr(usage_meter, "traffic", lambda: Traffic(int(clock.now * 2048), int(clock.now * 1024)))
     clock = Clock()
     plan = a_plan(Machine(4, ("0", "1")))
-    meter = UsageMeter(plan, str(tmp_path), LineCount(lambda *_: True), os.getpid(), clock)
+    meter = UsageMeter(plan, str(tmp_path), SimpleNamespace(shown_lines=0), os.getpid(), clock)
 
     def next_look():
         clock.now += STEP_S

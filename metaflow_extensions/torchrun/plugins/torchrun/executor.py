@@ -364,13 +364,13 @@ class TorchrunExecutor:
                 raise
             raise original from error
 
-    def _write(self, stream: str, text: str) -> bool:
+    def _write(self, stream: str, lines: bytes) -> bool:
         """Write lines of this node's workers; takes and returns what `node.logs.Write` does."""
         context = self._context
         # Nodes that share a machine share a terminal: there the control node's lines and these stand side by side.
         if context.settings.logs_of(self.num_nodes) == "all" and context.machine.nodes_here == 1:
-            context.member.send_lines(stream, text)
-        return write_output(stream, text)
+            context.member.send_lines(stream, lines.decode())
+        return write_output(stream, lines)
 
     def _note(self, text: str) -> None:
         self._context.member.emit(Event("note", self.node_index, text))

@@ -23,7 +23,7 @@ from ..errors import TorchrunPreempted
 from ..events import Event, Subscriber
 from ..gang.member import Member
 from ..gang.node_records import NodeRecords
-from ..node.console import to_log, write_output
+from ..node.console import to_log, write_text
 from ..node.report import end_with, report
 from ..settings import StepSettings
 from .event_store import EventStore
@@ -132,7 +132,7 @@ class TaskGang:
         if self._local_nodes is not None:
             self._local_nodes.watch(self._channel.report_gone)
         if not self._is_local:
-            self._channel.relay.start(write_output)
+            self._channel.relay.start(write_text)
         return member, control_addresses(main_ip, here_only)[0]
 
     def _join_as_member(self, registry: Registry, control: str) -> tuple[Member, str]:

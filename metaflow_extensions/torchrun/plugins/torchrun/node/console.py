@@ -10,6 +10,7 @@ Any thread may write; the one that has the turn writes for those that could not 
 from __future__ import annotations
 
 import atexit
+import codecs
 import collections
 import contextlib
 import fcntl
@@ -31,6 +32,7 @@ DEBUG = "METAFLOW_TORCHRUN_DEBUG"
 """Environment variable: ``1`` has the details written, too."""
 
 _LOOK_S = 0.001  # between looks at a lock or a reader
+_FIRST_LOOK_S = 0.00005  # at a reader, who may be fast; each pause is twice as long as the one before, up to that
 _READER_PATIENCE_S = 0.05  # with a reader that has taken nothing, before the last line of a text
 _LOCK_PATIENCE_S = 1.0  # with a writer that holds the lock, for example one that was stopped
 _STUCK_S = 3.0  # with a reader that leaves no room
@@ -38,13 +40,18 @@ _STUCK_S = 3.0  # with a reader that leaves no room
 _EVENT_PATIENCE_S = 0.5
 
 
-def write_output(stream: str, text: str, patience_s: float = _STUCK_S) -> bool:
-    """Write whole lines to stdout or stderr; return False if the reader has taken nothing for `patience_s`.
+def write_output(stream: str, lines: bytes, patience_s: float = _STUCK_S) -> bool:
+    """Write whole lines of UTF-8 to stdout or stderr; return False if the reader has taken nothing for `patience_s`.
 
     Any thread may call it. Nothing is lost while somebody can read the stream: what is not taken in time is written
     before the next text, or at the process's end. Where nobody can read it, it is dropped, and said once.
     """
-    return _outputs[stream].write(text, patience_s)
+    return _outputs[stream].write(lines, patience_s)
+
+
+def write_text(stream: str, text: str, patience_s: float = _STUCK_S) -> bool:
+    """Write whole lines, as `write_output` does."""
+    return write_output(stream, text.encode(errors="backslashreplace"), patience_s)
 
 
 def to_log(event: Event) -> None:
@@ -52,7 +59,7 @@ def to_log(event: Event) -> None:
     if event.is_detail and os.environ.get(DEBUG, "") in ("", "0"):
         return
     text = "".join(f"[torchrun node {event.node}] {line}\n" for line in event.text.splitlines())
-    write_output("stderr", text, _EVENT_PATIENCE_S)
+    write_text("stderr", text, _EVENT_PATIENCE_S)
 
 
 class _Output:
@@ -61,16 +68,16 @@ class _Output:
     def __init__(self, name: str) -> None:
         self._name = name
         # Any thread adds on the right, at any time; only the thread that has the turn takes from the left.
-        self._waiting: collections.deque[str] = collections.deque()
+        self._waiting: collections.deque[bytes] = collections.deque()
         self._turn = threading.Lock()
         # All below belongs to the thread that has the turn.
         self._cut = b""  # the rest of what was begun
         self._lock_patience_s = _LOCK_PATIENCE_S
         self._said_lost = False
 
-    def write(self, text: str, patience_s: float) -> bool:
-        last_line = text.rfind("\n", 0, -1) + 1
-        self._waiting.extend(filter(None, (text[:last_line], text[last_line:])))
+    def write(self, lines: bytes, patience_s: float) -> bool:
+        last_line = lines.rfind(b"\n", 0, -1) + 1
+        self._waiting.extend(filter(None, (lines[:last_line], lines[last_line:])))
         if not self._turn.acquire(timeout=patience_s):
             return False  # the thread that has the turn writes ours, too
         try:
@@ -84,37 +91,38 @@ class _Output:
 
     def _write_next(self, patience_s: float) -> None:
         try:
-            self._write_text("" if self._cut else self._waiting.popleft(), patience_s)
+            self._write_lines(b"" if self._cut else self._waiting.popleft(), patience_s)
         except Exception as error:  # of a stream that the step's code has put there, it can be any
             self._cut = b""
             self._say_lost(error)
 
-    def _write_text(self, text: str, patience_s: float) -> None:
-        """Write `text`, or else the rest of the one before; what the reader does not take is the next rest."""
+    def _write_lines(self, lines: bytes, patience_s: float) -> None:
+        """Write `lines`, or else the rest of those before; what the reader does not take is the next rest."""
         target: TextIO | None = getattr(sys, self._name)
         if target is None:  # closed before Python began
             raise OSError(f"there is no {self._name}")
         fd = _descriptor(target)
         encoding = getattr(target, "encoding", None) or "utf-8"
         if fd is None:
-            text, self._cut = self._cut.decode(encoding, errors="replace") + text, b""
-            target.write(text.encode(encoding, errors="backslashreplace").decode(encoding))
+            data, self._cut = self._cut + _encoded(lines, encoding), b""
+            target.write(data.decode(encoding, errors="replace"))
             target.flush()
             return
-        is_pipe = stat.S_ISFIFO(os.fstat(fd).st_mode)
+        mode = os.fstat(fd).st_mode
+        is_pipe = stat.S_ISFIFO(mode)
         _flush(target, fd, is_pipe)
         with self._lock(fd) if is_pipe else contextlib.nullcontext():
-            if is_pipe and text.count("\n") == 1:  # `write` has made the last line of a text a text of its own
+            if is_pipe and lines.find(b"\n") == len(lines) - 1 >= 0:  # `write` has cut it off from those before
                 _await_reader(fd)
-            data = text.encode("utf-8" if is_pipe else encoding, errors="backslashreplace")
-            self._cut = _write_all(fd, self._cut or data, patience_s)
+            data = self._cut or (lines if is_pipe else _encoded(lines, encoding))
+            self._cut = _write_all(fd, data, patience_s, len(data) if stat.S_ISREG(mode) else select.PIPE_BUF)
 
     def _say_lost(self, error: Exception) -> None:
         if not self._said_lost:
             self._said_lost = True
             other = "stderr" if self._name == "stdout" else "stdout"
             text = f"[torchrun] {self._name} can't be written to ({error}): what the workers write there is lost\n"
-            write_output(other, text, 0.0)
+            write_text(other, text, 0.0)
 
     @contextlib.contextmanager
     def _lock(self, target_fd: int) -> Iterator[None]:
@@ -147,7 +155,7 @@ def _begin_anew() -> None:
 
 os.register_at_fork(after_in_child=_begin_anew)
 for _name in _outputs:
-    atexit.register(write_output, _name, "")
+    atexit.register(write_output, _name, b"")
 
 
 def _descriptor(target: TextIO) -> int | None:
@@ -164,18 +172,25 @@ def _flush(target: TextIO, fd: int, is_pipe: bool) -> None:
             target.flush()
 
 
-def _write_all(fd: int, data: bytes, patience_s: float) -> bytes:
-    """Write as long as there is room, or comes in time; return the rest.
+def _encoded(lines: bytes, encoding: str) -> bytes:
+    if codecs.lookup(encoding).name == "utf-8":
+        return lines
+    return lines.decode(errors="replace").encode(encoding, errors="backslashreplace")
+
+
+def _write_all(fd: int, data: bytes, patience_s: float, piece_bytes: int) -> bytes:
+    """Write in pieces as long as there is room, or comes in time; return the rest.
+
+    Where there is room for anything, there is for ``PIPE_BUF`` bytes, and in a file for all.
 
     This goes past Python's own layers: unbuffered, they drop the rest of a write that a signal cuts short.
     """
     rest = memoryview(data)
     while rest and _await_room(fd, patience_s):
-        # Where there is room for anything, there is for PIPE_BUF bytes. Whole lines, where more follows.
-        more = len(rest) > select.PIPE_BUF
-        end = bytes(rest[: select.PIPE_BUF]).rfind(b"\n") + 1 if more else 0
+        more = len(rest) > piece_bytes
+        end = bytes(rest[:piece_bytes]).rfind(b"\n") + 1 if more else 0  # whole lines, where more follows
         with contextlib.suppress(BlockingIOError):  # somebody else was faster
-            rest = rest[os.write(fd, rest[: end or select.PIPE_BUF]) :]
+            rest = rest[os.write(fd, rest[: end or piece_bytes]) :]
     return bytes(rest)
 
 
@@ -203,13 +218,14 @@ def _await_reader(fd: int) -> None:
     pipe at once, but shows one line each time the pipe has something to read. When the pipe is empty it stops,
     whatever it has not shown. While the last line is in the pipe, it goes on; it takes that line after all others.
     """
-    least, deadline = sys.maxsize, 0.0
+    least, deadline, pause_s = sys.maxsize, 0.0, _FIRST_LOOK_S
     while unread := _unread_bytes(fd):
         if unread < least:
             least, deadline = unread, time.monotonic() + _READER_PATIENCE_S
         if time.monotonic() >= deadline:
             return
-        time.sleep(_LOOK_S)
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _LOOK_S)
 
 
 def _unread_bytes(fd: int) -> int:

@@ -15,7 +15,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from typing import BinaryIO
 
@@ -24,33 +24,36 @@ from .lines import LineSplitter
 # Between looks: under the half second in which a line must be seen. Most of what a look costs, some 0.3 ms, is to wake
 # up. The end waits for no look.
 _LOOK_S = 0.4
-_CHUNK_BYTES = 256 * 1024
+# Read at once. The C library maps memory for anything above 128 KiB, and the kernel clears it: that would take longer
+# than all that is done with the bytes.
+_CHUNK_BYTES = 64 * 1024
 # How torchrun begins to report its own failure or a worker's (torch 2.13), and how much of it is held back. The last is
 # of a node that waits in the exit barrier while the store's host, which has passed it, ends: 22 lines of C++ frames,
 # then "Error waiting on exit barrier".
 _AGENT_REPORT = re.compile(
-    r"E\d{4} |Traceback \(most recent call last\):|\[W\d{4} .*TCPStore\.cpp:\d+\] \[c10d\] recvValue"
+    rb"E\d{4} |Traceback \(most recent call last\):|\[W\d{4} .*TCPStore\.cpp:\d+\] \[c10d\] recvValue"
 )
 _HELD_LINES = 1000
 
-Write = Callable[[str, str], bool]
-"""Takes a stream's name (``"stdout"`` or ``"stderr"``) and a text that ends with a line end, or an empty one.
+Write = Callable[[str, bytes], bool]
+"""Takes a stream's name (``"stdout"`` or ``"stderr"``) and whole lines of UTF-8, or nothing.
 
 Returns False after a while with a reader that takes nothing; what it has taken over by then is written later.
 """
-Show = Callable[[str, str], None]
+Show = Callable[[str, bytes], None]
 
 
 class FollowedFile:
     """One growing log file; it must exist."""
 
-    def __init__(self, path: str, label: str, stream: str, hold_from: re.Pattern[str] | None = None) -> None:
+    def __init__(self, path: str, label: str, stream: str, hold_from: re.Pattern[bytes] | None = None) -> None:
         self._file: BinaryIO = open(path, "rb", buffering=0)  # noqa: SIM115 - closed by close()
-        self._label = label  # put before every line
+        self._label = label.encode()  # put before every line
         self._stream = stream  # "stdout" or "stderr"
         self._hold_from = hold_from  # the first line that begins so is held back until the end, with all after it
-        self._held: list[str] = []
+        self._held: list[bytes] = []
         self._splitter = LineSplitter()
+        self.shown_lines = 0
         self.close = self._file.close
 
     def pump(self, show: Show) -> int:
@@ -68,17 +71,23 @@ class FollowedFile:
         self._show(self._splitter.feed(b"", final=True), show)
         if show_held:
             self._hold_from = None
-            self._show(self._held, show)
+            self._show(b"\n".join(self._held) if self._held else None, show)
 
-    def _show(self, lines: Iterable[str], show: Show) -> None:
-        text = "".join(f"{self._label}{line}\n" for line in lines if not self._hold(line))
-        if text:
-            show(self._stream, text)
+    def _show(self, lines: bytes | None, show: Show) -> None:
+        """Show lines; the last one's end is missing."""
+        if lines is not None and self._hold_from is not None:
+            rest = [line for line in lines.split(b"\n") if not self._hold(line, self._hold_from)]
+            lines = b"\n".join(rest) if rest else None
+        if lines is not None:
+            labelled = b"".join((self._label, lines.replace(b"\n", b"\n" + self._label), b"\n"))
+            # To count the line ends would take longer than to add all the labels.
+            self.shown_lines += (len(labelled) - len(lines) - 1) // len(self._label)
+            show(self._stream, labelled)
 
-    def _hold(self, line: str) -> bool:
-        if self._hold_from is None or len(self._held) >= _HELD_LINES:
+    def _hold(self, line: bytes, hold_from: re.Pattern[bytes]) -> bool:
+        if len(self._held) >= _HELD_LINES:
             return False
-        is_held = bool(self._held or self._hold_from.match(line))
+        is_held = bool(self._held or hold_from.match(line))
         if is_held:
             self._held.append(line)
         return is_held
@@ -104,7 +113,8 @@ class LogFollower:
         self._label = label  # local rank -> label; None for a rank that is not shown
         self._write = write
         hold = _AGENT_REPORT if hold_report else None  # until `finish`
-        # The list and its files belong to this object's thread. `agent_logs`: stream -> file of the agent's own output.
+        # The list and its files belong to this object's thread; others may read how many lines were shown.
+        # `agent_logs`: stream -> file of the agent's own output.
         self._files = [FollowedFile(path, agent_label, stream, hold) for stream, path in agent_logs.items()]
         self._known: set[str] = set()  # written by this object's thread, read by others, too
         self._stop = threading.Event()
@@ -113,6 +123,11 @@ class LogFollower:
         self._thread = threading.Thread(target=self._follow, name="torchrun-logs", daemon=True)
         self._seen_bytes = 0
         self._grew_at: float | None = None
+
+    @property
+    def shown_lines(self) -> int:
+        """How many lines were shown until now, the agent's too."""
+        return sum(file.shown_lines for file in list(self._files))
 
     @property
     def last_output_at(self) -> float | None:
@@ -164,10 +179,10 @@ class LogFollower:
         while most == _CHUNK_BYTES:  # all in turns, so that a loud rank does not silence the others
             most = max((file.pump(self._show) for file in self._files), default=0)
 
-    def _show(self, stream: str, text: str) -> None:
+    def _show(self, stream: str, lines: bytes) -> None:
         """Write, and wait for the reader as long as it takes."""
-        while not self._write(stream, text):
-            text = ""
+        while not self._write(stream, lines):
+            lines = b""
             if self._stop.is_set():
                 self._find_files()  # the folder may be removed once nobody waits
                 self._released.set()
@@ -181,7 +196,7 @@ class LogFollower:
             except OSError as error:  # too many open files, perhaps not for long
                 if not self._stop.is_set():
                     continue
-                self._write("stderr", f"[torchrun] {path} can't be read: {error}\n")
+                self._write("stderr", f"[torchrun] {path} can't be read: {error}\n".encode(errors="replace"))
             self._known.add(path)
 
 

@@ -22,7 +22,7 @@ from ..errors import TorchrunError
 from ..gang.cause import Cause
 from ..gang.launch import teller
 from ..tracebacks import user_traceback
-from .console import write_output
+from .console import write_text
 
 _INDENT = "    "  # as Metaflow has it
 
@@ -104,10 +104,10 @@ def print_errors_ourselves(in_task: bool) -> None:
 
 def _print_error(original: Callable[[Any], None], error: Any) -> None:
     if _end is not None and _end[0] is error:
-        write_output("stderr", f"{_end[1]}\n")
+        write_text("stderr", f"{_end[1]}\n")
     elif isinstance(error, TorchrunError):
-        write_output("stderr", f"{_headed(error, error.message)}\n")
+        write_text("stderr", f"{_headed(error, error.message)}\n")
     elif _in_task and not isinstance(error, MetaflowException):
-        write_output("stderr", f"{_barred(user_traceback(error))}\n")
+        write_text("stderr", f"{_barred(user_traceback(error))}\n")
     else:
         original(error)

@@ -22,7 +22,7 @@ from .guardian import Options
 from .logs import LogFollower
 from .plan import Plan
 from .stacks import hook_environment
-from .usage_meter import LineCount, UsageMeter
+from .usage_meter import UsageMeter
 
 
 @dataclass(frozen=True)
@@ -49,12 +49,11 @@ def prepare(plan: Plan, go: Go, member: Member, new_agent: Callable[..., AgentPr
         raise
     own_label = f"[torchrun node {plan.spec.node_index}] "
     # An elastic agent goes on after it has reported a failure.
-    lines = LineCount(plan.write)
-    follower = LogFollower(folder, logs, plan.label, own_label, lines.write, hold_report=not plan.is_elastic)
+    follower = LogFollower(folder, logs, plan.label, own_label, plan.write, hold_report=not plan.is_elastic)
     inbox = member.inbox  # this launch's; a later launch has another
     options = _options(plan, folder, logs)
     agent = new_agent(command, env, options, lambda event: inbox.put(AgentNews(go.generation, event)))
-    measure = partial(UsageMeter, plan, folder, lines)
+    measure = partial(UsageMeter, plan, folder, follower)
     return Generation(plan, member.host, go, folder, command, agent, follower, measure)
 
 

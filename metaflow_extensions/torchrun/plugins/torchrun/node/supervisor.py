@@ -337,7 +337,7 @@ class Supervisor:
 
     def _show_last_lines(self, text: str) -> None:
         """Show lines of a rank whose lines are hidden, in this node's log and in the control node's."""
-        self._plan.write("stderr", text)
+        self._plan.write("stderr", text.encode(errors="replace"))
         if not self._plan.shares_machine:
             self._member.send_lines("stderr", text)
 

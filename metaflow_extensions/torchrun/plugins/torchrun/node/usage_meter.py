@@ -18,24 +18,11 @@ from ..machine.memory import memory_limit_bytes
 from ..machine.nvidia import Gpus, NvidiaSmi
 from ..machine.traffic import traffic
 from ..machine.usage import Container, ProcessTree
-from .logs import Write, new_logs
+from .logs import LogFollower, new_logs
 from .plan import Plan
 
 _FIRST_S = 1.0  # so that a card shows something soon
 _MIB, _KIB = 2**20, 2**10
-
-
-class LineCount:
-    """Counts lines on their way to where a node's output is shown."""
-
-    def __init__(self, write: Write) -> None:
-        self._write = write
-        self.lines = 0  # the thread that follows the output adds to it
-
-    def write(self, stream: str, text: str) -> bool:
-        """Take and return what `Write` does."""
-        self.lines += text.count("\n")
-        return self._write(stream, text)
 
 
 class _Totals(NamedTuple):
@@ -49,7 +36,12 @@ class UsageMeter:
     """Measures one generation on this node; `look` is called now and then, in one thread."""
 
     def __init__(
-        self, plan: Plan, log_dir: str, lines: LineCount, guardian: int, clock: Callable[[], float] = time.monotonic
+        self,
+        plan: Plan,
+        log_dir: str,
+        follower: LogFollower,
+        guardian: int,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._log_dir = log_dir
         self._logs: set[str] = set()  # the workers' files that are there
@@ -60,7 +52,7 @@ class UsageMeter:
         self._of = "processes" if container is None else "container"
         self._meter = container or ProcessTree(guardian)
         shows_all = all(plan.label(local_rank) is not None for local_rank in range(plan.spec.nproc))
-        self._lines = lines if shows_all else None
+        self._follower = follower if shows_all else None
         self._gpus = NvidiaSmi(gpus_of(plan))
         self._limits = _limits(plan)
         self._before, self._memory = self._totals()
@@ -98,7 +90,7 @@ class UsageMeter:
             "received_kib_s": None if network is None else network.received / _KIB,
             "sent_kib_s": None if network is None else network.sent / _KIB,
             "output_bytes_s": self._written(),
-            "output_lines_s": None if self._lines is None else self._lines.lines,
+            "output_lines_s": None if self._follower is None else self._follower.shown_lines,
         }
         return _Totals(self._clock(), values), used.memory_bytes
 
