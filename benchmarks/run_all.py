@@ -13,7 +13,15 @@ from report import HEAD, Figure, table
 
 HERE = Path(__file__).parent
 # Each takes `--json FILE`. Those that need least time come first.
-COMMANDS = ("import_time.py", "cost_for_workers.py", "logs_of_all.py", "cost_of_supervision.py")
+COMMANDS = (
+    "import_time.py",
+    "cost_for_workers.py",
+    "logs_of_all.py",
+    "cost_of_supervision.py",
+    "whole_flow.py",
+    "step_time.py",
+    "launches.py",
+)
 
 
 def run(command: str, folder: Path) -> Path | None:
