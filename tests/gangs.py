@@ -127,7 +127,7 @@ class Gang:
                 "node": node,
                 "num_nodes": num_nodes,
                 "out": str(self.out),
-                "settings": {"all_nodes_started_timeout": 60, "grace_s": GRACE_S, **settings},
+                "settings": {"all_nodes_started_timeout": 60, "grace_s": GRACE_S, "nproc_per_node": nproc, **settings},
                 "main_ip": main_ip if self.hosts else None,
                 "entrypoint": entrypoint,
                 "gang": gang,

@@ -25,6 +25,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.executor import Context, Torc
 from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import to_plain
 from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import this_machine
 from metaflow_extensions.torchrun.plugins.torchrun.node.console import to_log, write_text
+from metaflow_extensions.torchrun.plugins.torchrun.node.start import begin_warm
 from metaflow_extensions.torchrun.plugins.torchrun.settings import parse_settings
 
 # As the decorator has it, for tasks that are on machines of their own.
@@ -188,15 +189,19 @@ def main(task):
     settings = parse_settings(task.settings, "train")
     storage, folder = faulty_storage(task.datastore), os.path.join(task.out, "datastore")
     member = channel = None
+    machine = this_machine()
+    warm = begin_warm(settings, machine, None)
     begun = time.monotonic()
     try:
         flow_datastore = FlowDataStore("ChaosFlow", storage_impl=storage, ds_root=folder)
         registry = NotedRegistry(flow_datastore, "1", "train", task.gang, 0)
         member, channel, main_addr = join(task, registry, settings)
         notes.save(join_s=time.monotonic() - begun, main_addr=main_addr)
-        executor = TorchrunExecutor(Context(member, main_addr, this_machine(), settings))
+        executor = TorchrunExecutor(Context(member, main_addr, machine, settings, warm=warm))
         run_own_code(task.node, task.own_code, task.out)
         run_all(executor, task, notes)
+        if warm is not None:
+            warm.close()
         member.finish()
         if task.fails_late:
             notes.save(failed_at=time.monotonic())

@@ -30,7 +30,7 @@ ERROR = LaunchFailed("Rank 1 failed.", Cause("exit", 0, "host", 1, 1, 3).as_dict
 class FakeAgent:
     """An agent that only notes what it is told; its guardian says what the test has it say."""
 
-    def __init__(self, command, env, options, on_event):
+    def __init__(self, command, env, options, on_event, warm=None):
         self.command, self.env, self.options, self.say = command, env, options, on_event
         self.orders = []
         self.pid = None

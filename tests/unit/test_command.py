@@ -132,7 +132,7 @@ def test_with_its_own_elasticity_torchrun_restarts_by_itself(node, is_host):
 
 
 def environment_of(inherited, interface=None, **env):
-    return agent_environment(replace(SPEC, env=tuple(env.items())), inherited, 6, interface, "/my logs")
+    return agent_environment(env, inherited, 6, interface, "/my logs")
 
 
 DEFAULTS = {"OMP_NUM_THREADS": "6", "PYTHONUNBUFFERED": "1", "GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth0"}

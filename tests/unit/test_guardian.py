@@ -11,7 +11,7 @@ import time
 import pytest
 from unit_helpers import OURS, eventually, is_running, write
 
-from metaflow_extensions.torchrun.plugins.torchrun.node import agent
+from metaflow_extensions.torchrun.plugins.torchrun.node import guardian_process
 from metaflow_extensions.torchrun.plugins.torchrun.node.agent import AgentProcess
 from metaflow_extensions.torchrun.plugins.torchrun.node.agent_events import (
     AgentEnded,
@@ -410,14 +410,14 @@ def test_when_agent_or_guardian_is_told_to_end_it_is_said_and_the_workers_are_st
 def test_when_the_guardian_is_killed_the_task_cleans_up_and_says_so(has_pidfds, tree, monkeypatch):
     """A child of the step's has its pipes, and another process the number of a worker that is gone."""
     if has_pidfds:
-        monkeypatch.setattr(agent, "_LOOK_S", 600.0)  # nobody looks
+        monkeypatch.setattr(guardian_process, "_LOOK_S", 600.0)  # nobody looks
     else:
-        monkeypatch.setattr(agent.processes, "open_pidfd", lambda pid: None)
+        monkeypatch.setattr(guardian_process.processes, "open_pidfd", lambda pid: None)
     get_handles, held = subprocess.Popen._get_handles, []
 
     def get_and_hold(*args):
         handles = get_handles(*args)
-        held.extend(os.dup(fd) for fd in handles[:4])
+        held.extend(os.dup(fd) for fd in handles[:4] if fd >= 0)
         return handles
 
     monkeypatch.setattr(subprocess.Popen, "_get_handles", get_and_hold)

@@ -13,10 +13,14 @@ from metaflow_extensions.torchrun.plugins import torchrun as package
 FOLDER = Path(package.__file__).parent
 PICTURE = Path(__file__).parents[2] / "docs" / "architecture.md"
 
-# torchrun runs them as scripts: they import none of ours. One of ours imports one of them, so that a task and its
-# workers pickle alike.
+# They run in processes of their own: they import none of ours. Some of ours import some of them, so that both sides
+# pickle alike, and ask and answer alike.
 SCRIPTS = "scripts"
-IMPORTED_SCRIPT = {"launch.function": "scripts.function_worker"}
+IMPORTED_SCRIPTS = {
+    "launch.function": {"scripts.function_worker"},
+    "node.warm_start": {"scripts.warm_python.messages"},
+    "node.warm_guardian": {"scripts.warm_python.messages", "scripts.warm_python.popen"},
+}
 KNOW_METAFLOW = {
     "decorator",
     "gang_of_one",
@@ -92,15 +96,16 @@ def imports_in(source, module):
             found = ".".join(part for part in base if part)
             ours |= (
                 {found}
-                if found in {*MODULES, *IMPORTED_SCRIPT.values()}
+                if found in {*MODULES, *(script for scripts in IMPORTED_SCRIPTS.values() for script in scripts)}
                 else {f"{found}.{alias.name}".lstrip(".") for alias in node.names}
             )
     return ours, foreign
 
 
 IMPORTS = {module: imports_in(source_of(module), module) for module in MODULES}
-for module, script in IMPORTED_SCRIPT.items():
-    IMPORTS[module][0].remove(script)
+for module, scripts in IMPORTED_SCRIPTS.items():
+    assert IMPORTS[module][0] >= scripts
+    IMPORTS[module][0].difference_update(scripts)
 
 
 def place_of(module):
@@ -156,12 +161,13 @@ def test_metaflow_itself_imports_few_of_our_modules():
 
 
 def test_the_guardian_can_start_without_metaflow():
-    """It runs with the standard library alone, see ``node/agent.py``."""
-    needed, left = set(), ["node.guardian"]
+    """It runs with the standard library alone, see ``node/guardian_process.py``."""
+    needed, left = set(), ["node.warm_guardian"]
     while left:
         needed.add(module := left.pop())
         left += IMPORTS[module][0] - needed
-    assert needed == {"node.guardian", "node.agent_events", "node.workers", "machine.processes", "machine.libc"}
+    own = {"node.warm_guardian", "node.guardian", "node.agent_events", "node.workers"}
+    assert needed == {*own, "machine.processes", "machine.libc", "machine.inherited"}
     assert {name for module in needed for name in IMPORTS[module][1]} <= set(sys.stdlib_module_names)
 
 
@@ -172,6 +178,14 @@ def test_a_workers_script_imports_nothing_of_ours_and_they_alone_import_torch(sc
     assert foreign - set(sys.stdlib_module_names) == (
         {"tensorboard"} if script.stem == "event_file_reader" else {"torch"}
     )
+
+
+@pytest.mark.parametrize("script", sorted((FOLDER / SCRIPTS / "warm_python").glob("*.py")), ids=lambda path: path.stem)
+def test_a_warm_process_imports_nothing_but_what_it_is_told_to(script):
+    """Save where it makes torchrun fork its workers."""
+    ours, foreign = imports_in(script.read_text(encoding="utf-8"), f"scripts.warm_python.{script.stem}")
+    assert all(module.startswith("scripts.warm_python.") for module in ours)
+    assert foreign - set(sys.stdlib_module_names) == ({"torch"} if script.stem == "server" else set())
 
 
 def test_a_workers_script_takes_no_module_of_ours_for_one_of_pythons():

@@ -29,6 +29,8 @@ from metaflow_extensions.torchrun.plugins.torchrun.settings import (
         ("preemption_signal", "usr1", signal.SIGUSR1),
         ("hang_timeout_s", "90", 90.0),
         ("logs", "Rank0", "rank0"),
+        ("warm", "False", "off"),
+        ("preload", "numpy, os.path", ("numpy", "os.path")),
     ],
 )
 def test_every_attribute_may_be_text(attribute, text, value):
@@ -57,9 +59,9 @@ def test_none_is_the_default_and_may_be_text():
 @pytest.mark.parametrize("attribute", sorted(DEFAULTS))
 def test_a_wrong_value_names_step_attribute_and_value(attribute):
     with pytest.raises(TorchrunConfigError) as caught:
-        parse_settings({**DEFAULTS, attribute: "größe"}, "train")
+        parse_settings({**DEFAULTS, attribute: "die größe"}, "train")
     assert f"Step train: @torchrun({attribute}=...)" in str(caught.value)
-    assert "'größe'" in str(caught.value)
+    assert "'die größe'" in str(caught.value)
 
 
 @pytest.mark.parametrize("attribute", ["heartbeat_timeout_s", "all_nodes_started_timeout", "hang_timeout_s"])
@@ -85,7 +87,7 @@ def test_an_unknown_attribute_names_the_step_and_the_nearest():
     with pytest.raises(TorchrunConfigError, match=r"Step train: .* attribute nproc_per_nodes.*mean nproc_per_node\?"):
         refuse_unknown(["nproc_per_nodes"], "train")
     with pytest.raises(TorchrunConfigError) as caught:
-        refuse_unknown(["größe"], "train")
+        refuse_unknown(["die größe"], "train")
     assert all(name in str(caught.value) for name in DEFAULTS)
 
 

@@ -76,6 +76,12 @@ class TorchrunDecorator(ParallelDecorator):  # type: ignore[misc]  # Metaflow is
         nodes; ``"node"``, its own; ``"rank0"``, rank 0's alone and, when a rank fails, its last 100. Each
         node's own log has its own in any case, except for ``"rank0"``. By default ``"all"`` up to 16
         nodes, and ``"node"`` above.
+    warm : Union[str, bool], default "agent"
+        What is forked from a process of each node that has imported torch while the step's own code ran before `run`:
+        ``"agent"``, torchrun alone, which no script can tell; ``"workers"``, the workers, too, so that
+        they begin with torch imported; False, nothing.
+    preload : Union[str, Sequence[str]], optional, default None
+        Further modules that this process imports, for forked workers.
 
     MF Add To Current
     -----------------
@@ -215,12 +221,15 @@ class TorchrunDecorator(ParallelDecorator):  # type: ignore[misc]  # Metaflow is
         from .border.value_store import DatastoreValues
         from .executor import Context, TorchrunExecutor
         from .machine.accelerators import this_machine
+        from .node.start import begin_warm
 
         super().setup_distributed_env(flow)
         assert self._gang is not None
         parallel, here = current.parallel, is_local()
         machine = this_machine(parallel.num_nodes, parallel.node_index) if here else this_machine()
         self._gang.name_tasks(getattr(flow, "_control_mapper_tasks", ()))
+        warm = begin_warm(self._settings, machine, None if here else self._requested)
+        self._gang.end_with_step(warm)
         member, main_addr = self._gang.join()
         context = Context(
             member,
@@ -230,6 +239,7 @@ class TorchrunDecorator(ParallelDecorator):  # type: ignore[misc]  # Metaflow is
             requested=None if here else self._requested,
             deadline=None if self._timeout_s is None else time.monotonic() + self._timeout_s,
             store=DatastoreValues(self._flow_datastore) if parallel.num_nodes > 1 else None,
+            warm=warm,
             live_card=self._gang.live_card,
         )
         current._update_env({"torch": TorchrunExecutor(context)})

@@ -28,6 +28,7 @@ from .node.console import write_output
 from .node.event_files import MISSING, is_installed
 from .node.plan import Plan
 from .node.supervisor import Supervisor
+from .node.warm_start import WarmNode
 from .result import TorchrunResult
 from .settings import StepSettings, choose
 
@@ -55,6 +56,7 @@ class LaunchOptions(TypedDict, total=False):
     hang_timeout_s: float | None
     preemption_signal: str | int | None
     tensorboard: Path | str | None
+    warm: Literal["agent", "workers", False] | None
     init: Literal["gloo", "nccl", "auto"] | None
     gather: bool
     push_results_dir_to_cloud: Any
@@ -80,6 +82,7 @@ class Context:
     requested: Nproc | None = None  # what the resources of a remote task amount to
     deadline: float | None = None  # end of the step's @timeout in monotonic seconds; only the control node needs it
     store: ValueStore | None = None  # carries the values of functions between nodes; a gang of one has none
+    warm: WarmNode | None = None  # what has imported torch already, from which launches are forked
     live_card: LiveCard | None = None  # has what the step's own cards can show of the gang
 
 
@@ -192,6 +195,7 @@ class TorchrunExecutor:
         hang_timeout_s: float | None = None,
         preemption_signal: str | int | None = None,
         tensorboard: Path | str | None = None,
+        warm: Literal["agent", "workers", False] | None = None,
         init: Literal["gloo", "nccl", "auto"] | None = None,
         gather: bool = False,
         push_results_dir_to_cloud: Any = None,
@@ -248,6 +252,10 @@ class TorchrunExecutor:
             A folder, relative to the workers' working directory, to which the script writes TensorBoard's event
             files on rank 0's node: their scalars are shown as if rank 0 had told them as its metrics. Needs the
             package ``tensorboard``. Default: none is read.
+        warm : Literal["agent", "workers", False], optional
+            What is forked from a process that has imported torch before: ``"agent"``, torchrun alone;
+            ``"workers"``, the workers, too; False, nothing. What could be told from a start anew is started
+            anew, and a line says why. Default: the attribute of ``@torchrun``.
         init : Literal["gloo", "nccl", "auto"], optional
             Of a function: make this process group before the call and end it after, with the rank's own device
             set; ``"auto"`` is nccl where each rank has a CUDA device, else gloo. Default: none is made.
@@ -316,7 +324,11 @@ class TorchrunExecutor:
         if self._preflight_due:
             self._preflight(spec, facts, policy)
             self._preflight_due = False
-        return self._launch(spec, facts, policy, call, nproc_why=nproc.why)
+        return self._launch(spec, facts, policy, call, nproc_why=nproc.why, warm=self._warm(request))
+
+    def _warm(self, request: Request) -> str:
+        warm: str = choose("warm", request.arguments, {}, self._context.settings).value
+        return warm
 
     def _preflight(self, spec: LaunchSpec, facts: Mapping[str, Any], policy: LaunchPolicy) -> None:
         """Measure the network that `spec` will use; a launch of its own, which restarts nothing."""
@@ -353,6 +365,7 @@ class TorchrunExecutor:
             silence_s=context.settings.heartbeat_timeout_s,
             call=call,
             logs=context.settings.logs_of(self.num_nodes),
+            warm_node=context.warm,
             **more,
         )
         supervisor = Supervisor(plan, context.member)

@@ -15,6 +15,7 @@ from .errors import TorchrunConfigError
 
 NPROC_WORDS = ("auto", "cpu", "gpu")
 LOGS = ("all", "node", "rank0")
+WARM = ("agent", "workers", "off")
 # The classes of causes (see `cause.Cause.category`) that a new generation on the same nodes may mend.
 RETRY_CLASSES = ("user", "killed", "timeout", "hang", "start")
 DEFAULT_RETRY_ON = frozenset({"user", "killed", "timeout", "hang"})
@@ -94,6 +95,28 @@ def parse_logs(value: Any, setting: str) -> str:
     if word not in LOGS:
         raise TorchrunConfigError(f"{setting} is {value!r}, but it must be one of {', '.join(map(repr, LOGS))}.")
     return word
+
+
+def parse_warm(value: Any, setting: str) -> str:
+    """Return what is forked from a warm process, one of `WARM`; False is ``"off"``."""
+    word = str(value).strip().lower()
+    if word in ("false", "0"):
+        return "off"
+    if word not in WARM:
+        raise TorchrunConfigError(f"{setting} is {value!r}, but it must be 'agent', 'workers' or False.")
+    return word
+
+
+def parse_modules(value: Any, setting: str) -> tuple[str, ...]:
+    """Return names of modules as a tuple; in a string with commas between."""
+    words = value.split(",") if isinstance(value, str) else value
+    if not isinstance(words, (list, tuple)) or not all(isinstance(word, str) for word in words):
+        raise TorchrunConfigError(f"{setting} is {value!r}, but it must be a list of names of modules.")
+    names = tuple(word.strip() for word in words if word.strip())
+    for name in names:
+        if not all(part.isidentifier() for part in name.split(".")):
+            raise TorchrunConfigError(f"{setting} has {name!r}, which can't be the name of a module.")
+    return names
 
 
 def parse_retry_on(value: Any, setting: str) -> frozenset[str]:

@@ -25,6 +25,8 @@ _ATTRIBUTES: dict[str, tuple[Any, Callable[[Any, str], Any]]] = {
     "hang_timeout_s": (None, parsing.parse_seconds),
     "preflight": (False, parsing.parse_switch),
     "logs": (None, parsing.parse_logs),
+    "warm": ("agent", parsing.parse_warm),
+    "preload": (None, parsing.parse_modules),
 }
 DEFAULTS = {name: default for name, (default, _) in _ATTRIBUTES.items()}
 _PARSERS = {name: parse for name, (_, parse) in _ATTRIBUTES.items()} | {"timeout_s": parsing.parse_seconds}
@@ -35,6 +37,8 @@ _WITHOUT_VALUE = {
     "retry_on": parsing.DEFAULT_RETRY_ON,
     "preemption_signal": int(signal.SIGTERM),
     "preflight": False,
+    "warm": "agent",
+    "preload": (),
 }
 
 
@@ -58,6 +62,8 @@ class StepSettings:
     hang_timeout_s: float | None
     preflight: bool
     logs: str | None
+    warm: str
+    preload: tuple[str, ...]
 
     def logs_of(self, num_nodes: int) -> str:
         """Return whose lines are shown, out of `parsing.LOGS`: of a small gang all, unless somebody says otherwise."""

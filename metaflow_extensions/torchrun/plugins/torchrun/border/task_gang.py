@@ -25,6 +25,7 @@ from ..gang.member import Member
 from ..gang.node_records import NodeRecords
 from ..node.console import to_log, write_text
 from ..node.report import end_with, report
+from ..node.warm_start import WarmNode
 from ..settings import StepSettings
 from .event_store import EventStore
 from .live_card import LiveCard, pause_of_member_s
@@ -71,6 +72,7 @@ class TaskGang:
         self.live_card: LiveCard | None = None  # what shows the gang, or this node of it
         self._about: dict[str, Any] = {}  # what the card shows besides what has happened
         self._local_nodes: LocalNodes | None = None  # on the control node of a local run
+        self._warm: WarmNode | None = None
         self._preemption_watch: threading.Event | None = None
 
     # --- before the step's code -----------------------------------------------------------------
@@ -99,6 +101,10 @@ class TaskGang:
         """Take note that Metaflow starts the other nodes' tasks in this one, on a local run."""
         if self._is_local:
             self._local_nodes = LocalNodes(self._run_id, self._task_id, num_nodes)
+
+    def end_with_step(self, warm: WarmNode | None) -> None:
+        """Take the process from which launches are forked: nobody needs it when the step's own code has ended."""
+        self._warm = warm
 
     def name_tasks(self, tasks: Sequence[str]) -> None:
         """Take note of the tasks of all nodes, in order, each as run, step and task."""
@@ -212,6 +218,7 @@ class TaskGang:
 
     def finish(self) -> None:
         """Say that the step's own code has ended well."""
+        self._close_warm()
         if self._member is not None:
             self._member.finish()
 
@@ -223,6 +230,7 @@ class TaskGang:
 
     def leave(self, error: BaseException | None) -> None:
         """Leave for good; safe to call more than once."""
+        self._close_warm()
         if self._preemption_watch is not None:
             self._preemption_watch.set()
         if self._records is not None and error is not None:
@@ -235,6 +243,10 @@ class TaskGang:
             self.live_card.settle()
             if error is not None:
                 self.live_card.make_last(*([_PREEMPTED_CARD_S] if isinstance(error, TorchrunPreempted) else []))
+
+    def _close_warm(self) -> None:
+        if self._warm is not None:
+            self._warm.close()
 
     def watch_storing(self, task_datastore: Any) -> None:
         """Tell the gang of artifacts that can't be stored: then Metaflow calls no decorator any more (task.py, 2.19)."""

@@ -9,6 +9,7 @@ from ..gang.protocol import Go
 from .spec import ELASTIC_BACKEND, STATIC_BACKEND, LaunchSpec, bracketed
 
 SCRIPTS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "scripts")
+TORCHRUN = "torch.distributed.run"  # the module that an agent is
 # This folder comes first on the path of agent and workers; its `sitecustomize` records how a worker ends.
 WORKER_HOOKS = os.path.join(SCRIPTS, "worker_hooks")
 # The agent is the first Python of a launch and puts its pid there, so that its children know that they are workers.
@@ -30,8 +31,11 @@ _FOREIGN_NAMES = frozenset(
 )
 
 
-def agent_command(spec: LaunchSpec, go: Go, main_addr: str, log_dir: str) -> list[str]:
-    """Return the argv of this node's agent: torchrun, with a static rendezvous unless the user wants its elasticity."""
+def agent_command(spec: LaunchSpec, go: Go, main_addr: str, log_dir: str, forks_workers: bool = False) -> list[str]:
+    """Return the argv of this node's agent: torchrun, with a static rendezvous unless the user wants its elasticity.
+
+    An agent whose workers are forked gives them their own variables itself, see `restart_variables`.
+    """
     given = dict(spec.options)
     options = {
         "nproc-per-node": str(spec.nproc),
@@ -44,9 +48,9 @@ def agent_command(spec: LaunchSpec, go: Go, main_addr: str, log_dir: str) -> lis
         "rdzv-id": given.get("rdzv-id") or f"launch{go.launch}-{go.generation}-{go.gang}",
         **_gang_options(spec, given),
     }
-    command = [spec.python, "-m", "torch.distributed.run"]
+    command = [spec.python, "-m", TORCHRUN]
     command += [f"--{name}" if value is None else f"--{name}={value}" for name, value in options.items()]
-    if go.max_restarts and spec.min_nodes is None and "run-path" not in given:
+    if go.max_restarts and spec.min_nodes is None and "run-path" not in given and not forks_workers:
         return [*command, *_told_of_restarts(spec, go, log_dir)]
     if "no-python" in given and "run-path" not in given:
         return [*command, "--", "env", *_own_metrics(spec, log_dir), *_program([spec.entrypoint, *spec.args])]
@@ -98,16 +102,25 @@ def _own_metrics(spec: LaunchSpec, log_dir: str) -> list[str]:
 def _told_of_restarts(spec: LaunchSpec, go: Go, log_dir: str) -> list[str]:
     """Return the words that make workers see the gang's restarts in the variables that torchrun sets.
 
-    Each agent runs one generation only, so torchrun (2.13) sets both to 0; ``env`` sets them anew and
-    becomes the worker. Of the nodes' limits the control node's counts, which is in `go`.
+    ``env`` sets them anew and becomes the worker.
     """
-    count, limit = f"TORCHELASTIC_RESTART_COUNT={go.restarts}", f"TORCHELASTIC_MAX_RESTARTS={go.max_restarts}"
-    words = ["--", "env", count, limit]
+    words = ["--", "env", *(f"{name}={value}" for name, value in restart_variables(spec, go).items())]
     if "no-python" in dict(spec.options):
         return [*words, *_own_metrics(spec, log_dir), *_program([spec.entrypoint, *spec.args])]
     # As torchrun starts a script (config_from_args in torch/distributed/run.py, 2.13).
     started = [spec.python, "-u", *(["-m"] if spec.module else []), spec.entrypoint, *spec.args]
     return ["--no-python", *words, *_program(started)]
+
+
+def restart_variables(spec: LaunchSpec, go: Go) -> dict[str, str]:
+    """Return what workers are to see of the gang's restarts, where it is not what torchrun sets.
+
+    Each agent runs one generation only, so torchrun (2.13) sets both to 0. Of the nodes' limits the control node's
+    counts, which is in `go`.
+    """
+    if not go.max_restarts or spec.min_nodes is not None:
+        return {}
+    return {"TORCHELASTIC_RESTART_COUNT": str(go.restarts), "TORCHELASTIC_MAX_RESTARTS": str(go.max_restarts)}
 
 
 def _program(words: Sequence[str]) -> list[str]:
@@ -121,9 +134,9 @@ def _escaped(words: Sequence[str]) -> list[str]:
 
 
 def agent_environment(
-    spec: LaunchSpec, inherited: Mapping[str, str], omp_threads: int, interface: str | None, log_dir: str
+    given: Mapping[str, str], inherited: Mapping[str, str], omp_threads: int, interface: str | None, log_dir: str
 ) -> dict[str, str]:
-    """Return the whole environment of this node's agent and workers; `inherited` is the task's."""
+    """Return the whole environment of this node's agent and workers; `given` is the user's, `inherited` the task's."""
     env = dict(inherited)
     env.pop(METRICS, None)  # of a worker that has started this task
     env[_METRICS_FOLDER] = os.path.dirname(metrics_file(log_dir, 0))
@@ -135,7 +148,7 @@ def agent_environment(
     if interface:
         env.setdefault("GLOO_SOCKET_IFNAME", interface)
         env.setdefault("NCCL_SOCKET_IFNAME", interface)
-    env.update(spec.env)  # it wins over everything, save that our hooks stay first on the path
+    env.update(given)  # it wins over everything, save that our hooks stay first on the path
     if os.pathsep not in WORKER_HOOKS:
         env[_AGENT_VARIABLE] = ""
         # An empty entry would mean the working directory, so there must be none of ours.

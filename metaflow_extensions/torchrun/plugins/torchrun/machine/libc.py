@@ -20,6 +20,11 @@ def die_with_parent() -> None:
     _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
+def be_killed_with_parent() -> None:
+    """As `die_with_parent`, but by SIGKILL."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def _prctl(option: int, value: int) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)

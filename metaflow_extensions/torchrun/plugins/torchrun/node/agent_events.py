@@ -10,6 +10,12 @@ from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias, get_args
 
 
+class Refused(NamedTuple):
+    """A warm process has not started this agent, so it is started as a program; nothing has happened yet."""
+
+    reason: str
+
+
 class AgentStarted(NamedTuple):
     """The agent runs; `began` tells its process from a later one with the same pid."""
 
@@ -68,7 +74,7 @@ class End(NamedTuple):
     guardian: int | None = None  # the guardian's exit code if it was killed; 0 if that is not known
 
 
-AgentEvent: TypeAlias = AgentStarted | WorkerStarted | WorkerEnded | Frozen | Terminated | AgentEnded | End
+AgentEvent: TypeAlias = Refused | AgentStarted | WorkerStarted | WorkerEnded | Frozen | Terminated | AgentEnded | End
 _EVENTS = {event.__name__: event for event in get_args(AgentEvent)}
 
 

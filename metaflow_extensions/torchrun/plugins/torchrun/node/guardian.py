@@ -20,7 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from ..machine import libc, processes
 from ..machine.processes import living_descendants, send_signal
@@ -35,7 +35,7 @@ from .agent_events import (
     WorkerStarted,
     as_line,
 )
-from .workers import SEARCH_S, FrozenWatch, Workers
+from .workers import SEARCH_S, FrozenWatch, Worker, Workers
 
 _KILL_WAIT_S = 10.0  # after SIGKILL only a process in uninterruptible sleep stays
 _REPORT_S = 3.0  # torchrun polls every 0.1 s and prints when its workers have obeyed SIGTERM; a busy machine is slow
@@ -59,6 +59,12 @@ def main() -> int:
     """Run one agent; return 0 unless it could not be started."""
     task, options, *command = sys.argv[1:]
     guardian = Guardian(int(task), Options(**json.loads(options)))
+    have_default_signals(guardian.note_sigterm)
+    return guardian.run(command)
+
+
+def have_default_signals(note_sigterm: Callable[[], None]) -> None:
+    """Handle signals as a process of our own, whatever the step's code does with them."""
     # What the step's code ignores came through exec, and would reach the workers. With SIGCHLD ignored, the kernel
     # reaps our children and nobody hears of their ends.
     # Python ignores two for itself; a Popen sets them back in its child.
@@ -67,9 +73,24 @@ def main() -> int:
             signal.signal(number, signal.SIG_DFL)
     # Ctrl-C is the task's to handle: it tells us. A handler, since workers would inherit SIG_IGN.
     signal.signal(signal.SIGINT, lambda *_: None)
-    signal.signal(signal.SIGTERM, lambda *_: guardian.note_sigterm())
+    signal.signal(signal.SIGTERM, lambda *_: note_sigterm())
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # last: what was blocked may be waiting
-    return guardian.run(command)
+
+
+# Starts a program with these files as its output.
+Start = Callable[[Sequence[str], int, int], "subprocess.Popen[bytes]"]
+
+
+class Warm(Protocol):
+    """A warm process, which outlives the agent."""
+
+    @property
+    def pid(self) -> int:
+        """Its pid."""
+
+    @property
+    def news(self) -> int:
+        """A file in which it tells of the workers that it has forked; see `_read_news`."""
 
 
 class Guardian:
@@ -77,8 +98,11 @@ class Guardian:
 
     # There is one thread. The handler of SIGTERM only notes that it came.
 
-    def __init__(self, task: int, options: Options) -> None:
+    def __init__(self, task: int, options: Options, start: Start | None = None, warm: Warm | None = None) -> None:
         self._task = task
+        self._start_program = start or self._start_as_program
+        self._news = None if warm is None else warm.news
+        self._spared = set() if warm is None else {warm.pid}  # what is not the agent's, or ends with it
         self._options = options
         self._agent: subprocess.Popen[bytes]  # from `_start` on
         self._workers = Workers(options.workers, options.restarts)
@@ -115,18 +139,21 @@ class Guardian:
 
     def _start(self, command: Sequence[str]) -> None:
         with open(self._options.stdout, "ab") as out, open(self._options.stderr, "ab") as err:
-            self._agent = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=err,
-                cwd=self._options.cwd,
-                start_new_session=True,
-                # If even the guardian is killed, the agent gets SIGTERM and stops its workers.
-                preexec_fn=libc.die_with_parent,
-            )
+            self._agent = self._start_program(command, out.fileno(), err.fileno())
         self._observe(self._agent.pid)
         self._say(AgentStarted(self._agent.pid, processes.began(self._agent.pid)))
+
+    def _start_as_program(self, command: Sequence[str], stdout: int, stderr: int) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=stderr,
+            cwd=self._options.cwd,
+            start_new_session=True,
+            # If even the guardian is killed, the agent gets SIGTERM and stops its workers.
+            preexec_fn=libc.die_with_parent,
+        )
 
     def _say(self, event: AgentEvent) -> None:
         with suppress(OSError):  # the task is gone; what is left to do is to clean up
@@ -137,12 +164,31 @@ class Guardian:
     def _wait(self, seconds: float) -> None:
         """Sleep until a command, a worker's end, or until `seconds` have passed."""
         stdin = () if self._task_gone else (sys.stdin.fileno(),)
-        ready, _, _ = select.select([*self._pidfds, *stdin], [], [], seconds)
+        news = () if self._news is None else (self._news,)
+        ready, _, _ = select.select([*self._pidfds, *stdin, *news], [], [], seconds)
         for fd in ready:
             if fd in self._pidfds:
                 self._has_ended(fd)
+            elif fd == self._news:
+                self._read_news(fd)
             else:
                 self._read_commands()
+
+    def _read_news(self, file: int) -> None:
+        """Hear of processes that are forked from a warm one: ``worker PID RANK LOCAL_RANK``, or ``copy PID``.
+
+        A copy of the agent forks its workers, and ends with it.
+        """
+        news = os.read(file, 65536)  # whole lines: each is written at once
+        if not news:  # the warm process has ended
+            self._news = None
+        for line in news.decode().splitlines():
+            kind, pid, *ranks = line.split()
+            if kind == "copy":
+                self._spared.add(int(pid))
+            else:
+                rank, local_rank = map(int, ranks)
+                self._have_started(self._workers.take_forked(rank, local_rank, int(pid)))
 
     def _read_commands(self) -> None:
         data = os.read(sys.stdin.fileno(), 4096)
@@ -200,14 +246,21 @@ class Guardian:
         self._begin_to_stop(self._options.grace_s)
 
     def _find_workers(self) -> None:
-        for worker in self._workers.find(self._agent.pid):
+        self._have_started(self._workers.find(self._agent.pid))
+
+    def _have_started(self, workers: Sequence[Worker]) -> None:
+        for worker in workers:
             self._observe(worker.pid)
             self._say(WorkerStarted(worker.rank, worker.local_rank, worker.pid, worker.began))
+
+    def _descendants(self) -> list[int]:
+        """Return the pids of the agent and all that it has started."""
+        return [pid for pid in living_descendants(os.getpid()) if pid not in self._spared]
 
     def _agent_ended(self, status: int) -> None:
         """Tell of an agent that has ended by itself, and stop what it has left running."""
         self._say(AgentEnded(status, time.monotonic()))
-        self._left = [processes.describe(pid) for pid in living_descendants(os.getpid())]
+        self._left = [processes.describe(pid) for pid in self._descendants()]
         self._begin_to_stop(_STRAGGLER_GRACE_S if status == 0 else self._options.grace_s)
 
     def _is_frozen(self, pid: int) -> None:
@@ -253,7 +306,7 @@ class Guardian:
         self._end_all(self._below_agent, signal.SIGTERM, deadline)
 
     def _below_agent(self) -> list[int]:
-        return [pid for pid in living_descendants(os.getpid()) if pid != self._agent.pid]
+        return [pid for pid in self._descendants() if pid != self._agent.pid]
 
     def _end_all(self, which: Callable[[], list[int]], number: int, deadline: float) -> None:
         """Signal processes once and wait until they are gone, or the deadline has come."""
@@ -270,11 +323,11 @@ class Guardian:
     def _kill(self) -> None:
         deadline = time.monotonic() + _KILL_WAIT_S
         while time.monotonic() < deadline:
-            living = living_descendants(os.getpid())
+            living = self._descendants()
             for pid in living:
                 # Workers first: dead while their agent is frozen, they come to us with their exit codes.
                 if pid != self._agent.pid or len(living) == 1 or time.monotonic() > deadline - _KILL_WAIT_S / 2:
                     send_signal(pid, signal.SIGKILL)
-            if not self._reap_orphans():
+            if not self._reap_orphans() or (self._agent.returncode is not None and not self._descendants()):
                 return
             self._wait(SEARCH_S / 5)

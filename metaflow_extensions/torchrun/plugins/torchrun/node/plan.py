@@ -11,6 +11,7 @@ from ..launch.function import FunctionCall
 from ..launch.spec import LaunchSpec
 from ..machine.accelerators import Machine
 from .logs import Write
+from .warm_start import WarmNode
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,8 @@ class Plan:
     call: FunctionCall | None = None  # of the function that the workers call, where they do
     logs: str = "node"  # whose lines are shown where, out of `parsing.LOGS`
     nproc_why: str = ""  # why there are so many processes on each node
+    warm: str = "off"  # what is forked from a warm process, out of `parsing.WARM`
+    warm_node: WarmNode | None = None  # that process, where there is one
     is_preflight: bool = False  # whether it is a launch of ours, of which the log need not tell as much
 
     @property

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
+from ..errors import TorchrunConfigError
 from ..gang.cause import SHORT_PEER_ERRORS
 from ..gang.member import Member
 from ..gang.protocol import Go
-from ..launch.command import agent_command, agent_environment
-from ..machine.accelerators import omp_threads
+from ..launch.command import TORCHRUN, agent_command, agent_environment, restart_variables
+from ..machine.accelerators import Machine, Nproc, choose_nproc, omp_threads
 from ..machine.network import interface_of
+from ..settings import StepSettings
 from .agent import AgentProcess
 from .agent_events import AgentEvent
 from .generation import Generation, stacks_folder
@@ -23,6 +27,7 @@ from .logs import LogFollower
 from .plan import Plan
 from .stacks import hook_environment
 from .usage_meter import UsageMeter
+from .warm_start import WarmNode, WarmStart
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,7 @@ def prepare(plan: Plan, go: Go, member: Member, new_agent: Callable[..., AgentPr
         for path in logs.values():
             open(path, "wb").close()
         command = agent_command(plan.spec, go, plan.main_addr, folder)
+        warm = _warm_start(plan, go, folder)
         env = _environment(plan, folder, member.own_address)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
@@ -52,7 +58,7 @@ def prepare(plan: Plan, go: Go, member: Member, new_agent: Callable[..., AgentPr
     follower = LogFollower(folder, logs, plan.label, own_label, plan.write, hold_report=not plan.is_elastic)
     inbox = member.inbox  # this launch's; a later launch has another
     options = _options(plan, folder, logs)
-    agent = new_agent(command, env, options, lambda event: inbox.put(AgentNews(go.generation, event)))
+    agent = new_agent(command, env, options, lambda event: inbox.put(AgentNews(go.generation, event)), warm)
     measure = partial(UsageMeter, plan, folder, follower)
     return Generation(plan, member.host, go, folder, command, agent, follower, measure)
 
@@ -69,15 +75,47 @@ def _environment(plan: Plan, folder: str, own_address: str | None) -> dict[str, 
     spec, machine = plan.spec, plan.machine
     # A gang of one has no connection; it is reached by its loopback address.
     interface = interface_of(own_address or plan.main_addr)
-    env = agent_environment(spec, os.environ, omp_threads(machine, spec.nproc), interface, folder)
+    env = agent_environment(dict(spec.env), os.environ, omp_threads(machine, spec.nproc), interface, folder)
+    env.update(_share_of_machine(machine, dict(spec.env)))
     if plan.shares_machine:
         env.update(SHORT_PEER_ERRORS)
-        if machine.accelerators and "CUDA_VISIBLE_DEVICES" not in dict(spec.env):
-            env["CUDA_VISIBLE_DEVICES"] = ",".join(machine.own_accelerators)
     if plan.policy.hang_timeout_s is not None:
         os.makedirs(stacks_folder(folder))
         env.update(hook_environment(stacks_folder(folder), env, str(plan.facts.get("torch"))))
     return env
+
+
+def _share_of_machine(machine: Machine, given: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that keep the nodes of one machine from using the same devices."""
+    if machine.nodes_here == 1 or not machine.accelerators or "CUDA_VISIBLE_DEVICES" in given:
+        return {}
+    return {"CUDA_VISIBLE_DEVICES": ",".join(machine.own_accelerators)}
+
+
+def begin_warm(settings: StepSettings, machine: Machine, requested: Nproc | None) -> WarmNode | None:
+    """Begin to import what the launches of a step will need, in the background; None where it is not wanted.
+
+    What it can know beforehand of their environment, it has. `requested` is what the resources of a task amount to.
+    """
+    if settings.warm == "off" or sys.platform != "linux":
+        return None
+    nproc = 1
+    with suppress(TorchrunConfigError):  # `run` raises it
+        nproc = choose_nproc(settings.nproc_per_node, "nproc_per_node", requested, machine).value
+    env = agent_environment({}, os.environ, omp_threads(machine, nproc), None, "")
+    warm = WarmNode([TORCHRUN, *settings.preload], {**env, **_share_of_machine(machine, {})})
+    with suppress(OSError):  # no more processes; a launch will say so
+        warm.begin()
+    return warm
+
+
+def _warm_start(plan: Plan, go: Go, folder: str) -> WarmStart | None:
+    if plan.warm_node is None or plan.warm == "off":
+        return None
+    # Another program than Python can't be forked from it.
+    forks_workers = plan.warm == "workers" and "no-python" not in dict(plan.spec.options)
+    command = agent_command(plan.spec, go, plan.main_addr, folder, forks_workers)
+    return WarmStart(plan.warm_node, command, forks_workers, restart_variables(plan.spec, go) if forks_workers else {})
 
 
 def _options(plan: Plan, folder: str, logs: dict[str, str]) -> Options:

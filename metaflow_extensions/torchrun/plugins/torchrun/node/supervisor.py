@@ -25,7 +25,7 @@ from ..launch.function import FunctionCall
 from ..launch.transfer import TransferFailed
 from ..result import TorchrunResult
 from .agent import AgentProcess
-from .agent_events import End, WorkerEnded
+from .agent_events import End, Refused, WorkerEnded
 from .generation import Generation, Phase
 from .headlines import end_line, facts_line
 from .last_lines import LastLines
@@ -233,6 +233,8 @@ class Supervisor:
         if generation is None or generation.number != news.generation:
             return
         failed = generation.take(news.event)
+        if isinstance(news.event, Refused):
+            self._emit("note", f"torchrun is started anew, not forked: {news.event.reason}")
         if isinstance(news.event, WorkerEnded):
             self._say_active(generation, news.event.at)
         if failed is not None:

@@ -62,9 +62,17 @@ class Workers:
             known, env = self._by_pid.get(pid), processes.environment(pid)
             # Between fork and exec a child still shows its parent's environment, without a rank.
             if (known is None or not known.is_alive) and "RANK" in env and "LOCAL_RANK" in env:
-                self._by_pid[pid] = Worker(int(env["RANK"]), int(env["LOCAL_RANK"]), pid)
-                found.append(self._by_pid[pid])
+                found.append(self._add(int(env["RANK"]), int(env["LOCAL_RANK"]), pid))
         return found
+
+    def take_forked(self, rank: int, local_rank: int, pid: int) -> list[Worker]:
+        """Take a worker that a warm process tells of; return it, unless it is known."""
+        known = self._by_pid.get(pid)
+        return [] if known is not None and known.is_alive else [self._add(rank, local_rank, pid)]
+
+    def _add(self, rank: int, local_rank: int, pid: int) -> Worker:
+        worker = self._by_pid[pid] = Worker(rank, local_rank, pid)
+        return worker
 
 
 class FrozenWatch:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 _AGENT = "TORCHRUN_AGENT_PID"
+_WARM = "TORCHRUN_WARM"
 _PEER_GONE = "TORCHRUN_PEER_GONE"
 _RECORD = "exception.json"
 _FUNCTION_WORKER = os.path.join(os.path.dirname(os.path.dirname(__file__)), "function_worker.py")
@@ -182,6 +183,33 @@ def _answer_with_stacks() -> None:
     faulthandler.register(int(number), file=file, all_threads=True, chain=False)
 
 
+# --- beginning --------------------------------------------------------------------------------
+
+
+def _begin_worker() -> None:
+    for arrange in (_name_its_metrics, _record_the_end, _answer_with_stacks):
+        try:  # noqa: SIM105 - as above
+            arrange()
+        except Exception:  # noqa: S110 - a worker must start, whatever becomes of this
+            pass
+
+
+def _begin_program() -> None:
+    """Do in a forked process what is done where a program starts; `warm_python.server` calls it."""
+    if _is_worker():
+        _begin_worker()
+
+
+def _begin_warm(options: str) -> None:
+    """Let this process import beforehand what programs need, and fork these."""
+    sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    try:
+        from warm_python import server  # type: ignore[import-not-found]  # this folder is on no path of mypy's
+    finally:
+        del sys.path[0]
+    server.install(options, _begin_program)
+
+
 def _step_aside() -> None:
     """Import the ``sitecustomize`` that would have been without us; `site` sees its errors, or that there is none."""
     own = os.path.dirname(__file__)
@@ -190,10 +218,8 @@ def _step_aside() -> None:
     __import__("sitecustomize")
 
 
-if _is_worker():
-    for _arrange in (_name_its_metrics, _record_the_end, _answer_with_stacks):
-        try:  # noqa: SIM105 - as above
-            _arrange()
-        except Exception:  # noqa: S110 - a worker must start, whatever becomes of this
-            pass
+if _WARM in os.environ:
+    _begin_warm(os.environ.pop(_WARM))
+elif _is_worker():
+    _begin_worker()
 _step_aside()

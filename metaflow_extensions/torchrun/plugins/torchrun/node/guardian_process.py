@@ -1,0 +1,111 @@
+"""A guardian, as its task sees it: what it is told, and what it tells."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+
+from ..machine import processes
+from .agent_events import AgentEvent, End, from_line
+
+# A guardian is a module of this package, but it runs without the package's `__init__`, which imports Metaflow, and
+# without site-packages (-S). So it starts fast, and nothing that a user has installed can keep it from starting.
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_MAIN = (
+    "import sys, types; package = sys.modules['torchrun'] = types.ModuleType('torchrun'); "
+    "package.__path__ = [sys.argv.pop(1)]; from torchrun.node.{module} import main; sys.exit(main())"
+)
+_LOOK_S = 0.5  # between looks whether a silent guardian still lives, where the system does not tell (before Linux 5.3)
+
+
+class GuardianProcess:
+    """A process that runs `main` of a module of this room; one thread at a time may ask for its events."""
+
+    def __init__(self, module: str, words: Sequence[str], env: Mapping[str, str]) -> None:
+        argv = [sys.executable, "-I", "-S", "-c", _MAIN.format(module=module), _PACKAGE, str(os.getpid()), *words]
+        # Open files can be sent through a socket, and a message that nobody takes does not end the task by SIGPIPE.
+        self._commands, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                argv, env=dict(env), stdin=theirs.fileno(), stdout=subprocess.PIPE, start_new_session=True
+            )
+        self._rest = b""
+
+    @property
+    def pid(self) -> int:
+        """Its pid; all processes of a launch descend from it."""
+        return self._process.pid
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it has not ended."""
+        return self._process.poll() is None
+
+    def tell(self, line: str, files: Sequence[int] = ()) -> bool:
+        """Send a command, and open files with it; tell whether somebody was there to take it."""
+        with suppress(OSError):
+            data = f"{line}\n".encode()
+            return socket.send_fds(self._commands, [data], files, socket.MSG_NOSIGNAL) == len(data)
+        return False
+
+    def events(self) -> Iterator[AgentEvent]:
+        """Yield what it tells of one agent, up to `End`, or to its own end.
+
+        The pipe alone does not tell the end: a process that the step's code has forked can hold it open.
+        """
+        for line in self._lines():
+            event = from_line(line)
+            yield event
+            if isinstance(event, End):
+                return
+
+    def _lines(self) -> Iterator[bytes]:
+        assert self._process.stdout is not None
+        events = self._process.stdout.fileno()
+        with _end_of(self.pid) as end:
+            poll = select.poll()
+            for each in (events, *end):
+                poll.register(each, select.POLLIN)
+            while True:
+                gone = not self.is_alive  # asked first: what it has said is in the pipe by then
+                ready = dict(poll.poll(0 if gone else None if end else _LOOK_S * 1000))
+                if events in ready:
+                    data = os.read(events, 65536)
+                    *lines, self._rest = (self._rest + data).split(b"\n")
+                    yield from lines
+                    gone = not data
+                if gone:
+                    return
+
+    def wait(self, timeout_s: float | None = None) -> int:
+        """Wait for its end and return its exit code; raises `subprocess.TimeoutExpired`."""
+        return self._process.wait(timeout_s)
+
+    def kill(self) -> None:
+        """End it by SIGKILL, and wait for that."""
+        self._process.kill()
+        self._process.wait()
+
+    def close(self) -> None:
+        """Let go of it; one that still runs ends what it has started, and itself."""
+        with suppress(OSError):
+            self._commands.shutdown(socket.SHUT_RDWR)  # also where the step has forked a process that holds it open
+        self._commands.close()
+
+
+@contextmanager
+def _end_of(pid: int) -> Iterator[tuple[int, ...]]:
+    """Open what tells the end of a process, where the system has that."""
+    handle = None
+    with suppress(ProcessLookupError):  # the step's code waits for all children of its process
+        handle = processes.open_pidfd(pid)
+    try:
+        yield () if handle is None else (handle,)
+    finally:
+        if handle is not None:
+            os.close(handle)

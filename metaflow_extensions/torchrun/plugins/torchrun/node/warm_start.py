@@ -1,0 +1,76 @@
+"""How does this node start agents in a tenth of the time? From a warm process, which waits from the step's begin on.
+
+`warm_guardian.py` runs that process, and the agents that are forked from it, one after the other.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..machine.inherited import inherited
+from ..scripts.warm_python.messages import in_memory
+from .guardian import Options
+from .guardian_process import GuardianProcess
+
+
+class WarmNode:
+    """The warm process of this node, with its guardian; belongs to the step's thread, from its begin to its end."""
+
+    def __init__(self, modules: Sequence[str], env: Mapping[str, str]) -> None:
+        self._modules, self._env = list(modules), dict(env)
+        self._guardian: GuardianProcess | None = None
+        self._owner = os.getpid()
+
+    def begin(self) -> GuardianProcess:
+        """Import in the background, unless that has begun; return who does it."""
+        if self._guardian is None or not self._guardian.is_alive:
+            self._guardian = GuardianProcess("warm_guardian", [json.dumps(self._modules)], self._env)
+        return self._guardian
+
+    def has(self, guardian: GuardianProcess | None) -> bool:
+        """Tell whether it is the one of the warm process, which lives on when an agent has ended."""
+        return guardian is self._guardian
+
+    def close(self) -> None:
+        """End it, without waiting for that; safe to call more than once."""
+        if self._guardian is not None and os.getpid() == self._owner:
+            self._guardian.close()
+
+
+@dataclass(frozen=True)
+class WarmStart:
+    """How one agent is started warm."""
+
+    node: WarmNode
+    command: Sequence[str]
+    forks_workers: bool = False
+    worker_env: Mapping[str, str] = field(default_factory=dict)  # what workers have besides, where they are forked
+
+    def start(self, env: Mapping[str, str], options: Options) -> GuardianProcess | None:
+        """Ask for the agent; return the guardian that tells what becomes of that, or None if there is none."""
+        guardian = self.node.begin()
+        described = in_memory(self._request(env, options))
+        try:
+            return guardian if guardian.tell("start", [described]) else None
+        finally:
+            os.close(described)
+
+    def _request(self, env: Mapping[str, str], options: Options) -> dict[str, Any]:
+        python, *words = self.command
+        umask = os.umask(0)
+        os.umask(umask)
+        program = {
+            "argv": [python, "-u", *words],
+            "env": dict(env),
+            "cwd": options.cwd or os.getcwd(),
+            "umask": umask,
+            "dies_with_parent": True,
+            "computes": self.forks_workers,
+            "forks_workers": self.forks_workers,
+            "worker_env": dict(self.worker_env),
+        }
+        return {"options": options._asdict(), "inherited": inherited(), "program": program}

@@ -1,0 +1,189 @@
+"""What a warm process has imported beforehand, and whether a program could tell.
+
+The imports run in a thread of their own, with the lowest priority, so that the step's own code is not slowed. That
+thread is gone before the first fork.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import stat
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+AGENT = "torch.distributed.run"
+_LOWEST = 19  # nice value, of the importing thread alone (Linux: setpriority(2), C library/kernel differences)
+# What an interpreter, the loader of libraries or a C library reads when it is loaded; what Python code reads is
+# recorded. Taken from the calls of getenv(3) while torch 2.13 (CPU build) is imported, and the families of those.
+_READ_BY_C = (
+    *("PYTHON", "LD_", "GLIBC_", "MALLOC_", "LC_", "LANG", "TZ", "HOME", "OPENSSL_", "SSL_"),
+    *("TORCH_", "PYTORCH_", "C10_", "ATEN_", "KINETO_", "GLOG_", "NPY_", "NUMPY_", "GFORTRAN_", "INTEL_"),
+)
+# Only who computes cares for these. An agent does not, and gives them to workers that it starts as programs.
+_READ_TO_COMPUTE = (
+    *("OMP_", "GOMP_", "KMP_", "MKL", "OPENBLAS_", "GOTO_", "BLIS_", "VECLIB_", "NUMEXPR_", "DNNL_", "ONEDNN_", "ACC_"),
+    *("CUDA_", "NVIDIA_", "CUBLAS_", "CUDNN_", "HIP_", "ROCR_", "HSA_", "XLA_", "NEURON_", "HABANA_", "I_MPI_"),
+    *("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"),
+)
+# torch reads these when a process group is made (ProcessGroupNCCL.hpp, 2.13).
+_READ_LATER = ("TORCH_NCCL_", "TORCH_FR_", "TORCH_GLOO_")
+_DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/neuron")
+
+
+class Imports:
+    """What this process imports; what its environment is read for is noted from now on."""
+
+    def __init__(self, modules: Sequence[str]) -> None:
+        self._modules = modules
+        self._began_with = dict(os.environ)
+        self._read: set[bytes] = set()  # names of variables that Python code has looked up
+        self._files: dict[str, tuple[int, int]] = {}  # file of a module -> its time of change and size
+        self._fault: str | None = None  # why no program may be started here at all
+        os.environ._data = _Recording(os.environ._data, self._read)  # type: ignore[attr-defined]
+        self._thread = threading.Thread(target=self._import_all, name="torchrun-imports", daemon=True)
+        self._done, self._importing = os.pipe()
+
+    def start(self) -> None:
+        """Begin in the background."""
+        self._thread.start()
+
+    @property
+    def done_file(self) -> int:
+        """A file that becomes readable when all is imported."""
+        return self._done
+
+    def hurry(self) -> None:
+        """Import with this thread's own priority, where the system lets."""
+        with suppress(OSError):  # only root may, and the thread can be gone
+            os.setpriority(os.PRIO_PROCESS, self._thread.native_id or 0, os.getpriority(os.PRIO_PROCESS, 0))
+
+    def finish(self) -> None:
+        """Wait for the end of the imports, and look at what they have left."""
+        self._thread.join()
+        os.close(self._done)
+        os.environ._data = dict(os.environ._data)  # type: ignore[attr-defined]
+        self._files = dict(_files_of_modules())
+        self._fault = self._fault or _threads_left() or _device_in_use()
+
+    def _import_all(self) -> None:
+        os.setpriority(os.PRIO_PROCESS, 0, _LOWEST)
+        try:
+            for name in self._modules:
+                importlib.import_module(name)
+        except BaseException as error:
+            self._fault = f"{name} could not be imported: {type(error).__name__}: {error}"
+        finally:
+            _forget(AGENT)
+            os.close(self._importing)
+
+    def refuse(self, request: Mapping[str, Any]) -> str | None:
+        """Return why the program that is asked for could tell that it was not started as ever, or None."""
+        return (
+            self._fault
+            or _refuse_command(request["argv"], request["cwd"])
+            or self._refuse_environment(request["env"], request["computes"])
+            or self._refuse_changes()
+        )
+
+    def _refuse_environment(self, env: Mapping[str, str], computes: bool) -> str | None:
+        """Look for variables that count when a module is imported, and had another value then."""
+        before = self._began_with
+        others = (name for name in sorted({*env, *before}) if env.get(name) != before.get(name))
+        differing = [name for name in others if self._counts(name, computes)]
+        return f"{', '.join(differing)} had another value when torch was imported" if differing else None
+
+    def _counts(self, name: str, computes: bool) -> bool:
+        if name.startswith(_READ_LATER):
+            return False
+        if name.startswith(_READ_TO_COMPUTE):
+            return computes
+        return os.fsencode(name) in self._read or name.startswith(_READ_BY_C)
+
+    def _refuse_changes(self) -> str | None:
+        changed = [file for file, known in self._files.items() if _version(file) != known]
+        return f"{changed[0]} has changed since it was imported" if changed else None
+
+
+class _Recording(dict[bytes, bytes]):
+    """The data of `os.environ`, which notes what is looked up."""
+
+    def __init__(self, data: Mapping[bytes, bytes], read: set[bytes]) -> None:
+        super().__init__(data)
+        self._read = read
+
+    def __getitem__(self, name: bytes) -> bytes:
+        self._read.add(name)
+        return super().__getitem__(name)
+
+
+def _forget(module: str) -> None:
+    """Let `module` be run as a program: as such it is imported under another name."""
+    if sys.modules.pop(module, None) is not None:
+        parent, _, name = module.rpartition(".")
+        delattr(sys.modules[parent], name)
+
+
+def _files_of_modules() -> Iterator[tuple[str, tuple[int, int]]]:
+    for module in list(sys.modules.values()):
+        file = getattr(module, "__file__", None)
+        if isinstance(file, str) and (version := _version(file)) is not None:
+            yield file, version
+
+
+def _version(file: str) -> tuple[int, int] | None:
+    try:
+        now = os.stat(file)
+    except OSError:  # torch has modules whose `__file__` names no file
+        return None
+    return now.st_mtime_ns, now.st_size
+
+
+def _threads_left() -> str | None:
+    """Return whose threads a fork would lose.
+
+    Some libraries end theirs before a fork and start them again when they need them, as OpenBLAS does
+    (pthread_atfork). So these are counted after a first fork.
+    """
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
+    deadline = time.monotonic() + 1.0
+    while len(left := os.listdir("/proc/self/task")) > 1 and time.monotonic() < deadline:
+        time.sleep(0.01)  # one that has ended can be seen for a moment
+    return f"what it has imported runs {len(left) - 1} threads" if len(left) > 1 else None
+
+
+def _device_in_use() -> str | None:
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            file = os.readlink(f"/proc/self/fd/{name}")
+        except OSError:  # the listing's own
+            continue
+        if file.startswith(_DEVICES):
+            return f"what it has imported uses {file}"
+    return None
+
+
+def _refuse_command(argv: Sequence[str], cwd: str) -> str | None:
+    program = argv[2:]
+    if argv[0] != sys.executable:
+        return f"{argv[0]} is another program than {sys.executable}"
+    if argv[1:2] != ["-u"] or not program or (program[0].startswith("-") and program[0] != "-m"):
+        return "the interpreter has other options"
+    if program[0] != "-m":
+        try:
+            if not stat.S_ISREG(os.stat(os.path.join(cwd, program[0])).st_mode):
+                return f"{program[0]} is not a file"
+            os.close(os.open(os.path.join(cwd, program[0]), os.O_RDONLY))
+        except OSError as error:
+            return str(error)
+    relative = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if not os.path.isabs(entry)]
+    if relative and "PYTHONPATH" in os.environ and cwd != os.getcwd():
+        return "PYTHONPATH has relative entries, and the working directory is another"
+    return None

@@ -1,0 +1,280 @@
+"""Agents that are forked from a warm process, which has imported some module and no PyTorch."""
+
+import json
+import os
+import queue
+import resource
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from unit_helpers import eventually, is_running, write
+
+from metaflow_extensions.torchrun.plugins.torchrun.launch.command import WORKER_HOOKS
+from metaflow_extensions.torchrun.plugins.torchrun.machine.processes import children, living_descendants
+from metaflow_extensions.torchrun.plugins.torchrun.node.agent import AgentProcess
+from metaflow_extensions.torchrun.plugins.torchrun.node.agent_events import AgentStarted, End, Refused, WorkerStarted
+from metaflow_extensions.torchrun.plugins.torchrun.node.guardian import Options
+from metaflow_extensions.torchrun.plugins.torchrun.node.warm_start import WarmNode, WarmStart
+
+# What an agent does in these tests: it tells what it sees, starts a worker where it is to, and waits where it is to.
+AGENT = """
+import json, os, subprocess, sys, time
+out, what = sys.argv[1:3]
+umask = os.umask(0)
+seen = {"pid": os.getpid(), "parent": os.getppid(), "imported": "imported_early" in sys.modules, "umask": umask,
+        "cwd": os.getcwd(), "env": dict(os.environ), "argv": sys.argv, "files": os.listdir("/proc/self/fd"),
+        "cmdline": open("/proc/self/cmdline").read().split(chr(0))[:-1]}
+worker = None
+if what in ("worker", "wait"):
+    env = {**os.environ, "RANK": "1", "LOCAL_RANK": "0"}
+    worker = subprocess.Popen([sys.executable, "-I", "-S", "-c", "import time; time.sleep(600)"], env=env)
+with open(out + ".part", "w") as file:
+    json.dump(seen, file)
+os.replace(out + ".part", out)
+while what == "wait":
+    time.sleep(60)
+if what == "worker":
+    time.sleep(0.3)  # so that the guardian sees it
+    worker.terminate()
+    worker.wait()
+sys.exit(5 if what == "fail" else 0)
+"""
+
+
+class Warm:
+    """A warm process with its guardian, and the agents that are asked of it one after the other."""
+
+    def __init__(self, root, early="", modules=("imported_early",)):
+        self.root, self.count = root, 0
+        write(root / "imported_early.py", early)
+        self.script = str(write(root / "agent.py", AGENT))
+        self.env = {**os.environ, "PYTHONPATH": f"{WORKER_HOOKS}:{root}", "TORCHRUN_AGENT_PID": ""}
+        self.node = WarmNode(modules, self.env)
+        self.guardian = self.node.begin()
+        self.agents = []
+
+    def start(self, what="", env=None, **options):
+        """Ask for an agent; return what its events come to."""
+        self.count += 1
+        out = self.root / f"seen-{self.count}.json"
+        logs = [str(self.root / f"agent.{stream}") for stream in ("stdout", "stderr")]
+        events = queue.SimpleQueue()
+        options = Options(*logs, workers=1, **{"grace_s": 2.0, "silence_s": 30.0, **options})
+        command = [sys.executable, self.script, str(out), what]
+        agent = AgentProcess(command, {**self.env, **(env or {})}, options, events.put, WarmStart(self.node, command))
+        self.agents.append(agent)
+        agent.start()
+        return Agent(agent, events, out)
+
+    @property
+    def process(self):
+        """The pid of the warm process."""
+        found = []
+        eventually(lambda: found.extend(children(self.node._guardian.pid)) or found, "a warm process")
+        return found[0]
+
+    def close(self):
+        for agent in self.agents:
+            agent.close(0.0)
+        self.node.close()
+        for guardian in {self.guardian, self.node._guardian}:
+            guardian.wait(10.0)
+
+
+class Agent:
+    """One agent and its events."""
+
+    def __init__(self, process, events, out):
+        self.process, self.out, self._events, self.seen = process, out, events, []
+
+    def expect(self, kind):
+        while True:
+            event = self._events.get(timeout=20.0)
+            self.seen.append(event)
+            if isinstance(event, kind):
+                return event
+
+    def end(self):
+        """Wait for its end; return what it has noted, with whether it was forked and its exit code."""
+        end = self.expect(End)
+        noted = json.loads(self.out.read_text())
+        refused = [event.reason for event in self.seen if isinstance(event, Refused)]
+        return {**noted, "status": end.status, "refused": refused[0] if refused else None}
+
+
+@pytest.fixture
+def warm(tmp_path):
+    made = []
+
+    def start(**options):
+        made.append(Warm(tmp_path, **options))
+        return made[-1]
+
+    yield start
+    for one in made:
+        one.close()
+        assert not living_descendants(one.guardian.pid)
+
+
+def test_agents_are_forked_one_after_the_other_and_each_has_what_it_was_asked_with(warm, tmp_path):
+    one = warm(early="print('said early')")
+    folder = tmp_path / "another folder"
+    folder.mkdir()
+    first = one.start().end()
+    umask = os.umask(0o013)
+    try:
+        second = one.start("fail", env={"SOME": "vÄlue"}, cwd=str(folder)).end()
+    finally:
+        os.umask(umask)
+    assert [first["refused"], second["refused"]] == [None, None]
+    assert [first["status"], second["status"]] == [0, 5]
+    assert [first["imported"], second["imported"]] == [True, True]
+    assert first["pid"] != second["pid"]
+    assert first["parent"] == second["parent"] == one.guardian.pid
+    assert (second["cwd"], second["umask"], first["umask"]) == (str(folder), 0o013, umask)
+    assert second["env"]["SOME"] == "vÄlue"
+    assert "SOME" not in first["env"]
+    assert "TORCHRUN_WARM" not in first["env"]
+    assert first["cmdline"] == [sys.executable, "-u", *first["argv"]]
+    assert first["files"] == ["0", "1", "2", "3"]  # the fourth lists them
+    assert (tmp_path / "agent.stdout").read_text() == "said early\n" * 2
+
+
+def test_stopping_ends_all_but_the_warm_process(warm):
+    one = warm()
+    agent = one.start("wait")
+    agent.expect(WorkerStarted)
+    warm_process = one.process
+    agent.process.stop(0.5)
+    assert agent.end()["status"] == -signal.SIGKILL  # it is frozen first, as any agent
+    assert living_descendants(one.guardian.pid) == [warm_process]
+    assert one.start("worker").end()["refused"] is None
+    assert one.process == warm_process
+
+
+@pytest.mark.parametrize(
+    ("env", "reason"),
+    [
+        ({"PYTHONHASHSEED": "3"}, "PYTHONHASHSEED"),
+        ({"READ_EARLY": "now"}, "READ_EARLY"),
+        ({"OMP_NUM_THREADS": "7"}, None),  # for a worker it would count
+        ({"RANK": "3"}, None),
+    ],
+)
+def test_a_variable_that_counts_at_imports_starts_anew_and_another_warm_process_is_made_ready(warm, env, reason):
+    one = warm(early="import os; os.environ.get('READ_EARLY')")
+    begun = one.start(env=env).end()
+    assert (begun["refused"] or "").partition(" ")[0] == (reason or "")
+    assert begun["imported"] is (reason is None)
+    assert begun["env"].items() >= env.items()
+    again = one.start(env=env).end()
+    assert (again["refused"], again["imported"]) == (None, True)
+
+
+@pytest.mark.parametrize(
+    ("early", "reason"),
+    [
+        (
+            "import threading, time; threading.Thread(target=time.sleep, args=[60], daemon=True).start()",
+            "runs 1 threads",
+        ),
+        ("1 / 0", "imported_early could not be imported: ZeroDivisionError: division by zero"),
+        ("import os; os._exit(3)", "has ended"),
+        (
+            "import os; os.write(2, b'no such device\\n'); os._exit(3)",
+            "no such device",
+        ),
+    ],
+)
+def test_what_imports_do_that_no_fork_can_have_starts_anew(warm, early, reason):
+    begun = warm(early=early).start().end()
+    assert reason in begun["refused"]
+    assert (begun["status"], begun["imported"]) == (0, False)
+
+
+def test_a_module_that_has_changed_since_starts_anew(warm, tmp_path):
+    one = warm()
+    assert one.start().end()["refused"] is None
+    write(tmp_path / "imported_early.py", "changed = True")
+    assert one.start().end()["refused"].endswith("imported_early.py has changed since it was imported")
+    assert one.start().end()["refused"] is None
+
+
+def test_what_the_step_has_changed_of_what_programs_inherit_starts_anew(warm):
+    one = warm()
+    soft, hard = resource.getrlimit(resource.RLIMIT_CORE)
+    resource.setrlimit(resource.RLIMIT_CORE, (0 if soft else min(4096, hard) if hard > 0 else hard, hard))
+    try:
+        begun = one.start().end()
+    finally:
+        resource.setrlimit(resource.RLIMIT_CORE, (soft, hard))
+    assert begun["refused"] == "RLIMIT_CORE changed after the step had begun"
+
+
+def test_a_warm_process_that_was_killed_is_replaced(warm):
+    one = warm()
+    assert one.start().end()["refused"] is None
+    os.kill(one.process, signal.SIGKILL)
+    assert "ended" in one.start().end()["refused"]
+    assert one.start().end()["refused"] is None
+
+
+def test_a_guardian_that_was_killed_takes_its_warm_process_with_it_and_is_replaced(warm):
+    one = warm()
+    agent = one.start("wait")
+    started = agent.expect(AgentStarted)
+    agent.expect(WorkerStarted)
+    warm_process = one.process
+    os.kill(one.guardian.pid, signal.SIGKILL)
+    assert agent.expect(End).guardian == -signal.SIGKILL
+    eventually(lambda: not is_running(warm_process) and not is_running(started.pid), "the end of all")
+    assert one.start().end()["refused"] is None
+
+
+def test_it_imports_with_the_lowest_priority_and_forks_with_the_tasks(warm, tmp_path):
+    imported = tmp_path / "imported"
+    early = f"import os; priority = os.getpriority(os.PRIO_PROCESS, 0); open({str(imported)!r}, 'w')"
+    one = warm(early=early)
+    write(
+        one.root / "agent.py",
+        "import imported_early, json, os, sys\n"
+        "json.dump([imported_early.priority, os.getpriority(os.PRIO_PROCESS, 0)], open(sys.argv[1], 'w'))",
+    )
+    eventually(imported.exists, "the import")  # a request would hurry it
+    agent = one.start()
+    agent.expect(End)
+    assert json.loads(agent.out.read_text()) == [19, os.getpriority(os.PRIO_PROCESS, 0)]
+
+
+def test_nothing_stays_when_the_task_is_killed_and_another_process_holds_its_pipes(tmp_path):
+    """Also before any agent is asked for, and while imports go on."""
+    write(tmp_path / "imported_early.py", "import time; time.sleep(60)")
+    env = {**os.environ, "PYTHONPATH": f"{WORKER_HOOKS}:{tmp_path}"}
+    task = (
+        "import os, sys, time\n"
+        "from metaflow_extensions.torchrun.plugins.torchrun.node.warm_start import WarmNode\n"
+        f"node = WarmNode(['imported_early'], {env!r})\n"
+        "print(node.begin().pid, flush=True)\n"
+        "print(os.fork() or time.sleep(600) or 0, flush=True)\n"
+        "time.sleep(600)"
+    )
+    with subprocess.Popen([sys.executable, "-c", task], stdout=subprocess.PIPE, text=True) as process:
+        guardian, forked = int(process.stdout.readline()), int(process.stdout.readline())
+        tree = []
+        eventually(lambda: len(tree) > 1 or tree.extend(living_descendants(guardian)) or tree, "a warm process")
+        process.kill()
+        process.wait()
+        eventually(lambda: not any(map(is_running, [guardian, *tree])), "the end of all")
+        os.kill(forked, signal.SIGKILL)
+
+
+def test_the_end_of_the_step_ends_it_at_once(warm):
+    one = warm()
+    warm_process = one.process
+    begun = time.monotonic()
+    one.node.close()
+    eventually(lambda: not is_running(warm_process), "its end")
+    assert time.monotonic() - begun < 2.0
