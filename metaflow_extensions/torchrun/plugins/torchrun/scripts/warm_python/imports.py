@@ -66,7 +66,7 @@ class Imports:
         """Wait for the end of the imports, and look at what they have left."""
         self._thread.join()
         os.close(self._done)
-        os.environ._data = dict(os.environ._data)  # type: ignore[attr-defined]
+        os.environ._data = os.environb._data = dict(os.environ._data)  # type: ignore[attr-defined]
         self._files = dict(_files_of_modules())
         self._fault = self._fault or _threads_left() or _device_in_use()
 

@@ -63,14 +63,18 @@ def _take_environment(env: Mapping[str, str]) -> None:
 def _be_alone() -> None:
     """Share nothing with the other processes of this fork that separate programs would not share.
 
-    `random` and `tempfile` see to it themselves. torch begins with the same state in every process (2.13).
+    `random` and `tempfile` see to it themselves.
     """
+    if (generator := getattr(sys.modules.get("torch"), "default_generator", None)) is not None:
+        generator.seed()  # every process begins with another seed, the system's (2.13); `torch.seed` minds GPUs, too
     if (numpy_random := sys.modules.get("numpy.random")) is not None:
         numpy_random.seed()
     if (process := cast("Any", sys.modules.get("multiprocessing.process"))) is not None:
         process.ORIGINAL_DIR = os.getcwd()
         process.current_process().authkey = os.urandom(32)
     importlib.invalidate_caches()
+    if (threading := cast("Any", sys.modules.get("threading"))) is not None:
+        threading.main_thread()._set_native_id()  # `fork` does not (Python 3.11)
 
 
 def _take_words(argv: Sequence[str]) -> None:
@@ -91,6 +95,8 @@ def _renew_main() -> None:
     main = types.ModuleType("__main__")
     main.__dict__.update(__annotations__={}, __builtins__=builtins, __loader__=importlib.machinery.BuiltinImporter)
     sys.modules["__main__"] = main
+    if "__mp_main__" in sys.modules:  # `multiprocessing` sets it when it is imported
+        sys.modules["__mp_main__"] = main
 
 
 def _script(path: str) -> Run:
