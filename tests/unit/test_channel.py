@@ -11,6 +11,7 @@ import socket
 import struct
 import threading
 import time
+import weakref
 from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
@@ -560,6 +561,30 @@ def test_heartbeats_are_sent_only_where_nothing_else_is():
     next_at = connection.beat()
     assert transport.sent == [b"a message", encode(Beat())]
     assert time.monotonic() < next_at <= time.monotonic() + pause_s
+
+
+def test_a_member_answers_a_heartbeat_unless_it_has_said_something_just_before():
+    transport, connection = FakeTransport(), Connection(lambda _: iter([1]), print, 1.0)
+    connection.connection_made(transport)
+    connection.begin_beating(answers=True)
+    connection.write(b"a message")
+    connection.answer()
+    assert transport.sent == [b"a message"]
+    assert connection.beat() > time.monotonic() + 1.0 / BEATS  # the control node's comes before its own
+    time.sleep(0.8 / BEATS)
+    connection.answer()
+    assert transport.sent == [b"a message", encode(Beat())]
+
+
+def test_no_message_stays_in_memory(start_control, join, monkeypatch):
+    control, kept = start_control(), []
+    handle = control.channel.gang.handle
+    monkeypatch.setattr(
+        control.channel.gang, "handle", lambda node, message: kept.append(weakref.ref(message)) or handle(node, message)
+    )
+    join(control).send(Failed(7))
+    eventually(lambda: len(kept) == 2)
+    eventually(lambda: kept[1]() is None, "the end of the message")
 
 
 def test_a_member_that_falls_silent_is_lost_after_the_heartbeat_timeout(start_control):

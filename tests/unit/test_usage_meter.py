@@ -10,7 +10,7 @@ from fake_node import FakeNode
 from unit_helpers import eventually, write
 
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Ended, Usage
-from metaflow_extensions.torchrun.plugins.torchrun.gang.usage import KINDS, LIMITS, STEP_S
+from metaflow_extensions.torchrun.plugins.torchrun.gang.usage import KINDS, LIMITS, STEP_S, step_s
 from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec
 from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import Machine
 from metaflow_extensions.torchrun.plugins.torchrun.machine.traffic import Traffic
@@ -27,13 +27,13 @@ class Clock:
         return self.now
 
 
-def a_plan(machine=None, env=(), shown=None, **more):
+def a_plan(machine=None, env=(), shown=None, num_nodes=2, **more):
     spec = LaunchSpec(
         "/flow/train.py",
         (),
         False,
         nproc=2,
-        num_nodes=2,
+        num_nodes=num_nodes,
         node_index=0,
         python="python3",
         env=env,
@@ -105,6 +105,18 @@ def test_lines_are_not_counted_where_not_all_are_shown(tmp_path):
     meter = UsageMeter(a_plan(shown=(0,)), str(tmp_path), SimpleNamespace(shown_lines=0), os.getpid(), clock)
     clock.now += 1.0
     assert "output_lines_s" not in meter.look().values
+
+
+def test_a_node_of_a_large_gang_measures_less_often(tmp_path):
+    clock = Clock()
+    plan = a_plan(num_nodes=1000)
+    meter = UsageMeter(plan, str(tmp_path), SimpleNamespace(shown_lines=0), os.getpid(), clock)
+    clock.now += 1.0
+    assert meter.look() is not None
+    clock.now += step_s(1000) - 0.1
+    assert meter.look() is None
+    clock.now += 0.2
+    assert meter.look() is not None
 
 
 def test_a_node_with_a_machine_of_its_own_tells_the_network_and_its_gpus(tmp_path, monkeypatch):

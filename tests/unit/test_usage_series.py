@@ -14,6 +14,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.usage import (
     coarser,
     kinds_in,
     most_points,
+    step_s,
 )
 
 
@@ -40,6 +41,15 @@ def test_each_part_of_time_has_what_was_measured_in_it():
     }
     assert history.count == 5
     json.dumps(history.as_data(), allow_nan=False)
+
+
+def test_the_nodes_of_a_large_gang_are_asked_less_often_and_their_series_begin_coarser():
+    assert (step_s(1), step_s(8), step_s(50), step_s(1000)) == (STEP_S, STEP_S, STEP_S, 100.0)
+    history = UsageHistory(1000, step_s(1000))
+    assert history.as_data() == {"step_s": 100.0, "nodes": {}}
+    for at_s in (1.0, 101.0, 202.0):
+        told(history, 3, at_s, cpus=2.0)
+    assert history.as_data()["nodes"]["3"]["cpus"] == [2.0, 2.0, 2.0]
 
 
 def test_a_full_series_gets_coarser_and_keeps_the_whole_life():

@@ -56,6 +56,7 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._heard_at = self.opened_at = time.monotonic()
         self._beat_at = _NEVER  # when the next heartbeat is due
+        self._pause_s = 0.0  # after what was sent last
         self.why_closed: str | None = None  # why this side has aborted it, if it has
         self.has_ended = False
 
@@ -102,7 +103,7 @@ class Connection(asyncio.Protocol):
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(data)
             if self._beat_at < _NEVER:
-                self._beat_at = time.monotonic() + self._timeout_s / BEATS  # what was sent tells as much
+                self._beat_at = time.monotonic() + self._pause_s  # what was sent tells as much
 
     def close(self) -> None:
         """Send what is still to be sent, then end."""
@@ -115,9 +116,13 @@ class Connection(asyncio.Protocol):
             self.why_closed = self.why_closed or why
             self._transport.abort()
 
-    def begin_beating(self) -> None:
-        """Have `beat` send heartbeats, the first after a random time: else thousands that came at once would beat at once."""
-        self._beat_at = time.monotonic() + random.random() * self._timeout_s / BEATS  # noqa: S311 - no secret
+    def begin_beating(self, answers: bool = False) -> None:
+        """Have `beat` send heartbeats, the first after a random time: else thousands that came at once would beat at once.
+
+        Who `answers` the other side's waits half as long again for one before it sends its own.
+        """
+        self._pause_s = self._timeout_s / BEATS * (1.5 if answers else 1.0)
+        self._beat_at = time.monotonic() + random.random() * self._pause_s  # noqa: S311 - no secret
 
     def beat(self) -> float:
         """Send a heartbeat if nothing was sent for a while, and abort if the other side is silent; return when to call again.
@@ -131,6 +136,14 @@ class Connection(asyncio.Protocol):
         elif now >= self._beat_at:
             self.write(_BEAT)
         return min(self._beat_at, silent_at)
+
+    def answer(self) -> None:
+        """Answer a heartbeat, unless something was sent not long ago.
+
+        The control node sends many in a moment and is awake for their answers, while each timer of ours would wake it.
+        """
+        if time.monotonic() > self._beat_at - self._pause_s / 2:
+            self.write(_BEAT)
 
     def address(self, whose: str) -> str:
         """Return the IP address of this side (``"sockname"``) or of the other (``"peername"``)."""

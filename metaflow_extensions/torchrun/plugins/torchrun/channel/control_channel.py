@@ -97,7 +97,7 @@ class ControlChannel:
     def _tick(self) -> None:
         if not self._is_closing:
             hurries = self.gang.is_pausing or (self._listener is not None and self._listener.is_busy)
-            tick_s = min(_TICK_S, self._timeout_s / BEATS)  # the heartbeats are sent here, too
+            tick_s = min(_TICK_S, self._timeout_s / BEATS / 3)  # the heartbeats are sent here, too
             self._thread.loop.call_later(_HASTE_S if hurries else tick_s, self._tick)
             self._step(self.gang.tick)
             if self._listener is not None:
@@ -155,14 +155,17 @@ class ControlChannel:
             self._take_in(connection, join)
         elif not self._turn_away(connection, join):
             return
-        while True:
-            message = yield from next_message()
-            if isinstance(message, Beat) or connection not in self._nodes:
-                continue
-            if isinstance(message, Lines):
-                self.relay.add(join.node, message)
-            else:
-                self._step(self.gang.handle, join.node, message)
+        while True:  # no message gets a name here: it would stay in memory until the next one
+            self._hear(connection, join.node, (yield from next_message()))
+
+    def _hear(self, connection: Connection, node: int, message: Message) -> None:
+        """Take what a member says; a task that was turned away is not listened to."""
+        if isinstance(message, Beat) or connection not in self._nodes:
+            return
+        if isinstance(message, Lines):
+            self.relay.add(node, message)
+        else:
+            self._step(self.gang.handle, node, message)
 
     def _take_in(self, connection: Connection, join: Join) -> None:
         """Let a node be a member; one that joins again has lost its connection."""

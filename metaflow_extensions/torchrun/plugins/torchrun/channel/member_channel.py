@@ -156,7 +156,9 @@ class MemberChannel:
             is_proven.set_result(True)
         while True:
             message = yield from next_message()
-            if not isinstance(message, Beat):
+            if isinstance(message, Beat):
+                connection.answer()
+            else:
                 self._hear(connection, message)
 
     # --- in the channel's thread: as a member ---------------------------------------------------
@@ -165,7 +167,7 @@ class MemberChannel:
         if connection is not self._connection:
             return  # nothing is said before *join*
         if not self._answer.done():
-            connection.begin_beating()
+            connection.begin_beating(answers=True)
             self._beat(connection)
             if isinstance(message, Refused):
                 self.hold_s, self._is_over = message.hold_s, not message.hold_s

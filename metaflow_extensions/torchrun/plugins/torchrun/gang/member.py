@@ -51,7 +51,7 @@ from .protocol import (
     Welcome,
 )
 from .texts import QUIET_S, REMIND_S, names
-from .usage import UsageHistory
+from .usage import UsageHistory, step_s
 from .wakeup import Wakeup
 
 # How long a leaving node waits for the control node to say that it has read the cause.
@@ -144,7 +144,9 @@ class Member:
         self.follow: Callable[[Message], None] = lambda message: None
         self._link: Link | None = None
         self._at_end: Callable[[], None] = lambda: None
-        self.usage = UsageHistory(1)  # of this node alone, from its own begin; any thread may ask for it
+        self.usage = UsageHistory(
+            1, step_s(num_nodes)
+        )  # of this node alone, from its own begin; any thread may ask for it
         self._began_at = time.monotonic()
         self._pid = os.getpid()
         self._lock = threading.RLock()

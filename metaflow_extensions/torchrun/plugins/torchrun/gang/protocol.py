@@ -116,7 +116,7 @@ class Metrics:
 
 @dataclass(frozen=True)
 class Usage:
-    """What this node uses now, or has used since the last time; sent every 5 s while workers run.
+    """What this node uses now, or has used since the last time; sent every 5 s while workers run, of a large gang less often.
 
     Nobody waits for it, and nothing is decided by it.
     """

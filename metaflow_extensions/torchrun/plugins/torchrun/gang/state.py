@@ -49,7 +49,7 @@ from .protocol import (
     Welcome,
 )
 from .texts import QUIET_S, REMIND_S, counted, headline, names
-from .usage import UsageHistory
+from .usage import UsageHistory, step_s
 
 Outgoing = tuple[int, Message]
 """A node's index and a message for it."""
@@ -87,7 +87,7 @@ class Gang:
         self._started_at = clock()
         self.history = History(clock)
         self.progress = Progress()  # of the last launch whose scripts have told of any
-        self.usage = UsageHistory(num_nodes)
+        self.usage = UsageHistory(num_nodes, step_s(num_nodes))
         self._launch = Launch(-1, Phase.OVER)  # the last one
         self._verdicts: dict[int, TorchrunError | None] = {}  # by the launch's number
         self._early: dict[int, Ready] = {}  # of nodes that have given up the launch that still runs

@@ -28,11 +28,18 @@ LIMITS = ("cpus", "memory_mib", "gpu_memory_mib", "gpus")
 """What a node may use of some of it, and how many GPUs it has."""
 
 STEP_S = 5.0
-"""How often a node is asked, and the length of a part of time at first."""
+"""How often a node of a small gang is asked."""
+# What is told wakes the control node's task. So of all nodes together come so many samples in a second at most.
+_SAMPLES_PER_S = 10
 
 # How many values of one kind a node's series has at most, and all nodes together.
 _MOST_POINTS, _LEAST_POINTS, _POINTS_OF_ALL = 240, 24, 16_384
 _NONE = math.nan
+
+
+def step_s(num_nodes: int) -> float:
+    """Return how often each node of a gang is asked, and the length of a part of time at first."""
+    return max(STEP_S, num_nodes / _SAMPLES_PER_S)
 
 
 def most_points(num_nodes: int) -> int:
@@ -43,11 +50,11 @@ def most_points(num_nodes: int) -> int:
 class Series:
     """What one node has used; one thread adds to it, and any thread may ask."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, step_s: float = STEP_S) -> None:
         self._most = most
         self._lock = threading.Lock()
         # All below is under the lock.
-        self._step_s = STEP_S
+        self._step_s = step_s
         self._values = {kind: array("f") for kind in KINDS}
         self._last = (-1, 0)  # the number of the last part that has values, and of how many samples
         self.of = ""  # whose CPU and memory it is
@@ -92,8 +99,8 @@ class Series:
 class UsageHistory:
     """What all nodes have used; one thread adds to it, and any thread may ask for `as_data`."""
 
-    def __init__(self, num_nodes: int) -> None:
-        self._most = most_points(num_nodes)
+    def __init__(self, num_nodes: int, step_s: float = STEP_S) -> None:
+        self._most, self._step_s = most_points(num_nodes), step_s
         self._nodes: dict[int, Series] = {}
         self.count = 0  # of all samples
 
@@ -101,7 +108,7 @@ class UsageHistory:
         """Take what a node has used until `at_s`, in seconds since the gang's begin."""
         series = self._nodes.get(node)
         if series is None:
-            series = self._nodes[node] = Series(self._most)
+            series = self._nodes[node] = Series(self._most, self._step_s)
         series.of, series.limits = of, {name: limits[name] for name in LIMITS if name in limits}
         series.note(at_s, values)
         self.count += 1
@@ -109,7 +116,7 @@ class UsageHistory:
     def as_data(self) -> dict[str, Any]:
         """Return it as plain data: the length of a part of time, and the series of each node that has one."""
         nodes = sorted(dict(self._nodes).items())
-        step_s = max((series.step_s for _, series in nodes), default=STEP_S)
+        step_s = max((series.step_s for _, series in nodes), default=self._step_s)
         return {"step_s": step_s, "nodes": {str(node): series.as_data(step_s) for node, series in nodes}}
 
 

@@ -9,22 +9,28 @@ from __future__ import annotations
 import functools
 import types
 import typing
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, Union
 
 from ..errors import CLASSES, TorchrunError
 from .cause import Cause
 
+_PLAIN = frozenset({str, int, float, bool, type(None)})
+
 
 def to_plain(value: Any) -> Any:
     """Return JSON-able data for a dataclass with fields of the types above."""
+    cls = type(value)
+    if cls in _PLAIN:  # most are
+        return value
     if isinstance(value, TorchrunError):
-        return {"class": type(value).__name__, "message": value.message, "cause": value.cause}
+        return {"class": cls.__name__, "message": value.message, "cause": value.cause}
     if isinstance(value, Cause):
         value = value.bounded()
-    if is_dataclass(value):
-        return {each.name: to_plain(getattr(value, each.name)) for each in fields(value)}
+    names = _names(typing.cast("Hashable", cls))
+    if names is not None:
+        return {name: to_plain(getattr(value, name)) for name in names}
     if isinstance(value, dict):
         return {str(key): to_plain(each) for key, each in value.items()}
     if isinstance(value, tuple | frozenset):
@@ -32,50 +38,119 @@ def to_plain(value: Any) -> Any:
     return value
 
 
+@functools.cache
+def _names(cls: Any) -> tuple[str, ...] | None:
+    """Return the names of a dataclass's fields; None of another class."""
+    return tuple(each.name for each in fields(cls)) if is_dataclass(cls) else None
+
+
 def from_plain(cls: type[Any], data: Any, where: str) -> Any:
     """Return the instance of `cls` that was made plain; raise ValueError, which names the field, if it is none."""
-    if not isinstance(data, Mapping):
-        raise ValueError(f"{where} is {str(data)[:40]!r}, not an object with fields")
-    hints = _hints(typing.cast("Hashable", cls))
-    missing = [name for name, (_, is_needed) in hints.items() if is_needed and name not in data]
-    unknown = [str(name)[:40] for name in data if name not in hints]
-    if missing or unknown:
-        raise ValueError(f"{where} lacks the fields {missing}, or has fields that nobody knows: {unknown}")
-    return cls(**{name: _value(value, hints[name][0], f"{where}.{name}") for name, value in data.items()})
+    try:
+        return _reader(typing.cast("Hashable", cls))(data)
+    except _Misfit as error:
+        raise ValueError(f"{where}{error}") from None
+
+
+class _Misfit(Exception):
+    """Where in the data something does not fit, and what."""
+
+
+def _misfit(value: Any) -> _Misfit:
+    return _Misfit(f" is {str(value)[:40]!r}, which does not fit")
+
+
+Reader = Callable[[Any], Any]
+"""Takes plain data and returns what it stands for, or raises `_Misfit`."""
 
 
 @functools.cache
-def _hints(cls: Any) -> dict[str, tuple[Any, bool]]:
-    """Return the fields of a dataclass with their types, and whether they must be given."""
-    hints = typing.get_type_hints(cls)
-    optional = {each.name for each in fields(cls) if each.default is not MISSING or each.default_factory is not MISSING}
-    return {each.name: (hints[each.name], each.name not in optional) for each in fields(cls)}
-
-
-def _value(value: Any, hint: Any, where: str) -> Any:
-    """Return `value` as the type that a field has."""
+def _reader(hint: Any) -> Reader:
+    """Return what reads values of a type. It is made once: the control node of a large gang reads thousands at once."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin in (Union, types.UnionType):  # X | None; there is no other
-        return None if value is None else _value(value, inner[0], where)
-    if origin in (tuple, frozenset) and isinstance(value, list):
-        return origin(_value(each, inner[0], where) for each in value)
-    if origin is dict and isinstance(value, Mapping):
-        return {_key(key, inner[0], where): _value(each, inner[1], where) for key, each in value.items()}
-    if hint is TorchrunError and isinstance(value, Mapping):
-        cls = CLASSES.get(str(value.get("class")), TorchrunError)
-        return cls(str(value.get("message", "")), value.get("cause"))
+        read = _reader(inner[0])
+        return lambda value: None if value is None else read(value)
+    if origin in (tuple, frozenset):
+        return _reader_of_many(origin, _reader(inner[0]))
+    if origin is dict:
+        return _reader_of_dict(inner[0], _reader(inner[1]))
+    if hint is TorchrunError:
+        return _read_error
     if is_dataclass(hint):
-        return from_plain(typing.cast("type[Any]", hint), value, where)
-    if hint is float and type(value) is int:
-        return float(value)
-    if type(value) is not hint:
-        raise ValueError(f"{where} is {str(value)[:40]!r}, which does not fit")
-    return value
+        return _reader_of_fields(hint)
+    if hint is float:
+        return _read_float
+    assert hint in (str, int, bool), f"{hint} can't travel"
+    return _reader_of_plain(hint)
 
 
-def _key(key: str, hint: Any, where: str) -> Any:
+def _reader_of_plain(hint: type[Any]) -> Reader:
+    def read(value: Any) -> Any:
+        if type(value) is not hint:
+            raise _misfit(value)
+        return value
+
+    return read
+
+
+def _read_float(value: Any) -> float:
+    if type(value) is not float and type(value) is not int:
+        raise _misfit(value)
+    return float(value)
+
+
+def _read_error(value: Any) -> TorchrunError:
+    if not isinstance(value, Mapping):
+        raise _misfit(value)
+    cls = CLASSES.get(str(value.get("class")), TorchrunError)
+    return cls(str(value.get("message", "")), value.get("cause"))
+
+
+def _reader_of_many(collection: type[Any], read_one: Reader) -> Reader:
+    def read(value: Any) -> Any:
+        if not isinstance(value, list):
+            raise _misfit(value)
+        return collection(map(read_one, value))
+
+    return read
+
+
+def _reader_of_dict(key: type[Any], read_one: Reader) -> Reader:
+    def read(value: Any) -> Any:
+        if not isinstance(value, Mapping):
+            raise _misfit(value)
+        return {_key(name, key): read_one(each) for name, each in value.items()}
+
+    return read
+
+
+def _key(name: str, cls: type[Any]) -> Any:
     """Return a key as the type that the field's keys have; plain data has text only."""
     try:
-        return hint(key)
+        return cls(name)
     except ValueError:
-        raise ValueError(f"{where} has the key {key[:40]!r}, which does not fit") from None
+        raise _Misfit(f" has the key {name[:40]!r}, which does not fit") from None
+
+
+def _reader_of_fields(cls: Any) -> Reader:
+    hints = typing.get_type_hints(cls)
+    readers = {each.name: _reader(hints[each.name]) for each in fields(cls)}
+    needed = {each.name for each in fields(cls) if each.default is MISSING and each.default_factory is MISSING}
+
+    def read(data: Any) -> Any:
+        if not isinstance(data, Mapping):
+            raise _Misfit(f" is {str(data)[:40]!r}, not an object with fields")
+        if not needed <= data.keys() <= readers.keys():
+            missing = [name for name in readers if name in needed and name not in data]
+            unknown = [str(name)[:40] for name in data if name not in readers]
+            raise _Misfit(f" lacks the fields {missing}, or has fields that nobody knows: {unknown}")
+        values, name = {}, ""
+        try:
+            for name, value in data.items():
+                values[name] = readers[name](value)
+        except _Misfit as error:
+            raise _Misfit(f".{name}{error}") from None
+        return cls(**values)
+
+    return read

@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from ..gang.protocol import Usage
-from ..gang.usage import STEP_S
+from ..gang.usage import step_s
 from ..machine.accelerators import visible_accelerators
 from ..machine.memory import memory_limit_bytes
 from ..machine.nvidia import Gpus, NvidiaSmi
@@ -56,6 +56,7 @@ class UsageMeter:
         self._gpus = NvidiaSmi(gpus_of(plan))
         self._limits = _limits(plan)
         self._before, self._memory = self._totals()
+        self._step_s = step_s(plan.spec.num_nodes)
         self._due_at = self._before.at + _FIRST_S
 
     def look(self) -> Usage | None:
@@ -64,7 +65,7 @@ class UsageMeter:
         if now < self._due_at:
             return None
         # At fixed times, so that each part of a series gets one; but none is made up for.
-        self._due_at = max(self._due_at + STEP_S, now)
+        self._due_at = max(self._due_at + self._step_s, now)
         before, (self._before, self._memory) = self._before, self._totals()
         values = _rates(before, self._before)
         if self._memory is not None:
