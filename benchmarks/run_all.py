@@ -15,6 +15,7 @@ HERE = Path(__file__).parent
 # Each takes `--json FILE`. Those that need least time come first.
 COMMANDS = (
     "import_time.py",
+    "many_nodes.py",
     "cost_for_workers.py",
     "logs_of_all.py",
     "cost_of_supervision.py",

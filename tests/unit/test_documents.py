@@ -60,7 +60,10 @@ RUN_ELSEWHERE = {
 # Commands that tests run with other numbers, because these would take minutes or tell nothing new. Here they are asked
 # for their help, which fails if an option does not exist.
 OTHER_NUMBERS = [
-    ("benchmarks/README.md", "python benchmarks/many_nodes.py --members 4000 --unauthenticated 2000"),
+    (
+        "benchmarks/README.md",
+        "python benchmarks/many_nodes.py --members 10 100 1000 4000 --rounds 3 --json members.json",
+    ),
     ("benchmarks/README.md", "python benchmarks/logs_of_all.py --nodes 8 --lines 1 100 --seconds 20"),
     ("benchmarks/README.md", "python benchmarks/cost_of_supervision.py --nodes 1 2 8 --seconds 60 --json costs.json"),
     ("benchmarks/README.md", "python benchmarks/cost_for_workers.py --rounds 5"),
