@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import socket
 import subprocess
 import sys
@@ -18,7 +19,6 @@ from report import Report
 
 HERE = Path(__file__).parent
 FLOW = HERE / "launching_flow.py"
-LIMIT_S = 600.0
 COLD, WARM_AGENT, WARM_WORKERS = "cold", "warm agent", "warm workers"
 _WARM = {COLD: "False", WARM_AGENT: "agent", WARM_WORKERS: "workers"}
 
@@ -58,13 +58,19 @@ class Launch:
     after_s: float = 0.0
 
 
-def by_flow(folder: Path, shape: Shape, launches: Sequence[Launch], heat: str | None) -> float:
-    """Run the flow to its end, without `@torchrun` if `heat` is None, and return its seconds."""
+class Took(NamedTuple):
+    """What commands took: the seconds until the last had ended, and the CPU of all that they have started."""
+
+    seconds: float
+    cpu_s: float
+
+
+def by_flow(folder: Path, shape: Shape, launches: Sequence[Launch], heat: str | None) -> Took:
+    """Run the flow to its end, without `@torchrun` if `heat` is None."""
     asked = {"nodes": shape.nodes, "nproc": shape.nproc, "launches": [vars(launch) for launch in launches]}
     env = {
-        **{name: value for name, value in os.environ.items() if not name.startswith("METAFLOW_")},
+        **environment(folder),
         "BENCHMARK_ASKED": json.dumps(asked),
-        "BENCHMARK_FOLDER": str(folder),
         "METAFLOW_USER": "benchmark",
         "METAFLOW_DEFAULT_METADATA": "local",
         "METAFLOW_DEFAULT_DATASTORE": "local",
@@ -73,11 +79,11 @@ def by_flow(folder: Path, shape: Shape, launches: Sequence[Launch], heat: str | 
     }
     warm = f":warm={_WARM[heat]}" if heat is not None and has_warm() else ""
     words = [] if heat is None else ["--with", f"torchrun{warm}"]
-    return seconds_of([[sys.executable, str(FLOW), "--no-pylint", "run", *words]], folder, env)
+    return to_the_end([[sys.executable, str(FLOW), "--no-pylint", "run", *words]], folder, env)
 
 
-def by_torchrun(folder: Path, shape: Shape, script: Path, *args: str) -> float:
-    """Run a script by a torchrun for each node, note when they began, and return their seconds.
+def by_torchrun(folder: Path, shape: Shape, script: Path, *args: str) -> Took:
+    """Run a script by a torchrun for each node, and note when they began.
 
     Whatever torchrun sets by default stays as it is.
     """
@@ -88,12 +94,20 @@ def by_torchrun(folder: Path, shape: Shape, script: Path, *args: str) -> float:
         command += ["--master-addr=127.0.0.1", f"--master-port={port}", f"--nproc-per-node={shape.nproc}"]
         commands.append([*command, str(script), *args])
     (folder / "begin-0-0").write_text(repr(time.monotonic()), encoding="ascii")
-    return seconds_of(commands, folder, {**os.environ, "BENCHMARK_FOLDER": str(folder)})
+    return to_the_end(commands, folder, environment(folder))
 
 
-def seconds_of(commands: Sequence[Sequence[str]], folder: Path, env: dict[str, str]) -> float:
-    """Run commands side by side; return the seconds until the last has ended, or end the benchmark if one fails."""
-    begun = time.monotonic()
+def environment(folder: Path) -> dict[str, str]:
+    """Return what all variants have in their environment."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("METAFLOW_")}
+    # Where bytecode must not be written, each process would compile all modules that were never imported before.
+    kept.pop("PYTHONDONTWRITEBYTECODE", None)
+    return {**kept, "BENCHMARK_FOLDER": str(folder)}
+
+
+def to_the_end(commands: Sequence[Sequence[str]], folder: Path, env: dict[str, str]) -> Took:
+    """Run commands side by side, or end the benchmark if one fails."""
+    begun, cpu_before = time.monotonic(), cpu_of_children()
     with open(folder / "log", "wb") as log:
         running = [
             subprocess.Popen(
@@ -102,14 +116,20 @@ def seconds_of(commands: Sequence[Sequence[str]], folder: Path, env: dict[str, s
             for command in commands
         ]
         try:
-            codes = [process.wait(LIMIT_S) for process in running]
+            codes = [process.wait() for process in running]
         finally:
-            for process in running:  # a second SIGTERM would do no harm to those that have ended
+            for process in running:
                 process.terminate()
-    seconds = time.monotonic() - begun
+    took = Took(time.monotonic() - begun, cpu_of_children() - cpu_before)
     if any(codes):
         sys.exit(f"{commands[0]} failed:\n{(folder / 'log').read_text(errors='replace')[-8000:]}")
-    return seconds
+    return took
+
+
+def cpu_of_children() -> float:
+    """Return the CPU seconds of all children that have ended, with theirs."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def last(folder: Path, pattern: str) -> float:

@@ -1,7 +1,8 @@
 """What a whole flow takes whose step runs an empty script: beside the same flow without `@torchrun`, and torchrun alone.
 
 Our own share is what is left of the flow with a cold `@torchrun` when the flow without it and torchrun alone are taken
-away. Of a flow with warm processes, all that `@torchrun` adds is compared with torchrun alone.
+away. Of a flow with warm processes, all that `@torchrun` adds is compared with torchrun alone. The CPU that all
+processes have used is told, too: other work on the machine changes it less than the seconds.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pathlib import Path
 
 from pairs import differences, in_turns, ratios
 from report import Report, parser
-from starting import COLD, HERE, Launch, Shape, by_flow, by_torchrun, heats
+from starting import COLD, HERE, Launch, Shape, Took, by_flow, by_torchrun, heats
 
 SCRIPT = HERE / "empty_worker.py"
 SHAPE = Shape(2, 1)
@@ -21,7 +22,7 @@ PLAIN, TORCHRUN = "plain @parallel", "torchrun alone"
 SHARE_S = 0.3
 
 
-def in_folder(run: Callable[[Path], float]) -> float:
+def in_folder(run: Callable[[Path], Took]) -> Took:
     """Return what it returns, given a folder of its own."""
     with tempfile.TemporaryDirectory() as folder:
         return run(Path(folder))
@@ -38,12 +39,16 @@ def measure(report: Report, rounds: int, before_s: float, chosen: list[str]) -> 
         variants[heat] = partial(in_folder, partial(by_flow, shape=SHAPE, launches=launches, heat=heat))
     where = f"{SHAPE}, {before_s:g} s before run"
     taken = in_turns(variants, rounds, lambda text: print(f"{where}, {text}", flush=True))
-    for name, values in taken.items():
-        report.add(f"{where}: {name}", values)
-    share = differences(taken[COLD], taken[PLAIN], taken[TORCHRUN])
-    report.add(f"{where}: our own share, cold", share, target=SHARE_S)
+    seconds = {name: [took.seconds for took in results] for name, results in taken.items()}
+    cpu = {name: [took.cpu_s for took in results] for name, results in taken.items()}
+    for name in taken:
+        report.add(f"{where}: {name}", seconds[name])
+        report.add(f"{where}: {name}, CPU", cpu[name])
+    for what, values, target in (("", seconds, SHARE_S), (", CPU", cpu, None)):
+        share = differences(values[COLD], values[PLAIN], values[TORCHRUN])
+        report.add(f"{where}: our own share, cold{what}", share, target=target)
     for heat in chosen:
-        added = ratios(differences(taken[heat], taken[PLAIN]), taken[TORCHRUN])
+        added = ratios(differences(seconds[heat], seconds[PLAIN]), seconds[TORCHRUN])
         target = None if heat == COLD else 1.0
         report.add(f"{where}: what @torchrun adds, {heat} / torchrun alone", added, "", target)
 
