@@ -81,6 +81,7 @@ class Gang:
     hosts: Sequence[Host] = ()
     mark: str = field(default_factory=lambda: uuid.uuid4().hex)
     nproc: int = 1
+    warm: str | None = None
     processes: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     # --- starting -------------------------------------------------------------------------------
@@ -127,7 +128,7 @@ class Gang:
                 "node": node,
                 "num_nodes": num_nodes,
                 "out": str(self.out),
-                "settings": {"all_nodes_started_timeout": 60, "grace_s": GRACE_S, "nproc_per_node": nproc, **settings},
+                "settings": {"all_nodes_started_timeout": 60, "grace_s": GRACE_S, "nproc_per_node": nproc, "warm": self.warm, **settings},
                 "main_ip": main_ip if self.hosts else None,
                 "entrypoint": entrypoint,
                 "gang": gang,
@@ -339,12 +340,13 @@ class Gang:
 
 
 @pytest.fixture
-def make_gang(tmp_path: Path) -> Iterator[Callable[..., Gang]]:
+def make_gang(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[..., Gang]]:
     """Return a function that makes a gang; at the end of the test nothing of it is left."""
     made: list[Gang] = []
+    warm = request.config.getoption("--chaos-warm", None)
 
     def make(hosts: Sequence[Host] = ()) -> Gang:
-        made.append(Gang(tmp_path / f"gang-{len(made)}", hosts))
+        made.append(Gang(tmp_path / f"gang-{len(made)}", hosts, warm=warm))
         return made[-1]
 
     yield make

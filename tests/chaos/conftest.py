@@ -14,6 +14,7 @@ _ROW = "row of the chaos table"  # a test's rows travel in its report, since pyt
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--chaos-table", metavar="FILE", help="write the chaos suite's table to FILE, as Markdown")
+    parser.addoption("--chaos-warm", metavar="WARM", help="what gangs fork: agent (as ever), workers or False")
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

@@ -111,6 +111,7 @@ class Guardian:
         self._commands = b""
         self._got_sigterm = False
         self._task_gone = False
+        self.task_is_frozen = False  # for so long that the gang takes it for lost
         self._deadline: float | None = None  # when SIGKILL comes; set once, when everything is to end
         self._preempt_signal: int | None = None
         self._left: list[str] = []
@@ -265,6 +266,7 @@ class Guardian:
 
     def _is_frozen(self, pid: int) -> None:
         if pid == self._task:  # the gang takes its node for lost
+            self.task_is_frozen = True
             self._begin_to_stop(self._options.grace_s)
             return
         worker = self._workers.get(pid)

@@ -55,6 +55,7 @@ class WarmGuardian:
         self._renewals = 0
         self._guardian: Guardian | None = None  # of the agent that runs
         self._got_sigterm = False
+        self._task_is_frozen = False  # then nobody needs this process; a task that goes on starts another
 
     def note_sigterm(self) -> None:
         """Somebody wants this process to end; the loop sees to it."""
@@ -66,7 +67,7 @@ class WarmGuardian:
         """Import, and run one agent after the other."""
         libc.adopt_orphans()
         self._warm = WarmProcess(self._modules, os.environ)
-        while (request := self._next()) is not None:
+        while not self._task_is_frozen and (request := self._next()) is not None:
             self._run(request)
         self._warm.end()
         return 0
@@ -103,6 +104,7 @@ class WarmGuardian:
             os.write(sys.stdout.fileno(), as_line(Refused(str(reason))))
             self._renew(program["env"])
         finally:
+            self._task_is_frozen = self._guardian.task_is_frozen
             self._guardian = None
 
     def _is_wanted(self) -> bool:
