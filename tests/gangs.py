@@ -121,6 +121,7 @@ class Gang:
         self.nproc = nproc
         (self.out / "hosts").write_text(etc_hosts)
         env = {"CHAOS_OUT": str(self.out), "WORKER_DO": do, **agent_env}
+        own = {"all_nodes_started_timeout": 60, "grace_s": GRACE_S, "nproc_per_node": nproc, "warm": self.warm}
         self._tasks, self._wrap = {}, wrap
         for node in range(num_nodes):
             count = launches if isinstance(launches, int) else launches[node]
@@ -128,7 +129,7 @@ class Gang:
                 "node": node,
                 "num_nodes": num_nodes,
                 "out": str(self.out),
-                "settings": {"all_nodes_started_timeout": 60, "grace_s": GRACE_S, "nproc_per_node": nproc, "warm": self.warm, **settings},
+                "settings": {**own, **settings},
                 "main_ip": main_ip if self.hosts else None,
                 "entrypoint": entrypoint,
                 "gang": gang,

@@ -27,7 +27,7 @@ from .guardian import Guardian, Options, have_default_signals
 from .workers import WATCH_S
 
 # What a warm process may take to answer, most of it for imports that a start would have to make, too.
-_ANSWER_S = 20.0
+_ANSWER_S = 60.0
 # How often another warm process is started because a launch was not like the one before.
 _MAX_RENEWALS = 3
 _HOOK = "TORCHRUN_WARM"  # ``scripts/worker_hooks`` reads it

@@ -17,6 +17,8 @@ from contextlib import suppress
 from typing import Any
 
 AGENT = "torch.distributed.run"
+# Its `Popen` is what torchrun starts its workers with (torch 2.3 to 2.13: `SubprocessHandler._popen`).
+POPEN_OF_WORKERS = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
 _LOWEST = 19  # nice value, of the importing thread alone (Linux: setpriority(2), C library/kernel differences)
 # What an interpreter, the loader of libraries or a C library reads when it is loaded; what Python code reads is
 # recorded. Taken from the calls of getenv(3) while torch 2.13 (CPU build) is imported, and the families of those.
@@ -68,7 +70,7 @@ class Imports:
         os.close(self._done)
         os.environ._data = os.environb._data = dict(os.environ._data)  # type: ignore[attr-defined]
         self._files = dict(_files_of_modules())
-        self._fault = self._fault or _threads_left() or _device_in_use()
+        self._fault = self._fault or _threads_left() or _device_in_use() or _watched()
 
     def _import_all(self) -> None:
         os.setpriority(os.PRIO_PROCESS, 0, _LOWEST)
@@ -87,6 +89,7 @@ class Imports:
             self._fault
             or _refuse_command(request["argv"], request["cwd"])
             or self._refuse_environment(request["env"], request["computes"])
+            or (_refuse_torch() if request["forks_workers"] else None)
             or self._refuse_changes()
         )
 
@@ -168,6 +171,22 @@ def _device_in_use() -> str | None:
         if file.startswith(_DEVICES):
             return f"what it has imported uses {file}"
     return None
+
+
+def _watched() -> str | None:
+    """Return what watches this process: it would go on in each fork, without knowing."""
+    monitoring = getattr(sys, "monitoring", None)  # Python 3.12
+    if sys.gettrace() or sys.getprofile() or (monitoring and any(map(monitoring.get_tool, range(6)))):
+        return "a tracer or profiler follows it"
+    return None
+
+
+def _refuse_torch() -> str | None:
+    try:
+        module = importlib.import_module(POPEN_OF_WORKERS)
+    except ImportError:
+        return "this torch starts its workers in another way"
+    return None if hasattr(module, "Popen") else "this torch starts its workers in another way"
 
 
 def _refuse_command(argv: Sequence[str], cwd: str) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import importlib
 import json
 import os
 import runpy
@@ -15,7 +16,8 @@ from collections.abc import Callable
 from typing import Any
 
 from . import kernel, messages, program
-from .imports import Imports
+from .imports import POPEN_OF_WORKERS, Imports
+from .popen import worker_popen
 
 _CALL = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.py_object, ctypes.py_object, ctypes.c_void_p)
 
@@ -154,12 +156,9 @@ class _Next:
 
 
 def _fork_workers_of_torchrun(server: socket.socket, env: dict[str, str]) -> None:
-    """Have torchrun start its workers by a fork (torch 2.6 to 2.13: `SubprocessHandler._popen`)."""
-    from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
-
-    from .popen import worker_popen
-
-    subprocess_handler.Popen = worker_popen(server, env)
+    """Have torchrun start its workers by a fork."""
+    module: Any = importlib.import_module(POPEN_OF_WORKERS)
+    module.Popen = worker_popen(server, env)
 
 
 def install(options: str, begin_program: Callable[[], None]) -> None:
