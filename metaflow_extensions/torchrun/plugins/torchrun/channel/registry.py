@@ -20,6 +20,8 @@ from ..gang.wire import from_plain, to_plain
 
 _RECORD = "torchrun_gang.json"
 _EVENTS = "torchrun_events.json"
+# Of a member that finds no record. Where all nodes start at once, it is there by then, and the second look is the last.
+_FIRST_PAUSE_S = 0.2
 # How long a datastore may fail without an interruption. It has patience of its own besides (S3: 7 tries).
 STORE_PATIENCE_S = 30.0
 
@@ -70,7 +72,7 @@ class Registry:
     ) -> AddressRecord:
         """Return the record, waiting `timeout_s` seconds at most; `of_s` is the user's whole timeout, for the error."""
         deadline = time.monotonic() + timeout_s
-        for pause_s in growing_pauses():
+        for pause_s in growing_pauses(_FIRST_PAUSE_S):
             record = self.peek(min(STORE_PATIENCE_S, deadline - time.monotonic()))
             if record is not None:
                 return record
@@ -106,9 +108,7 @@ class Registry:
         return record
 
     def _load(self, name: str) -> Any:
-        if not self._reader.has_metadata(name):
-            return None
         try:
-            return self._reader.load_metadata([name])[name]
+            return self._reader.load_metadata([name])[name]  # None if it is not there; no need to look first
         except ValueError:
             return None  # half written: Metaflow 2.12 writes a local file in place, 2.19 renames it

@@ -43,12 +43,12 @@ class ConnectPolicy:
     former_s: float = 5.0  # how long a new control node looks for one that it is to replace
 
 
-def growing_pauses() -> Iterator[float]:
+def growing_pauses(first_s: float = 0.05) -> Iterator[float]:
     """Yield pauses between tries, in seconds: each about twice the one before, and none over 2 s.
 
     They differ from node to node: thousands that try at once would else do so again.
     """
-    pause_s = 0.05
+    pause_s = first_s
     while True:
         yield pause_s * random.uniform(0.5, 1.0)  # noqa: S311 - no secret
         pause_s = min(pause_s * 2, 2.0)
