@@ -33,6 +33,8 @@ TEST = [
 # The clients of the backends that tests/remote talk to.
 REMOTE = ["kubernetes", "boto3", "azure-identity", "azure-storage-blob", "google-cloud-storage", "google-auth"]
 DEV = [*TEST, "ruff"]
+# An S3 of this machine that counts its requests.
+BENCH = [*TEST, "boto3", "moto[s3,server]"]
 
 setup(
     name="metaflow-torchrun",
@@ -45,7 +47,7 @@ setup(
     package_data={"metaflow_extensions.torchrun": ["py.typed"]},
     python_requires=">=3.10",
     install_requires=["metaflow>=2.13"],
-    extras_require={"examples": EXAMPLES, "test": TEST, "dev": DEV, "remote": [*TEST, *REMOTE]},
+    extras_require={"examples": EXAMPLES, "test": TEST, "dev": DEV, "remote": [*TEST, *REMOTE], "bench": BENCH},
     classifiers=[
         "Development Status :: 4 - Beta",
         "Intended Audience :: Developers",

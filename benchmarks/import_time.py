@@ -16,12 +16,11 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-import metaflow
+from packages import link_packages
 from pairs import differences, in_turns
 from report import Report, parser
 
 REPOSITORY = Path(__file__).parents[1]
-INSTALLED = Path(metaflow.__file__).parents[1]
 ENV = {"METAFLOW_USER": "benchmark", "HOME": tempfile.gettempdir(), "PATH": os.defpath}
 TARGET_MS = 15.0
 
@@ -31,14 +30,6 @@ class Took(NamedTuple):
 
     wall: float
     cpu: float
-
-
-def others(folder: Path) -> None:
-    """Make a folder with all packages of this environment but for Metaflow's extensions."""
-    folder.mkdir()
-    for entry in INSTALLED.iterdir():
-        if not entry.name.startswith(("metaflow_", "__editable__", "__pycache__")):
-            (folder / entry.name).symlink_to(entry)
 
 
 def empty_extension(folder: Path) -> None:
@@ -85,7 +76,7 @@ def main() -> None:
     told = Report("import of metaflow")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        others(folder / "others")
+        link_packages(folder / "others")
         empty_extension(folder / "empty")
         this_extension(folder / "this")
         extensions = {"no extension": (), "an empty extension": ("empty",), "this extension": ("this",)}

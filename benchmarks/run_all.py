@@ -17,6 +17,7 @@ COMMANDS = (
     "import_time.py",
     "many_nodes.py",
     "cost_for_workers.py",
+    "datastore_requests.py",
     "logs_of_all.py",
     "cost_of_supervision.py",
     "whole_flow.py",

@@ -1,0 +1,80 @@
+"""An S3 of this machine (moto) that keeps a list of the requests that it gets."""
+
+from __future__ import annotations
+
+import threading
+import urllib.request
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+MISSING = "S3: skipped, it needs pip install -e '.[bench]'"
+_BUCKET = "benchmark"
+
+
+class Request(NamedTuple):
+    """One request."""
+
+    method: str
+    path: str
+
+
+class S3(NamedTuple):
+    """Where it is, and what it has been asked so far."""
+
+    url: str
+    requests: list[Request]
+
+    def env(self) -> dict[str, str]:
+        """Return the environment of a flow that keeps everything there, apart from what other flows keep."""
+        return {
+            "AWS_ACCESS_KEY_ID": "any",
+            "AWS_SECRET_ACCESS_KEY": "any",
+            "AWS_DEFAULT_REGION": "us-east-1",
+            "AWS_EC2_METADATA_DISABLED": "true",
+            "METAFLOW_S3_ENDPOINT_URL": self.url,
+            "METAFLOW_DEFAULT_DATASTORE": "s3",
+            "METAFLOW_DATASTORE_SYSROOT_S3": f"s3://{_BUCKET}/{uuid.uuid4().hex}",
+            "METAFLOW_S3_WORKER_COUNT": "2",  # Metaflow's default of 64 processes is for large machines
+            "NO_PROXY": "127.0.0.1",
+        }
+
+
+def is_there() -> bool:
+    """Return whether what it needs is installed."""
+    return all(find_spec(name) is not None for name in ("moto", "flask", "boto3"))
+
+
+@contextmanager
+def s3() -> Iterator[S3]:
+    """Start it, and stop it at the end; what it holds is in memory."""
+    from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
+    from werkzeug.serving import WSGIRequestHandler, make_server
+
+    class Silent(WSGIRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def log_request(self, *_: Any) -> None:
+            pass
+
+    requests: list[Request] = []
+    moto = DomainDispatcherApplication(create_backend_app)
+
+    def counting(environ: dict[str, Any], start_response: Any) -> Any:
+        requests.append(Request(environ["REQUEST_METHOD"], environ["PATH_INFO"]))
+        return moto(environ, start_response)
+
+    server = make_server("127.0.0.1", 0, counting, threaded=True, request_handler=Silent)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    url = f"http://127.0.0.1:{server.server_port}"
+    try:
+        no_proxy = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        no_proxy.open(urllib.request.Request(f"{url}/{_BUCKET}", method="PUT"), timeout=30).close()
+        yield S3(url, requests)
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
