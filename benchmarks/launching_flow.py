@@ -32,7 +32,7 @@ class LaunchingFlow(FlowSpec):
     def launch(self, number, entrypoint=None, **options):
         """Launch a script, or without one the function."""
         env = {"BENCHMARK_LAUNCH": str(number), **options.pop("env", {})}
-        current.torch.run(entrypoint or first_collective, nproc_per_node=ASKED["nproc"], env=env, **options)
+        current.torch.run(entrypoint or first_collective, env=env, **options)
 
     @step
     def join(self, inputs):

@@ -1,8 +1,8 @@
 """What a whole flow takes whose step runs an empty script: beside the same flow without `@torchrun`, and torchrun alone.
 
 Our own share is what is left of the flow with a cold `@torchrun` when the flow without it and torchrun alone are taken
-away. Of a flow with warm processes, all that `@torchrun` adds is compared with torchrun alone. The CPU that all
-processes have used is told, too: other work on the machine changes it less than the seconds.
+away. Of a flow with warm processes, all that `@torchrun` adds is compared with torchrun alone. Without warm processes,
+for whose end nobody waits, the CPU of all processes is told, too: other work on the machine changes it less.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ def measure(report: Report, rounds: int, before_s: float, chosen: list[str]) -> 
     where = f"{SHAPE}, {before_s:g} s before run"
     taken = in_turns(variants, rounds, lambda text: print(f"{where}, {text}", flush=True))
     seconds = {name: [took.seconds for took in results] for name, results in taken.items()}
-    cpu = {name: [took.cpu_s for took in results] for name, results in taken.items()}
-    for name in taken:
-        report.add(f"{where}: {name}", seconds[name])
-        report.add(f"{where}: {name}, CPU", cpu[name])
+    cpu = {name: [took.cpu_s for took in taken[name]] for name in (TORCHRUN, PLAIN, COLD)}
+    for what, values in (("", seconds), (", CPU", cpu)):
+        for name in values:
+            report.add(f"{where}: {name}{what}", values[name])
     for what, values, target in (("", seconds, SHARE_S), (", CPU", cpu, None)):
         share = differences(values[COLD], values[PLAIN], values[TORCHRUN])
         report.add(f"{where}: our own share, cold{what}", share, target=target)
