@@ -30,6 +30,8 @@ CASES = {
     'logs="all"': ("--with", "torchrun:logs=all"),
     'logs="all", card': ("--with", "torchrun:logs=all", "--with", "card:type=torchrun"),
 }
+# What runs beside a task, and what stands in its command line.
+BESIDE = {"guardian": "guardian import main", "warm process": "-m torchrun_warm", "torchrun": "torch.distributed.run"}
 START_S = 600.0
 # The targets: of an ordinary step, and of one with many nodes.
 _FEW, _MOST_PERCENT, _MOST_OF_MANY, _MOST_MB = 2, 0.5, 1.0, 15.0
@@ -98,15 +100,15 @@ class Run:
             time.sleep(0.1)
 
     def watched(self) -> dict[str, int]:
-        """Return the processes to look at: the control node's task, the last member's, and a guardian."""
+        """Return the processes to look at: the control node's task, the last member's, and what runs beside that."""
         tasks = [int((self.folder / f"task-{node}").read_text()) for node in range(self.nodes)]
         found = {CONTROL: tasks[0]}
         if self.nodes > 1:
             found[MEMBER] = tasks[-1]
-        for child in psutil.Process(tasks[-1]).children():
+        for process in psutil.Process(tasks[-1]).children(recursive=True):
             with suppress(psutil.Error):
-                if any("node.guardian" in word for word in child.cmdline()):
-                    found["guardian"] = child.pid
+                line = " ".join(process.cmdline())
+                found.update({name: process.pid for name, part in BESIDE.items() if part in line})
         return found
 
     def end(self) -> None:
@@ -145,6 +147,7 @@ def tell(report: Report, nodes: int, costs: Measured) -> None:
         if case == PLAIN or process not in plain:
             report.add(f"{name}: CPU", cost.cpu, "%")
             report.add(f"{name}: RSS", [cost.rss_mb], "MB")
+            report.add(f"{name}: PSS", [cost.pss_mb], "MB")
         else:
             other, limit = plain[process], _MOST_PERCENT if nodes <= _FEW or process == MEMBER else _MOST_OF_MANY
             report.add(f"{name}: more CPU", differences(cost.cpu, other.cpu), "%", limit)
