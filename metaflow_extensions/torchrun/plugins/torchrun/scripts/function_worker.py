@@ -85,6 +85,8 @@ def import_main(path: str, package: str | None = None) -> None:
     module = ModuleType(_MAIN)
     module.__file__, module.__package__ = path, package
     sys.modules[_MAIN] = sys.modules["__main__"] = module
+    if "__mp_main__" in sys.modules:  # what `multiprocessing` calls it, if it is imported already
+        sys.modules["__mp_main__"] = module
     with open(path, "rb") as file:
         # Without the future imports of this file here, or the flow's annotations would become texts.
         code = compile(file.read(), path, "exec", dont_inherit=True)

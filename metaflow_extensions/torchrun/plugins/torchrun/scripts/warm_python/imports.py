@@ -12,9 +12,12 @@ import stat
 import sys
 import threading
 import time
+import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
+
+from . import search_path
 
 AGENT = "torch.distributed.run"
 # Its `Popen` is what torchrun starts its workers with (torch 2.3 to 2.13: `SubprocessHandler._popen`).
@@ -91,6 +94,7 @@ class Imports:
             or self._refuse_environment(request["env"], request["computes"])
             or (_refuse_torch() if request["forks_workers"] else None)
             or self._refuse_changes()
+            or search_path.refuse(search_path.first_entry(request["argv"], request["cwd"]))
         )
 
     def _refuse_environment(self, env: Mapping[str, str], computes: bool) -> str | None:
@@ -200,6 +204,8 @@ def _refuse_command(argv: Sequence[str], cwd: str) -> str | None:
             if not stat.S_ISREG(os.stat(os.path.join(cwd, program[0])).st_mode):
                 return f"{program[0]} is not a file"
             os.close(os.open(os.path.join(cwd, program[0]), os.O_RDONLY))
+            if zipfile.is_zipfile(os.path.join(cwd, program[0])):  # Python looks for a module in it
+                return f"{program[0]} is an archive"
         except OSError as error:
             return str(error)
     relative = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if not os.path.isabs(entry)]

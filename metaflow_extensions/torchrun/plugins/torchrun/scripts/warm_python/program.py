@@ -12,11 +12,13 @@ import importlib
 import os
 import signal
 import sys
+import time
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from . import kernel
+from .search_path import first_entry
 
 # What runs, as a function and its arguments.
 Run = tuple[Callable[..., Any], tuple[Any, ...]]
@@ -67,6 +69,8 @@ def _be_alone() -> None:
     """
     if (generator := getattr(sys.modules.get("torch"), "default_generator", None)) is not None:
         generator.seed()  # every process begins with another seed, the system's (2.13); `torch.seed` minds GPUs, too
+    if (logging := cast("Any", sys.modules.get("logging"))) is not None:  # times of records count from there
+        logging._startTime = time.time_ns() if isinstance(logging._startTime, int) else time.time()  # Python 3.13
     if (numpy_random := sys.modules.get("numpy.random")) is not None:
         numpy_random.seed()
     if (process := cast("Any", sys.modules.get("multiprocessing.process"))) is not None:
@@ -82,12 +86,10 @@ def _take_words(argv: Sequence[str]) -> None:
     sys.orig_argv[:] = argv
     if program[0] == "-m":
         sys.argv[:] = ["-m", *program[2:]]
-        folder = os.getcwd()
     else:
         sys.argv[:] = program
-        folder = os.path.dirname(os.path.realpath(program[0]))
     if not getattr(sys.flags, "safe_path", False):  # Python 3.11
-        sys.path[0] = folder
+        sys.path[0] = first_entry(argv, os.getcwd())
 
 
 def _renew_main() -> None:
