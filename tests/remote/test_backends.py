@@ -46,6 +46,15 @@ def test_a_function_and_its_values(run_remote, backend):
     backend.await_gone(flow)
 
 
+def test_workers_are_forked_and_again_after_a_restart(run_remote, backend):
+    settings = {"warm": "workers", "max_restarts": 1}
+    flow = run_remote(DO="*:say-torch,3:nap,3:kill-once", TORCHRUN=settings, **backend.on())
+    check_gang(flow, 2)
+    assert flow.text.count("torch was imported before") == 8
+    check_said(flow, "restart 1 of 1 ", "killed by SIGKILL")
+    backend.await_gone(flow)
+
+
 # --- what fails -----------------------------------------------------------------------------------
 
 

@@ -52,6 +52,10 @@ def act(action: str) -> None:
             time.sleep(0.05)
     if action == "nap":
         time.sleep(2)
+    if action == "kill-once" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if action == "say-torch":
+        print("torch was imported before" if "torch" in sys.modules else "torch was not imported before", flush=True)
     if action == "kill-first" and os.environ["ATTEMPT"] == "0":
         os.kill(os.getpid(), signal.SIGKILL)
 
