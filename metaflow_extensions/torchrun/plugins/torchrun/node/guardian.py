@@ -176,7 +176,7 @@ class Guardian:
                 self._read_commands()
 
     def _read_news(self, file: int) -> None:
-        """Hear of processes that are forked from a warm one: ``worker PID RANK LOCAL_RANK``, or ``copy PID``.
+        """Hear of forked processes: ``AGENT worker PID RANK LOCAL_RANK``, or ``AGENT copy PID``, with the agent's pid.
 
         A copy of the agent forks its workers, and ends with it.
         """
@@ -184,7 +184,9 @@ class Guardian:
         if not news:  # the warm process has ended
             self._news = None
         for line in news.decode().splitlines():
-            kind, pid, *ranks = line.split()
+            agent, kind, pid, *ranks = line.split()
+            if int(agent) != self._agent.pid:  # of one that was stopped before this was read
+                continue
             if kind == "copy":
                 self._spared.add(int(pid))
             else:

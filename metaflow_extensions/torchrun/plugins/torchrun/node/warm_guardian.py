@@ -173,5 +173,7 @@ class WarmProcess:
         with suppress(OSError):
             self._process.kill()
             self._process.wait()
-        self._server.close()
-        self._errors.close()
+        if self._server.fileno() != -1:
+            self._server.close()
+            self._errors.close()
+            os.close(self.news)

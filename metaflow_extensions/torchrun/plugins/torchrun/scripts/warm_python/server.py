@@ -88,7 +88,7 @@ class Server:
 
     def _tell_of_worker(self, pid: int, env: dict[str, str]) -> None:
         if "RANK" in env and "LOCAL_RANK" in env:
-            os.write(self._news, f"worker {pid} {env['RANK']} {env['LOCAL_RANK']}\n".encode())
+            os.write(self._news, f"{os.getppid()} worker {pid} {env['RANK']} {env['LOCAL_RANK']}\n".encode())
 
 
 def _leave_to_a_child() -> None:
@@ -129,7 +129,7 @@ class _Next:
                 break
             own, client = socket.socketpair()
             if (copy := os.fork()) != 0:
-                os.write(news, f"copy {copy}\n".encode())
+                os.write(news, f"{os.getpid()} copy {copy}\n".encode())
                 client.close()
                 _fork_workers_of_torchrun(own, request["worker_env"])
                 break
