@@ -577,12 +577,12 @@ def test_a_member_answers_a_heartbeat_unless_it_has_said_something_just_before()
 
 
 def test_no_message_stays_in_memory(start_control, join, monkeypatch):
-    control, kept = start_control(), []
+    control, kept = start_control(heartbeat_s=600.0), []  # no heartbeat comes after it
     handle = control.channel.gang.handle
     monkeypatch.setattr(
         control.channel.gang, "handle", lambda node, message: kept.append(weakref.ref(message)) or handle(node, message)
     )
-    join(control).send(Failed(7))
+    join(control, heartbeat_s=600.0).send(Failed(7))
     eventually(lambda: len(kept) == 2)
     eventually(lambda: kept[1]() is None, "the end of the message")
 
