@@ -14,11 +14,12 @@ from ..machine import processes
 from .agent_events import AgentEvent, End, from_line
 
 # A guardian is a module of this package, but it runs without the package's `__init__`, which imports Metaflow, and
-# without site-packages (-S). So it starts fast, and nothing that a user has installed can keep it from starting.
+# without site-packages (-S). So it starts fast, and nothing that a user has installed can keep it from starting. To take
+# the interpreter down in order would keep the task waiting for 16 ms more, and nothing is left to be done then.
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _MAIN = (
-    "import sys, types; package = sys.modules['torchrun'] = types.ModuleType('torchrun'); "
-    "package.__path__ = [sys.argv.pop(1)]; from torchrun.node.{module} import main; sys.exit(main())"
+    "import os, sys, types; package = sys.modules['torchrun'] = types.ModuleType('torchrun'); "
+    "package.__path__ = [sys.argv.pop(1)]; from torchrun.node.{module} import main; os._exit(main())"
 )
 _LOOK_S = 0.5  # between looks whether a silent guardian still lives, where the system does not tell (before Linux 5.3)
 
