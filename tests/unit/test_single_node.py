@@ -73,3 +73,37 @@ class FakeLiveCard:
 
     def settle(self):
         pass
+
+
+def test_it_imports_beforehand_from_the_first_launch_that_asks_for_it_to_its_own_end(runner, monkeypatch):
+    begun, contexts = [], []
+
+    class Warm:
+        is_closed = False
+
+        def close(self):
+            self.is_closed = True
+
+    def begin(settings, machine, requested):
+        begun.append((settings.warm, settings.nproc_per_node, Warm()))
+        return begun[-1][2]
+
+    class Executor:
+        def __init__(self, context):
+            contexts.append(context)
+
+        def run(self, *_, **__):
+            pass
+
+    monkeypatch.setattr(gang_of_one, "begin_warm", begin)
+    monkeypatch.setattr(gang_of_one, "TorchrunExecutor", Executor)
+    one = TorchrunSingleNodeMultiGPU()
+    one.run(entrypoint="train.py")
+    one.run(entrypoint="train.py", warm="workers", nproc_per_node=2)
+    one.run(entrypoint="train.py", warm="agent")
+    ((asked, nproc, warm),) = begun
+    assert (asked, nproc) == ("workers", 2)
+    assert [context.warm for context in contexts] == [None, warm, warm]
+    assert not warm.is_closed
+    del one
+    assert warm.is_closed

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -20,9 +21,11 @@ from .executor import Context, TorchrunExecutor
 from .gang.cause import Cause
 from .gang.member import Member
 from .gang.state import Gang
-from .machine.accelerators import this_machine
+from .machine.accelerators import Machine, this_machine
 from .node.console import to_log
 from .node.report import end_with, print_errors_ourselves, report
+from .node.start import begin_warm
+from .node.warm_start import WarmNode
 from .result import TorchrunResult
 from .settings import DEFAULTS, parse_settings
 
@@ -35,6 +38,7 @@ class GangOfOne:
     def __init__(self) -> None:
         self._live_card: LiveCard | None = None  # of the last launch
         self._has_parts = False  # whether the step has asked for any
+        self._warm: WarmNode | None = None  # from the first launch that asks for it to the end of this object
 
     def card(self, parts: tuple[str, ...]) -> GangPart:
         """Return parts of the gang's card, which show the last launch."""
@@ -50,11 +54,13 @@ class GangOfOne:
         about: dict[str, Any] = {}
         member, channel = join_alone(settings, partial(_log, about))
         live_card = self._follow(channel.gang, about, member)
+        machine = this_machine()
         timeout = StepTimeout()
         timeout.tell(member)
         error: BaseException | None = None
         try:
-            executor = TorchrunExecutor(Context(member, LOOPBACK, this_machine(), settings))
+            self._begin_warm(machine, options)
+            executor = TorchrunExecutor(Context(member, LOOPBACK, machine, settings, warm=self._warm))
             run: Callable[..., TorchrunResult[Any]] = executor.run  # which overload is the caller's to know
             return run(entrypoint, entrypoint_args, **options)
         except BaseException as caught:
@@ -71,6 +77,15 @@ class GangOfOne:
                 live_card.settle()
             else:
                 live_card.make_last()
+
+    def _begin_warm(self, machine: Machine, options: Mapping[str, Any]) -> None:
+        """Import for this launch and those to come, where it is asked for: no time has been before it to do that."""
+        if self._warm is None and options.get("warm") is not None:
+            asked = {name: options.get(name) for name in ("warm", "nproc_per_node")}
+            settings = parse_settings({**DEFAULTS, **asked}, "TorchrunSingleNodeMultiGPU.run")
+            self._warm = begin_warm(settings, machine, None)
+            if self._warm is not None:
+                weakref.finalize(self, self._warm.close)
 
     def _follow(self, gang: Gang, about: dict[str, Any], member: Member) -> LiveCard:
         """Show the launch on the task's cards; of a launch within a gang only where the step asks for it."""
