@@ -18,6 +18,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.node.agent import AgentProces
 from metaflow_extensions.torchrun.plugins.torchrun.node.agent_events import AgentStarted, End, Refused, WorkerStarted
 from metaflow_extensions.torchrun.plugins.torchrun.node.guardian import Options
 from metaflow_extensions.torchrun.plugins.torchrun.node.warm_start import WarmNode, WarmStart
+from metaflow_extensions.torchrun.plugins.torchrun.scripts.warm_python import imports
 
 # What an agent does in these tests: it tells what it sees, starts a worker where it is to, and waits where it is to.
 AGENT = """
@@ -247,6 +248,21 @@ def test_it_imports_with_the_lowest_priority_and_forks_with_the_tasks(warm, tmp_
     agent = one.start()
     agent.expect(End)
     assert json.loads(agent.out.read_text()) == [19, os.getpriority(os.PRIO_PROCESS, 0)]
+
+
+@pytest.mark.parametrize(("own", "may_raise", "then"), [(0, True, 19), (0, False, 5), (19, False, 19)])
+def test_who_may_not_raise_its_priority_again_lowers_it_less(monkeypatch, own, may_raise, then):
+    nice = [own]
+
+    def set_priority(which, who, value):
+        if value < nice[-1] and not may_raise:
+            raise PermissionError(13, "not permitted")
+        nice.append(value)
+
+    monkeypatch.setattr(os, "setpriority", set_priority)
+    monkeypatch.setattr(os, "getpriority", lambda which, who: nice[-1])
+    imports.lower_priority()
+    assert nice[-1] == then
 
 
 def test_nothing_stays_when_the_task_is_killed_and_another_process_holds_its_pipes(tmp_path):

@@ -22,7 +22,9 @@ from . import search_path
 AGENT = "torch.distributed.run"
 # Its `Popen` is what torchrun starts its workers with (torch 2.3 to 2.13: `SubprocessHandler._popen`).
 POPEN_OF_WORKERS = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
-_LOWEST = 19  # nice value, of the importing thread alone (Linux: setpriority(2), C library/kernel differences)
+# Nice values, of the importing thread alone (Linux: setpriority(2), C library/kernel differences). Who may not raise its
+# priority again gets a third of the time beside others, so that a launch does not wait for it too long.
+_LOWEST, _LOWER = 19, 5
 # What an interpreter, the loader of libraries or a C library reads when it is loaded; what Python code reads is
 # recorded. Taken from the calls of getenv(3) while torch 2.13 (CPU build) is imported, and the families of those.
 _READ_BY_C = (
@@ -76,7 +78,7 @@ class Imports:
         self._fault = self._fault or _threads_left() or _device_in_use() or _watched()
 
     def _import_all(self) -> None:
-        os.setpriority(os.PRIO_PROCESS, 0, _LOWEST)
+        lower_priority()
         try:
             for name in self._modules:
                 importlib.import_module(name)
@@ -114,6 +116,18 @@ class Imports:
     def _refuse_changes(self) -> str | None:
         changed = [file for file, known in self._files.items() if _version(file) != known]
         return f"{changed[0]} has changed since it was imported" if changed else None
+
+
+def lower_priority() -> None:
+    """Leave the processor to others; as far as `Imports.hurry` can take it back."""
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    os.setpriority(os.PRIO_PROCESS, 0, min(own + 1, _LOWEST))
+    try:
+        os.setpriority(os.PRIO_PROCESS, 0, own)
+        lowest = _LOWEST
+    except OSError:  # without CAP_SYS_NICE
+        lowest = min(own + _LOWER, _LOWEST)
+    os.setpriority(os.PRIO_PROCESS, 0, lowest)
 
 
 class _Recording(dict[bytes, bytes]):
