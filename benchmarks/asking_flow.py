@@ -1,4 +1,4 @@
-"""A flow whose one parallel step takes some seconds; see `datastore_requests.py`. It runs with 0.2 of PyPI, too."""
+"""A flow whose one parallel step takes some seconds, or as long as a worker does. It runs with 0.2 of PyPI, too."""
 
 import os
 
@@ -23,7 +23,8 @@ class AskingFlow(FlowSpec):
     def train(self):
         """Wait: in a worker, where there is `@torchrun`."""
         if DECORATOR == "torchrun":
-            current.torch.run(entrypoint=sleeping_worker.__file__)
+            entrypoint = os.environ.get("BENCHMARK_ENTRYPOINT", sleeping_worker.__file__)
+            current.torch.run(entrypoint=entrypoint, nproc_per_node=int(os.environ.get("BENCHMARK_NPROC", "1")))
         else:
             sleeping_worker.sleep()
         if current.parallel.node_index == 0:

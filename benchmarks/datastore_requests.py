@@ -61,10 +61,9 @@ def main() -> None:
     options.add_argument("--cache", type=Path, help="folder in which PyPI's package stays installed")
     given = options.parse_args()
     report = Report("datastore requests")
-    if not s3.is_there():
-        report.note(s3.MISSING)
-        return report.finish(given.json)
-    with tempfile.TemporaryDirectory() as folder, s3.s3() as server:
+    with tempfile.TemporaryDirectory() as folder, s3.s3_if_there(report) as server:
+        if server is None:
+            return report.finish(given.json)
         others = with_others(given.cache or Path(folder) / "others") if given.others_up_to else None
         if others is None:
             report.note("metaflow-torchrun of PyPI: skipped, it is not wanted or could not be installed")

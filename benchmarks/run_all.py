@@ -23,6 +23,7 @@ COMMANDS = (
     "whole_flow.py",
     "step_time.py",
     "launches.py",
+    "failures.py",
 )
 
 

@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
-MISSING = "S3: skipped, it needs pip install -e '.[bench]'"
+from report import Report
+
 _BUCKET = "benchmark"
 
 
@@ -42,14 +43,19 @@ class S3(NamedTuple):
         }
 
 
-def is_there() -> bool:
-    """Return whether what it needs is installed."""
-    return all(find_spec(name) is not None for name in ("moto", "flask", "boto3"))
+@contextmanager
+def s3_if_there(report: Report) -> Iterator[S3 | None]:
+    """Start it if what it needs is installed, and stop it at the end; what it holds is in memory."""
+    if any(find_spec(name) is None for name in ("moto", "flask", "boto3")):
+        report.note("what needs S3: skipped, without pip install -e '.[bench]'")
+        yield None
+        return
+    with _s3() as server:
+        yield server
 
 
 @contextmanager
-def s3() -> Iterator[S3]:
-    """Start it, and stop it at the end; what it holds is in memory."""
+def _s3() -> Iterator[S3]:
     from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
     from werkzeug.serving import WSGIRequestHandler, make_server
 

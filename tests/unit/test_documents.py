@@ -68,6 +68,7 @@ OTHER_NUMBERS = [
     ("benchmarks/README.md", "python benchmarks/cost_of_supervision.py --nodes 1 2 8 --seconds 60 --json costs.json"),
     ("benchmarks/README.md", "python benchmarks/cost_for_workers.py --rounds 5"),
     ("benchmarks/README.md", "python benchmarks/import_time.py --rounds 41"),
+    ("benchmarks/README.md", "python benchmarks/failures.py --rounds 50 --others 3 --limit 60"),
     ("benchmarks/README.md", "python benchmarks/datastore_requests.py --nodes 2 8 32 --others-up-to 8"),
     ("benchmarks/README.md", "python benchmarks/launches.py --rounds 7 --shapes 2x2 1x4 --settle 6"),
     ("benchmarks/README.md", "python benchmarks/whole_flow.py --rounds 7 --before 0 3"),

@@ -1,0 +1,220 @@
+"""From the death of one worker until the last process of its gang is gone: with `@torchrun`, and with other launchers.
+
+Each time a new gang of 2 nodes with 2 workers each is started on this machine. At a random moment after the
+first collective a worker gets SIGKILL. There are workers that compute by themselves at that moment, and workers that do
+one collective after the other, of which gloo tells when another one's process is gone (NCCL does not).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import s3
+from packages import with_others
+from pods import Backend
+from report import Report, parser
+from starting import free_port
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from gangs import MARK, Gang, marked
+
+HERE = Path(__file__).parent
+WORKER = HERE / "failing_worker.py"
+NODES, NPROC = 2, 2
+KINDS = {"computes": "a worker that computes", "talks": "a worker in collectives"}
+START_S, LOOK_S = 300.0, 0.01
+MEDIAN_S, WORST_S = 0.5, 2.0
+Start = Callable[[Path, Mapping[str, str]], Iterable["subprocess.Popen[bytes]"]]
+
+
+# --- the ways to start a gang, each with a mark in the environment of all its processes -----------------------
+
+
+def by_us(folder: Path, env: Mapping[str, str]) -> Iterable[subprocess.Popen[bytes]]:
+    """Start two nodes as tasks do, with the default settings."""
+    gang = Gang(folder / "gang", mark=env[MARK])
+    own = {name: value for name, value in env.items() if name != MARK}
+    gang.start(NODES, NPROC, settings={"grace_s": 30}, agent_env=own, entrypoint=str(WORKER))
+    return gang.processes.values()
+
+
+def by_torchrun(folder: Path, env: Mapping[str, str], rendezvous: str) -> Iterable[subprocess.Popen[bytes]]:
+    """Start torchrun once for each node."""
+    port = free_port()
+    where = {
+        "static": ["--master-addr=127.0.0.1", f"--master-port={port}"],
+        "c10d": ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=benchmark"],
+    }
+    common = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={NODES}", f"--nproc-per-node={NPROC}"]
+    for node in range(NODES):
+        yield _start([*common, *where[rendezvous], f"--node-rank={node}", str(WORKER)], folder, env)
+
+
+def by_pypi(folder: Path, env: Mapping[str, str], python: Path, server: s3.S3) -> Iterable[subprocess.Popen[bytes]]:
+    """Start the nodes of a flow with metaflow-torchrun of PyPI."""
+    asked = {
+        "BENCHMARK_DECORATOR": "torchrun",
+        "BENCHMARK_NODES": str(NODES),
+        "BENCHMARK_NPROC": str(NPROC),
+        "BENCHMARK_ENTRYPOINT": str(WORKER),
+    }
+    backend = Backend(python, HERE / "asking_flow.py", folder, {**env, **asked, **server.env()})
+    backend.run_until_gang()
+    return [backend.start_node(node, NODES) for node in range(NODES)]
+
+
+def by_torchrunx(folder: Path, env: Mapping[str, str], python: Path) -> Iterable[subprocess.Popen[bytes]]:
+    """Start torchrunx once; it starts its agents on both hosts."""
+    found = {**env, "PYTHONPATH": str(HERE)}  # its agents import the function by its module's name
+    return [_start([str(python), str(HERE / "torchrunx_gang.py"), str(NPROC)], folder, found)]
+
+
+def _start(command: list[str], folder: Path, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    with open(folder / "log.txt", "ab") as log:
+        return subprocess.Popen(
+            command,
+            cwd=folder,
+            env={**os.environ, **env},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+# --- one failure ----------------------------------------------------------------------------------------------
+
+
+class Took(NamedTuple):
+    """Seconds from the death of a worker."""
+
+    workers: float  # until the last worker was gone
+    everything: float  # until nothing was left
+
+
+def fail(start: Start, kind: str, limit_s: float) -> Took:
+    """Start a gang, kill a worker, and return how long it took until the others were gone, `limit_s` at most."""
+    mark = uuid.uuid4().hex
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        env = {"BENCHMARK_FOLDER": name, "BENCHMARK_KIND": kind, "OMP_NUM_THREADS": "1", MARK: mark}
+        processes = list(start(folder, env))
+        try:
+            pids = _await_workers(folder, processes)
+            time.sleep(random.random())
+            living = _living(mark, processes)
+            os.kill(random.choice(pids), signal.SIGKILL)
+            struck = time.monotonic()
+            workers_s = seconds = 0.0
+            # To look for all that bear the mark takes much of a core; so only those that were there are looked at, and
+            # those that came after them at their end.
+            while seconds < limit_s and (living := {*filter(_lives, living)} or _living(mark, processes)):
+                time.sleep(LOOK_S)
+                seconds = time.monotonic() - struck
+                workers_s = seconds if living.intersection(pids) else workers_s
+            return Took(workers_s, seconds)
+        finally:
+            _kill(mark, processes)
+
+
+def _await_workers(folder: Path, processes: list[subprocess.Popen[bytes]]) -> list[int]:
+    """Wait until all have done their first collective, and return their pids."""
+    paths = [folder / f"worker-{rank}" for rank in range(NODES * NPROC)]
+    deadline = time.monotonic() + START_S
+    while not all(path.exists() for path in paths):
+        if time.monotonic() > deadline or all(process.poll() is not None for process in processes):
+            logs = [path.read_text(errors="replace")[-4000:] for path in folder.rglob("log*.txt")]
+            raise RuntimeError("\n".join(["the gang did not begin:", *logs]))
+        time.sleep(0.05)
+    return [int(path.read_text()) for path in paths]
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
+    except OSError:
+        return False
+
+
+def _living(mark: str, processes: list[subprocess.Popen[bytes]]) -> set[int]:
+    return marked(mark) | {process.pid for process in processes if process.poll() is None}
+
+
+def _kill(mark: str, processes: list[subprocess.Popen[bytes]]) -> None:
+    while living := _living(mark, processes):
+        for pid in living:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(LOOK_S)
+
+
+# --- all ------------------------------------------------------------------------------------------------------
+
+
+def measure_other(report: Report, name: str, fail_once: Callable[[], Took], given: argparse.Namespace) -> None:
+    """Add what another launcher's gangs take; one that can't run here is left out."""
+    try:
+        took = [fail_once() for _ in range(given.others)]
+    except RuntimeError as error:
+        print(error, flush=True)
+        report.note(f"{name}: skipped, its gang did not begin")
+        return
+    add(report, name, took)
+    if max(each.everything for each in took) >= given.limit:
+        report.note(f"{name}: what was left after {given.limit:g} s was ended by this program")
+
+
+def add(report: Report, name: str, took: list[Took], target: float | None = None) -> None:
+    """Add both figures, and show the single ones."""
+    print(f"{name}: {', '.join(f'{each.everything:.2f}' for each in took)}", flush=True)
+    report.add(f"{name}: workers gone", [each.workers for each in took])
+    report.add(f"{name}: everything gone", [each.everything for each in took], target=target)
+
+
+def main() -> None:
+    """Let gangs fail, ours often and the others' a few times."""
+    options = parser(__doc__, rounds=50)
+    options.add_argument(
+        "--others", type=int, default=3, help="how often other launchers' gangs fail; 0 leaves them out"
+    )
+    options.add_argument("--limit", type=float, default=60.0, help="seconds after which a gang counts as not stopped")
+    options.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    options.add_argument("--cache", type=Path, help="folder in which other launchers stay installed")
+    given = options.parse_args()
+    report = Report("failures")
+    with tempfile.TemporaryDirectory() as folder, s3.s3_if_there(report) as server:
+        others: dict[str, Start] = {}
+        if given.others:
+            others = {f"torchrun, {how}": partial(by_torchrun, rendezvous=how) for how in ("static", "c10d")}
+            python = with_others(given.cache or Path(folder) / "others")
+            if python is None:
+                report.note("metaflow-torchrun of PyPI, torchrunx: skipped, they could not be installed")
+            else:
+                others["torchrunx"] = partial(by_torchrunx, python=python)
+                if server is not None:
+                    others["metaflow-torchrun of PyPI"] = partial(by_pypi, python=python, server=server)
+        for kind in given.kinds:
+            ours = [fail(by_us, kind, given.limit) for _ in range(given.rounds)]
+            add(report, f"{KINDS[kind]}: @torchrun", ours, MEDIAN_S)
+            worst = max(each.everything for each in ours)
+            report.add(f"{KINDS[kind]}: @torchrun: everything gone, the worst", [worst], target=WORST_S)
+            for name, start in others.items():
+                measure_other(report, f"{KINDS[kind]}: {name}", partial(fail, start, kind, given.limit), given)
+    report.finish(given.json)
+
+
+if __name__ == "__main__":
+    main()
