@@ -130,7 +130,7 @@ class Launches:
 def ran(start, launches: list[dict[str, Any]], **attributes: Any) -> Launches:
     """Run a flow with these launches, each cold and in all variants, and return them."""
     env = {"WARM_LAUNCHES": json.dumps(launches), "WARM_VARIANTS": json.dumps(["cold", *VARIANTS])}
-    flow = start(flow="warm.py", attrs=attributes, env={**env, "OMP_NUM_THREADS": THREADS, "PYTHONUNBUFFERED": "1"})
+    flow = start(flow="warm.py", attrs=attributes, env={**env, "OMP_NUM_THREADS": THREADS, "FROM_BEFORE": "1"})
     assert flow.wait(170) == 0, flow.text
     return Launches(flow)
 
