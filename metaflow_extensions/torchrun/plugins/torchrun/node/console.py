@@ -67,7 +67,7 @@ class _Output:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        # Any thread adds on the right, at any time; only the thread that has the turn takes from the left.
+        # Any thread adds on the right, at any time; only the thread that has the turn changes what is on the left.
         self._waiting: collections.deque[bytes] = collections.deque()
         self._turn = threading.Lock()
         # All below belongs to the thread that has the turn.
@@ -76,8 +76,8 @@ class _Output:
         self._said_lost = False
 
     def write(self, lines: bytes, patience_s: float) -> bool:
-        last_line = lines.rfind(b"\n", 0, -1) + 1
-        self._waiting.extend(filter(None, (lines[:last_line], lines[last_line:])))
+        if lines:
+            self._waiting.append(lines)
         if not self._turn.acquire(timeout=patience_s):
             return False  # the thread that has the turn writes ours, too
         try:
@@ -111,11 +111,22 @@ class _Output:
         mode = os.fstat(fd).st_mode
         is_pipe = stat.S_ISFIFO(mode)
         _flush(target, fd, is_pipe)
-        with self._lock(fd) if is_pipe else contextlib.nullcontext():
-            if is_pipe and lines.find(b"\n") == len(lines) - 1 >= 0:  # `write` has cut it off from those before
-                _await_reader(fd)
-            data = self._cut or (lines if is_pipe else _encoded(lines, encoding))
+        if is_pipe:
+            with self._lock(fd):
+                lines = self._cut or self._next_for_pipe(fd, lines)
+                self._cut = _write_all(fd, lines, patience_s, select.PIPE_BUF)
+        else:
+            data = self._cut or _encoded(lines, encoding)
             self._cut = _write_all(fd, data, patience_s, len(data) if stat.S_ISREG(mode) else select.PIPE_BUF)
+
+    def _next_for_pipe(self, fd: int, lines: bytes) -> bytes:
+        """Return all but the last of the lines, which is put back; and a single line when the reader is ready for it."""
+        last_line = lines.rfind(b"\n", 0, -1) + 1
+        if last_line:
+            self._waiting.appendleft(lines[last_line:])
+            return lines[:last_line]
+        _await_reader(fd)
+        return lines
 
     def _say_lost(self, error: Exception) -> None:
         if not self._said_lost:
