@@ -20,6 +20,7 @@ COMMANDS = (
     "datastore_requests.py",
     "logs_of_all.py",
     "cost_of_supervision.py",
+    "output.py",
     "whole_flow.py",
     "step_time.py",
     "launches.py",

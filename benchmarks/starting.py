@@ -69,7 +69,20 @@ class Took(NamedTuple):
 def by_flow(folder: Path, shape: Shape, launches: Sequence[Launch], heat: str | None) -> Took:
     """Run the flow to its end, without `@torchrun` if `heat` is None."""
     asked = {"nodes": shape.nodes, "launches": [vars(launch) for launch in launches]}
-    env = {
+    # As an attribute, since a warm process is made ready for what is known before `run`.
+    warm = f",warm={_WARM[heat]}" if heat is not None and has_warm() else ""
+    words = [] if heat is None else ["--with", f"torchrun:nproc_per_node={shape.nproc}{warm}"]
+    took = to_the_end(
+        [[sys.executable, str(FLOW), "--no-pylint", "run", *words]], folder, flow_environment(folder, asked)
+    )
+    for line in set(re.findall(r".*not forked:.*", (folder / "log").read_text(errors="replace"))):
+        print(line, flush=True)  # it was to be warm, but has started cold
+    return took
+
+
+def flow_environment(folder: Path, asked: dict[str, Any]) -> dict[str, str]:
+    """Return the environment of a flow that does what is asked; what it stores and notes is in the folder."""
+    return {
         **environment(folder),
         "BENCHMARK_ASKED": json.dumps(asked),
         "METAFLOW_USER": "benchmark",
@@ -78,13 +91,6 @@ def by_flow(folder: Path, shape: Shape, launches: Sequence[Launch], heat: str | 
         "METAFLOW_DATASTORE_SYSROOT_LOCAL": str(folder),
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
     }
-    # As an attribute, since a warm process is made ready for what is known before `run`.
-    warm = f",warm={_WARM[heat]}" if heat is not None and has_warm() else ""
-    words = [] if heat is None else ["--with", f"torchrun:nproc_per_node={shape.nproc}{warm}"]
-    took = to_the_end([[sys.executable, str(FLOW), "--no-pylint", "run", *words]], folder, env)
-    for line in set(re.findall(r".*not forked:.*", (folder / "log").read_text(errors="replace"))):
-        print(line, flush=True)  # it was to be warm, but has started cold
-    return took
 
 
 def by_torchrun(folder: Path, shape: Shape, script: Path, *args: str) -> Took:

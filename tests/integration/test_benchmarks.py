@@ -10,6 +10,7 @@ from flow_runs import STAND_IN
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
+import output
 import starting
 
 
@@ -36,3 +37,20 @@ def test_torchrun_alone_notes_its_begin_and_its_workers_their_first_collective(t
     begun, done = starting.last(tmp_path, "begin-0-*"), starting.last(tmp_path, "collective-0-0-*")
     assert 0 < done - begun < took.seconds
     assert len(list(tmp_path.glob("collective-0-0-?"))) == 2
+
+
+@pytest.mark.parametrize("by", [output.by_cat, output.by_us])
+def test_all_that_workers_write_is_read_and_timed(by, tmp_path):
+    told = by(tmp_path, "short lines", 100_000)
+    assert (tmp_path / "out").read_bytes().count(b"of the epoch") == pytest.approx(4 * 1000, abs=8)
+    assert 0 <= told["reading"] <= told["late"]
+    assert told["writing"] > 0
+
+
+@pytest.mark.parametrize("words", output.FLOWS.values(), ids=output.FLOWS)
+def test_metaflow_shows_all_that_a_step_or_its_workers_write(words, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(STAND_IN))
+    told = output.by_flow(tmp_path, "short lines", 100_000, words)
+    assert (tmp_path / "log").read_text().count("of the epoch") == 4 * 1000
+    assert told["seconds"] > 0
+    assert told["peak_mb"] > 10
