@@ -252,17 +252,20 @@ def test_a_look_at_workers_that_write_nothing_lists_no_folder_of_theirs(look, tm
     assert not screen.writes
 
 
-def test_looks_are_seldom_and_a_line_never_waits_for_half_a_second(look):
-    pauses = []
+def test_looks_are_seldom_but_in_a_flood_and_a_line_never_waits_for_half_a_second(look, tmp_path):
+    pauses, sizes = [], [0, 1_000, 100_000, 100_000, 1_000, 0]
+    path = write(worker_file(tmp_path, 0, "stdout"), "")
 
     def wait(pause_s):
         pauses.append(pause_s)
-        return len(pauses) == 3
+        with path.open("a") as file:
+            file.write("x" * sizes[len(pauses) - 1])
+        return len(pauses) == len(sizes)
 
     follower = look(Screen()).__self__
     follower._stop.wait = wait
     follower._follow()
-    assert pauses == [0.4] * 3
+    assert pauses == [0.4, 0.4, 0.4, 0.05, 0.05, 0.4]
 
 
 def test_a_loud_rank_and_a_quiet_one_are_shown_in_turns_in_one_look(look, tmp_path, monkeypatch):
