@@ -65,6 +65,7 @@ OTHER_NUMBERS = [
         "python benchmarks/many_nodes.py --members 10 100 1000 4000 --rounds 3 --json members.json",
     ),
     ("benchmarks/README.md", "python benchmarks/logs_of_all.py --nodes 8 --lines 1 100 --seconds 20"),
+    ("benchmarks/README.md", "python benchmarks/output.py --rounds 7 --megabytes 500 --flow-megabytes 20"),
     ("benchmarks/README.md", "python benchmarks/cost_of_supervision.py --nodes 1 2 8 --seconds 60 --json costs.json"),
     ("benchmarks/README.md", "python benchmarks/cost_for_workers.py --rounds 5"),
     ("benchmarks/README.md", "python benchmarks/import_time.py --rounds 41"),
