@@ -41,7 +41,7 @@ def test_a_hang_is_shown_by_the_stacks_of_all_workers_and_restarted(run_flow, tm
 
 
 def test_an_elastic_launch_goes_on_when_a_node_is_lost(start_flow):
-    options = {"nnodes": "1:2", "rdzv_backend": "c10d", "rdzv_conf": "last_call_timeout=1", "max_restarts": 2}
+    options = {"nnodes": "1:2", "rdzv_backend": "c10d", "rdzv_conf": "last_call_timeout=4", "max_restarts": 2}
     flow = start_flow(runs_=[{"entrypoint": "elastic.py", "torchrun_args": options}])
     assert {seen["WORLD_SIZE"] for seen in flow.await_notes("elastic-0-*", 2)} == {"2"}
     psutil.Process(flow.note("task-1")["pid"]).kill()
