@@ -303,6 +303,9 @@ def plainly(words: list[str], folder: Path, **variables: str) -> tuple[int, byte
     return done.returncode, without_addresses(done.stdout), without_addresses(done.stderr)
 
 
+# --- ends -----------------------------------------------------------------------------------------
+
+
 # What is written differently, and how to know it.
 OTHER_WORDS: dict[str, dict[str, bytes]] = {
     "cold": {},
@@ -313,8 +316,6 @@ OTHER_WORDS: dict[str, dict[str, bytes]] = {
         **({"raises_many": rb"repeated \d+ more"} if sys.version_info < (3, 12) else {}),
     },
 }
-
-# --- ends -----------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
