@@ -63,7 +63,7 @@ lint: venv
 # share a flow say so with the marker xdist_group. In the chaos suite most tests measure seconds. Two of these at the
 # same time change little, and keep within the bounds easily; for the table, each has the machine for itself.
 UNIT = $(BIN)/python -m pytest -n 3 --dist worksteal tests/unit
-FLOWS = $(BIN)/python -m pytest -n 4 --dist loadgroup
+FLOWS = $(BIN)/python -m pytest -n 5 --dist loadgroup
 CHAOS_SUITE = $(BIN)/python -m pytest tests/chaos
 
 unit: venv
@@ -91,7 +91,7 @@ test: venv
 	$(UNIT) || status=1; \
 	wait $$mypy || status=1; \
 	$(FLOWS) -m "untimed or not chaos" tests/chaos tests/integration || status=1; \
-	$(CHAOS_SUITE) -n 2 --dist worksteal -m "not untimed" || status=1; \
+	$(CHAOS_SUITE) -n 3 --dist worksteal -m "not untimed" || status=1; \
 	exit $$status
 
 $(VENV)/.remote: $(INSTALLED)

@@ -47,7 +47,7 @@ def test_a_function_and_its_values(run_remote, backend):
 
 
 def test_workers_are_forked_and_again_after_a_restart(run_remote, backend):
-    settings = {"warm": "workers", "max_restarts": 1}
+    settings = {"warm": "workers", "max_restarts": 1, "nproc_per_node": 2}
     flow = run_remote(DO="*:say-torch,3:nap,3:kill-once", TORCHRUN=settings, **backend.on())
     check_gang(flow, 2)
     assert flow.text.count("torch was imported before") == 8
