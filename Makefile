@@ -60,7 +60,7 @@ lint: venv
 	$(BIN)/mypy
 
 # Tests wait for other processes as much as they compute, so some of them at the same time fill two cores. Those that
-# share a flow say so with the marker xdist_group. In the chaos suite most tests measure seconds. Two of these at the
+# share a flow say so with the marker xdist_group. In the chaos suite most tests measure seconds. Three of these at the
 # same time change little, and keep within the bounds easily; for the table, each has the machine for itself.
 UNIT = $(BIN)/python -m pytest -n 3 --dist worksteal tests/unit
 FLOWS = $(BIN)/python -m pytest -n 5 --dist loadgroup
