@@ -63,7 +63,7 @@ lint: venv
 # share a flow say so with the marker xdist_group. In the chaos suite most tests measure seconds. Three of these at the
 # same time change little, and keep within the bounds easily; for the table, each has the machine for itself.
 UNIT = $(BIN)/python -m pytest -n 3 --dist worksteal tests/unit
-FLOWS = $(BIN)/python -m pytest -n 5 --dist loadgroup
+FLOWS = $(BIN)/python -m pytest -n 4 --dist loadgroup
 CHAOS_SUITE = $(BIN)/python -m pytest tests/chaos
 
 unit: venv

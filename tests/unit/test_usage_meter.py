@@ -65,7 +65,7 @@ def test_a_node_tells_what_its_processes_use_and_write(tmp_path, busy):
     assert first.limits["memory_mib"] > 100
     assert first.values["output_bytes_s"] == 1000
     assert first.values["output_lines_s"] == 2
-    assert first.values["memory_mib"] > 1
+    assert first.values["memory_mib"] > 0.1  # it may have been started a moment ago
     assert set(first.values) <= set(KINDS)
     assert set(first.limits) <= set(LIMITS)
     assert "received_kib_s" not in first.values, "nodes of one machine share its network"
