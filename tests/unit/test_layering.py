@@ -18,7 +18,7 @@ PICTURE = Path(__file__).parents[2] / "docs" / "architecture.md"
 SCRIPTS = "scripts"
 IMPORTED_SCRIPTS = {
     "launch.function": {"scripts.function_worker"},
-    "node.warm_start": {"scripts.warm_python.messages"},
+    "node.warm_start": {"scripts.warm_python.kernel", "scripts.warm_python.messages"},
     "node.warm_guardian": {"scripts.warm_python.messages", "scripts.warm_python.popen"},
 }
 KNOW_METAFLOW = {

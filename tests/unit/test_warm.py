@@ -235,6 +235,40 @@ def test_a_guardian_that_was_killed_takes_its_warm_process_with_it_and_is_replac
     assert one.start().end()["refused"] is None
 
 
+def test_a_guardian_that_dies_before_it_has_forked_anything_is_no_failure(warm):
+    one = warm()
+    one.start().end()
+    os.kill(one.guardian.pid, signal.SIGSTOP)
+    agent = one.start()
+    os.kill(one.guardian.pid, signal.SIGKILL)
+    end = agent.end()
+    assert (end["refused"], end["status"]) == ("the guardian of the warm process has ended", 0)
+    assert one.start().end()["refused"] is None
+
+
+def test_an_agent_that_can_be_started_in_no_way_comes_to_an_end(warm, monkeypatch):
+    one = warm(early="1 / 0")
+
+    def fail(*_):
+        raise BlockingIOError(11, "no more processes")
+
+    monkeypatch.setattr(AgentProcess, "_own_guardian", fail)
+    agent = one.start()
+    assert "no more processes" in agent.expect(End).error
+
+
+def test_a_launch_that_is_stopped_while_torch_is_imported_does_not_wait_for_it(warm):
+    one = warm(early="import time; time.sleep(30)")
+    begun = time.monotonic()
+    agent = one.start("wait")
+    agent.process.stop(0.1)
+    agent.expect(End)
+    assert time.monotonic() - begun < 15.0
+    assert [event.reason for event in agent.seen if isinstance(event, Refused)] == [
+        "torch was not imported before the launch was stopped"
+    ]
+
+
 def test_it_imports_with_the_lowest_priority_and_forks_with_the_tasks(warm, tmp_path):
     imported = tmp_path / "imported"
     early = f"import os; priority = os.getpriority(os.PRIO_PROCESS, 0); open({str(imported)!r}, 'w')"

@@ -84,7 +84,8 @@ class AgentProcess:
         if is_warm and self._has_ended:
             return  # it waits for the next agent
         try:
-            guardian.wait(0.0 if is_warm else _END_WAIT_S)
+            has_reader = self._reader.ident is not None
+            guardian.wait(0.0 if is_warm else _END_WAIT_S + (0.0 if has_reader else grace_s))
         except subprocess.TimeoutExpired:
             guardian.kill()
         finally:
@@ -96,8 +97,12 @@ class AgentProcess:
         assert self._guardian is not None
         if (refused := self._follow(self._guardian)) is not None:
             self._on_event(refused)
-            self._start_cold()
-            self._follow(self._guardian)
+            try:
+                self._start_cold()
+            except OSError as error:  # no more processes
+                self._end(End(None, f"could not be started: {error}"))
+            else:
+                self._follow(self._guardian)
 
     def _follow(self, guardian: GuardianProcess) -> Refused | None:
         """Pass on what a guardian tells, to the end; or return why it has started nothing."""
@@ -110,6 +115,8 @@ class AgentProcess:
                 self._end(event)
                 return None
             self._on_event(event)
+        if self._warm is not None and self._warm.node.has(guardian) and not self._tree:
+            return Refused("the guardian of the warm process has ended")  # what it may have forked ends with it
         self._guardian_was_killed(guardian)
         return None
 

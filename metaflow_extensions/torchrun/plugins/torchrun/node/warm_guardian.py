@@ -155,15 +155,19 @@ class WarmProcess:
         try:
             messages.ask(self._server, program, stdout, stderr)
             while not select.select([self._server], [], [], WATCH_S / 5)[0]:
-                if time.monotonic() > deadline or not is_wanted():
+                wanted = is_wanted()
+                if time.monotonic() > deadline or not wanted:
                     self.end()
-                    raise messages.Refused(f"torch was not imported within {_ANSWER_S:g} s")
+                    why = f"within {_ANSWER_S:g} s" if wanted else "before the launch was stopped"
+                    raise messages.Refused(f"torch was not imported {why}")
             return ForkedPopen(messages.read_answer(self._server), program["argv"])
         except (OSError, EOFError):
             raise messages.Refused(f"the warm process has ended{self._last_words()}") from None
 
     def _last_words(self) -> str:
-        """Return the last line of what it has written."""
+        """Return the last line of what it has written, if that can still be read."""
+        if self._errors.closed:
+            return ""
         self._errors.seek(0)
         lines = self._errors.read().decode(errors="replace").split("\n")
         return "".join(f": {line}" for line in [line for line in lines if line.strip()][-1:])

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..machine.inherited import inherited
+from ..scripts.warm_python import kernel
 from ..scripts.warm_python.messages import in_memory
 from .guardian import Options
 from .guardian_process import GuardianProcess
@@ -61,13 +62,11 @@ class WarmStart:
 
     def _request(self, env: Mapping[str, str], options: Options) -> dict[str, Any]:
         python, *words = self.command
-        umask = os.umask(0)
-        os.umask(umask)
         program = {
             "argv": [python, "-u", *words],
             "env": dict(env),
             "cwd": options.cwd or os.getcwd(),
-            "umask": umask,
+            "umask": kernel.umask(),
             "dies_with_parent": True,
             "computes": self.forks_workers,
             "forks_workers": self.forks_workers,

@@ -1,6 +1,6 @@
 """What a warm process has imported beforehand, and whether a program could tell.
 
-The imports run in a thread of their own, with the lowest priority, so that the step's own code is not slowed. That
+The imports run in a thread of their own, with low priority, so that the step's own code is not slowed. That
 thread is gone before the first fork.
 """
 
@@ -66,7 +66,7 @@ class Imports:
 
     def hurry(self) -> None:
         """Import with this thread's own priority, where the system lets."""
-        with suppress(OSError):  # only root may, and the thread can be gone
+        with suppress(OSError):  # without CAP_SYS_NICE, or the thread can be gone
             os.setpriority(os.PRIO_PROCESS, self._thread.native_id or 0, os.getpriority(os.PRIO_PROCESS, 0))
 
     def finish(self) -> None:

@@ -44,6 +44,17 @@ def parent_of(pid: int) -> int:
         return int(file.read().rpartition(")")[2].split()[1])
 
 
+def umask() -> int:
+    """Return the umask of this process, without changing it for its other threads (Linux 4.7)."""
+    with open("/proc/self/status", encoding="utf-8", errors="replace") as file:
+        fields = dict(line.partition(":")[::2] for line in file)
+    if "Umask" in fields:
+        return int(fields["Umask"], 8)
+    found = os.umask(0o077)
+    os.umask(found)
+    return found
+
+
 def show_as(command: Sequence[str], env: Mapping[str, str]) -> None:
     """Have ``/proc`` show these as this process's command line and environment, as those of a program that was started.
 

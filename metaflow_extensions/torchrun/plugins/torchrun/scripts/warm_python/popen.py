@@ -45,13 +45,11 @@ def worker_popen(server: socket.socket, more_env: Mapping[str, str]) -> Any:
 
 
 def _fork(server: socket.socket, argv: Sequence[str], env: Mapping[str, str], stdout: int, stderr: int) -> int:
-    umask = os.umask(0)
-    os.umask(umask)
     request = {
         "argv": list(argv),
         "env": dict(env),
         "cwd": os.getcwd(),
-        "umask": umask,
+        "umask": kernel.umask(),
         "dies_with_parent": False,
         "computes": True,
         "forks_workers": False,
