@@ -632,7 +632,7 @@ def test_time_passes_without_any_message(start_control):
     assert "node 1 of 2 did not arrive" in control.inbox.expect(Abort, 5.0).error.message
 
 
-def test_the_clock_is_looked_at_seldom_unless_somebody_or_a_restart_is_near(start_control, monkeypatch):
+def test_the_clock_is_looked_at_seldom_unless_somebody_is_near(start_control, monkeypatch):
     monkeypatch.setattr(control_channel, "_TICK_S", 0.05)
     monkeypatch.setattr(control_channel, "_HASTE_S", 0.01)
     monkeypatch.setattr(listener, "_ACCEPT_AT_ONCE", 0)  # no place for anybody, until the next look
@@ -657,8 +657,26 @@ def test_the_clock_is_looked_at_seldom_unless_somebody_or_a_restart_is_near(star
         eventually(lambda: channel._listener.connections)
         settles_at(0.01)
     settles_at(0.05)
-    channel.gang._launch.phase = Phase.PAUSING
-    settles_at(0.01)
+
+
+def test_the_clock_is_looked_at_when_a_restart_is_due(start_control, monkeypatch):
+    monkeypatch.setattr(control_channel, "_TICK_S", 60.0)
+    channel = start_control(heartbeat_s=1000.0).channel
+    launch, ended = channel.gang._launch, threading.Event()
+
+    def tick():
+        if time.monotonic() >= launch.until:
+            launch.phase = Phase.OVER
+            ended.set()
+        return []
+
+    def pause():
+        launch.phase, launch.until = Phase.PAUSING, time.monotonic() + 0.2
+        return []
+
+    monkeypatch.setattr(channel.gang, "tick", tick)
+    channel._thread.post(channel._step, pause)
+    assert ended.wait(10.0)  # else it is looked at after 60 s
 
 
 # --- mistakes of ours -----------------------------------------------------------------------------

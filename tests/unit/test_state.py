@@ -686,6 +686,23 @@ def test_a_failure_is_restarted_on_all_nodes_with_a_new_port_after_a_pause():
     assert gang.same_verdict() is None
 
 
+@pytest.mark.parametrize(("stopping_s", "left_s"), [(0.0, 0.8), (0.5, 0.3), (0.8, 0.0), (20.0, 0.0)])
+def test_the_pause_before_a_restart_counts_from_the_failure_not_from_the_end_of_all(stopping_s, left_s):
+    gang = running(2, max_restarts=1)
+    gang.failed(1, crash(1), age_s=0.2)
+    gang.ended(1, crash(1), ok=False, age_s=0.2)
+    gang.pass_time(stopping_s)
+    assert not gang.got(0, Restart)  # node 0 still stops
+    gang.ended(0, ok=False)
+    (restart,) = gang.got(0, Restart)
+    assert restart.pause_s == pytest.approx(left_s)
+    if left_s:
+        gang.pass_time(left_s - 0.01)
+        assert len(gang.got(0, Go)) == 1
+    gang.pass_time(0.02)
+    assert len(gang.got(0, Go)) == 2
+
+
 @pytest.mark.parametrize(
     ("cause", "category", "restarts_by_default"),
     [

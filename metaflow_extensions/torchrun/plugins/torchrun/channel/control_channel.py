@@ -16,6 +16,7 @@ otherwise.
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import time
 import traceback
@@ -32,7 +33,7 @@ from .listener import Listener
 from .loop_thread import CLOSE_S, LoopThread
 from .relay import Relay
 
-# Between looks at the clock: usually, and while a restart is near or somebody has not proven who they are.
+# Between looks at the clock: usually, and while somebody has not proven who they are.
 _TICK_S = 1.0
 _HASTE_S = 0.1
 # After its own end the control node waits so long for the others', to hear of late failures.
@@ -56,6 +57,7 @@ class ControlChannel:
         self._nodes: dict[Connection, int] = {}  # the same the other way round
         self._has_failed = False
         self._is_closing = False
+        self._timer: asyncio.TimerHandle | None = None  # of the next tick; the channel's thread alone has it
         self._thread = LoopThread("torchrun-control", self._fail)
         self._thread.post(self._tick)
 
@@ -96,9 +98,9 @@ class ControlChannel:
 
     def _tick(self) -> None:
         if not self._is_closing:
-            hurries = self.gang.is_pausing or (self._listener is not None and self._listener.is_busy)
+            is_busy = self._listener is not None and self._listener.is_busy
             tick_s = min(_TICK_S, self._timeout_s / BEATS / 3)  # the heartbeats are sent here, too
-            self._thread.loop.call_later(_HASTE_S if hurries else tick_s, self._tick)
+            self._timer = self._thread.loop.call_later(_HASTE_S if is_busy else tick_s, self._tick)
             self._step(self.gang.tick)
             if self._listener is not None:
                 self._listener.tick()
@@ -109,6 +111,9 @@ class ControlChannel:
             self._dispatch(step(*args))
         except Exception as error:
             self._fail(error)
+        if self._timer is not None and self.gang.due_at < self._timer.when():  # both are seconds of the same clock
+            self._timer.cancel()
+            self._timer = self._thread.loop.call_at(self.gang.due_at, self._tick)
 
     def _dispatch(self, outgoing: Sequence[Outgoing]) -> None:
         encoded: Message | None = None

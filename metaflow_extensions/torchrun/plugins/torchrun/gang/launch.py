@@ -89,11 +89,17 @@ class Launch:
         for each in (self.ended, self.stores, self.stored, self.failures):
             each.clear()
 
-    def begin_pause(self, now: float, pause_s: float) -> None:
-        """All workers are gone and start again after `pause_s` seconds."""
+    def begin_pause(self, now: float, pause_s: float) -> float:
+        """All workers are gone; they start again `pause_s` seconds after the failure. Return how much of it is left.
+
+        The seconds in which the workers were stopped count, so that a restart waits no longer than it has to.
+        """
+        first = first_failure(self.failures)
+        left_s = pause_s if first is None else min(max(pause_s - (first.age_s + now), 0.0), pause_s)
         self.enter(Phase.PAUSING)
         self.generation += 1
-        self.until = now + pause_s
+        self.until = now + left_s
+        return round(left_s, 1)
 
     @property
     def restarts(self) -> int:

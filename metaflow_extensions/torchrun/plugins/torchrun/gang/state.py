@@ -120,9 +120,9 @@ class Gang:
         return {} if ready is None else ready.facts
 
     @property
-    def is_pausing(self) -> bool:
-        """Whether the workers start again in some seconds; then each moment counts."""
-        return self._launch.phase is Phase.PAUSING
+    def due_at(self) -> float:
+        """The time of its clock at which `tick` must come: the workers start again then."""
+        return self._launch.until if self._launch.phase is Phase.PAUSING else float("inf")
 
     @property
     def error(self) -> TorchrunError | None:
@@ -170,7 +170,7 @@ class Gang:
         return self._flush()
 
     def tick(self) -> list[Outgoing]:
-        """Look at the clock; call it once a second, and more often while it `is_pausing`."""
+        """Look at the clock; call it once a second, and when it is `due_at`."""
         now = self._clock()
         if self.nodes.count(NodeState.ABSENT) and now - self._started_at > self._started_timeout_s:
             self._break(obstacles.missing(self.nodes.absent, self.num_nodes, self._started_timeout_s))
@@ -449,10 +449,9 @@ class Gang:
             self._broadcast(Note("the port chosen for the rendezvous was taken meanwhile; starting on another"))
             self._go()
         elif self._may_restart(cause):
-            pause_s = min(2.0**launch.restarts, _BACKOFF_LIMIT_S)
             self._note_cause(cause)
             self.history.report(None, cause.describe(), cause.as_dict(), launch.number, launch.generation)
-            launch.begin_pause(self._clock(), pause_s)
+            pause_s = launch.begin_pause(self._clock(), min(2.0**launch.restarts, _BACKOFF_LIMIT_S))
             self._note("restart", text=f"restart {launch.restarts} of {launch.policy.max_restarts} in {pause_s:g} s")
             self._broadcast(Restart(launch.number, launch.restarts, launch.policy.max_restarts, pause_s, cause))
         else:
