@@ -23,7 +23,8 @@ REDUCED = FIGURES + r" \(bus [\d.]+ GB/s\)"
 
 
 def test_it_measures_before_the_script_and_then_runs_it(run_flow: Callable[..., FlowRun]) -> None:
-    run = run_flow(attrs={"preflight": True, "nproc_per_node": 2})
+    # Forked workers, so that PyTorch is imported once for each node and not six times.
+    run = run_flow(attrs={"preflight": True, "nproc_per_node": 2, "warm": "workers"})
     for node, other, rank in ((0, 1, 0), (1, 0, 2)):
         line = rf"\[rank {rank}\] preflight: node {node} \(host \S+\): all-reduce over 4 ranks: {REDUCED}; "
         found = re.findall(line + rf"link to node {other}: {FIGURES}$", run.text, re.MULTILINE)
