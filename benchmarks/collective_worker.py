@@ -34,7 +34,7 @@ def first_collective(backend: str = "gloo", fails_once: str = "") -> None:
         if int(rank) < dist.get_world_size() - 1:
             time.sleep(600)  # until it is stopped
         note(f"failed-{launch}")
-        sys.exit("told to fail here")
+        raise RuntimeError("told to fail here")
     dist.destroy_process_group()
 
 
