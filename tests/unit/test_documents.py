@@ -30,6 +30,7 @@ NAMES = sorted(str(page.relative_to(REPOSITORY)) for page in PAGES)
 MARK = re.compile(r"<!-- needs a (cloud|package index) -->\n$")
 EXAMPLE_TESTS = "tests/integration/test_examples.py"
 SEEING_TESTS = "tests/integration/test_seeing.py"
+FEATURES_TESTS = "tests/integration/test_metaflow_features.py"
 DOCUMENT_TESTS = "tests/integration/test_documents.py"
 
 INSTALL = "pip install --editable ."
@@ -50,6 +51,8 @@ RUN_ELSEWHERE = {
         '"--node", "1", "--follow"',
     ),
     ("docs/seeing.md", "python flow.py torchrun logs 1234/train --grep 'loss|lr'"): (SEEING_TESTS, '"--grep", "'),
+    ("docs/metaflow-features.md", "python flow.py run"): (FEATURES_TESTS, 'flow="features.py"'),
+    ("docs/metaflow-features.md", "python flow.py spin train"): (FEATURES_TESTS, 'command="spin"'),
     ("docs/card.md", "python flow.py card server"): ("tests/integration/test_card.py", '"server"'),
     ("docs/card.md", CREATE): ("tests/integration/test_card.py", '"create"'),
     ("examples/README.md", "pip install -e '.[examples]'"): ("setup.py", '"examples": EXAMPLES'),

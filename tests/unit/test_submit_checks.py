@@ -130,10 +130,13 @@ def test_what_would_never_see_its_end_on_batch_is_refused(name, num_nodes, metad
         ("nested", 1, BATCH, "local"),  # it waits for nobody
         ("train", None, BATCH, "local"),  # asked again when it is known
         ("join", 3, BATCH, "local"),  # it is no gang
+        ("nested", 2, {**BATCH, **CATCH, **KUBERNETES}, "spin"),  # it runs here, and alone
     ],
 )
 def test_what_sees_its_end_is_fine(name, num_nodes, decorators, metadata_type):
-    submission(decorators, metadata_type=metadata_type, name=name).check_batch(num_nodes)
+    checks = submission(decorators, metadata_type=metadata_type, name=name)
+    checks.check_batch(num_nodes)
+    checks.check_kubernetes()
 
 
 @pytest.fixture

@@ -126,7 +126,9 @@ class TorchrunDecorator(ParallelDecorator):  # type: ignore[misc]  # Metaflow is
             logger(
                 f"Step {step_name}: {option} is ignored, because its @torchrun stands in the source. Change it there."
             )
-        refuse_unknown(self._unknown, step_name)
+        # From mutators and configs, which Metaflow does not check (2.19).
+        unknown = [key for key in self.attributes if key not in DEFAULTS]
+        refuse_unknown([*self._unknown, *unknown], step_name)
         self._settings: StepSettings = parse_settings(self.attributes, step_name)
         self._requested: Nproc | None = requested_accelerators([(d.name, d.attributes) for d in decos])
         self._timeout_s: float | None = next((float(d.secs) for d in decos if d.name == "timeout"), None)
@@ -134,6 +136,7 @@ class TorchrunDecorator(ParallelDecorator):  # type: ignore[misc]  # Metaflow is
         self.environment = SameInterpreter(environment)
         _take_over_plain_parallel(decos)
         metadata_type = getattr(flow_datastore.metadata, "TYPE", None)
+        self._is_spun = metadata_type == "spin"
         self._submission = Submission(flow, graph, step_name, self._settings.master_port, metadata_type)
         self._submission.check_kubernetes()
         heed_signals_to_job()
@@ -141,7 +144,7 @@ class TorchrunDecorator(ParallelDecorator):  # type: ignore[misc]  # Metaflow is
     def package_init(self, flow: Any, step_name: str, environment: Any) -> None:
         """Check again; `argo-workflows create` adds ``@kubernetes`` after `step_init` (Metaflow 2.19)."""
         super().package_init(flow, step_name, environment)
-        if hasattr(self, "_submission"):  # `spin` of another step makes a package without step_init (Metaflow 2.19)
+        if hasattr(self, "_submission"):  # `spin --skip-decorators` makes a package without step_init (Metaflow 2.19)
             self._submission.check_kubernetes()
 
     def runtime_init(self, flow: Any, graph: Any, package: Any, run_id: str) -> None:
@@ -172,8 +175,11 @@ class TorchrunDecorator(ParallelDecorator):  # type: ignore[misc]  # Metaflow is
         from .border.task_gang import TaskGang
         from .node.report import print_errors_ourselves
 
-        super().task_pre_step(*args)
         step_name, task_datastore, _, run_id, task_id, flow, _, retry_count, _, ubf_context, _ = args
+        if self._is_spun:
+            _make_gang_of_one(flow)
+            args = (*args[:-1], [])  # the inputs, whose names Metaflow tells other nodes, have none here (2.19)
+        super().task_pre_step(*args)
         if ubf_context is None and flow._parallel_ubf_iter.num_parallel == 1:
             # An ordinary pod as the whole gang: say what Metaflow's join asks of a control task (2.19).
             flow._control_mapper_tasks = [f"{run_id}/{step_name}/{task_id}"]
@@ -243,6 +249,18 @@ class TorchrunDecorator(ParallelDecorator):  # type: ignore[misc]  # Metaflow is
             live_card=self._gang.live_card,
         )
         current._update_env({"torch": TorchrunExecutor(context)})
+
+
+def _make_gang_of_one(flow: Any) -> None:
+    """Make the task that `spin` starts the whole gang; it starts one task, with the number of nodes of the run (2.19)."""
+    from metaflow.flowspec import ParallelUBF
+
+    from .events import Event
+    from .node.console import to_log
+
+    before = flow._parallel_ubf_iter.num_parallel
+    flow._parallel_ubf_iter = ParallelUBF(1)
+    to_log(Event("note", 0, f"spin runs this step as a gang of one node; in its run it had {before}"))
 
 
 def _take_over_plain_parallel(decos: Sequence[Any]) -> None:

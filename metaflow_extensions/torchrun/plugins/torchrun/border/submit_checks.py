@@ -24,7 +24,8 @@ class Submission:
         self._master_port = master_port
         self._metadata_type = metadata_type  # Metaflow's metadata provider, for example "local"
         callers = [node for node in graph if step in (node.out_funcs or ()) and node.parallel_foreach]
-        self._is_gang = bool(callers)
+        # `spin` heeds no @kubernetes, @batch or @catch, and its gang has one node (2.19).
+        self._is_gang = bool(callers) and metadata_type != "spin"
         # Only the run will tell of what is no literal: Metaflow's parser leaves it as None.
         self._num_nodes = next((node.num_parallel for node in callers if isinstance(node.num_parallel, int)), None)
         around = [graph[parent] for parent in graph[step].split_parents]

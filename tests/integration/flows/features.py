@@ -1,0 +1,134 @@
+"""Gangs among Metaflow's other features: what the step was given gets to the workers, which import nothing."""
+
+import os
+from pathlib import Path
+
+from metaflow import (
+    Config,
+    FlowMutator,
+    FlowSpec,
+    IncludeFile,
+    StepMutator,
+    current,
+    environment,
+    parallel,
+    project,
+    retry,
+    secrets,
+    step,
+    timeout,
+    torchrun,
+)
+from notes import note
+
+SECRET = {"type": "inline", "id": "any", "options": {"env_vars": {"FROM_SECRETS": "hush"}}}
+
+
+class AsGang(StepMutator):
+    """Makes a step a gang."""
+
+    def pre_mutate(self, mutable_step):
+        mutable_step.add_decorator(torchrun, deco_kwargs={"nproc_per_node": 2})
+
+
+class GangsByName(FlowMutator):
+    """Makes the steps gangs that a config names; another mutator does it."""
+
+    def pre_mutate(self, mutable_flow):
+        names = [name for _, value in mutable_flow.configs for name in value["gangs"]]
+        for name, mutable_step in mutable_flow.steps:
+            if name in names:
+                mutable_step.add_decorator(AsGang)
+
+
+class LateGang(StepMutator):
+    """Makes a step a gang after Metaflow has checked the graph."""
+
+    def mutate(self, mutable_step):
+        mutable_step.add_decorator("torchrun", deco_kwargs={"nproc_per_node": 1})
+
+
+checked = (lambda step: step) if "NOT_PARALLEL" in os.environ else parallel
+
+
+def launch(name, *words):
+    """Run workers that note what they see in a folder of their own; return how many they were."""
+    folder = Path(os.environ["GANG_OUT"], name)
+    folder.mkdir(exist_ok=True)
+    return current.torch.run("worker.py", words, env={"GANG_OUT": folder}).world_size
+
+
+@GangsByName
+@project(name="gangs")
+class FeaturesFlow(FlowSpec):
+    """Three gangs in branches: the first has the features, the others have @torchrun from mutators."""
+
+    config = Config("config", default_value={"attributes": {"nproc_per_node": 2}, "gangs": ["mutated"]})
+    text = IncludeFile("text", default="included.txt")
+
+    @step
+    def start(self):
+        self.next(self.first, self.second, self.third)
+
+    @step
+    def first(self):
+        self.next(self.written, num_parallel=2)
+
+    @step
+    def second(self):
+        self.next(self.mutated, num_parallel=1)
+
+    @step
+    def third(self):
+        self.next(self.mutated_late, num_parallel=1)
+
+    @retry(times=1)
+    @timeout(minutes=2)
+    @environment(vars={"FROM_ENVIRONMENT": "a b"})
+    @secrets(sources=[SECRET])
+    @torchrun(**config.attributes)
+    @step
+    def written(self):
+        size = launch("written", self.text, current.project_flow_name)
+        self.said = {"size": size, "branch": current.branch_name, "tags": sorted(current.tags)}
+        self.next(self.join_first)
+
+    @step
+    def mutated(self):
+        self.said = launch("mutated")
+        self.next(self.join_second)
+
+    @LateGang
+    @checked
+    @step
+    def mutated_late(self):
+        self.said = launch("mutated_late")
+        self.next(self.join_third)
+
+    @step
+    def join_first(self, inputs):
+        self.said = [task.said for task in inputs]
+        self.next(self.join)
+
+    @step
+    def join_second(self, inputs):
+        self.said = [task.said for task in inputs]
+        self.next(self.join)
+
+    @step
+    def join_third(self, inputs):
+        self.said = [task.said for task in inputs]
+        self.next(self.join)
+
+    @step
+    def join(self, inputs):
+        self.said = [inputs.join_first.said, inputs.join_second.said, inputs.join_third.said]
+        self.next(self.end)
+
+    @step
+    def end(self):
+        note("end", self.said)
+
+
+if __name__ == "__main__":
+    FeaturesFlow()

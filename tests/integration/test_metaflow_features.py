@@ -1,0 +1,77 @@
+"""Metaflow's own features around gangs, in one flow: the table of docs/metaflow-features.md."""
+
+from __future__ import annotations
+
+import pytest
+
+pytestmark = pytest.mark.xdist_group("features")
+
+
+@pytest.fixture(scope="module")
+def features(start_shared_flow):
+    flow = start_shared_flow("--tag", "mine", flow="features.py", stand_in=True)
+    assert flow.wait() == 0, flow.text
+    return flow
+
+
+def seen_by_workers(flow, name):
+    return {int(worker["env"]["RANK"]): worker for worker in flow.notes(f"{name}/worker-*")}
+
+
+def test_what_metaflow_gives_a_step_gets_to_its_workers(features):
+    """By @environment, @secrets, @project, a tag, IncludeFile and Config, beside @retry and @timeout."""
+    workers = seen_by_workers(features, "written")
+    assert sorted(workers) == [0, 1, 2, 3], "Config says how many there are on each of two nodes"
+    for worker in workers.values():
+        assert worker["argv"] == ["included *text* 🙂", "gangs.user.tester.FeaturesFlow"]
+        assert (worker["env"]["FROM_ENVIRONMENT"], worker["env"]["FROM_SECRETS"]) == ("a b", "hush")
+    assert features.note("end")[0] == [{"size": 4, "branch": "user.tester", "tags": ["mine"]}] * 2
+
+
+def test_mutators_make_gangs_and_branches_have_them_side_by_side(features):
+    """A FlowMutator has a StepMutator do it in `pre_mutate`; in `mutate` the step has to be @parallel already."""
+    assert features.note("end")[1:] == [[2], [1]]
+    assert sorted(seen_by_workers(features, "mutated")) == [0, 1]
+    assert sorted(seen_by_workers(features, "mutated_late")) == [0]
+
+
+def test_spin_runs_a_step_of_two_nodes_as_a_gang_of_one(features, start_shared_flow):
+    spun = start_shared_flow("written", command="spin", flow="features.py", stand_in=True)
+    assert spun.wait() == 0, spun.text
+    assert "spin runs this step as a gang of one node; in its run it had 2" in spun.text
+    assert "decorator 'torchrun' as it is not supported" not in spun.text
+    workers = seen_by_workers(spun, "written")
+    assert {(rank, worker["env"]["WORLD_SIZE"]) for rank, worker in workers.items()} == {(0, "2"), (1, "2")}
+    assert workers[0]["argv"][0] == "included *text* 🙂"
+    assert workers[0]["env"]["FROM_ENVIRONMENT"] == "a b"
+    spun.await_gone(1)
+
+
+def test_spin_shows_the_cause_of_a_failure(features, start_shared_flow):
+    spun = start_shared_flow("mutated", command="spin", flow="features.py", stand_in=True, do="1:raise")
+    assert spun.wait() == 1
+    assert "Rank 1 on node 0" in spun.text
+    assert "ValueError: bad löss" in spun.text
+    spun.await_gone(1)
+
+
+def test_a_user_can_have_spin_ignore_the_decorator(features, start_shared_flow):
+    allowed = {"METAFLOW_SPIN_ALLOWED_DECORATORS": '["environment"]'}
+    spun = start_shared_flow("mutated", command="spin", flow="features.py", stand_in=True, env=allowed)
+    assert spun.wait() == 1
+    assert "decorator 'torchrun' as it is not supported in spin" in spun.text
+
+
+def test_a_config_with_an_attribute_that_does_not_exist_is_refused(run_flow):
+    """Metaflow checks what is written in the source, and nothing that configs and mutators add."""
+    config = '{"attributes": {"max_restart": 1}, "gangs": ["mutated"]}'
+    flow = run_flow(flow="features.py", expect=1, before=("--config-value", "config", config))
+    assert "Step written: @torchrun has no attribute max_restart. Did you mean max_restarts?" in flow.text
+    assert "Task is starting" not in flow.text
+
+
+def test_mutate_can_not_make_a_gang_of_a_plain_step(run_flow):
+    """Metaflow calls it after it has checked the graph."""
+    flow = run_flow(flow="features.py", expect=1, env={"NOT_PARALLEL": "1"})
+    assert "does not have a @parallel decorator" in flow.text
+    assert "Task is starting" not in flow.text
