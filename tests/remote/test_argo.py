@@ -26,6 +26,7 @@ from typing import Any
 import pytest
 import yaml
 from kubernetes import client, config
+from metaflow import Deployer
 from metaflow.datastore import FlowDataStore
 from metaflow.mflog import TASK_LOG_SOURCE
 from metaflow.plugins import DATASTORES
@@ -294,11 +295,17 @@ def _unless_gone(delete: Any, *arguments: Any, **options: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def template(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Return the workflow template of the flow."""
-    folder = tmp_path_factory.mktemp("argo")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with the flow and its script."""
+    made = tmp_path_factory.mktemp("argo")
     for name in ("remote_argo.py", "worker.py"):
-        shutil.copy(FLOWS / name, folder)
+        shutil.copy(FLOWS / name, made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def template(folder: Path) -> dict[str, Any]:
+    """Return the workflow template of the flow."""
     made = subprocess.run(
         [sys.executable, "remote_argo.py", "--no-pylint", "argo-workflows", "create", "--only-json"],
         cwd=folder,
@@ -339,6 +346,17 @@ def test_the_job_set_in_the_workflow_carries_what_a_pod_needs(template):
         assert "--retry-count <retryCount> " in container["command"][-1]
     retry = {"limit": 1, "retryPolicy": "Always", "backoff": {"duration": "0m"}}
     assert train["retryStrategy"] == retry
+
+
+def test_metaflows_deployer_makes_the_same_workflow(folder, template):
+    deployer = Deployer(str(folder / "remote_argo.py"), pylint=False, cwd=str(folder))
+    deployed = deployer.argo_workflows().create(only_json=True)
+    assert _without_times(deployed.workflow_template) == _without_times(template)
+
+
+def _without_times(template: dict[str, Any]) -> str:
+    """Return a template without what differs from one making to the next."""
+    return re.sub(r"\d{4}-\d\d-\d\d[T ][\d:.]+\S*", "", json.dumps(template, sort_keys=True))
 
 
 def test_the_workflow_runs_with_a_late_control_pod_and_a_retry_by_argo(workflow):
