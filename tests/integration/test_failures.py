@@ -6,12 +6,15 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
 
 import psutil
 import pytest
+
+from metaflow_extensions.torchrun.plugins.torchrun.gang.remedies import remedy
 
 # Node 0 has ranks 0 and 1, node 1 has ranks 2 and 3.
 TWO = [{"entrypoint": "worker.py", "nproc_per_node": 2}]
@@ -346,6 +349,27 @@ def test_missing_torch_is_said(run_flow, tmp_path):
     assert "TorchNotFoundError" in classes <= {"TorchNotFoundError", "LaunchFailed"}
     assert "PyTorch is not installed" in flow.text
     assert "pip install torch" in flow.text
+
+
+LACKED = """
+import os, torch
+from torch.distributed import init_process_group
+asks = [lambda name=name: init_process_group(name) for name in ("mpi", "nccl", "xccl", "ucc", "glo")]
+os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", RANK="0", WORLD_SIZE="1")
+for ask in [*asks, lambda: torch.zeros(1).cuda(), lambda: torch.zeros(1, device="xpu")]:
+    try:
+        ask()
+    except Exception as error:
+        print(f"{type(error).__name__}: {error}".splitlines()[0])
+"""
+
+
+def test_what_a_pytorch_for_cpus_lacks_has_a_remedy():
+    """With one for CUDA it is said in other words, which tests/unit/test_remedies.py has."""
+    done = subprocess.run([sys.executable, "-c", LACKED], capture_output=True, text=True, timeout=100, check=True)
+    said = done.stdout.splitlines()
+    assert len(said) >= 4, done.stderr
+    assert [line for line in said if not remedy(line)] == []
 
 
 # --- when nodes do not end alike ------------------------------------------------------------------

@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
+from .remedies import remedy
+
 # Far below the channel's limit of 1 MiB for a message, which has a text twice: as the cause and as the error.
 _MAX_TEXT = 8 * 1024
 
@@ -129,13 +131,19 @@ class Cause:
             return f"failed with {self.exception}"
         return describe_exit(self.exit_code) if self.exit_code is not None else "failed"
 
+    @property
+    def remedy(self) -> str:
+        """What to change, where the worker's own words do not say it; empty where nothing is known."""
+        return remedy(self.exception) if self.kind == "exception" and self.exception else ""
+
     def describe(self) -> str:
-        """Return the full report: who, what, exit status, traceback or stderr."""
+        """Return the full report: who, what, exit status, what to change, traceback or stderr."""
         who = self.who
         lines = [f"{who[0].upper()}{who[1:]} {self.what}" + ("" if self.what.endswith(".") else ".")]
         is_said = self.exception is None or self.kind in ("agent", "agent_ended", "signal", "oom")
         if self.exit_code is not None and not is_said:
             lines.append(f"It {describe_exit(self.exit_code)}.")
+        lines += [self.remedy] if self.remedy else []
         if self.detail:
             if self.kind not in ("exception", "step", "call"):  # theirs is a traceback
                 lines.append("Last lines of its stderr:")

@@ -44,7 +44,7 @@ def report(error: BaseException, node: int, shared: bool, known: bool, live: boo
         if not trace:
             return _headed(verdict, _without_detail(verdict, cause))
         # The traceback ends with what was raised, and by whom.
-        return f"{trace}\n{verdict.message.replace(cause.describe(), '').strip()}"
+        return f"{trace}\n{verdict.message.replace(cause.describe(), cause.remedy).strip()}"
     return f"{_headed(verdict, verdict.message)}\n{trace}".rstrip("\n")
 
 
