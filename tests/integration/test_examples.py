@@ -86,6 +86,22 @@ def test_single_node(example):
     assert re.search(r"2 ranks.*ok", flow.text), flow.text
 
 
+def test_from_shell(example):
+    flow = example("from-shell", "python flow.py run", "--nproc 1")
+    assert re.search(r"y = 3\.00 x \+ -1\.00, loss 0\.0000", flow.text), flow.text
+    assert "2 ranks over gloo have the same weights: ok" in flow.text
+
+
+def test_from_shell_without_mpi_says_what_to_do(example):
+    """The PyTorch of the tests has none."""
+    flow = example("from-shell", "python flow.py run --backend mpi", "--nodes 1", expect=1)
+    page = outputs("from-shell")[-1].replace("\\\n", "").splitlines()
+    shown = [re.sub(r"^.*?\] *", "", line.text) for line in flow.lines]
+    wanted = [re.sub(r"\(host \w+\)", "", line) for line in page]
+    found = [line for line in shown if re.sub(r"\(host \S+\)", "", line).split(" What it wrote")[0] in wanted]
+    assert len(found) == len(wanted), flow.text
+
+
 def test_torch_ddp_goes_on_where_its_snapshot_ends(example):
     """After a restart, and in a later run."""
     epoch = re.compile(r"\[rank 0\] epoch (\d+):")

@@ -1,0 +1,75 @@
+"""Starts a script by mpirun on all nodes of a torchrun job, without ssh between them.
+
+    torchrun ... --nproc-per-node=1 mpirun.py RANKS_PER_NODE SCRIPT [ARGUMENTS]
+
+mpirun runs on the first node. It wants to start one daemon on every node, and calls ssh for that. Here it calls a
+shell script instead, which leaves the command in a folder. It goes to the node through torchrun's store. For Open MPI.
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from torch.distributed import Store, init_process_group, is_mpi_available, rendezvous
+
+# What ssh does, but for the way to the other side: the first argument is the host, the others are one command line.
+AGENT = """#!/bin/sh
+host=$1; shift
+printf '%s' "$*" > "{folder}/$host.part"
+mv "{folder}/$host.part" "{folder}/$host"
+"""
+
+
+def host(node: int) -> str:
+    """A name that mpirun can't take for the machine that it runs on."""
+    return f"node-{node}.gang"
+
+
+def mpirun(folder: str, nodes: int, ranks_per_node: int, words: list[str]) -> list[str]:
+    hosts = ",".join(f"{host(node)}:{ranks_per_node}" for node in range(nodes))
+    agent = Path(folder) / "agent.sh"
+    agent.write_text(AGENT.format(folder=folder))
+    agent.chmod(0o700)
+    options = ["--host", hosts, "-np", str(nodes * ranks_per_node), "--prtemca", "plm_ssh_agent", str(agent)]
+    if "GLOO_SOCKET_IFNAME" in os.environ:  # the interface that leads to the other nodes, as the launcher has found it
+        options += ["--mca", "btl_tcp_if_include", os.environ["GLOO_SOCKET_IFNAME"]]
+    if os.geteuid() == 0:
+        options.append("--allow-run-as-root")
+    return ["mpirun", "--leave-session-attached", *options, sys.executable, "-u", *words]
+
+
+def run_on_all(store: Store, nodes: int, ranks_per_node: int, words: list[str]) -> int:
+    """Run mpirun to its end, with a daemon here, and hand on what the other nodes have to run; return its exit code."""
+    with tempfile.TemporaryDirectory() as folder:
+        running = subprocess.Popen(mpirun(folder, nodes, ranks_per_node, words))
+        waiting = set(range(nodes))
+        while running.poll() is None:
+            for node in [node for node in waiting if (Path(folder) / host(node)).exists()]:
+                command = (Path(folder) / host(node)).read_text()
+                if node == 0:
+                    subprocess.Popen(["sh", "-c", command])
+                else:
+                    store.set(host(node), command)
+                waiting.remove(node)
+            time.sleep(0.05)
+    for node in waiting:  # mpirun has failed before it came to them
+        store.set(host(node), f"exit {running.returncode}")
+    return running.returncode
+
+
+def main() -> None:
+    ranks_per_node, words = int(sys.argv[1]), sys.argv[2:]
+    if not is_mpi_available():
+        init_process_group("mpi")  # raises what PyTorch has to say about that
+    store, node, nodes = next(rendezvous("env://"))
+    if node == 0:
+        sys.exit(run_on_all(store, nodes, ranks_per_node, words))
+    store.wait([host(node)])
+    sys.exit(subprocess.call(["sh", "-c", store.get(host(node)).decode()]))
+
+
+if __name__ == "__main__":
+    main()
