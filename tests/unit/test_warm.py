@@ -176,6 +176,24 @@ def test_a_variable_that_counts_at_imports_starts_anew_and_another_warm_process_
 
 
 @pytest.mark.parametrize(
+    ("module", "env", "reason"),
+    [
+        ("tqdm.utils", {"OF_THE_LAUNCH": "now"}, None),
+        ("tqdm.utils", {"TQDM_ASCII": "1"}, "TQDM_ASCII"),
+        ("another", {"OF_THE_LAUNCH": "now"}, "OF_THE_LAUNCH"),
+    ],
+)
+@pytest.mark.parametrize("how", ["environ.items()", "environ.copy().items()"])
+def test_who_goes_through_all_variables_and_wants_few_is_known(warm, tmp_path, monkeypatch, module, env, reason, how):
+    monkeypatch.setenv("OF_THE_LAUNCH", "before")
+    for name in ("tqdm/utils", "another"):
+        write(tmp_path / f"{name}.py", f"import os\n{{k: v for k, v in os.{how} if k.startswith('TQDM_')}}\n")
+    write(tmp_path / "tqdm" / "__init__.py", "")
+    begun = warm(early=f"import {module}").start(env=env).end()
+    assert (begun["refused"] or "").partition(" ")[0] == (reason or "")
+
+
+@pytest.mark.parametrize(
     ("early", "reason"),
     [
         (

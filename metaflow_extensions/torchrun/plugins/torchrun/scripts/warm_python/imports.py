@@ -37,8 +37,12 @@ _READ_TO_COMPUTE = (
     *("CUDA_", "NVIDIA_", "CUBLAS_", "CUDNN_", "HIP_", "ROCR_", "HSA_", "XLA_", "NEURON_", "HABANA_", "I_MPI_"),
     *("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"),
 )
+# A module that goes through all variables when it is imported, and the beginning of those that it wants. torch imports
+# tqdm where it is installed (torch/hub.py, 2.13), and most frameworks install it (`envwrap` in tqdm/utils.py, 4.70).
+_WANTED_BY = {"tqdm.utils": "TQDM_"}
 # torch reads these when a process group is made (ProcessGroupNCCL.hpp, 2.13).
 _READ_LATER = ("TORCH_NCCL_", "TORCH_FR_", "TORCH_GLOO_")
+_LOOKS_UP = ("os", "_collections_abc", "collections.abc")  # the last is what Python's `_collections_abc` calls itself
 _DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/neuron")
 
 
@@ -111,7 +115,7 @@ class Imports:
             return False
         if name.startswith(_READ_TO_COMPUTE):
             return computes
-        return os.fsencode(name) in self._read or name.startswith(_READ_BY_C)
+        return os.fsencode(name) in self._read or name.startswith((*_READ_BY_C, *_WANTED_BY.values()))
 
     def _refuse_changes(self) -> str | None:
         changed = [file for file, known in self._files.items() if _version(file) != known]
@@ -138,8 +142,18 @@ class _Recording(dict[bytes, bytes]):
         self._read = read
 
     def __getitem__(self, name: bytes) -> bytes:
-        self._read.add(name)
+        if _reader() not in _WANTED_BY:
+            self._read.add(name)
         return super().__getitem__(name)
+
+
+def _reader() -> str | None:
+    """Return the module whose code looks a variable up, however it does."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_globals.get("__name__") in _LOOKS_UP:
+        frame = frame.f_back
+    name: str | None = frame.f_globals.get("__name__")
+    return name
 
 
 def _forget(module: str) -> None:
