@@ -118,6 +118,7 @@ class Launches:
     def __init__(self, flow: FlowRun) -> None:
         self._flow = flow
         self._outcomes = flow.note("launches-0")
+        self.text = flow.text
 
     def of(self, name: str, variant: str) -> Launch:
         (number,) = [n for n, each in enumerate(self._outcomes) if (each["name"], each["variant"]) == (name, variant)]
@@ -167,10 +168,21 @@ def seeing(start_shared_flow) -> Launches:
             },
         },
         {"name": "stopped", "run": {"entrypoint": "observed/stopped.py"}},
+        {"name": "alone", "run": {"entrypoint": "observed/alone.py"}, "variants": ["workers"]},
+        {"name": "function alone", "run": {}, "variants": ["workers"]},
+        {"name": "function alone, gathered", "run": {"gather": True}, "variants": ["workers"]},
         # Last, since nobody can take a process's niceness back.
         {"name": "limited", "change": LIMITED, "run": {"entrypoint": "observed/plainly.py", "nproc_per_node": 1}},
     ]
     return ran(start_shared_flow, launches, nproc_per_node=2, preload=["numpy.random"])
+
+
+@pytest.mark.xdist_group("warm: seen")
+def test_ranks_that_train_without_a_process_group_are_told_of_and_no_others(seeing: Launches):
+    """Others have had one and destroyed it, or never used torch, which is imported in each forked worker."""
+    told = re.findall(r"warning: in launch (\d+) each of the 2 ranks has trained by itself.*(init\S*)", seeing.text)
+    wanted = [("alone", "init_process_group()"), ("function alone", "init='auto')")]
+    assert told == [(str(seeing.of(name, "workers").number), remedy) for name, remedy in wanted]
 
 
 @pytest.mark.xdist_group("warm: seen")

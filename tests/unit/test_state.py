@@ -188,6 +188,23 @@ def test_a_launch_begins_when_all_are_ready_and_ends_well_when_all_have(num_node
     assert gang.state.nodes.members == [*range(1, num_nodes)]
 
 
+@pytest.mark.parametrize("alone", [[True, True, True], [True, False, True], [False, True, True]])
+def test_all_know_if_each_rank_of_each_node_has_trained_alone(alone):
+    gang = running(3)
+    for node, each in enumerate(alone):
+        gang.ended(node, alone=each)
+    assert [verdict.alone for node in range(3) for verdict in gang.got(node, Verdict)] == [all(alone)] * 3
+
+
+def test_of_a_launch_that_fails_nobody_says_how_it_has_trained():
+    gang = running(2, max_restarts=1)
+    gang.all_ended(crash(1), alone=True)
+    gang.pass_time(1.1)
+    gang.ended(0, generation=1, alone=True)
+    gang.ended(1, crash(1), generation=1, alone=True)
+    assert [verdict.alone for verdict in gang.got(0, Verdict)] == [False]
+
+
 @pytest.mark.parametrize("first", ["ends well", "fails", "can't begin"])
 def test_launches_follow_each_other_with_ports_of_their_own(first):
     gang = GangOf(2)

@@ -9,6 +9,7 @@ import tempfile
 import threading
 import time
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -128,6 +129,70 @@ def test_what_workers_tell_is_told_while_they_run_and_at_their_end_before_that(n
     result = node.verdict(metrics={"loss": None, "lr": 0.5})
     assert math.isnan(result.metrics.pop("loss"))
     assert result.metrics == {"lr": 0.5}
+
+
+# --- ranks that train alone -------------------------------------------------------------------------
+
+
+@dataclass
+class Call:
+    """A function's call, of which nothing is to be stored."""
+
+    gather: bool = False
+    folder: str = "/none"
+
+    def begin(self):
+        pass
+
+    def upload(self, *_):
+        return None
+
+    def returned(self, *_):
+        return {}
+
+
+@pytest.mark.parametrize(
+    ("about", "who", "alone"),
+    [
+        ({}, [0, 1], True),
+        ({}, [0], False),
+        ({}, [], False),
+        ({"call": Call()}, [0, 1], True),
+        ({"call": Call(gather=True)}, [0, 1], False),  # who wants each rank's value has them work apart
+        ({"spec": {"nproc": 1, "num_nodes": 1}}, [0], False),
+        ({"is_preflight": True}, [0, 1], False),
+    ],
+)
+def test_the_gang_is_told_if_all_ranks_of_a_node_have_trained_alone(tmp_path, about, who, alone):
+    node = FakeNode(tmp_path, **about)
+    agent = node.running()
+    for local_rank in who:
+        write(Path(node.worker_writes(agent, "stdout", "", local_rank)).parent / "trained-alone", "")
+    ended, _ = node.ends_well(agent)
+    assert (ended.ok, ended.alone) == (True, alone)
+
+
+def test_of_workers_that_fail_nobody_says_how_they_have_trained(node):
+    agent = node.running()
+    for local_rank in (0, 1):
+        write(Path(node.worker_writes(agent, "stdout", "", local_rank)).parent / "trained-alone", "")
+    node.worker_ended(agent, 1, 3, at=1.0)
+    assert node.expect(Failed)
+    assert not node.ends(agent).alone
+
+
+@pytest.mark.parametrize(("number", "call"), [(0, None), (1, None), (0, Call())])
+def test_the_control_node_alone_warns_of_it_once(tmp_path, number, call):
+    node = FakeNode(tmp_path, number, call)
+    node.ends_well(node.running(), alone=True)
+    said = [text for text in node.texts("note") if "by itself" in text]
+    assert len(said) == (1 if number == 0 else 0)
+    if number == 0:
+        assert said[0].startswith("warning: in launch 0 each of the 4 ranks has trained by itself")
+        assert "use_cpu=True" in said[0]
+        assert "cpu=True" in said[0]
+        assert ("run(init=" in said[0]) is (call is not None)
+        assert [kind for kind, _ in node.said][-2:] == ["ended", "note"]
 
 
 # --- what is said, and shown where not all lines are ------------------------------------------------

@@ -266,3 +266,78 @@ def test_what_is_no_worker_gets_no_file(work):
     started = "import os, subprocess, sys\nos.environ.update(LOCAL_RANK='3', TORCHRUN_METRICS_FOLDER='/metrics')\n"
     done, _ = work(f"{started}subprocess.run([sys.executable, '-c', {TELLS!r}])\n")
     assert done.stdout == "None\n"
+
+
+# --- whether it has trained by itself ---------------------------------------------------------------
+
+# What the hook asks torch, with torch's answers: gradients are numbered, and of a process group the backend stays.
+TORCH = {
+    "__init__.py": "from . import autograd\n",
+    "autograd.py": "operations = 0\ndef _get_sequence_nr(): return operations\n",
+    "distributed/__init__.py": """
+from . import distributed_c10d as c10d
+def init_process_group(backend="undefined"): c10d._backend = backend
+def destroy_process_group(): pass
+""",
+    "distributed/distributed_c10d.py": "_backend = None\n",
+}
+TRAINS = "import torch; torch.autograd.operations += 3\n"
+GROUP = "import torch.distributed as dist; dist.init_process_group()\n"
+NAMED = GROUP.replace("()", "('gloo')")
+DESTROYS = "dist.destroy_process_group()\n"
+ACCELERATE = "import accelerate.state as state; state.PartialState._shared_state.update(num_processes={})\n"
+IN_A_FORK = "import os\nif os.fork() == 0:\n    {}\n    raise SystemExit\nos.wait()\n"
+
+# A program, and whether it has trained alone.
+TRAINING = {
+    "nothing": ("", False),
+    "no gradients": ("import torch, torch.distributed", False),
+    "gradients": (TRAINS, True),
+    "gradients, with what it could exchange them": (TRAINS + "import torch.distributed", True),
+    "gradients and an exit": (TRAINS + "import sys; sys.exit(0)", True),
+    "gradients and a thread": (TRAINS + "import threading as t; t.Thread(target=print).start()", True),
+    "a group that is there at the end": (TRAINS + GROUP, False),
+    "a group that was destroyed": (GROUP + TRAINS + DESTROYS, False),
+    "a group that Accelerate uses": (ACCELERATE.format(2) + GROUP + TRAINS, False),
+    "a group that Accelerate does not use": (ACCELERATE.format(1) + GROUP + TRAINS + DESTROYS, True),
+    "a group of the script's own beside Accelerate": (ACCELERATE.format(1) + NAMED + TRAINS, False),
+    "MPI": (TRAINS + "import mpi4py", False),
+    "a fork that trains": (IN_A_FORK.format(TRAINS.strip()), False),
+    "a fork with a group": (TRAINS + IN_A_FORK.format(GROUP.strip()), True),
+    "another torch": (TRAINS + "del torch.autograd._get_sequence_nr", False),
+    "torch 2.1 without a group": ("import torch.distributed as d; del d.c10d._backend\n" + TRAINS, True),
+    "something else named torch": ("import sys; sys.modules['torch'] = 3", False),
+}  # fmt: skip
+
+
+@pytest.fixture
+def torch(tmp_path):
+    """A stand-in for torch, whose import would take more than all these tests."""
+    for name, text in TORCH.items():
+        write(tmp_path / "torch" / name, text)
+    write(tmp_path / "accelerate" / "__init__.py", "")
+    write(tmp_path / "accelerate" / "state.py", "class PartialState: _shared_state = {}\n")
+    write(tmp_path / "mpi4py.py", "")
+
+
+@pytest.mark.usefixtures("torch")
+@pytest.mark.parametrize("program", TRAINING)
+def test_a_worker_that_trains_and_never_has_a_process_group_leaves_word(program, work, folder):
+    text, alone = TRAINING[program]
+    done, _ = work(text)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [path.name for path in folder.iterdir()] == (["trained-alone"] if alone else [])
+
+
+@pytest.mark.usefixtures("torch")
+def test_a_single_rank_has_nobody_to_train_with(work, folder):
+    work(TRAINS, WORLD_SIZE="1")
+    assert list(folder.iterdir()) == []
+    work(TRAINS, WORLD_SIZE="2")
+    assert len(list(folder.iterdir())) == 1
+
+
+@pytest.mark.usefixtures("torch")
+def test_word_that_cant_be_left_spoils_nothing(work, folder):
+    done, _ = work(f"import shutil; shutil.rmtree({str(folder)!r})\n{TRAINS}")
+    assert (done.returncode, done.stderr) == (0, "")

@@ -26,6 +26,16 @@ def see():
     note("seen", same={**interpreter.everything(), **kernel.everything()}, random=interpreter.of_randomness())
 
 
+def train_alone():
+    """Train as a function that nobody has made a process group for."""
+    from observed import alone
+
+    alone.train()
+
+
+FUNCTIONS = {"function": see, "function alone": train_alone, "function alone, gathered": train_alone}
+
+
 @contextmanager
 def changed(umask=0o22, cwd=".", env=None, signals=False, files=None, affinity=None, nice=0):
     """Change what a child has from its parent, for one launch; nobody takes a process's niceness back."""
@@ -82,7 +92,7 @@ class WarmFlow(FlowSpec):
             os.symlink("observed/script.py", "a link.py")
         for launch in LAUNCHES:
             for variant in launch.get("variants", VARIANTS):
-                entrypoint = see if launch["name"] == "function" else launch["run"]["entrypoint"]
+                entrypoint = FUNCTIONS.get(launch["name"]) or launch["run"]["entrypoint"]
                 run = {
                     **launch["run"],
                     "entrypoint": entrypoint,

@@ -201,6 +201,11 @@ class Launch:
         rank = (error.cause or {}).get("rank")
         return {rank: self.stored[rank]} if rank in self.stored else {}
 
+    @property
+    def alone(self) -> bool:
+        """Whether each of all ranks has trained by itself."""
+        return bool(self.ended) and all(ended.alone for ended in self.ended.values())
+
     # --- what becomes an error ------------------------------------------------------------------
 
     def error(self, cause: Cause | None, silent: list[int]) -> LaunchFailed:

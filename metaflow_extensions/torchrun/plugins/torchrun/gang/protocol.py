@@ -147,6 +147,7 @@ class Ended:
     # What the node stores in the datastore for other nodes now; `Stored` says when that is over.
     storing: str | None = None
     diagnostics: Diagnostics | None = None  # of a hang
+    alone: bool = False  # whether every worker has computed gradients and had no process group for them
 
 
 @dataclass(frozen=True)
@@ -248,6 +249,7 @@ class Verdict:
     stored: dict[int, str] = field(default_factory=dict)
     events: tuple[Record, ...] = ()  # what has happened: all for the control node, for others what concerns the gang
     metrics: dict[str, float | None] = field(default_factory=dict)  # rank 0's last values; None: not finite
+    alone: bool = False  # whether the launch has ended well and, on all nodes, as `Ended.alone` says
 
 
 @dataclass(frozen=True)

@@ -504,7 +504,8 @@ class Gang:
                 if key not in made:
                     events = self.history.records if node == CONTROL else self.history.of_the_gang
                     metrics = dict(self.progress.last) if self.progress.launch == launch.number else {}
-                    made[key] = Verdict(number, error, launch.stored_for(node, error), events, metrics)
+                    alone = error is None and launch.alone
+                    made[key] = Verdict(number, error, launch.stored_for(node, error), events, metrics, alone)
                 self._send(made[key], node)
 
     def _send_late_verdict(self, number: int, node: int, error: TorchrunError | None) -> None:

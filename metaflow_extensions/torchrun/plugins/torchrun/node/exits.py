@@ -89,6 +89,11 @@ class Exits:
             elif known.status is None:
                 self._ends[local_rank] = known._replace(status=code, stopped=code == -signal.SIGTERM)
 
+    def trained_alone(self) -> bool:
+        """Tell whether every worker has left word that it computed gradients and had no process group for them."""
+        folders = (worker_folder(self._folder, local_rank) for local_rank in range(self._spec.nproc))
+        return all(os.path.exists(os.path.join(folder, "trained-alone")) for folder in folders)
+
     # --- why ------------------------------------------------------------------------------------
 
     def first_failed(self) -> WorkerEnded | None:

@@ -1,4 +1,4 @@
-"""What the control node says of each launch in one line: at its begin the facts, at its end what came of it."""
+"""What the control node says of a launch, each in one line: at its begin the facts, at its end what came of it."""
 
 from __future__ import annotations
 
@@ -24,6 +24,17 @@ def end_line(launch: int, spec: LaunchSpec, seconds: float, restarts: int, error
     how = "has ended well" if error is None else "has failed"
     again = counted(restarts, "restart") if restarts else "no restart"
     return f"launch {launch} {how}: {_ranks(spec)}, {seconds:.1f} s, {again}"
+
+
+def alone_line(launch: int, plan: Plan) -> str:
+    """Return the warning for a launch whose ranks have trained without a process group, and what to change."""
+    own = "init_process_group()" if plan.call is None else "run(init='auto')"
+    return (
+        f"warning: in launch {launch} each of the {plan.spec.world_size} ranks has trained by itself: gradients were "
+        "computed, but no process group was made for them. That is fine if you mean it. If not: where there are no GPUs, "
+        "Hugging Face's Trainer needs TrainingArguments(use_cpu=True) and Accelerate needs Accelerator(cpu=True), or "
+        f"both run(env={{'ACCELERATE_USE_CPU': 'true'}}); a training loop of your own needs {own}"
+    )
 
 
 def _ranks(spec: LaunchSpec) -> str:

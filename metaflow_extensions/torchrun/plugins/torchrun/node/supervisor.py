@@ -27,7 +27,7 @@ from ..result import TorchrunResult
 from .agent import AgentProcess
 from .agent_events import End, Refused, WorkerEnded
 from .generation import Generation, Phase
-from .headlines import end_line, facts_line
+from .headlines import alone_line, end_line, facts_line
 from .last_lines import LastLines
 from .plan import Plan
 from .start import AgentNews, prepare
@@ -163,6 +163,8 @@ class Supervisor:
             seconds = time.monotonic() - self._went_at
             text = end_line(self._launch, self._plan.spec, seconds, len(self._restarts), error)
             self._emit("ended", text, is_detail=self._plan.is_preflight)
+            if self._verdict is not None and self._verdict.alone:
+                self._emit("note", alone_line(self._launch, self._plan))
 
     def _could_not_start(self, go: Go, error: Exception) -> None:
         self._close_generation(0.0)
@@ -294,12 +296,20 @@ class Supervisor:
             exit_codes=codes,
             storing=None if upload is None else upload.what,
             diagnostics=generation.diagnostics,
+            alone=self._trained_alone(generation),
         )
         self._member.send(message)
         generation.remove_files()
         self._generation, self._upload = None, upload
         if upload is not None:
             upload.start()
+
+    def _trained_alone(self, generation: Generation) -> bool:
+        """Tell whether each of several ranks has trained by itself; who gathers their values means them to."""
+        call, plan = self._plan.call, self._plan
+        means_it = call is not None and call.gather
+        may_be = generation.ended_well and plan.spec.world_size > 1 and not means_it and not plan.is_preflight
+        return may_be and generation.exits.trained_alone()
 
     # --- what other nodes need of this node's ranks -----------------------------------------------
 

@@ -1,11 +1,11 @@
 """Lets a worker say which exception ended it, and where it is when a signal asks, even while it hangs.
 
-It also tells the worker where to write how far it is.
+It also tells the worker where to write how far it is, and lets it say at its end that it has trained by itself.
 
 Python imports the first module of this name on its path before it runs a script; `launch.command` puts this folder
 first. Every Python process of a launch loads it, so it imports nothing that costs anything. It acts only in a worker,
 which is a child of the agent. What a worker starts has inherited the variables, but is no worker.
-`node.exits` reads ``exception.json``, `node.stacks` reads ``stacks-PID.txt``.
+`node.exits` reads ``exception.json`` and ``trained-alone``, `node.stacks` reads ``stacks-PID.txt``.
 """
 
 import os
@@ -19,6 +19,8 @@ _AGENT = "TORCHRUN_AGENT_PID"
 _WARM = "TORCHRUN_WARM"
 _PEER_GONE = "TORCHRUN_PEER_GONE"
 _RECORD = "exception.json"
+_ALONE = "trained-alone"
+_OTHER_WAYS = ("horovod", "mpi4py")  # for ranks to exchange gradients, without a process group of torch's
 _FUNCTION_WORKER = os.path.join(os.path.dirname(os.path.dirname(__file__)), "function_worker.py")
 _MAX_CHARS = 4096  # of a message, and of each frame or message in a traceback
 _MAX_TRACEBACK_CHARS = 32 * 1024
@@ -46,13 +48,12 @@ def _name_its_metrics() -> None:
 
 def _record_the_end() -> None:
     # Not torchelastic's own error file: it is left to the user's @record, and torchrun prints what it holds once more.
-    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if not error_file:
+    path = _own_file(_RECORD)
+    if path is None:
         return
     import _thread
     import atexit
 
-    path = os.path.join(os.path.dirname(os.path.abspath(error_file)), _RECORD)
     getpid, get_ident = os.getpid, _thread.get_ident
     here = getpid(), get_ident()
     show = sys.__excepthook__
@@ -79,6 +80,12 @@ def _record_the_end() -> None:
     # first runs last.
     sys.excepthook = sys.__excepthook__ = excepthook
     atexit.register(lambda: look(getattr(sys, "last_value", None), getattr(sys, "last_traceback", None)))
+
+
+def _own_file(name: str) -> "str | None":
+    """Return the path of a file in this worker's own folder, where torchrun has its logs; None without one."""
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    return os.path.join(os.path.dirname(os.path.abspath(error_file)), name) if error_file else None
 
 
 def _is_of_a_peer(error: BaseException) -> bool:
@@ -168,6 +175,62 @@ def _shortened(text: str, limit: int) -> str:
     return f"{text[:half]}\n... {len(text) - 2 * half} characters left out ...\n{text[-half:]}"
 
 
+# --- whether it has trained by itself -----------------------------------------------------------
+
+
+def _tell_of_training_alone() -> None:
+    """Leave an empty file at the end if gradients were computed here, and there has been no process group for them.
+
+    Then this rank has exchanged none with the others, which few want of several ranks.
+    """
+    path = _own_file(_ALONE)
+    if path is None or os.environ.get("WORLD_SIZE") == "1":
+        return
+    import atexit
+
+    getpid = os.getpid
+    own = getpid()
+
+    def look() -> None:
+        try:
+            if getpid() == own and _has_trained() and not _has_exchanged():
+                open(path, "wb").close()
+        except BaseException:  # noqa: S110 - another torch, a full disk
+            pass
+
+    atexit.register(look)
+
+
+def _has_trained() -> bool:
+    """Tell whether this thread has recorded an operation for a gradient; what only predicts does not, as a rule.
+
+    Torch numbers these operations in each thread (2.1 to 2.14). That torch is imported would tell nothing: it always is
+    where workers are forked.
+    """
+    torch = sys.modules.get("torch")
+    return torch is not None and torch.autograd._get_sequence_nr() > 0
+
+
+def _has_exchanged() -> bool:
+    """Tell whether this process has, or has had, a default process group for them, or another way to the other ranks.
+
+    Torch sets the name of the backend when it makes a group, and keeps it when the group is destroyed (2.1 to 2.14).
+    """
+    if any(name in sys.modules for name in _OTHER_WAYS):
+        return True
+    backend = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_backend", None)
+    return backend is not None and not (backend == "undefined" and _accelerate_is_alone())
+
+
+def _accelerate_is_alone() -> bool:
+    """Tell whether Accelerate, which Hugging Face's Trainer uses, too, takes this process for the only one.
+
+    Without a GPU it makes a group without naming a backend, and then does not use it (1.15).
+    """
+    state = sys.modules.get("accelerate.state")
+    return state is not None and state.PartialState._shared_state.get("num_processes") == 1
+
+
 # --- where it hangs ---------------------------------------------------------------------------
 
 
@@ -187,7 +250,7 @@ def _answer_with_stacks() -> None:
 
 
 def _begin_worker() -> None:
-    for arrange in (_name_its_metrics, _record_the_end, _answer_with_stacks):
+    for arrange in (_name_its_metrics, _record_the_end, _tell_of_training_alone, _answer_with_stacks):
         try:  # noqa: SIM105 - as above
             arrange()
         except Exception:  # noqa: S110 - a worker must start, whatever becomes of this
