@@ -23,6 +23,9 @@ def test_functions_of_a_flow_in_launches_of_different_widths(run_flow):
         *([rank, rank // 2, losses, 0, ""] for rank in range(3)),
         [3, 1, losses, 2 << 20, "03"],
     ]
+    for rank, (of_worker, of_task) in enumerate(end["tasks"]):
+        assert of_worker == of_task, "a worker's `current` is not the task's"
+        assert of_worker[3][1:3] == [2, rank // 2]
     assert end["same"] == [True] * 4, "a class of the flow is another one in the workers"
     assert (end["iterated"], end["lengths"]) == ([[0, 1, 2, 3], [2, 3]], [4, 2])
     assert end["local"] == [1, 3]

@@ -33,6 +33,7 @@ KNOW_METAFLOW = {
     "border.stored_logs",
     "border.submit_checks",
     "border.live_card",
+    "border.task_current",
     "border.task_gang",
     "border.task_log",
     "card.gang_card",

@@ -27,9 +27,9 @@ class Outcome:
         return pickle.loads(self.values[self.rank])
 
 
-def launch(function, arguments=None, rank=3):
+def launch(function, arguments=None, rank=3, current=None):
     """Call a function in a worker; return its `Outcome`."""
-    with closing(FunctionCall(function, arguments, None, False, None)) as call:
+    with closing(FunctionCall(function, arguments, None, False, None, current)) as call:
         call.begin()
         path = os.pathsep.join(filter(None, [WORKER_HOOKS, os.environ.get("PYTHONPATH")]))
         own = {"RANK": str(rank), "PYTHONPATH": path, "TORCHRUN_AGENT_PID": str(os.getpid())}
@@ -44,8 +44,8 @@ def launch(function, arguments=None, rank=3):
         return Outcome(call, done, rank, read_record(call.folder))
 
 
-def value_of(function, arguments=None, **rank):
-    return launch(function, arguments, **rank).value
+def value_of(function, arguments=None, **options):
+    return launch(function, arguments, **options).value
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, cast, overload
 
 from .border.live_card import LiveCard
+from .border.task_current import current_for_workers
 from .card.part import GangPart
 from .errors import LaunchFailed, TorchrunPreempted
 from .events import Event
@@ -301,7 +302,8 @@ class TorchrunExecutor:
             refuse_for_scripts(init, gather)
             return self._run(request)
         refuse_for_functions(request)
-        with closing(FunctionCall(entrypoint, entrypoint_args, init, gather, self._context.store)) as call:
+        store, task = self._context.store, current_for_workers()
+        with closing(FunctionCall(entrypoint, entrypoint_args, init, gather, store, task)) as call:
             return self._run(call.request(request), call)
 
     def _run(self, request: Request, call: FunctionCall | None = None) -> TorchrunResult[Any]:

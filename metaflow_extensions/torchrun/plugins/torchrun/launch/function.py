@@ -51,7 +51,13 @@ class FunctionCall:
     """One function launched on all nodes; `close` removes its files."""
 
     def __init__(
-        self, function: Callable[..., Any], arguments: Any, init: str | None, gather: bool, store: ValueStore | None
+        self,
+        function: Callable[..., Any],
+        arguments: Any,
+        init: str | None,
+        gather: bool,
+        store: ValueStore | None,
+        current: bytes | None = None,
     ) -> None:
         if init is not None and init not in INITS:
             raise TorchrunConfigError(f"run(init={init!r}) must be one of {', '.join(INITS)}, or left out.")
@@ -67,7 +73,7 @@ class FunctionCall:
             with open(os.path.join(self.folder, CALL), "wb") as file:
                 package = getattr(sys.modules.get("__main__"), "__package__", None)
                 header = {"path": _search_path(), "init": init, "main": main_file(), "package": package}
-                pickle.dump(header, file)
+                pickle.dump({**header, "current": current}, file)
                 _dump_call((function, args, kwargs), getattr(inner, "__self__", None), self.name, file)
         except BaseException as error:
             self.close()

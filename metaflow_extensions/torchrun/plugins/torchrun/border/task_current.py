@@ -1,0 +1,50 @@
+"""What Metaflow's `current` says in this task, as data for the workers of a function.
+
+`scripts/function_worker` has a worker's own `current` say the same.
+"""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+from metaflow import current
+from metaflow.metaflow_current import Parallel
+
+# They ask Metaflow's metadata when somebody looks at them. A worker's `current` makes them itself.
+_MADE_WHEN_ASKED = frozenset({"run", "task"})
+_PLAIN = (type(None), bool, int, float, str, bytes)
+_CONTAINERS = (list, tuple, set, frozenset)
+
+
+def current_for_workers() -> bytes:
+    """Return a pickle of what `current` says: its ``state``, its ``values``, and the names that are ``withheld``.
+
+    Withheld is what is more than data, as the task's cards are. The state is what `current` itself is made of.
+    Metaflow's own decorators, and those of extensions, add values as properties of its class (2.13 to 2.19).
+    """
+    values: dict[str, Any] = {}
+    withheld = []
+    for name, thing in vars(type(current)).items():
+        if not isinstance(thing, property) or name in _MADE_WHEN_ASKED:
+            continue
+        try:
+            value = getattr(current, name)
+        except Exception:  # noqa: S112 - `graph` where no flow runs (2.19): a worker's `current` says so by itself
+            continue
+        if is_plain(value):
+            values[name] = value
+        else:
+            withheld.append(name)
+    state = {name: value for name, value in vars(current).items() if name.startswith("_") and is_plain(value)}
+    return pickle.dumps({"state": state, "values": values, "withheld": withheld}, pickle.HIGHEST_PROTOCOL)
+
+
+def is_plain(thing: Any) -> bool:
+    """Tell whether `thing` is data that can't act on anything, however it is nested."""
+    kind = type(thing)
+    if kind is dict:
+        return all(is_plain(part) for pair in thing.items() for part in pair)
+    if kind in _CONTAINERS or kind is Parallel:
+        return all(map(is_plain, thing))
+    return kind in _PLAIN
