@@ -17,6 +17,7 @@ EXAMPLES = ["torch>=2.1", "numpy"]
 # cloudpickle, ipykernel, nbclient: functions without a name to go by are launched, and functions from a notebook.
 # tensorboard: its event files are read where it is installed.
 # mypy: a test reads what it makes of a sample.
+# metaflow-checkpoint: a gang goes on from the checkpoints that it keeps.
 FUNCTIONS = ["cloudpickle", "ipykernel", "nbclient", "mypy"]
 TEST = [
     *EXAMPLES,
@@ -25,6 +26,7 @@ TEST = [
     "pytest-timeout",
     "pytest-xdist",
     "hypothesis",
+    "metaflow-checkpoint",
     "psutil",
     "py-spy",
     "setuptools>=70.1",

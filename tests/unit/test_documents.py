@@ -32,6 +32,7 @@ EXAMPLE_TESTS = "tests/integration/test_examples.py"
 SEEING_TESTS = "tests/integration/test_seeing.py"
 FEATURES_TESTS = "tests/integration/test_metaflow_features.py"
 DOCUMENT_TESTS = "tests/integration/test_documents.py"
+CHECKPOINT_TESTS = "tests/frameworks/test_checkpoints.py"
 
 INSTALL = "pip install --editable ."
 GENERATE = 'python generate.py --prompt "A function " --length 300 --seed 1'
@@ -59,6 +60,17 @@ RUN_ELSEWHERE = {
     ("examples/README.md", "export METAFLOW_USER=me"): ("tests/flow_runs.py", '"METAFLOW_USER": "tester"'),
     ("examples/README.md", STANDALONE): (DOCUMENT_TESTS, STANDALONE),
     ("examples/min-gpt/README.md", GENERATE): (EXAMPLE_TESTS, GENERATE),
+    ("examples/checkpoint/README.md", "pip install metaflow-checkpoint"): ("setup.py", '"metaflow-checkpoint"'),
+    **{
+        ("examples/checkpoint/README.md", command): (CHECKPOINT_TESTS, f'"{command}"')
+        for command in (
+            "python flow.py run --die-at 10",
+            "python flow.py run --die-at 10 --restarts 1",
+            "python flow.py run --pause 0.5",
+            "python flow.py run --sharded --die-at 10 --nproc-again 1",
+            "torchrun --standalone --nproc-per-node=2 train.py --checkpoints kept --output weights.pt",
+        )
+    },
 }
 # Commands that tests run with other numbers, because these would take minutes or tell nothing new. Here they are asked
 # for their help, which fails if an option does not exist.
@@ -77,6 +89,7 @@ OTHER_NUMBERS = [
     ("benchmarks/README.md", "python benchmarks/launches.py --rounds 7 --shapes 2x2 1x4 --settle 6"),
     ("benchmarks/README.md", "python benchmarks/whole_flow.py --rounds 7 --before 0 3"),
     ("benchmarks/README.md", "python benchmarks/step_time.py --rounds 7 --shapes 2x1"),
+    ("examples/checkpoint/README.md", "python flow.py run"),
     ("examples/min-gpt/README.md", "python flow.py run"),
     ("examples/min-gpt/README.md", "python flow.py run --steps 3000"),
     ("examples/single-node/README.md", "python flow.py run --nproc 4"),

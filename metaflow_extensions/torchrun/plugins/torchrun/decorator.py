@@ -6,6 +6,7 @@ what it alone needs: the submitting process never imports what tasks do, nor doe
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -172,7 +173,7 @@ class TorchrunDecorator(ParallelDecorator):  # type: ignore[misc]  # Metaflow is
 
     def task_pre_step(self, *args: Any) -> None:
         """Note which gang this is."""
-        from .border.task_gang import TaskGang
+        from .border.task_gang import TaskGang, is_local
         from .node.report import print_errors_ourselves
 
         step_name, task_datastore, _, run_id, task_id, flow, _, retry_count, _, ubf_context, _ = args
@@ -180,6 +181,10 @@ class TorchrunDecorator(ParallelDecorator):  # type: ignore[misc]  # Metaflow is
             _make_gang_of_one(flow)
             args = (*args[:-1], [])  # the inputs, whose names Metaflow tells other nodes, have none here (2.19)
         super().task_pre_step(*args)
+        if ubf_context == UBF_CONTROL and is_local():
+            # Elsewhere it is there from the beginning, here Metaflow sets it when all decorators have come by (2.19). Those
+            # above this one look for it: without it, @checkpoint takes the nodes for tasks that have nothing in common.
+            os.environ["MF_PARALLEL_CONTROL_TASK_ID"] = str(task_id)
         if ubf_context is None and flow._parallel_ubf_iter.num_parallel == 1:
             # An ordinary pod as the whole gang: say what Metaflow's join asks of a control task (2.19).
             flow._control_mapper_tasks = [f"{run_id}/{step_name}/{task_id}"]

@@ -1,0 +1,76 @@
+"""Checkpoints of a distributed job: in Metaflow's datastore under @checkpoint, else in a folder.
+
+A checkpoint has one part or more, each a folder that one process saves. It counts when all its parts are there, so a job
+that ends while it saves leaves the checkpoint before it as the last one.
+"""
+
+import os
+import shutil
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+
+class InMetaflow:
+    """What `@checkpoint` keeps for the step's task, of all its attempts."""
+
+    def save(self, part: Path, about: dict[str, int]) -> None:
+        from metaflow import Checkpoint
+
+        # Each process numbers its checkpoints from 0, also after a restart. A name of its own keeps this one from being
+        # written over another.
+        Checkpoint().save(str(part), name="-".join(f"{word}{number}" for word, number in about.items()), metadata=about)
+
+    def parts(self) -> Iterator[tuple[dict[str, int], Any]]:
+        from metaflow import Checkpoint
+
+        for found in Checkpoint().list():
+            yield {"attempt": int(found["attempt"]), **found["metadata"]}, found["key"]
+
+    def load(self, key: Any, folder: Path) -> None:
+        from metaflow import Checkpoint
+
+        Checkpoint().load(key, str(folder))
+
+
+class InFolder:
+    """A folder that all nodes see."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def save(self, part: Path, about: dict[str, int]) -> None:
+        name = ".".join(f"{word}-{number}" for word, number in about.items())
+        shutil.copytree(part, self.folder / f"{name}.unfinished", dirs_exist_ok=True)
+        shutil.rmtree(self.folder / name, ignore_errors=True)
+        os.replace(self.folder / f"{name}.unfinished", self.folder / name)
+
+    def parts(self) -> Iterator[tuple[dict[str, int], Any]]:
+        for path in self.folder.glob("*") if self.folder.exists() else ():
+            if path.suffix != ".unfinished":
+                about = dict(word.split("-") for word in path.name.split("."))
+                yield {"attempt": 0, **{word: int(number) for word, number in about.items()}}, path
+
+    def load(self, key: Any, folder: Path) -> None:
+        shutil.copytree(key, folder, dirs_exist_ok=True)
+
+
+def open_store(folder: Path) -> InMetaflow | InFolder:
+    """The environment of a task with @checkpoint has this variable, and its workers inherit it."""
+    return InMetaflow() if "METAFLOW_CHECKPOINT_UID" in os.environ else InFolder(folder)
+
+
+def save_part(store: InMetaflow | InFolder, folder: Path, step: int, part: int = 0, parts: int = 1) -> None:
+    """Save this process's part of the checkpoint after `step` steps."""
+    restart = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    store.save(folder, {"step": step, "restart": restart, "part": part, "parts": parts})
+
+
+def find_last(store: InMetaflow | InFolder) -> tuple[int, list[Any]] | None:
+    """The last checkpoint that has all its parts: the number of steps, and the parts' keys."""
+    found: dict[tuple[int, ...], list[Any]] = defaultdict(list)
+    for about, key in store.parts():
+        found[about["step"], about["attempt"], about["restart"], about["parts"]].append(key)
+    whole = [checkpoint for checkpoint, keys in found.items() if len(keys) == checkpoint[-1]]
+    return (max(whole)[0], found[max(whole)]) if whole else None

@@ -1,0 +1,134 @@
+"""Trains a small network. Rank 0 saves model and optimizer, and every start goes on from the last checkpoint."""
+
+import argparse
+import gc
+import os
+import signal
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from checkpoints import open_store, save_part
+from resuming import last_checkpoint
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+FILE = "state.pt"
+BATCH = 32  # examples a step, over all ranks
+
+
+def build_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
+
+
+def batch_of(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """This rank's examples of a step; they depend on the step alone, so that who goes on sees the same ones."""
+    inputs = torch.randn(BATCH, 8, generator=torch.Generator().manual_seed(step))
+    rank, size = dist.get_rank(), dist.get_world_size()
+    mine = inputs[rank * BATCH // size : (rank + 1) * BATCH // size]
+    return mine, mine.sin().sum(dim=1, keepdim=True)
+
+
+class Trainer:
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.store, self.step = open_store(args.checkpoints), 0
+        self.model = build_model()
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01)
+        self.resume()
+        self.ddp = DistributedDataParallel(self.model)
+
+    def resume(self) -> None:
+        with last_checkpoint(self.store) as last:
+            if last is None:
+                return
+            self.step, folder = last
+            state = torch.load(folder / FILE, weights_only=True)
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        if dist.get_rank() == 0:
+            print(f"goes on after step {self.step}")
+
+    def save(self) -> None:
+        if dist.get_rank() == 0:
+            state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+            with tempfile.TemporaryDirectory() as folder:
+                torch.save(state, Path(folder, FILE))
+                save_part(self.store, Path(folder), self.step)
+            print(f"saved step {self.step}")
+
+    def train_step(self) -> float:
+        inputs, targets = batch_of(self.step)
+        loss = nn.functional.mse_loss(self.ddp(inputs), targets)
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        self.step += 1
+        return loss.item()
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return self.model.state_dict()
+
+
+class Stop:
+    """A node that is to end has its workers told by SIGTERM; all ranks must stop after the same step."""
+
+    def __init__(self) -> None:
+        self.told = torch.zeros(1)
+        signal.signal(signal.SIGTERM, lambda *_: self.told.fill_(1))
+
+    def on_any_rank(self) -> bool:
+        told = self.told.clone()
+        dist.all_reduce(told, dist.ReduceOp.MAX)
+        return bool(told)
+
+
+def die_at(step: int) -> None:
+    """To show what happens: let the last rank die by SIGKILL, the first time that it has done so many steps."""
+    if dist.get_rank() == dist.get_world_size() - 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        print(f"dies after step {step}")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train(trainer: Trainer, args: argparse.Namespace) -> None:
+    stop = Stop()
+    while trainer.step < args.steps:
+        loss = trainer.train_step()
+        stopped = stop.on_any_rank()
+        if stopped or trainer.step % args.every == 0 or trainer.step == args.steps:
+            trainer.save()
+        if dist.get_rank() == 0:
+            print(f"step {trainer.step}: loss {loss:.6f}")
+        if stopped:
+            return
+        time.sleep(args.pause)
+        if trainer.step == args.die_at:
+            die_at(trainer.step)
+    weights = trainer.weights()
+    if dist.get_rank() == 0 and args.output:
+        torch.save(weights, args.output)
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=20, help="steps in all, those before a checkpoint included")
+    parser.add_argument("--every", type=int, default=4, help="steps from one checkpoint to the next")
+    parser.add_argument("--checkpoints", type=Path, default="checkpoints", help="where, if not in Metaflow's datastore")
+    parser.add_argument("--output", type=Path, help="rank 0 writes the model's weights here")
+    parser.add_argument("--pause", type=float, default=0.0, help="seconds after each step, to have time to disturb it")
+    parser.add_argument("--die-at", type=int, help="let the last rank die once after so many steps")
+    return parser.parse_args()
+
+
+def main(trainer: type[Trainer] = Trainer) -> None:
+    args = parse_args()
+    dist.init_process_group("gloo")
+    train(trainer(args), args)
+    gc.collect()  # DistributedDataParallel has threads that must not outlive the group
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""The example of checkpoints with real torch: whatever ends it, its weights come out as if nothing had happened."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.xdist_group("checkpoints")]
+
+END_S = 300
+HERE = Path(__file__).parent
+EXAMPLE = HERE.parents[1] / "examples" / "checkpoint"
+PLAIN = "torchrun --standalone --nproc-per-node=2 train.py --checkpoints kept --output weights.pt"
+# Two ranks, where the page has four: each imports PyTorch for some seconds.
+FEWER = ("--nproc", "1")
+LARGEST_DIFFERENCE = """
+import io, json, sys, torch
+from metaflow import Run, namespace
+namespace(None)
+ours = torch.load(io.BytesIO(Run(sys.argv[1]).data.weights), weights_only=True)
+plain = torch.load(sys.argv[2], weights_only=True)
+assert ours.keys() == plain.keys()
+print(json.dumps(max((ours[name] - plain[name]).abs().max().item() for name in plain)))
+"""
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory) -> Path:
+    """Return the weights of a training under plain torchrun, in two goes: the second begins where the first has ended."""
+    folder = tmp_path_factory.mktemp("plain") / "checkpoint"
+    shutil.copytree(EXAMPLE, folder)
+    program, *words = shlex.split(PLAIN)
+    assert program == "torchrun"
+    command = [sys.executable, "-m", "torch.distributed.run", *words]
+    for steps in ("10", "20"):
+        done = subprocess.run([*command, "--steps", steps], cwd=folder, capture_output=True, text=True, timeout=END_S)
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert "goes on after step 10" in done.stdout
+    return folder / "weights.pt"
+
+
+@pytest.fixture
+def run_example(start_flow, tmp_path):
+    """Return a function that starts a command of the page, with further options."""
+    folder = tmp_path / "checkpoint"
+    shutil.copytree(EXAMPLE, folder)
+
+    def start(command: str, *added: str):
+        assert f"\n{command}\n" in (EXAMPLE / "README.md").read_text(), "the page does not say so"
+        _, flow, verb, *arguments = shlex.split(command)
+        assert verb == "run"
+        return start_flow(*arguments, *added, flow=flow, folder=folder)
+
+    return start
+
+
+def check_end(flow, weights: Path) -> None:
+    assert flow.wait(END_S) == 0, flow.text
+    digest = hashlib.sha256(weights.read_bytes()).hexdigest()[:12]
+    assert f"weights after 20 steps: {digest}" in flow.text, flow.text
+
+
+def await_step(flow, number: int) -> None:
+    """Wait until rank 0 says that it has done so many steps."""
+    deadline = time.monotonic() + END_S
+    while f"[rank 0] step {number}: loss" not in flow.text:
+        assert flow.process.poll() is None, flow.text
+        assert time.monotonic() < deadline, flow.text
+        time.sleep(0.05)
+
+
+def task_of_node_1(flow) -> psutil.Process:
+    (found,) = [
+        process
+        for process in flow.processes()
+        if "step" in (words := process.cmdline()) and any(word.endswith("_node_1") for word in words)
+    ]
+    return found
+
+
+def test_a_rank_that_dies_is_followed_by_an_attempt_that_goes_on(run_example, plain):
+    flow = run_example("python flow.py run --die-at 10", *FEWER)
+    check_end(flow, plain)
+    assert "rank 1 was killed by SIGKILL" in flow.text
+    assert "goes on after step 8" in flow.text
+
+
+def test_a_rank_that_dies_is_started_again_within_the_attempt(run_example, plain):
+    flow = run_example("python flow.py run --die-at 10 --restarts 1", *FEWER)
+    check_end(flow, plain)
+    assert "restart 1 of 1" in flow.text
+    assert "Task is starting (retry)" not in flow.text
+    assert "goes on after step 8" in flow.text
+
+
+def test_a_lost_node_and_one_that_is_taken_back(run_example, plain):
+    flow = run_example("python flow.py run --pause 0.5", *FEWER)
+    await_step(flow, 6)
+    task_of_node_1(flow).kill()
+    await_step(flow, 9)
+    assert "goes on after step 4" in flow.text
+    task_of_node_1(flow).terminate()
+    check_end(flow, plain)
+    assert "code 0 in time: 0, 1" in flow.text
+    went_on = [int(number) for number in re.findall(r"goes on after step (\d+)", flow.text)]
+    assert went_on[0] == 4
+    assert went_on[1] >= 9
+    # Where it was told to end, it has saved; so it did no step twice.
+    steps = [int(number) for number in re.findall(r"\[rank 0\] step (\d+): loss", flow.text)]
+    assert steps[-1] == 20
+    assert steps.count(went_on[1]) == 1
+
+
+def test_a_file_a_rank_goes_on_with_another_number_of_ranks(run_example, plain):
+    """Sums over other ranks round otherwise."""
+    flow = run_example("python flow.py run --sharded --die-at 10 --nproc-again 1")
+    assert flow.wait(END_S) == 0, flow.text
+    assert "ranks 0-3" in flow.text
+    assert "goes on after step 8" in flow.text
+    assert {f"saved part {part} of 2 of step 20" in flow.text for part in (0, 1)} == {True}
+    run = re.search(r"run-id (\d+)", flow.text)[1]
+    words = [sys.executable, "-c", LARGEST_DIFFERENCE, f"CheckpointFlow/{run}", str(plain)]
+    asked = subprocess.run(words, env=flow.env, capture_output=True, text=True, timeout=END_S)
+    assert asked.returncode == 0, asked.stderr
+    assert json.loads(asked.stdout) < 1e-5
+
+
+def test_forked_workers_have_current_too(run_flow):
+    """They may have imported Metaflow before the step's code."""
+    flow = run_flow(flow=str(HERE / "flows" / "forked_current.py"))
+    note = flow.note("current")
+    assert note["had metaflow"] == [True, True]
+    assert note["there"] == [note["here"]] * 2
