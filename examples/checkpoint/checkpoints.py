@@ -47,7 +47,7 @@ class InFolder:
         os.replace(self.folder / f"{name}.unfinished", self.folder / name)
 
     def parts(self) -> Iterator[tuple[dict[str, int], Any]]:
-        for path in self.folder.glob("*") if self.folder.exists() else ():
+        for path in self.folder.glob("*"):
             if path.suffix != ".unfinished":
                 about = dict(word.split("-") for word in path.name.split("."))
                 yield {"attempt": 0, **{word: int(number) for word, number in about.items()}}, path

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import shlex
@@ -14,15 +13,12 @@ from pathlib import Path
 
 import psutil
 import pytest
+from checkpoint_example import EXAMPLE, FEWER, end_line, train_plainly
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.xdist_group("checkpoints")]
 
 END_S = 300
 HERE = Path(__file__).parent
-EXAMPLE = HERE.parents[1] / "examples" / "checkpoint"
-PLAIN = "torchrun --standalone --nproc-per-node=2 train.py --checkpoints kept --output weights.pt"
-# Two ranks, where the page has four: each imports PyTorch for some seconds.
-FEWER = ("--nproc", "1")
 LARGEST_DIFFERENCE = """
 import io, json, sys, torch
 from metaflow import Run, namespace
@@ -36,17 +32,7 @@ print(json.dumps(max((ours[name] - plain[name]).abs().max().item() for name in p
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory) -> Path:
-    """Return the weights of a training under plain torchrun, in two goes: the second begins where the first has ended."""
-    folder = tmp_path_factory.mktemp("plain") / "checkpoint"
-    shutil.copytree(EXAMPLE, folder)
-    program, *words = shlex.split(PLAIN)
-    assert program == "torchrun"
-    command = [sys.executable, "-m", "torch.distributed.run", *words]
-    for steps in ("10", "20"):
-        done = subprocess.run([*command, "--steps", steps], cwd=folder, capture_output=True, text=True, timeout=END_S)
-        assert done.returncode == 0, done.stdout + done.stderr
-    assert "goes on after step 10" in done.stdout
-    return folder / "weights.pt"
+    return train_plainly(tmp_path_factory.mktemp("plain") / "checkpoint")
 
 
 @pytest.fixture
@@ -66,8 +52,7 @@ def run_example(start_flow, tmp_path):
 
 def check_end(flow, weights: Path) -> None:
     assert flow.wait(END_S) == 0, flow.text
-    digest = hashlib.sha256(weights.read_bytes()).hexdigest()[:12]
-    assert f"weights after 20 steps: {digest}" in flow.text, flow.text
+    assert end_line(weights) in flow.text, flow.text
 
 
 def await_step(flow, number: int) -> None:

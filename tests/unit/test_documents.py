@@ -37,6 +37,7 @@ CHECKPOINT_TESTS = "tests/frameworks/test_checkpoints.py"
 INSTALL = "pip install --editable ."
 GENERATE = 'python generate.py --prompt "A function " --length 300 --seed 1'
 CREATE = "python flow.py card create RUN/STEP/TASK --type torchrun"
+PLAIN = "torchrun --standalone --nproc-per-node=2 train.py --checkpoints kept --output weights.pt"
 STANDALONE = "torchrun --standalone --nproc-per-node=2 hello/train.py"
 # Commands that a test runs: that test's file, and what stands there for the command.
 RUN_ELSEWHERE = {
@@ -68,9 +69,9 @@ RUN_ELSEWHERE = {
             "python flow.py run --die-at 10 --restarts 1",
             "python flow.py run --pause 0.5",
             "python flow.py run --sharded --die-at 10 --nproc-again 1",
-            "torchrun --standalone --nproc-per-node=2 train.py --checkpoints kept --output weights.pt",
         )
     },
+    ("examples/checkpoint/README.md", PLAIN): ("tests/checkpoint_example.py", f'"{PLAIN}"'),
 }
 # Commands that tests run with other numbers, because these would take minutes or tell nothing new. Here they are asked
 # for their help, which fails if an option does not exist.
