@@ -96,7 +96,7 @@ class FakeNode:
         self.said.append((event.kind, event.text))
 
     def _write(self, stream, lines):
-        self.output.append(lines.decode())
+        self.output += [lines.decode()] if lines else []  # none: that was all for now
         return True
 
     def _new_agent(self, *args):

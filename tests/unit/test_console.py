@@ -18,7 +18,7 @@ from unit_helpers import OURS
 
 from metaflow_extensions.torchrun.plugins.torchrun.events import Event
 from metaflow_extensions.torchrun.plugins.torchrun.node import console
-from metaflow_extensions.torchrun.plugins.torchrun.node.console import write_text
+from metaflow_extensions.torchrun.plugins.torchrun.node.console import write_output, write_text
 
 BLOCK = ("x" * 79 + "\n") * 1000  # more than a pipe holds
 
@@ -141,8 +141,9 @@ def test_a_stream_that_can_not_be_written_to_is_said_once_and_stops_nobody(open_
 # --- one pipe for several nodes, and Metaflow at its other end ------------------------------------
 
 
+@pytest.mark.parametrize("more_follows", [False, True])
 @pytest.mark.parametrize("texts", [[1], [1, 1, 1], [2], [50, 1, 199], [1000], [5000, 3]])
-def test_metaflow_shows_every_line_without_another_write(texts, take_stdout, side):
+def test_metaflow_shows_every_line_without_another_write(texts, more_follows, take_stdout, side):
     """Its runtime takes many lines out of the pipe at once, and shows one each time that there is something in it."""
     stream = take_stdout()
     total = sum(texts)
@@ -154,8 +155,9 @@ def test_metaflow_shows_every_line_without_another_write(texts, take_stdout, sid
     poll.add(stream.reading)
     written = []
     for count in texts:
-        written.append(side(write_text, "stdout", "".join(lines[at : at + count])))
+        written.append(side(write_output, "stdout", "".join(lines[at : at + count]).encode(), 3.0, more_follows))
         at += count
+    written.append(side(lambda texts: all(text.result() for text in texts) and write_output("stdout", b""), written[:]))
     while len(shown) < total:
         events = list(poll.poll(5000))
         assert events, f"{total - len(shown)} lines were taken and not shown"
@@ -163,6 +165,19 @@ def test_metaflow_shows_every_line_without_another_write(texts, take_stdout, sid
     file.close()
     assert all(done.result() for done in written)
     assert sorted(shown) == sorted(lines)
+
+
+def test_nobody_waits_for_the_reader_while_more_follows_and_only_the_last_line_is_kept_for_it(take_stdout, monkeypatch):
+    stream, waits = take_stdout(), []
+    monkeypatch.setattr(console, "_await_reader", waits.append)
+    for text, written in [(b"a\nb\n", b"a\n"), (b"c\n", b"b\n"), (b"d\n", b"c\n"), (b"e\nf\ng\n", b"d\ne\nf\n")]:
+        assert write_output("stdout", text, more_follows=True)
+        assert os.read(stream.reading, 100) == written
+    assert not waits
+    assert write_output("stdout", b"")
+    assert len(waits) == 1
+    stream.stdout.close()
+    assert stream.text() == "g\n"
 
 
 def test_long_lines_of_two_nodes_on_one_pipe_do_not_mix(take_stdout, side):

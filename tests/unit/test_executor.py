@@ -119,6 +119,7 @@ def test_a_members_lines_are_sent_where_all_are_shown_in_another_terminal(logs, 
     lines = []
     member.send_lines = lambda stream, text: lines.append((stream, text))
     context = Context(member, "127.0.0.1", Machine(8, nodes_here=nodes_here), parse_settings({"logs": logs}, "train"))
-    assert TorchrunExecutor(context)._write("stdout", "[rank 1] größe\n".encode())
+    for text in ("[rank 1] größe\n", ""):  # with nothing it is told that no more comes for now
+        assert TorchrunExecutor(context)._write("stdout", text.encode())
     assert lines == ([("stdout", "[rank 1] größe\n")] if sent else [])
     assert capfd.readouterr().out == "[rank 1] größe\n"

@@ -24,8 +24,8 @@ class Clock:
 
 def shown(splitter, data, final=False):
     """Return the lines that the splitter shows when it is fed, as text."""
-    lines = splitter.feed(data, final)
-    return [] if lines is None else lines.decode().split("\n")
+    parts = splitter.feed(data, final)
+    return b"".join(parts).decode().split("\n") if parts else []
 
 
 def lines_of(*pieces, clock=None):

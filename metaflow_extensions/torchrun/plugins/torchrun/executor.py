@@ -383,9 +383,9 @@ class TorchrunExecutor:
         """Write lines of this node's workers; takes and returns what `node.logs.Write` does."""
         context = self._context
         # Nodes that share a machine share a terminal: there the control node's lines and these stand side by side.
-        if context.settings.logs_of(self.num_nodes) == "all" and context.machine.nodes_here == 1:
+        if lines and context.settings.logs_of(self.num_nodes) == "all" and context.machine.nodes_here == 1:
             context.member.send_lines(stream, lines.decode())
-        return write_output(stream, lines)
+        return write_output(stream, lines, more_follows=bool(lines))
 
     def _note(self, text: str) -> None:
         self._context.member.emit(Event("note", self.node_index, text))

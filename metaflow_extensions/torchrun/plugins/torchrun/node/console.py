@@ -40,13 +40,14 @@ _STUCK_S = 3.0  # with a reader that leaves no room
 _EVENT_PATIENCE_S = 0.5
 
 
-def write_output(stream: str, lines: bytes, patience_s: float = _STUCK_S) -> bool:
+def write_output(stream: str, lines: bytes, patience_s: float = _STUCK_S, more_follows: bool = False) -> bool:
     """Write whole lines of UTF-8 to stdout or stderr; return False if the reader has taken nothing for `patience_s`.
 
     Any thread may call it. Nothing is lost while somebody can read the stream: what is not taken in time is written
     before the next text, or at the process's end. Where nobody can read it, it is dropped, and said once.
+    With `more_follows`, the last line may wait for the next call, which must come soon, with lines or without.
     """
-    return _outputs[stream].write(lines, patience_s)
+    return _outputs[stream].write(lines, patience_s, more_follows)
 
 
 def write_text(stream: str, text: str, patience_s: float = _STUCK_S) -> bool:
@@ -75,19 +76,24 @@ class _Output:
         self._lock_patience_s = _LOCK_PATIENCE_S
         self._said_lost = False
 
-    def write(self, lines: bytes, patience_s: float) -> bool:
+    def write(self, lines: bytes, patience_s: float, more_follows: bool = False) -> bool:
         if lines:
             self._waiting.append(lines)
         if not self._turn.acquire(timeout=patience_s):
             return False  # the thread that has the turn writes ours, too
         try:
-            while self._waiting or self._cut:
+            while self._cut or self._is_text_next(more_follows):
                 self._write_next(patience_s)
                 if self._cut:
                     return False
             return True
         finally:
             self._turn.release()
+
+    def _is_text_next(self, more_follows: bool) -> bool:
+        if more_follows and len(self._waiting) == 1:
+            return self._waiting[0].find(b"\n") < len(self._waiting[0]) - 1  # a single line is kept
+        return bool(self._waiting)
 
     def _write_next(self, patience_s: float) -> None:
         try:
@@ -109,23 +115,30 @@ class _Output:
             target.flush()
             return
         mode = os.fstat(fd).st_mode
+        if stat.S_ISREG(mode):
+            target.flush()
+            _write_file(fd, self._cut or _encoded(lines, encoding))
+            self._cut = b""
+            return
         is_pipe = stat.S_ISFIFO(mode)
         _flush(target, fd, is_pipe)
         if is_pipe:
             with self._lock(fd):
-                lines = self._cut or self._next_for_pipe(fd, lines)
-                self._cut = _write_all(fd, lines, patience_s, select.PIPE_BUF)
+                self._cut = _write_all(fd, self._cut or self._next_for_pipe(fd, lines), patience_s)
         else:
-            data = self._cut or _encoded(lines, encoding)
-            self._cut = _write_all(fd, data, patience_s, len(data) if stat.S_ISREG(mode) else select.PIPE_BUF)
+            self._cut = _write_all(fd, self._cut or _encoded(lines, encoding), patience_s)
 
     def _next_for_pipe(self, fd: int, lines: bytes) -> bytes:
-        """Return all but the last of the lines, which is put back; and a single line when the reader is ready for it."""
+        """Return all but the last of the lines, which is put back.
+
+        A single line is returned when others wait behind it, or else when the reader is ready for it.
+        """
         last_line = lines.rfind(b"\n", 0, -1) + 1
         if last_line:
             self._waiting.appendleft(lines[last_line:])
             return lines[:last_line]
-        _await_reader(fd)
+        if not self._waiting:
+            _await_reader(fd)
         return lines
 
     def _say_lost(self, error: Exception) -> None:
@@ -189,20 +202,28 @@ def _encoded(lines: bytes, encoding: str) -> bytes:
     return lines.decode(errors="replace").encode(encoding, errors="backslashreplace")
 
 
-def _write_all(fd: int, data: bytes, patience_s: float, piece_bytes: int) -> bytes:
+def _write_file(fd: int, data: bytes) -> None:
+    """Write all to a file, which always has room; past Python's own layers, as `_write_all`."""
+    rest = memoryview(data)
+    while rest:
+        rest = rest[os.write(fd, rest) :]
+
+
+def _write_all(fd: int, data: bytes, patience_s: float) -> bytes:
     """Write in pieces as long as there is room, or comes in time; return the rest.
 
-    Where there is room for anything, there is for ``PIPE_BUF`` bytes, and in a file for all.
+    Where there is room for anything, there is for ``PIPE_BUF`` bytes. A piece is of whole lines, where more follows.
 
     This goes past Python's own layers: unbuffered, they drop the rest of a write that a signal cuts short.
     """
-    rest = memoryview(data)
-    while rest and _await_room(fd, patience_s):
-        more = len(rest) > piece_bytes
-        end = bytes(rest[:piece_bytes]).rfind(b"\n") + 1 if more else 0  # whole lines, where more follows
+    at = 0
+    while at < len(data) and _await_room(fd, patience_s):
+        end = at + select.PIPE_BUF
+        if end < len(data):
+            end = data.rfind(b"\n", at, end) + 1 or end
         with contextlib.suppress(BlockingIOError):  # somebody else was faster
-            rest = rest[os.write(fd, rest[: end or piece_bytes]) :]
-    return bytes(rest)
+            at += os.write(fd, memoryview(data)[at:end])
+    return data[at:]
 
 
 def _await_room(fd: int, patience_s: float) -> bool:

@@ -36,8 +36,9 @@ _AGENT_REPORT = re.compile(
 _HELD_LINES = 1000
 
 Write = Callable[[str, bytes], bool]
-"""Takes a stream's name (``"stdout"`` or ``"stderr"``) and whole lines of UTF-8, or nothing.
+"""Takes a stream's name (``"stdout"`` or ``"stderr"``) and whole lines of UTF-8, or nothing when no more comes for now.
 
+Until then it may keep the last line.
 Returns False after a while with a reader that takes nothing; what it has taken over by then is written later.
 """
 Show = Callable[[str, bytes], None]
@@ -71,17 +72,19 @@ class FollowedFile:
         self._show(self._splitter.feed(b"", final=True), show)
         if show_held:
             self._hold_from = None
-            self._show(b"\n".join(self._held) if self._held else None, show)
+            self._show([b"\n".join(self._held)] if self._held else [], show)
 
-    def _show(self, lines: bytes | None, show: Show) -> None:
-        """Show lines; the last one's end is missing."""
-        if lines is not None and self._hold_from is not None:
-            rest = [line for line in lines.split(b"\n") if not self._hold(line, self._hold_from)]
-            lines = b"\n".join(rest) if rest else None
-        if lines is not None:
-            labelled = b"".join((self._label, lines.replace(b"\n", b"\n" + self._label), b"\n"))
+    def _show(self, parts: list[bytes], show: Show) -> None:
+        """Show lines, as `LineSplitter` returns them."""
+        if parts and self._hold_from is not None:
+            lines = b"".join(parts).split(b"\n")
+            rest = [line for line in lines if not self._hold(line, self._hold_from)]
+            parts = [b"\n".join(rest)] if rest else []
+        if parts:
+            others_begin = b"\n" + self._label
+            labelled = b"".join((self._label, *(part.replace(b"\n", others_begin) for part in parts), b"\n"))
             # To count the line ends would take longer than to add all the labels.
-            self.shown_lines += (len(labelled) - len(lines) - 1) // len(self._label)
+            self.shown_lines += (len(labelled) - sum(map(len, parts)) - 1) // len(self._label)
             show(self._stream, labelled)
 
     def _hold(self, line: bytes, hold_from: re.Pattern[bytes]) -> bool:
@@ -117,6 +120,7 @@ class LogFollower:
         # `agent_logs`: stream -> file of the agent's own output.
         self._files = [FollowedFile(path, agent_label, stream, hold) for stream, path in agent_logs.items()]
         self._known: set[str] = set()  # written by this object's thread, read by others, too
+        self._unended: set[str] = set()  # streams that were not told yet that no more comes for now; only its thread's
         self._stop = threading.Event()
         self._released = threading.Event()  # whoever waits for this object's thread, by it
         self._explained = False  # set before `_stop`, read after
@@ -169,6 +173,7 @@ class LogFollower:
             self._find_files()
             for file in self._files:
                 file.finish(self._show, show_held=not self._explained)
+            self._end_of_look()
         finally:
             for file in self._files:
                 file.close()
@@ -179,9 +184,18 @@ class LogFollower:
         turns, most = 0, _CHUNK_BYTES
         while most == _CHUNK_BYTES:  # all in turns, so that a loud rank does not silence the others
             turns, most = turns + 1, max((file.pump(self._show) for file in self._files), default=0)
+        self._end_of_look()
         return turns > 1
 
+    def _end_of_look(self) -> None:
+        while self._unended:
+            self._hand_over(self._unended.pop(), b"")
+
     def _show(self, stream: str, lines: bytes) -> None:
+        self._unended.add(stream)
+        self._hand_over(stream, lines)
+
+    def _hand_over(self, stream: str, lines: bytes) -> None:
         """Write, and wait for the reader as long as it takes."""
         while not self._write(stream, lines):
             lines = b""
