@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from metaflow.plugins.cards.card_modules.card import with_default_component_id
-from metaflow.plugins.cards.card_modules.components import UserComponent
+# By both names at this place in Metaflow 2.13 to 2.19; in 2.13 only here.
+from metaflow.plugins.cards.card_modules.components import UserComponent, with_default_component_id
 from metaflow.plugins.cards.card_modules.renderer_tools import render_safely
 
 from ..errors import TorchrunConfigError
