@@ -38,6 +38,31 @@ def failed(rank, exception=None, code=1, kind="exception", detail=""):
 
 
 ORIGIN = failed(1, "ValueError: loss is nan")
+# What torch (checkForNCCLErrors in NCCLUtils.cpp) and NCCL write, line by line.
+NCCL_ERROR = (
+    "torch.distributed.DistBackendError: NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, "
+)
+INVALID_USAGE = (
+    NCCL_ERROR + "invalid usage (run with NCCL_DEBUG=WARN for details), NCCL version 2.27.5\n"
+    "ncclInvalidUsage: This usually reflects invalid usage of NCCL library.\nLast error:\n"
+)
+SAME_GPU = (
+    "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1b000",
+    "Multiple Ranks are using the same GPU/Partition. Set NCCL_MULTI_RANK_GPU_ENABLE=1 to enable this configuration.",
+)
+CUDA_ERROR = (
+    NCCL_ERROR + "unhandled cuda error (run with NCCL_DEBUG=INFO for details), NCCL version 2.27.5\n"
+    "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 2 'out of memory'"
+)
+REMOTE_ERROR = (
+    NCCL_ERROR
+    + "remote process exited or there was a network error, NCCL version 2.27.5\nncclRemoteError: A call failed "
+    "possibly due to a network error or a remote process exiting prematurely.\nLast error:\n"
+    "socketProgress: Connection closed by remote peer node-1<10.0.0.7:4242>"
+)
+OUT_OF_MEMORY = (
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.00 TiB. GPU 0 has a total capacity of 79 GiB"
+)
 
 
 def first(*causes):
@@ -57,7 +82,7 @@ def test_the_earliest_failure_is_the_cause():
     "consequence",
     [
         failed(0, "RuntimeError: [../third_party/gloo/pair.cc:525] Connection closed by peer [10.0.0.7]:4242"),
-        failed(0, "torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:94, ncclRemoteError"),
+        failed(0, REMOTE_ERROR),
         failed(0, "ConnectionResetError: [Errno 104] Connection reset by peer"),
         failed(0, "BrokenPipeError: [Errno 32] Broken pipe"),
         failed(0, "torch.distributed.DistNetworkError: failed to recv, got 0 bytes"),
@@ -79,6 +104,9 @@ def test_a_consequence_yields_to_the_origin_that_is_seen_later(consequence):
         failed(1, None, -9, "signal"),
         failed(1, None, -11, "signal", "Connection closed by peer"),
         failed(1, None, 3, "exit", "assertion failed"),
+        failed(1, INVALID_USAGE + SAME_GPU[0]),
+        failed(1, CUDA_ERROR),
+        failed(1, OUT_OF_MEMORY),
         Cause("lost", 1, "host-1", exception="its connection to the control node was closed"),
         Cause("step", 1, "host-1", exception="KeyError: 'x'"),
         Cause("timeout", 0, "host-0", exception="it ran longer than 5 s"),
@@ -87,6 +115,15 @@ def test_a_consequence_yields_to_the_origin_that_is_seen_later(consequence):
 )
 def test_an_origin_of_any_kind_beats_a_broken_connection(origin):
     assert first(failed(0, "RuntimeError: Connection reset by peer"), origin) is origin
+
+
+@pytest.mark.parametrize("text", SAME_GPU)
+def test_two_ranks_on_one_gpu_are_told_what_to_change(text):
+    cause = failed(1, INVALID_USAGE + text)
+    assert cause.category == "user"
+    assert cause.remedy.startswith("Each process needs a GPU of its own")
+    assert cause.remedy in cause.describe()
+    assert failed(1, CUDA_ERROR).remedy == ""
 
 
 # --- the cause itself ------------------------------------------------------------------------------

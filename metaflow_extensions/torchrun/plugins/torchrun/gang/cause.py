@@ -17,11 +17,15 @@ from .remedies import remedy
 # Far below the channel's limit of 1 MiB for a message, which has a text twice: as the cause and as the error.
 _MAX_TEXT = 8 * 1024
 
+# What NCCL says of its own rank's call (`ncclResult_t` as torch 2.1 to 2.14 explain it, getNcclErrorDetailString in
+# NCCLUtils.cpp), not of a peer. It stands on the line after "NCCL error in: FILE:LINE, ...".
+_OWN_NCCL_ERROR = r"[\s\S]{0,600}?nccl(InvalidUsage|InvalidArgument|UnhandledCudaError)"
 # Failures that follow from another node's failure: the peer was gone, so the collective failed.
 _CONNECTION_ERRORS = re.compile(
     r"connection (was )?(closed|reset|refused|aborted)|broken pipe|socket (closed|timeout)|"
     r"connect(ion)? timed? ?out|gloo.*(timed out|closed|reset)|heartbeat monitor|"
-    r"ncclRemoteError|ncclSystemError|NCCL (error|communicator was aborted)|DistNetworkError|DistStoreError|"
+    rf"ncclRemoteError|ncclSystemError|NCCL error(?!{_OWN_NCCL_ERROR})|NCCL communicator was aborted|"
+    r"DistNetworkError|DistStoreError|"
     r"failed to recv|failed to connect|recvValue failed|watchdog caught collective operation timeout",
     re.IGNORECASE,
 )

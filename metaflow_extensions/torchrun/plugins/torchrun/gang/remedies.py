@@ -40,7 +40,8 @@ _REMEDIES = [
         "script imports before init_process_group.",
     ),
     (r"only supported with GPUs, no GPUs found|Found no NVIDIA driver|No CUDA GPUs are available", _NO_GPU),
-    (r"invalid device ordinal|Duplicate GPU detected", _ONE_GPU_EACH),
+    # Of two ranks on one GPU, NCCL 2.18 to 2.28 say the second, 2.30 the third.
+    (r"invalid device ordinal|Duplicate GPU detected|Multiple Ranks are using the same GPU", _ONE_GPU_EACH),
 ]
 
 
