@@ -4,6 +4,8 @@
 #   VENV=.venv            where the virtual environment goes
 #   CHAOS=                options for `make chaos`, such as --chaos-table=FILE
 #   BENCH=                options for `make bench`, such as --only NAME
+#   MATRIX=               options for `make test-matrix`, such as --only 3.12
+#   PYTHONS=              interpreters for it that are not on the PATH
 #   RIGS=../shared/rigs   where `make test-remote` finds servers to test against
 
 PYTHON ?= python3
@@ -23,18 +25,22 @@ export METAFLOW_DEFAULT_METADATA = local
 export METAFLOW_DEFAULT_DATASTORE = local
 # A flow is many short Python processes. Where bytecode must not be written, each would compile all our modules.
 export PYTHONDONTWRITEBYTECODE =
+export PYTHONS
 
-.PHONY: help venv demo test test-remote unit integration chaos bench lint clean
+.PHONY: help venv demo test test-remote test-matrix test-gpu dist unit integration chaos bench lint clean
 
 help:
 	@echo "make demo         train a small GPT on 2 nodes x 2 processes of this machine"
 	@echo "make test         linters and all tests"
 	@echo "make test-remote  the tests on Kubernetes, Batch and object stores; see CONTRIBUTING.md"
+	@echo "make test-matrix  some tests with many versions of Python, PyTorch and Metaflow; see docs/versions.md"
+	@echo "make test-gpu     the tests on GPUs, with NCCL; elsewhere it says that there is none"
 	@echo "make unit         the tests that take seconds"
 	@echo "make integration  the tests that run flows"
 	@echo "make chaos        hurt gangs of real processes, and show what it came to; see docs/chaos.md"
 	@echo "make bench        all benchmarks, an hour on a machine that does nothing else; see docs/performance.md"
 	@echo "make lint         ruff, mypy"
+	@echo "make dist         wheel and source distribution, in dist/"
 
 # PyTorch first: with it installed, no other package asks for another build. Python compiles a module when it imports it
 # first. To compile all nine thousand of them here took half of the time, and nobody imports most of them.
@@ -103,5 +109,19 @@ test-remote: $(VENV)/.remote
 	@test -d "$(RIGS)" || { echo "make test-remote: no rigs in $(RIGS). Set RIGS=, or see CONTRIBUTING.md for backends of your own." >&2; exit 2; }
 	tests/remote/on-rigs "$(RIGS)" "$(abspath $(BIN))/python" $(REMOTE)
 
+# A build that was done before must not lend it files.
+dist: venv
+	rm -rf build dist *.egg-info
+	$(BIN)/python -m build
+	rm -rf build
+
+# It makes its environments itself; this one only builds what they get.
+test-matrix: dist
+	$(BIN)/python tests/version_matrix.py --wheel dist/*.whl $(MATRIX)
+
+# pytest ends with 5 where there is no GPU: it has said that it ran nothing.
+test-gpu: venv
+	$(BIN)/python -m pytest tests/gpu || [ $$? -eq 5 ]
+
 clean:
-	rm -rf $(VENV) .demo .bench build *.egg-info
+	rm -rf $(VENV) .demo .bench .matrix build dist *.egg-info

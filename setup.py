@@ -10,57 +10,95 @@ HERE = Path(__file__).parent
 TOPLEVEL = HERE / "metaflow_extensions" / "torchrun" / "toplevel" / "toplevel.py"
 VERSION = re.search(r'^__version__ = "(.+)"$', TOPLEVEL.read_text(encoding="utf-8"), re.MULTILINE)[1]
 
+# The clients that Metaflow (2.19) needs there and does not bring itself. A task installs those of its datastore when it
+# starts, so an image has them with METAFLOW_SKIP_INSTALL_DEPENDENCIES only; a test compares the lists
+# with Metaflow's (`_get_install_dependencies_cmd` in metaflow/metaflow_environment.py).
+BACKENDS = {
+    "kubernetes": ["kubernetes"],
+    "aws": ["boto3"],
+    "azure": ["azure-identity", "azure-storage-blob", "azure-keyvault-secrets", "simple-azure-blob-downloader"],
+    "gcp": [
+        *("google-cloud-storage", "google-auth", "google-cloud-secret-manager"),
+        *("simple-gcp-object-downloader", "packaging"),
+    ],
+}
+# Used where they are installed: for functions without a name to go by, and for the stacks of a hang.
+FUNCTIONS = ["cloudpickle"]
+DEBUG = ["py-spy"]
 # torch is the user's choice of version and build, so it is no requirement of the package itself.
 EXAMPLES = ["torch>=2.1", "numpy"]
-# setuptools: a test installs this package in the ways that users do, without an index.
-# py-spy: where it is installed, the diagnostics of a hang are collected with it.
-# cloudpickle, ipykernel, nbclient: functions without a name to go by are launched, and functions from a notebook.
+# build, setuptools: a test builds this package and installs it in the ways that users do, without an index.
+# ipykernel, nbclient: functions from a notebook.
 # tensorboard: its event files are read where it is installed.
 # mypy: a test reads what it makes of a sample.
 # metaflow-checkpoint: a gang goes on from the checkpoints that it keeps.
-FUNCTIONS = ["cloudpickle", "ipykernel", "nbclient", "mypy"]
 TEST = [
     *EXAMPLES,
     *FUNCTIONS,
+    *DEBUG,
     "pytest>=8",
     "pytest-timeout",
     "pytest-xdist",
     "hypothesis",
     "metaflow-checkpoint",
     "psutil",
-    "py-spy",
-    "setuptools>=70.1",
+    "build",
+    "setuptools>=77",
+    "ipykernel",
+    "nbclient",
+    "mypy",
     "tensorboard",
 ]
 # The clients of the backends that tests/remote talk to.
-REMOTE = ["kubernetes", "boto3", "azure-identity", "azure-storage-blob", "google-cloud-storage", "google-auth"]
+REMOTE = [package for packages in BACKENDS.values() for package in packages]
 DEV = [*TEST, "ruff"]
 # An S3 of this machine that counts its requests.
 BENCH = [*TEST, "boto3", "moto[s3,server]"]
+
+
+def page_without_links_to_files() -> str:
+    """Return the README for a package index, which has none of the files that it links to."""
+    page = (HERE / "README.md").read_text(encoding="utf-8")
+    page = re.sub(r"^!\[[^]]*\]\((?!https?:)[^)]*\)\n", "", page, flags=re.MULTILINE)  # an image has a line of its own
+    return re.sub(r"\[([^]]*)\]\((?!https?:)[^)]*\)", r"\1", page)
+
 
 setup(
     name="metaflow-torchrun",
     version=VERSION,
     description="Run PyTorch on many machines from a Metaflow step: torchrun on every node, supervised as one gang",
-    long_description=(HERE / "README.md").read_text(encoding="utf-8"),
+    long_description=page_without_links_to_files(),
     long_description_content_type="text/markdown",
-    license="Apache-2.0",
+    license_expression="Apache-2.0",
+    license_files=["LICENSE"],
+    keywords=["metaflow", "pytorch", "torchrun", "distributed training", "kubernetes", "aws batch"],
+    project_urls={"Metaflow": "https://metaflow.org"},
     packages=find_namespace_packages(include=["metaflow_extensions", "metaflow_extensions.*"]),
     package_data={"metaflow_extensions.torchrun": ["py.typed"]},
     python_requires=">=3.10",
     install_requires=["metaflow>=2.13"],
-    extras_require={"examples": EXAMPLES, "test": TEST, "dev": DEV, "remote": [*TEST, *REMOTE], "bench": BENCH},
+    extras_require={
+        **BACKENDS,
+        "functions": FUNCTIONS,
+        "debug": DEBUG,
+        "examples": EXAMPLES,
+        "test": TEST,
+        "dev": DEV,
+        "remote": [*TEST, *REMOTE],
+        "bench": BENCH,
+    },
     classifiers=[
         "Development Status :: 4 - Beta",
         "Intended Audience :: Developers",
         "Intended Audience :: Science/Research",
         "Operating System :: POSIX :: Linux",
-        "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3 :: Only",
         "Programming Language :: Python :: 3.10",
         "Programming Language :: Python :: 3.11",
         "Programming Language :: Python :: 3.12",
         "Programming Language :: Python :: 3.13",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Topic :: System :: Distributed Computing",
         "Typing :: Typed",
     ],
 )

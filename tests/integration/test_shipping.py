@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 from flow_runs import STAND_IN
+from interpreters import MINORS, interpreters
 from metaflow.metaflow_environment import MetaflowEnvironment
 
 # One process runs all of these, since they share environments that take seconds to make.
@@ -25,7 +26,6 @@ pytestmark = pytest.mark.xdist_group("shipping")
 FLOWS = Path(__file__).parent / "flows"
 REPOSITORY = Path(__file__).parents[2]
 SOURCES = REPOSITORY / "metaflow_extensions"
-MINORS = (10, 11, 12, 13)  # of Python 3, as setup.py has them
 KINDS = ("pip install", "pip install -e", "pip install --target")
 # What Metaflow installs in a pod by itself, whatever the datastore (`_get_install_dependencies_cmd` in
 # metaflow/metaflow_environment.py, 2.19), and needs to be imported.
@@ -138,26 +138,6 @@ def make_venv(python: str, folder: Path) -> Path:
     """Make a virtual environment without any package; return its site-packages."""
     output_of(python, "-m", "venv", "--without-pip", folder, env=plain_environment(os.path.dirname(python)))
     return next(folder.glob("lib/python3.*/site-packages"))
-
-
-@cache
-def interpreters() -> dict[int, str]:
-    """Return minor version -> interpreter, of those that this machine has."""
-    # Not the virtual environment's own: what is installed there must not be seen.
-    candidates = [os.path.realpath(sys.executable), *(shutil.which(f"python3.{minor}") for minor in MINORS)]
-    pyenv = shutil.which("pyenv")
-    if pyenv:
-        root = subprocess.run([pyenv, "root"], capture_output=True, text=True, timeout=30).stdout.strip()
-        candidates += [str(path) for path in sorted(Path(root, "versions").glob("3.*/bin/python3"))]
-    found: dict[int, str] = {}
-    for candidate in filter(None, candidates):
-        code = "import sys, ctypes, venv, ssl; print(*sys.version_info[:2], sys.executable)"
-        # One of pyenv's shims may stand for a version that is not chosen, and fail.
-        said = subprocess.run([candidate, "-I", "-c", code], capture_output=True, text=True, timeout=30)
-        major, minor, path = said.stdout.strip().split(" ", 2) if said.returncode == 0 else ("0", "0", "")
-        if major == "3":
-            found.setdefault(int(minor), path)
-    return found
 
 
 def test_at_least_the_python_of_these_tests_is_found():

@@ -1,0 +1,107 @@
+"""What `make dist` builds: a wheel with all that runs, and a source distribution with all that is tracked."""
+
+from __future__ import annotations
+
+import email
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from collections.abc import Iterator
+from email.message import Message
+from pathlib import Path
+
+import pytest
+from metaflow.metaflow_environment import MetaflowEnvironment
+
+pytestmark = pytest.mark.xdist_group("release")
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def tracked() -> list[str]:
+    """Return the files of the project as git knows them; those that are new and not ignored, too."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    if listed.returncode:
+        pytest.skip("Not in a clone: nobody knows which files belong to the project.")
+    return [name for name in listed.stdout.split("\0") if name and (REPOSITORY / name).exists()]
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with both, built from a copy, so that nothing is left in the project."""
+    folder = tmp_path_factory.mktemp("release")
+    for name in tracked():
+        (folder / "project" / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(REPOSITORY / name, folder / "project" / name)
+    build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", folder / "dist", folder / "project"]
+    done = subprocess.run(build, capture_output=True, text=True, timeout=150, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "is deprecated" not in done.stdout + done.stderr
+    return folder / "dist"
+
+
+def test_the_source_distribution_has_all_that_belongs_to_the_project(built):
+    (file,) = built.glob("*.tar.gz")
+    with tarfile.open(file) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames() if not archive.getmember(name).isdir()}
+    hidden = {name for name in tracked() if name.startswith(".")}
+    assert set(tracked()) - hidden <= names
+    extra = {name for name in names - set(tracked()) if ".egg-info/" not in name}
+    assert extra == {"PKG-INFO", "setup.cfg"}
+
+
+@pytest.fixture(scope="module")
+def wheel(built: Path) -> Iterator[zipfile.ZipFile]:
+    """Return the wheel, which was built out of the source distribution."""
+    (file,) = built.glob("*.whl")
+    with zipfile.ZipFile(file) as archive:
+        yield archive
+
+
+@pytest.fixture(scope="module")
+def metadata(wheel: zipfile.ZipFile) -> Message:
+    """Return what an index shows, and what pip reads."""
+    (name,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
+    return email.message_from_bytes(wheel.read(name))
+
+
+def required(metadata: Message, extra: str | None = None) -> list[str]:
+    """Return what is required by an extra, or without any."""
+    entries = [entry.partition("; ") for entry in metadata.get_all("Requires-Dist", [])]
+    return [name for name, _, when in entries if when == (f'extra == "{extra}"' if extra else "")]
+
+
+def test_the_wheel_has_all_that_runs_and_nothing_else(wheel):
+    names = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    assert names == {name for name in tracked() if name.startswith("metaflow_extensions/")}
+    assert "metaflow_extensions/torchrun/py.typed" in names
+    (license_,) = (name for name in wheel.namelist() if name.endswith("/LICENSE"))
+    assert wheel.read(license_) == (REPOSITORY / "LICENSE").read_bytes()
+
+
+def test_an_index_is_told_what_it_is_and_what_it_needs(metadata):
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert required(metadata) == ["metaflow>=2.13"]
+    assert required(metadata, "kubernetes") == ["kubernetes"]
+    assert required(metadata, "functions") == ["cloudpickle"]
+    assert required(metadata, "debug") == ["py-spy"]
+
+
+@pytest.mark.parametrize(("extra", "datastore"), [("aws", "s3"), ("azure", "azure"), ("gcp", "gs")])
+def test_an_extra_has_what_metaflow_installs_in_a_task(metadata, extra, datastore):
+    command = MetaflowEnvironment(None)._get_install_dependencies_cmd(datastore)
+    installed = set(command.partition("--disable-pip-version-check ")[2].partition(";")[0].split())
+    assert {"requests"} < installed, "Metaflow itself requires it"
+    assert set(required(metadata, extra)) == installed - {"requests"}
+
+
+def test_the_page_for_an_index_has_no_links_to_files(metadata):
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    page = metadata.get_payload(decode=True).decode()
+    assert not re.findall(r"\]\((?!https?:)[^)]*\)", page)
+    assert "](https://metaflow.org)" in page
+    assert "docs/install.md has more" in page
