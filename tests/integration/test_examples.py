@@ -70,6 +70,7 @@ def example(start_flow, tmp_path):
     return run
 
 
+@pytest.mark.matrix
 def test_hello(example):
     assert "all-reduce over 4 ranks: ok" in example("hello", "python flow.py run").text
     fewer = example("hello", "python flow.py run --nodes 3 --nproc 1", "--nodes 2")

@@ -56,6 +56,7 @@ def failing(start_shared_flow):
     return flow
 
 
+@pytest.mark.matrix
 @pytest.mark.xdist_group("failing")
 @pytest.mark.parametrize("name", FAILURES)
 def test_a_failing_worker_is_named_on_every_node(failing, name):
@@ -145,6 +146,7 @@ def test_a_worker_that_torchrun_reaps_first_is_named_all_the_same(one_node, name
     assert "ChildFailedError" not in one_node.text  # torchrun's own words, where ours say it
 
 
+@pytest.mark.matrix
 @pytest.mark.xdist_group("one node")
 def test_a_script_that_uses_record_is_honoured(one_node):
     (error,) = one_node.notes(f"error-*.{RECORDED}")

@@ -9,11 +9,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import nbclient
-import nbformat
+import pytest
 from flow_runs import FLOWS
 
 
+@pytest.mark.matrix
 def test_functions_of_a_flow_in_launches_of_different_widths(run_flow):
     """One flow, many assertions: torch makes every launch expensive. examples/torchrunx-parity shows the rest."""
     flow = run_flow(flow="functions.py")
@@ -140,6 +140,9 @@ except CellError as error:
 
 def test_functions_from_a_notebook(tmp_path, monkeypatch):
     """A real kernel: a flow in a cell, a flow in a file, and a function of a cell without any flow."""
+    import nbclient  # here, since environments of `make test-matrix` have none
+    import nbformat
+
     folder = tmp_path / "notes"
     shutil.copytree(FLOWS, folder)
     monkeypatch.setenv("METAFLOW_USER", "tester")

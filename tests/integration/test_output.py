@@ -37,6 +37,7 @@ def test_every_line_is_seen_within_half_a_second(written):
     assert all(sum(each) <= 3 for each in late.values()), late
 
 
+@pytest.mark.matrix
 @pytest.mark.xdist_group("written")
 def test_output_of_any_shape_is_complete_in_order_and_on_its_stream(written):
     for rank in range(4):

@@ -22,6 +22,7 @@ REDUCED = FIGURES + r" \(bus [\d.]+ GB/s\)"
 # --- on this machine ------------------------------------------------------------------------------
 
 
+@pytest.mark.matrix
 def test_it_measures_before_the_script_and_then_runs_it(run_flow: Callable[..., FlowRun]) -> None:
     # Forked workers, so that PyTorch is imported once for each node and not six times.
     run = run_flow(attrs={"preflight": True, "nproc_per_node": 2, "warm": "workers"})

@@ -30,6 +30,7 @@ HOSTILE = {
 }
 
 
+@pytest.mark.matrix
 def test_a_gang_runs_twice_with_hostile_arguments_and_paths(run_flow):
     """One flow, many assertions: torch makes every flow expensive."""
     script = "sub folder/it's $HOME.py"

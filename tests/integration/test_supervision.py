@@ -6,8 +6,10 @@ import re
 from pathlib import Path
 
 import psutil
+import pytest
 
 
+@pytest.mark.matrix
 def test_a_hang_is_shown_by_the_stacks_of_all_workers_and_restarted(run_flow, tmp_path):
     kept = tmp_path / "kept"
     kept.mkdir()
