@@ -27,7 +27,7 @@ export METAFLOW_DEFAULT_DATASTORE = local
 export PYTHONDONTWRITEBYTECODE =
 export PYTHONS
 
-.PHONY: help venv demo test test-remote test-matrix test-gpu dist unit integration chaos bench lint clean
+.PHONY: help venv demo docs docs-serve test test-remote test-matrix test-gpu dist unit integration chaos bench lint clean
 
 help:
 	@echo "make demo         train a small GPT on 2 nodes x 2 processes of this machine"
@@ -41,6 +41,8 @@ help:
 	@echo "make bench        all benchmarks, an hour on a machine that does nothing else; see docs/performance.md"
 	@echo "make lint         ruff, mypy"
 	@echo "make dist         wheel and source distribution, in dist/"
+	@echo "make docs         the pages as a site, in .site"
+	@echo "make docs-serve   the same on http://localhost:8000, renewed while you write"
 
 # PyTorch first: with it installed, no other package asks for another build. Python compiles a module when it imports it
 # first. To compile all nine thousand of them here took half of the time, and nobody imports most of them.
@@ -59,6 +61,16 @@ demo: venv
 	cd examples/min-gpt && METAFLOW_DATASTORE_SYSROOT_LOCAL="$(DEMO_HOME)" "$(abspath $(BIN))/python" flow.py run
 	@echo
 	@echo "The run, its artifacts and its logs are in $(DEMO_HOME)."
+
+# Without it, the theme tells of its next generation at each start.
+MKDOCS = NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs
+
+docs: venv
+	$(BIN)/python website/diagrams.py
+	$(MKDOCS) build --strict
+
+docs-serve: venv
+	$(MKDOCS) serve
 
 lint: venv
 	$(BIN)/ruff check .
@@ -124,4 +136,4 @@ test-gpu: venv
 	$(BIN)/python -m pytest tests/gpu || [ $$? -eq 5 ]
 
 clean:
-	rm -rf $(VENV) .demo .bench .matrix build dist *.egg-info
+	rm -rf $(VENV) .demo .bench .matrix .site build dist *.egg-info

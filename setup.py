@@ -51,7 +51,9 @@ TEST = [
 ]
 # The clients of the backends that tests/remote talk to.
 REMOTE = [package for packages in BACKENDS.values() for package in packages]
-DEV = [*TEST, "ruff"]
+# The site of the pages; newer than mkdocs 1 is another program.
+DOCS = ["mkdocs>=1.6,<2", "mkdocs-material>=9.7", "mkdocstrings[python]>=1.0"]
+DEV = [*TEST, *DOCS, "ruff"]
 # An S3 of this machine that counts its requests.
 BENCH = [*TEST, "boto3", "moto[s3,server]"]
 
@@ -83,6 +85,7 @@ setup(
         "debug": DEBUG,
         "examples": EXAMPLES,
         "test": TEST,
+        "docs": DOCS,
         "dev": DEV,
         "remote": [*TEST, *REMOTE],
         "bench": BENCH,

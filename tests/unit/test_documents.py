@@ -7,32 +7,31 @@ import inspect
 import re
 import runpy
 import shlex
+import signal
 import subprocess
 import sys
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import metaflow
+import pages
 import pytest
+from pages import NAMES, REPOSITORY, blocks_of, read
 
+from metaflow_extensions.torchrun.plugins.torchrun.errors import CLASSES
 from metaflow_extensions.torchrun.plugins.torchrun.executor import TorchrunExecutor
-from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
+from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import _CATEGORIES, _SIGNAL_HINTS, Cause
 from metaflow_extensions.torchrun.plugins.torchrun.parsing import RETRY_CLASSES
 from metaflow_extensions.torchrun.plugins.torchrun.settings import DEFAULTS
 
-REPOSITORY = Path(__file__).parents[2]
 PACKAGE = Path(inspect.getfile(TorchrunExecutor)).parent
-FOLDERS = ("docs", "examples", "benchmarks")
-PAGES = [*REPOSITORY.glob("*.md"), *(page for folder in FOLDERS for page in (REPOSITORY / folder).rglob("*.md"))]
-NAMES = sorted(str(page.relative_to(REPOSITORY)) for page in PAGES)
-# Stands before a block that no test can run, with the reason.
-MARK = re.compile(r"<!-- needs a (cloud|package index) -->\n$")
 EXAMPLE_TESTS = "tests/integration/test_examples.py"
 SEEING_TESTS = "tests/integration/test_seeing.py"
 FEATURES_TESTS = "tests/integration/test_metaflow_features.py"
 DOCUMENT_TESTS = "tests/integration/test_documents.py"
 CHECKPOINT_TESTS = "tests/frameworks/test_checkpoints.py"
+FIRST_TESTS = (DOCUMENT_TESTS, "test_the_first_five_minutes")
 
 INSTALL = "pip install --editable ."
 GENERATE = 'python generate.py --prompt "A function " --length 300 --seed 1'
@@ -43,6 +42,14 @@ STANDALONE = "torchrun --standalone --nproc-per-node=2 hello/train.py"
 RUN_ELSEWHERE = {
     ("README.md", "python flow.py run"): (DOCUMENT_TESTS, "test_the_first_example_of_the_readme_runs"),
     ("README.md", INSTALL): ("tests/integration/test_shipping.py", INSTALL),
+    ("docs/start.md", "pip install -e '.[examples]'"): ("setup.py", '"examples": EXAMPLES'),
+    ("docs/start.md", "python flow.py run"): FIRST_TESTS,
+    ("docs/start.md", "python flow.py run --epochs 9"): FIRST_TESTS,
+    ("docs/start.md", "python flow.py torchrun show"): FIRST_TESTS,
+    ("docs/troubleshooting.md", "python flow.py torchrun show"): FIRST_TESTS,
+    ("docs/troubleshooting.md", "python flow.py torchrun logs 1234/train"): (SEEING_TESTS, '"logs", f"{run}/hurt"'),
+    ("docs/recipes/hang.md", "python flow.py torchrun show 1234/train"): (SEEING_TESTS, '"show", f"{run}/train"'),
+    ("docs/recipes/hang.md", "python flow.py torchrun logs 1234/train"): (SEEING_TESTS, '"logs", f"{run}/hurt"'),
     ("docs/install.md", INSTALL): ("tests/integration/test_shipping.py", INSTALL),
     ("docs/seeing.md", "python flow.py torchrun show 1234/train"): (SEEING_TESTS, '"show", f"{run}/train"'),
     ("docs/seeing.md", "python flow.py torchrun show 1234/train --attempt 0"): (SEEING_TESTS, '"--attempt", "0"'),
@@ -100,32 +107,14 @@ OTHER_NUMBERS = [
 ]
 
 
-@dataclass
-class Block:
-    """A fenced block: its language, its text, and what stands before it."""
-
-    language: str
-    text: str
-    before: str
-
-
-def blocks_of(text: str) -> list[Block]:
-    found = re.finditer(r"^( *)```(\w*)\n(.*?)^ *```$", text, re.DOTALL | re.MULTILINE)
-    return [Block(match[2], match[3], text[: match.start()]) for match in found]
-
-
-def commands_of(text: str) -> list[str]:
+def commands_of(name: str) -> list[str]:
     """Return the commands of the blocks that are not marked as needing something that tests don't have."""
-    blocks = [block for block in blocks_of(text) if block.language in ("bash", "sh", "console")]
-    joined = "".join(block.text for block in blocks if not MARK.search(block.before)).replace("\\\n", " ")
+    blocks = [block for block in blocks_of(name) if block.language in ("bash", "sh", "console")]
+    joined = "".join(block.text for block in blocks if not block.is_marked).replace("\\\n", " ")
     return [line.strip() for line in joined.splitlines() if line.strip() and not line.startswith("#")]
 
 
-def read(name: str) -> str:
-    return (REPOSITORY / name).read_text(encoding="utf-8")
-
-
-COMMANDS = [(name, command) for name in NAMES for command in commands_of(read(name))]
+COMMANDS = [(name, command) for name in NAMES for command in commands_of(name)]
 MAKE = sorted({command for _, command in COMMANDS if command.startswith("make ")})
 
 
@@ -144,7 +133,9 @@ def run_by_tests() -> set[tuple[str, str]]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_lines_have_less_than_100_columns(name):
-    wide = [number for number, line in enumerate(read(name).splitlines(), 1) if len(line) >= 100]
+    # Where a link's address is too long, it stands alone in a line: [name]: address
+    lines = [re.sub(r"^\[\w+\]: \S+$", "", line) for line in read(name).splitlines()]
+    wide = [number for number, line in enumerate(lines, 1) if len(line) >= 100]
     assert not wide, f"{name}: lines {wide}"
 
 
@@ -199,21 +190,92 @@ def test_the_tables_of_commands_are_of_today(command):
 
 
 def test_the_report_in_the_readme_is_the_one_that_the_example_is_tested_for():
-    blocks = [blocks_of(read(name)) for name in ("README.md", "examples/failing-node/README.md")]
+    blocks = [blocks_of(name) for name in ("README.md", "examples/failing-node/README.md")]
     ours, tested = (next(b.text for b in found if b.text.startswith("[rank 3]")) for found in blocks)
     assert ours == tested
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_python_in_pages_compiles(name):
-    for block in blocks_of(read(name)):
+    for block in blocks_of(name):
         if block.language == "python":
             compile(block.text, name, "exec", ast.PyCF_ONLY_AST)
 
 
+PYTHON = sorted({pages.key(block) for block in pages.python_of_pages()})
+IN_ONE_FLOW = {pages.key(block) for block in pages.run_in_one_flow()}
+
+
+@pytest.mark.parametrize("block", PYTHON)
+def test_python_of_a_page_is_run_by_a_test_or_marked(block):
+    assert block in IN_ONE_FLOW or block in pages.RUN_ELSEWHERE, "see RUN_ELSEWHERE in tests/pages.py"
+
+
+@pytest.mark.parametrize("block", pages.RUN_ELSEWHERE)
+def test_the_table_of_python_that_is_run_elsewhere_is_of_today(block):
+    assert block in PYTHON, "no page says so any more"
+    file, words = pages.RUN_ELSEWHERE[block]
+    assert words in read(file)
+
+
+def script_of(name: str, first_line: str) -> str:
+    return next(block.text for block in blocks_of(name) if pages.key(block) == (name, first_line))
+
+
+@pytest.mark.parametrize("first_line", ["import json, os", "import json, os, time"])
+def test_scripts_of_the_pages_run(first_line, tmp_path, monkeypatch):
+    told = tmp_path / "metrics"
+    monkeypatch.setenv("TORCHRUN_METRICS", str(told))
+    loss = SimpleNamespace(backward=lambda: None)
+    around = {"load_batches": lambda: range(3), "model": lambda batch: loss}
+    exec(script_of("docs/metrics.md", first_line), around)
+    around["metrics"].close()
+    assert '{"step": 2, ' in told.read_text()
+
+
+def test_the_recipe_for_spot_instances_saves():
+    saved, steps = [], []
+
+    def train_step(batch):
+        steps.append(batch)
+        if len(steps) == 3:
+            signal.raise_signal(signal.SIGUSR1)
+
+    around = {"begin": 0, "args": SimpleNamespace(epochs=9), "batches": "ab", "train_step": train_step}
+    before = signal.getsignal(signal.SIGUSR1)
+    try:
+        with pytest.raises(SystemExit) as ended:
+            exec(
+                script_of("docs/recipes/spot.md", "import signal"),
+                {**around, "save": lambda *what: saved.append(what), "model": "model", "optimizer": "optimizer"},
+            )
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert (ended.value.code, saved, steps) == (0, [("model", "optimizer", 1)], ["a", "b", "a"])
+
+
+def test_what_is_named_for_people_from_elsewhere_exists():
+    """In the tables of docs/migration.md, each ``name=`` on our side is an argument or an attribute."""
+    ours = set(inspect.signature(TorchrunExecutor.run).parameters) | set(DEFAULTS)
+    of_metaflow = {"num_parallel", "times", "gpu", "shared_memory"}
+    rows = re.findall(r"^\| .* \| (.*) \|$", read("docs/migration.md"), re.MULTILINE)
+    named = {name for cell in rows for code in re.findall(r"`([^`]+)`", cell) for name in re.findall(r"(\w+)=", code)}
+    assert len(named) > 15
+    assert named - ours - of_metaflow == set()
+
+
+@pytest.mark.parametrize("page", [name for name in NAMES if name.startswith("docs/")])
+def test_every_page_is_in_the_navigation_and_on_the_first_page(page):
+    uri = page.removeprefix("docs/")
+    assert re.search(rf"^ +- .*\b{re.escape(uri)}$", read("mkdocs.yml"), re.MULTILINE), (
+        f"add {uri} to nav in mkdocs.yml"
+    )
+    assert uri == "index.md" or f"]({uri})" in read("docs/index.md"), f"add {uri} to a table of docs/index.md"
+
+
 def test_the_flows_of_the_readme_can_be_defined(tmp_path):
     """Metaflow refuses an attribute that a decorator does not have, and reads a flow's source from its file."""
-    first, second = [block.text for block in blocks_of(read("README.md")) if block.language == "python"]
+    first, second = [block.text for block in blocks_of("README.md") if block.language == "python"]
     assert "    @kubernetes(" in second
     for number, flow in enumerate([first, second, second.replace("    @kubernetes(", "    @batch(")]):
         path = tmp_path / f"readme_flow_{number}.py"
@@ -260,3 +322,57 @@ def test_the_table_of_threads_in_architecture_names_each_where_it_is_started():
         for name in re.findall(r"(?:name=|LoopThread\()\"(torchrun-[a-z]+)\"", path.read_text(encoding="utf-8"))
     }
     assert set(rows) == started
+
+
+MESSAGES = "docs/troubleshooting.md"
+ERRORS = {*CLASSES, "LintWarn", "CommandException"}
+
+
+def template(node: ast.expr) -> str:
+    """Return a text as it stands in the source, with … for what is filled in."""
+    if isinstance(node, ast.Constant):
+        return str(node.value)
+    if isinstance(node, ast.JoinedStr):
+        return "".join(map(template, node.values))
+    if isinstance(node, ast.BinOp):
+        return template(node.left) + template(node.right)
+    return "…"
+
+
+@cache
+def messages() -> dict[str, str]:
+    """Return where each message of an error is made, by its text. What only hands on another has no words."""
+    found = {}
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ERRORS and node.args:
+                found[template(node.args[0])] = f"{path.relative_to(PACKAGE)}:{node.lineno}"
+    return {text: where for text, where in found.items() if re.search(r"\w", text)}
+
+
+@cache
+def told_messages() -> list[str]:
+    """Return the parts of messages that the page tells of: the code with which items of its lists begin."""
+    return re.findall(r"^- `([^`]+)`:", read(MESSAGES).replace("\n  ", " "), re.MULTILINE)
+
+
+@pytest.mark.parametrize("text", messages())
+def test_every_message_of_an_error_is_told_of(text):
+    assert any(part in text for part in told_messages()), (
+        f"{MESSAGES} has nothing of this message ({messages()[text]}). In the part of its class, add a line that begins "
+        f"with some words of it, as in «- `words of it`: what to do». {text}"
+    )
+
+
+@pytest.mark.parametrize("part", told_messages())
+def test_a_message_that_is_told_of_is_one(part):
+    found = [where for text, where in messages().items() if part in text]
+    assert len(found) == 1, f"{part!r} is in the messages of {found or 'nothing'}"
+
+
+def test_the_page_of_messages_has_every_class_kind_and_signal():
+    page = read(MESSAGES)
+    headings = dict(re.findall(r"^## (\w+)\n\n\*(.+?)\.\*", page, re.MULTILINE))
+    assert headings == {name: cls.headline for name, cls in CLASSES.items()}
+    assert [kind for kind in _CATEGORIES if f"| `{kind}` |" not in page] == []
+    assert [name for name in _SIGNAL_HINTS if f"| `{name}` |" not in page] == []

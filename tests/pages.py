@@ -1,0 +1,175 @@
+"""The pages of the repository, and their fenced blocks: what a block is, and which test runs it."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[1]
+FOLDERS = ("docs", "examples", "benchmarks")
+PAGES = [*REPOSITORY.glob("*.md"), *(page for folder in FOLDERS for page in (REPOSITORY / folder).rglob("*.md"))]
+NAMES = sorted(str(page.relative_to(REPOSITORY)) for page in PAGES)
+# Stands before a block that no test can run, with the reason; "theirs" is what users of other systems write.
+MARK = re.compile(r"<!-- (needs a (cloud|GPU|package index)|theirs) -->\n$")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: its page, its language, its text, and what stands before it."""
+
+    page: str
+    language: str
+    text: str
+    before: str
+
+    @property
+    def is_marked(self) -> bool:
+        return MARK.search(self.before) is not None
+
+    @property
+    def kind(self) -> str:
+        """Of Python: a ``flow``, a ``step`` of one, or ``lines`` that may stand in a step."""
+        if "(FlowSpec)" in self.text:
+            return "flow"
+        return "step" if self.text.startswith("@") else "lines"
+
+
+@cache
+def read(name: str) -> str:
+    return (REPOSITORY / name).read_text(encoding="utf-8")
+
+
+def blocks_of(name: str) -> list[Block]:
+    """Return the blocks of a page."""
+    text = read(name)
+    found = re.finditer(r"^( *)```(\w*)\n(.*?)^ *```$", text, re.DOTALL | re.MULTILINE)
+    return [Block(name, match[2], match[3], text[: match.start()]) for match in found]
+
+
+# Python that a test runs elsewhere: page and first line -> that test's file, and what stands in it.
+DOCUMENTS, UNIT = "tests/integration/test_documents.py", "tests/unit/test_documents.py"
+RUN_ELSEWHERE = {
+    ("README.md", "from metaflow import FlowSpec, current, step, torchrun"): (DOCUMENTS, "first_example_of_the_readme"),
+    ("README.md", "from metaflow import FlowSpec, batch, current, kubernetes, step, torchrun"): (
+        UNIT,
+        "test_the_flows_of_the_readme_can_be_defined",
+    ),
+    ("docs/card.md", "from metaflow import FlowSpec, card, current, step, torchrun"): (
+        "tests/integration/test_card.py",
+        "class Cards",
+    ),
+    ("docs/elastic.md", "current.torch.run("): (
+        "tests/integration/test_supervision.py",
+        "test_an_elastic_launch_goes_on_when_a_node_is_lost",
+    ),
+    ("docs/functions.md", "def train(epochs, lr):"): ("examples/function/flow.py", "init="),
+    ("docs/metrics.md", "import json, os"): (UNIT, "test_scripts_of_the_pages_run"),
+    ("docs/metrics.md", "import json, os, time"): (UNIT, "test_scripts_of_the_pages_run"),
+    ("docs/metrics.md", 'current.torch.run("train.py", tensorboard="runs")'): (
+        "tests/unit/test_metrics.py",
+        "tensorboard",
+    ),
+    ("docs/recipes/checkpoints.md", "import os"): (DOCUMENTS, "test_what_the_recipe_saves_is_loaded"),
+    ("docs/recipes/notebooks.md", "from metaflow import Runner"): ("tests/integration/test_functions.py", "Runner("),
+    ("docs/recipes/spot.md", "import signal"): (UNIT, "test_the_recipe_for_spot_instances_saves"),
+    ("docs/start.md", "import argparse"): (DOCUMENTS, "test_the_first_five_minutes"),
+    ("docs/start.md", "from metaflow import FlowSpec, Parameter, current, step, torchrun"): (
+        DOCUMENTS,
+        "test_the_first_five_minutes",
+    ),
+}
+
+
+def python_of_pages() -> list[Block]:
+    """Return the blocks of Python that need nothing that tests don't have; tests of examples run those of examples."""
+    blocks = [block for name in NAMES if not name.startswith("examples/") for block in blocks_of(name)]
+    return [block for block in blocks if block.language == "python" and not block.is_marked]
+
+
+def key(block: Block) -> tuple[str, str]:
+    return block.page, block.text.partition("\n")[0]
+
+
+def run_in_one_flow() -> list[Block]:
+    """Return the steps and lines that the flow of `flow_of_pages` runs."""
+    return [each for each in python_of_pages() if key(each) not in RUN_ELSEWHERE and each.kind != "flow"]
+
+
+_HEAD = """
+import os
+
+from metaflow import FlowSpec, TorchrunSingleNodeMultiGPU, card, current, retry, step, torchrun
+from metaflow.cards import Markdown
+
+
+def train(slope):
+    return slope * int(os.environ["RANK"])
+
+
+def train_func(config):
+    return config["lr"]
+
+
+"""
+_AROUND = """
+    @step
+    def before_{number}(self):
+        self.next(self.train_{number}, num_parallel=1)
+
+    @step
+    def join_{number}(self, inputs):
+        self.next(self.together)
+"""
+_END = """
+    @step
+    def together(self, inputs):
+        self.next(self.end)
+
+    @step
+    def end(self):
+        pass
+
+
+if __name__ == "__main__":
+    Pages()
+"""
+
+
+def _indented(text: str) -> str:
+    return "".join(" " * 4 * bool(line.strip()) + line for line in text.splitlines(keepends=True))
+
+
+def flow_of_pages() -> str:
+    """Return one flow with all steps of the pages, each a branch with a gang of one node; one more has all lines."""
+    blocks = run_in_one_flow()
+    steps = [block.text for block in blocks if block.kind == "step"]
+    lines = [block for block in blocks if block.kind == "lines"]
+    calls = [f"lines_{number}(self)\nprint('ran', {key(block)!r})\n" for number, block in enumerate(lines)]
+    steps.append(f"@torchrun\n@step\ndef train(self):\n{_indented(''.join(calls))}")
+    text = _HEAD + "".join(
+        f"def lines_{number}(self):\n{_indented(each.text)}\n\n" for number, each in enumerate(lines)
+    )
+    branches = ", ".join(f"self.before_{number}" for number in range(len(steps)))
+    text += f"class Pages(FlowSpec):\n    @step\n    def start(self):\n        self.next({branches})\n"
+    for number, each in enumerate(steps):
+        whole = each if "self.next(" in each else f"{each}    self.next(self.join)\n"
+        named = whole.replace("def train(self)", f"def train_{number}(self)").replace(
+            "self.join)", f"self.join_{number})"
+        )
+        text += "\n" + _indented(named) + _AROUND.format(number=number)
+    return text + _END
+
+
+def built_site(folder: Path) -> tuple[Path, list[str]]:
+    """Build the site as `make docs` does, and return where it is, with what mkdocs has complained of."""
+    site = folder / "site"
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(site)]
+    env = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    built = subprocess.run(command, cwd=REPOSITORY, env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert built.returncode == 0, built.stdout + built.stderr
+    return site, built.stderr.splitlines()
