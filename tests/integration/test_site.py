@@ -1,0 +1,77 @@
+"""The site in a browser: nothing sticks out on a phone or elsewhere, nothing comes from elsewhere, and it is searched."""
+
+from __future__ import annotations
+
+import functools
+import http.server
+import os
+import threading
+from pathlib import Path
+
+import pytest
+from pages import built_site
+
+pytestmark = pytest.mark.xdist_group("site")
+READY = "document.readyState == 'complete'"
+# Pages with the widest tables, code and pictures.
+WIDE = ["index.html", "how.html", "migration.html", "troubleshooting.html", "api.html", "networks.html", "card.html"]
+OVERFLOW = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+FETCHED = "performance.getEntriesByType('resource').map(each => each.name)"
+# Texts that stick out of the picture.
+CUT = """
+[...document.querySelectorAll('text')].filter(text => {
+    const box = text.getBBox();
+    return box.x < 4 || box.x + box.width > document.documentElement.viewBox.baseVal.width - 4;
+}).map(text => text.textContent)
+"""
+FIRST_HIT = "document.querySelector('.md-search-result__item h1, .md-search-result__item h2')"
+
+
+class Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *_):
+        """Say nothing of requests."""
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory):
+    site, _ = built_site(tmp_path_factory.mktemp("built"))
+    server = http.server.ThreadingHTTPServer(("localhost", 0), functools.partial(Quiet, directory=str(site)))
+    serving = threading.Thread(target=server.serve_forever, daemon=True)
+    serving.start()
+    yield f"http://localhost:{server.server_port}"
+    server.shutdown()
+    serving.join()
+    server.server_close()
+
+
+def keep_picture(chromium, name):
+    """Keep a picture of what is shown, where somebody wants to look at it."""
+    folder = os.environ.get("CARD_IMAGES")
+    if folder:
+        chromium.screenshot(Path(folder) / f"site-{name}.png")
+
+
+def test_pages_fit_their_windows_and_fetch_nothing_from_elsewhere(chromium, address):
+    for page in WIDE:
+        chromium.show_as(390)
+        chromium.open(f"{address}/{page}", READY)
+        for width, dark in [(390, False), (390, True), (1280, False), (1280, True)]:
+            chromium.show_as(width, dark)
+            assert chromium.value_of(OVERFLOW) <= 0, f"{page} at {width}"
+            keep_picture(chromium, f"{page}-{width}-{'dark' if dark else 'light'}")
+        fetched = chromium.value_of(FETCHED)
+        assert len(fetched) > 3
+        assert [name for name in fetched if not name.startswith(address)] == []
+
+
+def test_no_text_of_a_diagram_is_cut(chromium, address):
+    for name in ("gang", "node", "launch", "failure", "function"):
+        chromium.open(f"{address}/images/{name}.svg", READY)
+        assert chromium.value_of("document.querySelectorAll('text').length") > 5
+        assert chromium.value_of(CUT) == [], name
+
+
+def test_a_message_of_an_error_is_found(chromium, address):
+    chromium.open(f"{address}/index.html?q=did+not+arrive", FIRST_HIT)
+    hits = chromium.value_of("document.querySelector('.md-search-result__list').innerText")
+    assert "GangStartTimeout" in hits
