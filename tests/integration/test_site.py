@@ -34,7 +34,7 @@ class Quiet(http.server.SimpleHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def address(tmp_path_factory):
-    site, _ = built_site(tmp_path_factory.mktemp("built"))
+    site = built_site(tmp_path_factory.mktemp("built"))
     server = http.server.ThreadingHTTPServer(("localhost", 0), functools.partial(Quiet, directory=str(site)))
     serving = threading.Thread(target=server.serve_forever, daemon=True)
     serving.start()
