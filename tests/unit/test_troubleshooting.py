@@ -1,0 +1,69 @@
+"""The page of messages has every message that an error is made with, and no other."""
+
+from __future__ import annotations
+
+import ast
+import re
+from functools import cache
+from pathlib import Path
+
+import metaflow  # noqa: F401 - it imports our modules, so it must come before them
+import pytest
+from pages import read
+
+from metaflow_extensions.torchrun.plugins.torchrun import errors
+from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import _CATEGORIES, _SIGNAL_HINTS
+
+PACKAGE = Path(errors.__file__).parent
+MESSAGES = "docs/troubleshooting.md"
+ERRORS = {*errors.CLASSES, "LintWarn", "CommandException"}
+
+
+def template(node: ast.expr) -> str:
+    """Return a text as it stands in the source, with … for what is filled in."""
+    if isinstance(node, ast.Constant):
+        return str(node.value)
+    if isinstance(node, ast.JoinedStr):
+        return "".join(map(template, node.values))
+    if isinstance(node, ast.BinOp):
+        return template(node.left) + template(node.right)
+    return "…"
+
+
+@cache
+def messages() -> dict[str, str]:
+    """Return where each message of an error is made, by its text. What only hands on another has no words."""
+    found = {}
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ERRORS and node.args:
+                found[template(node.args[0])] = f"{path.relative_to(PACKAGE)}:{node.lineno}"
+    return {text: where for text, where in found.items() if re.search(r"\w", text)}
+
+
+@cache
+def told_messages() -> list[str]:
+    """Return the parts of messages that the page tells of: the code with which items of its lists begin."""
+    return re.findall(r"^- `([^`]+)`:", read(MESSAGES).replace("\n  ", " "), re.MULTILINE)
+
+
+@pytest.mark.parametrize("text", messages())
+def test_every_message_of_an_error_is_told_of(text):
+    assert any(part in text for part in told_messages()), (
+        f"{MESSAGES} has nothing of this message ({messages()[text]}). In the part of its class, add a line that begins "
+        f"with some words of it, as in «- `words of it`: what to do». {text}"
+    )
+
+
+@pytest.mark.parametrize("part", told_messages())
+def test_a_message_that_is_told_of_is_one(part):
+    found = [where for text, where in messages().items() if part in text]
+    assert len(found) == 1, f"{part!r} is in the messages of {found or 'nothing'}"
+
+
+def test_the_page_of_messages_has_every_class_kind_and_signal():
+    page = read(MESSAGES)
+    headings = dict(re.findall(r"^## (\w+)\n\n\*(.+?)\.\*", page, re.MULTILINE))
+    assert headings == {name: cls.headline for name, cls in errors.CLASSES.items()}
+    assert [kind for kind in _CATEGORIES if f"| `{kind}` |" not in page] == []
+    assert [name for name in _SIGNAL_HINTS if f"| `{name}` |" not in page] == []
