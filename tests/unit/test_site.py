@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import runpy
 
-import pytest
 from pages import NAMES, REPOSITORY, built_site, read
 
 # What a browser fetches by itself, other than by a click; and what an address of another host begins with.
@@ -37,12 +36,3 @@ def test_the_diagrams_are_those_that_the_script_draws():
         kept = (drawn["FOLDER"] / f"{name}.svg").read_text(encoding="utf-8")
         assert kept == draw().svg(), "run: python website/diagrams.py"
         assert any(f"({name}.svg)" in text or f"/{name}.svg)" in text for text in map(read, NAMES)), name
-
-
-@pytest.mark.parametrize("page", [name for name in NAMES if name.startswith("docs/")])
-def test_every_page_is_in_the_navigation_and_on_the_first_page(page):
-    uri = page.removeprefix("docs/")
-    assert re.search(rf"^ +- .*\b{re.escape(uri)}$", read("mkdocs.yml"), re.MULTILINE), (
-        f"add {uri} to nav in mkdocs.yml"
-    )
-    assert uri == "index.md" or f"]({uri})" in read("docs/index.md"), f"add {uri} to a table of docs/index.md"

@@ -1,4 +1,4 @@
-"""The page of messages has every message that an error is made with, and no other."""
+"""What the pages must not forget: every page is in the navigation, and every message of an error is told of."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import metaflow  # noqa: F401 - it imports our modules, so it must come before them
 import pytest
-from pages import read
+from pages import NAMES, read
 
 from metaflow_extensions.torchrun.plugins.torchrun import errors
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import _CATEGORIES, _SIGNAL_HINTS
@@ -67,3 +67,12 @@ def test_the_page_of_messages_has_every_class_kind_and_signal():
     assert headings == {name: cls.headline for name, cls in errors.CLASSES.items()}
     assert [kind for kind in _CATEGORIES if f"| `{kind}` |" not in page] == []
     assert [name for name in _SIGNAL_HINTS if f"| `{name}` |" not in page] == []
+
+
+@pytest.mark.parametrize("page", [name for name in NAMES if name.startswith("docs/")])
+def test_every_page_is_in_the_navigation_and_on_the_first_page(page):
+    uri = page.removeprefix("docs/")
+    assert re.search(rf"^ +- .*\b{re.escape(uri)}$", read("mkdocs.yml"), re.MULTILINE), (
+        f"add {uri} to nav in mkdocs.yml"
+    )
+    assert uri == "index.md" or f"]({uri})" in read("docs/index.md"), f"add {uri} to a table of docs/index.md"
