@@ -63,6 +63,11 @@ RUN_ELSEWHERE = {
         "tests/integration/test_card.py",
         "class Cards",
     ),
+    ("docs/checkpoints.md", "@retry(times=2)"): ("examples/checkpoint/flow.py", '@checkpoint(load_policy="none")'),
+    ("docs/checkpoints.md", "from metaflow import Checkpoint"): (
+        "examples/checkpoint/checkpoints.py",
+        "Checkpoint().list()",
+    ),
     ("docs/elastic.md", "current.torch.run("): (
         "tests/integration/test_supervision.py",
         "test_an_elastic_launch_goes_on_when_a_node_is_lost",

@@ -72,7 +72,7 @@ def test_the_page_of_messages_has_every_class_kind_and_signal():
 @pytest.mark.parametrize("page", [name for name in NAMES if name.startswith("docs/")])
 def test_every_page_is_in_the_navigation_and_on_the_first_page(page):
     uri = page.removeprefix("docs/")
-    assert re.search(rf"^ +- .*\b{re.escape(uri)}$", read("mkdocs.yml"), re.MULTILINE), (
+    assert re.search(rf"^ +- .*: {re.escape(uri)}$", read("mkdocs.yml"), re.MULTILINE), (
         f"add {uri} to nav in mkdocs.yml"
     )
     assert uri == "index.md" or f"]({uri})" in read("docs/index.md"), f"add {uri} to a table of docs/index.md"
