@@ -79,6 +79,14 @@ RUN_ELSEWHERE = {
         "tests/unit/test_metrics.py",
         "tensorboard",
     ),
+    ("docs/outputs.md", "from metaflow import FlowSpec, current, step, torchrun"): (
+        "tests/integration/test_outputs.py",
+        "test_later_steps_read_the_outputs",
+    ),
+    ("docs/outputs.md", "from metaflow import Run"): (
+        "tests/integration/test_outputs.py",
+        "test_the_client_reads_them_without_the_flow",
+    ),
     ("docs/recipes/checkpoints.md", "import os"): (DOCUMENTS, "test_what_the_recipe_saves_is_loaded"),
     ("docs/recipes/notebooks.md", "from metaflow import Runner"): ("tests/integration/test_functions.py", "Runner("),
     ("docs/recipes/spot.md", "import signal"): (UNIT, "test_the_recipe_for_spot_instances_saves"),

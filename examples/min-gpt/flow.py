@@ -4,9 +4,7 @@ import json
 import os
 import shlex
 import sys
-import tempfile
 import textwrap
-from pathlib import Path
 
 from metaflow import FlowSpec, Parameter, card, current, step, torchrun
 from metaflow.metaflow_config import DEFAULT_DATASTORE
@@ -45,30 +43,23 @@ class MinGPTFlow(FlowSpec):
     @torchrun
     @step
     def train(self):
-        self.metrics, self.sample, self.model = None, None, None
-        with tempfile.TemporaryDirectory() as output_dir:
-            self.result = current.torch.run(
-                entrypoint="train.py",
-                entrypoint_args={"steps": self.steps, "batch-size": self.batch_size, "output-dir": output_dir},
-                nproc_per_node=self.nproc,
-            )
-            # Rank 0 lives on node 0, and only that node can see the files it wrote.
-            if current.parallel.node_index == 0:
-                self.metrics = json.loads((Path(output_dir) / "metrics.json").read_text())
-                self.sample = (Path(output_dir) / "sample.txt").read_text()
-                # As bytes: the steps after this one need no torch to carry the model along.
-                self.model = (Path(output_dir) / "model.pt").read_bytes()
+        self.result = current.torch.run(
+            entrypoint="train.py",
+            entrypoint_args={"steps": self.steps, "batch-size": self.batch_size, "output-dir": "trained"},
+            nproc_per_node=self.nproc,
+            outputs=["trained/"],  # what rank 0 writes there is kept, wherever its node was
+        )
         self.next(self.join)
 
     @step
     def join(self, inputs):
-        control = next(node for node in inputs if node.metrics)
-        self.metrics, self.sample, self.model = control.metrics, control.sample, control.model
+        self.outputs = inputs[0].result.outputs
         self.next(self.end)
 
     @step
     def end(self):
-        metrics, world_size = self.metrics, self.nodes * self.nproc
+        metrics, world_size = json.load(self.outputs.open("trained/metrics.json")), self.nodes * self.nproc
+        sample = self.outputs.open("trained/sample.txt").read().decode()
         if metrics["world_size"] != world_size or not metrics["same_on_all_ranks"]:
             raise RuntimeError(f"this was not one job of {world_size} ranks: {metrics}")
         before, after = metrics["history"][0]["held_out_loss"], metrics["history"][-1]["held_out_loss"]
@@ -81,15 +72,15 @@ class MinGPTFlow(FlowSpec):
         print(f"\nloss on text it never saw: {before:.3f} before, {after:.3f} after training")
         print("\nWhat it writes now:\n")
         # The edge keeps the indentation, which Metaflow's log would drop.
-        print(textwrap.indent(self.sample, "| ", lambda line: True))
+        print(textwrap.indent(sample, "| ", lambda line: True))
         print()
-        print(f"Stored as artifacts of this run: model ({len(self.model):,} bytes), sample, metrics.")
+        print(f"Stored with this run: {', '.join(f'{file.name} ({file.size:,} bytes)' for file in self.outputs)}.")
         print(f"To look at them, start python with: {python_command()}")
         print("and type:")
         print(">>> from metaflow import Run, namespace")
         print(">>> namespace(None)  # whoever you are, whoever ran it")
         print(f'>>> data = Run("{current.flow_name}/{current.run_id}").data')
-        print(">>> print(data.sample)")
+        print('>>> print(data.outputs.open("trained/sample.txt").read().decode())')
 
 
 if __name__ == "__main__":

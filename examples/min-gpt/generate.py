@@ -1,15 +1,15 @@
-"""Let a trained model write: takes model.pt from train.py or the artifact `model` of a run of flow.py."""
+"""Let a trained model write: takes model.pt from train.py or from the outputs of a run of flow.py."""
 
 import argparse
-import io
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 from corpus import decode, encode
 from model import GPT, GPTConfig
 
 
-def stored_model(run: str | None) -> bytes:
+def stored_model(run: str | None) -> BinaryIO:
     """The model of one run, `123`, or of the latest one that succeeded."""
     # Only here: with --model, nothing but torch is needed.
     from metaflow import Flow, namespace
@@ -24,7 +24,8 @@ def stored_model(run: str | None) -> bytes:
         found = None
     if found is None:
         raise SystemExit("no such run is here: run `python flow.py run` first, and this script from the same folder")
-    return found.data.model
+    model: BinaryIO = found.data.outputs.open("trained/model.pt")
+    return model
 
 
 def parse_args() -> argparse.Namespace:
@@ -41,8 +42,8 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
-    data = args.model.read_bytes() if args.model else stored_model(args.run)
-    checkpoint = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    with args.model.open("rb") if args.model else stored_model(args.run) as file:
+        checkpoint = torch.load(file, map_location="cpu", weights_only=True)
     unseen = sorted(set(args.prompt) - set(checkpoint["vocabulary"]))
     if unseen or not args.prompt:
         raise SystemExit(f"the prompt must have at least one character, and none that the model never saw: {unseen}")

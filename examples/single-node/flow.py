@@ -2,7 +2,6 @@
 
 import json
 import tempfile
-from pathlib import Path
 
 from metaflow import FlowSpec, Parameter, TorchrunSingleNodeMultiGPU, step
 
@@ -17,28 +16,30 @@ class SingleNodeFlow(FlowSpec):
 
     @step
     def train(self):
-        with tempfile.TemporaryDirectory() as output_dir:
-            TorchrunSingleNodeMultiGPU().run(
+        with tempfile.TemporaryDirectory() as folder:
+            self.result = TorchrunSingleNodeMultiGPU().run(
                 entrypoint="train.py",
-                entrypoint_args={"steps": self.steps, "output-dir": output_dir},
+                entrypoint_args={"steps": self.steps, "output-dir": folder},
                 nproc_per_node=self.nproc,
+                cwd=folder,
+                outputs=["rank-*.json"],  # stored with the run, and read where they are needed
             )
-            reports = [json.loads(path.read_text()) for path in Path(output_dir).glob("rank-*.json")]
-        self.ranks = sorted(reports, key=lambda report: report["rank"])
         self.next(self.end)
 
     @step
     def end(self):
-        if len(self.ranks) != self.nproc:
-            raise RuntimeError(f"expected {self.nproc} reports, got {self.ranks}")
+        outputs = self.result.outputs
+        ranks = [json.load(outputs.open(file.name)) for file in outputs]
+        if len(ranks) != self.nproc:
+            raise RuntimeError(f"expected {self.nproc} reports, got {ranks}")
         # Each rank saw other points; equal answers mean that the gradients were averaged.
-        answers = {(report["slope"], report["intercept"]) for report in self.ranks}
+        answers = {(report["slope"], report["intercept"]) for report in ranks}
         if len(answers) != 1:
             raise RuntimeError(f"the ranks ended with different models: {answers}")
-        first = self.ranks[0]
+        first = ranks[0]
         print(f"slope     {first['slope']:+.3f}, true value {first['true_slope']:+.3f}")
         print(f"intercept {first['intercept']:+.3f}, true value {first['true_intercept']:+.3f}")
-        print(f"{len(self.ranks)} ranks in one task ended with the same model: ok")
+        print(f"{len(ranks)} ranks in one task ended with the same model: ok")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Train a digit classifier over several Metaflow tasks; metrics and model become artifacts of the run."""
+"""Train a digit classifier over several Metaflow tasks; metrics and model are stored with the run."""
 
 import json
 import tempfile
@@ -26,29 +26,26 @@ class DigitsFlow(FlowSpec):
     @torchrun
     @step
     def train(self):
-        self.metrics, self.model = None, None
-        with tempfile.TemporaryDirectory() as output_dir:
+        with tempfile.TemporaryDirectory() as folder:
             self.result = current.torch.run(
                 entrypoint="train.py",
-                entrypoint_args=self.training_args(output_dir),
+                entrypoint_args=self.training_args(folder),
                 nproc_per_node=self.nproc,
                 max_restarts=self.restarts,
+                cwd=folder,
+                outputs=["metrics.json", "model.pt"],  # rank 0 writes them
             )
-            # Rank 0 lives on node 0, and only that node can see the files it wrote.
-            if current.parallel.node_index == 0:
-                self.metrics = json.loads((Path(output_dir) / "metrics.json").read_text())
-                self.model = (Path(output_dir) / "model.pt").read_bytes()
         self.next(self.join)
 
-    def training_args(self, output_dir: str) -> dict[str, object]:
-        data = Path(output_dir) / "digits.csv.gz"
+    def training_args(self, folder: str) -> dict[str, object]:
+        data = Path(folder) / "digits.csv.gz"
         data.write_bytes(self.data)
         args = {
             "data": str(data),
             "epochs": self.epochs,
             "batch-size": self.batch_size,
             "lr": self.lr,
-            "output-dir": output_dir,
+            "output-dir": folder,
         }
         if self.fail_after:
             args["fail-after"] = self.fail_after
@@ -58,13 +55,12 @@ class DigitsFlow(FlowSpec):
 
     @step
     def join(self, inputs):
-        control = next(node for node in inputs if node.metrics)
-        self.metrics, self.model = control.metrics, control.model
+        self.outputs = inputs[0].result.outputs
         self.next(self.end)
 
     @step
     def end(self):
-        metrics = self.metrics
+        metrics = json.load(self.outputs.open("metrics.json"))
         world_size = self.nodes * self.nproc
         if metrics["world_size"] != world_size or not metrics["same_on_all_ranks"]:
             raise RuntimeError(f"this was not one job of {world_size} ranks: {metrics}")
@@ -73,7 +69,8 @@ class DigitsFlow(FlowSpec):
             print("epoch {epoch}: loss {loss:.4f}, held-out accuracy {accuracy:.1%}".format(**epoch), f"({origin})")
         print(f"{world_size} ranks over {metrics['backend']} ended with the same weights: ok")
         print(f"accuracy on {metrics['held_out_images']} held-out digits: {metrics['accuracy']:.1%}")
-        print(f"artifacts of {current.flow_name}/{current.run_id}: metrics, model ({len(self.model)} bytes)")
+        stored = ", ".join(f"{file.name} ({file.size} bytes)" for file in self.outputs)
+        print(f"outputs of {current.flow_name}/{current.run_id}: {stored}")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from datastores_helpers import TELL, USE_REGISTRY
+from datastores_helpers import READ_OUTPUTS, TELL, USE_REGISTRY
 from flow_runs import FLOWS, FlowRun
 from remote_flows import ask
 
@@ -116,6 +116,19 @@ def test_the_control_nodes_last_word_replaces_its_address_record(tmp_path: Path,
     first = {"addresses": ["10.0.0.7", "fd00::7"], "port": 40123, "token": "sécret", "closed": False, "error": None}
     assert published == first
     assert closed == {**first, "closed": True, "error": {"class": "GangError", "message": "gone", "cause": None}}
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_outputs_are_read_by_later_steps_and_by_the_client(run_on: RunFlow, tmp_path: Path, store: str) -> None:
+    flow = run_on(store, flow="outputs.py", stand_in=True, timeout_s=240)
+    end = flow.note("end")
+    assert len(end["of all"][0]) == len(end["failed"][0]) == 6
+    assert end["failed"][1]["1 failing 模型/shards/1.bin"] == "111111111"
+    told = ask(READ_OUTPUTS, f"OutputsFlow/{run_id(flow)}", str(tmp_path / "there"), folder=tmp_path, env=flow.env)
+    assert (told["alone"], told["part"]) == (["alone-0.json"], "111")
+    large = {f"good 模型/shards/{node}.bin": 3_000_000 for node in (0, 1)}
+    small = {"good 模型/config *.json": 2, "good-0.json": 11, "good-1.json": 11}
+    assert told["sizes"] == {**large, **small}
 
 
 # --- S3 under watch -----------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.launch.preflight import (
     shm_bytes,
     shm_warning,
 )
-from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec
+from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec, OutputRequest
 from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import Machine
 from metaflow_extensions.torchrun.plugins.torchrun.settings import parse_settings
 
@@ -68,6 +68,7 @@ def test_the_preflight_runs_where_the_script_will():
     same = {"nproc": 4, "num_nodes": 3, "node_index": 1, "python": "/usr/bin/python3", "master_port": 29500}
     same |= {"env": (("NCCL_SOCKET_IFNAME", "eth1"),), "cwd": "/somewhere"}
     own = {"options": (("role", "x"),), "shown_local_ranks": frozenset({1}), "max_restarts": 3, "min_nodes": 2}
+    own |= {"tensorboard": "/runs", "outputs": OutputRequest(("model",), "/somewhere", "all")}
     found = preflight_spec(LaunchSpec("train", ("--lr", "1"), module=True, **same, **own))
     assert found == LaunchSpec(found.entrypoint, (), module=False, **same)
     assert Path(found.entrypoint).name == "preflight_worker.py"

@@ -28,6 +28,7 @@ PACKAGE = Path(inspect.getfile(TorchrunExecutor)).parent
 EXAMPLE_TESTS = "tests/integration/test_examples.py"
 SEEING_TESTS = "tests/integration/test_seeing.py"
 FEATURES_TESTS = "tests/integration/test_metaflow_features.py"
+OUTPUT_TESTS = "tests/integration/test_outputs.py"
 DOCUMENT_TESTS = "tests/integration/test_documents.py"
 CHECKPOINT_TESTS = "tests/frameworks/test_checkpoints.py"
 FIRST_TESTS = (DOCUMENT_TESTS, "test_the_first_five_minutes")
@@ -61,6 +62,8 @@ RUN_ELSEWHERE = {
     ("docs/seeing.md", "python flow.py torchrun logs 1234/train --grep 'loss|lr'"): (SEEING_TESTS, '"--grep", "'),
     ("docs/metaflow-features.md", "python flow.py run"): (FEATURES_TESTS, 'flow="features.py"'),
     ("docs/metaflow-features.md", "python flow.py spin train"): (FEATURES_TESTS, 'command="spin"'),
+    ("docs/outputs.md", "python flow.py torchrun outputs 1234/train"): (OUTPUT_TESTS, '"outputs", f"{run}/train")'),
+    ("docs/outputs.md", "python flow.py torchrun outputs 1234/train --to folder"): (OUTPUT_TESTS, '"--to", '),
     ("docs/card.md", "python flow.py card server"): ("tests/integration/test_card.py", '"server"'),
     ("docs/card.md", CREATE): ("tests/integration/test_card.py", '"create"'),
     ("examples/README.md", "pip install -e '.[examples]'"): ("setup.py", '"examples": EXAMPLES'),

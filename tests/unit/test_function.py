@@ -13,7 +13,7 @@ import pytest
 from metaflow.datastore import FlowDataStore
 from metaflow.metaflow_environment import MetaflowEnvironment
 from metaflow.plugins import DATASTORES
-from unit_helpers import eventually, write
+from unit_helpers import write
 
 from metaflow_extensions.torchrun.plugins.torchrun.border.value_store import DatastoreValues
 from metaflow_extensions.torchrun.plugins.torchrun.errors import (
@@ -57,11 +57,9 @@ class Store:
     where = "the local datastore /home"
 
     def __init__(self):
-        self.data, self.broken, self.loads = {}, False, []
+        self.data, self.loads = {}, []
 
     def save(self, data):
-        if self.broken:
-            raise RuntimeError("no bucket")
         key = str(len(self.data))
         self.data[key] = data
         return key
@@ -204,21 +202,16 @@ def test_functions_are_told_apart_by_name_and_source_and_not_by_their_folders(ma
 
 
 def uploaded(call, ranks, node, ok):
-    """Return what an upload results in, or its problem; None if there is nothing to upload."""
-    upload = call.upload(ranks, node, ok)
-    if upload is None:
-        return None
-    upload.start()
-    eventually(lambda: upload.over)
-    return upload.problem() or upload.results
+    """Return what the steps of an upload return, all together."""
+    return {rank: key for step in call.upload(ranks, node, ok) for rank, key in step.do().items()}
 
 
 @pytest.mark.parametrize(
     ("node", "gather", "ok", "stored"),
     [
         (1, True, True, {2: "0"}),
-        (0, True, True, None),  # the control node's own values are needed nowhere else
-        (1, False, True, None),
+        (0, True, True, {}),  # the control node's own values are needed nowhere else
+        (1, False, True, {}),
         (1, False, False, {3: "0"}),
         (0, False, False, {3: "0"}),
     ],
@@ -229,24 +222,22 @@ def test_what_other_nodes_need_is_stored(node, gather, ok, stored, make):
     data = {"0": leave(call, "returned-2.pkl", "value") if ok else leave(call, "raised-3.pkl", raised())}
     assert uploaded(call, [2, 3], node, ok) == stored
     assert store.data == (data if stored else {})
-    assert call.upload([7], node, ok) is None, "it has ended by sys.exit()"
+    assert call.upload([7], node, ok) == [], "it has ended by sys.exit()"
     alone = make(gather=gather)
     leave(alone, "returned-2.pkl", "value")
     leave(alone, "raised-3.pkl", raised())
-    assert alone.upload([2, 3], node, ok) is None
+    assert alone.upload([2, 3], node, ok) == []
 
 
-def test_an_upload_says_what_it_carries_and_whether_the_launch_needs_it(make):
+def test_an_upload_says_what_it_carries(make):
     store = Store()
     call = make(gather=True, store=store)
     data = leave(call, "returned-2.pkl", 1)
     leave(call, "raised-3.pkl", raised())
-    upload = call.upload([2, 3], 1, True)
-    assert (upload.vital, upload.step.rank) == (True, 2)
-    assert upload.what() == f"rank 2's value ({len(data)} bytes)"
-    assert not call.upload([2, 3], 1, False).vital
-    store.broken = True
-    assert uploaded(call, [2], 1, True) == "after 0 s: RuntimeError: no bucket"
+    (value,) = call.upload([2, 3], 1, True)
+    assert (value.what, value.rank) == (f"rank 2's value ({len(data)} bytes)", 2)
+    (raising,) = call.upload([2, 3], 1, False)
+    assert (raising.rank, raising.what.startswith("what its ranks raised (")) == (None, True)
 
 
 def test_values_are_this_nodes_and_the_gathered_ones_in_order(make):

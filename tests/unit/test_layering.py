@@ -27,6 +27,7 @@ KNOW_METAFLOW = {
     "errors",
     "tracebacks",
     "channel.registry",
+    "launch.outputs",
     "node.report",
     "border.commands",
     "border.stored_gangs",

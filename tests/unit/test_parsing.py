@@ -2,12 +2,15 @@
 
 import signal
 from functools import partial
+from pathlib import Path
 
 import pytest
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import TorchrunConfigError
 from metaflow_extensions.torchrun.plugins.torchrun.parsing import (
     parse_nproc,
+    parse_outputs,
+    parse_outputs_from,
     parse_port,
     parse_restarts,
     parse_retry_on,
@@ -27,6 +30,16 @@ READ = [
         [*((on, True) for on in (True, 1, "true", "1", " TRUE ")), (False, False), (0, False), ("0", False)],
     ),
     (parse_retry_on, [("", set()), ("user, killed", {"user", "killed"}), (["start", "hang"], {"start", "hang"})]),
+    (
+        parse_outputs,
+        [
+            ("model/", ("model",)),
+            (Path("a") / "b", ("a/b",)),
+            (["./x", "*.json", "a//**/b", "größe 🙂\n*", "x", "..."], ("x", "*.json", "a/**/b", "größe 🙂\n*", "...")),
+            (("."), (".",)),
+        ],
+    ),
+    (parse_outputs_from, [("all", "all"), ("control", "control")]),
     (parse_signal, [("SIGUSR1", signal.SIGUSR1), (" usr2 ", signal.SIGUSR2)]),
     (parse_signal, [(term, signal.SIGTERM) for term in (signal.SIGTERM, int(signal.SIGTERM), "15")]),
 ]
@@ -40,6 +53,13 @@ REFUSED = [
     (parse_retry_on, "no such class", ["often"]),
     (parse_retry_on, "Metaflow's @retry", ["user,node_lost", ["preempted"], "store"]),
     (parse_retry_on, "a list", [3, ["user", 3]]),
+    (parse_outputs, "a list of files", [3, {"a": "b"}, [3], [["a"]], ["a", None], b"a", True]),
+    (parse_outputs, "nothing. Name files", [[], ()]),
+    (parse_outputs, "no file is called so", ["", " ", ["a", ""], "a\0b"]),
+    (parse_outputs, "an absolute path", ["/etc", ["a", "/"]]),
+    (parse_outputs, "out of the working directory", ["..", "a/../b", "a/.."]),
+    (parse_outputs, "a part of the path alone", ["**.json", "a/x**"]),
+    (parse_outputs_from, "'control', 'all'", ["", "ALL", 0, True, ["all"]]),
     (parse_signal, "a signal", ["SIGNOPE", "0", 999, True, -15]),
     (parse_signal, "heed", ["KILL", "STOP"]),
 ]
@@ -52,5 +72,5 @@ def test_what_is_written_is_read(parse, value, parsed):
 
 @pytest.mark.parametrize(("parse", "why", "wrong"), [(*row, wrong) for *row, values in REFUSED for wrong in values])
 def test_a_wrong_value_is_refused_with_the_settings_name_and_the_reason(parse, why, wrong):
-    with pytest.raises(TorchrunConfigError, match=f"here (is|has) .*{why}"):
+    with pytest.raises(TorchrunConfigError, match=f"(?s)here (is|has|names) ?.*{why}"):
         parse(wrong, "here")

@@ -114,7 +114,7 @@ def read(*python, path=""):
 PLAIN = [
     "SimpleNamespace",
     {"2": {"loss": 0.5}, "3": None},
-    {**FIELDS, "exit_codes": {"2": 0, "3": 0}, "gathered": False, "events": [], "metrics": {}},
+    {**FIELDS, "exit_codes": {"2": 0, "3": 0}, "gathered": False, "events": [], "metrics": {}, "outputs": None},
 ]
 
 

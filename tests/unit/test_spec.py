@@ -7,7 +7,13 @@ import pytest
 from unit_helpers import write
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import EntrypointError, TorchrunConfigError
-from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec, Node, Request, build_spec
+from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import (
+    LaunchSpec,
+    Node,
+    OutputRequest,
+    Request,
+    build_spec,
+)
 from metaflow_extensions.torchrun.plugins.torchrun.settings import parse_settings
 
 NODE = Node(num_nodes=2, node_index=1, main_addr="10.0.0.7")
@@ -53,6 +59,9 @@ def refusal(*args, **arguments):
             ({"tensorboard": wrong}, ["tensorboard=", "must be the folder"])
             for wrong in ("", 3, True, b"runs", "a\0b", "s3://bucket/runs", ["runs"])
         ),
+        ({"outputs_from": "all"}, ["outputs_from='all'", "outputs names none"]),
+        ({"outputs": ["model/"], "outputs_from": "rank0"}, ["run(outputs_from) is 'rank0'", "'control', 'all'"]),
+        ({"outputs": "../model"}, ["run(outputs) has '../model'", "out of the working directory"]),
         ({"cwd": "/no such folder"}, ["'/no such folder'", "is not a folder"]),
         *(({"entrypoint": missing}, ["entrypoint='train.py'"]) for missing in (None, "")),
         *(({"entrypoint": wrong}, ["must be the path of a script"]) for wrong in (3, ["train.py"], b"train.py", print)),
@@ -154,6 +163,16 @@ def test_a_folder_of_event_files_lies_where_the_workers_see_it(folder, script, t
     assert build(script, tensorboard=folder).tensorboard == str(tmp_path / "my rüns")
     assert build(script, tensorboard=folder, cwd="/tmp").tensorboard == "/tmp/my rüns"
     assert build(script, tensorboard="/runs", cwd="/tmp").tensorboard == "/runs"
+
+
+def test_outputs_lie_where_the_workers_run(script, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert build(script).outputs is None
+    assert build(script, outputs="model/").outputs == OutputRequest(("model",), str(tmp_path), "control")
+    everywhere = build(script, outputs=["*.json"], outputs_from="all", cwd="/tmp").outputs
+    assert everywhere == OutputRequest(("*.json",), "/tmp", "all")
+    assert [everywhere.is_of(node) for node in (0, 1)] == [True, True]
+    assert [build(script, outputs="a").outputs.is_of(node) for node in (0, 1)] == [True, False]
 
 
 # --- the entrypoint ------------------------------------------------------------------------------

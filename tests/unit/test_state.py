@@ -38,8 +38,10 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
     Ready,
     Replaced,
     Restart,
+    Save,
     Stop,
     Stored,
+    StoredOutputs,
     Storing,
     Verdict,
     Welcome,
@@ -104,8 +106,8 @@ class GangOf:
         for node in range(self.num_nodes):
             self.ended(node, *causes, **more)
 
-    def stored(self, node, keys, *causes, launch=0, generation=0):
-        self.say(node, Stored(launch, generation, keys, failures(causes)))
+    def stored(self, node, keys, *causes, launch=0, generation=0, outputs=None):
+        self.say(node, Stored(launch, generation, keys, failures(causes), outputs))
 
     def leave(self, node, cause=None, failed=None):
         self.say(node, Leave(cause, cause is not None if failed is None else failed))
@@ -1175,6 +1177,142 @@ def test_a_store_that_is_away_delays_no_verdict_of_a_failure_for_long():
     assert gang.notes(0) == said  # nobody waits for it any more
 
 
+# --- outputs -------------------------------------------------------------------------------------
+
+OUTPUTS = StoredOutputs("key of a list", 2, 3_000_000)
+MORE = StoredOutputs("key of another list", 1, 5)
+
+
+def outputs(gang, node):
+    """Return what a node has heard of stored outputs."""
+    (verdict,) = gang.got(node, Verdict)
+    return verdict.outputs
+
+
+def asks(gang):
+    """Return which nodes are asked to store outputs of a failure."""
+    return [node for node, sent in gang.sent.items() if any(getattr(message, "within_s", None) for message in sent)]
+
+
+def failing(num_nodes=3, whose="control", **policy):
+    """Return a gang whose launch has failed for good, with no worker left."""
+    gang = running(num_nodes, outputs_from=whose, **policy)
+    gang.ended(1, crash(1))
+    for node in {*range(num_nodes)} - {1}:
+        gang.ended(node, ok=False)
+    return gang
+
+
+def test_outputs_of_a_launch_that_ends_well_are_told_to_all():
+    gang = running(2, outputs_from="all")
+    gang.ended(0, storing="its outputs")
+    gang.ended(1, storing="its outputs")
+    gang.stored(0, {}, outputs=OUTPUTS)
+    gang.stored(1, {}, outputs=MORE)
+    assert gang.same_verdict() is None
+    assert (outputs(gang, 0), outputs(gang, 1)) == ({0: OUTPUTS, 1: MORE}, {0: OUTPUTS})
+    assert gang.state.outputs == {0: {0: OUTPUTS, 1: MORE}}
+    stored = [record for record in gang.state.history.records if record.kind == "stored"]
+    assert [(record.node, record.text) for record in stored] == [(0, "2 files, 3.0 MB"), (1, "1 file, 5 bytes")]
+    assert not any(gang.got(node, Save) for node in (0, 1))
+
+
+@pytest.mark.parametrize(("whose", "asked"), [("control", [0]), ("all", [0, 1, 2])])
+def test_a_launch_that_fails_ends_when_its_outputs_are_stored(whose, asked):
+    gang = failing(whose=whose)
+    assert asks(gang) == asked
+    told = [gang.got(node, Save)[0].error for node in range(3)]
+    assert told[0].cause["rank"] == 2
+    assert all(error is told[0] for error in told), "each knows why, even if the control node is lost now"
+    kinds = [record.kind for record in gang.state.history.records]
+    assert "cause" in kinds, "what has failed is known before anything is stored"
+    assert [report.cause["rank"] for report in gang.state.history.reports] == [2]
+    assert not any(gang.got(node, Verdict) for node in range(3))
+    for node in asked:
+        gang.stored(node, {}, outputs=OUTPUTS if node == 0 else None)
+    assert gang.same_verdict().cause["rank"] == 2
+    assert outputs(gang, 0) == outputs(gang, 2) == {0: OUTPUTS}
+    assert [record.kind for record in gang.state.history.records].count("cause") == 1
+    assert len(gang.state.history.reports) == 1
+
+
+def test_who_has_stored_outputs_before_another_node_fails_is_not_asked_again():
+    gang = running(2, outputs_from="all")
+    gang.ended(0, storing="its outputs")
+    gang.stored(0, {}, outputs=OUTPUTS)
+    gang.ended(1, crash(1))
+    assert asks(gang) == [1]
+    gang.stored(1, {}, outputs=MORE)
+    assert gang.same_verdict().cause["rank"] == 2
+    assert outputs(gang, 0) == {0: OUTPUTS, 1: MORE}
+
+
+def test_a_restart_waits_for_no_outputs_and_forgets_them():
+    gang = running(2, outputs_from="control", max_restarts=1)
+    gang.ended(0, storing="its outputs")
+    gang.stored(0, {}, outputs=OUTPUTS)
+    gang.ended(1, crash(1))
+    assert not gang.got(0, Save)
+    gang.pass_time(1.0)
+    assert gang.got(0, Go)[-1].generation == 1
+    gang.all_ended(generation=1)
+    assert (gang.same_verdict(), outputs(gang, 0)) == (None, {})
+
+
+def test_outputs_of_a_failure_have_a_limited_time():
+    gang = failing()
+    gang.pass_time(gang.got(0, Save)[0].within_s + 14.9)
+    assert not gang.got(0, Verdict)
+    gang.pass_time(0.2)
+    assert gang.same_verdict().cause["rank"] == 2
+    assert outputs(gang, 0) == {}
+    gang.stored(0, {}, outputs=OUTPUTS)
+    assert gang.state.outputs == {}, "too late"
+
+
+@pytest.mark.parametrize("how", ["lost", "given up", "left"])
+def test_a_node_that_goes_while_it_stores_outputs_of_a_failure_keeps_nobody_waiting(how):
+    gang = failing(whose="all")
+    gang.stored(0, {}, outputs=OUTPUTS)
+    gang.stored(2, {})
+    if how == "lost":
+        gang.lost(1)
+    elif how == "given up":
+        gang.give_up(1, crash(1, kind="terminated"))
+    else:
+        gang.leave(1, crash(1, kind="terminated"))
+    error = gang.same_verdict(0, 2)
+    assert error.cause["exception"] == crash(1).exception, "the first failure stays the cause"
+    assert outputs(gang, 0) == {0: OUTPUTS}
+
+
+def test_outputs_are_stored_while_a_restart_was_to_come_that_does_not():
+    gang = running(2, outputs_from="control", max_restarts=1)
+    gang.ended(1, crash(1))
+    gang.ended(0, ok=False)
+    gang.lost(1)
+    (save,) = gang.got(0, Save)
+    gang.stored(0, {}, launch=save.launch, generation=save.generation, outputs=OUTPUTS)
+    assert gang.verdict(0) is not None
+    assert outputs(gang, 0) == {0: OUTPUTS}
+
+
+@pytest.mark.parametrize("why", ["the datastore fails", "nobody is left", "nobody asked"])
+def test_where_no_outputs_can_be_stored_the_verdict_comes_at_once(why):
+    if why == "the datastore fails":
+        gang = running(2, outputs_from="all")
+        gang.all_ended(storing="its outputs")
+        gang.stored(1, {}, store_failure())
+    elif why == "nobody is left":
+        gang = running(2, outputs_from="control")
+        gang.ended(1, crash(1))
+        gang.give_up(0, step_failure(0))
+    else:
+        gang = failing(2, whose=None)
+    assert not gang.got(0, Save)
+    assert isinstance(gang.verdict(1), LaunchFailed)
+
+
 # --- thousands -----------------------------------------------------------------------------------
 
 MANY = 300
@@ -1358,11 +1496,12 @@ class AnyInterleaving(RuleBasedStateMachine):
         num_nodes=st.sampled_from([3, 2, 1]),
         max_restarts=st.integers(0, 2),
         hang_timeout_s=st.sampled_from([None, 20.0]),
+        outputs_from=st.sampled_from([None, "control", "all"]),
         runs=st.booleans(),
     )
-    def begin(self, num_nodes, max_restarts, hang_timeout_s, runs):
+    def begin(self, num_nodes, max_restarts, hang_timeout_s, outputs_from, runs):
         self.gang = GangOf(num_nodes, started_timeout_s=50.0, join=False)
-        self.max_restarts, self.hang_timeout_s = max_restarts, hang_timeout_s
+        self.max_restarts, self.hang_timeout_s, self.outputs_from = max_restarts, hang_timeout_s, outputs_from
         # A node: absent -> out (in its own code) <-> in (a launch) -> storing (its results) -> gone. The control
         # node is waiting instead of storing.
         self.state = dict.fromkeys(range(num_nodes), "absent")
@@ -1399,6 +1538,9 @@ class AnyInterleaving(RuleBasedStateMachine):
                 if isinstance(message, Go):
                     assert not has_given_up, "go for a node that has given up"
                     self.note_go(node, message)
+                elif isinstance(message, Save) and self.state[node] == "in" and message.within_s is not None:
+                    assert self.running[node] is None, "outputs are wanted while workers run"
+                    self.stores[node] = message.generation
                 elif isinstance(message, Verdict):
                     self.note_verdict(node, message)
                 elif isinstance(message, Abort):
@@ -1449,7 +1591,7 @@ class AnyInterleaving(RuleBasedStateMachine):
 
     def begin_launch(self, node, **facts):
         self.state[node] = "in"
-        limits = {"timeout_s": 40.0, "hang_timeout_s": self.hang_timeout_s}
+        limits = {"timeout_s": 40.0, "hang_timeout_s": self.hang_timeout_s, "outputs_from": self.outputs_from}
         self.gang.ready(node, self.launches[node], max_restarts=self.max_restarts, **limits, **facts)
 
     @precondition(lambda self: self.busy())

@@ -1,5 +1,6 @@
 """What one node does in one launch: which message follows on what its agent says and what its gang decides."""
 
+import json
 import math
 import os
 import pickle
@@ -34,11 +35,14 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
     Failed,
     Metrics,
     Restart,
+    Save,
     Stored,
+    StoredOutputs,
     Storing,
     Verdict,
 )
 from metaflow_extensions.torchrun.plugins.torchrun.launch.function import FunctionCall
+from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import OutputRequest
 from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import Machine
 from metaflow_extensions.torchrun.plugins.torchrun.node import metrics
 from metaflow_extensions.torchrun.plugins.torchrun.node.agent_events import (
@@ -658,7 +662,7 @@ def returns(call, *ranks, name="returned"):
 @pytest.fixture
 def storing(tmp_path, call, store):
     """Return a member whose ranks have returned; it stores the first of their values and waits for the store."""
-    node = FakeNode(tmp_path, number=1, call=call)
+    node = FakeNode(tmp_path, number=1, call=call, store=store)
     agent = node.running()
     returns(call, 2, 3)
     node.all_end_well(agent)
@@ -686,9 +690,9 @@ def test_a_value_that_can_not_be_stored_is_a_failure(storing, store):
     assert storing.texts("worker_failed") == [f"{cause.who} {cause.what}; stopping all nodes"]
 
 
-def test_an_upload_that_takes_too_long_is_a_failure(tmp_path, call, monkeypatch):
+def test_an_upload_that_takes_too_long_is_a_failure(tmp_path, call, store, monkeypatch):
     monkeypatch.setattr("metaflow_extensions.torchrun.plugins.torchrun.launch.transfer.PATIENCE_S", -1.0)
-    node = FakeNode(tmp_path, number=1, call=call)
+    node = FakeNode(tmp_path, number=1, call=call, store=store)
     agent = node.running()
     returns(call, 2)
     node.all_end_well(agent)
@@ -729,7 +733,7 @@ def test_an_upload_is_given_up_for_what_is_more_urgent(news, storing, store):
 
 
 def test_what_ranks_raised_is_stored_in_spite_of_a_stop_and_its_loss_is_no_failure(tmp_path, call, store):
-    node = FakeNode(tmp_path, call=call)
+    node = FakeNode(tmp_path, call=call, store=store)
     agent = node.running()
     returns(call, 1, name="raised")
     node.worker_ended(agent, 1, 1)
@@ -744,8 +748,8 @@ def test_what_ranks_raised_is_stored_in_spite_of_a_stop_and_its_loss_is_no_failu
     node.verdict(ERROR)
 
 
-def test_a_node_that_was_stopped_while_it_ended_well_stores_nothing(tmp_path, call):
-    node = FakeNode(tmp_path, number=1, call=call)
+def test_a_node_that_was_stopped_while_it_ended_well_stores_nothing(tmp_path, call, store):
+    node = FakeNode(tmp_path, number=1, call=call, store=store)
     agent = node.running()
     returns(call, 2, 3)
     node.stop()
@@ -754,7 +758,7 @@ def test_a_node_that_was_stopped_while_it_ended_well_stores_nothing(tmp_path, ca
 
 @pytest.mark.parametrize("is_there", [True, False])
 def test_the_control_nodes_result_has_the_values_of_all_ranks(is_there, tmp_path, call, store):
-    node = FakeNode(tmp_path, call=call)
+    node = FakeNode(tmp_path, call=call, store=store)
     agent = node.running()
     returns(call, 0, 1)
     store.data = {f"key {rank}": pickle.dumps(f"of rank {rank}") for rank in (2, 3) if is_there}
@@ -793,3 +797,144 @@ def test_a_second_call_in_another_thread_is_an_error_and_the_first_is_unharmed(n
     assert isinstance(error, GangError)
     assert "while launch 0 still ran there, in another thread" in str(error)
     assert node.ends_well(agent)[1].launch == 0
+
+
+# --- outputs ---------------------------------------------------------------------------------------
+
+
+class Keeper(Store):
+    """A datastore that keeps all at once; while `fails`, it fails."""
+
+    folder, address, fails = None, {"type": "s3", "root": "s3://bucket", "flow": "SomeFlow"}, False
+
+    def save(self, data):
+        if self.fails:
+            raise RuntimeError("SlowDown")
+        self.data[f"key {len(self.data)}"] = data
+        return f"key {len(self.data) - 1}"
+
+    def files(self, key):
+        return [row["name"] for row in json.loads(self.data[key])["files"]]
+
+
+@pytest.fixture
+def keeper():
+    return Keeper()
+
+
+@pytest.fixture
+def writing(tmp_path, keeper):
+    """Return a function that makes a running node, whose workers have written a file."""
+
+    def make(number=0, whose="control", **more):
+        (tmp_path / "work").mkdir()
+        (tmp_path / "work" / "model.pt").write_text("weights")
+        request = OutputRequest(("*.pt", "*.json"), str(tmp_path / "work"), whose)
+        return FakeNode(tmp_path, number=number, store=keeper, spec={"outputs": request}, **more)
+
+    return make
+
+
+def test_outputs_are_stored_when_all_workers_have_ended_well(writing, keeper):
+    node = writing()
+    node.all_end_well(node.running())
+    assert node.expect(Ended).storing == "its outputs"
+    stored = _await_stored(node)
+    assert (stored.keys, stored.failures, stored.outputs.files, stored.outputs.size) == ({}, (), 1, 7)
+    assert keeper.files(stored.outputs.key) == ["model.pt"]
+    result = node.verdict(outputs={0: stored.outputs})
+    assert (result.outputs.nodes, len(result.outputs)) == ([0], 1)
+    unmatched, told = (text for text in node.texts("note") if "outputs" in text)
+    assert "'*.json' of run(outputs=...) matches nothing" in unmatched
+    assert told.startswith("stored outputs: 1 file, 7 bytes, in ")
+
+
+def _await_stored(node):
+    while not isinstance(message := node.next_message(), Stored):
+        assert isinstance(message, Storing)
+    return message
+
+
+@pytest.mark.parametrize(("number", "whose", "stores"), [(1, "control", False), (1, "all", True), (0, "all", True)])
+def test_whose_outputs_are_stored(number, whose, stores, writing, keeper):
+    node = writing(number, whose)
+    node.all_end_well(node.running())
+    assert (node.expect(Ended).storing is not None) == stores
+    own = _await_stored(node).outputs if stores else None
+    of_all = {0: StoredOutputs("key of a list", 3, 9)}
+    result = node.verdict(outputs=of_all)
+    # A member has its own where each has some, and else knows the control node's.
+    assert result.outputs.nodes == [number if whose == "all" else 0]
+    assert len(result.outputs) == (own.files if number and own else 3)
+
+
+def test_outputs_that_can_not_be_stored_are_a_failure_of_a_launch_that_had_ended_well(writing, keeper):
+    keeper.fails = True
+    node = writing()
+    node.all_end_well(node.running())
+    node.expect(Ended)
+    cause = _await_stored(node).failures[0].cause
+    assert (cause.kind, cause.rank) == ("store", None)
+    assert cause.what.startswith(
+        "has ended well, but its outputs (0 bytes of 7 bytes so far, now 'model.pt') could not be"
+    )
+    node.verdict(ERROR)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_after_a_failure_outputs_are_stored_when_the_gang_says_so(fails, writing, keeper):
+    keeper.fails = fails
+    node = writing()
+    agent = node.running()
+    node.worker_ended(agent, 1, 1)
+    agent.say(End(1))
+    node.expect(Failed)
+    assert node.expect(Ended).storing is None
+    node.member.deliver(Save(0, 3, ERROR, 60.0))  # of a generation that was to come
+    stored = _await_stored(node)
+    assert (stored.generation, stored.failures) == (3, ())
+    error = LaunchFailed(ERROR.message, ERROR.cause)
+    assert node.verdict(error, outputs={} if fails else {0: stored.outputs}) is error
+    begun, *told = (text for text in node.texts("note") if "outputs" in text)
+    assert begun == "stores what outputs there are, for 60 s at most"
+    if fails:
+        assert stored.outputs is None
+        assert told[0].startswith(
+            "what outputs there are could not be stored in the s3 datastore s3://bucket after 0 s: "
+        )
+        assert len(error.outputs) == 0
+    else:
+        assert keeper.files(stored.outputs.key) == ["model.pt"]
+        assert len(error.outputs) == 1
+
+
+def test_a_node_without_outputs_says_so_at_once(tmp_path):
+    node = FakeNode(tmp_path)
+    agent = node.running()
+    agent.say(End(1))
+    node.expect(Ended)
+    node.member.deliver(Save(0, 0, ERROR, 60.0))
+    assert node.expect(Stored).outputs is None
+    assert node.verdict(ERROR).outputs is None
+
+
+def test_a_node_that_loses_the_control_node_while_that_stores_outputs_knows_what_has_failed(tmp_path):
+    node = FakeNode(tmp_path, number=1)
+    agent = node.running()
+    agent.say(End(1))
+    node.expect(Ended)
+    node.member.deliver(Save(0, 0, ERROR))
+    node.member.lose_control("its connection has ended")
+    assert node.outcome() is ERROR
+
+
+def test_values_and_outputs_are_stored_one_after_the_other(writing, call, keeper):
+    call._store = keeper
+    node = writing(1, "all", call=call)
+    agent = node.running()
+    returns(call, 2, 3)
+    node.all_end_well(agent)
+    assert node.expect(Ended).storing.startswith("rank 2's value (")
+    stored = _await_stored(node)
+    assert (stored.keys, stored.outputs.files) == ({2: "key 0", 3: "key 1"}, 1)
+    node.verdict()

@@ -14,8 +14,9 @@ from botocore.config import Config
 from unit_helpers import eventually
 
 from metaflow_extensions.torchrun.plugins.torchrun.border.value_store import DatastoreValues
+from metaflow_extensions.torchrun.plugins.torchrun.gang.texts import size_text
 from metaflow_extensions.torchrun.plugins.torchrun.launch import transfer
-from metaflow_extensions.torchrun.plugins.torchrun.launch.transfer import Step, Transfer, TransferFailed, size_text
+from metaflow_extensions.torchrun.plugins.torchrun.launch.transfer import Step, Transfer, TransferFailed
 
 DEADLINE_S = 30.0
 KEY = {"region_name": "us-east-1", "aws_access_key_id": "id", "aws_secret_access_key": "key"}
@@ -98,7 +99,7 @@ class Busy(BaseHTTPRequestHandler):
 
 
 def test_what_the_s3_client_meets_is_known_while_it_tries_again():
-    store = DatastoreValues(SimpleNamespace(TYPE="s3", datastore_root="s3://bucket"))
+    store = DatastoreValues(SimpleNamespace(TYPE="s3", datastore_root="s3://bucket", flow_name="Flow"))
     assert store.trouble() is None
     with ThreadingHTTPServer(("127.0.0.1", 0), Busy) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()

@@ -249,7 +249,7 @@ class TorchrunDecorator(ParallelDecorator):  # type: ignore[misc]  # Metaflow is
             self._settings,
             requested=None if here else self._requested,
             deadline=None if self._timeout_s is None else time.monotonic() + self._timeout_s,
-            store=DatastoreValues(self._flow_datastore) if parallel.num_nodes > 1 else None,
+            store=DatastoreValues(self._flow_datastore),
             warm=warm,
             live_card=self._gang.live_card,
         )

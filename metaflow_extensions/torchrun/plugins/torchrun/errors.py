@@ -19,9 +19,12 @@ The control node makes the error that stops a gang, and all nodes raise it with 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from metaflow.exception import MetaflowException
+
+if TYPE_CHECKING:
+    from .launch.outputs import Outputs
 
 
 class TorchrunError(MetaflowException):  # type: ignore[misc]  # Metaflow is not typed
@@ -39,6 +42,9 @@ class TorchrunError(MetaflowException):  # type: ignore[misc]  # Metaflow is not
     events : list of dict
         What had happened to the gang until then, in order: on the control node all, on others what concerns the whole
         gang. Empty where the gang has not decided on the error. ``docs/events.md`` lists the fields.
+    outputs : Outputs or None
+        What ``run(outputs=...)`` could store after the failure, as `TorchrunResult.outputs`; None without that argument,
+        or where the gang has not decided on the error.
     """
 
     headline = "@torchrun"
@@ -47,10 +53,11 @@ class TorchrunError(MetaflowException):  # type: ignore[misc]  # Metaflow is not
         super().__init__(message)
         self.cause = cause
         self.events: list[dict[str, Any]] = []
+        self.outputs: Outputs | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         # MetaflowException keeps its message out of `args`, so the default would lose it.
-        return type(self), (self.message, self.cause), {"events": self.events}
+        return type(self), (self.message, self.cause), {"events": self.events, "outputs": self.outputs}
 
 
 class TorchrunConfigError(TorchrunError):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, cast, overlo
 from .border.live_card import LiveCard
 from .border.task_current import current_for_workers
 from .card.part import GangPart
-from .errors import LaunchFailed, TorchrunPreempted
+from .errors import LaunchFailed, TorchrunConfigError, TorchrunPreempted
 from .events import Event
 from .gang.member import Member
 from .gang.policy import LaunchPolicy
@@ -60,6 +60,8 @@ class LaunchOptions(TypedDict, total=False):
     warm: Literal["agent", "workers", False] | None
     init: Literal["gloo", "nccl", "auto"] | None
     gather: bool
+    outputs: Path | str | Sequence[Path | str] | None
+    outputs_from: Literal["control", "all"] | None
     push_results_dir_to_cloud: Any
     local_output_dir: Any
     cloud_output_dir: Any
@@ -82,7 +84,7 @@ class Context:
     settings: StepSettings
     requested: Nproc | None = None  # what the resources of a remote task amount to
     deadline: float | None = None  # end of the step's @timeout in monotonic seconds; only the control node needs it
-    store: ValueStore | None = None  # carries the values of functions between nodes; a gang of one has none
+    store: ValueStore | None = None  # takes outputs, and values of functions on their way; None: no flow runs
     warm: WarmNode | None = None  # what has imported torch already, from which launches are forked
     live_card: LiveCard | None = None  # has what the step's own cards can show of the gang
 
@@ -199,6 +201,8 @@ class TorchrunExecutor:
         warm: Literal["agent", "workers", False] | None = None,
         init: Literal["gloo", "nccl", "auto"] | None = None,
         gather: bool = False,
+        outputs: Path | str | Sequence[Path | str] | None = None,
+        outputs_from: Literal["control", "all"] | None = None,
         push_results_dir_to_cloud: Any = None,
         local_output_dir: Any = None,
         cloud_output_dir: Any = None,
@@ -263,6 +267,12 @@ class TorchrunExecutor:
         gather : bool, default False
             Of a function: bring the values of all ranks to the control node's result, through Metaflow's
             datastore.
+        outputs : Union[Path, str, Sequence[Union[Path, str]]], optional
+            Files, folders and patterns (``*``, ``**``), relative to the workers' working directory, as in
+            ``["model/", "*.json"]``. When all workers have ended, these go to Metaflow's datastore, and the result's
+            `outputs` has them. After a failure what there is goes there, and the error's `outputs` has it.
+        outputs_from : Literal["control", "all"], optional
+            Whose: the control node's, where rank 0 is, or every node's. Default: the control node's.
         push_results_dir_to_cloud, local_output_dir, cloud_output_dir : optional
             Accepted for ``metaflow-torchrun`` 0.2, which ignores them too.
 
@@ -293,17 +303,15 @@ class TorchrunExecutor:
         self._context.member.refuse_in_child()  # before any lock, which a thread of the task may hold for ever here
         ignored = ", ".join(name for name in _IGNORED if arguments[name])
         if ignored:
-            self._note_once(
-                f"warning: run({ignored}) has no effect; store outputs as artifacts or with @checkpoint instead"
-            )
+            self._note_once(f"warning: run({ignored}) has no effect; name files to store with run(outputs=...) instead")
         del arguments["self"], arguments["entrypoint"], arguments["entrypoint_args"]
         request = Request(entrypoint, entrypoint_args, arguments)
         if not callable(entrypoint):
             refuse_for_scripts(init, gather)
             return self._run(request)
         refuse_for_functions(request)
-        store, task = self._context.store, current_for_workers()
-        with closing(FunctionCall(entrypoint, entrypoint_args, init, gather, store, task)) as call:
+        store = self._context.store if self.num_nodes > 1 else None  # a gang of one has its values itself
+        with closing(FunctionCall(entrypoint, entrypoint_args, init, gather, store, current_for_workers())) as call:
             return self._run(call.request(request), call)
 
     def _run(self, request: Request, call: FunctionCall | None = None) -> TorchrunResult[Any]:
@@ -313,6 +321,8 @@ class TorchrunExecutor:
         spec = build_spec(request, nproc.value, context.settings, node)
         if call is not None:
             spec = call.fit(spec)
+        if spec.outputs is not None and context.store is None:
+            raise TorchrunConfigError("run(outputs=...) needs a datastore, which only a step of a flow has.")
         policy = self._policy(request, spec)
         facts = node_facts(spec, context.machine)
         context.member.emit(
@@ -366,6 +376,7 @@ class TorchrunExecutor:
             grace_s=context.settings.grace_s,
             silence_s=context.settings.heartbeat_timeout_s,
             call=call,
+            store=context.store,
             logs=context.settings.logs_of(self.num_nodes),
             warm_node=context.warm,
             **more,
@@ -399,7 +410,8 @@ class TorchrunExecutor:
         settings = ("timeout_s", "hang_timeout_s", "retry_on", "preemption_signal")
         chosen = {name: choose(name, request.arguments, {}, self._context.settings).value for name in settings}
         restarts = spec.max_restarts if spec.min_nodes is None else 0  # an elastic agent restarts by itself
-        return LaunchPolicy(max_restarts=restarts, min_nodes=spec.min_nodes, **chosen)
+        whose = None if spec.outputs is None else spec.outputs.whose
+        return LaunchPolicy(max_restarts=restarts, min_nodes=spec.min_nodes, outputs_from=whose, **chosen)
 
     def _choose_nproc(self, arguments: Mapping[str, Any], options: Mapping[str, str | None]) -> Nproc:
         choice = choose("nproc_per_node", arguments, options, self._context.settings)

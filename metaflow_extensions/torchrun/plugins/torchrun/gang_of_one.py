@@ -9,10 +9,12 @@ from functools import partial
 from typing import Any
 
 from metaflow import current
+from metaflow.datastore import FlowDataStore
 
 from .border.event_store import gang_content
 from .border.live_card import LiveCard, with_task
 from .border.step_timeout import StepTimeout
+from .border.value_store import DatastoreValues
 from .card.part import GangPart
 from .channel.join import LOOPBACK, join_alone
 from .errors import TorchrunError
@@ -60,7 +62,7 @@ class GangOfOne:
         error: BaseException | None = None
         try:
             self._begin_warm(machine, options)
-            executor = TorchrunExecutor(Context(member, LOOPBACK, machine, settings, warm=self._warm))
+            executor = TorchrunExecutor(Context(member, LOOPBACK, machine, settings, store=_store(), warm=self._warm))
             run: Callable[..., TorchrunResult[Any]] = executor.run  # which overload is the caller's to know
             return run(entrypoint, entrypoint_args, **options)
         except BaseException as caught:
@@ -100,6 +102,13 @@ class GangOfOne:
             live_card.follow_parts()
         self._live_card = live_card
         return live_card
+
+
+def _store() -> DatastoreValues | None:
+    """Return what stores outputs in the datastore of the flow that runs; None if none does, as in a notebook's cell."""
+    # Metaflow's command line has set it for the process (``cli.start``, 2.19).
+    is_known = FlowDataStore.default_storage_impl is not None and current.get("task_id") is not None
+    return DatastoreValues(FlowDataStore(current.flow_name)) if is_known else None
 
 
 def _log(about: dict[str, Any], event: Event) -> None:

@@ -7,6 +7,7 @@ Each takes the value and how to call the setting in an error, and raises `Torchr
 from __future__ import annotations
 
 import math
+import os
 import re
 import signal
 from typing import Any
@@ -16,6 +17,7 @@ from .errors import TorchrunConfigError
 NPROC_WORDS = ("auto", "cpu", "gpu")
 LOGS = ("all", "node", "rank0")
 WARM = ("agent", "workers", "off")
+OUTPUTS_FROM = ("control", "all")
 # The classes of causes (see `cause.Cause.category`) that a new generation on the same nodes may mend.
 RETRY_CLASSES = ("user", "killed", "timeout", "hang", "start")
 DEFAULT_RETRY_ON = frozenset({"user", "killed", "timeout", "hang"})
@@ -95,6 +97,51 @@ def parse_logs(value: Any, setting: str) -> str:
     if word not in LOGS:
         raise TorchrunConfigError(f"{setting} is {value!r}, but it must be one of {', '.join(map(repr, LOGS))}.")
     return word
+
+
+def parse_outputs(value: Any, setting: str) -> tuple[str, ...]:
+    """Return patterns of files and folders, each relative to a folder and without a slash at its end."""
+    given = [value] if isinstance(value, str | os.PathLike) else value
+    if not isinstance(given, (list, tuple, set, frozenset)) or not all(
+        isinstance(one, str | os.PathLike) for one in given
+    ):
+        raise TorchrunConfigError(
+            f"{setting} is {value!r}, but it must be a list of files, folders and patterns, as in ['model/', '*.json']."
+        )
+    names = [os.fsdecode(one) for one in given]
+    if not names:
+        raise TorchrunConfigError(f"{setting} names nothing. Name files or folders, or leave it out.")
+    for name in names:
+        why = _no_output(name)
+        if why is not None:
+            raise TorchrunConfigError(
+                f"{setting} has {name!r}, but {why}. Name what lies below the workers' working directory (cwd=...), "
+                "relative to it."
+            )
+    return tuple(dict.fromkeys(os.path.normpath(name) for name in names))
+
+
+def _no_output(name: str) -> str | None:
+    """Return why a pattern can't name outputs; None if it can."""
+    parts = name.split("/")
+    if not name.strip() or "\0" in name:
+        return "no file is called so"
+    if os.path.isabs(name):
+        return "it is an absolute path"
+    if ".." in parts:
+        return "'..' leads out of the working directory"
+    if any("**" in part and part != "**" for part in parts):
+        return "'**' stands for any folders, and must be a part of the path alone, as in 'logs/**/*.json'"
+    return None
+
+
+def parse_outputs_from(value: Any, setting: str) -> str:
+    """Return whose outputs are stored, one of `OUTPUTS_FROM`."""
+    if value not in OUTPUTS_FROM:
+        raise TorchrunConfigError(
+            f"{setting} is {value!r}, but it must be one of {', '.join(map(repr, OUTPUTS_FROM))}."
+        )
+    return str(value)
 
 
 def parse_warm(value: Any, setting: str) -> str:

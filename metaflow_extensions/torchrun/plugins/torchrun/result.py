@@ -5,7 +5,10 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+if TYPE_CHECKING:
+    from .launch.outputs import Outputs
 
 T = TypeVar("T")
 
@@ -53,6 +56,9 @@ class TorchrunResult(Generic[T]):
     events : tuple of dict
         What has happened to the gang so far, in order: on the control node all, on others what concerns the whole
         gang. ``docs/events.md`` lists the fields.
+    outputs : Outputs or None
+        The files that ``run(outputs=...)`` has stored; None without that argument. With ``outputs_from="all"``, the
+        control node's result has those of all nodes, and another node's its own.
     """
 
     launch: int
@@ -69,6 +75,7 @@ class TorchrunResult(Generic[T]):
     gathered: bool = False
     events: tuple[dict[str, Any], ...] = field(default=(), repr=False)
     metrics: dict[str, float] = field(default_factory=dict)
+    outputs: Outputs | None = None
 
     def rank(self, rank: int) -> T:
         """Return what the function returned on a global rank.
@@ -109,7 +116,13 @@ class TorchrunResult(Generic[T]):
         return True
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update({"metrics": {}, **state})  # of an older version there is no such attribute
+        outputs = state.get("outputs")
+        if isinstance(outputs, dict):
+            from .launch.outputs import Outputs
+
+            outputs = Outputs(**outputs)
+        # Results of an older version have no such attributes.
+        vars(self).update({"metrics": {}, **state, "outputs": outputs})
 
     def _ranks(self) -> range:
         if self.gathered:
@@ -129,4 +142,6 @@ class TorchrunResult(Generic[T]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         expression = f"{_REVIVED}({__name__!r}, __import__('importlib.util').util.find_spec)"
-        return eval, (expression,), {**vars(self), "values": dict(self.values)}
+        # As plain data: where this extension is not installed, its other classes are not, either.
+        outputs = None if self.outputs is None else self.outputs.as_data()
+        return eval, (expression,), {**vars(self), "values": dict(self.values), "outputs": outputs}

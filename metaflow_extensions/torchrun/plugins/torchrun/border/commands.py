@@ -19,11 +19,15 @@ from metaflow._vendor import click
 from metaflow.exception import CommandException
 from metaflow.util import get_latest_run_id
 
+from ..errors import TorchrunError
+from ..gang.texts import size_text
+from ..launch.outputs import Outputs
 from ..views.log_lines import shown, wanted
 from ..views.page import as_data, as_text, failed_rank
-from ..views.table import table
+from ..views.table import printable, table
 from .stored_gangs import StoredGang, StoredGangs
 from .stored_logs import StoredLogs
+from .value_store import DatastoreValues
 
 
 @click.group()
@@ -84,11 +88,8 @@ def logs(
     _take_any_text()
     pattern = _pattern(grep)
     stored = StoredGangs(obj.flow_datastore)
-    found = _find(obj, stored, gang)
-    if len(found) > 1:
-        known = ", ".join(f"{each.run}/{each.step}/{each.control_task}" for each in found)
-        raise CommandException(f"{gang} has {len(found)} gangs, and each has a rank 0. Name one of them: {known}.")
-    kept = StoredLogs(stored, found[0], _checked(found[0], attempt))
+    found = _find_one(obj, stored, gang)
+    kept = StoredLogs(stored, found, _checked(found, attempt))
     is_empty = True
     with suppress(KeyboardInterrupt):
         for line in wanted(kept.follow() if follow else kept.lines(), rank, node, pattern):
@@ -97,6 +98,54 @@ def logs(
     if is_empty:
         more = "Metaflow stores the log of a local run when its task ends, and remote ones every few seconds."
         click.echo(f"No such line is stored. {more}", err=True)
+
+
+@torchrun.command(help="List the files that run(outputs=...) has stored, also when it has failed, or download them.")
+@_gang
+@click.option("--to", metavar="FOLDER", default=None, help="Write the files below this folder.")
+@click.option("--launch", type=int, default=None, help="Of which call of run, from 0; the last that has stored any.")
+@click.option("--node", type=int, default=None, help="Only the files of this node.")
+@_attempt
+@click.pass_obj
+def outputs(obj: Any, gang: str, to: str | None, launch: int | None, node: int | None, attempt: int | None) -> None:
+    """Show or fetch the outputs of one gang."""
+    _take_any_text()
+    stored = StoredGangs(obj.flow_datastore)
+    found = _find_one(obj, stored, gang)
+    kept = _outputs(obj, stored.events(found, _checked(found, attempt)) or {}, launch)
+    try:
+        if to is not None:
+            click.echo(f"The files are in {kept.download(to, node)}.")
+            return
+        rows = [
+            [str(each.node), size_text(each.size), printable(each.name)] for each in kept if node in (None, each.node)
+        ]
+    except (TorchrunError, LookupError, OSError) as error:
+        raise CommandException(str(error)) from error
+    click.echo("\n".join(table(("node", "size", "name"), rows, right=("node", "size"))))
+    for name, why in kept.left_out.items():
+        click.echo(f"Left out: {printable(name)} {why}")
+
+
+def _outputs(obj: Any, content: dict[str, Any], launch: int | None) -> Outputs:
+    """Return what a launch of a gang has stored."""
+    known = {int(number): nodes for number, nodes in content.get("outputs", {}).items()}
+    if launch is None:
+        launch = max(known, default=0)
+    if launch not in known:
+        said = ", ".join(map(str, known)) or "none"
+        raise CommandException(f"Launch {launch} has stored no outputs; launches that have: {said}.")
+    nodes = {int(node): (each["key"], each["files"], each["size"]) for node, each in known[launch].items()}
+    return Outputs(DatastoreValues(obj.flow_datastore).address, nodes)
+
+
+def _find_one(obj: Any, stored: StoredGangs, named: str) -> StoredGang:
+    """Return the one gang that is meant, or say which there are."""
+    found = _find(obj, stored, named)
+    if len(found) > 1:
+        known = ", ".join(f"{each.run}/{each.step}/{each.control_task}" for each in found)
+        raise CommandException(f"{named} has {len(found)} gangs, and each has a rank 0. Name one of them: {known}.")
+    return found[0]
 
 
 def _find(obj: Any, stored: StoredGangs, named: str) -> list[StoredGang]:
@@ -157,9 +206,12 @@ def _checked(gang: StoredGang, attempt: int | None) -> int:
 def _page(stored: StoredGangs, gang: StoredGang, attempt: int, where: str) -> list[str]:
     content = stored.events(gang, attempt)
     which = f" --attempt {attempt}" if attempt < gang.last_attempt else ""
-    ask = f"{_program()} {'' if stored.is_default else f'--datastore {stored.kind} '}torchrun logs {where}{which}"
+    program = f"{_program()} {'' if stored.is_default else f'--datastore {stored.kind} '}torchrun"
+    ask = f"{program} logs {where}{which}"
     hints = ["", f"Logs of all nodes: {ask}"]
     if content is not None:
+        if content.get("outputs"):
+            hints.append(f"Its outputs: {program} outputs {where}{which}")
         rank = failed_rank(content)
         if rank is not None:
             hints.append(f"Of the rank that failed: {ask} --rank {rank}")

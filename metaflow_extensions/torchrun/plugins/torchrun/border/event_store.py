@@ -90,4 +90,9 @@ def gang_content(gang: Gang, about: Mapping[str, Any]) -> dict[str, Any]:
         "events": [record.as_dict() for record in gang.history.records],
         "reports": [asdict(report) for report in gang.history.reports],
         "usage": gang.usage.as_data(),
+        "outputs": {  # of copies: the channel's thread may add to them
+            launch: {node: asdict(each) for node, each in dict(of).items()}
+            for launch, of in dict(gang.outputs).items()
+            if of
+        },
     }

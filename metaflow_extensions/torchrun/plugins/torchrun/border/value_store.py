@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from types import FrameType
 from typing import Any
@@ -14,7 +14,10 @@ class DatastoreValues:
 
     def __init__(self, flow_datastore: Any) -> None:
         self._store = flow_datastore  # metaflow.datastore.FlowDataStore, 2.19
-        self.where = f"the {flow_datastore.TYPE} datastore {flow_datastore.datastore_root}"
+        kind, root = flow_datastore.TYPE, flow_datastore.datastore_root
+        self.where = f"the {kind} datastore {root}"
+        self.folder: str | None = root if kind == "local" else None
+        self.address: Mapping[str, str] = {"type": kind, "root": root, "flow": flow_datastore.flow_name}
 
     def save(self, data: bytes) -> str:
         """Store `data` and return its key, which is the same for the same data."""

@@ -14,7 +14,7 @@ from typing import Any, Literal
 Kind = Literal[
     "joined", "ready", "go", "output", "exited", "stopped", "finished", "left", "lost",
     "preempted", "hang", "timeout", "dropped", "stopping", "cause", "restart", "done", "failed", "broken", "omitted",
-    "straggler", "recovered",
+    "straggler", "recovered", "stored",
 ]  # fmt: skip
 # What every node gets to know with a verdict; the others concern one node that is as it should be.
 _OF_THE_GANG = frozenset(

@@ -13,7 +13,7 @@ from typing import Any
 from ..errors import GangError, LaunchFailed, LaunchHung, LaunchTimeout, TorchrunError, TorchrunPreempted
 from .cause import Cause, Failure, first_failure
 from .policy import LaunchPolicy
-from .protocol import CONTROL, Ended, Ready
+from .protocol import CONTROL, Ended, Ready, StoredOutputs
 from .texts import REMIND_S, counted, first_lines, first_values, headline, names, places, shortened
 
 # What must be the same on every node besides the launch's number, and how to call it. The first two are
@@ -37,18 +37,20 @@ class Phase(enum.Enum):
 
     GATHERING = "waits until all nodes are ready"
     RUNNING = "the workers run"
-    STORING = "all workers have ended well, and what they have returned is being stored"
+    STORING = "all workers have ended well, and what they have returned or written is being stored"
     STOPPING = "the workers are told to stop"
     PAUSING = "all workers are gone; a restart follows after a pause"
+    SAVING = "it has failed, all workers are gone, and what outputs there are is being stored"
     OVER = "every node knows how it ended"
 
 
 _NEXT = {
     Phase.GATHERING: {Phase.RUNNING, Phase.OVER},
-    Phase.RUNNING: {Phase.STORING, Phase.STOPPING, Phase.OVER},
+    Phase.RUNNING: {Phase.STORING, Phase.STOPPING, Phase.SAVING, Phase.OVER},
     Phase.STORING: {Phase.STOPPING, Phase.OVER},
-    Phase.STOPPING: {Phase.PAUSING, Phase.RUNNING, Phase.OVER},
-    Phase.PAUSING: {Phase.RUNNING, Phase.OVER},
+    Phase.STOPPING: {Phase.PAUSING, Phase.RUNNING, Phase.SAVING, Phase.OVER},
+    Phase.PAUSING: {Phase.RUNNING, Phase.SAVING, Phase.OVER},
+    Phase.SAVING: {Phase.OVER},
     Phase.OVER: set[Phase](),
 }
 
@@ -71,11 +73,13 @@ class Launch:
     went_at: float = 0.0
     active_at: float = 0.0
     deadline: float = float("inf")
-    until: float = float("inf")  # when to go on from STOPPING or PAUSING, whatever is missing
+    until: float = float("inf")  # when to go on from STOPPING, PAUSING or SAVING, whatever is missing
     remind_at: float = float("inf")  # when to say next what the launch waits for
     stores: dict[int, str] = field(default_factory=dict)  # nodes whose workers have ended -> what they store
     stores_since: float = 0.0
     stored: dict[int, str] = field(default_factory=dict)  # global rank -> key in the datastore
+    outputs: dict[int, StoredOutputs] = field(default_factory=dict)  # by node
+    failing_with: TorchrunError | None = None  # while SAVING: what it ends with then
 
     def enter(self, phase: Phase) -> None:
         """Go to another phase."""
@@ -86,7 +90,7 @@ class Launch:
         """All nodes start their workers; nothing of the generation before counts any more."""
         self.enter(Phase.RUNNING)
         self.went_at = self.active_at = now
-        for each in (self.ended, self.stores, self.stored, self.failures):
+        for each in (self.ended, self.stores, self.stored, self.outputs, self.failures):
             each.clear()
 
     def begin_pause(self, now: float, pause_s: float) -> float:
@@ -100,6 +104,14 @@ class Launch:
         self.generation += 1
         self.until = now + left_s
         return round(left_s, 1)
+
+    def begin_saving(self, nodes: Iterable[int], error: TorchrunError, now: float, until: float) -> None:
+        """It will fail with `error` when `nodes` have stored their outputs, or when it is `until`."""
+        self.enter(Phase.SAVING)
+        self.failing_with, self.until = error, until
+        self.stores.clear()
+        for node in nodes:
+            self.note_storing(node, "its outputs", now)
 
     @property
     def restarts(self) -> int:
@@ -149,6 +161,16 @@ class Launch:
                     "with the same settings, on the same software and kind of devices."
                 )
         return None
+
+    def saved_by(self, error: TorchrunError) -> list[int]:
+        """Return whose outputs are to be stored when the launch fails with `error`: of nodes whose workers have ended."""
+        whose = self.policy.outputs_from
+        if whose is None or (error.cause or {}).get("kind") == "store":  # then the datastore is the failure
+            return []
+        able = (
+            self.ended.keys() - self.dropped - self.given_up - self.outputs.keys()
+        )  # who has ended well, has stored them
+        return sorted(able if whose == "all" else able & {CONTROL})
 
     def signal_for(self, cause: Cause | None) -> int | None:
         """Return what the workers get so that they can save, where `cause` leaves time for it."""
@@ -206,6 +228,10 @@ class Launch:
         """Whether each of all ranks has trained by itself."""
         return bool(self.ended) and all(ended.alone for ended in self.ended.values())
 
+    def outputs_for(self, node: int) -> dict[int, StoredOutputs]:
+        """Return what a node hears of stored outputs: the control node of all, others of the control node's."""
+        return {other: each for other, each in sorted(self.outputs.items()) if CONTROL in (node, other)}
+
     # --- what becomes an error ------------------------------------------------------------------
 
     def error(self, cause: Cause | None, silent: list[int]) -> LaunchFailed:
@@ -235,7 +261,9 @@ class Launch:
             remedy = "hang_timeout_s changes how long they may be silent."
             return LaunchHung, f"{stopped}: {cause.exception}. {remedy}\n{cause.detail}"
         if cause.kind == "store":
-            remedy = "If the datastore is well, return less: a function can store results itself and return where."
+            remedy = (
+                "If the datastore is well, return less, or name less as outputs: a script can store results itself."
+            )
             return LaunchFailed, f"{report}\n{stopped} on all nodes; its workers had ended well. {remedy}"
         if cause.category == "preempted":
             codes = [pair for ended in self.ended.values() for pair in ended.exit_codes.items()]

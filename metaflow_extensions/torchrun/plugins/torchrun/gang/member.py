@@ -45,6 +45,7 @@ from .protocol import (
     Note,
     Replaced,
     Restart,
+    Save,
     Stop,
     Usage,
     Verdict,
@@ -218,7 +219,7 @@ class Member:
             with self._lock:
                 if self._state is State.WAITING:
                     self._enter(State.ALONE)
-        elif isinstance(message, Go | Stop | Restart | Verdict):
+        elif isinstance(message, Go | Stop | Restart | Save | Verdict):
             with self._lock:
                 if self._state is State.LAUNCH:  # else it is late news of a launch that was given up
                     self.inbox.put(message)

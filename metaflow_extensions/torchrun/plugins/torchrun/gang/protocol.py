@@ -13,7 +13,9 @@ Node 0 is the control node and a node of its own gang: its own messages take the
     Lines, Metrics, Usage               ──>
                                         <──  Stop, when a node has failed
     Ended, then Storing and Stored      ──>
-                                        <──  Restart and another Go, or Verdict
+                                        <──  Restart and another Go; or Save, if all has failed
+    Storing and Stored                  ──>
+                                        <──  Verdict
     Done: the step's code has ended     ──>
     Leave: nothing more will come       ──>
                                         <──  Ack; Bye, when the control node itself leaves
@@ -144,7 +146,7 @@ class Ended:
     generation: int | None = None  # None: of whatever generation
     failures: tuple[Failure, ...] = ()  # what has failed; of many the first
     exit_codes: dict[int, int] = field(default_factory=dict)  # by global rank, where they are known
-    # What the node stores in the datastore for other nodes now; `Stored` says when that is over.
+    # What the node stores in the datastore now; `Stored` says when that is over.
     storing: str | None = None
     diagnostics: Diagnostics | None = None  # of a hang
     alone: bool = False  # whether every worker has computed gradients and had no process group for them
@@ -160,13 +162,23 @@ class Storing:
 
 
 @dataclass(frozen=True)
+class StoredOutputs:
+    """Where the list of a node's outputs is, and what it comes to."""
+
+    key: str  # of the list in the datastore
+    files: int
+    size: int  # bytes of all files
+
+
+@dataclass(frozen=True)
 class Stored:
-    """All that other nodes need of this node is in the datastore, or can't be stored."""
+    """All that is wanted of this node is in the datastore, or can't be stored; also the answer to `Save`."""
 
     launch: int
     generation: int
     keys: dict[int, str] = field(default_factory=dict)  # global rank -> key in the datastore
     failures: tuple[Failure, ...] = ()  # why something could not be stored
+    outputs: StoredOutputs | None = None  # None: there are none
 
 
 @dataclass(frozen=True)
@@ -240,6 +252,19 @@ class Restart:
 
 
 @dataclass(frozen=True)
+class Save:
+    """The launch has failed for good, and no worker is left: store what outputs there are; `Stored` answers.
+
+    All nodes get it, and so know what has failed, even if the control node is gone before they hear the verdict.
+    """
+
+    launch: int
+    generation: int
+    error: TorchrunError  # what the verdict will be
+    within_s: float | None = None  # how long it may take; None: this node stores none, and does not answer
+
+
+@dataclass(frozen=True)
 class Verdict:
     """The launch is over."""
 
@@ -250,6 +275,8 @@ class Verdict:
     events: tuple[Record, ...] = ()  # what has happened: all for the control node, for others what concerns the gang
     metrics: dict[str, float | None] = field(default_factory=dict)  # rank 0's last values; None: not finite
     alone: bool = False  # whether the launch has ended well and, on all nodes, as `Ended.alone` says
+    # By node: for the control node those of all that have stored any, for others the control node's alone.
+    outputs: dict[int, StoredOutputs] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -292,7 +319,7 @@ class Alone:
 
 Message: TypeAlias = (
     Join | Ready | Active | Failed | Lines | Metrics | Usage | Ended | Storing | Stored | Done | Leave | Beat
-    | Welcome | Refused | Go | Stop | Restart | Verdict | Abort | Replaced | Note | Ack | Bye | Alone
+    | Welcome | Refused | Go | Stop | Restart | Save | Verdict | Abort | Replaced | Note | Ack | Bye | Alone
 )  # fmt: skip
 _CLASSES: dict[str, type[Any]] = {cls.__name__.lower(): cls for cls in typing.get_args(Message)}
 

@@ -41,14 +41,16 @@ from .protocol import (
     Refused,
     Replaced,
     Restart,
+    Save,
     Stop,
     Stored,
+    StoredOutputs,
     Storing,
     Usage,
     Verdict,
     Welcome,
 )
-from .texts import QUIET_S, REMIND_S, counted, headline, names
+from .texts import QUIET_S, REMIND_S, counted, headline, names, size_text
 from .usage import UsageHistory, step_s
 
 Outgoing = tuple[int, Message]
@@ -62,6 +64,10 @@ _MAX_MOVES = 3
 _STOP_MARGIN_S = 15.0
 # How long the nodes may take to write down what the workers of a hang are doing.
 DIAGNOSTICS_S = 15.0
+# How long the outputs of a launch that has failed may take, and the list of those that were stored in that time. The
+# nodes wait for it, and cost.
+SAVE_S = 120.0
+_LIST_S = 15.0
 
 
 class Gang:
@@ -88,6 +94,7 @@ class Gang:
         self.history = History(clock)
         self.progress = Progress()  # of the last launch whose scripts have told of any
         self.usage = UsageHistory(num_nodes, step_s(num_nodes))
+        self.outputs: dict[int, dict[int, StoredOutputs]] = {}  # by launch and node
         self._launch = Launch(-1, Phase.OVER)  # the last one
         self._verdicts: dict[int, TorchrunError | None] = {}  # by the launch's number
         self._early: dict[int, Ready] = {}  # of nodes that have given up the launch that still runs
@@ -206,6 +213,8 @@ class Gang:
             self._go()
         elif launch.phase is Phase.STOPPING and now > launch.until:
             self._decide()
+        elif launch.phase is Phase.SAVING and now > launch.until:
+            self._finish(launch.failing_with)
 
     # --- joining --------------------------------------------------------------------------------
 
@@ -232,7 +241,7 @@ class Gang:
             same = f"another task of this attempt has the same node index (host {host})"
             why = same if state is not None else f"there are {self.num_nodes} nodes in this gang"
             return Refused(GangError(f"{who}: {why}.")), []
-        is_ending = self.broken is not None or self._launch.phase in (Phase.STOPPING, Phase.PAUSING)
+        is_ending = self.broken is not None or self._launch.phase in (Phase.STOPPING, Phase.PAUSING, Phase.SAVING)
         is_member = state is NodeState.JOINED
         if is_member and not is_ending and node not in self.nodes.replaced:
             self.nodes.replaced.add(node)
@@ -334,6 +343,8 @@ class Gang:
         cause = launch.first_cause()
         if launch.phase is Phase.GATHERING and cause is not None:
             self._finish(obstacles.too_early(cause, launch.number))
+        elif launch.phase is Phase.SAVING:
+            self._decide_if_all_ended()
         else:
             self._stop_or_drop(node)
 
@@ -375,10 +386,17 @@ class Gang:
     def _on_stored(self, node: int, stored: Stored) -> None:
         if self._launch.stores.pop(node, None) is not None:
             self._launch.stored.update(stored.keys)
+            self._note_outputs(node, stored.outputs)
             self._note_failures(stored.failures)
             if stored.failures:
                 self._stop()
             self._decide_if_all_ended()
+
+    def _note_outputs(self, node: int, outputs: StoredOutputs | None) -> None:
+        if outputs is not None:
+            self._launch.outputs[node] = outputs
+            self.outputs[self._launch.number] = self._launch.outputs
+            self._note("stored", node=node, text=f"{counted(outputs.files, 'file')}, {size_text(outputs.size)}")
 
     # --- a launch: its end ----------------------------------------------------------------------
 
@@ -386,7 +404,7 @@ class Gang:
         """Stop all because `node` fails; a launch with torchrun's own elasticity goes on while enough are left."""
         launch = self._launch
         if launch.phase is Phase.PAUSING:  # nothing runs, and nothing can start any more
-            self._finish(launch.error(launch.first_cause(), []))
+            self._fail(launch.error(launch.first_cause(), []))
             return
         wanted = launch.policy.min_nodes
         if wanted is None:  # before all nodes are looked through
@@ -422,6 +440,9 @@ class Gang:
     def _decide_if_all_ended(self) -> None:
         # Each node's message leads here, so what is quickly known comes first.
         launch = self._launch
+        if launch.phase is Phase.SAVING and not any(self.nodes[node] is NodeState.JOINED for node in launch.stores):
+            self._finish(launch.failing_with)
+            return
         running = launch.phase in (Phase.RUNNING, Phase.STORING, Phase.STOPPING)
         if not running or len(launch.ended) < self.nodes.count(NodeState.JOINED):
             return
@@ -442,7 +463,7 @@ class Gang:
         if (cause is None or launch.dropped) and not silent and all_well:
             self._finish(None)
         elif cause is None or silent or not self._can_start_again():
-            self._finish(launch.error(cause, silent))
+            self._fail(launch.error(cause, silent))
         elif self._may_move(cause):
             launch.generation += 1
             launch.moves += 1
@@ -455,7 +476,7 @@ class Gang:
             self._note("restart", text=f"restart {launch.restarts} of {launch.policy.max_restarts} in {pause_s:g} s")
             self._broadcast(Restart(launch.number, launch.restarts, launch.policy.max_restarts, pause_s, cause))
         else:
-            self._finish(launch.error(cause, silent))
+            self._fail(launch.error(cause, silent))
 
     def _can_start_again(self) -> bool:
         """Tell whether all nodes can go on; one that has given the launch up by itself does not listen to it."""
@@ -472,18 +493,36 @@ class Gang:
         over = cause.kind == "step_timeout" or self._clock() >= launch.deadline  # as one node's clock has it
         return cause.category in policy.retry_on and launch.restarts < policy.max_restarts and not over
 
+    def _fail(self, error: TorchrunError) -> None:
+        """End the launch with an error, when what outputs there are is stored."""
+        launch = self._launch
+        nodes = [node for node in launch.saved_by(error) if self.nodes[node] is NodeState.JOINED]
+        if not nodes:
+            self._finish(error)
+            return
+        self._tell_cause(error)
+        now = self._clock()
+        launch.begin_saving(nodes, error, now, now + SAVE_S + _LIST_S)
+        about = (launch.number, launch.generation, error)
+        self._send(Save(*about, SAVE_S), *nodes)
+        self._send(Save(*about), *(node for node in self.nodes.joined if node not in launch.stores))
+
+    def _tell_cause(self, error: TorchrunError) -> None:
+        if error.cause is not None:
+            self._note_cause(Cause.from_dict(error.cause))
+        self._report(error, self._launch.number, self._launch.generation)
+
     def _finish(self, error: TorchrunError | None) -> None:
         launch = self._launch
+        if error is not None and launch.phase is not Phase.SAVING:  # where it is, that was told when it began
+            self._tell_cause(error)
         launch.enter(Phase.OVER)
         launch.verdict = error
         launch.stores.clear()  # nobody waits for it any more
         if error is None:
             self._note("done")
         else:
-            if error.cause is not None:
-                self._note_cause(Cause.from_dict(error.cause))
             self._note("failed", text=headline(error.message))
-            self._report(error, launch.number, launch.generation)
         # Where the nodes' numbers contradict each other, each of these launches has ended.
         self._verdicts.update(dict.fromkeys({launch.number, *(ready.launch for ready in launch.ready.values())}, error))
         self._send_verdict([node for node in self.nodes.joined if node not in launch.dropped], error)
@@ -505,7 +544,8 @@ class Gang:
                     events = self.history.records if node == CONTROL else self.history.of_the_gang
                     metrics = dict(self.progress.last) if self.progress.launch == launch.number else {}
                     alone = error is None and launch.alone
-                    made[key] = Verdict(number, error, launch.stored_for(node, error), events, metrics, alone)
+                    stored, outputs = launch.stored_for(node, error), launch.outputs_for(node)
+                    made[key] = Verdict(number, error, stored, events, metrics, alone, outputs)
                 self._send(made[key], node)
 
     def _send_late_verdict(self, number: int, node: int, error: TorchrunError | None) -> None:

@@ -22,6 +22,7 @@ from typing import Any
 
 from ..errors import EntrypointError, LaunchFailed, TorchrunConfigError, WorkerFailed
 from ..gang.protocol import CONTROL
+from ..gang.texts import size_text
 from ..scripts.function_worker import CALL, RAISED, RETURNED, VALUES, dump, find_cloud_pickler, main_file, path_of
 from .arguments import dict_or_list
 from .command import SCRIPTS
@@ -34,7 +35,6 @@ from .transfer import (
     TransferFailed,
     ValueStore,
     patience_for,
-    size_text,
 )
 from .values import ValuesOnDisk
 
@@ -109,27 +109,26 @@ class FunctionCall:
         shutil.rmtree(os.path.join(self.folder, VALUES), ignore_errors=True)
         os.makedirs(os.path.join(self.folder, VALUES))
 
-    def upload(self, ranks: Sequence[int], node: int, ok: bool) -> Transfer | None:
-        """Return the transfer that stores what other nodes need of `ranks` (rank -> key); None if that is nothing."""
+    def upload(self, ranks: Sequence[int], node: int, ok: bool) -> list[Step]:
+        """Return the steps that store what other nodes need of `ranks` (rank -> key); none if that is nothing."""
         store = self._store
         if store is None or (ok and (node == CONTROL or not self.gather)):
-            return None
+            return []
         paths = {rank: path_of(self.folder, RETURNED if ok else RAISED, rank) for rank in ranks}
         sizes = {rank: os.path.getsize(path) for rank, path in paths.items() if os.path.exists(path)}
         if not sizes:
-            return None
+            return []
 
         def save(some: Iterable[int]) -> dict[int, str]:
             return {rank: store.save(Path(paths[rank]).read_bytes()) for rank in some}
 
-        steps = [
+        if not ok:
+            what = f"what its ranks raised ({size_text(sum(sizes.values()))})"
+            return [Step(what, partial(save, sizes), RAISED_PATIENCE_S)]
+        return [
             Step(f"rank {rank}'s value ({size_text(size)})", partial(save, [rank]), patience_for(size), rank)
             for rank, size in sizes.items()
         ]
-        if not ok:
-            what = f"what its ranks raised ({size_text(sum(sizes.values()))})"
-            steps = [Step(what, partial(save, sizes), RAISED_PATIENCE_S)]
-        return Transfer(store, "stores", steps, vital=ok)
 
     # --- called at the end ------------------------------------------------------------------------
 

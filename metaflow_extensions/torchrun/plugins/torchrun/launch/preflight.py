@@ -29,7 +29,7 @@ def preflight_spec(spec: LaunchSpec) -> LaunchSpec:
     """Return the launch that measures the network for `spec`: with the same nodes, processes, port and variables."""
     own = replace(spec, entrypoint=_SCRIPT, args=(), module=False, options=(), shown_local_ranks=None)
     # All nodes take part and rank by their index, whatever torchrun's own elasticity is to do later.
-    return replace(own, max_restarts=0, min_nodes=None, tensorboard=None)
+    return replace(own, max_restarts=0, min_nodes=None, tensorboard=None, outputs=None)
 
 
 def as_preflight(error: LaunchFailed) -> LaunchFailed:

@@ -12,7 +12,8 @@ from functools import cached_property
 from typing import Any
 
 from ..errors import EntrypointError, TorchrunConfigError
-from ..parsing import parse_int
+from ..gang.protocol import CONTROL
+from ..parsing import parse_int, parse_outputs, parse_outputs_from
 from ..settings import StepSettings, choose
 from .arguments import entrypoint_arguments, torchrun_options
 
@@ -21,6 +22,19 @@ STATIC_BACKEND = "static"
 ELASTIC_BACKEND = "c10d"
 # Options that the gang decides or does itself; torchrun gets its own value of them, or none.
 _DECIDED = frozenset({"nproc-per-node", "master-port", "max-restarts", "redirects", "tee"})
+
+
+@dataclass(frozen=True)
+class OutputRequest:
+    """Which files of which nodes are to be stored when the workers have ended."""
+
+    patterns: tuple[str, ...]  # relative to `folder`
+    folder: str  # absolute path of the workers' working directory
+    whose: str  # out of `parsing.OUTPUTS_FROM`
+
+    def is_of(self, node: int) -> bool:
+        """Tell whether files of a node are stored."""
+        return self.whose == "all" or node == CONTROL
 
 
 @dataclass(frozen=True)
@@ -46,6 +60,7 @@ class LaunchSpec:
     function: str | None = None  # name of the function that is called instead of a script
     tensorboard: str | None = None  # absolute path of a folder with TensorBoard's event files, which are to be read
     source: str | None = None  # the file that must be the same on all nodes; None is the entrypoint
+    outputs: OutputRequest | None = None
 
     @property
     def world_size(self) -> int:
@@ -110,6 +125,7 @@ def build_spec(request: Request, nproc: int, settings: StepSettings, node: Node)
         env=_environment(arguments.get("env")),
         cwd=cwd,
         tensorboard=_event_folder(arguments.get("tensorboard"), cwd),
+        outputs=_outputs(arguments, cwd),
         min_nodes=min_nodes,
         elastic_timeout_s=int(settings.all_nodes_started_timeout),
         options=tuple((name, value) for name, value in options.items() if name not in _DECIDED),
@@ -225,6 +241,20 @@ def _event_folder(folder: Any, cwd: str | None) -> str | None:
             "TensorBoard's event files, as in tensorboard='runs'."
         )
     return os.path.abspath(os.path.join(cwd or "", name))
+
+
+def _outputs(arguments: Mapping[str, Any], cwd: str | None) -> OutputRequest | None:
+    """Return what is to be stored at the end; relative to where the workers run, even if the task goes elsewhere."""
+    patterns, whose = arguments.get("outputs"), arguments.get("outputs_from")
+    if patterns is None:
+        if whose is not None:
+            raise TorchrunConfigError(
+                f"run(outputs_from={whose!r}) says whose outputs to store, but outputs names none."
+            )
+        return None
+    names = parse_outputs(patterns, "run(outputs)")
+    checked = parse_outputs_from("control" if whose is None else whose, "run(outputs_from)")
+    return OutputRequest(names, cwd or os.getcwd(), checked)
 
 
 def bracketed(addr: str) -> str:

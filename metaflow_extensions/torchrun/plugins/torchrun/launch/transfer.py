@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -24,6 +25,8 @@ class ValueStore(Protocol):
     """What carries values from node to node."""
 
     where: str  # what to call it, and where it is
+    folder: str | None  # where it is on this machine; None: elsewhere
+    address: Mapping[str, str]  # by which a later task or another machine finds it
 
     def save(self, data: bytes) -> str:
         """Store `data` and return its key."""
@@ -47,10 +50,11 @@ class Step:
     do: Callable[[], Mapping[Any, Any]]  # carries it and returns what is known then
     patience_s: float
     rank: int | None = None  # whose it is, if it is one rank's
+    is_news: bool = True  # whether the gang should hear of its begin
 
 
 class Transfer:
-    """A few steps, one after the other, in a daemon thread.
+    """Steps, one after the other, in a daemon thread.
 
     Only that thread waits for the store. The thread that has started it may give it up at any time: then it does no
     further step, and keeps no interpreter from its exit.
@@ -59,14 +63,14 @@ class Transfer:
     # The transfer's own thread writes `step`, `results`, `_step_begun_at` and `_error`, and sets `_ended` last.
     # Whoever has started it reads them, and writes `_given_up` and `_said_at`.
 
-    def __init__(self, store: ValueStore, doing: str, steps: Sequence[Step], vital: bool = True) -> None:
+    def __init__(self, store: ValueStore, doing: str, steps: Iterable[Step], vital: bool = True) -> None:
         self._store = store
         self.where = store.where
         self._doing = doing  # as in "stores"
-        self._steps = steps  # at least one
+        self._steps = iter(steps)  # at least one; the others are made as they are needed
         self.vital = vital  # the launch fails without it
         self.results: dict[Any, Any] = {}  # what the steps have returned so far, together
-        self.step = steps[0]  # what is being carried, or was last
+        self.step = next(self._steps)  # what is being carried, or was last
         self._begun_at = self._step_begun_at = self._said_at = time.monotonic()
         self._error: BaseException | None = None
         self._ended = threading.Event()
@@ -75,6 +79,11 @@ class Transfer:
     def start(self, news: Callable[[], None] = lambda: None) -> None:
         """Begin; the transfer's thread calls `news` when a step begins and at the end."""
         threading.Thread(target=self._run, args=(news,), name="torchrun-values", daemon=True).start()
+
+    @property
+    def seconds(self) -> float:
+        """How long ago it was made."""
+        return time.monotonic() - self._begun_at
 
     @property
     def over(self) -> bool:
@@ -126,11 +135,12 @@ class Transfer:
 
     def _run(self, news: Callable[[], None]) -> None:
         try:
-            for step in self._steps:
+            for step in itertools.chain([self.step], self._steps):
                 if self._given_up:
                     return
                 self._step_begun_at, self.step = time.monotonic(), step  # in this order: see `over`
-                news()
+                if step.is_news:
+                    news()
                 self.results.update(step.do())
         except BaseException as error:  # whatever a store's client raises
             self._error = error
@@ -153,11 +163,3 @@ def _do_not_wait_for_pools() -> None:
 def patience_for(size: int) -> float:
     """Return how many seconds a value of `size` bytes may take."""
     return PATIENCE_S + size / _SLOWEST_BYTES_PER_S
-
-
-def size_text(size: int) -> str:
-    """Return a number of bytes for people: ``"2.1 GB"``."""
-    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if size >= factor:
-            return f"{size / factor:.1f} {unit}"
-    return f"{size} bytes"

@@ -9,6 +9,7 @@ from typing import Any
 from ..gang.policy import LaunchPolicy
 from ..launch.function import FunctionCall
 from ..launch.spec import LaunchSpec
+from ..launch.transfer import ValueStore
 from ..machine.accelerators import Machine
 from .logs import Write
 from .warm_start import WarmNode
@@ -27,6 +28,7 @@ class Plan:
     grace_s: float = 30.0  # that workers have between SIGTERM and SIGKILL
     silence_s: float = 30.0  # that a process of this node may be stopped by a signal
     call: FunctionCall | None = None  # of the function that the workers call, where they do
+    store: ValueStore | None = None  # takes outputs and the values of functions; None where none is needed
     logs: str = "node"  # whose lines are shown where, out of `parsing.LOGS`
     nproc_why: str = ""  # why there are so many processes on each node
     warm: str = "off"  # what is forked from a warm process, out of `parsing.WARM`

@@ -8,11 +8,12 @@ into the inbox only; everything else here belongs to the thread that calls `run`
 
 from __future__ import annotations
 
+import itertools
 import math
 import queue
 import shlex
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -20,9 +21,24 @@ from ..errors import LaunchFailed, TorchrunError
 from ..events import Event, Kind
 from ..gang.cause import Cause, Failure
 from ..gang.member import Interruption, Member, TimedOut
-from ..gang.protocol import CONTROL, Active, Ended, Failed, Go, Ready, Restart, Stop, Verdict
+from ..gang.protocol import (
+    CONTROL,
+    Active,
+    Ended,
+    Failed,
+    Go,
+    Ready,
+    Restart,
+    Save,
+    Stop,
+    Stored,
+    StoredOutputs,
+    Verdict,
+)
 from ..launch.function import FunctionCall
-from ..launch.transfer import TransferFailed
+from ..launch.output_pieces import OutputPieces
+from ..launch.outputs import Outputs
+from ..launch.transfer import Step, Transfer, TransferFailed
 from ..result import TorchrunResult
 from .agent import AgentProcess
 from .agent_events import End, Refused, WorkerEnded
@@ -51,6 +67,9 @@ class Supervisor:
         self._launch = -1
         self._generation: Generation | None = None  # the one that lives
         self._upload: Upload | None = None
+        self._outputs: StoredOutputs | None = None  # this node's own, once they are stored
+        self._began_at = time.time()  # outputs that are older were not written in this launch
+        self._failing_with: TorchrunError | None = None  # what the verdict will be, once no worker is left
         self._verdict: Verdict | None = None
         self._is_preempted = False
         self._went_at: float | None = None
@@ -66,6 +85,7 @@ class Supervisor:
             Go: self._on_go,
             Stop: self._on_stop,
             Restart: self._on_restart,
+            Save: self._on_save,
             Verdict: self._on_verdict,
             AgentNews: self._on_agent_news,
             Upload: self._on_upload_news,
@@ -132,7 +152,7 @@ class Supervisor:
                 self._member.tell_usage(used)
 
     def _take(self, news: Any) -> None:
-        if isinstance(news, Go | Stop | Restart | Verdict) and news.launch != self._launch:
+        if isinstance(news, Go | Stop | Restart | Save | Verdict) and news.launch != self._launch:
             return  # late news of a launch that the step's code gave up
         self._handlers[type(news)](news)
 
@@ -140,6 +160,7 @@ class Supervisor:
 
     def _on_go(self, go: Go) -> None:
         self._give_up_upload()
+        self._outputs = None  # what another generation has stored is not this one's
         self._last_lines.begin()
         if self._went_at is None:
             self._went_at = time.monotonic()
@@ -194,12 +215,26 @@ class Supervisor:
         text = f"restart {restart.number} of {restart.of} in {restart.pause_s:g} s, because {cause.who} {cause.what}"
         self._emit("restart", text)
 
+    def _on_save(self, save: Save) -> None:
+        self._give_up_upload()
+        self._failing_with = save.error
+        if save.within_s is None:
+            return
+        pieces = self._make_pieces(save.within_s)
+        if pieces is None:
+            self._member.send(Stored(save.launch, save.generation))
+            return
+        self._emit("note", f"stores what outputs there are, for {save.within_s:g} s at most")
+        self._upload = self._make_upload(pieces.steps(), save, pieces, vital=False)
+        self._upload.start()
+
     def _on_verdict(self, verdict: Verdict) -> None:
         self._verdict, self.stored = verdict, verdict.stored
         self._events = [record.as_dict() for record in verdict.events]
         self._metrics = {key: math.nan if each is None else each for key, each in verdict.metrics.items()}
         if verdict.error is not None:
             verdict.error.events = self._events
+            verdict.error.outputs = self._all_outputs()
             self._last_lines.blame((verdict.error.cause or {}).get("node"))
 
     # --- what interrupts this node ----------------------------------------------------------------
@@ -207,7 +242,8 @@ class Supervisor:
     def _on_interruption(self, interruption: Interruption) -> None:
         if interruption is Interruption.BROKEN:
             text = "The step's code has ended while another thread was still in current.torch.run."
-            raise self._member.broken or TorchrunError(text)
+            # Where the control node is lost before its verdict, that was not what failed first.
+            raise self._failing_with or self._member.broken or TorchrunError(text)
         error = self._member.terminated()
         if self._generation is None or self._is_preempted:  # the second time means: at once
             raise error
@@ -246,8 +282,7 @@ class Supervisor:
 
     def _on_quiet(self, _: None) -> None:
         """See what no event tells: an upload that takes long, failures that only torchrun saw, and output."""
-        if self._upload is not None and self._upload.look(has_news=False):
-            self._upload = None
+        self._look_at_upload(has_news=False)
         if (generation := self._generation) is None:
             return
         generation.raise_if_overdue()
@@ -287,7 +322,7 @@ class Supervisor:
         codes = self._exit_codes = generation.exits.codes
         if self._plan.logs == "rank0":
             self._last_lines.note(generation.log_dir, generation.hidden_failure())
-        upload = self._make_upload(generation)
+        upload = self._upload_after(generation)
         message = Ended(
             self._launch,
             generation.ended_well,
@@ -311,18 +346,45 @@ class Supervisor:
         may_be = generation.ended_well and plan.spec.world_size > 1 and not means_it and not plan.is_preflight
         return may_be and generation.exits.trained_alone()
 
-    # --- what other nodes need of this node's ranks -----------------------------------------------
+    # --- what goes to the datastore -----------------------------------------------------------------
 
-    def _make_upload(self, generation: Generation) -> Upload | None:
-        call, plan = self._plan.call, self._plan
-        if call is None or (generation.ended_well and generation.was_stopped):
+    def _upload_after(self, generation: Generation) -> Upload | None:
+        """Return what is to be stored when all workers of this node have ended: values for other nodes, and outputs."""
+        call, ok = self._plan.call, generation.ended_well
+        if ok and generation.was_stopped:
             return None
-        transfer = call.upload(plan.ranks, self._member.node, generation.ended_well)
-        return None if transfer is None else Upload(transfer, plan, generation.go, self._member)
+        steps = [] if call is None else call.upload(self._plan.ranks, self._member.node, ok)
+        pieces = self._make_pieces() if ok else None  # of a launch that fails, when the gang says so
+        both = steps if pieces is None else itertools.chain(steps, pieces.steps())
+        return self._make_upload(both, generation.go, pieces, vital=ok) if steps or pieces is not None else None
+
+    def _make_pieces(self, within_s: float | None = None) -> OutputPieces | None:
+        request, store, node = self._plan.spec.outputs, self._plan.store, self._member.node
+        if request is None or store is None or not request.is_of(node):
+            return None
+        return OutputPieces(request, store, node, self._began_at, within_s)
+
+    def _make_upload(self, steps: Iterable[Step], about: Go | Save, pieces: OutputPieces | None, vital: bool) -> Upload:
+        assert self._plan.store is not None
+        return Upload(Transfer(self._plan.store, "stores", steps, vital), self._plan, about, self._member, pieces)
 
     def _on_upload_news(self, upload: Upload) -> None:
-        if upload is self._upload and upload.look(has_news=True):  # another one was given up
-            self._upload = None
+        if upload is self._upload:  # another one was given up
+            self._look_at_upload(has_news=True)
+
+    def _look_at_upload(self, has_news: bool) -> None:
+        if self._upload is not None and self._upload.look(has_news):
+            self._outputs, self._upload = self._upload.outputs, None
+
+    def _all_outputs(self) -> Outputs | None:
+        """Return the outputs that this node knows of; None if there are none."""
+        request, store = self._plan.spec.outputs, self._plan.store
+        if request is None or store is None:
+            return None
+        node, of = self._member.node, {} if self._verdict is None else self._verdict.outputs
+        if request.whose == "all" and node != CONTROL:
+            of = {} if self._outputs is None else {node: self._outputs}
+        return Outputs(store.address, {each: (kept.key, kept.files, kept.size) for each, kept in of.items()})
 
     def _give_up_upload(self) -> None:
         if self._upload is not None:
@@ -373,6 +435,7 @@ class Supervisor:
             gathered=call is not None and call.gather and self._member.node == CONTROL,
             events=tuple(self._events),
             metrics=self._metrics,
+            outputs=self._all_outputs(),
         )
 
     def _values(self, call: FunctionCall) -> Mapping[int, bytes]:

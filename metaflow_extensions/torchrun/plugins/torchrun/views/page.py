@@ -56,6 +56,7 @@ def as_data(facts: Facts, content: Mapping[str, Any] | None, now: float) -> dict
         "reports": story.reports,
         "events": [record.as_dict() for record in story.records],
         "usage": (content or {}).get("usage"),
+        "outputs": (content or {}).get("outputs"),
     }
 
 

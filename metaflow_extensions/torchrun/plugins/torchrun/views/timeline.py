@@ -17,6 +17,9 @@ _TOGETHER: dict[str, Callable[[_Group], str]] = {
     "recovered": lambda group: f"{names(group.ranks, 'rank')}: no longer slow",
     "exited": lambda group: f"{names(group.ranks, 'rank')} {_of_all(group)}",
     "stopped": lambda group: f"{names(group.nodes)}: all workers are gone",
+    "stored": lambda group: (
+        f"{names(group.nodes)} stored outputs" + (f": {group.first.text}" if len(group.nodes) == 1 else "")
+    ),
     "finished": lambda group: f"{names(group.nodes)}: the step has ended well",
     "left": lambda group: f"{names(group.nodes)} left" + (f": {_of_all(group)}" if group.text else ""),
 }

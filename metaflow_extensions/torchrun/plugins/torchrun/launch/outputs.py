@@ -1,0 +1,314 @@
+"""Stored outputs, listed and read by whoever can reach the datastore.
+
+A result has the keys of lists, which are in the datastore as well. So it stays small, however many files there are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import tempfile
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any, BinaryIO
+
+from ..errors import TorchrunError
+from ..gang.texts import counted, first_values, names, size_text
+
+# So many pieces are kept while files are read: what reads a zip file, as `torch.load` does, goes to and fro.
+_PIECES_KEPT = 2
+
+
+@dataclass(frozen=True)
+class OutputFile:
+    """One stored file.
+
+    Attributes
+    ----------
+    name : str
+        Its path, relative to the workers' working directory.
+    size : int
+        Bytes.
+    node : int
+        The node that has stored it.
+    modified : float
+        When its content was written, in seconds since 1970.
+    """
+
+    name: str
+    size: int
+    node: int
+    modified: float
+    _mode: int = field(default=0o644, repr=False)
+    _digest: str = field(default="", repr=False)
+    _parts: tuple[tuple[str, int, int], ...] = field(default=(), repr=False)  # key of the piece, begin in it, size
+
+
+class Outputs:
+    """The files that a launch has stored in Metaflow's datastore, listed and read from there.
+
+    It is small and can be stored as an artifact. Iterating gives an `OutputFile` for each, by name and node; `len` is
+    their number, and ``name in outputs`` tells whether one is there.
+    """
+
+    def __init__(self, datastore: Mapping[str, str], nodes: Mapping[int, tuple[str, int, int]]) -> None:
+        self._datastore = dict(datastore)  # type, root and flow
+        self._nodes = dict(nodes)  # node -> key of its list, number of files, bytes
+        self._lists: dict[int, dict[str, Any]] | None = None  # by node, once somebody asks
+        self._opened: Any = None  # metaflow.datastore.FlowDataStore
+
+    @property
+    def nodes(self) -> list[int]:
+        """The nodes whose files these are."""
+        return sorted(self._nodes)
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files."""
+        return sum(size for _, _, size in self._nodes.values())
+
+    @property
+    def left_out(self) -> dict[str, str]:
+        """What could not be stored, by name, and why; of several nodes with the node before the name."""
+        several = len(self._nodes) > 1
+        return {
+            f"node {node}: {name}" if several else name: why
+            for node, content in sorted(self._load_lists().items())
+            for name, why in content["left_out"].items()
+        }
+
+    def __len__(self) -> int:
+        return sum(files for _, files, _ in self._nodes.values())
+
+    def __iter__(self) -> Iterator[OutputFile]:
+        found = [_file(node, row) for node, content in sorted(self._load_lists().items()) for row in content["files"]]
+        return iter(sorted(found, key=lambda file: (file.name, file.node)))
+
+    def __contains__(self, name: object) -> bool:
+        return any(file.name == name for file in self)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Outputs) and (self._datastore, self._nodes) == (other._datastore, other._nodes)
+
+    def __hash__(self) -> int:
+        return hash(tuple(sorted(self._nodes.items())))
+
+    def __repr__(self) -> str:
+        of = f" of {names(self.nodes)}" if self._nodes else ""
+        return f"<Outputs: {counted(len(self), 'file')}, {size_text(self.size)}{of}>"
+
+    def open(self, name: str, node: int | None = None) -> BinaryIO:
+        """Open a stored file to read its bytes; only the parts that are read come from the datastore.
+
+        Parameters
+        ----------
+        name : str
+            Its path, relative to the workers' working directory.
+        node : int, optional
+            The node that has stored it, where several have one of this name with other content.
+
+        Returns
+        -------
+        BinaryIO
+            A file that can be read and searched (``seek``).
+
+        Raises
+        ------
+        FileNotFoundError
+            If there is no such file.
+        LookupError
+            If several nodes have stored one, and they differ.
+        TorchrunError
+            If the datastore does not have it any more.
+        """
+        return io.BufferedReader(_Reader(self._one(str(name), node), _Pieces(self._load)))
+
+    def download(self, to: str | os.PathLike[str], node: int | None = None) -> Path:
+        """Write all files below a folder, under their names, and return that folder.
+
+        A file that is there is replaced. What else is there stays.
+
+        Parameters
+        ----------
+        to : str or os.PathLike
+            The folder; it is made if it is not there.
+        node : int, optional
+            Only the files of this node. By default those of all, in one tree.
+
+        Returns
+        -------
+        pathlib.Path
+            `to`.
+
+        Raises
+        ------
+        LookupError
+            If files of several nodes have the same name and differ; then nothing is written.
+        TorchrunError
+            If the datastore does not have them any more.
+        """
+        wanted: dict[str, OutputFile] = {}
+        clashes = []
+        for file in self:
+            if node is not None and file.node != node:
+                continue
+            if wanted.setdefault(file.name, file)._digest != file._digest:
+                clashes.append(file.name)
+        if clashes:
+            said = first_values([repr(name) for name in dict.fromkeys(clashes)])
+            raise LookupError(
+                f"Several nodes have stored other content under the same name: {said}. Download the files of each node "
+                "into a folder of its own: download(folder, node=...)."
+            )
+        folder, pieces = Path(to), _Pieces(self._load)
+        folder.mkdir(parents=True, exist_ok=True)
+        for file in wanted.values():
+            _write(file, pieces, folder)
+        return folder
+
+    def _one(self, name: str, node: int | None) -> OutputFile:
+        all_files = list(self)
+        found = [file for file in all_files if file.name == name and node in (None, file.node)]
+        if not found:
+            known = first_values(sorted({repr(file.name) for file in all_files if node in (None, file.node)}))
+            where = "" if node is None else f" of node {node}"
+            raise FileNotFoundError(f"There is no output{where} {name!r}; there are {known or 'none'}.")
+        if any(file._digest != found[0]._digest for file in found):
+            said = ", ".join(str(file.node) for file in found)
+            raise LookupError(
+                f"Nodes {said} have stored {name!r}, and they differ. Say which: open({name!r}, node=...)."
+            )
+        return found[0]
+
+    # --- the datastore ----------------------------------------------------------------------------
+
+    def _load_lists(self) -> dict[int, dict[str, Any]]:
+        if self._lists is None:
+            self._lists = {node: json.loads(self._load(key)) for node, (key, _, _) in self._nodes.items()}
+        return self._lists
+
+    def _load(self, key: str) -> bytes:
+        """Return what is stored under a key: where it was stored, or else where this machine has its datastore."""
+        if self._opened is not None:
+            return _loaded(self._opened, key)
+        first: Exception | None = None
+        for store in self._datastores():
+            try:
+                data = _loaded(store, key)
+            except Exception as error:  # a missing object is a different error in each store (Metaflow 2.19)
+                first = first or error
+            else:
+                self._opened = store
+                return data
+        where = "the {type} datastore {root}".format_map(self._datastore)
+        problem = f"{type(first).__name__}: {first}"
+        raise TorchrunError(f"Outputs could not be read from {where} ({problem}). Are they still there?") from first
+
+    def _datastores(self) -> Iterator[Any]:
+        from metaflow.datastore import FlowDataStore
+        from metaflow.plugins import DATASTORES
+
+        kind, root, flow = (self._datastore[name] for name in ("type", "root", "flow"))
+        storage = next(each for each in DATASTORES if kind == each.TYPE)
+        yield FlowDataStore(flow, storage_impl=storage, ds_root=root)
+        here = storage.get_datastore_root_from_config(lambda *_: None, create_on_absent=False)
+        if here not in (None, root):  # the folder is elsewhere on this machine
+            yield FlowDataStore(flow, storage_impl=storage, ds_root=here)
+
+    def as_data(self) -> dict[str, Any]:
+        """Return plain data, which are the arguments for an object that is equal."""
+        return {"datastore": dict(self._datastore), "nodes": dict(self._nodes)}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), tuple(self.as_data().values())
+
+
+class _Pieces:
+    """Loads pieces, and keeps the last ones."""
+
+    def __init__(self, load: Any) -> None:
+        self._load = load
+        self._kept: OrderedDict[str, bytes] = OrderedDict()
+
+    def part(self, key: str, begin: int, size: int) -> memoryview:
+        """Return a part of a piece."""
+        if key not in self._kept:
+            while len(self._kept) >= _PIECES_KEPT:
+                self._kept.popitem(last=False)
+            self._kept[key] = self._load(key)
+        self._kept.move_to_end(key)
+        found = memoryview(self._kept[key])[begin : begin + size]
+        if len(found) != size:
+            raise TorchrunError(f"The datastore has less under {key} than was stored there.")
+        return found
+
+
+class _Reader(io.RawIOBase):
+    """Reads one stored file."""
+
+    def __init__(self, file: OutputFile, pieces: _Pieces) -> None:
+        self._file, self._pieces, self._at = file, pieces, 0
+        self.name = file.name
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._file.size}[whence]
+        if base + offset < 0:
+            raise ValueError(f"negative seek position {base + offset}")
+        self._at = base + offset
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        begin = 0  # of the part, in the file
+        for key, offset, size in self._file._parts:
+            if begin <= self._at < begin + size:
+                skip = self._at - begin
+                data = self._pieces.part(key, offset + skip, min(size - skip, len(buffer)))
+                buffer[: len(data)] = data
+                self._at += len(data)
+                return len(data)
+            begin += size
+        return 0
+
+
+def _file(node: int, row: Mapping[str, Any]) -> OutputFile:
+    parts = tuple((key, begin, size) for key, begin, size in row["parts"])
+    return OutputFile(row["name"], row["size"], node, row["modified"], row["mode"], row["digest"], parts)
+
+
+def _loaded(store: Any, key: str) -> bytes:
+    ((_, data),) = store.load_data([key])
+    return bytes(data)
+
+
+def _write(file: OutputFile, pieces: _Pieces, folder: Path) -> None:
+    """Write a file beside its place, and move it there when it is whole."""
+    name = PurePosixPath(file.name)
+    if name.is_absolute() or ".." in name.parts:
+        raise TorchrunError(f"The list of outputs names {file.name!r}, which leads out of the folder.")
+    place = folder / name
+    place.parent.mkdir(parents=True, exist_ok=True)
+    fd, beside = tempfile.mkstemp(prefix=".torchrun-output-", dir=place.parent)
+    try:
+        with open(fd, "wb") as target:
+            for part in file._parts:
+                target.write(pieces.part(*part))
+        os.chmod(beside, file._mode)
+        os.utime(beside, (file.modified, file.modified))
+        os.replace(beside, place)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(beside)
+        raise

@@ -1,0 +1,16 @@
+"""A worker that leaves files in its working directory, and fails if it is told to."""
+
+import os
+import sys
+from pathlib import Path
+
+RANK, NODE = os.environ["RANK"], os.environ["GROUP_RANK"]
+KIND = sys.argv[1]
+
+model = Path(f"{KIND} 模型")
+(model / "shards").mkdir(parents=True, exist_ok=True)
+(model / "shards" / f"{RANK}.bin").write_bytes(RANK.encode() * 3_000_000)
+(model / "config *.json").write_text("{}")
+Path(f"{KIND}-{RANK}.json").write_text(f'{{"node": {NODE}}}')
+if KIND == "failing" and RANK == "1":
+    raise ValueError("after saving")

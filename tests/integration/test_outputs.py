@@ -1,0 +1,118 @@
+"""Files of workers that `run` stores, on one real flow: read in later steps, by the client, and on the command line."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.xdist_group("outputs")
+
+# Another folder, without the flow's code. (Metaflow's client wants a local datastore where it was, 2.19.)
+READ = """
+import json, sys
+from metaflow import Run, namespace
+namespace(None)
+data = Run(sys.argv[1]).data
+outputs = data.results[0].outputs
+print(json.dumps({
+    "alone": [data.alone.outputs.nodes, [file.name for file in data.alone.outputs]],
+    "shown": repr(outputs),
+    "part": outputs.open("good 模型/shards/1.bin").read(3).decode(),
+    "folder": sorted(str(path.relative_to(sys.argv[2])) for path in outputs.download(sys.argv[2]).rglob("*")),
+}))
+"""
+
+
+@pytest.fixture(scope="module")
+def flow(start_shared_flow):
+    flow = start_shared_flow(flow="outputs.py", stand_in=True)
+    assert flow.wait() == 0, flow.text
+    return flow
+
+
+@pytest.fixture
+def run(flow):
+    return re.search(r"run-id (\d+)", flow.text)[1]
+
+
+def of_node(node, kind="good"):
+    return {
+        f"{node} {kind} 模型/config *.json": "{}",
+        f"{node} {kind} 模型/shards/{node}.bin": str(node) * 9,
+        f"{node} {kind}-{node}.json": '{"node": ',
+    }
+
+
+def test_later_steps_read_the_outputs(flow):
+    end = flow.note("end")
+    assert end["of all"] == [{**of_node(0), **of_node(1)}, of_node(1)]
+    assert end["of control"] == [of_node(0, "other")] * 2
+    assert end["of function"] == {"0 written": "0"}
+    assert end["failed"] == [{**of_node(0, "failing"), **of_node(1, "failing")}, of_node(1, "failing")]
+
+
+def test_the_log_says_what_was_stored_and_what_was_not_found(flow):
+    nodes = [line.text for line in flow.lines if "stored outputs: 3 files, 3.0 MB, in " in line.text]
+    assert [sum(f"[torchrun node {node}]" in line for line in nodes) for node in (0, 1)] == [3, 2]
+    assert (
+        len(re.findall(r"warning: 'nothing\*' of run\(outputs=\.\.\.\) matches nothing in .*/node [01]", flow.text))
+        == 2
+    )
+    cause, saves, failed = (
+        flow.text.index(words)
+        for words in (
+            "ValueError: after saving",
+            "stores what outputs there are, for 120 s at most",
+            "launch 3 has failed",
+        )
+    )
+    assert cause < saves < failed, "what has failed is told before anything is stored"
+    for node in (0, 1):
+        assert "Rank 1 on node 1" in flow.note(f"task-{node}")["failed"]
+
+
+def test_the_client_reads_them_without_the_flow(flow, run, tmp_path):
+    command = [sys.executable, "-c", READ, f"OutputsFlow/{run}", str(tmp_path / "there")]
+    done = subprocess.run(command, env=flow.env, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told["alone"] == [[0], ["alone-0.json"]]
+    assert told["shown"] == "<Outputs: 6 files, 6.0 MB of nodes 0, 1>"
+    assert told["part"] == "111"
+    assert told["folder"] == [
+        "good 模型",
+        "good 模型/config *.json",
+        "good 模型/shards",
+        "good 模型/shards/0.bin",
+        "good 模型/shards/1.bin",
+        "good-0.json",
+        "good-1.json",
+    ]
+
+
+def test_the_command_line_lists_and_fetches_them_of_a_launch_that_has_failed_too(flow, run, tmp_path):
+    def ask(*words, expect=0):
+        argv = [sys.executable, "outputs.py", "--no-pylint", "torchrun", *words]
+        folder = next(flow.out.parent.glob("flow folder"))
+        done = subprocess.run(argv, cwd=folder, env=flow.env, capture_output=True, text=True)
+        assert done.returncode == expect, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    shown = ask("show", f"{run}/train")
+    assert f"Its outputs: python outputs.py torchrun outputs {run}/train" in shown
+    assert "nodes 0, 1 stored outputs" in shown
+    listed = ask("outputs", f"{run}/train").splitlines()
+    assert [line.split(maxsplit=3)[-1] for line in listed if re.match(r" +0 ", line)] == [
+        "failing 模型/config *.json",
+        "failing 模型/shards/0.bin",
+        "failing-0.json",
+    ]
+    assert "The files are in" in ask("outputs", f"{run}/train", "--to", str(tmp_path / "there"))
+    assert (tmp_path / "there" / "failing 模型" / "shards" / "1.bin").read_bytes() == b"1" * 3_000_000
+    assert "Launch 9 has stored no outputs; launches that have: 0, 1, 2, 3." in ask(
+        "outputs", f"{run}/train", "--launch", "9", expect=1
+    )
