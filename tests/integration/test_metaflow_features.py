@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import base64
+import re
+
 import pytest
 
 pytestmark = pytest.mark.xdist_group("features")
@@ -16,6 +19,11 @@ def features(start_shared_flow):
 
 def seen_by_workers(flow, name):
     return {int(worker["env"]["RANK"]): worker for worker in flow.notes(f"{name}/worker-*")}
+
+
+def page_of(card):
+    """Return what a card shows, as JSON: it stands in its page in base64."""
+    return base64.b64decode(re.search(r'__MF_DATA__\[[^]]*\] *= *"([^"]+)', card.read_text())[1]).decode()
 
 
 def test_what_metaflow_gives_a_step_gets_to_its_workers(features):
@@ -36,7 +44,8 @@ def test_mutators_make_gangs_and_branches_have_them_side_by_side(features):
 
 
 def test_spin_runs_a_step_of_two_nodes_as_a_gang_of_one(features, start_shared_flow):
-    spun = start_shared_flow("written", command="spin", flow="features.py", stand_in=True)
+    """The gang's card is there, too; Metaflow's own card can't be made of a spun step (2.19)."""
+    spun = start_shared_flow("written", command="spin", flow="features.py", stand_in=True, env={"GANG_CARD": "1"})
     assert spun.wait() == 0, spun.text
     assert "spin runs this step as a gang of one node; in its run it had 2" in spun.text
     assert "decorator 'torchrun' as it is not supported" not in spun.text
@@ -44,6 +53,8 @@ def test_spin_runs_a_step_of_two_nodes_as_a_gang_of_one(features, start_shared_f
     assert {(rank, worker["env"]["WORLD_SIZE"]) for rank, worker in workers.items()} == {(0, "2"), (1, "2")}
     assert workers[0]["argv"][0] == "included *text* 🙂"
     assert workers[0]["env"]["FROM_ENVIRONMENT"] == "a b"
+    (card,) = spun.home.parent.glob("flow folder/.metaflow_spin/mf.cards/**/torchrun-*.html")
+    assert "1 node" in page_of(card)
     spun.await_gone(1)
 
 

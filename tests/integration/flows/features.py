@@ -9,6 +9,7 @@ from metaflow import (
     FlowSpec,
     IncludeFile,
     StepMutator,
+    card,
     current,
     environment,
     parallel,
@@ -48,7 +49,12 @@ class LateGang(StepMutator):
         mutable_step.add_decorator("torchrun", deco_kwargs={"nproc_per_node": 1})
 
 
-checked = (lambda step: step) if "NOT_PARALLEL" in os.environ else parallel
+def same(decorator):
+    return decorator
+
+
+checked = same if "NOT_PARALLEL" in os.environ else parallel
+shown = card(type="torchrun") if "GANG_CARD" in os.environ else same
 
 
 def launch(name, *words):
@@ -82,6 +88,7 @@ class FeaturesFlow(FlowSpec):
     def third(self):
         self.next(self.mutated_late, num_parallel=1)
 
+    @shown
     @retry(times=1)
     @timeout(minutes=2)
     @environment(vars={"FROM_ENVIRONMENT": "a b"})
