@@ -34,8 +34,12 @@ def mpirun(folder: str, nodes: int, ranks_per_node: int, words: list[str]) -> li
     agent.write_text(AGENT.format(folder=folder))
     agent.chmod(0o700)
     options = ["--host", hosts, "-np", str(nodes * ranks_per_node), "--prtemca", "plm_ssh_agent", str(agent)]
-    if "GLOO_SOCKET_IFNAME" in os.environ:  # the interface that leads to the other nodes, as the launcher has found it
-        options += ["--mca", "btl_tcp_if_include", os.environ["GLOO_SOCKET_IFNAME"]]
+    options += ["--mca", "mpi_yield_when_idle", "1"]  # ranks that wait leave the CPU to those who watch them
+    interface = os.environ.get("GLOO_SOCKET_IFNAME")  # it leads to the other nodes; the launcher has found it
+    if interface:
+        options += ["--mca", "btl_tcp_if_include", interface]
+    if interface == "lo":  # all nodes are on this machine: Open MPI 5.0.7 mixes up ranks when it groups them by host
+        options += ["--mca", "coll", "^han"]
     if os.geteuid() == 0:
         options.append("--allow-run-as-root")
     return ["mpirun", "--leave-session-attached", *options, sys.executable, "-u", *words]
