@@ -103,9 +103,10 @@ class Gang:
         agent_env: Mapping[str, str] = _NONE,
         own_code: Mapping[int, str] = _NONE,
         fails_late: Collection[int] = (),
+        options_of: Mapping[int, Mapping[str, Any]] = _NONE,
         main_ip: str = "10.77.0.1",
         etc_hosts: str = ETC_HOSTS,
-        entrypoint: str = "worker.py",
+        entrypoint: str | list[str] = "worker.py",
         **options: Any,
     ) -> None:
         """Start the nodes that are not `absent`.
@@ -114,7 +115,8 @@ class Gang:
         (see ``node.py``), `own_code` what it does before the launches (a node without launches waits), and who
         `fails_late` does so after all; `gang` is the control task's id; `wrap` is what stands before a node's command;
         `main_ip` is the address of a control node with a host of its own, as Metaflow says it, ``own name`` what its
-        name resolves to there; `etc_hosts` is for all hosts; `options` are those of ``run``.
+        name resolves to there; `etc_hosts` is for all hosts; `options` are those of ``run``, and `options_of` those of
+        one node alone.
         """
         self.out.mkdir(exist_ok=True)
         self.temporary.mkdir()
@@ -133,7 +135,7 @@ class Gang:
                 "main_ip": main_ip if self.hosts else None,
                 "entrypoint": entrypoint,
                 "gang": gang,
-                "options": {"nproc_per_node": nproc, "env": env, **options},
+                "options": {"nproc_per_node": nproc, "env": env, **options, **options_of.get(node, {})},
                 "datastore": datastore,
                 "squatted": squatted,
                 "start_after_s": late.get(node, 0),

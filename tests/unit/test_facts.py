@@ -20,8 +20,8 @@ from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import M
 MACHINE = Machine(4)
 
 
-def spec(entrypoint="train.py", module=False, options=()):
-    return LaunchSpec(str(entrypoint), (), module, 2, 2, 0, sys.executable, options=options)
+def spec(entrypoint="train.py", module=False, options=(), source=None):
+    return LaunchSpec(str(entrypoint), (), module, 2, 2, 0, sys.executable, options=options, source=source)
 
 
 @pytest.fixture
@@ -118,6 +118,12 @@ def test_two_files_of_one_name_are_told_apart_by_all_their_contents(tmp_path):
 def test_a_module_or_program_has_no_contents_and_a_folder_none_to_be_read(how, tmp_path):
     assert contents_digest(spec(write(tmp_path / "train.py", "pass"), **how)) == "none"
     assert contents_digest(spec(tmp_path)) == "unknown"
+
+
+def test_the_file_of_a_command_has_contents(tmp_path):
+    script, program = write(tmp_path / "x.py", "pass"), (("no-python", None),)
+    same = contents_digest(spec(script))
+    assert contents_digest(spec("python", options=program, source=str(script))) == same != "none"
 
 
 # --- contradictions -------------------------------------------------------------------------------

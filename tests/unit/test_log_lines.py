@@ -40,12 +40,16 @@ def test_lines_of_one_task_stay_in_order_when_its_clock_goes_back():
 
 
 def test_on_a_local_run_labels_tell_the_node_of_what_stands_in_one_log():
-    lines = merged(
-        Source(
-            "4", 0, "stdout", [("01", "[rank 3] x"), ("02", "[torchrun node 1] y"), ("03", "z"), ("04", "[rank 9] w")]
-        )
-    )
-    assert [(line.node, line.rank) for line in lines] == [(1, 3), (1, None), (None, None), (None, 9)]
+    said = ["[rank 3] x", "[torchrun node 1] y", "z", "[rank 9] w", "[node 1 before_run 1/2] v", "[node 1] u"]
+    lines = merged(Source("4", 0, "stdout", [(f"0{number}", text) for number, text in enumerate(said)]))
+    assert [(line.node, line.rank) for line in lines] == [
+        (1, 3),
+        (1, None),
+        (None, None),
+        (None, 9),
+        (1, None),
+        (None, None),
+    ]
 
 
 def test_copies_of_another_nodes_lines_are_left_out_but_for_those_that_its_own_log_lacks():

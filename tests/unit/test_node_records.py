@@ -6,6 +6,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
 from metaflow_extensions.torchrun.plugins.torchrun.gang.node_records import NodeRecords
 from metaflow_extensions.torchrun.plugins.torchrun.gang.progress import Pace
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
+    COMMANDS,
     Abort,
     Active,
     Done,
@@ -13,6 +14,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
     Go,
     Leave,
     Metrics,
+    Ran,
     Ready,
     Restart,
     Stop,
@@ -55,6 +57,16 @@ def test_a_node_that_runs_knows_its_own_ranks():
     assert states(summary) == [(6, 3, "running", None), (7, 3, "running", None)]
     assert (summary.outcome, summary.nodes[0].index, summary.nodes[0].host) == ("running", 3, "host-3")
     assert summary.sentence.startswith("2 ranks on node 3 run for ")
+
+
+def test_a_node_that_runs_commands_knows_them():
+    messages = (Ready(0, 2, "digest", runs=COMMANDS), GO, Ran(0, 0, "before_run 1/1 (make) exited with code 0", 0.5, 0))
+    summary = seen(*messages)
+    assert summary.sentence.startswith("The commands of before_run run for ")
+    assert [rank.state for rank in summary.ranks] == ["waiting", "waiting"]
+    (told,) = [each for each in node_3(*messages).content()["events"] if each["kind"] == "command"]
+    assert (told["text"], told["seconds"]) == ("before_run 1/1 (make) exited with code 0", 0.5)
+    assert seen(*messages, Ended(0, True, 0), Verdict(0), *RUNNING).outcome == "running"
 
 
 def test_a_node_that_has_ended_well():

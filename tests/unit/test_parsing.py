@@ -51,7 +51,7 @@ REFUSED = [
     (partial(parse_seconds, zero=True), "a number of seconds", [-0.1]),
     (parse_switch, "True or False", ["ja", 2, "10", 1.5, [True]]),
     (parse_retry_on, "no such class", ["often"]),
-    (parse_retry_on, "Metaflow's @retry", ["user,node_lost", ["preempted"], "store"]),
+    (parse_retry_on, "Metaflow's @retry", ["user,node_lost", ["preempted"], "store", "before_run"]),
     (parse_retry_on, "a list", [3, ["user", 3]]),
     (parse_outputs, "a list of files", [3, {"a": "b"}, [3], [["a"]], ["a", None], b"a", True]),
     (parse_outputs, "nothing. Name files", [[], ()]),

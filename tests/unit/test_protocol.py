@@ -11,6 +11,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause, Fail
 from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import LaunchPolicy
 from metaflow_extensions.torchrun.plugins.torchrun.gang.progress import Pace, Point
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
+    COMMANDS,
     Abort,
     Ack,
     Diagnostics,
@@ -18,6 +19,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
     Go,
     Message,
     Metrics,
+    Ran,
     Ready,
     Refused,
     Stop,
@@ -43,6 +45,8 @@ SAMPLES = [
     ),
     Ended(0, True, 0, alone=True),
     Stored(0, 0, {3: "key"}),
+    Ran(0, 0, "before_run 1/2 (größe 🙂) exited with code 1", 0.25, 1),
+    Ready(0, 2, "abc", runs=COMMANDS),
     Metrics(0, 1, {0: Pace(7, 1.5, 0.1), 1: Pace(7)}, (Point(6, {"loß": 1.25, "nan": None}), Point(7)), 100.0),
     Verdict(0, metrics={"loss": 1.0, "lr": None}, alone=True),
     Stop(0, 0, "why", 1, 15, True),

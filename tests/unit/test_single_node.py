@@ -7,6 +7,7 @@ import pytest
 from metaflow import current
 
 from metaflow_extensions.torchrun.plugins.torchrun import gang_of_one
+from metaflow_extensions.torchrun.plugins.torchrun.errors import LaunchFailed
 from metaflow_extensions.torchrun.plugins.torchrun.events import Event
 from metaflow_extensions.torchrun.plugins.torchrun.single_node import TorchrunSingleNodeMultiGPU
 
@@ -74,6 +75,9 @@ class FakeLiveCard:
     def settle(self):
         pass
 
+    def make_last(self):
+        pass
+
 
 def test_it_imports_beforehand_from_the_first_launch_that_asks_for_it_to_its_own_end(runner, monkeypatch):
     begun, contexts = [], []
@@ -107,3 +111,13 @@ def test_it_imports_beforehand_from_the_first_launch_that_asks_for_it_to_its_own
     assert not warm.is_closed
     del one
     assert warm.is_closed
+
+
+def test_it_runs_what_goes_before_a_command(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(gang_of_one, "print_errors_ourselves", lambda **_: None)
+    monkeypatch.setattr(gang_of_one, "LiveCard", lambda *_, **__: FakeLiveCard())
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(LaunchFailed, match=r"Node 0 .* failed: before_run 2/2 \(false\) exited with code 1"):
+        TorchrunSingleNodeMultiGPU().run(entrypoint=["sh", "x.sh"], before_run=["echo one > made", ["false"]])
+    assert (tmp_path / "made").read_text() == "one\n"
+    assert "[node 0 before_run 1/2] ended well after " in capfd.readouterr().out

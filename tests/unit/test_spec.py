@@ -53,6 +53,7 @@ def refusal(*args, **arguments):
         ),
         ({"torchrun_args": ["--standalone"]}, ["standalone contradicts num_parallel=2"]),
         ({"torchrun_args": {"local_ranks_filter": "first"}}, ["local-ranks-filter is 'first'"]),
+        *(({"cwd": wrong}, ["cwd=", "path of a folder"]) for wrong in (3, b"/", ["/"])),
         *(({"env": wrong}, ["can't be"]) for wrong in ({"A=B": 1}, {"": 1}, {"A": "x\0y"}, {"A\0": 1}, {3: 1})),
         ({"env": ["A=1"]}, ["env", "must be a dict"]),
         *(
@@ -64,7 +65,18 @@ def refusal(*args, **arguments):
         ({"outputs": "../model"}, ["run(outputs) has '../model'", "out of the working directory"]),
         ({"cwd": "/no such folder"}, ["'/no such folder'", "is not a folder"]),
         *(({"entrypoint": missing}, ["entrypoint='train.py'"]) for missing in (None, "")),
-        *(({"entrypoint": wrong}, ["must be the path of a script"]) for wrong in (3, ["train.py"], b"train.py", print)),
+        *(
+            ({"entrypoint": wrong}, ["must be the path of a script, a function, or a command"])
+            for wrong in (3, b"train.py", print, {})
+        ),
+        *(({"entrypoint": wrong}, ["the entrypoint", "names no program"]) for wrong in ([], [""], ())),
+        *(({"entrypoint": ["sh", wrong]}, ["a command is a list of texts and paths"]) for wrong in (3, b"x", None)),
+        ({"entrypoint": ["--max-restarts=3"]}, ["'--max-restarts=3'", "torchrun_args"]),
+        ({"entrypoint": ["sh", "a\0b"]}, ["NUL"]),
+        ({"entrypoint": ["no such program"]}, ["'no such program'", "PATH"]),
+        ({"entrypoint": ["sh", "x"], "module": True}, ["module says how Python runs a script", "'sh'", "remove it"]),
+        ({"entrypoint": ["sh", "x"], "torchrun_args": ["-m"]}, ["module says"]),
+        ({"entrypoint": ["sh", "x"], "torchrun_args": ["--run-path"]}, ["run-path says"]),
     ],
 )
 def test_what_can_not_be_is_refused_with_the_reason(arguments, words, script):
@@ -221,6 +233,62 @@ def test_a_module_or_executable_is_not_looked_for_as_a_file(arguments, module):
     spec = build("package.train", **arguments)
     assert (spec.entrypoint, spec.module) == ("package.train", module)
     assert spec.options == (() if module else (("no-python", None),))
+
+
+# --- a command -----------------------------------------------------------------------------------
+
+
+def test_a_command_is_run_as_with_no_python_and_its_arguments_follow_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "x.py", "")
+    spec = build(["sh", Path("x.py"), "-O"], {"lr": 0.1})
+    assert (spec.entrypoint, spec.args) == ("sh", ("x.py", "-O", "--lr", "0.1"))
+    assert (spec.options, spec.command, spec.source) == (
+        (("no-python", None),),
+        ("sh", "x.py", "-O"),
+        str(tmp_path / "x.py"),
+    )
+    assert build(("sh",), ["a"], torchrun_args={"no_python": True}).options == spec.options
+    assert not build(str(tmp_path / "x.py")).command
+
+
+def test_its_program_is_looked_for_where_the_workers_will(tmp_path):
+    write(tmp_path / "bin" / "mytool", "").chmod(0o755)
+    env, node = {"PATH": str(tmp_path / "bin")}, replace(NODE, flow_dir=str(tmp_path))
+    assert build(["mytool"], env=env).entrypoint == "mytool"
+    assert "mytool" in refusal(["mytool"])
+    assert build(["bin/mytool"], node=node).entrypoint == str(tmp_path / "bin" / "mytool")
+    assert build(["./mytool"], cwd=tmp_path / "bin", node=node).entrypoint == "./mytool"
+
+
+def test_nodes_must_agree_on_the_words_of_a_command_but_not_on_its_arguments_or_where_files_lie():
+    def digest(*words, args=()):
+        return replace(SPEC, entrypoint=words[0], command=words, args=args).digest()
+
+    assert digest("sh", "/a/x.py", args=("1",)) == digest("/bin/sh", "/b/x.py", args=("2",))
+    assert len({digest("sh", "x.py"), digest("sh", "y.py"), digest("sh"), digest("dash", "x.py")}) == 4
+
+
+def test_what_runs_before_may_still_make_the_entrypoint(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def coming(*given, **arguments):
+        return build_spec(Request(given[0], None, arguments), 2, SETTINGS, NODE, may_come=True)
+
+    assert coming("train.py").entrypoint == str(tmp_path / "train.py")
+    assert coming(["./run.sh"]).entrypoint == "./run.sh"
+    assert coming(["mytool"]).entrypoint == "mytool"
+    with pytest.raises(EntrypointError):
+        coming(None)
+    with pytest.raises(TorchrunConfigError):
+        coming("train.py", cwd="not there")
+
+
+def test_an_error_does_not_show_what_may_be_a_secret():
+    told = refusal("x.py", env={"A=B": "secret-1"}) + refusal("x.py", env={"TOKEN": "secret-2\0"})
+    assert "'A=B'" in told
+    assert "'TOKEN'" in told
+    assert "secret" not in told
 
 
 # --- the launch ----------------------------------------------------------------------------------

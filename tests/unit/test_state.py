@@ -21,6 +21,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.nodes import Nodes
 from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import LaunchPolicy
 from metaflow_extensions.torchrun.plugins.torchrun.gang.progress import Pace, Point
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
+    COMMANDS,
     Abort,
     Ack,
     Active,
@@ -35,6 +36,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
     Leave,
     Metrics,
     Note,
+    Ran,
     Ready,
     Replaced,
     Restart,
@@ -51,7 +53,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.texts import names
 
 FIELDS = {"nproc": 2, "digest": "abc"}
 FACTS = {"torch": "2.13.0", "python": "3.11.7"}
-READY = {"nproc", "digest", "master_port"}
+READY = {"nproc", "digest", "master_port", "runs"}
 POLICY = {field.name for field in fields(LaunchPolicy)}
 GRACE_S = 30.0
 
@@ -225,6 +227,55 @@ def test_messages_of_nodes_that_are_none_and_that_no_node_sends_are_ignored():
     gang = GangOf(2)
     for node, message in ((7, Ready(0, 2, "abc")), (0, Go(0, 0, 1, "", 0, 0)), (-1, Join(-1))):
         assert gang.state.handle(node, message) == []
+
+
+# --- before the workers --------------------------------------------------------------------------
+
+
+def test_commands_run_on_all_nodes_and_are_taken_down_one_by_one():
+    gang = GangOf(2)
+    gang.all_ready(runs=COMMANDS)
+    gang.say(1, Ran(0, 0, "before_run 1/1 (make) exited with code 0", 0.5, 0))
+    gang.say(1, Ran(7, 0, "of another launch", 0.5, 0))
+    gang.all_ended()
+    assert gang.same_verdict() is None
+    told = [
+        (record.kind, record.node, record.exit_code, record.text, record.seconds)
+        for record in gang.state.history.records
+    ]
+    assert ("before_run", None, None, "commands on 2 nodes", None) in told
+    assert [each for each in told if each[0] == "command"] == [
+        ("command", 1, 0, "before_run 1/1 (make) exited with code 0", 0.5)
+    ]
+    assert not [each for each in told if each[0] == "go"]
+    gang.all_ready(1)
+    assert [record.kind for record in gang.state.history.of_the_gang] == ["before_run", "done", "go"]
+
+
+def test_a_command_that_fails_stops_all_nodes_and_nothing_restarts_it():
+    cause = Cause("command", 1, "host-1", exit_code=1, exception="before_run 1/1 (make) exited with code 1")
+    gang = GangOf(3)
+    gang.all_ready(runs=COMMANDS, max_restarts=3, retry_on=frozenset({"user", "killed", "start"}))
+    gang.failed(1, cause)
+    assert all(len(gang.got(node, Stop)) == 1 for node in range(3))
+    gang.ended(1, cause)
+    gang.ended(0, ok=False)
+    gang.ended(2, ok=False)
+    error = gang.same_verdict()
+    assert (type(error), error.cause["category"]) == (LaunchFailed, "before_run")
+    assert "Node 1 (host host-1) failed: before_run 1/1 (make) exited with code 1." in str(error)
+
+
+def test_nodes_that_have_commands_and_nodes_that_do_not_are_told_apart():
+    gang = GangOf(3)
+    gang.ready(0, runs=COMMANDS, digest="another")
+    gang.ready(1)
+    gang.ready(2)
+    error = gang.same_verdict()
+    assert isinstance(error, GangError)
+    said = "differ in the kind of launch (node 0: the commands of before_run, nodes 1, 2: the workers)"
+    assert said in str(error)
+    assert "before_run=[]" in str(error)
 
 
 # --- joining -------------------------------------------------------------------------------------

@@ -199,6 +199,35 @@ def test_stragglers_are_one_line_and_those_that_recover_another():
     ]
 
 
+def test_commands_before_the_workers_are_told_once_for_all_nodes_with_their_times():
+    def ended(at_s, node, seconds, code=0, number=1):
+        text = f"before_run {number}/2 (get https://x) exited with code {code}"
+        return (at_s, "command", {"node": node, "launch": 0, "exit_code": code, "text": text, "seconds": seconds})
+
+    told = [
+        (1.0, "before_run", {"launch": 0, "generation": 0, "text": "commands on 3 nodes"}),
+        *(ended(2.0 + node, node, 1.0 + node) for node in range(3)),
+        ended(5.0, 1, 0.5, code=2, number=2),
+        (5.0, "stopping", {"launch": 0, "text": "because"}),
+        *((6.0, "stopped", {"node": node, "launch": 0}) for node in range(3)),
+        (7.0, "failed", {"launch": 0, "text": "because"}),
+        (8.0, "go", {"launch": 1, "generation": 0, "text": "3 nodes"}),
+        (9.0, "stopping", {"launch": 1, "text": "of workers"}),
+        (9.0, "stopped", {"node": 0, "launch": 1}),
+    ]
+    assert [what for _, _, what in timeline(records(*told))] == [
+        "start: commands on 3 nodes",
+        "nodes 0, 1, 2: before_run 1/2 (get https://x) exited with code 0, 1.0-3.0 s",
+        "node 1: before_run 2/2 (get https://x) exited with code 2, 0.5 s",
+        "all commands are told to stop: because",
+        "nodes 0, 1, 2: all commands are gone",
+        "the launch has failed",
+        "start: 3 nodes",
+        "all workers are told to stop: of workers",
+        "node 0: all workers are gone",
+    ]
+
+
 def test_a_gang_of_many_is_a_short_timeline():
     many = [(node / 100, "joined", {"node": node, "text": f"host-{node}"}) for node in range(256)]
     assert timeline(records(*many)) == [("0.0-2.5", "", "nodes 0-255 joined")]

@@ -29,6 +29,7 @@ HERE = {"launch": 0, "generation": 0}
 JOINED = [("joined", 1, {"node": 0, "text": "a"}), ("joined", 2, {"node": 1, "text": "b"})]
 READY = [*JOINED, *on_all("ready", 3, launch=0)]
 GO = [*READY, ("go", 4, HERE)]
+BEFORE = [*READY, ("before_run", 4, HERE)]
 RUNNING = [*GO, *on_all("output", 5, **HERE)]
 BAD = {"node": 1, "rank": 2, "exit_code": 1, "text": "Rank 2 on node 1 (host b) failed with ValueError: no", **HERE}
 STOPPED = [
@@ -58,6 +59,10 @@ LEFT = [*on_all("finished", 21), ("left", 22, {"node": 1}), ("left", 23, {"node"
         ([], "waiting", "0 of 2 nodes have joined; missing: nodes 0, 1."),
         (JOINED[:1], "waiting", "1 of 2 nodes have joined; missing: node 1."),
         (JOINED, "waiting", "2 nodes joined; the step's own code runs."),
+        (BEFORE, "running", "The commands of before_run run for 0 s."),
+        ([*BEFORE, ("stopping", 8, {"text": "x"})], "stopping", "All commands are told to stop: x."),
+        ([*BEFORE, ("done", 6, HERE)], "waiting", "2 nodes joined; the step's own code runs."),
+        ([*BEFORE, ("failed", 9, {"text": "Node 1 failed", **HERE})], "failed", "Failed after 9 s: Node 1 failed."),
         (READY[:-1], "waiting", "1 of 2 nodes have called run; still in their own code: node 1."),
         (RUNNING, "running", "4 ranks on 2 nodes run for 1 s."),
         (STOPPED[:8], "stopping", f"All workers are told to stop: {BAD['text']}."),

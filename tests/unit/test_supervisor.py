@@ -164,7 +164,7 @@ class Call:
         ({"call": Call()}, [0, 1], True),
         ({"call": Call(gather=True)}, [0, 1], False),  # who wants each rank's value has them work apart
         ({"spec": {"nproc": 1, "num_nodes": 1}}, [0], False),
-        ({"is_preflight": True}, [0, 1], False),
+        ({"is_ours": True}, [0, 1], False),
     ],
 )
 def test_the_gang_is_told_if_all_ranks_of_a_node_have_trained_alone(tmp_path, about, who, alone):

@@ -38,6 +38,8 @@ def launches(torch: TorchrunExecutor, alone: TorchrunSingleNodeMultiGPU) -> None
     reveal_type(torch.run(lambda: 3))  # is TorchrunResult[int]
     reveal_type(torch.run("train.py", {"epochs": 3}, module=False))  # is TorchrunResult[None]
     reveal_type(torch.run(entrypoint=Path("train.py"), nproc_per_node="gpu"))  # is TorchrunResult[None]
+    reveal_type(torch.run(["sh", Path("x")], before_run=[["a", Path("x")], "make"]))  # is TorchrunResult[None]
+    reveal_type(alone.run(entrypoint=["python", "-O", "x.py"], cwd=Path("x")))  # is TorchrunResult[None]
     reveal_type(alone.run(entrypoint=train, nproc_per_node=2))  # is TorchrunResult[float]
     reveal_type(alone.run(None, train, {"epochs": 3}, 2, init="auto"))  # is TorchrunResult[float]
     reveal_type(alone.run(entrypoint="train.py", timeout_s=3))  # is TorchrunResult[None]
@@ -49,6 +51,8 @@ def mistakes(torch: TorchrunExecutor, alone: TorchrunSingleNodeMultiGPU) -> None
     torch.run(train, gather="yes")  # wrong
     torch.run(train, gathr=True)  # wrong
     torch.run(3)  # wrong
+    torch.run(["python", 3])  # wrong
+    torch.run("train.py", before_run=[3])  # wrong
     torch.run("train.py", timeout_s="long")  # wrong
     alone.run(entrypoint=train, init="mpi")  # wrong
     alone.run(entrypoint=train, gathr=True)  # wrong

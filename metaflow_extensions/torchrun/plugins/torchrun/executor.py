@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import os
 import sys
 import time
@@ -19,6 +20,9 @@ from .errors import LaunchFailed, TorchrunConfigError, TorchrunPreempted
 from .events import Event
 from .gang.member import Member
 from .gang.policy import LaunchPolicy
+from .gang.texts import counted
+from .launch.before_run import as_before_run, before_spec
+from .launch.commands import before_commands, foreign_python
 from .launch.facts import node_facts
 from .launch.function import FunctionCall, refuse_for_functions, refuse_for_scripts
 from .launch.preflight import as_preflight, preflight_spec, shm_bytes, shm_warning
@@ -49,7 +53,8 @@ class LaunchOptions(TypedDict, total=False):
 
     module: bool
     env: Mapping[str, Any] | None
-    cwd: str | None
+    cwd: Path | str | None
+    before_run: Sequence[str | Sequence[Path | str]] | None
     timeout_s: float | None
     master_port: int | str | None
     max_restarts: int | None
@@ -90,16 +95,25 @@ class Context:
 
 
 def _also_as_in_0_2(run: F) -> F:
-    """Take positional arguments in the order of metaflow-torchrun 0.2, too, where torchrun_args came first."""
+    """Take positional arguments in the order of metaflow-torchrun 0.2, too, where torchrun_args came first.
+
+    A list alone is a command. What follows a list of torchrun_args is the entrypoint.
+    """
     names = ("torchrun_args", "entrypoint", "entrypoint_args", "nproc_per_node", *_IGNORED)
 
     @functools.wraps(run)
     def either(self: TorchrunExecutor, *args: Any, **options: Any) -> Any:
-        if args and isinstance(args[0], Mapping | list | tuple) and len(args) <= len(names):
+        if args and _is_torchrun_args(args, options) and len(args) <= len(names):
             return run(self, **dict(zip(names, args, strict=False)), **options)
         return run(self, *args, **options)
 
     return cast("F", either)
+
+
+def _is_torchrun_args(args: Sequence[Any], options: Mapping[str, Any]) -> bool:
+    entrypoint = args[1] if len(args) > 1 else options.get("entrypoint")
+    names_entrypoint = isinstance(entrypoint, str | os.PathLike) or callable(entrypoint)
+    return isinstance(args[0], Mapping) or (isinstance(args[0], list | tuple) and names_entrypoint)
 
 
 class TorchrunExecutor:
@@ -175,7 +189,7 @@ class TorchrunExecutor:
     @overload
     def run(
         self,
-        entrypoint: str | os.PathLike[str] | None = None,
+        entrypoint: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None,
         entrypoint_args: Mapping[str, Any] | Sequence[Any] | None = None,
         **options: Unpack[RunOptions],
     ) -> TorchrunResult[None]: ...
@@ -183,14 +197,15 @@ class TorchrunExecutor:
     @_also_as_in_0_2
     def run(
         self,
-        entrypoint: str | os.PathLike[str] | Callable[..., Any] | None = None,
+        entrypoint: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Callable[..., Any] | None = None,
         entrypoint_args: Mapping[str, Any] | Sequence[Any] | None = None,
         *,
         nproc_per_node: int | str | None = None,
         torchrun_args: Mapping[str, Any] | Sequence[Any] | None = None,
         module: bool = False,
         env: Mapping[str, Any] | None = None,
-        cwd: str | None = None,
+        cwd: Path | str | None = None,
+        before_run: Sequence[str | Sequence[Path | str]] | None = None,
         timeout_s: float | None = None,
         master_port: int | str | None = None,
         max_restarts: int | None = None,
@@ -213,13 +228,15 @@ class TorchrunExecutor:
 
         Parameters
         ----------
-        entrypoint : Union[str, os.PathLike[str], Callable[..., Any]]
+        entrypoint : Union[str, os.PathLike[str], Sequence[Union[str, os.PathLike[str]]], Callable[..., Any]]
             The script; a relative path is looked for in `cwd` (or the working directory), then
-            beside the flow file. With `module`, the name of a module. Or a function, which every rank calls:
-            one of the flow file or of a module, a method, a `functools.partial`; with cloudpickle
+            beside the flow file. With `module`, the name of a module. Or a command, a list such as
+            ``["python", "-O", "x.py"]``, which every rank runs as with torchrun's ``--no-python``: its program is
+            looked for in the workers' PATH or, if it is a path, as a script is. Or a function, which every rank
+            calls: one of the flow file or of a module, a method, a `functools.partial`; with cloudpickle
             installed, a lambda or closure, too.
         entrypoint_args : Union[Mapping[str, Any], Sequence[Any]], optional
-            The script's arguments. In a dict, None or ``""`` makes a bare flag, True and False are
+            The script's or command's arguments. In a dict, None or ``""`` makes a bare flag, True and False are
             ``true`` and ``false``, lists and dicts are JSON, everything else is its `str`. A list is
             passed as it is. For a function: a dict of its keyword arguments or a list of its positional ones,
             anything that can be pickled.
@@ -232,9 +249,13 @@ class TorchrunExecutor:
         module : bool, default False
             Run `entrypoint` as ``python -m``.
         env : Mapping[str, Any], optional
-            Environment variables for the workers.
-        cwd : str, optional
+            Environment variables for the workers, and for `before_run`.
+        cwd : Union[Path, str], optional
             Their working directory. Default: the task's own.
+        before_run : Sequence[Union[str, Sequence[Union[Path, str]]]], optional
+            Commands that run once on each node, one after the other, before any worker starts: a list as it is, a
+            string by ``sh -ec``. If one fails on any node, all stop, and nothing is launched. The entrypoint is
+            looked for after them. Restarts don't repeat them. Default: none. ``docs/before-run.md`` has more.
         timeout_s : float, optional
             Seconds the launch may take once all nodes are ready, counted anew for each restart. Default: no
             limit of its own; the step's ``@timeout`` always bounds the whole.
@@ -317,13 +338,18 @@ class TorchrunExecutor:
     def _run(self, request: Request, call: FunctionCall | None = None) -> TorchrunResult[Any]:
         context = self._context
         nproc = self._choose_nproc(request.arguments, request.torchrun_options)
-        node = Node(self.num_nodes, self.node_index, self.main_addr, _flow_folder())
-        spec = build_spec(request, nproc.value, context.settings, node)
-        if call is not None:
-            spec = call.fit(spec)
+        commands = before_commands(request.arguments["before_run"])
+        spec = self._spec(request, nproc.value, call, may_come=commands is not None)
         if spec.outputs is not None and context.store is None:
             raise TorchrunConfigError("run(outputs=...) needs a datastore, which only a step of a flow has.")
         policy = self._policy(request, spec)
+        warm = self._warm(request, spec)
+        for words in (*(commands or ()), spec.command) if self.is_control else ():
+            if (warning := foreign_python(words, dict(spec.env))) is not None:
+                self._note_once(warning)
+        if commands is not None:
+            self._run_before(before_spec(spec, commands, _flow_folder()), policy, warm)
+            spec = self._spec(request, nproc.value, call)
         facts = node_facts(spec, context.machine)
         context.member.emit(
             Event("chosen", self.node_index, f"processes per node: {nproc.value} ({nproc.why})", is_detail=True)
@@ -336,11 +362,36 @@ class TorchrunExecutor:
         if self._preflight_due:
             self._preflight(spec, facts, policy)
             self._preflight_due = False
-        return self._launch(spec, facts, policy, call, nproc_why=nproc.why, warm=self._warm(request))
+        return self._launch(spec, facts, policy, call, nproc_why=nproc.why, warm=warm)
 
-    def _warm(self, request: Request) -> str:
+    def _spec(self, request: Request, nproc: int, call: FunctionCall | None, may_come: bool = False) -> LaunchSpec:
+        node = Node(self.num_nodes, self.node_index, self.main_addr, _flow_folder())
+        spec = build_spec(request, nproc, self._context.settings, node, may_come)
+        return spec if call is None else call.fit(spec)
+
+    def _warm(self, request: Request, spec: LaunchSpec) -> str:
         warm: str = choose("warm", request.arguments, {}, self._context.settings).value
+        if warm == "workers" and self._context.warm is not None and "no-python" in dict(spec.options):
+            self._note_once("warm='workers': torchrun is forked, but not the workers, because they run a command")
         return warm
+
+    def _run_before(self, spec: LaunchSpec, policy: LaunchPolicy, warm: str) -> None:
+        """Run what goes before the workers, on all nodes; a launch of its own, which nothing restarts."""
+        commands = spec.commands or ()
+        own = LaunchPolicy(preemption_signal=policy.preemption_signal)
+        try:
+            done = self._launch(spec, {}, own, is_ours=True)
+        except TorchrunPreempted:
+            raise
+        except LaunchFailed as error:
+            raise as_before_run(error) from error
+        if self.is_control:
+            on = counted(self.num_nodes, "node")
+            self._note(f"before_run: {counted(len(commands), 'command')} on {on}, {done.duration_s:.1f} s")
+        importlib.invalidate_caches()  # for what was installed
+        if commands and warm == "workers" and self._context.warm is not None:
+            # It would lack what is there now. What forks torchrun alone looks for itself whether torch has changed.
+            self._context.warm.renew()
 
     def _preflight(self, spec: LaunchSpec, facts: Mapping[str, Any], policy: LaunchPolicy) -> None:
         """Measure the network that `spec` will use; a launch of its own, which restarts nothing."""
@@ -350,7 +401,7 @@ class TorchrunExecutor:
         self._note(f"preflight: measures the network between {spec.world_size} ranks before the script starts")
         try:
             own = LaunchPolicy(preemption_signal=policy.preemption_signal)
-            self._launch(preflight_spec(spec), facts, own, is_preflight=True)
+            self._launch(preflight_spec(spec), facts, own, is_ours=True)
         except TorchrunPreempted:
             raise
         except LaunchFailed as error:

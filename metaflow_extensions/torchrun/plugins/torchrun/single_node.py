@@ -60,7 +60,7 @@ class TorchrunSingleNodeMultiGPU:
     def run(
         self,
         torchrun_args: Mapping[str, Any] | Sequence[Any] | None = None,
-        entrypoint: str | os.PathLike[str] | None = None,
+        entrypoint: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None,
         entrypoint_args: Mapping[str, Any] | Sequence[Any] | None = None,
         nproc_per_node: int | str | None = None,
         **options: Unpack[LaunchOptions],
@@ -79,7 +79,7 @@ class TorchrunSingleNodeMultiGPU:
     def run(
         self,
         torchrun_args: Mapping[str, Any] | Sequence[Any] | None = None,
-        entrypoint: str | os.PathLike[str] | Callable[..., Any] | None = None,
+        entrypoint: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Callable[..., Any] | None = None,
         entrypoint_args: Mapping[str, Any] | Sequence[Any] | None = None,
         nproc_per_node: int | str | None = None,
         **options: Any,

@@ -32,6 +32,7 @@ _ORDER: tuple[RankState, ...] = (
 )
 # What the detail of a cause is, by its kind.
 _DETAILS = {**dict.fromkeys(("exception", "step", "call"), "Traceback"), "hang": "Where the ranks were"}
+_DETAILS["command"] = "Last lines of its output"
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 
 

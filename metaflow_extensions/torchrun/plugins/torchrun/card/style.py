@@ -7,6 +7,7 @@ COLOURS = {
     "missing": "#c3c9d1",
     "own code": "#9c8fc4",
     "waiting": "#d0b25c",
+    "preparing": "#06b6d4",
     "starting": "#3b82f6",
     "running": "#22a35a",
     "stopping": "#f59e0b",

@@ -52,6 +52,7 @@ _CATEGORIES = {
     "call": "user",  # `run` refused it
     "signal": "killed",
     "oom": "killed",  # out of memory
+    "command": "before_run",  # one of it failed
     "agent": "start",  # it gave up before or without its workers
     "agent_ended": "killed",  # while its workers ran
     "lost": "node_lost",
@@ -123,7 +124,7 @@ class Cause:
         """Say in one line how it ended."""
         if self.kind == "store" or (self.kind == "frozen" and self.rank is not None):
             return str(self.exception)
-        if self.kind in ("agent", "agent_ended", "lost", "frozen"):
+        if self.kind in ("command", "agent", "agent_ended", "lost", "frozen"):
             return f"failed: {self.exception}"
         if self.kind == "terminated":
             return f"was preempted: {self.exception}"
@@ -144,13 +145,13 @@ class Cause:
         """Return the full report: who, what, exit status, what to change, traceback or stderr."""
         who = self.who
         lines = [f"{who[0].upper()}{who[1:]} {self.what}" + ("" if self.what.endswith(".") else ".")]
-        is_said = self.exception is None or self.kind in ("agent", "agent_ended", "signal", "oom")
+        is_said = self.exception is None or self.kind in ("command", "agent", "agent_ended", "signal", "oom")
         if self.exit_code is not None and not is_said:
             lines.append(f"It {describe_exit(self.exit_code)}.")
         lines += [self.remedy] if self.remedy else []
         if self.detail:
             if self.kind not in ("exception", "step", "call"):  # theirs is a traceback
-                lines.append("Last lines of its stderr:")
+                lines.append(f"Last lines of its {'output' if self.kind == 'command' else 'stderr'}:")
             # Metaflow's console strips leading spaces; behind the bar the indentation survives.
             lines += [f"  | {line}" for line in self.detail.splitlines()]
         return "\n".join(lines)

@@ -14,11 +14,12 @@ from typing import Any, Literal
 Kind = Literal[
     "joined", "ready", "go", "output", "exited", "stopped", "finished", "left", "lost",
     "preempted", "hang", "timeout", "dropped", "stopping", "cause", "restart", "done", "failed", "broken", "omitted",
-    "straggler", "recovered", "stored",
+    "straggler", "recovered", "stored", "before_run", "command",
 ]  # fmt: skip
 # What every node gets to know with a verdict; the others concern one node that is as it should be.
 _OF_THE_GANG = frozenset(
     {
+        "before_run",
         "go",
         "lost",
         "preempted",
@@ -50,8 +51,9 @@ class Record:
     generation: int | None = None
     node: int | None = None  # None: the gang as a whole
     rank: int | None = None  # global
-    exit_code: int | None = None  # of a worker; negative for a signal
+    exit_code: int | None = None  # of a worker or a command; negative for a signal
     text: str = ""
+    seconds: float | None = None  # that a command took
 
     def as_dict(self) -> dict[str, Any]:
         """Return it as plain data, with all fields."""

@@ -20,6 +20,7 @@ from .texts import REMIND_S, counted, first_lines, first_values, headline, names
 # fields of *ready*, the others its facts.
 _MUST_AGREE = {
     "launch": "launch number",
+    "runs": "kind of launch",
     "devices": "kind of accelerators",
     "nproc": "processes per node",
     "torch": "torch version",
@@ -29,6 +30,8 @@ _MUST_AGREE = {
     "digest": "entrypoint and torchrun options",
     "contents": "contents of the entrypoint",
 }
+# What else to say of one of these.
+_REMEDIES = {"runs": " A node that has nothing to run before calls it with before_run=[]."}
 _NODES_SAID = 3
 
 
@@ -158,7 +161,7 @@ class Launch:
                 listed = first_values([f"{names(nodes)}: {value}" for value, nodes in values.items()])
                 return GangError(
                     f"The nodes differ in the {name} ({listed}). Every node must call current.torch.run in the same order "
-                    "with the same settings, on the same software and kind of devices."
+                    "with the same settings, on the same software and kind of devices." + _REMEDIES.get(key, "")
                 )
         return None
 

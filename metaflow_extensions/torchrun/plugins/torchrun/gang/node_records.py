@@ -14,7 +14,23 @@ from typing import Any
 from .cause import Cause, describe_exit
 from .history import History
 from .progress import Pace
-from .protocol import Abort, Active, Done, Ended, Go, Leave, Message, Metrics, Ready, Restart, Stop, Verdict
+from .protocol import (
+    COMMANDS,
+    WORKERS,
+    Abort,
+    Active,
+    Done,
+    Ended,
+    Go,
+    Leave,
+    Message,
+    Metrics,
+    Ran,
+    Ready,
+    Restart,
+    Stop,
+    Verdict,
+)
 
 _MAX_MESSAGE = 8 * 1024
 
@@ -29,6 +45,7 @@ class NodeRecords:
         self._lock = threading.RLock()
         self._history = History(clock)
         self._nproc: int | None = None
+        self._runs = WORKERS
         self._facts: dict[str, str] = {}
         self._paces: Mapping[int, Pace] = {}  # by global rank
         self._error: str | None = None
@@ -80,17 +97,22 @@ class NodeRecords:
         self._history.note(kind, **{"node": 0, **facts})
 
     def _on_ready(self, ready: Ready) -> None:
-        self._nproc, self._facts = ready.nproc, dict(ready.facts)
+        self._nproc, self._facts, self._runs = ready.nproc, dict(ready.facts), ready.runs
         self._error = self._cause = None
         self._note("ready", launch=ready.launch)
 
     def _on_go(self, go: Go) -> None:
         self._paces = {}
-        self._note("go", node=None, launch=go.launch, generation=go.generation)
+        kind = "before_run" if self._runs == COMMANDS else "go"
+        self._note(kind, node=None, launch=go.launch, generation=go.generation)
 
     def _on_active(self, active: Active) -> None:
         if active.first_output:
             self._note("output", launch=active.launch, generation=active.generation)
+
+    def _on_ran(self, ran: Ran) -> None:
+        here = {"launch": ran.launch, "generation": ran.generation}
+        self._note("command", exit_code=ran.exit_code, text=ran.text, seconds=ran.seconds, **here)
 
     def _on_metrics(self, metrics: Metrics) -> None:
         # At the end of the workers they are missing; what is known last is kept.
@@ -116,7 +138,7 @@ class NodeRecords:
         self._note("restart", node=None, launch=restart.launch, text=text)
 
     def _note_cause(self, cause: Cause, launch: int | None) -> None:
-        last = next((record for record in reversed(self._history.records) if record.kind == "go"), None)
+        last = next((record for record in reversed(self._history.records) if record.kind in ("go", "before_run")), None)
         rank = self._own(cause.rank) if cause.rank is not None and cause.node == self._node else None
         text = cause.describe().partition("\n")[0].removesuffix(".")
         generation = None if last is None else last.generation

@@ -9,7 +9,7 @@ Node 0 is the control node and a node of its own gang: its own messages take the
                                         <──  Welcome, or Refused
     Ready: the step has called `run`    ──>
                                         <──  Go, when all nodes are ready and agree
-    Active, Failed                      ──>
+    Active, Ran, Failed                 ──>
     Lines, Metrics, Usage               ──>
                                         <──  Stop, when a node has failed
     Ended, then Storing and Stored      ──>
@@ -45,6 +45,10 @@ from .wire import from_plain, to_plain
 CONTROL = 0
 """Index of the control node."""
 
+WORKERS = "the workers"
+COMMANDS = "the commands of before_run"
+"""What a launch runs, in words for an error."""
+
 
 # --- from a node to the control node --------------------------------------------------------------
 
@@ -70,6 +74,7 @@ class Ready:
     facts: dict[str, str] = field(default_factory=dict)
     master_port: int | None = None  # the rendezvous' port if it is pinned; the control node's counts
     policy: LaunchPolicy | None = None  # limits and restarts; only the control node sends it
+    runs: str = WORKERS  # or `COMMANDS`
 
 
 @dataclass(frozen=True)
@@ -80,6 +85,17 @@ class Active:
     generation: int
     age_s: float
     first_output: bool = False  # whether it is the first that the workers of this generation write on this node
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A command of ``before_run`` has ended on this node, or could not be started."""
+
+    launch: int
+    generation: int
+    text: str  # which one, and how
+    seconds: float
+    exit_code: int | None = None  # None: it could not be started
 
 
 @dataclass(frozen=True)
@@ -318,7 +334,7 @@ class Alone:
 
 
 Message: TypeAlias = (
-    Join | Ready | Active | Failed | Lines | Metrics | Usage | Ended | Storing | Stored | Done | Leave | Beat
+    Join | Ready | Active | Ran | Failed | Lines | Metrics | Usage | Ended | Storing | Stored | Done | Leave | Beat
     | Welcome | Refused | Go | Stop | Restart | Save | Verdict | Abort | Replaced | Note | Ack | Bye | Alone
 )  # fmt: skip
 _CLASSES: dict[str, type[Any]] = {cls.__name__.lower(): cls for cls in typing.get_args(Message)}

@@ -22,6 +22,7 @@ from .nodes import Nodes, NodeState
 from .policy import LaunchPolicy
 from .progress import Progress
 from .protocol import (
+    COMMANDS,
     CONTROL,
     Abort,
     Ack,
@@ -37,6 +38,7 @@ from .protocol import (
     Message,
     Metrics,
     Note,
+    Ran,
     Ready,
     Refused,
     Replaced,
@@ -104,6 +106,7 @@ class Gang:
             Join: self._on_join,
             Ready: self._on_ready,
             Active: self._on_active,
+            Ran: self._on_ran,
             Metrics: self._on_metrics,
             Usage: self._on_usage,
             Failed: self._on_failed,
@@ -147,7 +150,9 @@ class Gang:
 
     def _is_late(self, message: Message) -> bool:
         """Tell whether a message speaks of a launch that is over, or of another generation than the one that runs."""
-        if not isinstance(message, Active | Metrics | Failed | Ended | Storing | Stored) or self._is_early(message):
+        if not isinstance(message, Active | Ran | Metrics | Failed | Ended | Storing | Stored) or self._is_early(
+            message
+        ):
             return False
         launch = self._launch
         is_of_it = message.launch == launch.number and message.generation in (None, launch.generation)
@@ -300,8 +305,11 @@ class Gang:
             return
         launch.begin_generation(self._clock())
         limit = launch.policy.max_restarts
-        nproc = launch.ready[CONTROL].nproc
-        self._note("go", text=f"{counted(self.num_nodes, 'node')}, {nproc} process{'es' * (nproc != 1)} on each")
+        if launch.ready[CONTROL].runs == COMMANDS:
+            self._note("before_run", text=f"commands on {counted(self.num_nodes, 'node')}")
+        else:
+            nproc = launch.ready[CONTROL].nproc
+            self._note("go", text=f"{counted(self.num_nodes, 'node')}, {nproc} process{'es' * (nproc != 1)} on each")
         self._broadcast(Go(launch.number, launch.generation, port, self._name, launch.restarts, limit))
 
     # --- a launch: what its nodes report --------------------------------------------------------
@@ -310,6 +318,9 @@ class Gang:
         if active.first_output:
             self._note("output", node=node)
         self._launch.active_at = max(self._launch.active_at, self._clock() - active.age_s)
+
+    def _on_ran(self, node: int, ran: Ran) -> None:
+        self._note("command", node=node, exit_code=ran.exit_code, text=ran.text, seconds=ran.seconds)
 
     def _on_metrics(self, node: int, metrics: Metrics) -> None:
         if self.progress.launch != metrics.launch:

@@ -16,6 +16,7 @@ NodeState = Literal[
     "missing",  # has not joined
     "own code",  # the step's code runs, outside of `run`
     "waiting",  # has called `run`; not all others have
+    "preparing",  # its commands of before_run run
     "starting",  # its workers have written nothing yet
     "running",
     "stopping",
@@ -29,10 +30,11 @@ RankState = Literal["waiting", "starting", "running", "stopping", "restarting", 
 Outcome = Literal["waiting", "running", "stopping", "restarting", "done", "failed"]
 
 _GONE = ("missing", "left", "lost")
-_WITH_WORKERS: tuple[NodeState, ...] = ("starting", "running")
+_WITH_WORKERS: tuple[NodeState, ...] = ("preparing", "starting", "running")
 # How a worker ends that is told to stop: by SIGTERM, or by SIGKILL if it does not listen.
 _STOPPED_BY = (-15, -9)
 _RANK_STATES: dict[str, RankState] = {
+    "preparing": "waiting",
     "starting": "starting",
     "running": "running",
     "stopping": "stopping",
@@ -146,6 +148,7 @@ class _Fold:
         self.nodes = [Node(first_node + index) for index in range(num_nodes)]
         self.at_s = 0.0
         self.launch: int | None = None
+        self.has_ranks = True  # whether that is no launch of before_run
         self.went_s: float | None = None  # when the workers first started in this launch
         self.phase: str = "joined"  # the kind of the last record that concerns the gang as a whole
         self.why: Record | None = None  # that record
@@ -211,11 +214,18 @@ class _Fold:
             if node.state in of if of is not None else node.state not in (*_GONE, "finished"):
                 node.enter(state, record.at_s)
 
+    def _on_before_run(self, record: Record) -> None:
+        self._begin(record, "preparing", has_ranks=False)
+
     def _on_go(self, record: Record) -> None:
+        self._begin(record, "starting", has_ranks=True)
+
+    def _begin(self, record: Record, state: NodeState, has_ranks: bool) -> None:
+        self.has_ranks = has_ranks
         self.launch = record.launch
         self.went_s = record.at_s if self.went_s is None else self.went_s
         self.exits.clear()
-        self._all(record, "starting")
+        self._all(record, state)
 
     def _on_stopping(self, record: Record) -> None:
         self._all(record, "stopping", _WITH_WORKERS)
@@ -229,6 +239,8 @@ class _Fold:
 
     def _on_done(self, record: Record) -> None:
         self._all(record, "own code")
+        if not self.has_ranks:
+            self.phase = "joined"  # another launch follows at once
 
     def _on_failed(self, record: Record) -> None:
         self.failures.append(record)
@@ -265,7 +277,8 @@ class _Fold:
         node, end = self.nodes[own // nproc], self.exits.get(own)
         rank = own + self.nodes[0].index * nproc
         if end is None or end.exit_code is None:
-            after = "waiting" if self.went_s is None or node.state == "waiting" else "stopped"
+            has_begun = self.went_s is not None and self.has_ranks and node.state != "waiting"
+            after = "stopped" if has_begun else "waiting"
             return Rank(rank, node.index, _RANK_STATES.get(node.state, after))  # type: ignore[arg-type]
         cause = self.cause
         is_cause = cause is not None and (cause.rank, cause.generation) == (own, end.generation)
@@ -278,10 +291,13 @@ class _Fold:
         why, so_long = self.why, until_s - (self.went_s or 0.0)
         if self.phase in ("failed", "broken") and self.failures:
             return self._told_failure()
+        if self.phase == "before_run":
+            return "running", f"The commands of before_run run for {duration(so_long)}."
         if self.phase == "go":
             return "running", f"{self._workers(nproc)} run for {duration(so_long)}{self._after_restarts()}."
         if self.phase == "stopping" and why is not None:
-            return "stopping", _sentence("All workers are told to stop", why.text)
+            who = "workers" if self.has_ranks else "commands"
+            return "stopping", _sentence(f"All {who} are told to stop", why.text)
         if self.phase == "restart" and why is not None:
             return "restarting", _sentence(
                 f"All workers start again ({why.text})", self.cause.text if self.cause else ""

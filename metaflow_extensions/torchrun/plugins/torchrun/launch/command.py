@@ -27,6 +27,7 @@ _FOREIGN_NAMES = frozenset(
     {
         *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"),
         *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
+        *(METRICS, _METRICS_FOLDER),  # of a worker that has started this task
     }
 )
 
@@ -137,9 +138,20 @@ def agent_environment(
     given: Mapping[str, str], inherited: Mapping[str, str], omp_threads: int, interface: str | None, log_dir: str
 ) -> dict[str, str]:
     """Return the whole environment of this node's agent and workers; `given` is the user's, `inherited` the task's."""
+    env = program_environment(given, inherited, omp_threads, interface)
+    env.setdefault(_METRICS_FOLDER, os.path.dirname(metrics_file(log_dir, 0)))
+    if os.pathsep not in WORKER_HOOKS:
+        env[_AGENT_VARIABLE] = ""
+        # An empty entry would mean the working directory, so there must be none of ours.
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, [WORKER_HOOKS, env.get("PYTHONPATH")]))
+    return env
+
+
+def program_environment(
+    given: Mapping[str, str], inherited: Mapping[str, str], omp_threads: int, interface: str | None
+) -> dict[str, str]:
+    """Return the environment of a worker without what makes it one: without our hooks, and as yet without a rank."""
     env = dict(inherited)
-    env.pop(METRICS, None)  # of a worker that has started this task
-    env[_METRICS_FOLDER] = os.path.dirname(metrics_file(log_dir, 0))
     for name in inherited:
         if name in _FOREIGN_NAMES or name.startswith(_FOREIGN_PREFIXES):
             del env[name]
@@ -149,8 +161,4 @@ def agent_environment(
         env.setdefault("GLOO_SOCKET_IFNAME", interface)
         env.setdefault("NCCL_SOCKET_IFNAME", interface)
     env.update(given)  # it wins over everything, save that our hooks stay first on the path
-    if os.pathsep not in WORKER_HOOKS:
-        env[_AGENT_VARIABLE] = ""
-        # An empty entry would mean the working directory, so there must be none of ours.
-        env["PYTHONPATH"] = os.pathsep.join(filter(None, [WORKER_HOOKS, env.get("PYTHONPATH")]))
     return env

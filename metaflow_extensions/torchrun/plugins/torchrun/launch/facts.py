@@ -23,6 +23,7 @@ from .spec import LaunchSpec
 _NONE = "none"
 _UNKNOWN = "unknown"
 _DIGEST_CHARS = 16
+_DIGESTED_BYTES = 16 * 1024 * 1024  # a word of a command can name a file of any size
 
 
 def node_facts(spec: LaunchSpec, machine: Machine) -> dict[str, str]:
@@ -84,10 +85,10 @@ def device_kind(accelerators: Sequence[str], root: str = "/") -> str:
 
 def contents_digest(spec: LaunchSpec) -> str:
     """Return a digest of the script's bytes; a module or a program has no file to read."""
-    if spec.module or "no-python" in dict(spec.options):
+    if spec.source is None and (spec.module or "no-python" in dict(spec.options)):
         return _NONE
     try:
         with open(spec.source or spec.entrypoint, "rb") as file:
-            return hashlib.sha256(file.read()).hexdigest()[:_DIGEST_CHARS]
+            return hashlib.sha256(file.read(_DIGESTED_BYTES)).hexdigest()[:_DIGEST_CHARS]
     except OSError:  # its interpreter reports that
         return _UNKNOWN

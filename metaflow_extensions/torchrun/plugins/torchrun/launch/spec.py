@@ -16,6 +16,7 @@ from ..gang.protocol import CONTROL
 from ..parsing import parse_int, parse_outputs, parse_outputs_from
 from ..settings import StepSettings, choose
 from .arguments import entrypoint_arguments, torchrun_options
+from .commands import argv_of, find_program, source_of
 
 STATIC_BACKEND = "static"
 # torchrun's own elasticity.
@@ -61,6 +62,9 @@ class LaunchSpec:
     tensorboard: str | None = None  # absolute path of a folder with TensorBoard's event files, which are to be read
     source: str | None = None  # the file that must be the same on all nodes; None is the entrypoint
     outputs: OutputRequest | None = None
+    command: tuple[str, ...] = ()  # the words of a command as entrypoint, as they were given
+    # What each node runs in the place of torchrun and its workers: an argv each; None where there are workers.
+    commands: tuple[tuple[str, ...], ...] | None = None
 
     @property
     def world_size(self) -> int:
@@ -75,6 +79,7 @@ class LaunchSpec:
         """Return a fingerprint of what must be the same on every node."""
         options = [option for option in self.options if option[0] != "rdzv-id"]
         what = [self.function or os.path.basename(self.entrypoint), self.module, options]
+        what += [[os.path.basename(word) for word in self.command]] if self.command else []
         return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
 
 
@@ -102,16 +107,23 @@ class Node:
     flow_dir: str | None = None  # the folder of the flow file, if there is one
 
 
-def build_spec(request: Request, nproc: int, settings: StepSettings, node: Node) -> LaunchSpec:
-    """Check a request and return it as a launch."""
+def build_spec(request: Request, nproc: int, settings: StepSettings, node: Node, may_come: bool = False) -> LaunchSpec:
+    """Check a request and return it as a launch; `may_come`: what runs before may still make the entrypoint."""
     arguments, options = request.arguments, dict(request.torchrun_options)
     min_nodes = _take_min_nodes(options, node.num_nodes)
     _refuse_what_the_gang_decides(options, node)
     module = bool(arguments.get("module")) | (options.pop("module", "absent") is None)
     cwd, log_dir = _working_directory(arguments.get("cwd")), options.pop("log-dir", None)
+    command = _command(request.entrypoint, module, options)
+    env = _environment(arguments.get("env"))
+    if command:
+        entrypoint = find_program(command[0], cwd, node.flow_dir, dict(env), may_come)
+    else:
+        is_path = not module and "no-python" not in options
+        entrypoint = _find_entrypoint(request, node.flow_dir, is_path, may_come)
     return LaunchSpec(
-        entrypoint=_find_entrypoint(request, node.flow_dir, is_path=not module and "no-python" not in options),
-        args=entrypoint_arguments(request.entrypoint_args),
+        entrypoint=entrypoint,
+        args=(*command[1:], *entrypoint_arguments(request.entrypoint_args)),
         module=module,
         nproc=nproc,
         num_nodes=node.num_nodes,
@@ -122,14 +134,30 @@ def build_spec(request: Request, nproc: int, settings: StepSettings, node: Node)
         shown_local_ranks=_local_ranks(options.pop("local-ranks-filter", None)),
         # As torchrun, which runs in `cwd`, would take this name; we run elsewhere and read there, too.
         log_dir=None if log_dir is None else os.path.abspath(os.path.join(cwd or "", log_dir)),
-        env=_environment(arguments.get("env")),
+        env=env,
         cwd=cwd,
         tensorboard=_event_folder(arguments.get("tensorboard"), cwd),
         outputs=_outputs(arguments, cwd),
         min_nodes=min_nodes,
         elastic_timeout_s=int(settings.all_nodes_started_timeout),
         options=tuple((name, value) for name, value in options.items() if name not in _DECIDED),
+        source=source_of(entrypoint, command, cwd) if command else None,
+        command=command,
     )
+
+
+def _command(entrypoint: Any, module: bool, options: dict[str, str | None]) -> tuple[str, ...]:
+    """Return the words of a command as entrypoint, for which `options` get ``--no-python``; none of anything else."""
+    if not isinstance(entrypoint, list | tuple):
+        return ()
+    words = argv_of(entrypoint, "the entrypoint")
+    for name, is_given in (("module", module), ("run-path", "run-path" in options)):
+        if is_given:
+            raise TorchrunConfigError(
+                f"{name} says how Python runs a script, but the entrypoint {list(words)} is a command; remove it."
+            )
+    options["no-python"] = None
+    return words
 
 
 def _take_min_nodes(options: dict[str, str | None], num_nodes: int) -> int | None:
@@ -176,13 +204,14 @@ def _refuse_what_the_gang_decides(options: dict[str, str | None], node: Node) ->
             raise TorchrunConfigError(f"torchrun_args {said} contradicts {truth}; remove it.")
 
 
-def _find_entrypoint(request: Request, flow_dir: str | None, is_path: bool) -> str:
+def _find_entrypoint(request: Request, flow_dir: str | None, is_path: bool, may_come: bool) -> str:
     entrypoint = request.entrypoint
     if entrypoint is None or entrypoint == "":
         raise EntrypointError("run() got no entrypoint. Name the script to run: run(entrypoint='train.py').")
     if not isinstance(entrypoint, (str, os.PathLike)):
         raise EntrypointError(
-            f"run(entrypoint=...) must be the path of a script, but is a {type(entrypoint).__name__}."
+            "run(entrypoint=...) must be the path of a script, a function, or a command as a list, but is a "
+            f"{type(entrypoint).__name__}."
         )
     name = os.fsdecode(entrypoint)
     if not is_path:
@@ -192,6 +221,8 @@ def _find_entrypoint(request: Request, flow_dir: str | None, is_path: bool) -> s
     for candidate in candidates:
         if os.path.isfile(candidate):
             return candidate
+    if may_come:
+        return candidates[0]
     looked = " and ".join(dict.fromkeys(candidates))
     raise EntrypointError(
         f"The entrypoint {name!r} does not exist; looked for {looked}. Check the spelling; for a remote task, check that "
@@ -217,14 +248,20 @@ def _environment(env: Mapping[str, Any] | None) -> tuple[tuple[str, str], ...]:
         raise TorchrunConfigError(f"run(env=...) must be a dict of variables, but is a {type(env).__name__}.")
     for name, value in env.items():
         if not isinstance(name, str) or not name or "=" in name or "\0" in f"{name}{value}":
-            raise TorchrunConfigError(f"run(env=...): {name!r}={value!r} can't be an environment variable.")
+            # Its value may be a secret.
+            raise TorchrunConfigError(
+                f"run(env=...): {name!r} can't be an environment variable: a name is a text without '=', and neither "
+                "name nor value may have a NUL character."
+            )
     return tuple((name, str(value)) for name, value in env.items())
 
 
 def _working_directory(cwd: str | None) -> str | None:
     if cwd is None:
         return None
-    folder = os.path.abspath(os.fspath(cwd))
+    if not isinstance(cwd, str | os.PathLike):
+        raise TorchrunConfigError(f"run(cwd={cwd!r}) must be the path of a folder.")
+    folder = os.path.abspath(os.fsdecode(cwd))
     if not os.path.isdir(folder):
         raise TorchrunConfigError(f"run(cwd={cwd!r}): {folder} is not a folder on this node.")
     return folder

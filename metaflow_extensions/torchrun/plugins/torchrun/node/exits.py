@@ -195,13 +195,17 @@ _RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?", re.MULTILINE)
 
 def read_end(path: str) -> str:
     """Return the end of a log file, without torch's rank prefixes; nothing if it is missing."""
+    return _RANK_PREFIX.sub("", "\n".join(end_of(path).splitlines()))
+
+
+def end_of(path: str) -> str:
+    """Return the end of a log file as it is; nothing if it is missing."""
     try:
         with open(path, "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
-            text = file.read().decode("utf-8", errors="replace")
+            return file.read().decode("utf-8", errors="replace")
     except OSError:
         return ""
-    return _RANK_PREFIX.sub("", "\n".join(text.splitlines()))
 
 
 def _last_lines(text: str) -> str:

@@ -10,11 +10,11 @@ import enum
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from ..errors import TorchrunError
 from ..gang.cause import Cause, Failure, describe_exit, first_failure, signal_name
-from ..gang.protocol import Diagnostics, Go, Usage
+from ..gang.protocol import Diagnostics, Go, Ran, Usage
 from ..gang.state import DIAGNOSTICS_S
 from ..launch.command import metrics_file
 from .agent import AgentProcess
@@ -181,6 +181,10 @@ class Generation:
         self.diagnostics = Diagnostics(self._host, found.file, found.where)
         return found.text
 
+    def ran(self) -> Iterable[Ran]:
+        """Return what is to be told of commands that have ended since the last time."""
+        return ()
+
     @property
     def active_at(self) -> float | None:
         """When its workers were last found to have written."""
@@ -225,7 +229,7 @@ class Generation:
             text = "its guardian process got SIGTERM, which nobody of the gang has sent"
             cause = Cause("agent_ended", self._node, self._host, exception=text)
         else:
-            whose = "its torchrun agent " if event.rank is None else ""
+            whose = f"its {self._plan.agent} " if event.rank is None else ""
             text = (
                 f"{whose}was stopped by a signal (SIGSTOP or the like) and not continued for {self._plan.silence_s:g} s"
             )
@@ -243,8 +247,11 @@ class Generation:
         self._stopped_at = self._agent_failed_at = event.at
         failed = self.exits.first_failed()
         if failed is None or failed.status is None:
-            return f"the torchrun agent {describe_exit(event.status)}"
+            return self._how_agent_failed(event.status)
         return f"rank {failed.rank} {self._machine.how_ended(failed.status)}"
+
+    def _how_agent_failed(self, status: int) -> str:
+        return f"the {self._plan.agent} {describe_exit(status)}"
 
     def _on_end(self, event: End) -> None:
         if self._agent_exit is None:  # it has not ended by itself
@@ -275,7 +282,7 @@ class Generation:
     def _agent_cause(self) -> Cause:
         report = read_agent_report(self._folder)
         guardian, error = (None, None) if self._end is None else (self._end.guardian, self._end.error)
-        code, who = self._agent_exit, "its torchrun agent"
+        code, who = self._agent_exit, f"its {self._plan.agent}"
         if guardian is not None:
             code, who = guardian, "its guardian process"
         how = error or (self._machine.how_ended(code) if code is not None else "vanished")

@@ -33,7 +33,7 @@ class Plan:
     nproc_why: str = ""  # why there are so many processes on each node
     warm: str = "off"  # what is forked from a warm process, out of `parsing.WARM`
     warm_node: WarmNode | None = None  # that process, where there is one
-    is_preflight: bool = False  # whether it is a launch of ours, of which the log need not tell as much
+    is_ours: bool = False  # whether it goes before one of the user's, so that the log need not tell as much
 
     @property
     def ranks(self) -> list[int]:
@@ -46,6 +46,16 @@ class Plan:
         return self.spec.min_nodes is not None
 
     @property
+    def runs_commands(self) -> bool:
+        """Whether commands of ``before_run`` run, and no workers."""
+        return self.spec.commands is not None
+
+    @property
+    def agent(self) -> str:
+        """What to call the process that starts the workers, or the commands."""
+        return "command runner" if self.runs_commands else "torchrun agent"
+
+    @property
     def shares_machine(self) -> bool:
         """Whether nodes of this gang share this machine, and so their terminal."""
         return self.machine.nodes_here > 1
@@ -53,11 +63,13 @@ class Plan:
     @property
     def shows_failures(self) -> bool:
         """Whether all that a worker wrote of its failure is shown: where rank 0 alone is shown, its last lines are."""
-        return self.spec.shown_local_ranks is None
+        return self.label(0) is not None if self.runs_commands else self.spec.shown_local_ranks is None
 
     def label(self, local_rank: int) -> str | None:
         """Return what the log puts before the lines of a worker; None if they are not shown."""
         spec = self.spec
+        if spec.commands is not None:
+            return self._label_of_command(local_rank, len(spec.commands))
         if spec.shown_local_ranks is not None and local_rank not in spec.shown_local_ranks:
             return None
         if self.logs == "rank0" and spec.global_rank(local_rank) != 0:
@@ -65,3 +77,7 @@ class Plan:
         if self.is_elastic:  # torchrun gives ranks out anew at each restart
             return f"[node {spec.node_index} local rank {local_rank}] "
         return f"[rank {spec.global_rank(local_rank)}] "
+
+    def _label_of_command(self, number: int, count: int) -> str | None:
+        node = self.spec.node_index
+        return None if self.logs == "rank0" and node != 0 else f"[node {node} before_run {number + 1}/{count}] "

@@ -50,7 +50,7 @@ def report(error: BaseException, node: int, shared: bool, known: bool, live: boo
 
 def _was_written(cause: Cause) -> bool:
     """Tell whether the failed worker has written all that `cause` says in detail."""
-    return cause.kind in ("exception", "exit", "signal", "oom") and not cause.is_consequence
+    return cause.kind in ("exception", "exit", "signal", "oom", "command") and not cause.is_consequence
 
 
 def _pointer(verdict: TorchrunError, cause: Cause | None) -> str:

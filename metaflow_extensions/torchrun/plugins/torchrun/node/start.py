@@ -15,12 +15,13 @@ from ..errors import TorchrunConfigError
 from ..gang.cause import SHORT_PEER_ERRORS
 from ..gang.member import Member
 from ..gang.protocol import Go
-from ..launch.command import TORCHRUN, agent_command, agent_environment, restart_variables
+from ..launch.command import TORCHRUN, agent_command, agent_environment, program_environment, restart_variables
 from ..machine.accelerators import Machine, Nproc, choose_nproc, omp_threads
 from ..machine.network import interface_of
 from ..settings import StepSettings
 from .agent import AgentProcess
 from .agent_events import AgentEvent
+from .commands import CommandGeneration, runner_command
 from .generation import Generation, stacks_folder
 from .guardian import Options
 from .logs import LogFollower
@@ -47,7 +48,7 @@ def prepare(plan: Plan, go: Go, member: Member, new_agent: Callable[..., AgentPr
         logs = {stream: os.path.join(folder, f"agent.{stream}") for stream in ("stdout", "stderr")}
         for path in logs.values():
             open(path, "wb").close()
-        command = agent_command(plan.spec, go, plan.main_addr, folder)
+        command = _command(plan, go, folder)
         warm = _warm_start(plan, go, folder)
         env = _environment(plan, folder, member.own_address)
     except BaseException:
@@ -55,12 +56,20 @@ def prepare(plan: Plan, go: Go, member: Member, new_agent: Callable[..., AgentPr
         raise
     own_label = f"[torchrun node {plan.spec.node_index}] "
     # An elastic agent goes on after it has reported a failure.
-    follower = LogFollower(folder, logs, plan.label, own_label, plan.write, hold_report=not plan.is_elastic)
+    hold_report = not (plan.is_elastic or plan.runs_commands)
+    follower = LogFollower(folder, logs, plan.label, own_label, plan.write, hold_report)
     inbox = member.inbox  # this launch's; a later launch has another
     options = _options(plan, folder, logs)
     agent = new_agent(command, env, options, lambda event: inbox.put(AgentNews(go.generation, event)), warm)
     measure = partial(UsageMeter, plan, folder, follower)
-    return Generation(plan, member.host, go, folder, command, agent, follower, measure)
+    kind = CommandGeneration if plan.runs_commands else Generation
+    return kind(plan, member.host, go, folder, command, agent, follower, measure)
+
+
+def _command(plan: Plan, go: Go, folder: str) -> list[str]:
+    if plan.runs_commands:
+        return runner_command(plan, folder)
+    return agent_command(plan.spec, go, plan.main_addr, folder)
 
 
 def _make_folder(plan: Plan, go: Go) -> str:
@@ -75,8 +84,11 @@ def _environment(plan: Plan, folder: str, own_address: str | None) -> dict[str, 
     spec, machine = plan.spec, plan.machine
     # A gang of one has no connection; it is reached by its loopback address.
     interface = interface_of(own_address or plan.main_addr)
-    env = agent_environment(dict(spec.env), os.environ, omp_threads(machine, spec.nproc), interface, folder)
-    env.update(_share_of_machine(machine, dict(spec.env)))
+    given, threads = dict(spec.env), omp_threads(machine, spec.nproc)
+    share = _share_of_machine(machine, given)
+    if plan.runs_commands:
+        return {**program_environment(given, os.environ, threads, interface), **share}
+    env = {**agent_environment(given, os.environ, threads, interface, folder), **share}
     if plan.shares_machine:
         env.update(SHORT_PEER_ERRORS)
     if plan.policy.hang_timeout_s is not None:
@@ -125,7 +137,7 @@ def _options(plan: Plan, folder: str, logs: dict[str, str]) -> Options:
         **logs,
         grace_s=plan.grace_s,
         silence_s=plan.silence_s,
-        workers=plan.spec.nproc,
+        workers=0 if plan.runs_commands else plan.spec.nproc,
         restarts=plan.is_elastic,
         cwd=plan.spec.cwd,
         scratch=scratch,

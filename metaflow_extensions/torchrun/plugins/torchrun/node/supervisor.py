@@ -22,7 +22,9 @@ from ..events import Event, Kind
 from ..gang.cause import Cause, Failure
 from ..gang.member import Interruption, Member, TimedOut
 from ..gang.protocol import (
+    COMMANDS,
     CONTROL,
+    WORKERS,
     Active,
     Ended,
     Failed,
@@ -102,6 +104,7 @@ class Supervisor:
             while self._verdict is None:
                 self._take(self._next())
                 self._tell_metrics()
+                self._tell_commands(self._generation)
                 self._tell_usage()
             self._say_end(self._verdict.error)
             if self._verdict.error is not None:
@@ -118,7 +121,8 @@ class Supervisor:
     def _ready(self) -> Ready:
         spec, plan = self._plan.spec, self._plan
         policy = plan.policy if self._member.node == CONTROL else None
-        return Ready(self._launch, spec.nproc, spec.digest(), dict(plan.facts), spec.master_port, policy)
+        runs = COMMANDS if plan.runs_commands else WORKERS
+        return Ready(self._launch, spec.nproc, spec.digest(), dict(plan.facts), spec.master_port, policy, runs)
 
     def _next(self) -> Any:
         """Return what comes next, or None if nothing has come for a while."""
@@ -136,6 +140,11 @@ class Supervisor:
                 self._emit("note", complaint, is_detail=True)
             if (complaint := generation.event_files.take_complaint()) is not None:
                 self._emit("note", complaint)
+
+    def _tell_commands(self, generation: Generation | None) -> None:
+        """Tell the gang which commands have ended."""
+        for ran in () if generation is None else generation.ran():
+            self._member.send(ran)
 
     def _tell_usage(self) -> None:
         """Tell what this node uses, now and then; whatever goes wrong in that must not end the launch."""
@@ -173,7 +182,9 @@ class Supervisor:
             self._could_not_start(go, error)
 
     def _say_begin(self, go: Go, generation: Generation) -> None:
-        is_first = self._member.node == CONTROL and go.generation == 0 and not self._plan.is_preflight
+        if self._plan.runs_commands:
+            return  # their lines say it
+        is_first = self._member.node == CONTROL and go.generation == 0 and not self._plan.is_ours
         if is_first:
             self._emit("facts", facts_line(self._plan, go))
         self._emit("command", f"runs: {shlex.join(generation.command)}", is_detail=not is_first)
@@ -183,14 +194,14 @@ class Supervisor:
         if self._member.node == CONTROL and self._went_at is not None:
             seconds = time.monotonic() - self._went_at
             text = end_line(self._launch, self._plan.spec, seconds, len(self._restarts), error)
-            self._emit("ended", text, is_detail=self._plan.is_preflight)
+            self._emit("ended", text, is_detail=self._plan.is_ours)
             if self._verdict is not None and self._verdict.alone:
                 self._emit("note", alone_line(self._launch, self._plan))
 
     def _could_not_start(self, go: Go, error: Exception) -> None:
         self._close_generation(0.0)
         reason = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-        text = f"its torchrun agent could not be started: {reason}"
+        text = f"its {self._plan.agent} could not be started: {reason}"
         self._emit("worker_failed", f"{text}; stopping all nodes")
         failure = Failure(Cause("agent", self._member.node, self._member.host, exception=text))
         self._member.send(Ended(self._launch, False, go.generation, (failure,)))
@@ -313,12 +324,14 @@ class Supervisor:
 
     def _generation_ended(self, generation: Generation, end: End) -> None:
         generation.close()
+        self._tell_commands(generation)
         if (rest := generation.metrics.rest(self._launch, generation.number)) is not None:
             self._member.send(rest)
         if not generation.was_stopped:
             self._say_output(generation)
         if end.left:
-            self._emit("left_behind", f"stopped what the workers had left running: {', '.join(end.left)}")
+            who = "commands" if self._plan.runs_commands else "workers"
+            self._emit("left_behind", f"stopped what the {who} had left running: {', '.join(end.left)}")
         codes = self._exit_codes = generation.exits.codes
         if self._plan.logs == "rank0":
             self._last_lines.note(generation.log_dir, generation.hidden_failure())
@@ -343,7 +356,7 @@ class Supervisor:
         """Tell whether each of several ranks has trained by itself; who gathers their values means them to."""
         call, plan = self._plan.call, self._plan
         means_it = call is not None and call.gather
-        may_be = generation.ended_well and plan.spec.world_size > 1 and not means_it and not plan.is_preflight
+        may_be = generation.ended_well and plan.spec.world_size > 1 and not means_it and not plan.is_ours
         return may_be and generation.exits.trained_alone()
 
     # --- what goes to the datastore -----------------------------------------------------------------

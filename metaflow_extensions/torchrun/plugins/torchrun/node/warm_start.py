@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +36,13 @@ class WarmNode:
     def has(self, guardian: GuardianProcess | None) -> bool:
         """Tell whether it is the one of the warm process, which lives on when an agent has ended."""
         return guardian is self._guardian
+
+    def renew(self) -> None:
+        """Import anew, in the background."""
+        self.close()
+        self._guardian = None
+        with suppress(OSError):  # no more processes; a launch will say so
+            self.begin()
 
     def close(self) -> None:
         """End it, without waiting for that; safe to call more than once."""

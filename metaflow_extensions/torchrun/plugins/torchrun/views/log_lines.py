@@ -11,7 +11,7 @@ from typing import Any
 
 from ..channel.backlog import LINE_CHARS
 
-_LABEL = re.compile(r"\[(?:rank (\d+)|torchrun node (\d+))\] ")
+_LABEL = re.compile(r"\[(?:rank (\d+)|torchrun node (\d+)|node (\d+) before_run \d+/\d+)\] ")
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class Reader:
         """Return node and rank of a line, as far as they are known."""
         label = _LABEL.match(text)
         rank = None if label is None or label[1] is None else int(label[1])
-        node = None if label is None else int(label[2]) if rank is None else self._node_of(rank)
+        node = None if label is None else int(label[2] or label[3]) if rank is None else self._node_of(rank)
         if node is None:
             node = source.node if len(self._own) > 1 else None
         return node, rank

@@ -1,0 +1,136 @@
+"""Commands of the user's: those that run before the workers (``before_run``), and a command as entrypoint."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..errors import EntrypointError, TorchrunConfigError
+
+_SHELL = ("sh", "-ec")
+_SHOWN_CHARS = 200
+_EXAMPLE = "before_run=[['pip', 'install', '-r', 'requirements.txt'], 'make data']"
+
+
+def before_commands(given: Any) -> tuple[tuple[str, ...], ...] | None:
+    """Return ``before_run`` as one argv for each command; None if there is none."""
+    if given is None:
+        return None
+    if not isinstance(given, list | tuple):
+        raise TorchrunConfigError(
+            f"run(before_run=...) must be a list of commands, but is a {type(given).__name__}. Write {_EXAMPLE}."
+        )
+    return tuple(_before_command(each, f"before_run[{number}]") for number, each in enumerate(given))
+
+
+def _before_command(given: Any, setting: str) -> tuple[str, ...]:
+    if not isinstance(given, str):
+        return argv_of(given, setting)
+    if not given.strip():
+        raise TorchrunConfigError(f"{setting} is an empty command.")
+    if given.lstrip().startswith("-"):
+        raise TorchrunConfigError(
+            f"{setting} is {given!r}, which is no command. The words of one command are a list of their own: {_EXAMPLE}."
+        )
+    return argv_of([*_SHELL, given], setting)
+
+
+def argv_of(given: Any, setting: str) -> tuple[str, ...]:
+    """Return a command as argv words; raises TorchrunConfigError for what no process can be given."""
+    if not isinstance(given, list | tuple) or not all(isinstance(word, str | os.PathLike) for word in given):
+        raise TorchrunConfigError(
+            f"{setting} is {given!r}, but a command is a list of texts and paths, such as ['python', '-O', 'x.py']."
+        )
+    words = tuple(os.fsdecode(word) for word in given)
+    if not words or not words[0]:
+        raise TorchrunConfigError(f"{setting} is {given!r}, which names no program.")
+    if words[0].startswith("-"):
+        raise TorchrunConfigError(
+            f"{setting} begins with {words[0]!r}, but the first word of a command is a program. Options of torchrun "
+            "go to torchrun_args."
+        )
+    if any("\0" in word for word in words):
+        raise TorchrunConfigError(f"{setting} is {given!r}; no process can be given a NUL character.")
+    return words
+
+
+def shown(words: Sequence[str]) -> str:
+    """Return a command for a line of a log."""
+    text = words[2] if _is_by_shell(words) else shlex.join(words)
+    line = " ".join(text.encode("utf-8", "backslashreplace").decode().split())
+    return line if len(line) <= _SHOWN_CHARS else line[:_SHOWN_CHARS] + "…"
+
+
+def _is_by_shell(words: Sequence[str]) -> bool:
+    return len(words) == 3 and tuple(words[:2]) == _SHELL
+
+
+# --- as entrypoint --------------------------------------------------------------------------------
+
+
+def find_program(
+    name: str, cwd: str | None, flow_dir: str | None, env: Mapping[str, str], may_come: bool = False
+) -> str:
+    """Return the program of a command as its process is to be given it; raises EntrypointError without one.
+
+    A path is looked for in the working directory, then beside the flow file, as scripts are; a bare name in the PATH of
+    `env`. `may_come`: something that runs before may still make it.
+    """
+    if os.sep not in name:
+        path = _path_of(env)
+        if shutil.which(name, path=path) is None and not may_come:
+            hint = f" To run the file of that name, write './{name}'." if os.path.isfile(_join(cwd, name)) else ""
+            raise EntrypointError(f"There is no program {name!r} in the PATH of this node ({path}).{hint}")
+        return name
+    found = beside_flow(name, cwd, flow_dir)
+    if may_come:
+        return found
+    full = _join(cwd, found)
+    if not os.path.isfile(full):
+        looked = dict.fromkeys([full, *([] if flow_dir is None else [_join(flow_dir, name)])])
+        raise EntrypointError(f"The program {name!r} does not exist; looked for {' and '.join(looked)}.")
+    if not os.access(full, os.X_OK):
+        raise EntrypointError(
+            f"The program {full} may not be executed. Make it executable (chmod +x), or name what runs it, as in "
+            f"['sh', {name!r}]."
+        )
+    return found
+
+
+def beside_flow(name: str, cwd: str | None, flow_dir: str | None) -> str:
+    """Return a program's path beside the flow file if it is there and not in the working directory."""
+    is_path = os.sep in name and not os.path.isabs(name)
+    if is_path and flow_dir is not None and not os.path.exists(_join(cwd, name)):
+        beside = _join(flow_dir, name)
+        return beside if os.path.exists(beside) else name
+    return name
+
+
+def source_of(program: str, words: Sequence[str], cwd: str | None) -> str | None:
+    """Return the file that makes a command what it is: a program given by its path, or the first word that is a file."""
+    names = [program] if os.sep in program else words[1:]
+    return next((path for path in (_join(cwd, name) for name in names) if os.path.isfile(path)), None)
+
+
+def foreign_python(words: Sequence[str], env: Mapping[str, str]) -> str | None:
+    """Return what to say of a command whose ``python`` or ``pip`` is of another installation than the step's; else None."""
+    text = words[2] if _is_by_shell(words) else "".join(words[:1])
+    name = next(iter(text.split()), "")
+    found = re.fullmatch(r"(python|pip)[0-9.]*", name) and shutil.which(name, path=_path_of(env))
+    if not found or os.path.realpath(os.path.dirname(found)) == os.path.realpath(os.path.dirname(sys.executable)):
+        return None
+    own = "[sys.executable, '-m', 'pip', ...]" if name.startswith("pip") else "[sys.executable, ...]"
+    return f"{name} is {found}, but this step runs under {sys.executable}; to use that one, write {own}"
+
+
+def _path_of(env: Mapping[str, str]) -> str:
+    return env.get("PATH", os.environ.get("PATH", os.defpath))
+
+
+def _join(folder: str | None, name: str) -> str:
+    return os.path.abspath(os.path.join(folder or "", name))
