@@ -1,0 +1,239 @@
+"""Commands before the workers, and in their place: whole gangs."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+FLOWS = Path(__file__).parent / "flows"
+WITHIN_S = 15.0
+# A child that ignores SIGTERM and is in a session of its own, beside a command that ignores it, too.
+STUBBORN = """
+trap '' TERM
+setsid sh -c "trap '' TERM; while :; do sleep 1; done" &
+touch running
+while :; do sleep 1; done
+"""
+
+
+# --- gangs without Metaflow -------------------------------------------------------------------------
+
+
+def places(gang):
+    """Return the options that give each node a folder of its own, in which its commands need not wait for the others'."""
+    gang.out.mkdir()
+    for node in range(3):
+        (gang.out / f"place-{node}").mkdir()
+    return {node: {"cwd": str(gang.out / f"place-{node}")} for node in range(3)}
+
+
+def test_a_command_that_fails_on_one_node_stops_all_and_every_node_says_which(gang):
+    own = places(gang)
+    for node in (0, 2):
+        own[node]["before_run"] = [["true"], STUBBORN, "touch never"]
+    own[1]["before_run"] = ["while [ ! -e go ]; do sleep 0.02; done; echo E: no package; exit 3"]
+    gang.start(3, settings={"warm": False}, options_of=own)
+    for node in (0, 2):
+        gang.await_that((gang.out / f"place-{node}" / "running").exists, f"node {node}'s command")
+    failed_at = time.monotonic()
+    (gang.out / "place-1" / "go").touch()
+    outcome = gang.await_end(failed_at, range(3), WITHIN_S)
+    assert outcome.left == []
+    error = outcome.error  # the same on all nodes
+    assert error["class"] == "LaunchFailed"
+    assert error["text"].startswith("before_run failed, so no worker was started on any node.\nNode 1 (host ")
+    assert "failed: before_run 1/1 (while [ ! -e go ]; do" in error["text"]
+    assert "exited with code 3." in error["text"]
+    assert "  | E: no package" in error["text"]
+    assert (error["cause"]["kind"], error["cause"]["category"], error["cause"]["node"]) == ("command", "before_run", 1)
+    assert not list(gang.out.glob("place-*/never"))
+    assert not list(gang.out.glob("worker-*"))
+    assert "[node 1 before_run 1/1] E: no package" in gang.log(1)
+    assert "[node 0 before_run 1/3] ended well" in gang.log(0)
+    assert "before_run 1/1" in gang.log(0)  # its control node says why
+
+
+def test_when_a_task_is_killed_its_command_ends_and_the_others_hear_of_it(gang):
+    own = places(gang)
+    gang.start(settings={"warm": False}, options_of=own, before_run=[STUBBORN])
+    for node in range(2):
+        gang.await_that((gang.out / f"place-{node}" / "running").exists, f"node {node}'s command")
+    killed_at = gang.send(gang.task(1), signal.SIGKILL)
+    outcome = gang.await_end(killed_at, [0], WITHIN_S)
+    assert outcome.left == []
+    assert outcome.error["cause"]["category"] == "node_lost"
+    assert outcome.error["text"].startswith("before_run failed")
+
+
+def test_at_sigterm_a_command_ends_and_it_is_a_preemption(gang):
+    own = places(gang)
+    gang.start(settings={"warm": False}, options_of=own, before_run=[STUBBORN])
+    for node in range(2):
+        gang.await_that((gang.out / f"place-{node}" / "running").exists, f"node {node}'s command")
+    outcome = gang.await_end(gang.send(gang.task(1), signal.SIGTERM), range(2), WITHIN_S)
+    assert outcome.left == []
+    assert outcome.error["class"] == "TorchrunPreempted"
+
+
+def test_a_command_is_run_as_torchrun_itself_would(make_gang, tmp_path):
+    """With torchrun's own ``--no-python`` in a shell: the same arguments, options, files, folder and variables."""
+    place, program = tmp_path / "place", "seen_by_shell.py"
+    place.mkdir()
+    shutil.copy(FLOWS / program, place)
+    words, hostile = ["python", "-O", "-X", "utf8", program], ["", "--x", "a b", "é$", "*"]
+    path = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
+    env = {"PATH": path, "SEEN": str(tmp_path / "theirs"), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("METAFLOW_")}
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--no-python"]
+    network = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1"}
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    options = ["--nnodes=1", "--node-rank=0", "--master-addr=127.0.0.1", f"--master-port={port}", "--redirects=3"]
+    in_shell = subprocess.run(
+        [*torchrun, *options, f"--log-dir={tmp_path / 'logs'}", *words, *hostile],
+        env={**kept, **env, **network, "TMPDIR": str(tmp_path)},
+        cwd=place,
+        capture_output=True,
+        check=False,
+    )
+    gang = make_gang()
+    ours = {**env, "SEEN": str(tmp_path / "ours")}
+    gang.start(
+        1, 2, entrypoint=words, entrypoint_args=hostile, cwd=str(place), agent_env=ours, settings={"warm": False}
+    )
+    assert gang.await_end(time.monotonic(), [0], 90).left == [], gang.told
+    assert (in_shell.returncode, gang.error(0)) == (0, None), gang.told
+    for rank in (0, 1):
+        theirs, own = (json.loads((tmp_path / f"{who}-{rank}").read_text()) for who in ("theirs", "ours"))
+        assert own["argv"] == [program, *hostile]
+        assert own["optimize"] == 1
+        for each in (theirs, own):
+            for name in (
+                "SEEN",
+                "TMPDIR",
+                "_",
+                "SHLVL",
+                "WORKER_DO",
+                "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+                "OLDPWD",
+                "PWD",
+            ):
+                each["env"].pop(name, None)
+            each["path"] = [entry for entry in each["path"] if "worker_hooks" not in entry]
+        assert own == theirs
+
+
+# --- flows ------------------------------------------------------------------------------------------
+
+MADE = """
+import os, sys
+print(os.environ["RANK"], __debug__, os.environ["NAME"], os.getcwd())
+if os.environ["RANK"] == "3" and not os.path.exists("failed"):
+    open("failed", "w").close()
+    sys.exit(1)
+"""
+
+
+@pytest.fixture(scope="module")
+def ran(start_shared_flow, tmp_path_factory):
+    """Run a flow whose first launch makes its own entrypoint, fails once, and is a command."""
+    place = tmp_path_factory.mktemp("a place")
+    launches = [
+        {
+            "entrypoint": [sys.executable, "-O", "made.py"],
+            "entrypoint_args": {"lr": 0.1},
+            "cwd": str(place),
+            "env": {"NAME": "löss", "TOKEN": "very-secret"},
+            "before_run": [
+                [sys.executable, "-c", f"open('made.py', 'w').write({MADE!r})"],
+                "echo $NAME >> count; printf 'made\\r'; printf 'no end'; env | grep ^NAME >&2",
+            ],
+            "max_restarts": 1,
+        },
+        {"entrypoint": "worker.py", "before_run": []},
+    ]
+    flow = start_shared_flow(runs_=launches, attrs={"nproc_per_node": 2}, stand_in=True)
+    flow.wait(160)
+    return flow, place
+
+
+@pytest.mark.xdist_group("before_run")
+class TestFlow:
+    def test_the_commands_run_once_on_each_node_and_not_again_at_a_restart(self, ran):
+        flow, place = ran
+        assert flow.process.returncode == 0, flow.text
+        assert (place / "count").read_text() == "löss\n" * 2
+        control = flow.note("end")["tasks"][0]
+        assert [result["launch"] for result in control["results"]] == [1, 3]
+        assert len(control["results"][0]["restarts"]) == 1
+
+    def test_the_workers_run_the_command_in_the_folder_and_with_the_variables_of_the_commands(self, ran):
+        flow, place = ran
+        for rank in range(4):
+            assert f"[rank {rank}] {rank} False löss {place}" in flow.text
+
+    def test_their_lines_are_labelled_and_whole(self, ran):
+        flow, _ = ran
+        for node in (0, 1):
+            label = f"[node {node} before_run 2/2] "
+            shown = [line.text.partition(label)[2] for line in flow.lines if label in line.text]
+            assert shown[0].startswith("$ echo $NAME >> count;")
+            assert shown[1:-1] == ["no endNAME=löss"] or shown[1:-1] == ["made", "no endNAME=löss"]
+            assert re.fullmatch(r"ended well after [\d.]+ s", shown[-1])
+        assert "very-secret" not in flow.text
+        assert len([line for line in flow.lines if "before_run: 2 commands on 2 nodes, " in line.text]) == 1
+
+    def test_all_commands_end_before_any_worker_begins(self, ran):
+        flow, _ = ran
+        events = flow.note("end")["tasks"][0]["results"][0]["events"]
+        kinds = [event["kind"] for event in events]
+        assert kinds.index("before_run") < kinds.index("command") < kinds.index("go")
+        ended = [event for event in events if event["kind"] == "command"]
+        assert sorted(event["node"] for event in ended) == [0, 0, 1, 1]
+        assert {event["exit_code"] for event in ended} == {0}
+        assert all(event["seconds"] > 0 for event in ended)
+        assert "command" not in kinds[kinds.index("go") :]
+
+    def test_show_tells_them(self, ran):
+        flow, _ = ran
+        command = [sys.executable, "gang.py", "--no-pylint", "torchrun", "show"]
+        shown = subprocess.run(
+            command, cwd=flow.out.parent / "flow folder", env=flow.env, capture_output=True, text=True
+        )
+        assert re.search(
+            r"0 +nodes 0, 1: before_run 2/2 \(echo \$NAME .*\) exited with code 0, [\d.-]+ s", shown.stdout
+        )
+        assert "start: commands on 2 nodes" in shown.stdout
+
+
+def test_a_retry_runs_them_again(run_flow, tmp_path):
+    command = f"cd '{tmp_path}'; echo x >> count; test -e tried || {{ touch tried; echo not yet; exit 4; }}"
+    flow = run_flow(
+        "--max-workers", "2", hook="retry", runs_=[{"entrypoint": "worker.py", "before_run": [command]}], stand_in=True
+    )
+    errors = flow.errors()
+    assert {error["cause"]["category"] for error in errors} == {"before_run"}
+    assert {error["cause"]["exit_code"] for error in errors} == {4}
+    assert len({error["message"] for error in errors}) == 1
+    assert "command" in {kind for error in errors for kind in error["events"]}
+    assert {task["attempt"] for task in flow.note("end")["tasks"]} == {1}
+    assert 3 <= len((tmp_path / "count").read_text().splitlines()) <= 4  # who waited for the folder did not begin
+
+
+def test_the_steps_timeout_bounds_a_command_that_hangs(run_flow):
+    flow = run_flow(
+        expect=1, hook="timeout", runs_=[{"entrypoint": "worker.py", "before_run": ["sleep 300"]}], stand_in=True
+    )
+    assert {error["class"] for error in flow.errors()} == {"LaunchTimeout"}
+    assert all("before_run failed" in error["message"] for error in flow.errors())
+    flow.await_gone(2)
