@@ -27,22 +27,23 @@ export METAFLOW_DEFAULT_DATASTORE = local
 export PYTHONDONTWRITEBYTECODE =
 export PYTHONS
 
-.PHONY: help venv demo docs docs-serve test test-remote test-matrix test-gpu dist unit integration chaos bench lint clean
+.PHONY: help venv demo docs docs-serve test test-frameworks test-remote test-matrix test-gpu dist unit integration chaos bench lint clean
 
 help:
-	@echo "make demo         train a small GPT on 2 nodes x 2 processes of this machine"
-	@echo "make test         linters and all tests"
-	@echo "make test-remote  the tests on Kubernetes, Batch and object stores; see CONTRIBUTING.md"
-	@echo "make test-matrix  some tests with many versions of Python, PyTorch and Metaflow; see docs/versions.md"
-	@echo "make test-gpu     the tests on GPUs, with NCCL; elsewhere it says that there is none"
-	@echo "make unit         the tests that take seconds"
-	@echo "make integration  the tests that run flows"
-	@echo "make chaos        hurt gangs of real processes, and show what it came to; see docs/chaos.md"
-	@echo "make bench        all benchmarks, an hour on a machine that does nothing else; see docs/performance.md"
-	@echo "make lint         ruff, mypy"
-	@echo "make dist         wheel and source distribution, in dist/"
-	@echo "make docs         the pages as a site, in .site"
-	@echo "make docs-serve   the same on http://localhost:8000, renewed while you write"
+	@echo "make demo             train a small GPT on 2 nodes x 2 processes of this machine"
+	@echo "make test             linters and all tests"
+	@echo "make test-frameworks  the tests of checkpoints, and of Hugging Face, Lightning, DeepSpeed and others"
+	@echo "make test-remote      the tests on Kubernetes, Batch and object stores; see CONTRIBUTING.md"
+	@echo "make test-matrix      some tests with many versions of Python, PyTorch and Metaflow; see docs/versions.md"
+	@echo "make test-gpu         the tests on GPUs, with NCCL; elsewhere it says that there is none"
+	@echo "make unit             the tests that take seconds"
+	@echo "make integration      the tests that run flows"
+	@echo "make chaos            hurt gangs of real processes, and show what it came to; see docs/chaos.md"
+	@echo "make bench            all benchmarks, an hour on a machine that does nothing else; see docs/performance.md"
+	@echo "make lint             ruff, mypy"
+	@echo "make dist             wheel and source distribution, in dist/"
+	@echo "make docs             the pages as a site, in .site"
+	@echo "make docs-serve       the same on http://localhost:8000, renewed while you write"
 
 # PyTorch first: with it installed, no other package asks for another build. Python compiles a module when it imports it
 # first. To compile all nine thousand of them here took half of the time, and nobody imports most of them.
@@ -111,6 +112,14 @@ test: venv
 	$(FLOWS) -m "untimed or not chaos" tests/chaos tests/integration || status=1; \
 	$(CHAOS_SUITE) -n 3 --dist worksteal -m "not untimed" || status=1; \
 	exit $$status
+
+# DeepSpeed compiles nothing when it is installed.
+$(VENV)/.frameworks: $(INSTALLED)
+	DS_BUILD_OPS=0 $(PIP_INSTALL) --editable ".[dev,frameworks]"
+	@touch $@
+
+test-frameworks: $(VENV)/.frameworks
+	$(BIN)/python -m pytest -n 2 --dist loadgroup tests/frameworks
 
 $(VENV)/.remote: $(INSTALLED)
 	$(PIP_INSTALL) --editable ".[dev,remote]"

@@ -49,6 +49,8 @@ TEST = [
     "mypy",
     "tensorboard",
 ]
+# What the scripts in examples/frameworks train with.
+FRAMEWORKS = [*EXAMPLES, "transformers", "accelerate", "lightning", "deepspeed"]
 # The clients of the backends that tests/remote talk to.
 REMOTE = [package for packages in BACKENDS.values() for package in packages]
 # The site of the pages; newer than mkdocs 1 is another program.
@@ -84,6 +86,7 @@ setup(
         "functions": FUNCTIONS,
         "debug": DEBUG,
         "examples": EXAMPLES,
+        "frameworks": FRAMEWORKS,
         "test": TEST,
         "docs": DOCS,
         "dev": DEV,

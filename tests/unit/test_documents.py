@@ -32,12 +32,15 @@ OUTPUT_TESTS = "tests/integration/test_outputs.py"
 DOCUMENT_TESTS = "tests/integration/test_documents.py"
 CHECKPOINT_TESTS = "tests/frameworks/test_checkpoints.py"
 FIRST_TESTS = (DOCUMENT_TESTS, "test_the_first_five_minutes")
+FRAMEWORK_TESTS = "tests/frameworks/test_frameworks.py"
 
 INSTALL = "pip install --editable ."
 GENERATE = 'python generate.py --prompt "A function " --length 300 --seed 1'
 CREATE = "python flow.py card create RUN/STEP/TASK --type torchrun"
 PLAIN = "torchrun --standalone --nproc-per-node=2 train.py --checkpoints kept --output weights.pt"
 STANDALONE = "torchrun --standalone --nproc-per-node=2 hello/train.py"
+TRAP = "python flow.py run --framework trainer --args=--forget-use-cpu"
+BY_TORCHRUN = "torchrun --standalone --nproc-per-node=2"
 # Commands that a test runs: that test's file, and what stands there for the command.
 RUN_ELSEWHERE = {
     ("README.md", "python flow.py run"): (DOCUMENT_TESTS, "test_the_first_example_of_the_readme_runs"),
@@ -69,6 +72,13 @@ RUN_ELSEWHERE = {
     ("examples/README.md", "pip install -e '.[examples]'"): ("setup.py", '"examples": EXAMPLES'),
     ("examples/README.md", "export METAFLOW_USER=me"): ("tests/flow_runs.py", '"METAFLOW_USER": "tester"'),
     ("examples/README.md", STANDALONE): (DOCUMENT_TESTS, STANDALONE),
+    ("examples/frameworks/README.md", "python flow.py run --framework lightning"): (FRAMEWORK_TESTS, '"--framework", '),
+    ("examples/frameworks/README.md", TRAP): (FRAMEWORK_TESTS, '"trainer": "--forget-use-cpu"'),
+    ("examples/frameworks/README.md", f"{BY_TORCHRUN} lightning_ddp.py"): (FRAMEWORK_TESTS, '["lightning_ddp.py"]'),
+    ("examples/frameworks/README.md", f"{BY_TORCHRUN} fsdp2_checkpoint.py --folder checkpoints"): (
+        FRAMEWORK_TESTS,
+        '"--folder", "checkpoints"',
+    ),
     ("examples/min-gpt/README.md", GENERATE): (EXAMPLE_TESTS, GENERATE),
     ("examples/checkpoint/README.md", "pip install metaflow-checkpoint"): ("setup.py", '"metaflow-checkpoint"'),
     **{
