@@ -20,7 +20,7 @@ def write(stream: str, lines: bytes) -> bool:
     """Write, and note when the first time was."""
     if not _began:
         _began.append(time.time())
-    return write_output(stream, lines)
+    return write_output(stream, lines, more_follows=bool(lines))
 
 
 def main(folder: str, command: list[str]) -> int:

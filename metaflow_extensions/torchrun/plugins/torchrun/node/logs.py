@@ -25,8 +25,8 @@ from .lines import LineSplitter
 # up, so a look that has found a whole chunk is soon followed by another. The end waits for no look.
 _LOOK_S, _FLOOD_LOOK_S = 0.4, 0.05
 # Read at once. The C library maps memory for anything above 128 KiB, and the kernel clears it: that would take longer
-# than all that is done with the bytes. So there is room for the labels, unless lines are very short.
-_CHUNK_BYTES = 96 * 1024
+# than all that is done with the bytes. With 96 KiB, that is so for lines that are no UTF-8.
+_CHUNK_BYTES = 80 * 1024
 # How torchrun begins to report its own failure or a worker's (torch 2.13), and how much of it is held back. The last is
 # of a node that waits in the exit barrier while the store's host, which has passed it, ends: 22 lines of C++ frames,
 # then "Error waiting on exit barrier".
