@@ -59,6 +59,8 @@ RUN_ELSEWHERE = {
         UNIT,
         "test_the_flows_of_the_readme_can_be_defined",
     ),
+    ("docs/before-run.md", "import sys"): ("tests/integration/test_before_run.py", "before_run"),
+    ("docs/before-run.md", "from metaflow import current"): ("tests/integration/test_before_run.py", '"-O"'),
     ("docs/card.md", "from metaflow import FlowSpec, card, current, step, torchrun"): (
         "tests/integration/test_card.py",
         "class Cards",
@@ -71,6 +73,10 @@ RUN_ELSEWHERE = {
     ("docs/elastic.md", "current.torch.run("): (
         "tests/integration/test_supervision.py",
         "test_an_elastic_launch_goes_on_when_a_node_is_lost",
+    ),
+    ("docs/frameworks.md", "import os"): (
+        "examples/frameworks/lightning_ddp.py",
+        "GROUP_WORLD_SIZE",
     ),
     ("docs/functions.md", "def train(epochs, lr):"): ("examples/function/flow.py", "init="),
     ("docs/metrics.md", "import json, os"): (UNIT, "test_scripts_of_the_pages_run"),
