@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from flow_runs import FLOWS, FlowRun
+from flow_runs import FLOWS, FlowRun, heed_ctrl_c
 from sameness import Allowed, differences, shared
 
 VARIANTS = ("agent", "workers")
@@ -311,6 +311,7 @@ def plainly(words: list[str], folder: Path, **variables: str) -> tuple[int, byte
         capture_output=True,
         check=False,
         timeout=60,
+        preexec_fn=heed_ctrl_c,
     )
     return done.returncode, without_addresses(done.stdout), without_addresses(done.stderr)
 
