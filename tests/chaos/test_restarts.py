@@ -42,16 +42,20 @@ def test_a_restart_while_another_is_under_way(gang, recorder):
     assert counts == {"2"}
 
 
-def test_all_nodes_fail_within_one_millisecond(gang, recorder):
+def test_all_nodes_fail_within_one_millisecond(make_gang, recorder):
     """Whichever is taken for the first, all nodes are told the same."""
-    gang.start()
-    gang.await_workers()
-    workers = [gang.worker(rank) for rank in range(2)]
-    struck_at = [gang.send(pid, signal.SIGKILL) for pid in workers]
-    outcome = gang.await_end(max(struck_at), [0, 1], WITHIN_S)
-    assert max(struck_at) - min(struck_at) <= AT_ONCE_S
+    for _ in range(4):  # another process may have come between the two blows
+        gang = make_gang()
+        gang.start()
+        gang.await_workers()
+        struck_at = [gang.send(pid, signal.SIGKILL) for pid in [gang.worker(rank) for rank in range(2)]]
+        outcome = gang.await_end(max(struck_at), [0, 1], WITHIN_S)
+        assert "was killed by SIGKILL" in outcome.error["text"]
+        if max(struck_at) - min(struck_at) <= AT_ONCE_S:
+            break
+    else:
+        raise AssertionError("not once were both nodes struck at the same time")
     recorder.died("workers of all nodes fail within one millisecond", outcome)
-    assert "was killed by SIGKILL" in outcome.error["text"]
 
 
 def test_a_failure_in_the_exit_barrier(gang, recorder):
