@@ -31,8 +31,8 @@ export PYTHONS
 
 help:
 	@echo "make demo             train a small GPT on 2 nodes x 2 processes of this machine"
-	@echo "make test             linters and all tests"
-	@echo "make test-frameworks  the tests of checkpoints, and of Hugging Face, Lightning, DeepSpeed and others"
+	@echo "make test             linters and the tests of all that this project does"
+	@echo "make test-frameworks  examples that train for long, checkpoints, Hugging Face, Lightning, DeepSpeed and others"
 	@echo "make test-remote      the tests on Kubernetes, Batch and object stores; see CONTRIBUTING.md"
 	@echo "make test-matrix      some tests with many versions of Python, PyTorch and Metaflow; see docs/versions.md"
 	@echo "make test-gpu         the tests on GPUs, with NCCL; elsewhere it says that there is none"
@@ -109,7 +109,7 @@ test: venv
 	$(BIN)/mypy & mypy=$$!; \
 	$(UNIT) || status=1; \
 	wait $$mypy || status=1; \
-	$(FLOWS) -m "untimed or not chaos" tests/chaos tests/integration || status=1; \
+	$(FLOWS) -m "(untimed or not chaos) and not long" tests/chaos tests/integration || status=1; \
 	$(CHAOS_SUITE) -n 3 --dist worksteal -m "not untimed" || status=1; \
 	exit $$status
 
@@ -119,7 +119,10 @@ $(VENV)/.frameworks: $(INSTALLED)
 	@touch $@
 
 test-frameworks: $(VENV)/.frameworks
-	$(BIN)/python -m pytest -n 2 --dist loadgroup tests/frameworks
+	@status=0; \
+	$(BIN)/python -m pytest -n 2 --dist loadgroup tests/frameworks || status=1; \
+	$(FLOWS) -m long tests/integration || status=1; \
+	exit $$status
 
 $(VENV)/.remote: $(INSTALLED)
 	$(PIP_INSTALL) --editable ".[dev,remote]"

@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import pages
+import pytest
 from pages import REPOSITORY
 
 # What the README's flow calls train.py: any script that takes these arguments.
@@ -64,6 +65,7 @@ def test_the_scripts_of_the_examples_run_without_metaflow():
     assert "hello from rank 1 of 2" in ran.stdout
 
 
+@pytest.mark.long
 def test_the_steps_and_lines_of_the_pages_run(start_flow, tmp_path):
     (tmp_path / "flow.py").write_text(pages.flow_of_pages())
     (tmp_path / "train.py").write_text(ANY_SCRIPT)
@@ -73,6 +75,7 @@ def test_the_steps_and_lines_of_the_pages_run(start_flow, tmp_path):
     assert [line for line in told if line not in run.text] == []
 
 
+@pytest.mark.long
 def test_the_first_five_minutes(start_flow, tmp_path):
     """What the page has one type, and what it says that one sees."""
     blocks = pages.blocks_of("docs/start.md")

@@ -87,12 +87,14 @@ def test_single_node(example):
     assert re.search(r"2 ranks.*ok", flow.text), flow.text
 
 
+@pytest.mark.long
 def test_from_shell(example):
     flow = example("from-shell", "python flow.py run", "--nproc 1")
     assert re.search(r"y = 3\.00 x \+ -1\.00, loss 0\.0000", flow.text), flow.text
     assert "2 ranks over gloo have the same weights: ok" in flow.text
 
 
+@pytest.mark.long
 def test_from_shell_without_mpi_says_what_to_do(example):
     """The PyTorch of the tests has none."""
     flow = example("from-shell", "python flow.py run --backend mpi", "--nodes 1", expect=1)
@@ -103,6 +105,7 @@ def test_from_shell_without_mpi_says_what_to_do(example):
     assert len(found) == len(wanted), flow.text
 
 
+@pytest.mark.long
 def test_torch_ddp_goes_on_where_its_snapshot_ends(example):
     """After a restart, and in a later run."""
     epoch = re.compile(r"\[rank 0\] epoch (\d+):")
@@ -125,6 +128,7 @@ def test_torch_ddp_goes_on_where_its_snapshot_ends(example):
     assert "2 ranks over gloo ended with the same weights: ok" in second.text
 
 
+@pytest.mark.long
 def test_min_gpt_learns_and_writes_again_later(example, tmp_path):
     flow = example("min-gpt", "python flow.py run --steps 150", "--nproc 1 --steps 60")  # `make demo` trains it longer
     losses = [float(x) for x in re.search(r"(\d\.\d+) before, (\d\.\d+) after training", flow.text).groups()]
@@ -140,6 +144,7 @@ def test_min_gpt_learns_and_writes_again_later(example, tmp_path):
     assert re.fullmatch(r"A function (.|\n){300}\n", written.stdout), written.stdout
 
 
+@pytest.mark.long
 def test_function_trains_and_evaluates(example):
     flow = example("function", "python flow.py run", "--nproc 1", forked=True)
     accuracy = float(re.search(r"2 ranks trained; accuracy on 359 held-out digits: (\d+\.\d)%", flow.text)[1])
@@ -149,6 +154,7 @@ def test_function_trains_and_evaluates(example):
     assert len(losses) == 5
 
 
+@pytest.mark.long
 def test_torchrunx_parity(example):
     flow = example("torchrunx-parity", "python flow.py run", forked=True)
     (page,) = outputs("torchrunx-parity")
