@@ -21,36 +21,50 @@ pytestmark = pytest.mark.xdist_group("release")
 REPOSITORY = Path(__file__).parents[2]
 
 
-def tracked() -> list[str]:
+def files_of(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+def known_to_git() -> set[str]:
     """Return the files of the project as git knows them; those that are new and not ignored, too."""
+    if not (REPOSITORY / ".git").exists():
+        pytest.skip("Not in a clone: a source distribution can't tell which files it lacks.")
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    listed = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
-    if listed.returncode:
-        pytest.skip("Not in a clone: nobody knows which files belong to the project.")
-    return [name for name in listed.stdout.split("\0") if name and (REPOSITORY / name).exists()]
+    listed = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    return {name for name in listed.stdout.split("\0") if name and (REPOSITORY / name).exists()}
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with both, built from a copy, so that nothing is left in the project."""
-    folder = tmp_path_factory.mktemp("release")
-    for name in tracked():
-        (folder / "project" / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(REPOSITORY / name, folder / "project" / name)
-    build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", folder / "dist", folder / "project"]
-    done = subprocess.run(build, capture_output=True, text=True, timeout=150, check=False)
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a copy of the project, so that nothing is left in it, and what was built before lends it nothing."""
+    ignored = [line.strip("/") for line in (REPOSITORY / ".gitignore").read_text().splitlines() if "*/" not in line]
+    copy = tmp_path_factory.mktemp("release") / "project"
+    shutil.copytree(REPOSITORY, copy, ignore=shutil.ignore_patterns(".git", *ignored))
+    return copy
+
+
+def build(project: Path, to: Path) -> Path:
+    """Build both as `make dist` does: the source distribution, and out of it the wheel."""
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", to, project]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "is deprecated" not in done.stdout + done.stderr
-    return folder / "dist"
+    return to
+
+
+@pytest.fixture(scope="module")
+def built(project: Path) -> Path:
+    """Return a folder with both."""
+    return build(project, project.parent / "dist")
 
 
 def test_the_source_distribution_has_all_that_belongs_to_the_project(built):
+    belongs = known_to_git()
     (file,) = built.glob("*.tar.gz")
     with tarfile.open(file) as archive:
         names = {name.partition("/")[2] for name in archive.getnames() if not archive.getmember(name).isdir()}
-    hidden = {name for name in tracked() if name.startswith(".")}
-    assert set(tracked()) - hidden <= names
-    extra = {name for name in names - set(tracked()) if ".egg-info/" not in name}
+    assert belongs <= names
+    extra = {name for name in names - belongs if ".egg-info/" not in name}
     assert extra == {"PKG-INFO", "setup.cfg"}
 
 
@@ -75,9 +89,9 @@ def required(metadata: Message, extra: str | None = None) -> list[str]:
     return [name for name, _, when in entries if when == (f'extra == "{extra}"' if extra else "")]
 
 
-def test_the_wheel_has_all_that_runs_and_nothing_else(wheel):
+def test_the_wheel_has_all_that_runs_and_nothing_else(wheel, project):
     names = {name for name in wheel.namelist() if ".dist-info/" not in name}
-    assert names == {name for name in tracked() if name.startswith("metaflow_extensions/")}
+    assert names == {name for name in files_of(project) if name.startswith("metaflow_extensions/")}
     assert "metaflow_extensions/torchrun/py.typed" in names
     (license_,) = (name for name in wheel.namelist() if name.endswith("/LICENSE"))
     assert wheel.read(license_) == (REPOSITORY / "LICENSE").read_bytes()
