@@ -17,7 +17,7 @@ from metaflow.runtime import Worker
 from unit_helpers import OURS
 
 from metaflow_extensions.torchrun.plugins.torchrun.events import Event
-from metaflow_extensions.torchrun.plugins.torchrun.node import console
+from metaflow_extensions.torchrun.plugins.torchrun.node import console, shared_pipe
 from metaflow_extensions.torchrun.plugins.torchrun.node.console import write_output, write_text
 
 BLOCK = ("x" * 79 + "\n") * 1000  # more than a pipe holds
@@ -169,7 +169,7 @@ def test_metaflow_shows_every_line_without_another_write(texts, more_follows, ta
 
 def test_nobody_waits_for_the_reader_while_more_follows_and_only_the_last_line_is_kept_for_it(take_stdout, monkeypatch):
     stream, waits = take_stdout(), []
-    monkeypatch.setattr(console, "_await_reader", waits.append)
+    monkeypatch.setattr(console, "await_reader", waits.append)
     for text, written in [(b"a\nb\n", b"a\n"), (b"c\n", b"b\n"), (b"d\n", b"c\n"), (b"e\nf\ng\n", b"d\ne\nf\n")]:
         assert write_output("stdout", text, more_follows=True)
         assert os.read(stream.reading, 100) == written
@@ -195,15 +195,64 @@ def test_long_lines_of_two_nodes_on_one_pipe_do_not_mix(take_stdout, side):
     assert sorted(read.result().splitlines()) == ["a" * 10_000] * 50 + ["b" * 10_000] * 50
 
 
+def test_long_lines_of_two_nodes_do_not_mix_where_the_reader_is_slower_than_their_patience(
+    take_stdout, side, monkeypatch
+):
+    monkeypatch.setattr(shared_pipe, "_HOLDER_PATIENCE_S", 0.1)
+    stream = take_stdout()
+
+    def write(mark):
+        node, lines = console._Output("stdout"), mark.encode() * 200_000 + b"\n"
+        while not node.write(lines, 0.05):
+            lines = b""
+
+    writers = [side(write, mark) for mark in "abc"]
+    read = b""
+    while len(read) < 600_003:
+        time.sleep(0.005)
+        read += os.read(stream.reading, 4096)
+    for writer in writers:
+        writer.result()
+    assert sorted(read.split(b"\n")) == [b"", *(mark * 200_000 for mark in (b"a", b"b", b"c"))]
+
+
+def test_a_line_that_a_paused_reader_has_begun_to_read_is_ended_before_another_node_writes(take_stdout, side):
+    stream, nodes = take_stdout(), [console._Output("stdout") for _ in "ab"]
+    assert not nodes[0].write(b"a" * 100_000 + b"\n", 0.1)
+    assert not nodes[1].write(b"b" * 100_000 + b"\n", 0.1)
+    waits = side(nodes[1].write, b"", 30)
+    read = side(stream.text)
+    assert nodes[0].write(b"", 30)
+    assert waits.result()
+    stream.stdout.close()
+    assert read.result() == "a" * 100_000 + "\n" + "b" * 100_000 + "\n"
+
+
+def test_what_another_node_holds_up_is_written_at_the_end_though_lines_may_mix(take_stdout, side, monkeypatch):
+    monkeypatch.setattr(shared_pipe, "_HOLDER_PATIENCE_S", 0.1)
+    monkeypatch.setattr(console, "_STUCK_S", 0.3)
+    stream, nodes = take_stdout(), [console._Output("stdout") for _ in "ab"]
+    assert not nodes[0].write(b"a" * 100_000 + b"\n", 0.1)
+    assert not nodes[1].write(b"b\n", 0.1)
+    at_end = side(nodes[1].finish)
+    while nodes[1]._pipe_lock.is_of_use and not at_end.done():
+        time.sleep(0.001)
+    read = side(stream.text)
+    at_end.result()
+    nodes[0].finish()
+    stream.stdout.close()
+    assert sorted(read.result()) == ["\n"] * 2 + ["a"] * 100_000 + ["b"]
+
+
 def test_a_writer_that_was_halted_with_the_lock_is_waited_for_once(take_stdout):
     stream, output = take_stdout(), console._outputs["stdout"]
     halted = os.open(f"/proc/self/fd/{stream.writing}", os.O_WRONLY)
     fcntl.flock(halted, fcntl.LOCK_EX)
     write_text("stdout", "aaa\n")
-    assert output._lock_patience_s == 0.0
+    assert not output._pipe_lock.is_of_use
     os.close(halted)
     write_text("stdout", "aaa\n")
-    assert output._lock_patience_s == console._LOCK_PATIENCE_S
+    assert output._pipe_lock.is_of_use
     stream.stdout.close()
     assert stream.text() == "aaa\n" * 2
 

@@ -1,6 +1,6 @@
 """How does Metaflow's terminal show whole lines, at once? This writes to the task's own stdout and stderr.
 
-On a local run all nodes write to the pipe of the control task: see `_Output._lock` and `_await_reader`.
+On a local run all nodes write to the pipe of the control task, one at a time: see `shared_pipe`.
 
 A reader may stop to read for a while (a paused terminal), or for ever. The stream may be closed, or non-blocking, as
 some programs leave it. So nobody writes before there is room. All text waits its turn in one queue for each stream.
@@ -13,28 +13,20 @@ import atexit
 import codecs
 import collections
 import contextlib
-import fcntl
 import io
 import os
 import select
 import stat
-import struct
 import sys
-import termios
 import threading
-import time
-from collections.abc import Iterator
 from typing import TextIO
 
 from ..events import Event
+from .shared_pipe import PipeLock, await_reader, await_room, unread_bytes
 
 DEBUG = "METAFLOW_TORCHRUN_DEBUG"
 """Environment variable: ``1`` has the details written, too."""
 
-_LOOK_S = 0.001  # between looks at a lock or a reader
-_FIRST_LOOK_S = 0.00005  # at a reader, who may be fast; each pause is twice as long as the one before, up to that
-_READER_PATIENCE_S = 0.05  # with a reader that has taken nothing, before the last line of a text
-_LOCK_PATIENCE_S = 1.0  # with a writer that holds the lock, for example one that was stopped
 _STUCK_S = 3.0  # with a reader that leaves no room
 # The same for threads that tell of something; they have more to do than to wait.
 _EVENT_PATIENCE_S = 0.5
@@ -73,7 +65,7 @@ class _Output:
         self._turn = threading.Lock()
         # All below belongs to the thread that has the turn.
         self._cut = b""  # the rest of what was begun
-        self._lock_patience_s = _LOCK_PATIENCE_S
+        self._pipe_lock = PipeLock()  # held from a line's first byte to its last
         self._said_lost = False
 
     def write(self, lines: bytes, patience_s: float, more_follows: bool = False) -> bool:
@@ -83,26 +75,33 @@ class _Output:
             return False  # the thread that has the turn writes ours, too
         try:
             while self._cut or self._is_text_next(more_follows):
-                self._write_next(patience_s)
-                if self._cut:
+                if not self._write_next(patience_s):
                     return False
             return True
         finally:
             self._turn.release()
+
+    def finish(self) -> None:
+        """Write what waits, at the process's end; lines of two nodes rather mix than get lost."""
+        if not self.write(b"", _STUCK_S):
+            self._pipe_lock.is_of_use = False
+            self.write(b"", _STUCK_S)
 
     def _is_text_next(self, more_follows: bool) -> bool:
         if more_follows and len(self._waiting) == 1:
             return self._waiting[0].find(b"\n") < len(self._waiting[0]) - 1  # a single line is kept
         return bool(self._waiting)
 
-    def _write_next(self, patience_s: float) -> None:
+    def _write_next(self, patience_s: float) -> bool:
+        """Write the rest of what was begun, or the next text; return False if it has to wait."""
         try:
-            self._write_lines(b"" if self._cut else self._waiting.popleft(), patience_s)
+            return self._write_lines(b"" if self._cut else self._waiting.popleft(), patience_s)
         except Exception as error:  # of a stream that the step's code has put there, it can be any
             self._cut = b""
             self._say_lost(error)
+            return True
 
-    def _write_lines(self, lines: bytes, patience_s: float) -> None:
+    def _write_lines(self, lines: bytes, patience_s: float) -> bool:
         """Write `lines`, or else the rest of those before; what the reader does not take is the next rest."""
         target: TextIO | None = getattr(sys, self._name)
         if target is None:  # closed before Python began
@@ -113,20 +112,31 @@ class _Output:
             data, self._cut = self._cut + _encoded(lines, encoding), b""
             target.write(data.decode(encoding, errors="replace"))
             target.flush()
-            return
+            return True
         mode = os.fstat(fd).st_mode
         if stat.S_ISREG(mode):
             target.flush()
             _write_file(fd, self._cut or _encoded(lines, encoding))
             self._cut = b""
-            return
+            return True
         is_pipe = stat.S_ISFIFO(mode)
         _flush(target, fd, is_pipe)
         if is_pipe:
-            with self._lock(fd):
-                self._cut = _write_all(fd, self._cut or self._next_for_pipe(fd, lines), patience_s)
-        else:
-            self._cut = _write_all(fd, self._cut or _encoded(lines, encoding), patience_s)
+            return self._write_to_pipe(fd, lines, patience_s)
+        self._cut = _write_all(fd, self._cut or _encoded(lines, encoding), patience_s)
+        return not self._cut
+
+    def _write_to_pipe(self, fd: int, lines: bytes, patience_s: float) -> bool:
+        if not self._pipe_lock.take(fd, patience_s):
+            if lines:
+                self._waiting.appendleft(lines)
+            return False
+        try:
+            self._cut = _write_all(fd, self._cut or self._next_for_pipe(fd, lines), patience_s)
+        finally:
+            if not self._cut:
+                self._pipe_lock.release()
+        return not self._cut
 
     def _next_for_pipe(self, fd: int, lines: bytes) -> bytes:
         """Return all but the last of the lines, which is put back.
@@ -138,7 +148,7 @@ class _Output:
             self._waiting.appendleft(lines[last_line:])
             return lines[:last_line]
         if not self._waiting:
-            _await_reader(fd)
+            await_reader(fd)
         return lines
 
     def _say_lost(self, error: Exception) -> None:
@@ -147,26 +157,6 @@ class _Output:
             other = "stderr" if self._name == "stdout" else "stdout"
             text = f"[torchrun] {self._name} can't be written to ({error}): what the workers write there is lost\n"
             write_text(other, text, 0.0)
-
-    @contextlib.contextmanager
-    def _lock(self, target_fd: int) -> Iterator[None]:
-        """Hold the pipe's lock where there is one; after some patience go on without.
-
-        A write of more than ``PIPE_BUF`` bytes is not atomic, so lines of two nodes could mix.
-        """
-        try:  # a descriptor of our own: locks of one that others have, too, would be shared with them
-            fd = os.open(f"/proc/self/fd/{target_fd}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        except OSError:  # no /proc: then lines of two nodes can mix, as any programs' can
-            yield
-            return
-        try:
-            # A holder that was stopped keeps it for long; each text would wait for it.
-            self._lock_patience_s = _LOCK_PATIENCE_S if _take_lock(fd, self._lock_patience_s) else 0.0
-            yield
-        finally:
-            with contextlib.suppress(OSError):  # the step's code has closed all that it did not know
-                fcntl.flock(fd, fcntl.LOCK_UN)  # a child that was forked meanwhile holds it, too
-                os.close(fd)
 
 
 _outputs = {name: _Output(name) for name in ("stdout", "stderr")}
@@ -179,7 +169,7 @@ def _begin_anew() -> None:
 
 os.register_at_fork(after_in_child=_begin_anew)
 for _name in _outputs:
-    atexit.register(write_output, _name, b"")
+    atexit.register(lambda name: _outputs[name].finish(), _name)
 
 
 def _descriptor(target: TextIO) -> int | None:
@@ -191,7 +181,7 @@ def _descriptor(target: TextIO) -> int | None:
 
 def _flush(target: TextIO, fd: int, is_pipe: bool) -> None:
     """Let what others have printed go first, if there is room for it: here nobody may be made to wait."""
-    if _await_room(fd, 0.0) and not (is_pipe and _unread_bytes(fd)):
+    if await_room(fd, 0.0) and not (is_pipe and unread_bytes(fd)):
         with contextlib.suppress(BlockingIOError):  # it keeps what it could not write, for the next time
             target.flush()
 
@@ -217,52 +207,10 @@ def _write_all(fd: int, data: bytes, patience_s: float) -> bytes:
     This goes past Python's own layers: unbuffered, they drop the rest of a write that a signal cuts short.
     """
     at = 0
-    while at < len(data) and _await_room(fd, patience_s):
+    while at < len(data) and await_room(fd, patience_s):
         end = at + select.PIPE_BUF
         if end < len(data):
             end = data.rfind(b"\n", at, end) + 1 or end
         with contextlib.suppress(BlockingIOError):  # somebody else was faster
             at += os.write(fd, memoryview(data)[at:end])
     return data[at:]
-
-
-def _await_room(fd: int, patience_s: float) -> bool:
-    poll = select.poll()
-    poll.register(fd, select.POLLOUT)
-    return bool(poll.poll(patience_s * 1000))
-
-
-def _take_lock(fd: int, patience_s: float) -> bool:
-    deadline = time.monotonic() + patience_s
-    while True:
-        with contextlib.suppress(OSError):  # somebody has it
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        if time.monotonic() >= deadline:
-            return False
-        time.sleep(_LOOK_S)
-
-
-def _await_reader(fd: int) -> None:
-    """Wait until the pipe is empty, as long as its reader goes on reading; the last line of a text waits for that.
-
-    Metaflow's local runtime (``Worker.read_logline`` in ``metaflow/runtime.py``, 2.19) takes up to 8 KiB out of the
-    pipe at once, but shows one line each time the pipe has something to read. When the pipe is empty it stops,
-    whatever it has not shown. While the last line is in the pipe, it goes on; it takes that line after all others.
-    """
-    least, deadline, pause_s = sys.maxsize, 0.0, _FIRST_LOOK_S
-    while unread := _unread_bytes(fd):
-        if unread < least:
-            least, deadline = unread, time.monotonic() + _READER_PATIENCE_S
-        if time.monotonic() >= deadline:
-            return
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, _LOOK_S)
-
-
-def _unread_bytes(fd: int) -> int:
-    try:
-        count: int = struct.unpack("i", fcntl.ioctl(fd, termios.FIONREAD, b"\0\0\0\0"))[0]
-    except OSError:  # not on this system: then lines come when they come
-        return 0
-    return count

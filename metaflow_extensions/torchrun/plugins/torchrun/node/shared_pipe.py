@@ -1,0 +1,116 @@
+"""How do nodes share one pipe? They write one at a time, while its reader may be slow, or stop to read for a while.
+
+Of a lock only one thread may use anything at a time; `console` gives it to the one that has the turn.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import select
+import struct
+import sys
+import termios
+import time
+from contextlib import suppress
+
+_LOOK_S = 0.001  # between looks at a lock or a reader
+_FIRST_LOOK_S = 0.00005  # at a reader, who may be fast; each pause is twice as long as the one before, up to that
+_READER_PATIENCE_S = 0.05  # with a reader that has taken nothing, before the last line of a text
+_HOLDER_PATIENCE_S = 1.0  # with the holder of a lock that does not write though there is room: one that was stopped
+
+
+class PipeLock:
+    """The lock of a pipe that nodes share.
+
+    A write of more than ``PIPE_BUF`` bytes is not atomic, so without it lines of two nodes could mix.
+    """
+
+    def __init__(self) -> None:
+        self.is_of_use = True
+        """False while the holder does not write, so that each text need not wait for it."""
+        self._fd: int | None = None
+        self._pipe = (0, 0)  # which one it is, as `_identity` says
+
+    def take(self, pipe_fd: int, patience_s: float) -> bool:
+        """Return whether to write now: the lock is taken or held already, or nobody writes who holds it.
+
+        Where it can't be had, because the reader is slow or has stopped, return False after `patience_s`.
+        """
+        pipe = _identity(pipe_fd)
+        if self._fd is not None and pipe == self._pipe:
+            return True
+        self.release()
+        try:  # a descriptor of our own: locks of one that others have, too, would be shared with them
+            self._fd = os.open(f"/proc/self/fd/{pipe_fd}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError:  # no /proc: then lines of two nodes can mix, as any programs' can
+            return True
+        self._pipe = pipe
+        return self._await_lock(self._fd, patience_s)
+
+    def release(self) -> None:
+        """Let others write; nothing happens where it is not held."""
+        if self._fd is None:
+            return
+        fd, self._fd = self._fd, None
+        with suppress(OSError):  # the step's code has closed all that it did not know
+            if _identity(fd) == self._pipe:
+                fcntl.flock(fd, fcntl.LOCK_UN)  # a child that was forked meanwhile holds it, too
+                os.close(fd)
+
+    def _await_lock(self, fd: int, patience_s: float) -> bool:
+        begun = now = room_since = time.monotonic()
+        while True:
+            with suppress(OSError):  # somebody has it
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self.is_of_use = True
+                return True
+            if not self.is_of_use or now - room_since >= _HOLDER_PATIENCE_S:
+                self.release()
+                self.is_of_use = False
+                return True
+            if now - begun >= max(patience_s, _HOLDER_PATIENCE_S):
+                self.release()
+                return False
+            time.sleep(_LOOK_S)
+            now = time.monotonic()
+            if not await_room(fd, 0.0):
+                room_since = now  # the holder waits for room, as we would
+
+
+def _identity(fd: int) -> tuple[int, int]:
+    status = os.fstat(fd)
+    return status.st_dev, status.st_ino
+
+
+def await_room(fd: int, patience_s: float) -> bool:
+    """Return whether the pipe, or what it is, takes more, at once or within `patience_s`."""
+    poll = select.poll()
+    poll.register(fd, select.POLLOUT)
+    return bool(poll.poll(patience_s * 1000))
+
+
+def await_reader(fd: int) -> None:
+    """Wait until the pipe is empty, as long as its reader goes on reading; the last line of a text waits for that.
+
+    Metaflow's local runtime (``Worker.read_logline`` in ``metaflow/runtime.py``, 2.19) takes as much out of the pipe
+    at once as its buffer holds, but shows one line each time the pipe has something to read. When the pipe is empty it
+    stops, whatever it has not shown. While the last line is in the pipe, it goes on; it takes that line after all others.
+    """
+    least, deadline, pause_s = sys.maxsize, 0.0, _FIRST_LOOK_S
+    while unread := unread_bytes(fd):
+        if unread < least:
+            least, deadline = unread, time.monotonic() + _READER_PATIENCE_S
+        if time.monotonic() >= deadline:
+            return
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _LOOK_S)
+
+
+def unread_bytes(fd: int) -> int:
+    """Return how much is in the pipe that its reader has not taken."""
+    try:
+        count: int = struct.unpack("i", fcntl.ioctl(fd, termios.FIONREAD, b"\0\0\0\0"))[0]
+    except OSError:  # not on this system: then lines come when they come
+        return 0
+    return count
