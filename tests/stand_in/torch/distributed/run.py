@@ -1,7 +1,7 @@
 """Starts workers as torchrun does, with its options, its variables and its log files, and without its import of PyTorch.
 
-That import takes 1.6 s of a core in each agent. What torchrun does beyond this (rendezvous, exit barrier, its reports of
-errors) is not here, so tests that depend on it have the real one.
+That import takes 1.6 s of a core in each agent. What torchrun does beyond this (rendezvous, exit barrier, most of what it
+says) is not here, so tests that depend on it have the real one.
 """
 
 import argparse
@@ -11,11 +11,12 @@ import string
 import subprocess
 import sys
 import time
+from datetime import datetime
 
 _KILL_S = 30.0  # torchrun's own patience with workers that it stops
 _LOOK_S = 0.05
-# So long a worker that has failed can be seen by others. torchrun is there within 0.1 s, and tells what it has seen.
-_LEAVE_S = 1.0
+# So long a worker that has failed can be seen by others. torchrun is there within 0.1 s.
+_LEAVE_S = 0.3
 _stopped_by: list[int] = []
 
 
@@ -45,6 +46,13 @@ def stop(workers):
     """End the workers that still run, and wait for them."""
     deadline = time.monotonic() + _KILL_S
     for worker in workers:
+        if worker.poll() is None:  # torchrun says it in these words, and we read them
+            stamp = datetime.now().strftime("W%m%d %H:%M:%S.%f")
+            print(
+                f"{stamp} {os.getpid()} Sending process {worker.pid} closing signal SIGTERM",
+                file=sys.stderr,
+                flush=True,
+            )
         worker.terminate()
     for worker in workers:
         try:
@@ -52,6 +60,14 @@ def stop(workers):
         except subprocess.TimeoutExpired:
             worker.kill()
             worker.wait()
+
+
+def report(workers, first_rank):
+    """Say which workers have failed, in torchrun's words; who did not see their exit codes finds them there."""
+    for local_rank, worker in enumerate(workers):
+        if worker.returncode:
+            which = f"rank      : {first_rank + local_rank} (local_rank: {local_rank})"
+            print(f"  {which}\n  exitcode  : {worker.returncode} (pid: {worker.pid})", file=sys.stderr, flush=True)
 
 
 def has_failed(worker):
@@ -77,6 +93,8 @@ def main():
             time.sleep(_LEAVE_S)
         codes = [worker.poll() for worker in workers]
     stop(workers)
+    if any(codes):
+        report(workers, int(options.node_rank) * len(workers))
     return 1 if any(codes) or _stopped_by else 0
 
 
