@@ -26,7 +26,7 @@ BACKENDS = {
 FUNCTIONS = ["cloudpickle"]
 DEBUG = ["py-spy"]
 # torch is the user's choice of version and build, so it is no requirement of the package itself.
-EXAMPLES = ["torch>=2.6", "numpy"]  # the oldest with which the tests of `make test-matrix` have passed
+EXAMPLES = ["torch>=2.8", "numpy"]  # the oldest with which the tests of `make test-matrix` have passed
 # build, setuptools: a test builds this package and installs it in the ways that users do, without an index.
 # ipykernel, nbclient: functions from a notebook.
 # tensorboard: its event files are read where it is installed.
