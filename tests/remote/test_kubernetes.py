@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 from backends import Cluster
@@ -106,27 +107,37 @@ def check_copies(log, node, written):
 
 @pytest.fixture
 def gpus(cluster) -> Iterator[None]:
-    """Have a node that offers 8 GPUs: a real one, or one that only says so (no worker here uses any).
-
-    Its tests are in one group of pytest-xdist, since it changes the node.
-    https://kubernetes.io/docs/tasks/administer-cluster/extended-resource-node/
-    """
+    """Have a node that offers 8 GPUs: a real one, or one that only says so (no worker here uses any)."""
     nodes = cluster.core.list_node().items
     if any(int(node.status.capacity.get(GPU, "0")) >= 8 for node in nodes):
         yield
         return
-    name, path = nodes[0].metadata.name, "/status/capacity/" + GPU.replace("/", "~1")
+    with offered(cluster, GPU, 8):
+        yield
 
-    def offer(change: dict[str, str], offered: bool) -> None:
+
+@contextmanager
+def offered(cluster, resource, count) -> Iterator[None]:
+    """Have one node say that it has so much of a resource.
+
+    As that changes the node, its tests are in one group of pytest-xdist.
+    https://kubernetes.io/docs/tasks/administer-cluster/extended-resource-node/
+    """
+    name = cluster.core.list_node().items[0].metadata.name
+    path = "/status/capacity/" + resource.replace("/", "~1")
+
+    def patch(change: dict[str, str], is_offered: bool) -> None:
         cluster.core.patch_node_status(name, [{"path": path, **change}])
         deadline = time.monotonic() + 60
-        while (GPU in cluster.core.read_node_status(name).status.allocatable) is not offered:
+        while (resource in cluster.core.read_node_status(name).status.allocatable) is not is_offered:
             assert time.monotonic() < deadline, "the kubelet did not take the patched capacity over"
             time.sleep(0.5)
 
-    offer({"op": "add", "value": "8"}, offered=True)
-    yield
-    offer({"op": "remove"}, offered=False)
+    patch({"op": "add", "value": str(count)}, is_offered=True)
+    try:
+        yield
+    finally:
+        patch({"op": "remove"}, is_offered=False)
 
 
 @pytest.mark.xdist_group("gpus")
@@ -154,6 +165,24 @@ def test_gpus_requested_on_the_command_line_count(run_remote, cluster, gpus):
 
 
 # --- what fails -----------------------------------------------------------------------------------
+
+
+@pytest.mark.xdist_group("gpus")
+def test_a_pod_without_a_place_is_named_with_the_command_that_tells_why(start_remote, cluster):
+    """The only node has place for one of the two."""
+    resource = "torchrun.example/place"
+    with offered(cluster, resource, 1):
+        needs = {"extended_resources": {resource: "1"}}
+        flow = start_remote(TORCHRUN={"all_nodes_started_timeout": 30}, **cluster.on(**needs))
+        reminder = flow.await_line("waits for node 1 to start. ")
+        namespace, label = re.search(r"kubectl -n (\S+) describe pods -l (\S+)", reminder.text).groups()
+        (pod,) = cluster.core.list_namespaced_pod(namespace, label_selector=label).items
+        assert cluster.node_of(pod) == 1
+        assert [f"Insufficient {resource}" in condition.message for condition in pod.status.conditions] == [True]
+        assert flow.wait(120) == 1, flow.text
+        check_said(flow, "Waited 30 s, but node 1 of 2 did not arrive", "GangStartTimeout")
+        assert flow.text.count(f"describe pods -l {label}") >= 2  # in the error, too
+        cluster.await_gone(flow)
 
 
 def test_a_pod_that_vanishes_is_named_at_once_and_afterwards(start_remote, cluster):

@@ -65,11 +65,11 @@ def failures(causes, age_s=0.0):
 class GangOf:
     """A gang, and what its nodes have been sent; the test holds its clock."""
 
-    def __init__(self, num_nodes=3, started_timeout_s=600.0, taken=(), join=True):
+    def __init__(self, num_nodes=3, started_timeout_s=600.0, taken=(), join=True, **more):
         self.now = 1000.0
         self.ports = iter(range(40001, 41000))
         self.taken = set(taken)
-        self.state = Gang(num_nodes, self._pick, started_timeout_s, GRACE_S, clock=lambda: self.now)
+        self.state = Gang(num_nodes, self._pick, started_timeout_s, GRACE_S, clock=lambda: self.now, **more)
         self.num_nodes = num_nodes
         self.sent = {node: [] for node in range(num_nodes)}
         for node in range(num_nodes) if join else ():
@@ -298,6 +298,26 @@ def test_missing_nodes_are_named_once_with_time_and_setting(missing, named):
         assert [type(error) for error in errors] == ([GangStartTimeout] if missing else [])
         assert all(f"Waited 90 s, but {named}" in str(error) for error in errors)
         assert all("all_nodes_started_timeout" in str(error) for error in errors)
+
+
+def test_the_command_that_tells_why_a_node_waits_stands_in_the_reminders_and_in_the_error():
+    gang = GangOf(4, started_timeout_s=60.0, join=False, why_it_waits=lambda node: f"ask about {node}")
+    for node in (0, 1):
+        gang.join(node)
+    gang.ready(0)
+    gang.pass_time(10.0)
+    told = " To see why node 2 is missing: ask about 2"
+    (note,) = gang.notes(0)
+    assert note == f"launch 0 waits for nodes 2, 3 to start and for node 1 to call current.torch.run.{told}"
+    for node in (2, 3):
+        gang.join(node)
+    gang.pass_time(30.0)
+    assert gang.notes(0)[1:] == ["launch 0 waits for nodes 1, 2, 3 to call current.torch.run"]
+    gang = GangOf(2, started_timeout_s=60.0, join=False, why_it_waits=lambda node: f"ask about {node}")
+    gang.join(0)
+    gang.pass_time(61.0)
+    (abort,) = gang.got(0, Abort)
+    assert str(abort.error).endswith("To see why node 1 is missing: ask about 1")
 
 
 def newcomer(node, task="b", place="pod-b"):

@@ -30,6 +30,7 @@ from ..settings import StepSettings
 from .event_store import EventStore
 from .live_card import LiveCard, pause_of_member_s
 from .local_nodes import LocalNodes
+from .pods import why_it_waits
 from .spot_notice import watch
 from .starters import STARTED_BY, end_after, name_as_starter, starters
 from .step_timeout import StepTimeout
@@ -133,7 +134,9 @@ class TaskGang:
         if parallel.node_index > 0:
             return self._join_as_member(registry, f"{self._run_id}/{self._step_name}/{control_task_id}")
         main_ip, here_only = parallel.main_ip, self._is_local
-        member, self._channel = join_as_control(registry, parallel.num_nodes, main_ip, settings, emit, here_only)
+        member, self._channel = join_as_control(
+            registry, parallel.num_nodes, main_ip, settings, emit, here_only, why_it_waits
+        )
         self._follow(registry, self._channel)
         if self._local_nodes is not None:
             self._local_nodes.watch(self._channel.report_gone)

@@ -44,17 +44,23 @@ def join_alone(settings: StepSettings, emit: Subscriber) -> tuple[Member, Contro
 
 
 def join_as_control(
-    registry: Registry, num_nodes: int, main_ip: str, settings: StepSettings, emit: Subscriber, here_only: bool
+    registry: Registry,
+    num_nodes: int,
+    main_ip: str,
+    settings: StepSettings,
+    emit: Subscriber,
+    here_only: bool,
+    why_it_waits: Callable[[int], str] = lambda node: "",
 ) -> tuple[Member, ControlChannel]:
     """Open the gang's channel, publish where it is, and return it with the control node as a member.
 
     `main_ip` is the control node's address or name as Metaflow knows it. With `here_only` all nodes run on this
-    machine, and the channel listens to nobody else.
+    machine, and the channel listens to nobody else. `why_it_waits` returns a command that tells it of another node.
     """
     if not here_only:
         _give_way_to_former(registry, num_nodes, settings, emit)
     token = new_token()
-    member, channel = _open_channel(num_nodes, settings, emit, token)
+    member, channel = _open_channel(num_nodes, settings, emit, token, why_it_waits)
     try:
         port = _listen(registry, channel, settings, LOOPBACK if here_only else "", token)
         record = AddressRecord(tuple(control_addresses(main_ip, here_only)), port, token)
@@ -68,11 +74,15 @@ def join_as_control(
 
 
 def _open_channel(
-    num_nodes: int, settings: StepSettings, emit: Subscriber, token: str
+    num_nodes: int,
+    settings: StepSettings,
+    emit: Subscriber,
+    token: str,
+    why_it_waits: Callable[[int], str] = lambda node: "",
 ) -> tuple[Member, ControlChannel]:
     member = Member(CONTROL, num_nodes, emit)
-    name = secrets.token_hex(4)
-    gang = Gang(num_nodes, pick_port, settings.all_nodes_started_timeout, settings.grace_s, name)
+    name, started_s = secrets.token_hex(4), settings.all_nodes_started_timeout
+    gang = Gang(num_nodes, pick_port, started_s, settings.grace_s, name, why_it_waits=why_it_waits)
     channel = ControlChannel(gang, member.deliver, token, settings.heartbeat_timeout_s)
     member.attach(channel)
     member.settle_lines = channel.relay.settle

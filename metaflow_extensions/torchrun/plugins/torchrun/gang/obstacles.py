@@ -10,13 +10,18 @@ from .launch import error_of
 from .texts import names
 
 
-def missing(absent: Sequence[int], num_nodes: int, waited_s: float) -> GangStartTimeout:
-    """Return the error for nodes that did not come in time."""
+def missing(absent: Sequence[int], num_nodes: int, waited_s: float, command: str = "") -> GangStartTimeout:
+    """Return the error for nodes that did not come in time; `command` tells why the first did not, or is empty."""
     return GangStartTimeout(
         f"Waited {waited_s:g} s, but {names(absent)} of {num_nodes} did not arrive. Look at the logs of these tasks: "
         "they may wait for machines, fail to pull their image, or not reach the control node. "
-        "@torchrun(all_nodes_started_timeout=...) changes how long to wait."
+        f"@torchrun(all_nodes_started_timeout=...) changes how long to wait.{to_see_why(absent[0], command)}"
     )
+
+
+def to_see_why(node: int, command: str) -> str:
+    """Return what to add to a text on missing nodes; `command` tells why this one is missing, or is empty."""
+    return f" To see why node {node} is missing: {command}" if command else ""
 
 
 def step_has_ended(number: int, gone: Sequence[int]) -> GangError:

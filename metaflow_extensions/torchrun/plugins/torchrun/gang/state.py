@@ -83,6 +83,7 @@ class Gang:
         grace_s: float = 30.0,  # what workers have between SIGTERM and SIGKILL
         name: str = "gang",  # its own in the world, so that two gangs with one pinned port can't meet in one store
         clock: Callable[[], float] = time.monotonic,
+        why_it_waits: Callable[[int], str] = lambda node: "",  # returns a command that tells it of a node, or nothing
     ) -> None:
         self.num_nodes = num_nodes
         self.nodes = Nodes(num_nodes)
@@ -92,6 +93,7 @@ class Gang:
         self._stop_s = grace_s + _STOP_MARGIN_S
         self._name = name
         self._clock = clock
+        self._why_it_waits = why_it_waits
         self._started_at = clock()
         self.history = History(clock)
         self.progress = Progress()  # of the last launch whose scripts have told of any
@@ -185,7 +187,9 @@ class Gang:
         """Look at the clock; call it once a second, and when it is `due_at`."""
         now = self._clock()
         if self.nodes.count(NodeState.ABSENT) and now - self._started_at > self._started_timeout_s:
-            self._break(obstacles.missing(self.nodes.absent, self.num_nodes, self._started_timeout_s))
+            absent = self.nodes.absent
+            command = self._why_it_waits(absent[0])
+            self._break(obstacles.missing(absent, self.num_nodes, self._started_timeout_s, command))
         if now >= self._launch.remind_at:
             self._remind(now)
         self._look_at_limits(now)
@@ -200,7 +204,8 @@ class Gang:
             absent, late = self.nodes.absent, [node for node in self.nodes.joined if node not in launch.ready]
             waits = [f"{names(absent)} to start"] if absent else []
             waits += [f"{names(late)} to call current.torch.run"] if late else []
-            text = f"launch {launch.number} waits for {' and for '.join(waits)}"
+            why = obstacles.to_see_why(absent[0], self._why_it_waits(absent[0])) if absent else ""
+            text = f"launch {launch.number} waits for {' and for '.join(waits)}{'.' * bool(why)}{why}"
             self._send(Note(text), CONTROL)  # whose log the terminal shows, even if it is the one that is late
             self._send(Note(text, is_detail=True), *(node for node in launch.ready if node != CONTROL))
         elif text := launch.who_stores(now, besides=CONTROL):  # which says so itself
