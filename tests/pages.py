@@ -65,7 +65,10 @@ RUN_ELSEWHERE = {
         "tests/integration/test_card.py",
         "class Cards",
     ),
-    ("docs/checkpoints.md", "@retry(times=2)"): ("examples/checkpoint/flow.py", '@checkpoint(load_policy="none")'),
+    ("docs/checkpoints.md", "@retry(times=2)"): (
+        "examples/checkpoint/flow.py",
+        '@checkpoint(load_policy="none", show_card=False)',
+    ),
     ("docs/checkpoints.md", "from metaflow import Checkpoint"): (
         "examples/checkpoint/checkpoints.py",
         "Checkpoint().list()",

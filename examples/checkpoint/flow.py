@@ -28,7 +28,8 @@ class CheckpointFlow(FlowSpec):
 
     @retry(times=2, minutes_between_retries=0)
     @model
-    @checkpoint(load_policy="none")  # the script loads; else each node would load the last part first
+    # The script loads; else each node would load the last part first. The card could make a step fail (0.2.14).
+    @checkpoint(load_policy="none", show_card=False)
     @torchrun
     @step
     def train(self):
