@@ -16,6 +16,7 @@ READY = "document.readyState == 'complete'"
 # Pages with the widest tables, code and pictures.
 WIDE = ["index.html", "how.html", "migration.html", "troubleshooting.html", "api.html", "networks.html", "card.html"]
 OVERFLOW = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+SIGNS = "[...document.querySelectorAll('.headerlink')].filter(sign => sign.offsetWidth).length"
 FETCHED = "performance.getEntriesByType('resource').map(each => each.name)"
 # Texts that stick out of the picture.
 CUT = """
@@ -58,6 +59,7 @@ def test_pages_fit_their_windows_and_fetch_nothing_from_elsewhere(chromium, addr
         for width, dark in [(390, False), (390, True), (1280, False), (1280, True)]:
             chromium.show_as(width, dark)
             chromium.wait_for(f"{OVERFLOW} <= 0")  # of a wide window the menu of a narrow one goes its way first
+            assert (chromium.value_of(SIGNS) > 0) == (width > 480), "a heading's sign, which a phone has no room for"
             keep_picture(chromium, f"{page}-{width}-{'dark' if dark else 'light'}")
         fetched = chromium.value_of(FETCHED)
         assert len(fetched) > 3
