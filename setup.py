@@ -13,8 +13,11 @@ VERSION = re.search(r'^__version__ = "(.+)"$', TOPLEVEL.read_text(encoding="utf-
 # The clients that Metaflow (2.19) needs there and does not bring itself. A task installs those of its datastore when it
 # starts, so an image has them with METAFLOW_SKIP_INSTALL_DEPENDENCIES only; a test compares the lists
 # with Metaflow's (`_get_install_dependencies_cmd` in metaflow/metaflow_environment.py).
+# python-dateutil: kubernetes 37.0.2 wants 3 or newer, but botocore (1.44), which Metaflow itself brings, an older one. Left
+# to find that out, pip downloads one boto3 after another for minutes, since it tries older ones of these first.
+KUBERNETES = ["kubernetes", "python-dateutil<3"]
 BACKENDS = {
-    "kubernetes": ["kubernetes"],
+    "kubernetes": KUBERNETES,
     "aws": ["boto3"],
     "azure": ["azure-identity", "azure-storage-blob", "azure-keyvault-secrets", "simple-azure-blob-downloader"],
     "gcp": [
@@ -52,7 +55,7 @@ TEST = [
 # What the scripts in examples/frameworks train with.
 FRAMEWORKS = [*EXAMPLES, "transformers", "accelerate", "lightning", "deepspeed"]
 # The clients of the backends that tests/remote talk to; it has no secrets.
-REMOTE = ["kubernetes", "boto3", "azure-identity", "azure-storage-blob", "google-cloud-storage", "google-auth"]
+REMOTE = [*KUBERNETES, "boto3", "azure-identity", "azure-storage-blob", "google-cloud-storage", "google-auth"]
 # The site of the pages; newer than mkdocs 1 is another program.
 DOCS = ["mkdocs>=1.6,<2", "mkdocs-material>=9.7", "mkdocstrings[python]>=1.0"]
 DEV = [*TEST, *DOCS, "ruff"]

@@ -11,6 +11,7 @@ import tarfile
 import zipfile
 from collections.abc import Iterator
 from email.message import Message
+from importlib.metadata import requires
 from pathlib import Path
 
 import pytest
@@ -100,9 +101,15 @@ def test_the_wheel_has_all_that_runs_and_nothing_else(wheel, project):
 def test_an_index_is_told_what_it_is_and_what_it_needs(metadata):
     assert metadata["License-Expression"] == "Apache-2.0"
     assert required(metadata) == ["metaflow>=2.13"]
-    assert required(metadata, "kubernetes") == ["kubernetes"]
+    assert required(metadata, "kubernetes") == ["kubernetes", "python-dateutil<3"]
     assert required(metadata, "functions") == ["cloudpickle"]
     assert required(metadata, "debug") == ["py-spy"]
+
+
+def test_the_bound_of_an_extra_is_one_that_metaflow_brings_anyway():
+    bounds = [entry for entry in requires("botocore") if entry.startswith("python-dateutil")]
+    assert all("<3" in bound for bound in bounds), "KUBERNETES in setup.py needs no bound any more"
+    assert bounds
 
 
 @pytest.mark.parametrize(("extra", "datastore"), [("aws", "s3"), ("azure", "azure"), ("gcp", "gs")])
