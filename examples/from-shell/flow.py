@@ -11,6 +11,7 @@ class FromShellFlow(FlowSpec):
     nodes = Parameter("nodes", type=int, default=2, help="machines; here, tasks of the train step")
     nproc = Parameter("nproc", type=int, default=2, help="processes on each of them")
     backend = Parameter("backend", default="gloo", help="gloo for CPUs, nccl for GPUs, or mpi")
+    python = Parameter("python", default="", help="with mpi: the Python whose PyTorch has MPI, if this one's has not")
 
     @step
     def start(self):
@@ -25,7 +26,8 @@ class FromShellFlow(FlowSpec):
             words = ["--backend", self.backend, "--ranks", self.nodes * self.nproc, "--output", output]
             if self.backend == "mpi":
                 # mpirun starts the ranks. On each node it takes one process that lets it.
-                current.torch.run("mpirun.py", [self.nproc, "train.py", *words], nproc_per_node=1)
+                entrypoint = [self.python, "mpirun.py"] if self.python else "mpirun.py"
+                current.torch.run(entrypoint, [self.nproc, "train.py", *words], nproc_per_node=1)
             else:
                 current.torch.run("train.py", words, nproc_per_node=self.nproc)
             if output.exists():  # on the node of rank 0

@@ -13,7 +13,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from torch.distributed import Store, init_process_group, is_mpi_available, rendezvous
+from torch.distributed import PrefixStore, Store, TCPStore, init_process_group, is_mpi_available
 
 # What ssh does, but for the way to the other side: the first argument is the host, the others are one command line.
 AGENT = """#!/bin/sh
@@ -38,8 +38,8 @@ def mpirun(folder: str, nodes: int, ranks_per_node: int, words: list[str]) -> li
     interface = os.environ.get("GLOO_SOCKET_IFNAME")  # it leads to the other nodes; the launcher has found it
     if interface:
         options += ["--mca", "btl_tcp_if_include", interface]
-    if interface == "lo":  # all nodes are on this machine: Open MPI 5.0.7 mixes up ranks when it groups them by host
-        options += ["--mca", "coll", "^han"]
+    if interface == "lo":  # all nodes are on this machine: Open MPI 5.0.7 mixes up their ranks and their shared memory
+        options += ["--mca", "coll", "^han", "--mca", "btl", "self,tcp"]
     if os.geteuid() == 0:
         options.append("--allow-run-as-root")
     return ["mpirun", "--leave-session-attached", *options, sys.executable, "-u", *words]
@@ -64,11 +64,19 @@ def run_on_all(store: Store, nodes: int, ranks_per_node: int, words: list[str]) 
     return running.returncode
 
 
+def torchruns_store() -> Store:
+    """Connect to the store that torchrun has; the usual way to it wants libuv, which Debian's PyTorch lacks."""
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = TCPStore(address, port, is_master=False, use_libuv=False)
+    return PrefixStore(f"mpirun/{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+
+
 def main() -> None:
     ranks_per_node, words = int(sys.argv[1]), sys.argv[2:]
     if not is_mpi_available():
         init_process_group("mpi")  # raises what PyTorch has to say about that
-    store, node, nodes = next(rendezvous("env://"))
+    node, nodes = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = torchruns_store()
     if node == 0:
         sys.exit(run_on_all(store, nodes, ranks_per_node, words))
     store.wait([host(node)])

@@ -76,6 +76,7 @@ def main() -> None:
     if rank == 0 and args.output:
         found = {"slope": weights[0].item(), "offset": weights[1].item(), "loss": loss, "ranks": ranks, "same": same}
         args.output.write_text(json.dumps(found))
+    dist.barrier()  # With MPI (torch 2.6), tensors whose last collective is just over deadlock with what follows.
     dist.destroy_process_group()
 
 

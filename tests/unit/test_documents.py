@@ -40,6 +40,7 @@ CREATE = "python flow.py card create RUN/STEP/TASK --type torchrun"
 PLAIN = "torchrun --standalone --nproc-per-node=2 train.py --checkpoints kept --output weights.pt"
 STANDALONE = "torchrun --standalone --nproc-per-node=2 hello/train.py"
 TRAP = "python flow.py run --framework trainer --args=--forget-use-cpu"
+OVER_MPI = "python flow.py run --backend mpi --python /usr/bin/python3"
 BY_TORCHRUN = "torchrun --standalone --nproc-per-node=2"
 # Commands that a test runs: that test's file, and what stands there for the command.
 RUN_ELSEWHERE = {
@@ -79,6 +80,7 @@ RUN_ELSEWHERE = {
         FRAMEWORK_TESTS,
         '"--folder", "checkpoints"',
     ),
+    ("examples/from-shell/README.md", OVER_MPI): ("tests/integration/test_mpi.py", OVER_MPI),
     ("examples/min-gpt/README.md", GENERATE): (EXAMPLE_TESTS, GENERATE),
     ("examples/checkpoint/README.md", "pip install metaflow-checkpoint"): ("setup.py", '"metaflow-checkpoint"'),
     **{
