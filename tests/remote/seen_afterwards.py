@@ -38,6 +38,10 @@ class Seen:
         """Return lines of the logs, as ``--json`` has them."""
         return [json.loads(line) for line in self._from_datastore("logs", "--json", *options).splitlines()]
 
+    def outputs(self, *options: str) -> str:
+        """Return what ``torchrun outputs`` prints, which lists the files of the gang or fetches them."""
+        return self._from_datastore("outputs", *options)
+
     def words(self, rank: int) -> list[int]:
         """Return the numbers of the words that a talking rank has said, as `torchrun logs` shows them."""
         found = [_WORD.match(line["text"]) for line in self.lines("--rank", str(rank))]

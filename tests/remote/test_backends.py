@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 
 import pytest
 from backends import Cluster, Queue
-from remote_flows import EXAMPLES, check_gang, check_said
+from remote_flows import EXAMPLES, ask, check_gang, check_said
 from seen_afterwards import Seen, check_failed
 
 
@@ -19,6 +20,20 @@ def on(backend, *more):
 @pytest.fixture(params=[on(Cluster), on(Queue)])
 def backend(request, backend_is_set):
     return request.param()
+
+
+# argv: flow/run, and a folder for the files. A process without the flow's code.
+READ_OUTPUTS = """
+import json, sys
+from metaflow import Run, namespace
+namespace(None)
+outputs = Run(sys.argv[1]).data.outputs
+folder = outputs.download(sys.argv[2])
+print("TOLD " + json.dumps({
+    "part": outputs.open("good/shards/1.bin").read(3).decode(),
+    "sizes": {str(path.relative_to(folder)): path.stat().st_size for path in folder.rglob("*") if path.is_file()},
+}))
+"""
 
 
 # --- what runs ------------------------------------------------------------------------------------
@@ -55,7 +70,58 @@ def test_workers_are_forked_and_again_after_a_restart(run_remote, backend):
     backend.await_gone(flow)
 
 
+def test_commands_before_the_workers_and_what_the_workers_leave(run_remote, backend, tmp_path):
+    flow = run_remote(flow="remote_outputs.py", name="RemoteOutputs", **backend.on())
+    told = json.loads(next(line.text for line in flow.lines if "SEEN " in line.text).split("SEEN ", 1)[1])
+    assert len(set(told["hosts"])) == 3, "the step that reads the outputs has a container of its own"
+    assert told["shards"] == [True, True]
+    assert told["by commands"] == [["by a list", f"by a string on node {node}"] for node in (0, 1)]
+    assert told["kept"] == [{**left("good", 0), **left("good", 1)}, left("good", 1)]
+    assert told["kept of failed"] == [{**left("failing", 0), **left("failing", 1)}, left("failing", 1)]
+
+    first, second = told["told"]
+    assert first == second
+    assert (
+        f"Node 1 (host {told['hosts'][2]}) failed: before_run 1/1 (echo E: no data; exit 7) exited with code 7."
+        in first
+    )
+    assert "  | E: no data" in first
+
+    read = ask(READ_OUTPUTS, f"RemoteOutputs/{flow.run_id}", str(tmp_path / "there"), folder=tmp_path, env=flow.env)
+    assert read["part"] == "111"
+    names = {"good-0.json", "good-1.json", "good/shards/0.bin", "good/shards/1.bin"}
+    assert set(read["sizes"]) == names
+    assert [read["sizes"][f"good/shards/{rank}.bin"] for rank in (0, 1)] == [3_000_000] * 2
+
+    seen = Seen(flow)
+    assert "Its outputs: python remote_outputs.py torchrun outputs " in seen.show()
+    listed = seen.outputs("--launch", "1", "--node", "1")
+    assert [line.split() for line in listed.splitlines()[1:]] == [
+        ["1", "52", "bytes", "good-1.json"],
+        ["1", "3.0", "MB", "good/shards/1.bin"],
+    ]
+    backend.await_gone(flow)
+
+
+def left(kind, rank):
+    """Return what the flow says of the files that a rank has left, which is alone on its node."""
+    return {f"{rank} {kind}/shards/{rank}.bin": str(rank) * 3, f"{rank} {kind}-{rank}.json": '{"c'}
+
+
 # --- what fails -----------------------------------------------------------------------------------
+
+
+def test_a_step_that_fails_has_stored_what_its_workers_left(run_remote, backend, tmp_path):
+    """It stores no artifacts, so a command fetches the files."""
+    flow = run_remote(expect=1, flow="remote_outputs.py", name="RemoteOutputs", DO="raise", **backend.on())
+    check_said(flow, "Rank 1 on node 1", "ValueError: after saving")
+    backend.await_gone(flow)
+    there = tmp_path / "there"
+    Seen(flow).outputs("--to", str(there))
+    found = {str(path.relative_to(there)) for path in there.rglob("*") if path.is_file()}
+    assert found == {f"failing{end}" for rank in (0, 1) for end in (f"-{rank}.json", f"/shards/{rank}.bin")}
+    for rank in (0, 1):
+        assert (there / "failing" / "shards" / f"{rank}.bin").read_bytes() == str(rank).encode() * 3_000_000
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,79 @@
+"""Commands before the workers, and files that the workers leave: of launches that end well, and of some that fail.
+
+With ``raise`` in the test's plan a launch fails that nothing catches, after it has left its files.
+"""
+
+import json
+import socket
+import sys
+from pathlib import Path
+
+import plan
+from backend import where
+from metaflow import FlowSpec, LaunchFailed, current, step, torchrun
+
+WRITE = "open('commands.txt', 'w').write('by a list\\n')"
+FIRST = [
+    [sys.executable, "-c", WRITE],
+    'test -s commands.txt; echo "by a string on node $MF_PARALLEL_NODE_INDEX" >>commands.txt',
+]
+
+
+def run(kind, **more):
+    """Run the worker, and keep what it leaves on all nodes."""
+    kept = {"outputs": [f"{kind}/", f"{kind}-*.json"], "outputs_from": "all"}
+    return current.torch.run("leaves_files.py", [kind], **kept, **more)
+
+
+def contents(outputs):
+    return {f"{file.node} {file.name}": outputs.open(file.name, file.node).read()[:3].decode() for file in outputs}
+
+
+class RemoteOutputs(FlowSpec):
+    @step
+    def start(self):
+        self.next(self.train, num_parallel=2)
+
+    @where
+    @torchrun(nproc_per_node=1)
+    @step
+    def train(self):
+        self.node, self.host = current.parallel.node_index, socket.gethostname()
+        self.result = run("good", before_run=FIRST)
+        try:
+            run("failing")
+        except LaunchFailed as error:
+            if plan.DO == "raise":
+                raise
+            self.of_failed = error.outputs
+        try:
+            run("never", before_run=["echo E: no data; exit 7"] if self.node == 1 else [["sleep", "300"]])
+        except LaunchFailed as error:
+            self.told = str(error)
+        self.next(self.join)
+
+    @where
+    @step
+    def join(self, inputs):
+        control, member = sorted(inputs, key=lambda task: task.node)
+        self.outputs = control.result.outputs
+        folder = self.outputs.download("there")
+        self.seen = {
+            "shards": [
+                (folder / "good" / "shards" / f"{rank}.bin").read_bytes() == b"%d" % rank * 3_000_000 for rank in (0, 1)
+            ],
+            "by commands": [json.loads(Path(folder, f"good-{rank}.json").read_text())["commands"] for rank in (0, 1)],
+            "kept": [contents(task.result.outputs) for task in (control, member)],
+            "kept of failed": [contents(task.of_failed) for task in (control, member)],
+            "told": [task.told for task in (control, member)],
+            "hosts": [socket.gethostname(), control.host, member.host],
+        }
+        self.next(self.end)
+
+    @step
+    def end(self):
+        print("SEEN " + json.dumps(self.seen))
+
+
+if __name__ == "__main__":
+    RemoteOutputs()
