@@ -4,7 +4,7 @@ from metaflow import FlowSpec, Parameter, current, retry, step, torchrun
 
 
 class RemoteArgo(FlowSpec):
-    nodes = Parameter("nodes", default=2, type=int)
+    nodes = Parameter("nodes", default=1, type=int)  # what triggers the workflow says more
 
     @step
     def start(self):
