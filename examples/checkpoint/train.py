@@ -38,7 +38,9 @@ class Trainer:
         self.model = build_model()
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01)
         self.resume()
-        self.ddp = DistributedDataParallel(self.model)
+        # It keeps DDP from grouping the gradients anew after the first step. Whoever goes on would add them up in another
+        # order than whoever was not disturbed, and with more than two ranks the weights would differ in the last bits.
+        self.ddp = DistributedDataParallel(self.model, find_unused_parameters=True)
 
     def resume(self) -> None:
         with last_checkpoint(self.store) as last:

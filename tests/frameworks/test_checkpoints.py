@@ -56,6 +56,26 @@ def check_end(flow, weights: Path) -> None:
     assert end_line(weights) in flow.text, flow.text
 
 
+def test_four_ranks_that_go_on_add_up_in_the_same_order(tmp_path):
+    """Two ranks, as in the other tests, add up to the same in any order."""
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=4",
+        EXAMPLE / "train.py",
+    ]
+    kept = []
+    for folder, goes in [("at_once", [20]), ("twice", [8, 20])]:
+        (tmp_path / folder).mkdir()
+        for steps in goes:
+            words = ["--checkpoints", "kept", "--output", "weights.pt", "--steps", str(steps)]
+            subprocess.run([*torchrun, *words], cwd=tmp_path / folder, check=True, timeout=END_S)
+        kept.append((tmp_path / folder / "weights.pt").read_bytes())
+    assert kept[0] == kept[1]
+
+
 def await_match(flow, pattern: str, after: int = 0) -> re.Match[str]:
     """Wait until something written after so many characters matches."""
     deadline = time.monotonic() + END_S
