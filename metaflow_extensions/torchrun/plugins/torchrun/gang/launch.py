@@ -170,9 +170,8 @@ class Launch:
         whose = self.policy.outputs_from
         if whose is None or (error.cause or {}).get("kind") == "store":  # then the datastore is the failure
             return []
-        able = (
-            self.ended.keys() - self.dropped - self.given_up - self.outputs.keys()
-        )  # who has ended well, has stored them
+        # Who has ended well, has stored them.
+        able = self.ended.keys() - self.dropped - self.given_up - self.outputs.keys()
         return sorted(able if whose == "all" else able & {CONTROL})
 
     def signal_for(self, cause: Cause | None) -> int | None:
