@@ -20,6 +20,8 @@ from metaflow.metaflow_environment import MetaflowEnvironment
 pytestmark = pytest.mark.xdist_group("release")
 
 REPOSITORY = Path(__file__).parents[2]
+# By examples, when somebody runs them.
+LEFT_BEHIND = ("examples/min-gpt/trained", "examples/min-gpt/.metaflow/MinGPTFlow", "examples/frameworks/checkpoints")
 
 
 def files_of(folder: Path) -> set[str]:
@@ -41,6 +43,9 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ignored = [line.strip("/") for line in (REPOSITORY / ".gitignore").read_text().splitlines() if "*/" not in line]
     copy = tmp_path_factory.mktemp("release") / "project"
     shutil.copytree(REPOSITORY, copy, ignore=shutil.ignore_patterns(".git", *ignored))
+    for folder in LEFT_BEHIND:
+        (copy / folder).mkdir(parents=True, exist_ok=True)
+        (copy / folder / "model.pt").write_bytes(b"")
     return copy
 
 
