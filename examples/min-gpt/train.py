@@ -82,7 +82,9 @@ def train(model: GPT, training: Blocks, held_out: Blocks, args: argparse.Namespa
     """The losses at the start and after every `eval_every` steps."""
     device = training.device
     ddp = DistributedDataParallel(model, device_ids=[device.index] if device.type == "cuda" else None)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.99), weight_decay=0.1)
+    # Fused, the step is one kernel. By separate ones, with two threads for each rank on a busy CPU, the first step was
+    # seen to round otherwise on one rank than on the other (torch 2.13), so that their weights were not the same.
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.99), weight_decay=0.1, fused=True)
     generator = torch.Generator().manual_seed(1000 + dist.get_rank())
     started = time.monotonic()
     history: list[dict[str, float]] = []
