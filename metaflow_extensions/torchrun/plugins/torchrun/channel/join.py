@@ -40,7 +40,7 @@ def control_addresses(main_ip: str, here_only: bool) -> list[str]:
 
 def join_alone(settings: StepSettings, emit: Subscriber) -> tuple[Member, ControlChannel]:
     """Return the only member of a gang of one node, and its channel: nothing listens, nothing is published."""
-    return _open_channel(1, settings, emit, "")
+    return _open_channel(1, settings, emit, "", lambda node: "")
 
 
 def join_as_control(
@@ -78,7 +78,7 @@ def _open_channel(
     settings: StepSettings,
     emit: Subscriber,
     token: str,
-    why_it_waits: Callable[[int], str] = lambda node: "",
+    why_it_waits: Callable[[int], str],
 ) -> tuple[Member, ControlChannel]:
     member = Member(CONTROL, num_nodes, emit)
     name, started_s = secrets.token_hex(4), settings.all_nodes_started_timeout

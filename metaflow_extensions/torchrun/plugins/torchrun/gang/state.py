@@ -205,7 +205,7 @@ class Gang:
             waits = [f"{names(absent)} to start"] if absent else []
             waits += [f"{names(late)} to call current.torch.run"] if late else []
             why = obstacles.to_see_why(absent[0], self._why_it_waits(absent[0])) if absent else ""
-            text = f"launch {launch.number} waits for {' and for '.join(waits)}{'.' * bool(why)}{why}"
+            text = f"launch {launch.number} waits for {' and for '.join(waits)}{why and '.' + why}"
             self._send(Note(text), CONTROL)  # whose log the terminal shows, even if it is the one that is late
             self._send(Note(text, is_detail=True), *(node for node in launch.ready if node != CONTROL))
         elif text := launch.who_stores(now, besides=CONTROL):  # which says so itself

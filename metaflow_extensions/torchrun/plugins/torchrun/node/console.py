@@ -100,6 +100,9 @@ class _Output:
             self._cut = b""
             self._say_lost(error)
             return True
+        finally:
+            if not self._cut:
+                self._pipe_lock.release()
 
     def _write_lines(self, lines: bytes, patience_s: float) -> bool:
         """Write `lines`, or else the rest of those before; what the reader does not take is the next rest."""
@@ -131,11 +134,7 @@ class _Output:
             if lines:
                 self._waiting.appendleft(lines)
             return False
-        try:
-            self._cut = _write_all(fd, self._cut or self._next_for_pipe(fd, lines), patience_s)
-        finally:
-            if not self._cut:
-                self._pipe_lock.release()
+        self._cut = _write_all(fd, self._cut or self._next_for_pipe(fd, lines), patience_s)
         return not self._cut
 
     def _next_for_pipe(self, fd: int, lines: bytes) -> bytes:
