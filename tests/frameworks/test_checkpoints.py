@@ -58,22 +58,9 @@ def check_end(flow, weights: Path) -> None:
 
 def test_four_ranks_that_go_on_add_up_in_the_same_order(tmp_path):
     """Two ranks, as in the other tests, add up to the same in any order."""
-    torchrun = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=4",
-        EXAMPLE / "train.py",
-    ]
-    kept = []
-    for folder, goes in [("at_once", [20]), ("twice", [8, 20])]:
-        (tmp_path / folder).mkdir()
-        for steps in goes:
-            words = ["--checkpoints", "kept", "--output", "weights.pt", "--steps", str(steps)]
-            subprocess.run([*torchrun, *words], cwd=tmp_path / folder, check=True, timeout=END_S)
-        kept.append((tmp_path / folder / "weights.pt").read_bytes())
-    assert kept[0] == kept[1]
+    at_once = train_plainly(tmp_path / "at_once", ranks=4, first=0)
+    twice = train_plainly(tmp_path / "twice", ranks=4, first=8)
+    assert at_once.read_bytes() == twice.read_bytes()
 
 
 def await_match(flow, pattern: str, after: int = 0) -> re.Match[str]:
