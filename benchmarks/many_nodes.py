@@ -53,7 +53,7 @@ RANKS = 8
 ENDS_S = 0.2  # that the workers of a member take to end when they are told to
 _TRACE = 'Traceback (most recent call last):\n  File "train.py", line 12, in <module>\n' + "    step(batch)\n" * 100
 READY = Ready(0, RANKS, "d" * 64, {"torch": "2.13.0", "python": "3.11.7"})
-POLICY = LaunchPolicy(left_s=3600.0, retry_on=frozenset())
+POLICY = LaunchPolicy(timeout_s=3600.0, retry_on=frozenset())
 USED = Usage(
     "container",
     {"cpus": 7.512, "memory_mib": 15230.125, "gpu_percent": 97.125, "gpu_memory_mib": 61234.5, "received_kib_s": 12.25}

@@ -1,6 +1,8 @@
 """Every test must leave the process as it found it."""
 
 import os
+import subprocess
+import sys
 import threading
 import time
 from contextlib import suppress
@@ -42,6 +44,38 @@ def _tell_group(item: pytest.Item) -> None:
     assert item.nodeid.endswith(f"@{mark.args[0]}"), "pytest-xdist would not keep this group together"
 
 
+# All that this process starts has this variable, also what is nobody's child any more, such as guardians.
+_MARK = "TORCHRUN_TESTED_BY"
+os.environ[_MARK] = str(os.getpid())
+
+
+def _adopter() -> int:
+    """Return who becomes the parent of processes whose own parent ends: the first process, or a subreaper."""
+    script = "import os, time\nparent = os.getpid()\nif os.fork() == 0:\n"
+    script += "    while os.getppid() == parent: time.sleep(0.001)\n    print(os.getppid())"
+    told = subprocess.run([sys.executable, "-I", "-S", "-c", script], stdout=subprocess.PIPE, check=True).stdout
+    return int(told)
+
+
+_ADOPTER = _adopter()
+
+
+def _orphans() -> frozenset[int]:
+    mark = f"{_MARK}={os.getpid()}".encode()
+    found = set()
+    for pid in _children(_ADOPTER):
+        with suppress(OSError):  # it has ended, or is another user's
+            if mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                found.add(pid)
+    return frozenset(found)
+
+
+def _started(known: frozenset[int] = frozenset()) -> frozenset[int]:
+    """Return the pids of all that this process has started, without `known` and what they have."""
+    orphans = _orphans() - known
+    return _descendants(os.getpid(), known).union(orphans, *(_descendants(each, known) for each in orphans))
+
+
 def _environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
 
@@ -75,13 +109,13 @@ def nothing_leaks():
 
     What tests share, such as the browser, was there before the test; its children are its own.
     """
-    environment, before, threads = _environment(), _descendants(os.getpid()), _threads()
+    environment, before, threads = _environment(), _started(), _threads()
     yield
     deadline = time.monotonic() + _SETTLE_S
-    while (_descendants(os.getpid(), before) or _threads() - threads) and time.monotonic() < deadline:
+    while (_started(before) or _threads() - threads) and time.monotonic() < deadline:
         time.sleep(0.02)
     leaked = []
-    for pid in _descendants(os.getpid(), before):
+    for pid in _started(before):
         with suppress(psutil.NoSuchProcess):
             leaked.append(psutil.Process(pid))
     told = [_describe(child) for child in leaked]

@@ -22,7 +22,9 @@ import pytest
 
 FLOWS = Path(__file__).parent / "integration" / "flows"
 STAND_IN = Path(__file__).parent / "stand_in"
+RENAMING = Path(__file__).parent / "renamed"  # on PYTHONPATH, it renames what RENAMED says in all of Metaflow
 MARK = "GANG_TEST_MARK"
+TESTED_BY = "TORCHRUN_TESTED_BY"  # see conftest.py
 
 
 def heed_ctrl_c() -> None:
@@ -169,6 +171,7 @@ def starting_flows(tmp_path: Path) -> Iterator[StartFlow]:
         out.mkdir()
         full = {
             **{name: value for name, value in os.environ.items() if keep_settings or not name.startswith("METAFLOW_")},
+            TESTED_BY: "",  # a flow that tests share goes on between them; what it leaves is found at its end
             "METAFLOW_USER": "tester",
             "METAFLOW_DATASTORE_SYSROOT_LOCAL": str(home),
             "METAFLOW_HOME": str(tmp_path / "config"),

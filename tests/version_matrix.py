@@ -36,15 +36,15 @@ class Row(NamedTuple):
         return f"{self.python}/{self.torch}/{self.metaflow}"
 
 
-# As few as there are versions of PyTorch, so that every version stands here once. Before 2.8.0, gloo may deadlock where a
-# process group ends: docs/versions.md says what was tried.
+# As few as there are versions of PyTorch, so that every version stands here once. The tests meet over gloo, which before
+# 2.8.0 may deadlock where a process group ends: docs/versions.md says what was tried.
 ROWS = (
     Row("3.12", "2.8.0", "2.13"),
     Row("3.13", "2.9.1", NEWEST),
     Row("3.10", "2.11.0", NEWEST),
     Row("3.11", "2.13.0", "2.13"),
     Row("3.12", "2.14.1", NEWEST),
-    Row("3.13", "2.15.0", NEWEST),
+    Row("3.14", "2.15.0", NEWEST),
 )
 # What the tests that are marked `matrix` import. Of PyTorch's own requirements pip takes care.
 TOOLS = ("pytest>=8", "pytest-timeout", "pytest-xdist", "psutil", "numpy")

@@ -27,7 +27,10 @@ SAID = {  # who is hurt, and how: the cause's category and text
     ("worker", signal.SIGTERM): ("killed", f"{RANK_2} was killed by SIGTERM"),
     ("agent", signal.SIGKILL): ("killed", f"{NODE_1} failed: its torchrun agent was killed by SIGKILL"),
     ("agent", signal.SIGTERM): ("killed", f"{NODE_1} failed: its torchrun agent got SIGTERM"),
-    ("guardian", signal.SIGKILL): ("killed", f"{NODE_1} failed: its guardian process was killed by SIGKILL"),
+    ("guardian", signal.SIGKILL): (
+        "killed",
+        f"{NODE_1} failed: its guardian process ended without a word, as by SIGKILL",
+    ),
     ("guardian", signal.SIGTERM): ("killed", f"{NODE_1} failed: its guardian process"),
     ("task", signal.SIGKILL): ("node_lost", f"{NODE_1} failed: its connection to the control node was closed"),
     ("task", signal.SIGTERM): ("preempted", f"{NODE_1} was preempted: its Metaflow task got SIGTERM"),

@@ -207,7 +207,8 @@ def test_a_browser_shows_a_running_gang_and_it_moves(cards, live, chromium):
         chromium.value_of(f"window.metaflow_card_update({json.dumps(told)})")
         chromium.wait_for("document.body.innerText.includes('step 20 of 40 (50 %)')")
         # There is one for each key.
-        chromium.wait_for("document.querySelectorAll('[data-section-id=Progress] .vega-embed').length >= 2")
+        chromium.wait_for("document.querySelectorAll('[data-section-id=Progress] .vega-embed').length >= 4")
+        chromium.wait_for("document.body.innerText.includes('best: 1.798e+308')")
     before = chromium.value_of("document.querySelector('.tr-sentence').innerText")
     assert re.search(r"4 ranks on 2 nodes run for \d+ ", before)
     own = cards.paths(flow, "default-own")[0]
@@ -254,7 +255,8 @@ def test_a_card_can_be_made_again_from_what_is_stored(cards, ended):
     assert "after 1 restart" in first
     assert "step 20 of 40 (50 %)" in first
     (results,) = (task["results"] for task in flows["restarted"].note("end")["tasks"] if task["node"] == 1)
-    assert [result["metrics"] for result in results] == [{"loss": 0.1, "rank": 0.0}]
+    told = {"loss": 0.1, "rank": 0.0, "best": sys.float_info.max, "tiny 🙂": 5e-324}
+    assert [result["metrics"] for result in results] == [told]
 
 
 def test_the_card_of_another_node_shows_that_node_and_says_where_the_gangs_is(cards, ended):

@@ -78,7 +78,7 @@ def test_a_failing_worker_is_named_on_every_node(failing, name):
 def test_what_happened_is_in_the_errors_and_stays_in_the_datastore(failing):
     of_the_gang = ["go", "stopping", "cause", "failed"]
     both = [note["events"] for note in failing.notes("error-*.2")]
-    assert of_the_gang * 3 in both  # a member's
+    assert of_the_gang in both  # a member's: of this launch, and not of those before
     assert any("exited" in events for events in both), "the control node's has each rank's end"
     (path,) = failing.home.rglob("*.torchrun_events.json")
     events = json.loads(path.read_text())["events"]
@@ -194,6 +194,9 @@ def test_sigkill_of_a_task_stops_everything(start_flow):
     (error,) = flow.errors()
     assert "Node 1" in error["message"]
     assert "task ended or was killed" in error["message"]
+    run_id = re.search(r"run-id (\d+)", flow.text)[1]
+    last = [line.text for line in flow.lines if line.stream == "stderr"][-1]
+    assert last == f"[torchrun] To see what came of the gang: python gang.py torchrun show {run_id}"
 
 
 def test_sigterm_of_a_task_lets_the_workers_save(start_flow):
@@ -237,6 +240,14 @@ def test_metaflows_timeout_stops_the_gang(start_flow, hook):
     assert "step's @timeout" in errors[0]["message"]
     assert flow.text.count("@torchrun: launch timed out") == 2
     assert len(flow.lines) < 40, flow.text
+
+
+def test_metaflows_timeout_ends_the_own_code_of_a_control_node_that_is_alone(run_flow):
+    """Metaflow sets no alarm there; it would sleep for 60 s."""
+    flow = run_flow("--nodes", "1", expect=1, hook="before:0:sleep:timeout")
+    assert "Node 0 (host " in flow.text
+    assert "ran longer than the step's @timeout allows." in flow.text
+    assert not flow.notes("error-*"), "it was not in run"
 
 
 def test_a_node_that_never_arrives_is_named(start_flow):

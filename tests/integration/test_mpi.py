@@ -29,8 +29,9 @@ def _has_mpi() -> None:
     except OSError:
         missing = True
     if missing:
-        pytest.skip(
-            f"{PYTHON} has no PyTorch with MPI (Debian 13 has one, see examples/from-shell); MPI_PYTHON names another"
+        pytest.skip(  # also in CI: the PyTorch of PyPI has none, and that of Debian 12 neither
+            f"{PYTHON} has no PyTorch with MPI, so nothing was run over MPI. On Debian 13: apt-get install python3-torch "
+            "openmpi-bin; MPI_PYTHON names another Python"
         )
 
 

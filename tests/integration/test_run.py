@@ -85,7 +85,7 @@ def test_a_gang_runs_twice_with_hostile_arguments_and_paths(run_flow):
     assert tasks[0]["results"][0]["restarts"] == []
     events = [(event["kind"], event["node"], event["rank"]) for event in tasks[0]["results"][0]["events"]]
     assert {("joined", 1, None), ("go", None, None), ("exited", 1, 3), ("done", None, None)} < set(events)
-    assert [event["kind"] for event in tasks[1]["results"][1]["events"]] == ["go", "done"] * 2
+    assert [event["kind"] for event in tasks[1]["results"][1]["events"]] == ["go", "done"]
     assert tasks[0]["results"][0]["duration_s"] > 0
     assert set(end["kinds"]) == {"TorchrunResult"}
     # The Metaflow task must stay small: torch lives in the agent and the workers.

@@ -123,6 +123,7 @@ def test_logs_of_all_nodes_come_by_time_and_can_be_chosen(seen, ask, run):
         (["show", "{run}/nowhere"], "has no tasks of step nowhere"),
         (["show", "1"], "has no run 1 of SeenFlow"),
         (["logs", "{run}/train"], "has 2 gangs, and each has a rank 0. Name one of them: {run}/train/"),
+        (["outputs", "{run}/hurt"], "No outputs: No launch of this gang was asked to store any"),
         (["logs", "{run}/hurt", "--attempt", "3"], "has only attempt 0, not 3"),
     ],
 )

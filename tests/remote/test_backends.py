@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 
 import pytest
@@ -147,6 +148,26 @@ def test_out_of_memory_is_said(run_remote, backend):
     backend.await_gone(flow)
 
 
+@pytest.mark.parametrize("node", [0, 1])
+def test_out_of_memory_of_a_task_itself_is_told_by_the_backend(run_remote, backend, node):
+    """The control node can't tell its own end; of another one's it hears that the connection was closed."""
+    flow = run_remote(expect=1, DO="*:sleep", HOOK=f"before:{node}:oom", **backend.on(**backend.small))
+    who = (
+        "The control node's"
+        if node == 0
+        else rf"{'Kubernetes' if backend.name == 'kubernetes' else 'AWS Batch'} says of node 1's"
+    )
+    told = rf"\[torchrun\] {who} (pod \S+|container)(:| ended without a word:) .*\(exit code 137\)"
+    assert len(re.findall(told, flow.text)) == 1, flow.text
+    last = [line.text for line in flow.lines][-2:]
+    assert last[1].endswith(f"torchrun show {flow.run_id}"), flow.text
+    assert ("The control node's" if node == 0 else "node 1 (host") in last[0], flow.text
+    backend.await_gone(flow)
+    seen = Seen(flow)
+    assert seen.data()["outcome"] == "failed"
+    assert "(exit code 137)" in seen.show()
+
+
 @pytest.mark.metadata_service
 def test_a_node_whose_processes_are_all_killed_is_named_at_once_and_afterwards(run_remote, backend):
     flow = run_remote(expect=1, DO="3:nap,3:wipe,*:talk", CARD=True, metadata="service", **backend.on())
@@ -156,7 +177,7 @@ def test_a_node_whose_processes_are_all_killed_is_named_at_once_and_afterwards(r
         seen = Seen(flow)
         gang = check_failed(seen, cause="Node 1 (host ", states=["failed", "lost"])
         assert gang["reports"][-1]["cause"]["kind"] == "lost"
-        assert [node["exit_codes"] for node in gang["nodes"]] == [{"0": -15, "1": -15}, {}]
+        assert [node["exit_codes"] for node in gang["nodes"]] == [{"0": -15, "1": -15}, {"2": None, "3": None}]
         for rank in (0, 2):
             words = seen.words(rank)
             assert words == list(range(len(words)))

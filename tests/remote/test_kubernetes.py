@@ -216,6 +216,29 @@ def delete_pod(cluster, flow, node, grace_s) -> None:
     cluster.core.delete_namespaced_pod(victim.metadata.name, cluster.namespace, grace_period_seconds=grace_s)
 
 
+@pytest.mark.timeout(600)
+def test_a_gang_whose_pods_are_all_deleted_runs_once_an_attempt_and_its_record_stays(start_remote, cluster):
+    """No task sees its pod's SIGTERM, and the replacements come when all are gone: nobody has told of the end."""
+    blind = 'environment:vars={"TORCHRUN_POD_SHELL": "none"}'
+    flow = start_remote("--with", blind, DO="*:talk-first", RETRY=True, **cluster.on())
+    for rank in range(4):
+        flow.await_line(f"[rank {rank}] word ", 200)
+    for pod in cluster.await_pods(flow, 2):
+        cluster.core.delete_namespaced_pod(pod.metadata.name, cluster.namespace, grace_period_seconds=0)
+    assert flow.wait(480) == 0, flow.text
+    check_gang(flow, 2)
+    assert [task["attempt"] for task in flow.gathered()] == [1, 1]
+    cluster.await_gone(flow)
+    seen = Seen(flow)
+    first = seen.data("--attempt", "0")
+    text = seen.show("--attempt", "0")
+    assert text.splitlines()[4].startswith("The control node's pod"), text
+    assert (first["outcome"], [node["state"] for node in first["nodes"]]) == ("failed", ["lost", "lost"]), text
+    kinds = [event["kind"] for event in first["events"]]
+    assert (kinds.count("joined"), kinds.count("go"), kinds[-1]) == (2, 1, "lost"), text
+    assert seen.data()["outcome"] == "done"
+
+
 def test_a_spot_notice_stops_the_gang_in_time(run_remote, cluster):
     flow = run_remote(expect=1, HOOK="before:1:spot", DO="*:sleep", **cluster.on())
     check_said(flow, "Node 1 (host", "was preempted: a spot notice says", "2026-11-21T10:00:00Z")

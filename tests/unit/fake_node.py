@@ -10,7 +10,15 @@ from unit_helpers import write
 from metaflow_extensions.torchrun.plugins.torchrun.errors import LaunchFailed
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
 from metaflow_extensions.torchrun.plugins.torchrun.gang.member import Member
-from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Ended, Go, Ready, Restart, Stop, Verdict
+from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
+    Ended,
+    Go,
+    Ready,
+    Restart,
+    Started,
+    Stop,
+    Verdict,
+)
 from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec
 from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import Machine
 from metaflow_extensions.torchrun.plugins.torchrun.node.agent_events import (
@@ -143,6 +151,7 @@ class FakeNode:
         agent = self.go()
         for local_rank in (0, 1):
             agent.say(WorkerStarted(self.rank(local_rank), local_rank, NOBODY + local_rank, "1"))
+        self.expect(Started)
         return agent
 
     def stop(self, generation=0, **more):

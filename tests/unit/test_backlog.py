@@ -35,10 +35,20 @@ def test_every_line_is_there_in_order_or_is_counted_where_it_is_missing(texts):
 def test_two_streams_share_a_message():
     backlog = Backlog(10**6)
     for number in range(300):
-        backlog.add("stdout" if number % 2 else "stderr", f"{number}\n")
+        backlog.add("stderr" if number % 2 else "stdout", f"{number}\n")
     (lines,) = taken(backlog)
-    assert lines.stderr.split() == [str(number) for number in range(0, 300, 2)]
-    assert lines.stdout.split() == [str(number) for number in range(1, 300, 2)]
+    assert lines.stdout.split() == [str(number) for number in range(0, 300, 2)]
+    assert lines.stderr.split() == [str(number) for number in range(1, 300, 2)]
+
+
+def test_no_stdout_comes_within_a_block_on_stderr_that_takes_two_messages():
+    """Of a message, stdout is written first."""
+    backlog, block = Backlog(10**6), [f"  File {number} {'x' * 80}" for number in range(500)]
+    backlog.add("stdout", "before\n")
+    backlog.add("stderr", "\n".join(block) + "\n")
+    backlog.add("stdout", "after\n")
+    written = "".join(lines.stdout + lines.stderr for lines in taken(backlog))
+    assert written.splitlines() == ["before", *block, "after"]
 
 
 def test_of_too_many_the_oldest_go():
@@ -70,7 +80,7 @@ def test_of_a_long_line_the_begin_is_kept():
     backlog = Backlog(10**6)
     backlog.add("stdout", "short\n" + "x" * 300_000 + "\nafter\n")
     text = "".join(lines.stdout for lines in taken(backlog))
-    assert text == f"short\n{'x' * 8192}… [{300_001 - 8192} characters are in its own log]\nafter\n"
+    assert text == f"short\n{'x' * 8192}… [{300_001 - 8192} characters are left out here]\nafter\n"
 
 
 def test_a_message_is_far_below_the_limit_of_a_frame_whatever_stands_in_it():

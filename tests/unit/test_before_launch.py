@@ -79,7 +79,7 @@ class Step:
     """A node's step whose launches are only noted, or fail as the test says."""
 
     def __init__(self, tmp_path, monkeypatch, num_nodes=2, preflight=True, fail=None):
-        self.launches = []
+        self.launches, self.goes_on = [], []
         self.events = []
         self.fail = fail
         self.script = str(write(tmp_path / "train.py", "pass"))
@@ -93,6 +93,7 @@ class Step:
 
     def launch(self, plan, member):
         self.launches.append((plan.spec, plan.policy, plan.facts))
+        self.goes_on.append(plan.goes_on)
         return SimpleNamespace(run=self.end, stored={})
 
     def end(self):
@@ -133,6 +134,8 @@ def test_it_comes_before_the_first_launch_only(attributes, nproc, scripts, notes
     step = make_step(**attributes)
     assert [step.run(nproc_per_node=nproc) for _ in range(2)] == [len(scripts) - 1, len(scripts)]
     assert step.scripts == scripts
+    before = [script == PREFLIGHT for script in scripts]
+    assert step.goes_on == [False, *before[:-1]], "its events are those of the call that has made it"
     said = [note for note in step.notes if note.startswith("preflight")]
     assert [note[: len(text)] for note, text in zip(said, notes, strict=True)] == notes
 
@@ -150,11 +153,12 @@ def test_it_restarts_nothing_and_has_no_limits_of_the_script(make_step):
 @pytest.mark.parametrize("kind", [LaunchFailed, LaunchTimeout])
 def test_its_failure_is_the_gangs_verdict_under_another_name_and_it_is_repeated(kind, make_step):
     verdict = kind("Node 2 broke.", {"node": 2})
+    verdict.events = [{"kind": "lost"}]
     step = make_step(fail=verdict)
     called = r"^The preflight failed \(@torchrun\(preflight=True\)\); the script was not started[^\n]*\nNode 2 broke\."
     with pytest.raises(kind, match=called) as caught:
         step.run()
-    assert (type(caught.value), caught.value.cause) == (kind, {"node": 2})
+    assert (type(caught.value), caught.value.cause, caught.value.events) == (kind, {"node": 2}, verdict.events)
     assert caught.value.__cause__ is verdict, "the member knows the gang's verdicts by identity, also when chained"
     step.fail = None
     step.run()

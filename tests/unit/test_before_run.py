@@ -101,6 +101,14 @@ def test_each_command_is_told_and_shown_and_has_what_the_workers_will_have(node_
     assert sorted(os.listdir(tmp_path)) == ["cwd"]
 
 
+def test_a_path_of_the_users_need_not_lead_to_a_shell(node_with, tmp_path):
+    node = node_with("echo $PATH > seen", env=(("PATH", "/no where"),))
+    begun(node)
+    assert messages(node)[-1].ok
+    assert (tmp_path / "cwd" / "seen").read_text() == "/no where\n"
+    node.verdict()
+
+
 @pytest.mark.parametrize(
     ("command", "code", "how"),
     [
@@ -236,7 +244,7 @@ def test_when_its_guardian_is_killed_a_command_ends_all_the_same(traps, node_wit
     runner = psutil.Process(running[0]).parent()
     os.kill(runner.ppid(), signal.SIGKILL)
     cause = messages(node)[-1].failures[0].cause
-    assert cause.exception.startswith("its guardian process was killed by SIGKILL")
+    assert cause.exception.startswith("its guardian process ended without a word, as by SIGKILL")
     assert not any(map(is_running, running))
     node.verdict(ERROR)
 

@@ -3,6 +3,7 @@
 import base64
 import json
 import re
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from metaflow.datastore import FlowDataStore
 from metaflow.plugins.datastores.local_storage import LocalStorage
 from unit_helpers import HOSTILE
 
+from metaflow_extensions.torchrun.plugins.torchrun.card import gang_card
 from metaflow_extensions.torchrun.plugins.torchrun.card.drawing import code_block, one_line
 from metaflow_extensions.torchrun.plugins.torchrun.card.gang_card import GangCard
 from metaflow_extensions.torchrun.plugins.torchrun.card.page import SECTIONS, layout, parts
@@ -26,6 +28,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.history import Record
 from metaflow_extensions.torchrun.plugins.torchrun.gang.progress import Pace, Point, Progress
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Metrics
 from metaflow_extensions.torchrun.plugins.torchrun.gang.summary import summarize
+from metaflow_extensions.torchrun.plugins.torchrun.node.metric_lines import parse_line
 from metaflow_extensions.torchrun.plugins.torchrun.views.story import Story
 
 MARKUP = (
@@ -312,6 +315,14 @@ def test_tasks_are_links_where_the_ui_is_known():
     assert linked == {"type": "markdown", "source": "[Flow/1/train/3](https://ui/Flow/1/train/3)"}
 
 
+def test_it_says_how_many_records_are_left_out():
+    content = a_gang()
+    assert "left out" not in read(content)["gang-facts"].text
+    gap = Record("omitted", 3.0, 1003.0, text="12 records are left out here")
+    content["events"].append(gap.as_dict())
+    assert "12 records are left out here" in read(content)["gang-facts"].text
+
+
 def test_a_nodes_state_is_told_in_the_words_of_torchrun_show():
     content = failed(a_gang(), 3, "ValueError: x")
     ends = [("left", 1, "its step has failed"), ("finished", 0, ""), ("left", 0, "")]
@@ -324,6 +335,29 @@ def test_a_nodes_state_is_told_in_the_words_of_torchrun_show():
 def test_a_task_without_records_says_so():
     assert "There are no records of a gang" in layout({"task": "Flow/1/train/5"})["contents"][0]["source"]
     assert parts({"task": "Flow/1/train/5"}) == []
+
+
+def a_flow(**steps):
+    """Return what Metaflow has of a flow: by step the names of its decorators, and whether it is entered in parallel."""
+    found = {"start": {"type": "split-parallel", "next": list(steps), "decorators": []}}
+    return {**found, **{name: {"decorators": [{"name": each} for each in names]} for name, names in steps.items()}}
+
+
+@pytest.mark.parametrize(
+    ("graph", "step", "said"),
+    [
+        (a_flow(train=["card", "torchrun"]), "start", "Step start is no gang: it has no @torchrun"),
+        (a_flow(train=["card", "torchrun"]), "start", "The gang of this run is that of Flow/1/train."),
+        (a_flow(tune=["torchrun"], train=["torchrun"]), "end", "of this run are: Flow/1/train, Flow/1/tune."),
+        (a_flow(train=["card", "torchrun"]), "train", "There are no records of a gang with this task"),
+        (a_flow(train=["card"]), "start", "There are no records of a gang with this task"),
+        (None, "start", "There are no records of a gang with this task"),
+    ],
+)
+def test_a_page_of_a_step_without_a_gang_says_so_and_where_the_gang_is(graph, step, said, monkeypatch):
+    monkeypatch.setattr(gang_card, "_stored", lambda task: {})
+    task = SimpleNamespace(pathspec=f"Flow/1/{step}/5")
+    assert said in content_of(GangCard(graph=graph).render(task))
 
 
 def test_metaflow_knows_the_card():
@@ -395,6 +429,44 @@ def test_a_value_that_never_changes_has_an_axis_around_it(values, scale):
     told.take(0, Metrics(0, 0, {0: Pace(2)}, tuple(Point(step, {"lr": each}) for step, each in enumerate(values))), 0.0)
     chart = progress_components(summarize([], 1, 1), told.as_dict())[1]["contents"][0]
     assert chart["spec"]["encoding"]["y"]["scale"] == scale
+
+
+MAX, TINY = sys.float_info.max, 5e-324
+
+
+@pytest.mark.parametrize(
+    ("values", "drawn"),
+    [
+        ([MAX, 2.5, 2.25], [None, 2.5, 2.25]),  # "best so far", before there is any
+        ([-MAX, MAX], [None, None]),
+        ([MAX], [None]),
+        ([float("inf"), float("-inf"), float("nan"), 10**400, 1.0], [None, None, None, None, 1.0]),
+        ([TINY], [0.0]),
+        ([0.0, TINY], [0.0, 0.0]),
+        ([1e300, -1e300], [1e300, -1e300]),
+        ([1e-300], [1e-300]),
+        ([10**300], [1e300]),
+    ],
+)
+@pytest.mark.parametrize("name", ["", "🙂", "</script><script>window.hit = 1</script>", "\ud800", "ste\u0000p\n"])
+def test_no_value_and_no_name_of_one_makes_a_page_that_no_browser_can_read(values, drawn, name):
+    progress = Progress(0, 1)
+    lines = [parse_line(json.dumps({"step": step, name: each}).encode()) for step, each in enumerate(values)]
+    points = tuple(Point(line.step, line.values) for line in lines)
+    progress.take(0, Metrics(0, 0, {0: Pace(len(values), 1.0)}, points), 0.0)
+    content = {**a_gang(), "progress": progress.as_dict()}
+    _, _, (chart,) = progress_of(progress=content["progress"])
+    assert [row["value"] for row in chart["spec"]["data"]["values"]] == drawn
+    for page in (layout(content), parts(content), GangPart((), lambda: content).render()):
+        json.dumps(page, allow_nan=False)
+
+
+def test_what_is_stored_of_an_older_version_can_be_read_even_if_there_are_numbers_in_it_that_are_none():
+    told = told_by((30, {"loss": 1.0}), speed=2.0)
+    told["rates"]["median"], told["last"]["loss"], told["total"] = float("inf"), float("nan"), TINY
+    content = a_gang(progress=told)
+    for page in (layout(content), parts(content)):
+        json.dumps(page, allow_nan=False)
 
 
 def test_without_a_total_there_is_no_bar():

@@ -1,12 +1,15 @@
 """The argv and the environment of an agent."""
 
+import os
+import shutil
 import string
+import subprocess
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from unit_helpers import HOSTILE
+from unit_helpers import HOSTILE, write
 
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Go
 from metaflow_extensions.torchrun.plugins.torchrun.launch.command import (
@@ -16,6 +19,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.launch.command import (
 )
 from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec
 
+ENV = shutil.which("env", path=os.defpath)
 GO = Go(launch=0, generation=0, port=29512, gang="gang", restarts=0, max_restarts=0)
 SPEC = LaunchSpec("/flow/train.py", (), False, nproc=2, num_nodes=3, node_index=1, python="/usr/bin/python3")
 
@@ -62,7 +66,7 @@ def test_torchruns_template_gives_back_every_argument(args):
 )
 def test_workers_are_told_how_often_the_gang_was_restarted(facts, program):
     asked = {"go": replace(GO, restarts=2, max_restarts=3), "args": tuple(HOSTILE), **facts}
-    told = ["env", "TORCHELASTIC_RESTART_COUNT=2", "TORCHELASTIC_MAX_RESTARTS=3"]
+    told = [ENV, "TORCHELASTIC_RESTART_COUNT=2", "TORCHELASTIC_MAX_RESTARTS=3"]
     assert program_of(**asked) == [*told, *program, *HOSTILE]
     assert command_of(**asked).count("--no-python") == 1
     assert "--module" not in command_of(**asked)
@@ -75,9 +79,22 @@ def test_workers_are_told_how_often_the_gang_was_restarted(facts, program):
 def test_a_program_that_is_no_python_gets_the_file_for_its_metrics_by_its_command(own, words):
     """No hook of ours runs there; the user's own value stays."""
     asked = {"options": (("no-python", None),), "entrypoint": "./run $me", "args": tuple(HOSTILE), "env": own}
-    assert program_of(**asked) == ["env", *words, "./run $me", *HOSTILE]
-    by_shell = ["sh", "-c", 'exec "$0" "$@"']  # env would take it for a variable
-    assert program_of(**{**asked, "entrypoint": "./a=b"}) == ["env", *words, *by_shell, "./a=b", *HOSTILE]
+    assert program_of(**asked) == [ENV, *words, "./run $me", *HOSTILE]
+    by_shell = [shutil.which("sh", path=os.defpath), "-c", 'exec "$0" "$@"']  # env would take it for a variable
+    assert program_of(**{**asked, "entrypoint": "./a=b"}) == [ENV, *words, *by_shell, "./a=b", *HOSTILE]
+
+
+@pytest.mark.parametrize("path", ["/nowhere", "", "."])
+@pytest.mark.parametrize("name", ["run me", "a=b"])
+def test_workers_start_whatever_their_path_is(path, name, tmp_path):
+    """The user's PATH is for the user's programs: it need not have `env` and `sh`."""
+    program = write(tmp_path / name, "#!/bin/sh\necho $TORCHELASTIC_RESTART_COUNT $PATH\n")
+    program.chmod(0o755)
+    words = program_of(
+        go=replace(GO, restarts=2, max_restarts=3), options=(("no-python", None),), entrypoint=f"./{name}"
+    )
+    said = subprocess.run(words, cwd=tmp_path, env={"PATH": path}, capture_output=True, text=True, check=True).stdout
+    assert said.split() == ["2", *filter(None, [path])]
 
 
 def test_torchrun_gets_the_gangs_facts():

@@ -156,9 +156,10 @@ def test_a_command_that_starts_a_gang_of_its_own_there_does_not_wait_for_itself(
 
 def test_a_lock_ends_with_its_process(run):
     first = run(["sleep", "300"])
-    eventually(lambda: (first.folder / "before_run").exists())
+    (command,) = eventually(lambda: psutil.Process(first.process.pid).children())
     begun = time.monotonic()
     second = run(["true"], cwd=first.cwd)
     first.process.kill()
     assert second.wait() == 0
+    command.kill()  # a guardian would
     assert time.monotonic() - begun < 20

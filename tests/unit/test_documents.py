@@ -19,8 +19,10 @@ import pages
 import pytest
 from pages import NAMES, REPOSITORY, blocks_of, read
 
+from metaflow_extensions.torchrun.plugins.torchrun.channel.backlog import LINE_CHARS
 from metaflow_extensions.torchrun.plugins.torchrun.executor import TorchrunExecutor
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
+from metaflow_extensions.torchrun.plugins.torchrun.node.lines import MAX_LINE_BYTES
 from metaflow_extensions.torchrun.plugins.torchrun.parsing import RETRY_CLASSES
 from metaflow_extensions.torchrun.plugins.torchrun.settings import DEFAULTS
 
@@ -284,6 +286,12 @@ def test_the_flows_of_the_readme_can_be_defined(tmp_path):
         path = tmp_path / f"readme_flow_{number}.py"
         path.write_text(flow)
         runpy.run_path(str(path))
+
+
+def test_the_reference_says_how_long_a_line_may_be():
+    reference = " ".join(read("docs/reference.md").split())
+    assert f"Lines over {MAX_LINE_BYTES // 1024} KiB are shown in pieces" in reference
+    assert f"Of a line over {LINE_CHARS // 1024} KiB the control node has the begin" in reference
 
 
 def test_the_reference_names_every_attribute_and_argument():

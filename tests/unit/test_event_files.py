@@ -14,6 +14,7 @@ from unit_helpers import OURS, eventually, is_running, write
 
 from metaflow_extensions.torchrun.plugins.torchrun.gang.progress import Point
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Ended
+from metaflow_extensions.torchrun.plugins.torchrun.node import event_files
 from metaflow_extensions.torchrun.plugins.torchrun.node.event_files import EventFiles
 
 
@@ -111,7 +112,10 @@ def test_no_process_is_started_where_nothing_is_to_be_read(more, tmp_path):
     files.close()
 
 
-def test_what_is_in_event_files_at_the_end_of_a_launch_is_told_before_it(tmp_path):
+def test_what_is_in_event_files_at_the_end_of_a_launch_is_told_before_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        event_files, "_LAST_S", 60.0
+    )  # on a busy machine the import of TensorBoard takes longer than 5 s
     node = FakeNode(tmp_path / "logs", spec={"tensorboard": str(tmp_path / "runs"), "python": sys.executable})
     agent = node.running()
     write_scalars(tmp_path / "runs" / "events.out.tfevents.2.x", (7, "loss", 2.0))

@@ -1,12 +1,15 @@
 """When what is known of a gang is written into the datastore."""
 
+import json
+import math
+
 import pytest
 from unit_helpers import eventually
 
 from metaflow_extensions.torchrun.plugins.torchrun.border import event_store
 from metaflow_extensions.torchrun.plugins.torchrun.border.event_store import EventStore
 from metaflow_extensions.torchrun.plugins.torchrun.errors import GangError
-from metaflow_extensions.torchrun.plugins.torchrun.gang.progress import Point
+from metaflow_extensions.torchrun.plugins.torchrun.gang.progress import Pace, Point
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Join, Metrics, Usage
 from metaflow_extensions.torchrun.plugins.torchrun.gang.state import Gang
 
@@ -78,9 +81,30 @@ def test_what_scripts_tell_is_written_as_seldom(gang, store):
     assert store.registry.saved[-1]["progress"]["series"] == {"loss": [(7, 2.0)]}
 
 
+def test_no_number_is_stored_that_only_python_can_read(gang, store):
+    gang.progress.take(0, Metrics(0, 0, {0: Pace(7, math.inf)}, (Point(7, {"loss": math.inf, "lr": math.nan}),)), 0.0)
+    json.dumps(store.content(), allow_nan=False)
+    gang.progress.look(5.0)
+    json.dumps(store.content(), allow_nan=False)
+
+
 def test_a_datastore_that_fails_is_tried_again(gang, store):
     store.registry.fails = True
     gang.handle(1, Join(1, "host-1"))
     eventually(lambda: len(store.registry.saved) > 2)
     store.registry.fails = False
     eventually(lambda: store._written == 1)
+
+
+def test_that_the_gang_has_begun_is_stored_at_once(gang, monkeypatch):
+    """By it alone a task that comes in this one's place knows; without it the step's code would run again."""
+    monkeypatch.setattr(event_store, "_EVERY_S", 1000.0)
+    registry = FakeRegistry()
+    store = EventStore(registry, gang, {})
+    try:
+        gang.handle(0, Join(0, "host-0"))
+        eventually(lambda: registry.saved)
+        gang.handle(1, Join(1, "host-1"))
+        eventually(lambda: len(registry.saved[-1]["events"]) == 2)
+    finally:
+        store.close()

@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from metaflow_extensions.torchrun.plugins.torchrun import executor
+from metaflow_extensions.torchrun.plugins.torchrun import executor, gang_of_one
 from metaflow_extensions.torchrun.plugins.torchrun.errors import (
     EntrypointError,
     LaunchFailed,
@@ -22,6 +22,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang_of_one import rename_nod
 from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import Machine, Nproc
 from metaflow_extensions.torchrun.plugins.torchrun.result import TorchrunResult
 from metaflow_extensions.torchrun.plugins.torchrun.settings import parse_settings
+from metaflow_extensions.torchrun.plugins.torchrun.single_node import TorchrunSingleNodeMultiGPU
 
 
 @pytest.fixture
@@ -71,11 +72,11 @@ def test_a_call_decides_what_it_says_and_leaves_the_rest_to_the_attributes(launc
     spec, policy, said = launch_of({**attributes, "preemption_signal": "USR1"})
     assert (spec.nproc, spec.max_restarts, spec.master_port) == (7, 2, 29500)
     assert said[0] == "processes per node: 7 (set by @torchrun(nproc_per_node))"
-    assert policy == LaunchPolicy(None, None, 9.0, 2, frozenset({"hang"}), signal.SIGUSR1, None)
+    assert policy == LaunchPolicy(None, 9.0, 2, frozenset({"hang"}), signal.SIGUSR1, None)
     own = {"max_restarts": 0, "hang_timeout_s": "5", "retry_on": ["user"], "timeout_s": 60, "preemption_signal": "INT"}
     spec, policy, said = launch_of(attributes, **own, torchrun_args={"nproc_per_node": 3, "master_port": 29501})
     assert (spec.nproc, spec.max_restarts, spec.master_port) == (3, 0, 29501)
-    assert policy == LaunchPolicy(60.0, None, 5.0, 0, frozenset({"user"}), signal.SIGINT, None)
+    assert policy == LaunchPolicy(60.0, 5.0, 0, frozenset({"user"}), signal.SIGINT, None)
     assert launch_of()[2] == ["processes per node: 4 (@kubernetes requests gpu=4)"]
 
 
@@ -97,6 +98,11 @@ def test_where_tensorboard_is_missing_a_line_says_what_to_install(installed, war
     assert not [text for text in launch_of()[2] if "tensorboard" in text]
 
 
+def test_what_needs_a_name_is_said_with_the_value_that_was_given(launch_of):
+    with pytest.raises(TorchrunConfigError, match=r"Name the others, as in nproc_per_node=2\.$"):
+        launch_of(positional=("train.py", {"epochs": 1}, 2))
+
+
 def test_positional_arguments_may_stand_in_the_order_of_0_2(launch_of):
     def spec_of(**given):
         return launch_of(**given)[0]
@@ -107,6 +113,7 @@ def test_positional_arguments_may_stand_in_the_order_of_0_2(launch_of):
     assert spec_of(positional=(options, "train.py", args, 2, True, "out", None)) == today
     assert spec_of(positional=(options, "train.py"), entrypoint_args=args, nproc_per_node=2) == today
     assert spec_of(positional=([], "train.py", args)) == spec_of(positional=("train.py", args))
+    assert spec_of(positional=(None, "train.py", args)) == spec_of(positional=("train.py", args))
     with pytest.raises(TypeError, match="entrypoint"):
         spec_of(positional=(options, "train.py"), entrypoint="other.py")
     assert spec_of(positional=(["--max-restarts=3"],), entrypoint="train.py").max_restarts == 3
@@ -222,3 +229,42 @@ def test_a_members_lines_are_sent_where_all_are_shown_in_another_terminal(logs, 
         assert TorchrunExecutor(context)._write("stdout", text.encode())
     assert lines == ([("stdout", "[rank 1] größe\n")] if sent else [])
     assert capfd.readouterr().out == "[rank 1] größe\n"
+
+
+# --- names that `run` does not have -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("gathr", "Did you mean gather? It has entrypoint, entrypoint_args, nproc_per_node, "),
+        ("timeout", "Did you mean timeout_s? It has"),
+        ("nproc", "Did you mean nproc_per_node? It has"),
+        ("grace_s", "It is an attribute of @torchrun. It has"),
+        ("größe * 🙂", "It has entrypoint, "),
+    ],
+)
+def test_a_misspelt_argument_is_told_apart(name, hint, launch_of):
+    with pytest.raises(TorchrunConfigError) as caught:
+        launch_of(**{name: 3})
+    assert caught.value.message.startswith(f"run() has no argument {name}. {hint}")
+    assert "local_output_dir" not in caught.value.message, "it is ignored"
+    with pytest.raises(TorchrunConfigError, match="no argument"):
+        TorchrunSingleNodeMultiGPU().run("train.py", **{name: 3})
+
+
+@pytest.mark.parametrize(
+    ("positional", "named"),
+    [
+        (("train.py", {"epochs": 1}), {"entrypoint": "train.py", "entrypoint_args": {"epochs": 1}}),
+        ((["sh", "x"], ["-l"]), {"entrypoint": ["sh", "x"], "entrypoint_args": ["-l"]}),
+        (({"tee": 3}, "train.py", [1], 2), {"entrypoint_args": [1], "torchrun_args": {"tee": 3}, "nproc_per_node": 2}),
+        (({"tee": 3},), {"torchrun_args": {"tee": 3}}),
+        ((None, "train.py"), {"entrypoint": "train.py", "torchrun_args": None}),
+    ],
+)
+def test_a_single_node_takes_positional_arguments_as_a_gang_does(positional, named, monkeypatch):
+    given = []
+    monkeypatch.setattr(gang_of_one.GangOfOne, "run", lambda self, **options: given.append(options))
+    TorchrunSingleNodeMultiGPU().run(*positional)
+    assert given == [{"entrypoint": "train.py" if "train.py" in positional else None, "entrypoint_args": None, **named}]

@@ -2,6 +2,8 @@
 
 import json
 import signal
+import subprocess
+import sys
 import time
 from datetime import datetime, timedelta
 
@@ -9,7 +11,8 @@ import pytest
 from unit_helpers import write
 
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
-from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec
+from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec, Request, build_spec
+from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import Node as SpecNode
 from metaflow_extensions.torchrun.plugins.torchrun.node.agent_events import WorkerEnded
 from metaflow_extensions.torchrun.plugins.torchrun.node.exits import (
     Exits,
@@ -19,6 +22,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.node.exits import (
     read_record,
     stderr_tail,
 )
+from metaflow_extensions.torchrun.plugins.torchrun.settings import parse_settings
 
 PLAIN = """\
 Traceback (most recent call last):
@@ -92,6 +96,25 @@ class Node:
 @pytest.fixture
 def node(tmp_path):
     return Node(tmp_path)
+
+
+REFUSES = "import argparse as a; p = a.ArgumentParser(); p.add_argument('--amp', action='store_true'); p.parse_args()"
+
+
+@pytest.mark.parametrize(
+    ("given", "is_advised"), [({"amp": True}, True), ({"amp": "true"}, False), (["--amp", "true"], False)]
+)
+def test_a_script_that_refuses_true_for_a_flag_has_the_remedy_beside_its_own_words(given, is_advised, tmp_path):
+    script = write(tmp_path / "it's train.py", REFUSES)
+    spec = build_spec(Request(str(script), given, {}), 1, parse_settings({}, "train"), SpecNode(1, 0, "127.0.0.1"))
+    done = subprocess.run([sys.executable, spec.entrypoint, *spec.args], stderr=subprocess.PIPE, text=True)
+    write(tmp_path / "run_x" / "attempt_0" / "0" / "stderr.log", done.stderr)
+    exits = Exits(str(tmp_path), spec, "host")
+    exits.note(WorkerEnded(0, 0, 100, done.returncode, False, 1.0))
+    ((_, cause),) = exits.causes(float("inf"))
+    told = Cause.from_dict(cause.as_dict()).describe()
+    assert "error: unrecognized arguments: true" in told
+    assert ("Write {'amp': None} for a flag without a value" in told) is is_advised
 
 
 # --- what a worker leaves --------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import platform
 import sys
+from dataclasses import replace
 
 import pytest
 from unit_helpers import write
@@ -13,6 +14,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.launch.facts import (
     contents_digest,
     device_kind,
     node_facts,
+    too_few_warning,
 )
 from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec
 from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import Machine
@@ -126,6 +128,41 @@ def test_the_file_of_a_command_has_contents(tmp_path):
     assert contents_digest(spec("python", options=program, source=str(script))) == same != "none"
 
 
+@pytest.mark.parametrize(
+    ("machine", "variables", "task", "devices", "seen"),
+    [
+        (Machine(4, ("0", "1")), {}, {}, "unknown", "2 unknown"),
+        (Machine(4), {}, {}, "none", "none"),
+        # The step's code, or the image, hides them.
+        (Machine(4, ("0", "1")), {}, {"CUDA_VISIBLE_DEVICES": ""}, "none", "none"),
+        (Machine(4, ("0", "1")), {}, {"CUDA_VISIBLE_DEVICES": "1"}, "unknown", "1 unknown"),
+        (Machine(4, ("0", "1")), {}, {"HIP_VISIBLE_DEVICES": "-1"}, "none", "none"),
+        # Nodes of one machine: each has its share.
+        (Machine(4, ("0", "1"), 2, 1), {}, {"CUDA_VISIBLE_DEVICES": "0,1"}, "unknown", "1 unknown"),
+        (Machine(4, ("0",), 2, 1), {}, {}, "none", "none"),
+        # What `run(env=...)` hides, it hides on purpose.
+        (Machine(4, ("0", "1")), {"CUDA_VISIBLE_DEVICES": ""}, {}, "unknown", "none"),
+        (Machine(4, ("0",), 2, 1), {"CUDA_VISIBLE_DEVICES": "0"}, {}, "none", "1 unknown"),
+    ],
+)
+def test_accelerators_are_those_that_the_workers_see(machine, variables, task, devices, seen, site, monkeypatch):
+    site(CPU)
+    for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in task.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(device_kind, "__defaults__", ("/nowhere",))
+    found = node_facts(replace(spec(), env=tuple(variables.items())), machine)
+    assert (found["devices"], found["accelerators"]) == (devices, seen)
+
+
+def test_a_machine_with_fewer_accelerators_than_nodes_is_warned_of():
+    assert "1 accelerator can't be shared out among 2 nodes" in too_few_warning(spec(), Machine(4, ("0",), 2, 0))
+    shown = replace(spec(), env=(("CUDA_VISIBLE_DEVICES", "0"),))
+    for said, machine in ((spec(), Machine(4)), (spec(), Machine(4, ("0", "1"), 2)), (shown, Machine(4, ("0",), 2))):
+        assert too_few_warning(said, machine) is None
+
+
 # --- contradictions -------------------------------------------------------------------------------
 
 NAMES = {
@@ -142,12 +179,13 @@ NAMES = {
 def test_every_fact_is_compared(fact, site):
     site(CUDA, torch="2.5.1")
     own = node_facts(spec(), MACHINE)
-    assert own.keys() == NAMES.keys()
+    assert own.keys() == {*NAMES, "accelerators"}
     gang = Gang(2, lambda pinned: 40001)
     for node in range(2):
         gang.handle(node, Join(node, f"host-{node}"))
     assert gang.handle(0, Ready(0, 2, "abc", own)) == []
-    sent = gang.handle(1, Ready(0, 2, "abc", {**own, fact: "other"}))
+    seen = {"accelerators": "1 other"} if fact == "devices" else {}
+    sent = gang.handle(1, Ready(0, 2, "abc", {**own, **seen, fact: "other"}))
     said = f"The nodes differ in the {NAMES[fact]} (node 0: {own[fact]}, node 1: other)"
     assert all(said in verdict.error.message for _, verdict in sent)
     assert [node for node, _ in sent] == [0, 1]

@@ -1,5 +1,7 @@
 """Every message becomes bytes below the limit, and says as much as they can hold."""
 
+import json
+
 import pytest
 from unit_helpers import HOSTILE
 
@@ -10,8 +12,18 @@ from metaflow_extensions.torchrun.plugins.torchrun.channel.frames import (
     encode,
     length_of,
 )
+from metaflow_extensions.torchrun.plugins.torchrun.errors import LaunchFailed
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause, Failure
-from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Diagnostics, Ended, Note, Stored
+from metaflow_extensions.torchrun.plugins.torchrun.gang.history import Record
+from metaflow_extensions.torchrun.plugins.torchrun.gang.progress import Pace, Point
+from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
+    Diagnostics,
+    Ended,
+    Metrics,
+    Note,
+    Stored,
+    Verdict,
+)
 
 
 def sent(message):
@@ -48,7 +60,15 @@ def test_what_is_too_long_is_shortened_and_still_says_what_it_is():
 
 def test_of_too_many_causes_the_first_are_kept():
     failures = tuple(Failure(Cause("exception", 1, "h", rank, detail="x" * 2000)) for rank in range(5000))
-    assert [failure.cause.rank for failure in sent(Ended(0, False, 0, failures)).failures] == list(range(8))
+    assert [failure.cause.rank for failure in sent(Ended(0, False, 0, failures)).failures] == list(range(300))
+
+
+def test_of_too_many_records_the_first_and_the_last_are_kept_and_one_says_so():
+    records = tuple(Record("restart", 1.0, 2.0, 0, number, text="🙂" * 300) for number in range(5000))
+    arrived = sent(Verdict(0, LaunchFailed("at the end"), events=records)).events
+    assert arrived[:150] == records[:150]
+    assert arrived[-150:] == records[-150:]
+    assert arrived[150:-150] == (Record("omitted", 1.0, 2.0, text="4700 records are left out here"),)
 
 
 def test_what_can_not_be_shortened_is_refused_by_name():
@@ -60,6 +80,18 @@ def test_what_can_not_be_shortened_is_refused_by_name():
 def test_what_is_no_message_is_a_value_error(data):
     with pytest.raises(ValueError, match=r"."):
         decode(data)
+
+
+@pytest.mark.parametrize("number", [float("inf"), float("-inf"), float("nan")])
+def test_no_number_that_json_has_no_word_for_goes_into_a_frame_or_is_taken_from_one(number):
+    told = Metrics(0, 0, {1: Pace(3, number, number)}, (Point(3, {"loss": number}),), number)
+    frame = encode(told)[LENGTH.size :]
+    json.loads(frame, parse_constant=pytest.fail)
+    assert decode(frame) == Metrics(0, 0, {1: Pace(3)}, (Point(3, {"loss": None}),))
+    written = json.dumps({"type": "usage", "of": "container", "values": {"cpus": number}})
+    for text in (written, written.replace("NaN", "1" + "0" * 400).replace("Infinity", "1" + "0" * 400)):
+        with pytest.raises(ValueError, match="does not fit"):
+            decode(text.encode())
 
 
 def test_a_frame_over_the_limit_is_named():

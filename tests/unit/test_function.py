@@ -32,6 +32,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.launch.function import (
     refuse_for_functions,
     refuse_for_scripts,
 )
+from metaflow_extensions.torchrun.plugins.torchrun.launch.outputs import Outputs
 from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec, Request
 from metaflow_extensions.torchrun.plugins.torchrun.launch.transfer import TransferFailed
 
@@ -296,15 +297,23 @@ def test_values_go_through_metaflows_own_datastore(tmp_path, monkeypatch):
 # --- what an error becomes ------------------------------------------------------------------------------
 
 
+def knowing(error):
+    """Return an error with all that the gang knows of a failure."""
+    error.events, error.outputs = [{"kind": "failed"}], Outputs({}, {})
+    return error
+
+
 @pytest.mark.parametrize("stored", [{2: "0"}, {}, {2: "no such key"}, {3: "0"}])
 def test_the_exception_of_another_nodes_rank_comes_through_the_store(stored, make):
     store = Store()
     store.save(pickle.dumps(raised(KeyError("lr"))))
-    error = make(store=store).original(LaunchFailed("the gang's words", CAUSE), stored)
+    verdict = knowing(LaunchFailed("the gang's words", CAUSE))
+    error = make(store=store).original(verdict, stored)
     if stored == {2: "0"}:
         assert type(error) is KeyError
     else:
         assert (type(error), error.message, error.cause) == (WorkerFailed, "the gang's words", CAUSE)
+        assert (error.events, error.outputs) == (verdict.events, verdict.outputs)
 
 
 # How the gang has seen the end of the worker, and whether that may have been the exception that it has left.
@@ -334,8 +343,10 @@ def test_the_exception_of_the_cause_replaces_the_verdict_and_nothing_else_does(v
 def test_what_can_not_be_unpickled_comes_in_words(data, make):
     call = make()
     leave(call, "raised-2.pkl", {"exception": data, "text": "Custom: 42"})
-    error = call.original(LaunchFailed("the gang's words", CAUSE), {})
+    verdict = knowing(LaunchFailed("the gang's words", CAUSE))
+    error = call.original(verdict, {})
     assert type(error) is WorkerFailed
+    assert (error.events, error.outputs) == (verdict.events, verdict.outputs)
     assert error.message.startswith("Custom: 42\nthe gang's words")
     assert ("told in words because" in error.message) is (data is not None)
     assert error.cause == CAUSE

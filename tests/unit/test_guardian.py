@@ -9,7 +9,7 @@ import sys
 import time
 
 import pytest
-from unit_helpers import OURS, eventually, is_running, write
+from unit_helpers import EXIT_OF_A_THREAD, OURS, eventually, is_running, write
 
 from metaflow_extensions.torchrun.plugins.torchrun.node import guardian_process
 from metaflow_extensions.torchrun.plugins.torchrun.node.agent import AgentProcess
@@ -79,6 +79,14 @@ def until_let_go():
 
 ENDLESS = "ready(); forever()"
 STUBBORN = "signal.signal(signal.SIGTERM, signal.SIG_IGN); ready(); forever()"
+# Its main thread ends when it is let go, another one goes on.
+HEADLESS = f"""
+import ctypes, threading
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+threading.Thread(target=forever).start()
+until_let_go()
+ctypes.CDLL(None).syscall({EXIT_OF_A_THREAD}, 0)
+"""
 # Counts signals; rank 0 ends at the first.
 COUNTING = """
 got = []
@@ -313,6 +321,49 @@ def task(tmp_path):
         process.stdout.close()
 
 
+# Its step waits for its own child and for all that it has, while a launch runs in another thread and a warm process waits.
+WAITING = """
+import threading
+from ours.node.warm_start import WarmNode
+signal.alarm(60)
+warm = WarmNode(["json"], dict(os.environ))
+warm.begin()
+launch = threading.Thread(target=process.start)
+launch.start()
+launch.join()
+while not os.path.exists(os.path.join(root, "0.pid")):
+    time.sleep(0.01)
+own = os.fork() or os._exit(3)
+waited = os.wait()[0] == own
+try:
+    os.wait()
+except ChildProcessError:
+    print(json.dumps({"event": "waited", "own": waited}), flush=True)
+time.sleep(600)
+"""
+SUBREAPER = "import ctypes; ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)\n"
+
+
+def test_the_step_sees_no_child_but_its_own(task, tmp_path):
+    process = task(WAITING, ENDLESS)
+    told = next((event for event in map(json.loads, process.stdout) if event["event"] == "waited"), None)
+    assert told == {"event": "waited", "own": True}
+    process.kill()
+    await_the_end_of(noted(tmp_path, "agent.pid", "0.pid"))
+
+
+def test_a_task_that_adopts_orphans_has_no_warm_process_and_its_launch_ends_with_it(task, tmp_path):
+    """As the first process of a container does."""
+    begin = "from ours.node.warm_start import WarmNode\nwarm = WarmNode(['json'], dict(os.environ))\n"
+    begin += "try: warm.begin()\nexcept Exception as error: print(json.dumps(str(error)), flush=True)\n"
+    process = task(f"{SUBREAPER}{begin}process.start()\ntime.sleep(600)", STUBBORN)
+    assert "this task adopts processes without a parent" in process.stdout.readline()
+    pids = noted(tmp_path, "agent.pid", "0.pid")
+    process.kill()
+    process.wait()
+    await_the_end_of(pids)
+
+
 def test_what_the_step_ignores_and_blocks_reaches_neither_guardian_nor_workers(task, tmp_path):
     status = "status = dict(line.split(':', 1) for line in open('/proc/self/status') if line.startswith('Sig'));"
     tell = "note('signals', status['SigIgn'].strip() + ' ' + status['SigBlk'].strip());"
@@ -339,7 +390,7 @@ def test_a_guardian_whose_end_nobody_can_learn_is_not_said_to_have_ended_well(ta
         events[event["event"]] = event
         if event["event"] == "WorkerStarted":
             os.kill(events["guardian"]["pid"], signal.SIGKILL)
-    assert "how is not known" in events["End"]["error"]
+    assert events["End"]["guardian_gone"]
     assert not is_running(*noted(tmp_path, "0.pid"))
 
 
@@ -372,6 +423,15 @@ def test_the_halted_and_the_detached_obey_too_and_the_stubborn_are_killed_after_
     assert one.ended() == {0: -signal.SIGTERM, 1: -signal.SIGKILL}
     assert 0.5 <= time.monotonic() - begun < 5.0
     assert len(list(one.root.glob("*.pid"))) == 7
+
+
+def test_a_worker_without_its_main_thread_is_stopped_like_any_other(tree):
+    one = tree(HEADLESS, count=1, how="hang")
+    (pid,) = one.await_workers()
+    one.let_go(pid)
+    eventually(lambda: not is_running(pid), "the end of its main thread")
+    one.process.stop(0.3)
+    assert one.ended() == {0: -signal.SIGKILL}
 
 
 def test_stop_before_the_workers_appear_leaves_nothing(tree):
@@ -430,7 +490,7 @@ def test_when_the_guardian_is_killed_the_task_cleans_up_and_says_so(has_pidfds, 
         end = one.expect(End, 10.0)
         assert unrelated.poll() is None
         unrelated.kill()
-    assert (end.status, end.error, end.guardian) == (None, None, -signal.SIGKILL)
+    assert end == End(None, guardian_gone=True)
     for fd in held:
         os.close(fd)
 

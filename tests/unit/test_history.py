@@ -6,7 +6,9 @@ import re
 from pathlib import Path
 from typing import get_args
 
-from metaflow_extensions.torchrun.plugins.torchrun.gang.history import History, Kind, Record, Report
+import pytest
+
+from metaflow_extensions.torchrun.plugins.torchrun.gang.history import History, Kind, Record, Report, of_the_gang
 
 PAGE = (Path(__file__).parents[2] / "docs" / "events.md").read_text(encoding="utf-8")
 
@@ -35,10 +37,24 @@ def test_of_a_long_life_the_begin_and_the_end_are_kept():
     assert all(record.kind == "output" for record in made(10_000).records)
 
 
+@pytest.mark.parametrize("count", [0, 5, 4000, 4001, 10_000, 10_003, 25_000])
+def test_what_was_noted_since_a_mark_is_the_end_of_all(count):
+    history = made(count)
+    numbers = [*range(min(count, 4000)), *range(max(4000, count - 6000), count)]
+    for mark in (0, 3, 3999, 4000, 4001, 5000, 15_000, 18_999, 19_000, 19_001, 24_999, count - 1, count):
+        found = history.since(mark)
+        assert [record.node for record in found if record.kind == "output"] == [
+            each for each in numbers if each >= mark
+        ]
+        missing = count - max(mark, 0) - len([each for each in numbers if each >= mark])
+        texts = [record.text for record in found if record.kind == "omitted"]
+        assert texts == ([f"{missing} records are left out here"] if missing > 0 else [])
+
+
 def test_other_nodes_are_told_what_concerns_the_gang():
     history = made(2)
     history.note("cause", node=1)
-    assert [record.kind for record in history.of_the_gang] == ["cause"]
+    assert [record.kind for record in of_the_gang(history.records)] == ["cause"]
 
 
 def test_the_page_lists_every_kind_and_every_field():

@@ -5,7 +5,7 @@ import threading
 import time
 
 import pytest
-from test_registry import FlowDatastore, registry_of
+from test_registry import Failing, FlowDatastore, registry_of
 from unit_helpers import eventually
 
 from metaflow_extensions.torchrun.plugins.torchrun.channel import join as joining
@@ -14,9 +14,11 @@ from metaflow_extensions.torchrun.plugins.torchrun.channel.connection import new
 from metaflow_extensions.torchrun.plugins.torchrun.channel.control_channel import ControlChannel
 from metaflow_extensions.torchrun.plugins.torchrun.channel.registry import AddressRecord
 from metaflow_extensions.torchrun.plugins.torchrun.errors import GangError, TorchrunPreempted
+from metaflow_extensions.torchrun.plugins.torchrun.gang.history import Record
 from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import ConnectPolicy
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Join, Replaced
 from metaflow_extensions.torchrun.plugins.torchrun.gang.state import Gang
+from metaflow_extensions.torchrun.plugins.torchrun.gang.summary import from_stored
 from metaflow_extensions.torchrun.plugins.torchrun.machine.network import pick_port, place
 from metaflow_extensions.torchrun.plugins.torchrun.settings import DEFAULTS, parse_settings
 
@@ -144,6 +146,59 @@ def test_a_control_node_takes_the_place_of_one_that_is_gone(registry, policy, mo
     assert registry.look_up(0.0).token != "secret"
     assert channel.gang.nodes.absent == [1]
     member.leave()
+
+
+def begun(registry, *more):
+    """Have a former control node's record in the datastore, in which another node has joined."""
+    registry.publish(AddressRecord((HOST,), pick_port(), "secret"))
+    events = [("joined", 0, "gpu-0 🙂*"), ("joined", 1, "gpu-1"), *more]
+    records = [
+        Record(kind, at_s, 1000.0 + at_s, node=node, text=text) for at_s, (kind, node, text) in enumerate(events)
+    ]
+    content = {"version": 1, "num_nodes": 2, "nproc_per_node": 2, "events": [each.as_dict() for each in records]}
+    registry.save_events({**content, "outputs": {"0": {"1": {"key": "k", "files": 3, "size": 9}}}}, 1.0)
+    return content["events"]
+
+
+def test_a_control_node_does_not_take_the_place_of_one_whose_gang_had_begun(registry, policy):
+    policy(former_s=0.5)
+    events = begun(registry)
+    with pytest.raises(TorchrunPreempted) as here:
+        become_control(registry, here_only=False)
+    assert str(here.value).startswith(
+        "The control node's pod (or container) was deleted or replaced: node 0 (host gpu-0"
+    )
+    assert "is gone without a word" in str(here.value)
+    assert "@retry" in str(here.value)
+    stored = registry.load_events()
+    assert stored["events"][:-1] == events
+    assert stored["outputs"], "all that the first has left is there"
+    assert stored["reports"][-1]["text"] == str(here.value)
+    summary = from_stored(stored)
+    assert (summary.outcome, [node.state for node in summary.nodes]) == ("failed", ["lost", "lost"])
+    assert "The control node's pod (or container) was deleted or replaced" in summary.sentence
+
+    error, said = join(registry)
+    assert str(error) == str(here.value), "a node that is replaced, too, need not look for the first control node"
+    assert said == []
+    with pytest.raises(TorchrunPreempted):
+        become_control(registry, here_only=False)
+
+
+def test_one_that_had_told_its_own_end_keeps_the_last_word(registry, policy):
+    policy(former_s=0.5)
+    events = begun(registry, ("broken", None, "ValueError: diverged"), ("left", 0, "its step has failed"))
+    with pytest.raises(TorchrunPreempted, match="had told its end"):
+        become_control(registry, here_only=False)
+    stored = registry.load_events()
+    assert (stored["events"][:-1], stored["events"][-1]["kind"]) == (events, "told")
+    assert from_stored(stored).sentence == "Failed after 2 s: ValueError: diverged."
+
+
+def test_a_control_node_that_can_not_see_whether_there_was_another_does_not_begin(monkeypatch):
+    monkeypatch.setattr(joining, "STORE_PATIENCE_S", 0.1)
+    with pytest.raises(GangError, match="AccessDenied"):
+        become_control(registry_of(Failing(10**9, PermissionError("AccessDenied"))), here_only=False)
 
 
 def test_a_control_node_that_can_not_listen_tells_those_who_would_wait_for_it(registry):

@@ -21,19 +21,23 @@ IMPORTED_SCRIPTS = {
     "node.warm_start": {"scripts.warm_python.kernel", "scripts.warm_python.messages"},
     "node.warm_guardian": {"scripts.warm_python.messages", "scripts.warm_python.popen"},
 }
+# Those that name Metaflow's modules for `renamed.known`, too.
 KNOW_METAFLOW = {
     "decorator",
     "gang_of_one",
     "errors",
+    "renamed",
     "tracebacks",
     "channel.registry",
     "launch.outputs",
     "node.report",
     "border.commands",
+    "border.run_calls",
     "border.stored_gangs",
     "border.stored_logs",
     "border.submit_checks",
     "border.live_card",
+    "border.run_end",
     "border.task_current",
     "border.task_gang",
     "border.task_log",
@@ -45,8 +49,11 @@ IMPORTED_WITH_METAFLOW = {
     "decorator",
     "single_node",
     "result",
+    "run_arguments",
     "settings",
+    "stubs",
     "parsing",
+    "renamed",
     "tracebacks",
     "errors",
     "border.spot_notice",
@@ -101,6 +108,9 @@ def imports_in(source, module):
                 if found in {*MODULES, *(script for scripts in IMPORTED_SCRIPTS.values() for script in scripts)}
                 else {f"{found}.{alias.name}".lstrip(".") for alias in node.names}
             )
+    words = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    if "renamed" in ours and any(word.startswith("metaflow.") for word in words):
+        foreign.add("metaflow")
     return ours, foreign
 
 

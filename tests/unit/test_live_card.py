@@ -1,15 +1,20 @@
 """When Metaflow is asked for the gang's card."""
 
 import os
+import subprocess
+import sys
 import threading
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 from metaflow import current
+from metaflow.plugins.cards.card_creator import CardCreator, CardProcessManager
 from unit_helpers import eventually
 
 from metaflow_extensions.torchrun.plugins.torchrun.border import live_card
 from metaflow_extensions.torchrun.plugins.torchrun.border.live_card import LiveCard, pause_of_member_s, pause_s
+from metaflow_extensions.torchrun.plugins.torchrun.machine.processes import children
 
 
 class FakeCard:
@@ -38,7 +43,8 @@ def card(monkeypatch):
     collector = {"torchrun": [card]}
     current._update_env({"card": SimpleNamespace(get=lambda name: collector[name])})
     monkeypatch.setattr(live_card, "_LOOKS_EVERY_S", 0.01)
-    monkeypatch.setattr(live_card, "_SHORTEST_S", 0.05)
+    for name in ("_SHORTEST_S", "_SHORTEST_QUIET_S"):
+        monkeypatch.setattr(live_card, name, 0.05)
     yield card
     current._update_env({"card": None})
 
@@ -61,11 +67,30 @@ def test_the_card_follows_what_happens_and_ends_with_the_last(card, monkeypatch)
 
 @pytest.mark.parametrize(
     ("age_s", "pause", "after_news"),
-    [(0, 5, 5), (50, 5, 5), (100, 10, 5), (600, 60, 6), (900, 90, 9), (3600, 90, 30), (86400, 90, 30)],
+    [(0, 15, 5), (50, 15, 5), (200, 20, 5), (600, 60, 6), (900, 90, 9), (3600, 90, 30), (86400, 90, 30)],
 )
 def test_the_older_the_step_the_longer_the_pause_between_renewals(age_s, pause, after_news):
     assert pause_s(age_s, has_news=False, shortest_s=5) == pytest.approx(pause)
     assert pause_s(age_s, has_news=True, shortest_s=5) == pytest.approx(after_news)
+
+
+def test_the_first_minute_of_a_step_takes_as_little_as_a_card_that_can_be_watched():
+    now_s, renewals, news = 0.0, 0, [1.0, 3.0, 6.0, 9.0]  # joined, ready, first output, first numbers
+    shown_s = 0.0
+    while now_s < 60:
+        pause = pause_s(now_s, has_news=any(shown_s <= at < now_s for at in news), shortest_s=5)
+        if renewals == 0 or now_s - shown_s > pause:
+            shown_s, renewals = now_s, renewals + 1
+        now_s += 1
+    assert renewals <= 6, "with one every 5 s it would be 12"
+
+
+@pytest.mark.parametrize(
+    ("slowest_s", "load", "patience_s"),
+    [(0, 0, 15), (3, 0.9, 15), (8, 0, 30), (0, 3, 45), (100, 0, 60), (0, 50, 60)],
+)
+def test_a_failed_task_waits_longer_for_its_last_card_where_cards_take_longer(slowest_s, load, patience_s):
+    assert live_card.last_patience_s(slowest_s, load) == patience_s
 
 
 def test_a_day_of_renewals_costs_less_than_a_hundredth_of_a_core():
@@ -114,13 +139,32 @@ def test_a_slow_last_card_does_not_hold_the_task(card):
 def test_a_busy_card_is_not_asked(card, monkeypatch):
     asked = []
     process = SimpleNamespace(poll=lambda: asked.append(1))
-    monkeypatch.setattr(live_card.CardProcessManager, "_get_card_process", lambda uuid: (process, 0.0))
+    monkeypatch.setattr(CardProcessManager, "_get_card_process", lambda uuid: (process, 0.0))
     live = LiveCard(dict, lambda: 1)
     eventually(lambda: len(asked) > 2)
     assert card.shown == []
     process.poll = lambda: 0
     eventually(lambda: card.shown)
     live.settle()
+
+
+def test_how_long_a_card_takes_is_known_also_of_one_that_is_still_being_made(card, monkeypatch):
+    process = SimpleNamespace(poll=lambda: None)
+    live = LiveCard(dict, lambda: 1)
+    eventually(lambda: card.shown)
+    monkeypatch.setattr(CardProcessManager, "_get_card_process", lambda uuid: (process, 0.0))
+    live._shown_at -= 20
+    eventually(lambda: live._slowest_s > 20)
+    process.poll = lambda: 0
+    live.settle()
+    waited = []
+    monkeypatch.setattr(live_card, "last_patience_s", lambda slowest_s, load: waited.append((slowest_s, load)) or 0.05)
+    live.make_last(2.0)
+    assert waited == []
+    other = LiveCard(dict, lambda: 1)
+    other._slowest_s = 20.0
+    other.make_last()
+    assert waited[0][0] == 20.0
 
 
 def test_a_forked_child_leaves_the_card_alone(card):
@@ -131,6 +175,56 @@ def test_a_forked_child_leaves_the_card_alone(card):
     assert (card.made, card._latest_user_data) == ([], None)
     live._pid = os.getpid()
     live.settle()
+
+
+def test_the_processes_that_make_cards_are_no_children_of_the_task(tmp_path):
+    """Its step may wait for all its children. Metaflow looks at them, and drops what comes too soon, as ever."""
+    card = SimpleNamespace(_card_creator=CardCreator([], None))
+    live_card._detach(card)
+    live_card._detach(card)
+    end = tmp_path / "the end"
+    wait = f"import os, time\nprint(os.getppid())\nwhile not os.path.exists({str(end)!r}): time.sleep(0.01)"
+
+    def run(script):
+        assert card._card_creator._run_command([sys.executable, "-c", script], "of a test", os.environ, wait=False) == (
+            b"",
+            False,
+        )
+        return CardProcessManager._get_card_process("of a test")[0]
+
+    process = run(wait)
+    assert process.pid not in children(os.getpid())
+    assert process.poll() is None
+    assert run("not started") is process
+    end.touch()
+    eventually(lambda: process.poll() == 0)
+    with pytest.raises(ChildProcessError):
+        os.wait()
+    other = run("import time; time.sleep(600)")
+    assert other.pid != process.pid
+    CardProcessManager._remove_card_process("of a test")
+    eventually(lambda: other.poll() == 0)
+    words = [sys.executable, "-c", "print('said')"]
+    assert card._card_creator._run_command(words, "of a test", os.environ, wait=True) == (b"said\n", False)
+
+
+def test_where_nobody_takes_note_of_their_ends_they_are_started_as_metaflow_does(monkeypatch):
+    """Else each leaves a dead process behind, as where a flow is a container's first process."""
+    card = SimpleNamespace(_card_creator=CardCreator([], None))
+    live_card._detach(card)
+    run = partial(
+        card._card_creator._run_command, [sys.executable, "-c", ""], "of another test", os.environ, wait=False
+    )
+    run()
+    process = CardProcessManager._get_card_process("of another test")[0]
+    eventually(lambda: process.poll() == 0)
+    monkeypatch.setattr(live_card._CardProcess, "is_reaped", False)
+    monkeypatch.setattr(live_card._CardProcess, "is_of_use", True)
+    for _ in range(2):  # and so on: not every other one
+        run()
+        child = CardProcessManager._get_card_process("of another test")[0]
+        assert isinstance(child, subprocess.Popen)
+        child.wait()
 
 
 class FakeUsersCard(FakeCard):

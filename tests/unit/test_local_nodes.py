@@ -82,11 +82,23 @@ def test_only_a_nodes_task_is_watched_and_stopped(start, monkeypatch):
 def test_a_node_below_another_child_is_not_ours(start):
     command = ["/bin/sh", "-c", "echo; sleep 600", *task(1)]
     parent = start(code=f"import subprocess; subprocess.run({command!r})", start_new_session=True)
+    ended = start(code="print(flush=True)")  # the task that ends at once
+    os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)  # and that nobody has reaped
     nodes = LocalNodes(RUN, CONTROL, 2)
     assert ends(nodes).get(timeout=10) == (1, "its task ended at once, before it joined")
     nodes.stop(0.3, absent=[1])
     assert parent.poll() is None
     os.killpg(parent.pid, signal.SIGKILL)
+
+
+def test_tasks_that_are_named_otherwise_are_not_taken_for_ended(start):
+    """As a later Metaflow may name them: then their gang goes on, and its own clocks look after them."""
+    other = ["flow.py", "step", "train", "--run", RUN, "--task", f"{CONTROL}/1"]
+    node = start(*other)
+    told = ends(LocalNodes(RUN, CONTROL, 2))
+    eventually(lambda: "torchrun-nodes" not in {thread.name for thread in threading.enumerate()})
+    assert told.empty()
+    assert is_running(node.pid)
 
 
 @pytest.mark.parametrize("ignored", [False, True], ids=["children-are-reaped", "sigchld-ignored"])

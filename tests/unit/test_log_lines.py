@@ -63,7 +63,7 @@ def test_copies_of_another_nodes_lines_are_left_out_but_for_those_that_its_own_l
 
 def test_a_copy_that_came_after_the_end_of_the_nodes_own_log_is_a_copy_still_each_line_once():
     long = "[rank 2] " + "x" * LINE_CHARS
-    cut = long[:LINE_CHARS] + "… [9 characters are in its own log]"
+    cut = long[:LINE_CHARS] + "… [9 characters are left out here]"
     own = [("01", "[rank 2] tick"), ("02", "[rank 2] tick"), ("02", long), ("02", "[rank 2] end")]
     late = ["[rank 2] tick", cut, "[rank 2] end", "[rank 2] end", "[rank 2] tick"]
     control = Source("4", 0, "stdout", [("03", text) for text in late])

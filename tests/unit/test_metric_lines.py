@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import sys
 
 import pytest
 from hypothesis import given
@@ -41,6 +42,16 @@ def test_a_number_that_is_not_finite_is_known_as_such(text):
     line = parse_line(f'{{"step": 3, "loss": {text}}}'.encode())
     assert line == Line(3, None, None, {"loss": None})
     assert parse_line(f'{{"step": {text}, "loss": 1}}'.encode()) == Line(None, None, None, {"loss": 1.0})
+
+
+@pytest.mark.parametrize("value", [5e-324, 1e-10, 1e10, sys.float_info.max, 0, -1])
+def test_seconds_of_which_no_speed_can_be_made_are_none(value):
+    assert parse_line(json.dumps({"step": 3, "seconds": value}).encode()) == Line(3)
+
+
+@pytest.mark.parametrize("value", [5e-324, 0.5, 2**54, 0, -1])
+def test_a_total_that_no_step_can_reach_is_none(value):
+    assert parse_line(json.dumps({"step": 3, "total": value}).encode()) == Line(3)
 
 
 @pytest.mark.parametrize(
@@ -133,6 +144,16 @@ def test_of_a_flood_the_last_lines_come(path):
     assert lines == [b"%07d" % number for number in range(1_000_000 - len(lines), 1_000_000)]
 
 
+def test_of_a_flood_at_the_first_look_the_first_line_comes_too(path):
+    file = GrowingFile(str(path))
+    append(path, b"".join(b"%07d\n" % number for number in range(100_000)))
+    lines = file.new_lines()
+    assert [int(line) for line in (lines[0], lines[-1])] == [0, 99_999]
+    assert int(lines[1]) > 90_000
+    append(path, b"".join(b"%07d\n" % number for number in range(100_000)))
+    assert int(file.new_lines()[0]) > 90_000
+
+
 def test_a_line_that_is_too_long_is_dropped_and_the_next_one_comes(path):
     file = GrowingFile(str(path))
     for _ in range(5):
@@ -152,12 +173,24 @@ def test_what_is_no_file_is_not_waited_for(kind, path):
 # --- what a rank's file says ----------------------------------------------------------------------
 
 
-def test_all_lines_or_the_last_one_with_a_step(path):
+def test_all_lines_or_those_about_the_pace(path):
     refused = []
     first, second = (LineReader(str(path), refused.append) for _ in range(2))
     append(path, b'{"step": 1, "loss": 3}\n{"step": 2, "loss": 2}\nbad\n{"loss": 1}\n{"step":')
     assert [line.step for line in first.all()] == [1, 2, None]
     assert refused == [b"bad"]
-    assert second.last() == Line(2, None, None, {"loss": 2.0})
-    assert second.last() is None
-    assert first.all() == []
+    assert [line.step for line in second.of_pace()] == [1, 2]
+    assert second.of_pace() == []
+    append(path, b" 3}\n{" + b'"loss": 1}\n{' * 100)
+    assert second.of_pace() == [Line(3)]
+    append(path, b"bad\n")
+    assert second.of_pace() == []
+    assert len(refused) == 2
+    assert len(first.all()) == 101
+
+
+def test_of_a_flood_the_first_and_the_last_lines_about_the_pace_are_looked_at(path):
+    reader = LineReader(str(path), pytest.fail)
+    append(path, b"".join(b'{"step": %d}\n' % number for number in range(2000)))
+    steps = [line.step for line in reader.of_pace()]
+    assert (steps[:2], steps[-1], len(steps) < 300) == ([0, 1], 1999, True)

@@ -1,12 +1,17 @@
 """What a node tells of its ranks' progress; with a clock that the test holds, and real files."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 
-from metaflow_extensions.torchrun.plugins.torchrun.gang.progress import Pace, Point
+from metaflow_extensions.torchrun.plugins.torchrun.gang.progress import Pace, Point, Progress
 from metaflow_extensions.torchrun.plugins.torchrun.node.metric_lines import Line
 from metaflow_extensions.torchrun.plugins.torchrun.node.metrics import MAX_POINTS, NodeMetrics, RankPace, thinned
+from metaflow_extensions.torchrun.plugins.torchrun.views import progress as words
+
+ROOT = Path(__file__).parents[2]
 
 
 class Node:
@@ -66,6 +71,37 @@ def test_steps_a_second_are_of_the_last_part_of_a_minute(steps, now, speed):
     assert seen(*steps).pace(now).step == steps[-1][1]
 
 
+STEPS = [(float(at), at) for at in range(41)]  # one a second
+
+
+@pytest.mark.parametrize(
+    ("steps", "now", "has_speed"),
+    [
+        (STEPS, 99.0, True),  # it is slower than it was
+        (STEPS, 101.0, False),  # it does nothing that could be fast or slow
+        ([(0.0, 0), (50.0, 1)], 199.0, True),  # its steps are long
+        ([(0.0, 0), (50.0, 1)], 201.0, False),
+        ([*STEPS, (140.0, 41)], 150.0, False),  # it goes on, and how fast nobody knows yet
+        ([*STEPS, (140.0, 41)], 201.0, True),  # its first step since then takes long
+        ([*STEPS, (140.0, 41), (240.0, 42)], 241.0, True),  # so it is slow now
+        ([(1.0, 0), (1.0, 79)], 90.0, False),  # many steps before the first look, and none since
+    ],
+)
+def test_a_rank_that_stands_still_is_not_slow(steps, now, has_speed):
+    assert (seen(*steps).pace(now).steps_per_s is not None) is has_speed
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "total", "is_done"),
+    [(0, 79, 80.0, True), (1, 80, 80.0, True), (0, 78, 80.0, False), (1, 79, 80.0, False), (1, 79, None, False)],
+)
+def test_a_rank_that_has_done_its_steps_has_no_speed_any_more(first, last, total, is_done):
+    rank = RankPace()
+    for at in range(first, last + 1):
+        rank.see(Line(at, total, 0.1), float(at))
+    assert (rank.pace(last + 1.0) == Pace(last)) is is_done
+
+
 def test_a_rank_without_a_step_has_no_pace():
     rank = RankPace()
     rank.see(Line(None, values={"loss": 1.0}), 0.0)
@@ -114,6 +150,37 @@ def test_another_nodes_ranks_have_paces_only(tmp_path):
     node.write(1, {"step": 7, "loss": 3.0, "total": 50})
     (told,) = node.wait(5)
     assert (told.paces, told.points, told.total) == ({5: Pace(7)}, (), None)
+
+
+def test_step_and_seconds_on_lines_of_their_own_count_for_each_rank_and_nothing_hides_them(node):
+    for name in (0, 1):
+        node.write(name, {"step": 1}, {"seconds": 0.5}, {"total": 90})
+        node.write(name, *({f"loss {number}": 1.0} for number in range(100)))
+    (told,) = node.wait(5)
+    assert told.paces == {0: Pace(1, None, 0.5), 1: Pace(1, None, 0.5)}
+    for name in (0, 1):
+        node.write(name, *({"step": number} for number in range(2, 91)), *({"seconds": 0.5} for _ in range(1000)))
+    (told,) = node.wait(5)
+    assert told.paces == {0: Pace(90), 1: Pace(90)}, "both have done all their steps"
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("count", [100, 20_000], ids=["few", "more than one look can read"])
+def test_a_step_0_is_told_however_many_lines_follow_it(node, first, count):
+    node.write(0, *({"step": first + number, "total": count, "loss": 0.5} for number in range(count)))
+    (told,) = node.wait(5)
+    assert (told.counts_from_0, told.points[-1].step) == (first == 0, first + count - 1)
+
+
+def test_the_example_of_the_documents_ends_at_the_whole(node, monkeypatch):
+    (first, *_) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "metrics.md").read_text(), re.DOTALL)
+    monkeypatch.setenv("TORCHRUN_METRICS", str(node.folder / "metrics" / "0.jsonl"))
+    exec(first, names := {})
+    names["metrics"].close()
+    progress = Progress(0, 2)
+    for told in node.wait(5):
+        progress.take(0, told, node.now)
+    assert words.step(progress.as_dict()) == "1000 of 1000 steps (100 %)"
 
 
 def test_a_rank_that_has_ended_is_not_compared(node):

@@ -17,6 +17,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
     Ran,
     Ready,
     Restart,
+    Started,
     Stop,
     Verdict,
 )
@@ -53,6 +54,7 @@ def test_a_node_that_runs_knows_its_own_ranks():
     assert seen().sentence == "Node 3 has joined; its own code runs."
     assert seen(RUNNING[0]).sentence == "Node 3 waits until all nodes have called run."
     assert [rank.state for rank in seen(*RUNNING[:3]).ranks] == ["starting", "starting"]
+    assert [rank.state for rank in seen(*RUNNING[:2], Started(0, 0)).ranks] == ["running", "running"]
     summary = seen(*RUNNING)
     assert states(summary) == [(6, 3, "running", None), (7, 3, "running", None)]
     assert (summary.outcome, summary.nodes[0].index, summary.nodes[0].host) == ("running", 3, "host-3")

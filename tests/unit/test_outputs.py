@@ -72,6 +72,17 @@ def content(folder):
 # --- there and back -------------------------------------------------------------------------------
 
 
+def test_files_that_were_there_before_the_launch_are_marked(root, store):
+    write(root / "old", "x")
+    since = os.stat(root / "old").st_ctime + 0.001
+    time.sleep(0.01)
+    write(root / "new 🙂", "x")
+    assert {file.name: file.older for file in Outputs(store.address, {0: stored(root, store, ".", since=since)})} == {
+        "old": True,
+        "new 🙂": False,
+    }
+
+
 def test_files_come_back_as_they_were(root, store, small, tmp_path):
     sizes = {"model/a": 0, "model/b": 1, "c": 4 * KIB, "d": 4 * KIB + 1, "e": 64 * KIB, "f": 3 * 64 * KIB + 5}
     for name, size in sizes.items():
@@ -188,6 +199,22 @@ def test_files_of_several_nodes_are_told_apart(of_two, tmp_path):
         of_two.download(tmp_path / "both")
     assert not (tmp_path / "both").exists()
     assert sorted(content(of_two.download(tmp_path / "one", node=1))) == ["config.json", "log", "shard 1"]
+
+
+def test_a_nodes_file_that_is_another_nodes_folder_is_told_before_anything_is_written(root, store, tmp_path):
+    write(root / "a" / "model *" / "x", "1")
+    write(root / "first", "1")
+    write(tmp_path / "other" / "a" / "model *", "2")
+    both = Outputs(
+        store.address,
+        {0: stored(root, store, "a", "first"), 1: stored(tmp_path / "other", store, ".", node=1)},
+    )
+    with pytest.raises(
+        LookupError, match=r"names that are folders of other nodes: 'a/model \*'\. .*download\(folder, node="
+    ):
+        both.download(tmp_path / "both")
+    assert not (tmp_path / "both").exists()
+    assert list(content(both.download(tmp_path / "one", node=1))) == ["a/model *"]
 
 
 def test_files_of_several_nodes_are_put_together_where_they_do_not_clash(of_two, root, tmp_path, store):

@@ -48,7 +48,7 @@ REFUSED = [
     (parse_port, "a whole number from 1 to 65535", [0, -1, 65536, "many", 1.5, True, "29500 29501", [29500]]),
     (parse_restarts, "at least 0", [-1, "-1", "many", 1.5, True]),
     (parse_seconds, "a number of seconds above 0", [None, 0, -1, "x", "nan", float("inf"), True, []]),
-    (partial(parse_seconds, zero=True), "a number of seconds", [-0.1]),
+    (partial(parse_seconds, zero=True), "a number of seconds of at least 0", [-0.1, -1, "nan", None]),
     (parse_switch, "True or False", ["ja", 2, "10", 1.5, [True]]),
     (parse_retry_on, "no such class", ["often"]),
     (parse_retry_on, "Metaflow's @retry", ["user,node_lost", ["preempted"], "store", "before_run"]),

@@ -6,11 +6,20 @@ import subprocess
 import sys
 import threading
 
-from unit_helpers import eventually
+from unit_helpers import EXIT_OF_A_THREAD, eventually
 
 from metaflow_extensions.torchrun.plugins.torchrun.machine import processes
 
 PYTHON = [sys.executable, "-I", "-S"]
+# Its main thread ends, and another one goes on until it is told the exit code.
+HEADLESS = f"""
+import ctypes, os, sys, threading
+def go_on():
+    print("on", flush=True)
+    os._exit(int(sys.stdin.readline()))
+threading.Thread(target=go_on).start()
+ctypes.CDLL(None).syscall({EXIT_OF_A_THREAD}, 0)
+"""
 
 
 def test_living_descendants_are_all_and_only_the_living():
@@ -30,6 +39,20 @@ def test_a_command_with_odd_characters_in_its_name_is_read(tmp_path):
     with subprocess.Popen([str(odd), "600"]) as child:
         eventually(lambda: child.pid in processes.living_descendants(os.getpid()))
         child.kill()
+
+
+def test_a_process_lives_while_any_thread_of_it_does():
+    with subprocess.Popen([*PYTHON, "-c", HEADLESS], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        child.stdout.readline()
+        eventually(lambda: processes.find(child.pid).state == "Z", "the end of its main thread")
+        began = processes.began(child.pid)
+        assert processes.find(child.pid).status is None
+        assert processes.is_alive(child.pid, began)
+        assert child.pid in processes.living_descendants(os.getpid())
+        child.stdin.write(b"7\n")
+        child.stdin.flush()
+        eventually(lambda: not processes.is_alive(child.pid, began), "its end")
+        assert processes.find(child.pid).status == 7
 
 
 def test_await_or_kill_waits_for_those_that_end_and_kills_those_that_do_not():

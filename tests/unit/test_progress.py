@@ -14,6 +14,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.progress import (
     Series,
 )
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Metrics
+from metaflow_extensions.torchrun.plugins.torchrun.views import progress as words
 
 
 def series(points):
@@ -70,6 +71,7 @@ def test_rank_0s_points_become_series_with_last_values_and_the_time_left():
     assert found == {
         "launch": 0,
         "step": 20,
+        "done": 20,
         "total": 100.0,
         "steps_per_s": 2.0,
         "left_s": 40.0,
@@ -84,6 +86,39 @@ def test_rank_0s_points_become_series_with_last_values_and_the_time_left():
         },
     }
     json.dumps(found, allow_nan=False)
+
+
+@pytest.mark.parametrize(
+    ("steps", "knows", "ended_well", "said"),
+    [
+        (range(120), True, True, "120 of 120 steps (100 %)"),
+        (range(60), True, None, "60 of 120 steps (50 %)"),
+        (range(1, 121), False, True, "step 120 of 120 (100 %)"),
+        (range(1, 120), False, None, "step 119 of 120 (99 %)"),
+        (range(60, 120), False, True, "120 of 120 steps (100 %)"),  # from a checkpoint on
+        (range(60, 120), False, False, "step 119 of 120 (99 %)"),
+        (range(121), True, True, "step 120 of 120 (100 %)"),  # the first one before any training
+    ],
+)
+def test_progress_ends_at_the_whole_from_wherever_steps_count(steps, knows, ended_well, said):
+    progress = Progress(0, 1)
+    points = tuple(Point(step, {"loss": 1.0}) for step in steps)
+    progress.take(0, Metrics(0, 0, {0: Pace(steps[-1], 2.0)}, points, 120.0, knows), 1.0)
+    assert progress.left_s == max(0, 120 - len([*range(steps[-1] + knows)])) / 2
+    if ended_well is not None:
+        progress.forget(0, ended_well)
+    assert words.step(progress.as_dict()) == said
+
+
+def test_of_an_older_version_the_step_is_what_is_done():
+    assert words.step({"step": 119, "total": 120.0}) == "step 119 of 120 (99 %)"
+
+
+def test_from_where_steps_count_is_known_after_a_restart():
+    progress = Progress(0, 1)
+    progress.take(0, Metrics(0, 0, {0: Pace(0)}, (), 10.0, True), 1.0)
+    progress.take(0, Metrics(0, 1, {0: Pace(7)}, (), 10.0, False), 2.0)
+    assert progress.done == 8
 
 
 def test_the_series_goes_on_after_a_restart():

@@ -22,6 +22,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
     Ran,
     Ready,
     Refused,
+    Started,
     Stop,
     Stored,
     Verdict,
@@ -30,10 +31,11 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
 )
 
 CAUSE = Cause("exception", 2, "hőst", 5, 1, 1, "ValueError: größe\n🙂", "Traceback…\n\x00\x1b[0m")
-POLICY = LaunchPolicy(5.0, 60.0, 30.0, 2, frozenset({"user", "hang"}), 10, 1)
+POLICY = LaunchPolicy(5.0, 30.0, 2, frozenset({"user", "hang"}), 10, 1)
 SAMPLES = [
     Ready(0, 2, "abc", {"torch": "2.13.0"}, 29500, POLICY),
-    Ready(1, 2, "abc"),
+    Ready(1, 2, "abc", goes_on=True),
+    Started(1, 2),
     Ended(
         0,
         False,

@@ -8,7 +8,8 @@ import pytest
 
 from metaflow_extensions.torchrun.plugins import mfextinit_torchrun
 from metaflow_extensions.torchrun.plugins.torchrun.decorator import TorchrunDecorator
-from metaflow_extensions.torchrun.plugins.torchrun.executor import RunOptions, TorchrunExecutor
+from metaflow_extensions.torchrun.plugins.torchrun.executor import TorchrunExecutor
+from metaflow_extensions.torchrun.plugins.torchrun.run_arguments import NAMES, RunOptions
 from metaflow_extensions.torchrun.plugins.torchrun.single_node import TorchrunSingleNodeMultiGPU
 from metaflow_extensions.torchrun.plugins.torchrun_libs import exceptions
 from metaflow_extensions.torchrun.toplevel import toplevel
@@ -30,10 +31,12 @@ def test_run_takes_two_arguments_by_position_and_all_that_type_checkers_know_by_
     assert {parameter.kind for parameter in parameters[2:]} == {inspect.Parameter.KEYWORD_ONLY}
     assert all(parameter.default is not parameter.empty for parameter in parameters)
 
+    assert tuple(parameter.name for parameter in parameters) == NAMES
 
-def test_the_single_node_class_keeps_the_order_of_0_2():
+
+def test_the_single_node_class_takes_the_same():
     parameters = inspect.signature(TorchrunSingleNodeMultiGPU.run).parameters
-    assert tuple(parameters) == ("self", "torchrun_args", "entrypoint", "entrypoint_args", "nproc_per_node", "options")
+    assert tuple(parameters) == ("self", *NAMES[:2], "options")
 
 
 def test_the_exceptions_of_0_2_lead_to_todays():

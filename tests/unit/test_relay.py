@@ -61,11 +61,12 @@ def test_what_is_missing_is_said_where_it_is_missing(relay, screen):
     relay.add(3, Lines("[rank 6] end\n", left_out=1234))
     relay.add(4, Lines("[rank 8] end\n", left_out=1))
     relay.settle()
+    why = "they came too fast. Its own log has them, unless its pod was killed or replaced."
     assert screen.lines() == [
         "[rank 6] begin",
-        "[torchrun node 3] 1234 lines are left out here; they came too fast. Its own log has all.",
+        f"[torchrun node 3] 1234 lines are left out here; {why}",
         "[rank 6] end",
-        "[torchrun node 4] 1 line is left out here; they came too fast. Its own log has all.",
+        f"[torchrun node 4] 1 line is left out here; {why}",
         "[rank 8] end",
     ]
 
@@ -109,6 +110,31 @@ def test_of_many_nodes_lines_go_at_once_after_a_silence_and_then_those_of_a_mome
     relay.close()
     assert screen.lines()[-1] == "last"
     assert time.monotonic() - begun < 1.0
+
+
+TRACE = "Traceback (most recent call last):\n  File '*.py', in größe\n\nValueError: 🙂"
+
+
+def labelled(text, rank=2):
+    return "".join(f"[rank {rank}] {line}\n" for line in text.split("\n"))
+
+
+def test_it_knows_whether_what_a_rank_wrote_of_its_failure_stands_in_this_log(relay):
+    assert not relay.has_written(1, TRACE)
+    relay.add(1, Lines(stderr=labelled("a warning\n" + TRACE[:40])))
+    relay.add(1, Lines("[rank 2] printed\n", labelled(TRACE[40:] + "\n[W1 teardown]")))
+    relay.settle()
+    assert not relay.has_written(1, TRACE)  # a line of it has come in two pieces
+    relay.add(1, Lines(stderr=labelled(TRACE)))
+    relay.settle()
+    assert relay.has_written(1, TRACE)
+    assert not relay.has_written(1, TRACE.replace("ValueError", "KeyError"))
+    assert not relay.has_written(2, TRACE)
+    for _ in range(100):
+        relay.add(1, Lines(stderr=labelled("x" * 500)))
+    relay.settle()
+    assert not relay.has_written(1, TRACE)  # it may be long ago, and of another launch
+    assert len(relay._ends[1]) == 16 * 1024
 
 
 def test_what_has_come_is_written_before_the_end(screen):

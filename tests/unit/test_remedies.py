@@ -4,13 +4,14 @@ import pytest
 
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
 from metaflow_extensions.torchrun.plugins.torchrun.gang.launch import Launch
-from metaflow_extensions.torchrun.plugins.torchrun.gang.remedies import remedy
+from metaflow_extensions.torchrun.plugins.torchrun.gang.remedies import remedy, remedy_of_exit
 from metaflow_extensions.torchrun.plugins.torchrun.node.report import report
 
 NO_MPI = (
     "RuntimeError: Distributed package doesn't have MPI built in. MPI is only included if you build PyTorch from "
     "source on a host that has MPI installed."
 )
+NO_GROUP = "Default process group has not been initialized, please make sure to call init_process_group."
 
 
 @pytest.mark.parametrize(
@@ -32,6 +33,9 @@ NO_MPI = (
             "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1000",
             "a GPU of its own",
         ),
+        (f"ValueError: {NO_GROUP}", 'init="auto"'),
+        (f"RuntimeError: {NO_GROUP}", 'init="auto"'),  # torch 2.0
+        ("ValueError: trying to initialize the default process group twice!", "leave out init"),
         ("ValueError: loss is nan", ""),
         ("KeyError", ""),
     ],
@@ -60,8 +64,30 @@ def test_only_what_a_worker_says_itself_has_a_remedy():
 
 def test_it_is_shown_once_also_with_the_exception_of_a_function():
     verdict = Launch(0).error(no_mpi(), [])
-    assert report(verdict, 1, shared=True, known=True, live=True).count(remedy(NO_MPI)) == 1
+    assert report(verdict, 1, shared=True, known=True, stands_above=lambda _: True).count(remedy(NO_MPI)) == 1
     raised = RuntimeError(NO_MPI)
     raised.__cause__ = verdict
     for live in (True, False):
-        assert report(raised, 1, shared=True, known=True, live=live).count(remedy(NO_MPI)) == 1
+        assert (
+            report(raised, 1, shared=True, known=True, stands_above=lambda _, live=live: live).count(remedy(NO_MPI))
+            == 1
+        )
+
+
+@pytest.mark.parametrize(
+    ("code", "bools", "words"),
+    [
+        (
+            2,
+            [("amp", True)],
+            "{'amp': True} in entrypoint_args is passed as two words, --amp true. Write {'amp': None} for",
+        ),
+        (2, [("-v", False), ("it's *🙂", True)], "as two words, --it's *🙂 true. Write {\"it's *🙂\": None} for"),
+        (2, [("-v", False)], "as two words, -v false. Write {'-v': None} for"),
+        (1, [("amp", True)], None),
+        (None, [("amp", True)], None),
+        (2, [], None),
+    ],
+)
+def test_what_to_change_where_a_script_refuses_the_word_true(code, bools, words):
+    assert words in remedy_of_exit(code, bools) if words else remedy_of_exit(code, bools) == ""

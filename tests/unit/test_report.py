@@ -11,6 +11,7 @@ from metaflow.exception import MetaflowException
 from metaflow_extensions.torchrun.plugins.torchrun.errors import EntrypointError, LaunchFailed, TorchrunConfigError
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
 from metaflow_extensions.torchrun.plugins.torchrun.gang.launch import Launch
+from metaflow_extensions.torchrun.plugins.torchrun.gang.member import Member
 from metaflow_extensions.torchrun.plugins.torchrun.node import report as module
 from metaflow_extensions.torchrun.plugins.torchrun.node.report import end_with, print_errors_ourselves
 from metaflow_extensions.torchrun.plugins.torchrun.tracebacks import cut_frames_around, user_traceback
@@ -25,7 +26,7 @@ def verdict(cause=RAISED):
 
 
 def report(error, node, shared=True, known=True, live=True):
-    return module.report(error, node, shared, known, live)
+    return module.report(error, node, shared, known, lambda cause: live)
 
 
 @pytest.fixture
@@ -75,10 +76,18 @@ PEER_GONE = Cause("exception", 1, "b", 3, 1, 1, "ConnectionResetError: Connectio
         (RAISED, {"node": 1}, False),
         (RAISED, {"node": 1, "live": False}, True),
         (PEER_GONE, {"node": 1}, True),
-        (RAISED, {"node": 0, "shared": False}, True),
-        (RAISED, {"node": 1, "shared": False}, True),
+        (RAISED, {"node": 0, "shared": False, "live": False}, True),
+        (RAISED, {"node": 0, "shared": False}, False),
+        (RAISED, {"node": 1, "shared": False}, False),
     ],
-    ids=["stands above", "written unseen", "was shown in one line", "another node's log", "its own log"],
+    ids=[
+        "stands above",
+        "written unseen",
+        "was shown in one line",
+        "another node's log",
+        "another node's log with copies of its lines",
+        "its own log",
+    ],
 )
 def test_the_traceback_is_in_the_report_unless_it_stands_above(cause, where, is_whole):
     assert ("File 'train.py', line 1" in report(verdict(cause), **where)) is is_whole
@@ -89,6 +98,8 @@ def test_the_control_node_tells_what_no_other_can(kind):
     error = verdict(Cause(kind, 1, "b", exception="why"))
     assert "why" in report(error, 0)
     assert report(error, 1).endswith("see the report of node 0.")
+    assert ("the launch" in report(error, 1)) is False
+    assert ("node 1 (host b)" in report(error, 1)) is (kind == "lost")
 
 
 def test_an_error_that_the_gang_does_not_know_is_told_where_it_is_and_metaflows_own_are_left_to_it():
@@ -115,7 +126,7 @@ def test_what_a_function_raised_is_shown_from_the_users_line_on_without_the_verd
     assert TEXT not in told
     assert module.__file__ not in told
     assert report(error, 0).endswith("see the report of node 1.")
-    assert "File 'train.py', line 1" in report(error, 0, shared=False)
+    assert "File 'train.py', line 1" in report(error, 0, shared=False, live=False)
 
 
 # --- tracebacks -----------------------------------------------------------------------------------
@@ -173,3 +184,28 @@ def test_in_a_task_any_error_is_shown_as_it_is_and_its_report_where_there_is_one
 def test_a_metaflow_without_such_printing_goes_its_own_way(monkeypatch):
     monkeypatch.setitem(sys.modules, "metaflow.cli", types.ModuleType("metaflow.cli"))
     print_errors_ourselves(in_task=True)
+
+
+# --- exceptions that don't like to be looked at -------------------------------------------------------
+
+
+class Mute(Exception):
+    def __str__(self):
+        raise SystemExit(7)
+
+    __repr__ = __str__
+
+
+class Hidden(Exception):
+    __dict__ = None
+    __notes__ = property(lambda self: 1 / 0)
+
+
+@pytest.mark.parametrize("kind", [Mute, Hidden])
+def test_an_exception_that_hides_what_it_is_still_ends_the_task_by_itself(kind):
+    error = raised(code_in("/home/flow.py", "raise kind('x')", kind=kind))
+    assert kind.__name__ in report(error, 0, known=False)
+    error.__cause__ = verdict()
+    assert kind.__name__ in report(error, 1)
+    cause = Member(0, 1, print).cause_of(kind("x"))
+    assert cause.exception == ("Hidden: x" if kind is Hidden else "Mute (its __str__ raises SystemExit)")

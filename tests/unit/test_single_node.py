@@ -7,7 +7,7 @@ import pytest
 from metaflow import current
 
 from metaflow_extensions.torchrun.plugins.torchrun import gang_of_one
-from metaflow_extensions.torchrun.plugins.torchrun.errors import LaunchFailed
+from metaflow_extensions.torchrun.plugins.torchrun.errors import LaunchFailed, TorchrunConfigError
 from metaflow_extensions.torchrun.plugins.torchrun.events import Event
 from metaflow_extensions.torchrun.plugins.torchrun.single_node import TorchrunSingleNodeMultiGPU
 
@@ -111,6 +111,19 @@ def test_it_imports_beforehand_from_the_first_launch_that_asks_for_it_to_its_own
     assert not warm.is_closed
     del one
     assert warm.is_closed
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"warm": "yes"}, {"nproc_per_node": "größe"}, {"max_restarts": -1}, {"timeout_s": 0}]
+)
+def test_a_wrong_argument_is_named_as_one_of_run(wrong, monkeypatch, tmp_path):
+    """A single node has no step of ours, and no attributes of one."""
+    monkeypatch.setattr(gang_of_one, "print_errors_ourselves", lambda **_: None)
+    monkeypatch.setattr(gang_of_one, "LiveCard", lambda *_, **__: FakeLiveCard())
+    with pytest.raises(TorchrunConfigError) as caught:
+        TorchrunSingleNodeMultiGPU().run(["true"], **{"warm": False, **wrong})
+    ((name, value),) = wrong.items()
+    assert caught.value.message.startswith(f"run({name}) is {value!r}, but ")
 
 
 def test_it_runs_what_goes_before_a_command(tmp_path, monkeypatch, capfd):

@@ -1,13 +1,17 @@
 """Who is in, who is ready, what was decided; with a clock that the test holds."""
 
+import gc
 import signal
 from dataclasses import fields
+from types import FunctionType, ModuleType
 
 import pytest
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from metaflow_extensions.torchrun.plugins.torchrun.border.event_store import gang_content
+from metaflow_extensions.torchrun.plugins.torchrun.channel.frames import decode, encode
 from metaflow_extensions.torchrun.plugins.torchrun.errors import (
     GangError,
     GangStartTimeout,
@@ -17,6 +21,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.errors import (
     TorchrunPreempted,
 )
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause, Failure
+from metaflow_extensions.torchrun.plugins.torchrun.gang.history import of_the_gang
 from metaflow_extensions.torchrun.plugins.torchrun.gang.nodes import Nodes
 from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import LaunchPolicy
 from metaflow_extensions.torchrun.plugins.torchrun.gang.progress import Pace, Point
@@ -41,6 +46,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
     Replaced,
     Restart,
     Save,
+    Started,
     Stop,
     Stored,
     StoredOutputs,
@@ -53,7 +59,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.texts import names
 
 FIELDS = {"nproc": 2, "digest": "abc"}
 FACTS = {"torch": "2.13.0", "python": "3.11.7"}
-READY = {"nproc", "digest", "master_port", "runs"}
+READY = {"nproc", "digest", "master_port", "runs", "goes_on"}
 POLICY = {field.name for field in fields(LaunchPolicy)}
 GRACE_S = 30.0
 
@@ -67,7 +73,7 @@ class GangOf:
 
     def __init__(self, num_nodes=3, started_timeout_s=600.0, taken=(), join=True, **more):
         self.now = 1000.0
-        self.ports = iter(range(40001, 41000))
+        self.ports = iter(range(40001, 60000))
         self.taken = set(taken)
         self.state = Gang(num_nodes, self._pick, started_timeout_s, GRACE_S, clock=lambda: self.now, **more)
         self.num_nodes = num_nodes
@@ -155,9 +161,9 @@ class GangOf:
         return abort.error
 
 
-def running(num_nodes, taken=(), **facts):
-    """Return a gang whose first launch runs."""
-    gang = GangOf(num_nodes, taken=taken)
+def running(num_nodes, taken=(), deadline=None, **facts):
+    """Return a gang whose first launch runs; the clock is at 1000."""
+    gang = GangOf(num_nodes, taken=taken, deadline=deadline)
     gang.all_ready(**facts)
     return gang
 
@@ -249,7 +255,7 @@ def test_commands_run_on_all_nodes_and_are_taken_down_one_by_one():
     ]
     assert not [each for each in told if each[0] == "go"]
     gang.all_ready(1)
-    assert [record.kind for record in gang.state.history.of_the_gang] == ["before_run", "done", "go"]
+    assert [record.kind for record in of_the_gang(gang.state.history.records)] == ["before_run", "done", "go"]
 
 
 def test_a_command_that_fails_stops_all_nodes_and_nothing_restarts_it():
@@ -847,6 +853,44 @@ def test_without_all_its_nodes_a_gang_is_not_restarted(pausing):
     assert len(gang.got(0, Go)) == 1
 
 
+# --- accelerators ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("seen", "said"),
+    [
+        (["8 nvidia"] * 3, "8 nvidia accelerators on each node"),
+        (["2 unknown"] * 3, "2 accelerators on each node"),
+        (["none"] * 3, "no accelerators"),
+        (["8 nvidia", "1 nvidia", "8 nvidia"], "8 nvidia accelerators on nodes 0, 2, 1 nvidia accelerator on node 1"),
+        (["none", "1 amd", "none"], "none on nodes 0, 2, 1 amd accelerator on node 1"),
+    ],
+)
+def test_the_nodes_are_told_which_accelerators_there_are(seen, said):
+    gang = GangOf(3)
+    for node, each in enumerate(seen):
+        gang.ready(node, devices="nvidia", accelerators=each)
+    assert gang.got(0, Go)[0].devices == said
+    warned = [
+        note for note in gang.notes(0) if note.startswith("warning: run(env=...) hides the accelerators on nodes 0, 2")
+    ]
+    assert len(warned) == ("none" in seen and len(set(seen)) > 1)
+
+
+@pytest.mark.parametrize(
+    ("seen", "agree"), [(("1 nvidia", "none"), False), (("none", "none"), True), (("1 nvidia", "1 nvidia"), True)]
+)
+def test_a_node_without_accelerators_beside_others_is_refused_unless_run_makes_them_alike(seen, agree):
+    gang = GangOf(2)
+    for node in (0, 1):
+        gang.ready(node, devices=("nvidia", "none")[node], accelerators=seen[node])
+    assert bool(gang.got(0, Go)) is agree
+    if not agree:
+        error = gang.same_verdict()
+        assert "The nodes differ in the kind of accelerators (node 0: nvidia, node 1: none)" in error.message
+        assert "run(env={'CUDA_VISIBLE_DEVICES': ''}) on every node" in error.message
+
+
 # --- time limits ---------------------------------------------------------------------------------
 
 
@@ -854,12 +898,12 @@ def test_without_all_its_nodes_a_gang_is_not_restarted(pausing):
     ("limit", "said"),
     [
         ({"timeout_s": 60.0}, "longer than 60 s. run(timeout_s=...) and the step's @timeout change"),
-        ({"left_s": 60.0, "max_restarts": 3}, "longer than the step's @timeout allows"),  # no reason to restart
+        ({"deadline": 1560.0, "max_restarts": 3}, "longer than the step's @timeout allows"),  # no reason to restart
     ],
 )
 def test_a_launch_that_takes_too_long_is_stopped_and_says_what_changes_that(limit, said):
-    gang = GangOf(2)
-    gang.now += 500
+    gang = GangOf(2, deadline=limit.pop("deadline", None))
+    gang.pass_time(500.0)
     gang.all_ready(**limit)
     gang.pass_time(59.0)
     assert not gang.got(0, Stop)
@@ -875,7 +919,7 @@ STEP_TIMEOUT = Cause("step_timeout", 1, "host-1", exception="longer than the ste
 
 
 def test_the_end_of_the_steps_time_on_one_node_stops_the_launch_and_restarts_nothing():
-    gang = running(2, max_restarts=1, left_s=7.0)
+    gang = running(2, max_restarts=1, deadline=1007.0)
     gang.failed(1, STEP_TIMEOUT)
     gang.all_ended()
     error = gang.same_verdict()
@@ -906,7 +950,7 @@ def test_what_ends_a_step_before_a_launch_is_the_same_class_of_error_everywhere(
 
 
 @pytest.mark.parametrize(
-    ("limits", "second_stop_after_s"), [({"timeout_s": 60.0}, 60.0), ({"left_s": 60.0, "timeout_s": 59.0}, 5.0)]
+    ("limits", "second_stop_after_s"), [({"timeout_s": 60.0}, 60.0), ({"deadline": 1060.0, "timeout_s": 59.0}, 5.0)]
 )
 def test_a_launchs_limit_counts_anew_for_each_restart_and_the_steps_does_not(limits, second_stop_after_s):
     gang = running(2, max_restarts=1, **limits)
@@ -917,6 +961,83 @@ def test_a_launchs_limit_counts_anew_for_each_restart_and_the_steps_does_not(lim
     assert len(gang.got(0, Stop)) == 1
     gang.pass_time(2.0)
     assert len(gang.got(0, Stop)) == 2
+
+
+def test_the_steps_time_counts_while_nodes_gather_and_says_who_was_waited_for():
+    gang = GangOf(3, deadline=1060.0, join=False)
+    gang.join(0)
+    gang.join(1)
+    gang.pass_time(40.0)
+    gang.ready(0)
+    gang.pass_time(19.0)
+    assert not gang.got(0, Verdict)
+    gang.pass_time(2.0)
+    (verdict,) = gang.got(0, Verdict)
+    assert type(verdict.error) is LaunchTimeout
+    waited = "launch 0 waited for node 2 to start and for node 1 to call current.torch.run"
+    assert f"ode 0 (host host-0) ran longer than the step's @timeout allows, while {waited}" in verdict.error.message
+    assert [event.kind for event in verdict.events][-3:] == ["timeout", "cause", "failed"]
+    gang.ready(1)
+    assert gang.got(1, Verdict)[0].error is verdict.error
+    gang.join(2)
+    gang.ready(2)
+    for node in range(3):  # whoever goes on all the same, launches in vain
+        gang.ready(node, 1)
+    gang.pass_time(1.0)
+    gang.all_ended(ok=False, launch=1)
+    assert type(gang.got(0, Verdict)[1].error) is LaunchTimeout
+
+
+def test_the_steps_time_counts_in_the_pause_before_a_restart():
+    gang = running(2, max_restarts=9, deadline=1040.0)
+    for generation in range(5):
+        fail_everywhere(gang, generation)
+        gang.pass_time(min(2.0**generation, 16.0))
+    fail_everywhere(gang, 5)
+    gang.pass_time(8.0)
+    assert not gang.got(0, Verdict)
+    gang.pass_time(1.5)
+    error = gang.same_verdict()
+    assert (type(error), error.cause["kind"]) == (LaunchTimeout, "step_timeout")
+    assert len(gang.got(0, Go)) == 6
+
+
+@pytest.mark.parametrize(("left_s", "limit_s"), [(500.0, 120.0), (70.0, 70.0), (3.0, GRACE_S), (-1.0, GRACE_S)])
+def test_what_a_failed_launch_stores_takes_no_longer_than_the_step_may(left_s, limit_s):
+    gang = running(2, deadline=1000.5 + left_s, outputs_from="control")
+    gang.now += 0.5
+    gang.all_ended(crash(1))
+    (save,) = gang.got(0, Save)
+    assert save.within_s == pytest.approx(limit_s)
+    gang.pass_time(limit_s + 14.0)  # and the list of what was stored
+    assert not gang.got(0, Verdict)
+    gang.pass_time(2.0)
+    assert gang.same_verdict() is save.error
+
+
+def test_the_steps_time_ends_the_steps_own_code_once_on_all_nodes():
+    gang = running(2, deadline=1060.0)
+    gang.all_ended()
+    gang.pass_time(59.0)
+    assert not gang.got(0, Abort)
+    gang.pass_time(2.0)
+    gang.pass_time(2.0)
+    for node in (0, 1):
+        error = gang.abort(node)
+        assert type(error) is LaunchTimeout
+        assert "longer than the step's @timeout allows.\nIt happened outside of current.torch.run" in error.message
+
+
+@pytest.mark.parametrize("how", ["done", "timed out"])
+def test_the_steps_time_is_its_own_codes_and_over_once(how):
+    gang = running(2, deadline=1060.0)
+    if how == "timed out":
+        gang.pass_time(61.0)
+    gang.all_ended(ok=how == "done")
+    if how == "done":
+        gang.done(0)
+    gang.pass_time(100.0)
+    assert not gang.got(0, Abort)
 
 
 # --- hangs ---------------------------------------------------------------------------------------
@@ -1169,7 +1290,7 @@ def test_a_restart_forgets_what_the_last_generation_stored():
         ({"hang_timeout_s": 20.0, "timeout_s": 40.0, "max_restarts": 3}, False, None),
         ({"hang_timeout_s": 20.0}, True, LaunchHung),
         ({"timeout_s": 20.0}, True, LaunchTimeout),
-        ({"left_s": 100.0}, False, LaunchTimeout),
+        ({"deadline": 1100.0}, False, LaunchTimeout),
     ],
 )
 def test_who_stores_is_neither_too_slow_nor_hangs_and_does_not_hide_who_does(limit, computes, error):
@@ -1417,7 +1538,7 @@ def test_no_message_of_one_node_makes_the_gang_look_through_all_nodes(monkeypatc
 def test_of_thousands_of_reports_little_is_kept():
     gang = GangOf(MANY)
     for node in range(MANY):
-        gang.ready(node, left_s=float(node))
+        gang.ready(node)
     origin = crash(7, "ValueError: the first")
     for node in range(MANY):
         gang.failed(node, crash(node, "ConnectionError: Connection reset by peer"), age_s=5.0)
@@ -1481,6 +1602,8 @@ def recorded(gang):
 
 def test_the_life_of_a_gang_is_recorded():
     gang = running(2)
+    gang.say(1, Started(1, 0))  # of another launch
+    gang.say(1, Started(0, 0))
     gang.say(1, Active(0, 0, 0.1, first_output=True))
     gang.say(1, Active(0, 0, 0.1))
     for node in (0, 1):
@@ -1488,15 +1611,16 @@ def test_the_life_of_a_gang_is_recorded():
     for node in (0, 1):
         gang.done(node)
         gang.leave(node)
-    assert recorded(gang)[:6] == [
+    assert recorded(gang)[:7] == [
         ("joined", 0, None),
         ("joined", 1, None),
         ("ready", 0, None),
         ("ready", 1, None),
         ("go", None, None),
+        ("started", 1, None),
         ("output", 1, None),
     ]
-    assert recorded(gang)[6:12] == [
+    assert recorded(gang)[7:13] == [
         ("exited", 0, 0),
         ("exited", 0, 1),
         ("stopped", 0, None),
@@ -1504,7 +1628,7 @@ def test_the_life_of_a_gang_is_recorded():
         ("exited", 1, 3),
         ("stopped", 1, None),
     ]
-    assert [kind for kind, _, _ in recorded(gang)[12:]] == ["done", "finished", "left", "finished", "left"]
+    assert [kind for kind, _, _ in recorded(gang)[13:]] == ["done", "finished", "left", "finished", "left"]
     assert gang.state.nproc == 2
 
 
@@ -1555,6 +1679,88 @@ def test_a_broken_gang_tells_what_has_happened():
     gang.ready(0)
     (verdict,) = gang.got(0, Verdict)
     assert [event.kind for event in verdict.events] == ["joined", "joined", "lost", "broken"]
+
+
+def objects_of(root):
+    """Return how many objects hang together with one, without modules, classes and functions."""
+    seen, found = set(), [root]
+    while found:
+        each = found.pop()
+        if id(each) not in seen and not isinstance(each, type | ModuleType | FunctionType):
+            seen.add(id(each))
+            found += gc.get_referents(each)
+    return len(seen)
+
+
+def test_the_thousandth_launch_costs_what_the_first_does():
+    """What one launch needs is sent for it alone, and what is kept of all has a bound and says what it left out."""
+    gang, told, grown = GangOf(2), [], []
+    for number in range(2600):
+        gang.all_ready(number, outputs_from="all")
+        for node in (0, 1):
+            gang.ended(node, launch=number, exit_codes={2 * node: 0, 2 * node + 1: 0}, storing="its outputs")
+        for node in (0, 1):
+            gang.stored(node, {}, launch=number, outputs=StoredOutputs(f"key {number}", 3, 10))
+        told.append([gang.got(node, Verdict)[-1] for node in (0, 1)])
+        for sent in gang.sent.values():
+            sent.clear()
+        if number in (2300, 2599):
+            grown.append(objects_of(gang.state))
+    assert [event.kind for event in told[2500][1].events] == ["go", "done"]
+    own = [event.kind for event in told[2500][0].events]
+    assert own == ["ready"] * 2 + ["go", *["exited", "exited", "stopped"] * 2, "stored", "stored", "done"]
+    assert [event.kind for event in told[0][0].events] == ["joined", "joined", *own]
+    first, late = (len(encode(told[number][1])) for number in (1, 2500))
+    assert late < first + 60, "but for longer numbers"
+    assert grown[1] < grown[0] * 1.01
+    content = gang_content(gang.state, {})
+    assert (len(content["outputs"]), content["launches_left_out"]) == (2000, 600)
+    assert "records are left out here" in " ".join(event["text"] for event in content["events"])
+
+
+def test_a_launch_that_goes_on_with_a_call_of_run_has_the_events_of_its_commands_too():
+    gang = GangOf(2)
+    gang.all_ready(0, runs=COMMANDS)
+    gang.all_ended(launch=0)
+    gang.all_ready(1, goes_on=True)
+    gang.all_ended(launch=1)
+    gang.all_ready(2)
+    gang.all_ended(launch=2)
+    told = [[event.kind for event in verdict.events] for verdict in gang.got(1, Verdict)]
+    assert told == [["before_run", "done"], ["before_run", "done", "go", "done"], ["go", "done"]]
+
+
+def test_of_a_launch_with_very_many_restarts_the_other_nodes_are_told_the_begin_and_the_end():
+    gang = running(2, max_restarts=500)
+    hostile = '🙂 "*" \\ ' * 100
+    for generation in range(501):
+        gang.all_ended(crash(1, hostile), generation=generation)
+        gang.pass_time(31.0)
+    (verdict,) = gang.got(1, Verdict)
+    assert len(verdict.events) == 301
+    assert (verdict.events[0].kind, verdict.events[-1].kind) == ("go", "failed")
+    assert [event.text for event in verdict.events if event.kind == "omitted"] == ["1704 records are left out here"]
+    assert len(encode(verdict)) < 600_000
+    assert decode(encode(verdict)[4:]).events == verdict.events, "nothing of it is shortened on its way"
+
+
+def test_a_node_that_comes_late_to_a_launch_hears_of_that_one():
+    gang = GangOf(3)
+    for number in (0, 1):
+        gang.ready(0, number)
+        gang.give_up(0, Cause("call", 0, "host-0", exception=f"the {number}th"), launch=number)
+    gang.ready(1, 0)
+    (verdict,) = gang.got(1, Verdict)
+    assert [(event.kind, event.launch) for event in verdict.events] == [("cause", 0), ("failed", 0)]
+    gang.ready(1, 1)
+    assert [(event.kind, event.launch) for event in gang.got(1, Verdict)[1].events] == [("cause", 1), ("failed", 1)]
+
+
+def test_a_node_that_loses_the_control_node_before_the_verdict_has_the_events_of_what_had_failed():
+    gang = running(2, outputs_from="control")
+    gang.all_ended(crash(1))
+    (save,) = gang.got(1, Save)
+    assert [event.kind for event in save.events] == ["go", "stopping", "cause"]
 
 
 # --- any order of anything -------------------------------------------------------------------------

@@ -1,16 +1,22 @@
 """What the commands find in a flow's datastore; the datastore is Metaflow's own, on this disk."""
 
 import json
+import os
+import shutil
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
+from metaflow.clone_util import clone_task_helper
 from metaflow.datastore import FlowDataStore
 from metaflow.exception import CommandException
 from metaflow.plugins.datastores.local_storage import LocalStorage
+from test_registry import EVENTS
 
-from metaflow_extensions.torchrun.plugins.torchrun.border import commands, stored_gangs
+from metaflow_extensions.torchrun.plugins.torchrun.border import commands, run_end, stored_gangs
 from metaflow_extensions.torchrun.plugins.torchrun.border.stored_gangs import StoredGangs, place_of
 from metaflow_extensions.torchrun.plugins.torchrun.border.stored_logs import _PIECE, StoredLogs
+from metaflow_extensions.torchrun.plugins.torchrun.views.page import title
 
 RUN = "100"
 
@@ -96,6 +102,72 @@ def test_events_are_those_of_the_attempt(stored, root):
     assert stored.told_by_metaflow(gang, 2) == {0: "has no such attempt"}
 
 
+def ran(stored, run, *gangs):
+    """Leave what gangs of two nodes leave that have run in a run."""
+    for control in gangs:
+        tasks = [control, f"{control}_node_1"]
+        for task in tasks:
+            output = stored._datastore.get_task_datastore(run, "train", task, attempt=0, mode="w")
+            output.init_task()
+            output.save_metadata({"task_begin": {}, "torchrun_events.json": {"version": 1, "of": control}})
+            names = [f"{run}/train/{name}" for name in tasks]
+            output.save_artifacts(
+                [("_task_ok", True), *([("_control_mapper_tasks", names)] if task == control else [])]
+            )
+            output.done()
+
+
+def resumed(stored, run, origin, clones):
+    """Leave what `resume` makes of gangs; `clones` are the control tasks of those in `origin`, with their new names."""
+    for control, clone in clones.items():
+        for task, new in ((control, clone), (f"{control}_node_1", f"{control}_node_1")):
+            store = stored._datastore
+            clone_task_helper("Flow", origin, run, "train", task, new, store, MagicMock())
+
+
+def test_a_gang_that_resume_has_cloned_is_that_of_the_run_it_comes_from(stored, obj):
+    ran(stored, "100", "5")
+    resumed(stored, "200", "100", {"5": "3"})
+    (gang,) = stored.gangs("200", "train")
+    assert (gang.run, gang.control_task, gang.tasks) == ("100", "5", {0: "5", 1: "5_node_1"})
+    assert (gang.clone, gang.asked_run) == (("200", "3"), "200")
+    assert stored.events(gang, 0) == {"version": 1, "of": "5"}
+    assert "task 5, which run 200 has cloned as task 3" in title(gang.facts(0))
+    for named in ("200", "200/train", "200/train/3", "200/train/5_node_1"):
+        assert commands._find(obj, stored, named) == [gang]
+
+
+def test_of_a_foreach_each_clone_is_its_own_origin_and_a_gang_that_ran_again_stays_what_it_is(stored):
+    ran(stored, "100", "4", "5", "6")
+    resumed(stored, "200", "100", {"5": "3", "4": "8"})
+    ran(stored, "200", "9")
+    found = {gang.control_task: (gang.run, gang.clone) for gang in stored.gangs("200", "train")}
+    assert found == {"5": ("100", ("200", "3")), "4": ("100", ("200", "8")), "9": ("200", None)}
+
+
+def test_a_clone_whose_origin_is_gone_is_shown_as_far_as_it_goes(stored, root):
+    ran(stored, "100", "5")
+    resumed(stored, "200", "100", {"5": "3"})
+    shutil.rmtree(root)
+    (gang,) = stored.gangs("200", "train")
+    assert (gang.run, gang.control_task, gang.clone) == ("200", "3", None)
+    assert stored.told_by_metaflow(gang, 0) == {0: "succeeded"}
+
+
+def test_a_gang_without_its_control_nodes_end_is_shown_with_what_metaflow_knows(stored, root):
+    begin(root, "train", "4", "4_node_1")
+    write(root, "train/4/0.torchrun_events.json", json.dumps(EVENTS))
+    write(root, "train/4/0.runtime", '{"return_code": -9}')
+    (gang,) = stored.gangs(RUN, "train")
+    page = commands._page(stored, gang, 0, "100/train")
+    assert page[1].startswith("The control node's task has ended, but has not recorded how. Its last record, of ")
+    at = page.index("This is what Metaflow knows:")
+    assert [line.split(maxsplit=2)[2] for line in page[at + 3 : at + 5]] == [
+        "was killed by SIGKILL: often the out-of-memory killer; try fewer processes, smaller batches or more memory",
+        "has begun; no end is known",
+    ]
+
+
 @pytest.mark.parametrize("named", ["100/train", "100/train/", "Flow/100/train", "100/train/4_node_1", "100"])
 def test_a_gang_is_named_by_run_step_or_any_of_its_tasks(stored, obj, root, named):
     begin(root, "start", "1")
@@ -109,6 +181,19 @@ def test_without_a_name_the_run_that_was_started_last_is_meant(stored, obj, root
     begin(root, "train", "4")
     (tmp_path / "Flow" / "latest_run").write_text(RUN)
     assert [gang.run for gang in commands._find(obj, stored, "")] == [RUN]
+
+
+def test_a_resumed_run_is_the_last_one_too_until_another_is_started(obj, root, tmp_path):
+    """Metaflow's own file does not name it (2.19)."""
+    metaflows = tmp_path / "Flow" / "latest_run"
+    metaflows.parent.mkdir(exist_ok=True)
+    metaflows.write_text("1")
+    os.utime(metaflows, (1, 1))
+    run_end.note_latest("Flow", "2")
+    assert commands._latest_run(obj) == "2"
+    os.utime(tmp_path / "Flow" / "latest_torchrun", (2, 2))
+    os.utime(metaflows, (3, 3))
+    assert commands._latest_run(obj) == "1"
 
 
 @pytest.mark.parametrize(
@@ -214,7 +299,50 @@ def test_a_hint_names_the_datastore_where_it_is_not_the_default(stored, root, mo
     assert hint.endswith(f" {option}torchrun logs 100/train")
 
 
+# --- outputs ----------------------------------------------------------------------------------------
+
+SOME, NOTHING = {"key": "k", "files": 2, "size": 10}, {"key": "k", "files": 0, "size": 0}
+
+
+@pytest.mark.parametrize(
+    ("by_launch", "last"),
+    [
+        ({0: SOME, 1: SOME}, 1),
+        ({0: SOME, 1: NOTHING}, 0),
+        ({9: SOME, 10: SOME, 11: NOTHING}, 10),
+        ({0: NOTHING, 1: NOTHING}, 1),
+    ],
+)
+def test_outputs_are_those_of_the_last_launch_that_has_stored_a_file(obj, stored, by_launch, last):
+    obj.flow_datastore = stored._datastore
+    content = {"outputs": {str(launch): {"0": {**kept, "key": f"k{launch}"}} for launch, kept in by_launch.items()}}
+    assert commands._outputs(obj, content, None)._nodes[0][0] == f"k{last}"
+    assert commands._outputs(obj, content, 0 if 0 in by_launch else 9)._nodes[0][0] in ("k0", "k9")
+
+
+@pytest.mark.parametrize(
+    ("content", "launch", "said"),
+    [
+        (None, None, "Nothing is recorded of this gang"),
+        ({"wants_outputs": False, "outputs": {}}, None, r"was asked to store any: current.torch.run\(outputs="),
+        ({"wants_outputs": True, "outputs": {}}, 0, "when all its workers have ended"),
+        ({}, None, "No launch of this gang has stored any"),  # of an older version
+        ({"outputs": {"2": {"0": SOME}}}, 1, "Launch 1 has stored no outputs; launches that have: 2"),
+    ],
+)
+def test_why_there_are_no_outputs_is_said_and_the_command_is_not_blamed(obj, content, launch, said):
+    with pytest.raises(CommandException, match=said) as info:
+        commands._outputs(obj, content, launch)
+    assert info.value.headline == "No outputs"
+
+
 def test_a_pattern_that_is_none_is_said():
     assert commands._pattern(None) is None
     with pytest.raises(CommandException, match="is no regular expression"):
         commands._pattern("(")
+
+
+def test_outputs_of_launches_long_ago_are_said_to_be_known_to_their_results():
+    content = {"outputs": {"7": {}}, "launches_left_out": 2}
+    with pytest.raises(CommandException, match="where those of 2 earlier launches are, their results alone know"):
+        commands._outputs(None, content, 3)

@@ -115,6 +115,17 @@ def test_a_success_is_told_in_a_sentence_a_table_and_a_timeline():
     ]
 
 
+def test_what_a_second_launch_starts_with_is_told_although_it_is_the_same():
+    told = timeline(records(*JOINED, *launch(2, (0, 0, 0, 0)), (9.0, "done", {"launch": 0}), *launch(10, (0, 0, 0, 0))))
+    assert [what for _, _, what in told if what.startswith("start")] == ["start: 2 nodes, 2 processes on each"] * 2
+
+
+@pytest.mark.parametrize("kind", ["hang", "timeout", "lost", "restart", "preempted", "go", "before_run"])
+def test_only_a_sentence_that_is_whole_without_it_loses_what_was_said_before(kind):
+    twice = [(at, kind, {"node": 1, "text": "the same"}) for at in (1.0, 2.0)]
+    assert [what.endswith("the same") for _, _, what in timeline(records(*twice))] == [True, True]
+
+
 def test_of_a_failure_the_cause_comes_first_with_its_traceback():
     lines = page(FAILURE, report())
     assert lines[1] == "Failed after 9 s."
@@ -151,8 +162,34 @@ def test_a_restart_tells_the_new_start_and_afterwards_why():
 
 def test_while_workers_start_again_their_ends_are_not_told():
     told = [record for record in RESTARTED if record[0] < 11]
-    assert Story(content(told)).exit_codes == {0: {}, 1: {}}
+    assert Story(content(told)).exit_codes == {0: {0: None, 1: None}, 1: {2: None, 3: None}}
+    rows = [line for line in page(told, is_done=False) if line.startswith(("   0  gpu-1", "   1  gpu-2"))]
+    assert [line.split()[-1] for line in rows] == ["60.0", "58.5"], "the seconds"
     assert Story(content([*JOINED, *launch(2, FAILED)])).exit_codes == {0: {0: -15, 1: -15}, 1: {2: 1, 3: -15}}
+
+
+@pytest.mark.parametrize(
+    ("missing", "row", "codes"),
+    [
+        ({3}, "1 unknown", {"2": 1, "3": None}),
+        ({2, 3}, "unknown unknown", {"2": None, "3": None}),
+        (set(), "1 SIGTERM", {"2": 1, "3": -15}),
+    ],
+)
+def test_a_rank_whose_exit_code_nobody_knows_is_listed_all_the_same(missing, row, codes):
+    told = [each for each in FAILURE if each[1] != "exited" or each[2]["rank"] not in missing]
+    (line,) = [line for line in page(told, report()) if line.startswith("   1  gpu-2")]
+    assert "  2-3    " in line
+    assert line.endswith(f"  {row}")
+    of_node_1 = as_data(facts(), content(told, report()), BEGAN + 60)["nodes"][1]
+    assert (of_node_1["ranks"], of_node_1["exit_codes"]) == ([2, 3], codes)
+    json.dumps(of_node_1)
+
+
+def test_the_ranks_that_torchruns_own_elasticity_has_moved_are_those_that_ended():
+    told = [(at_s, kind, {**of, "rank": of["rank"] - 2} if of.get("node") == 1 and "rank" in of else of)
+            for at_s, kind, of in FAILURE]  # fmt: skip
+    assert Story(content(told)).ranks_of(1) == [0, 1]
 
 
 def test_an_error_that_the_step_has_caught_is_no_failure_of_the_gang():
@@ -166,8 +203,8 @@ def test_an_error_that_the_step_has_caught_is_no_failure_of_the_gang():
     ("options", "said", "seconds"),
     [
         ({"is_done": False}, "4 ranks on 2 nodes run for 58 s.", "60.0"),
-        ({"is_done": True}, "has not recorded how. Before: 4 ranks on 2 nodes run for 6 s.", "8.0"),
-        ({"is_done": False, "last": 1}, "has not recorded how. Before: 4 ranks on 2 nodes run for 6 s.", "8.0"),
+        ({"is_done": True}, "4 ranks on 2 nodes run for 6 s.", "8.0"),
+        ({"is_done": False, "last": 1}, "4 ranks on 2 nodes run for 6 s.", "8.0"),
     ],
 )
 def test_without_an_end_metaflow_tells_whether_it_runs(options, said, seconds):
@@ -234,7 +271,7 @@ def test_a_gang_of_many_is_a_short_timeline():
 
 
 def test_of_many_ranks_their_ends_are_counted():
-    assert exit_codes([*[-15] * 7, 1, None]) == "7 x SIGTERM, 1 x 1, 1 x ?"
+    assert exit_codes([*[-15] * 7, 1, None]) == "7 x SIGTERM, 1 x 1, 1 x unknown"
 
 
 def test_a_rank_has_the_node_of_its_end_or_else_by_the_number_of_processes():

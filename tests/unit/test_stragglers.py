@@ -4,6 +4,8 @@ import pytest
 
 from metaflow_extensions.torchrun.plugins.torchrun.gang.progress import Pace
 from metaflow_extensions.torchrun.plugins.torchrun.gang.stragglers import SLOW_S, Change, Speeds, Stragglers, lines
+from metaflow_extensions.torchrun.plugins.torchrun.node.metric_lines import Line
+from metaflow_extensions.torchrun.plugins.torchrun.node.metrics import RankPace
 
 
 class Ranks:
@@ -101,6 +103,34 @@ def test_where_all_ranks_say_their_own_seconds_these_count():
     assert found.as_dict(2)["slowest"] == {"rank": 3, "node": 1, "speed": 2.0}
     some = Speeds.of({**alike, 4: Pace(5, 1.5), 5: Pace(1)})
     assert (some.by, some.by_rank) == ("steps_per_s", {0: 1.0, 1: 1.0, 2: 1.0, 3: 1.0, 4: 1.5})
+
+
+def test_a_rank_of_which_no_speed_is_known_does_not_change_what_is_compared():
+    found = Speeds.of({0: Pace(5, 1.0, 0.1), 1: Pace(5, 1.0, 0.1), 2: Pace(80)})
+    assert (found.by, list(found.by_rank)) == ("seconds", [0, 1])
+
+
+def test_the_time_before_a_rank_stood_still_does_not_count():
+    ranks = Ranks(1.0, 1.0, 1.0, 0.1)
+    ranks.go_on(50)
+    speed = ranks.speeds.pop(3)
+    ranks.go_on(50)
+    assert ranks.go_on(60, r3=speed) == []
+    assert [rank for _, rank, _ in ranks.go_on(5)] == [3]
+
+
+def test_ranks_that_have_done_fewer_steps_and_wait_are_never_named():
+    now, said, stragglers = 0.0, [], Stragglers()
+    ranks = {rank: RankPace() for rank in range(4)}
+    for at in range(600):
+        now = float(at)
+        for rank, pace in ranks.items():
+            if at < (600 if rank else 80):
+                pace.see(Line(at), now)
+        if at % 5 == 0:
+            paces = {rank: pace.pace(now) for rank, pace in ranks.items()}
+            said += stragglers.judge(Speeds.of(paces), now)
+    assert said == []
 
 
 def test_when_something_else_is_compared_the_minute_begins_anew():

@@ -106,6 +106,7 @@ def test_each_rank_has_ended_in_its_own_way():
     [
         (READY, ["waiting"] * 4),
         ([*GO, ("output", 5, {"node": 1, **HERE})], ["starting", "starting", "running", "running"]),
+        ([*GO, ("started", 5, {"node": 1, **HERE})], ["starting", "starting", "running", "running"]),
         (STOPPED[:8], ["stopping"] * 4),
         (AGAIN, ["starting"] * 4),
         (AGAIN[:-1], ["stopped", "stopped", "failed", "stopped"]),
@@ -142,9 +143,17 @@ def test_the_gang_is_over_when_the_control_node_has_left():
 
 
 def test_records_of_other_nodes_and_of_later_versions_do_no_harm():
-    found = made(*RUNNING, ("joined", 6, {"node": 7}), ("of a later version", 7, {}), ("omitted", 8, {}))
+    found = made(*RUNNING, ("joined", 6, {"node": 7}), ("of a later version", 7, {}))
     assert found.outcome == "running"
     assert made(*JOINED, nproc=None).ranks == ()
+
+
+def test_of_the_time_of_records_that_are_left_out_nothing_is_told():
+    told = [*RUNNING, ("omitted", 8, {"text": "3 records are left out here"}), ("done", 9, HERE)]
+    records = [Record(kind, float(at_s), 1000.0 + at_s, **facts) for kind, at_s, facts in told]
+    for node in summarize(records, 2, 2, 12.0).nodes:
+        spans = [(span.state, span.begin_s, span.end_s) for span in node.spans]
+        assert spans[-3:] == [("starting", 4, 5), ("running", 8, 9), ("own code", 9, 12)]
 
 
 def test_seconds_are_told_for_people():

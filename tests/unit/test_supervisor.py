@@ -1,20 +1,22 @@
 """What one node does in one launch: which message follows on what its agent says and what its gang decides."""
 
+import itertools
 import json
 import math
 import os
 import pickle
 import queue
+import resource
 import signal
 import tempfile
 import threading
 import time
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from fake_node import DEADLINE_S, ERROR, FakeNode
+from fake_node import DEADLINE_S, ERROR, NOBODY, FakeNode
 from unit_helpers import eventually, write
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import (
@@ -25,6 +27,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.errors import (
     TorchrunPreempted,
 )
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
+from metaflow_extensions.torchrun.plugins.torchrun.gang.history import Record
 from metaflow_extensions.torchrun.plugins.torchrun.gang.member import Interruption, TimedOut
 from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import LaunchPolicy
 from metaflow_extensions.torchrun.plugins.torchrun.gang.progress import Point
@@ -36,6 +39,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
     Metrics,
     Restart,
     Save,
+    Started,
     Stored,
     StoredOutputs,
     Storing,
@@ -85,9 +89,7 @@ def test_a_launch_from_ready_to_its_result(number, policy, tmp_path):
     assert (result.launch, result.world_size, result.restarts) == (0, 4, [])
     assert result.exit_codes == dict.fromkeys(ranks, 0)
     assert node.texts("command") == [f"runs: {result.command}"]
-    facts = (
-        "launch 0 starts on 2 nodes: ranks 0-3; processes per node: 2; no accelerators; rendezvous at 127.0.0.1:29517"
-    )
+    facts = "launch 0 starts on 2 nodes: ranks 0-3; processes per node: 2; rendezvous at 127.0.0.1:29517"
     assert node.texts("facts") == ([facts] if number == 0 else [])
     (end,) = node.texts("ended") or [None]
     assert (end or "").startswith("launch 0 has ended well: ranks 0-3, 0." if number == 0 else "")
@@ -108,6 +110,30 @@ def test_the_output_is_shown_with_labels_and_kept_where_the_user_wants_it_alone(
     node.verdict()
     assert sorted(node.output) == ["[rank 1] hello\n", "[torchrun node 0] a warning\n"]
     assert node.agent_folder(agent).exists() is kept
+
+
+@pytest.mark.parametrize("seen", [2, 1, 0])
+@pytest.mark.parametrize("how", ["processes", "output", "metrics"])
+def test_the_gang_hears_once_that_all_workers_run_however_that_is_known(seen, how, node, monkeypatch):
+    """Whoever prints nothing is no longer starting, and neither is one whose process nobody has seen."""
+    monkeypatch.setattr(metrics, "TELLS_EVERY_S", 0.0)
+    node.launch()
+    agent = node.go()
+    for local_rank in range(seen):
+        agent.say(WorkerStarted(local_rank, local_rank, NOBODY + local_rank, "1"))
+    if how == "output":
+        node.worker_writes(agent, "stdout", "löss 🙂\n")
+    if how == "metrics":
+        write(node.agent_folder(agent) / "metrics" / "0.jsonl", '{"step": 1}\n')
+    if how != "processes" or seen == 2:
+        assert node.expect(Started) == Started(0, 0)
+        assert how == "processes" or isinstance(node.next_message(), Active | Metrics)
+    node.all_end_well(agent)
+    kinds = set()
+    while not isinstance(message := node.next_message(), Ended):
+        kinds.add(type(message))
+    assert Started not in kinds
+    node.verdict()
 
 
 # --- progress ---------------------------------------------------------------------------------------
@@ -185,17 +211,32 @@ def test_of_workers_that_fail_nobody_says_how_they_have_trained(node):
     assert not node.ends(agent).alone
 
 
+TRAINER, ACCELERATE = "TrainingArguments(use_cpu=True)", "Accelerator(cpu=True)"
+
+
 @pytest.mark.parametrize(("number", "call"), [(0, None), (1, None), (0, Call())])
-def test_the_control_node_alone_warns_of_it_once(tmp_path, number, call):
+@pytest.mark.parametrize(
+    ("imported", "named"),
+    [("", []), ("accelerate.state", [ACCELERATE]), ("transformers.trainer accelerate.state", [TRAINER])],
+)
+def test_the_control_node_alone_warns_of_it_once(tmp_path, number, call, imported, named):
     node = FakeNode(tmp_path, number, call)
-    node.ends_well(node.running(), alone=True)
+    agent = node.running()
+    for local_rank in (0, 1):
+        write(Path(node.worker_writes(agent, "stdout", "", local_rank)).parent / "trained-alone", imported)
+    node.ends_well(agent, alone=True)
     said = [text for text in node.texts("note") if "by itself" in text]
     assert len(said) == (1 if number == 0 else 0)
     if number == 0:
         assert said[0].startswith("warning: in launch 0 each of the 4 ranks has trained by itself")
-        assert "use_cpu=True" in said[0]
-        assert "cpu=True" in said[0]
-        assert ("run(init=" in said[0]) is (call is not None)
+        assert (
+            "wrap the model in DistributedDataParallel (or FSDP), and give its DataLoader a DistributedSampler"
+            in said[0]
+        )
+        assert [remedy for remedy in (TRAINER, ACCELERATE) if remedy in said[0]] == named
+        assert ("'ACCELERATE_USE_CPU': 'true'" in said[0]) is bool(named)
+        assert ("run(init='auto')" in said[0]) is (call is not None)
+        assert ("init_process_group()" in said[0]) is (call is None)
         assert [kind for kind, _ in node.said][-2:] == ["ended", "note"]
 
 
@@ -374,7 +415,7 @@ def test_an_agent_that_fails_itself(stderr, words, node):
     ("end", "kind", "exit_code", "words"),
     [
         ((None, "could not be started: no such file"), "agent", None, "its torchrun agent could not be started: no"),
-        ((None, None, (), -9), "agent_ended", -9, "its guardian process was killed by SIGKILL"),
+        ((None, None, (), True), "agent_ended", None, "its guardian process ended without a word, as by SIGKILL"),
         ((None,), "agent", None, "its torchrun agent vanished"),
         ((-9,), "agent", -9, "its torchrun agent was killed by SIGKILL"),
     ],
@@ -419,6 +460,39 @@ def test_what_keeps_an_agent_from_starting_is_told_and_leaves_no_files(spec, wor
     assert node.texts("worker_failed") == [f"{cause.exception}; stopping all nodes"]
     node.verdict(ERROR)
     assert list((tmp_path / "temporary").iterdir()) == []
+
+
+def test_what_keeps_an_agent_or_its_follower_from_being_made_leaves_no_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+
+    def no_agent(*_):
+        raise ValueError("no agent")
+
+    told = []
+    for new_agent, room in ((no_agent, 100), (None, 1)):
+        node = FakeNode(tmp_path, spec={"log_dir": None})
+        node.new_agent = new_agent or node.new_agent
+        node.launch()
+        with room_for_files(room):
+            node.say_go()
+            told.append(node.expect(Ended).failures[0].cause.exception.partition(": ")[2])
+        node.verdict(ERROR)
+        assert list((tmp_path / "temporary").iterdir()) == []
+    assert told[0] == "ValueError: no agent"
+    assert told[1].startswith("[Errno 24] Too many open files")
+
+
+@contextmanager
+def room_for_files(count):
+    """Let this process open so many files more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = (number for number in itertools.count() if not os.path.exists(f"/proc/self/fd/{number}"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (list(itertools.islice(free, count + 1))[-1], hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 # --- the gang's decisions ---------------------------------------------------------------------------
@@ -762,8 +836,10 @@ def test_the_control_nodes_result_has_the_values_of_all_ranks(is_there, tmp_path
     agent = node.running()
     returns(call, 0, 1)
     store.data = {f"key {rank}": pickle.dumps(f"of rank {rank}") for rank in (2, 3) if is_there}
-    ended, result = node.ends_well(agent, stored={2: "key 2", 3: "key 3"})
+    records = (Record("done", 1.0, 1001.0),)
+    ended, result = node.ends_well(agent, stored={2: "key 2", 3: "key 3"}, events=records)
     assert ended.storing is None, "its own values need no way"
+    assert [event["kind"] for event in result.events] == ["done"]
     if is_there:
         assert list(result) == [f"of rank {rank}" for rank in range(4)]
     else:

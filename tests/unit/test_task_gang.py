@@ -2,7 +2,12 @@
 
 import os
 import signal
+import subprocess
+import sys
 import threading
+import time
+from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -10,11 +15,20 @@ from metaflow import current
 from metaflow.datastore import FlowDataStore
 from metaflow.metaflow_current import Parallel
 from metaflow.plugins.datastores.local_storage import LocalStorage
+from unit_helpers import PACKAGE, eventually
 
 from metaflow_extensions.torchrun.plugins.torchrun.border.starters import STARTED_BY
 from metaflow_extensions.torchrun.plugins.torchrun.border.task_gang import TaskGang
+from metaflow_extensions.torchrun.plugins.torchrun.channel import join as joining
 from metaflow_extensions.torchrun.plugins.torchrun.channel.registry import Registry
-from metaflow_extensions.torchrun.plugins.torchrun.errors import TorchrunPreempted
+from metaflow_extensions.torchrun.plugins.torchrun.channel.relay import Relay
+from metaflow_extensions.torchrun.plugins.torchrun.errors import LaunchTimeout, TorchrunPreempted
+from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
+from metaflow_extensions.torchrun.plugins.torchrun.gang.launch import Launch
+from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import ConnectPolicy
+from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Lines
+from metaflow_extensions.torchrun.plugins.torchrun.gang.vanished import has_begun
+from metaflow_extensions.torchrun.plugins.torchrun.node.report import report
 from metaflow_extensions.torchrun.plugins.torchrun.settings import DEFAULTS, parse_settings
 
 
@@ -48,6 +62,19 @@ def test_a_task_stays_in_its_gang_until_its_results_are_stored(gang):
     assert members[0].is_storing
     gang.leave(None)
     assert not members[0].is_storing
+
+
+def test_the_steps_timeout_ends_a_step_that_sleeps_on_the_control_node(gang):
+    gang._deadline = time.monotonic() + 0.2
+    began = time.monotonic()
+
+    def step():
+        gang.join()
+        time.sleep(50)
+
+    with pytest.raises(LaunchTimeout, match=r"longer than the step's @timeout allows\.\nIt happened outside of"):
+        gang.run(step)
+    assert time.monotonic() - began < 40
 
 
 def test_what_has_happened_is_in_the_datastore_when_the_task_has_left(gang, datastore):
@@ -136,3 +163,86 @@ def test_where_metaflow_can_make_no_card_it_is_said_how_to_make_it_later(
         current._update_env({"card": None})
     assert ("torchrun-card" in {thread.name for thread in threading.enumerate()}) is is_live
     assert ("card create 1/train/2 --type torchrun" in capfd.readouterr().err) is not is_live
+
+
+WROTE = Cause("exception", 1, "b", 3, 1, 1, "ValueError: 2 * 3", "Traceback:\n  File 'it*s.py'\nValueError: 2 * 3")
+
+
+@pytest.mark.parametrize("cause", [WROTE, replace(WROTE, kind="exit", exit_code=3, exception=None)])
+def test_a_traceback_stands_once_in_the_log_of_a_remote_control_node_that_has_copies_of_all_lines(cause, gang):
+    """Where they have not come, the report has it."""
+    gang.join()
+    gang._is_local = False
+    relay, written = Relay(2), []
+    relay.start(lambda stream, text: written.append(text) or True)
+    gang._channel = SimpleNamespace(relay=relay)
+
+    def log():
+        told = report(
+            Launch(0).error(cause, []), 0, shared=False, known=True, stands_above=partial(gang._stands_above, 0)
+        )
+        return "".join(written) + told
+
+    try:
+        assert log().count("File 'it*s.py'") == 1
+        relay.add(1, Lines(stderr="".join(f"[rank 3] {line}\n" for line in cause.detail.splitlines())))
+        relay.settle()
+        assert log().count("File 'it*s.py'") == 1
+        assert "What it wrote itself stands above." in log()
+    finally:
+        relay.close()
+        gang._channel = None
+
+
+def test_so_it_does_in_the_own_log_of_a_remote_node(gang):
+    member = gang.join()[0]
+    gang._is_local = False
+    assert gang._stands_above(1, WROTE)
+    assert not gang._stands_above(2, WROTE)
+    member.shows_output = False  # as with logs="rank0"
+    assert not gang._stands_above(1, WROTE)
+
+
+# Is the first control node's task, until it is killed; argv: where the datastore is, and how many nodes there are.
+FIRST = """
+import os, sys, time
+from metaflow import current
+from metaflow.datastore import FlowDataStore
+from metaflow.metaflow_current import Parallel
+from metaflow.plugins.datastores.local_storage import LocalStorage
+from PACKAGE.border.task_gang import TaskGang
+from PACKAGE.settings import DEFAULTS, parse_settings
+type(current).parallel = Parallel("127.0.0.1", int(sys.argv[2]), 0, None)
+datastore = FlowDataStore("GangFlow", storage_impl=LocalStorage, ds_root=sys.argv[1])
+member, _ = TaskGang(parse_settings(DEFAULTS, "train"), datastore, "1", "train", "2", 0).join()
+member.begin_launch()
+from PACKAGE.gang.protocol import Ready
+member.send(Ready(0, 1, "digest"))
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("num_nodes", [1, 2])
+def test_a_remote_task_in_the_place_of_one_that_was_killed_does_not_run_the_step_again(
+    num_nodes, monkeypatch, datastore, tmp_path
+):
+    monkeypatch.setattr(joining, "_POLICY", ConnectPolicy(former_s=0.5))
+    monkeypatch.setenv("METAFLOW_RUNTIME_ENVIRONMENT", "kubernetes")
+    parallel = Parallel(main_ip="127.0.0.1", num_nodes=num_nodes, node_index=0, control_task_id=None)
+    monkeypatch.setattr(type(current), "parallel", parallel, raising=False)
+    code = FIRST.replace("PACKAGE", PACKAGE)
+    first = subprocess.Popen([sys.executable, "-c", code, str(tmp_path), str(num_nodes)])
+    registry = Registry(datastore, "1", "train", "2", 0)
+    try:
+        eventually(lambda: has_begun(registry.load_events()), "the first task's record", 60.0)
+    finally:
+        first.kill()
+        first.wait()
+    before = registry.load_events()["events"]
+    second, ran = TaskGang(parse_settings(DEFAULTS, "train"), datastore, "1", "train", "2", 0), []
+    with pytest.raises(TorchrunPreempted, match=r"The control node's pod .* was deleted or replaced"):
+        second.run(lambda: ran.append(second.join()))
+    assert ran == []
+    stored = registry.load_events()
+    assert stored["events"][:-1] == before
+    assert stored["events"][-1]["kind"] == "lost"

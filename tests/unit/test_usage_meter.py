@@ -162,7 +162,8 @@ def test_a_launch_tells_it_to_the_gang_and_keeps_it(tmp_path, monkeypatch):
     monkeypatch.setattr(usage_meter, "_FIRST_S", 0.0)
     node = FakeNode(tmp_path)
     node.guardian = os.getpid()
-    agent = node.running()
+    node.launch()
+    agent = node.go()
     used = node.expect(Usage)
     assert used.values["memory_mib"] > 1
     assert node.member.usage.as_data()["nodes"]["0"]["of"] == used.of

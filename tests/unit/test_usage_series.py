@@ -81,7 +81,7 @@ def test_a_node_that_comes_late_has_the_same_parts_of_time():
     assert data["nodes"]["1"]["cpus"] == [None] * 50 + [3.0]
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e300])
 def test_what_is_no_number_is_not_kept(value):
     history = UsageHistory(1)
     told(history, 0, 1.0, cpus=value, nonsense=3.0)

@@ -1,4 +1,4 @@
-"""Pickled values on disk: they outlive their names, and are read from any thread, by parts."""
+"""Pickled values on disk: no descriptors, read from any thread and fork, and gone with their result or its process."""
 
 import gc
 import os
@@ -7,26 +7,36 @@ import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
+from unit_helpers import OURS
 
-from metaflow_extensions.torchrun.plugins.torchrun.launch.values import ValuesOnDisk
+from metaflow_extensions.torchrun.plugins.torchrun.errors import TorchrunError
+from metaflow_extensions.torchrun.plugins.torchrun.launch.values import ValuesOnDisk, make_folder
+from metaflow_extensions.torchrun.plugins.torchrun.machine import processes
 
 BIG = os.urandom(3 << 20)
 
 
 @pytest.fixture
-def values(tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    values = ValuesOnDisk()
-    path = tmp_path / "returned-1.pkl"
-    path.write_bytes(pickle.dumps(BIG))
-    values.take(1, str(path))
-    path.unlink()
-    values.take(2, str(path))  # it ended by sys.exit(), so there is none
+def folder(tmp_path, monkeypatch):
+    """Return the folder for temporary files."""
+    folder = tmp_path / "größe of * 🙂"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder
+
+
+@pytest.fixture
+def values(folder):
+    own = Path(make_folder())
+    values = ValuesOnDisk(str(own))
+    (own / "returned-1.pkl").write_bytes(pickle.dumps(BIG))
+    values.take(1, str(own / "returned-1.pkl"))
+    values.take(2, str(own / "returned-2.pkl"))  # it ended by sys.exit(), so there is none
     values.add([7, 3], pickle.dumps({"loss": 0.5}))
     values.add([5], pickle.dumps(BIG[::-1]))
-    assert not os.listdir(tmp_path)
     return values
 
 
@@ -38,27 +48,90 @@ def test_values_are_in_the_order_of_ranks_and_pickled_as_a_dict_of_bytes(values)
     assert loaded == dict(values)
 
 
+def read(values, rank):
+    with values.open(rank) as file:
+        return pickle.load(file)
+
+
 def test_threads_read_beside_each_other(values):
-    def read(rank):
-        with values.open(rank) as file:
-            return pickle.load(file)
-
     with ThreadPoolExecutor(4) as pool:
-        assert list(pool.map(read, [1, 5, 3] * 10)) == [BIG, BIG[::-1], {"loss": 0.5}] * 10
+        assert list(pool.map(lambda rank: read(values, rank), [1, 5, 3] * 10)) == [BIG, BIG[::-1], {"loss": 0.5}] * 10
 
 
-def test_no_file_is_left_open(values, tmp_path):
-    def files():
-        links = [os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
-        return [link for link in links if link.startswith(str(tmp_path))]
-
-    before = len(files())
-    other = ValuesOnDisk()
-    other.add([1], b"x")
-    assert len(files()) == before + 1
-    del other
+def test_no_file_stays_open_and_none_outlives_its_values(folder):
+    values = ValuesOnDisk(make_folder())
+    values.add([1], pickle.dumps("x"))
+    assert read(values, 1) == "x"
+    assert not [fd for fd in Path("/proc/self/fd").iterdir() if str(folder) in os.path.realpath(fd)]
+    assert len(list(folder.glob("*/*"))) == 1
+    del values
     gc.collect()
-    assert len(files()) == before
+    assert not list(folder.iterdir())
+
+
+def test_a_value_whose_file_was_removed_is_said(values, folder):
+    for path in folder.glob("*/*"):
+        path.unlink()
+    with pytest.raises(TorchrunError, match=r"value of rank 3 is gone: .* was removed while the step ran.*TMPDIR"):
+        values[3]
+
+
+KEEP = f"""{OURS}
+import os, resource, signal
+from pathlib import Path
+from ours.launch.function import FunctionCall
+from ours.result import TorchrunResult
+from ours.scripts.function_worker import path_of, store
+
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+kept = []
+for launch in range(int(sys.argv[1])):
+    call = FunctionCall(print, [launch], None, False, None)
+    call.begin()
+    for rank in range(4):
+        store([launch, rank], rank, path_of(call.folder, "returned-{{}}.pkl", rank))
+    kept.append(TorchrunResult(launch, 1, 0, 4, 4, "", [], 0.0, {{}}, call.returned(range(4), {{}}, print)))
+    call.close()
+assert [list(result) for result in kept] == [[[launch, rank] for rank in range(4)] for launch in range(len(kept))]
+assert not list(Path(os.environ["TMPDIR"]).glob("*/call.pkl"))
+"""
+
+
+FORK = """
+if not os.fork():
+    assert kept.pop(0).rank(3) == [0, 3]
+    sys.exit()  # with all that Python does at its exit
+assert os.wait()[1] == 0
+assert [kept[0].rank(3), kept[299].rank(3)] == [[0, 3], [299, 3]]
+"""
+
+
+def keep(folder, count, end):
+    """Keep so many results of 4 ranks in a process; return its exit code, the folders that it has left, and its stderr."""
+    env = {**os.environ, "TMPDIR": str(folder), "METAFLOW_USER": "tester"}
+    done = subprocess.run(
+        [sys.executable, "-c", KEEP + end, str(count)], env=env, stderr=subprocess.PIPE, timeout=120, text=True
+    )
+    return done.returncode, [path.name for path in folder.iterdir()], done.stderr
+
+
+def test_many_results_can_be_kept_a_fork_reads_them_and_nothing_is_left_at_the_end(folder):
+    assert keep(folder, 300, FORK) == (0, [], "")
+
+
+def test_what_a_killed_process_has_left_is_removed_by_the_next_one(folder, monkeypatch):
+    code, left, said = keep(folder, 2, "os.kill(os.getpid(), signal.SIGKILL)")
+    assert (code, len(left)) == (-9, 2), said
+    me = (os.getpid(), processes.began(os.getpid()))
+    others = [
+        "torchrun-call-notes",
+        f"torchrun-call-00000000_{me[0]}_0_abcdefgh",  # of another container's processes
+        "{}_{}_{}_abcdefgh".format(left[0].split("_")[0], *me),  # of one that lives
+    ]
+    for name in others:
+        (folder / name).mkdir()
+    own = make_folder()
+    assert {path.name for path in folder.iterdir()} == {*others, os.path.basename(own)}
 
 
 MEASURE = """
@@ -70,7 +143,7 @@ def peak():  # of this program alone; ru_maxrss knows what the process was befor
     with open("/proc/self/status") as file:
         return int(file.read().split("VmHWM:")[1].split()[0]) / 1024
 
-before, values, size_mb = peak(), ValuesOnDisk(), int(sys.argv[2])
+before, values, size_mb = peak(), ValuesOnDisk("no folder"), int(sys.argv[2])
 values.take(0, sys.argv[1])
 result = TorchrunResult(0, 1, 0, 1, 1, "", [], 0.0, {0: 0}, values)
 print((peak() - before) / size_mb)

@@ -1,5 +1,6 @@
 """Agents that are forked from a warm process, which has imported some module and no PyTorch."""
 
+import ast
 import json
 import os
 import queue
@@ -8,12 +9,16 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
+import mypy
 import pytest
 from unit_helpers import eventually, is_running, write
 
+from metaflow_extensions.torchrun.plugins import torchrun as package
 from metaflow_extensions.torchrun.plugins.torchrun.launch.command import WORKER_HOOKS
 from metaflow_extensions.torchrun.plugins.torchrun.machine.processes import children, living_descendants
+from metaflow_extensions.torchrun.plugins.torchrun.node import guardian_process
 from metaflow_extensions.torchrun.plugins.torchrun.node.agent import AgentProcess
 from metaflow_extensions.torchrun.plugins.torchrun.node.agent_events import AgentStarted, End, Refused, WorkerStarted
 from metaflow_extensions.torchrun.plugins.torchrun.node.guardian import Options
@@ -214,6 +219,100 @@ def test_what_imports_do_that_no_fork_can_have_starts_anew(warm, early, reason):
     assert (begun["status"], begun["imported"]) == (0, False)
 
 
+# What trackers do when they are imported: they see to it that the run is ended with the process, and told of errors.
+TRACKER = """
+import atexit, sys, weakref
+class Run: pass
+run = Run()
+def say(what): print(what, flush=True)
+atexit.register(say, "exit handler")
+weakref.finalize(run, say, "finalizer")
+sys.excepthook = lambda *_: say("hook")
+"""
+
+
+@pytest.mark.parametrize(("preload", "told"), [(["tracker"], []), ([], ["hook", "exit handler", "finalizer"])])
+def test_what_preloaded_modules_do_at_the_end_is_not_done_by_agents(warm, tmp_path, preload, told):
+    """An agent that imports one itself has it, as any program."""
+    write(tmp_path / "tracker.py", TRACKER)
+    one = warm(modules=preload)
+    write(
+        one.root / "agent.py",
+        f"import sys\nassert ('tracker' in sys.modules) is {bool(preload)}\nimport tracker\n1 / 0",
+    )
+    one.start().expect(End)
+    lines = (tmp_path / "agent.stdout").read_text().splitlines()
+    assert sorted(lines) == sorted(told)
+
+
+def test_a_worker_that_is_forked_has_them_all(tmp_path):
+    write(tmp_path / "tracker.py", TRACKER)
+    script = "import sys; from warm_python.imports import ExitHandlers; handlers = ExitHandlers()\n"
+    script += "with handlers: import tracker\nif sys.argv[1:]: handlers.forget()\nimport weakref, tempfile\n"
+    script += "own = tempfile.TemporaryDirectory(); print(own.name)\n1 / 0"
+    told = []
+    for words in ([], ["an agent"]):
+        path = f"{os.path.dirname(WORKER_HOOKS)}:{tmp_path}"
+        run = subprocess.run(
+            [sys.executable, "-c", script, *words],
+            env={**os.environ, "PYTHONPATH": path},
+            capture_output=True,
+            text=True,
+        )
+        folder, *lines = run.stdout.splitlines()
+        assert not os.path.exists(folder)  # the standard library's own handlers stay
+        told.append((sorted(lines), "ZeroDivisionError" in run.stderr))
+    assert told == [(["exit handler", "finalizer", "hook"], False), ([], True)]
+
+
+def optional_names():
+    """Return what the package uses of Python that a Linux Python may lack, as (module, name).
+
+    Typeshed knows which names a Python has on some systems only; the last ones need not be there on Linux either.
+    """
+    found = {("os", "pread"), ("socket", "send_fds"), ("socket", "recv_fds")}
+    used = {
+        (node.value.id, node.attr)
+        for path in Path(package.__file__).parent.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+    }
+    stubs = Path(mypy.__file__).parent / "typeshed" / "stdlib"
+    for module in ("os", "socket", "select", "signal", "fcntl", "resource"):
+        for path in (stubs / f"{module}.pyi", stubs / f"_{module}.pyi", stubs / module / "__init__.pyi"):
+            tree = ast.parse(path.read_text(encoding="utf-8") if path.exists() else "")
+            found |= {(module, name) for name in names_of_some_systems(tree.body)} & used
+    return sorted(found)
+
+
+def names_of_some_systems(body, some=False):
+    for node in body:
+        if isinstance(node, ast.If):
+            here = some or any(system in ast.unparse(node.test) for system in ("'linux'", "'darwin'"))
+            yield from names_of_some_systems([*node.body, *node.orelse], here)
+        elif some:
+            targets = getattr(node, "targets", [getattr(node, "target", None)])
+            aliases = getattr(node, "names", ())
+            yield from [getattr(node, "name", None), *(getattr(each, "id", None) for each in targets)]
+            yield from [each.asname or each.name for each in aliases]
+
+
+@pytest.mark.parametrize(("module", "name"), optional_names())
+def test_a_python_without_it_starts_agents_all_the_same(module, name, warm, tmp_path, monkeypatch):
+    """In the task, in the guardian, in the warm process and in the agent."""
+    remove = f"import {module}\nif hasattr({module}, {name!r}): del {module}.{name}\n"
+    write(tmp_path / "sitecustomize.py", remove)
+    monkeypatch.setattr(guardian_process, "_MAIN", remove + guardian_process._MAIN)
+    monkeypatch.delattr(sys.modules[module], name)
+    one = warm()
+    begun = one.start("worker").end()
+    cold = name in ("pread", "recv_fds", "send_fds")  # these can't be done without
+    assert (f"AttributeError: module '{module}'" in (begun["refused"] or ""), begun["status"]) == (cold, 0)
+    monkeypatch.setattr(one.node, "begin", None)
+    again = one.start("worker").end()
+    assert (again["refused"], again["status"]) == ("TypeError: 'NoneType' object is not callable", 0)
+
+
 def test_a_module_that_has_changed_since_starts_anew(warm, tmp_path):
     one = warm()
     assert one.start().end()["refused"] is None
@@ -248,7 +347,7 @@ def test_a_guardian_that_was_killed_takes_its_warm_process_with_it_and_is_replac
     agent.expect(WorkerStarted)
     warm_process = one.process
     os.kill(one.guardian.pid, signal.SIGKILL)
-    assert agent.expect(End).guardian == -signal.SIGKILL
+    assert agent.expect(End).guardian_gone
     eventually(lambda: not is_running(warm_process) and not is_running(started.pid), "the end of all")
     assert one.start().end()["refused"] is None
 

@@ -53,6 +53,21 @@ def test_the_exception_that_ends_a_worker_is_recorded_with_its_moment(work):
     assert done.returncode == 1
 
 
+def test_a_traceback_is_written_at_once_though_stderr_has_no_buffer(folder, tmp_path):
+    """So nobody who looks at the file meanwhile sees a part of it, and shows another rank's lines within."""
+    script = write(tmp_path / "train.py", "def main(n):\n    main(n - 1) if n else 1 / 0\nmain(9)\n")
+    reading, writing = os.pipe2(os.O_DIRECT)  # of such a pipe, each write is read by itself
+    env = worker_environment({**os.environ, "PYTHONUNBUFFERED": "1"}, folder)
+    assert subprocess.run([sys.executable, str(script)], env=env, stderr=writing, timeout=60).returncode == 1
+    text = os.read(reading, 64 * 1024).decode()
+    os.set_blocking(reading, False)
+    os.close(writing)
+    assert text.startswith("Traceback (most recent call last):\n")
+    assert text.endswith("ZeroDivisionError: division by zero\n")
+    assert os.read(reading, 10) == b""
+    os.close(reading)
+
+
 HANDLED = "try:\n    open('/none')\nexcept OSError as error:\n    {}\n"
 
 NO_CAUSE = {
@@ -276,10 +291,17 @@ TORCH = {
     "autograd.py": "operations = 0\ndef _get_sequence_nr(): return operations\n",
     "distributed/__init__.py": """
 from . import distributed_c10d as c10d
-def init_process_group(backend="undefined"): c10d._backend = backend
-def destroy_process_group(): pass
+is_there = False
+def init_process_group(backend="undefined"):
+    global is_there
+    c10d._backend, c10d._default_pg_init_method, is_there = backend, "env://", True
+def destroy_process_group():
+    global is_there
+    is_there = False
+def is_initialized(): return is_there
+def is_available(): return True
 """,
-    "distributed/distributed_c10d.py": "_backend = None\n",
+    "distributed/distributed_c10d.py": "_backend = _default_pg_init_method = None\n",
 }
 TRAINS = "import torch; torch.autograd.operations += 3\n"
 GROUP = "import torch.distributed as dist; dist.init_process_group()\n"
@@ -305,7 +327,17 @@ TRAINING = {
     "a fork that trains": (IN_A_FORK.format(TRAINS.strip()), False),
     "a fork with a group": (TRAINS + IN_A_FORK.format(GROUP.strip()), True),
     "another torch": (TRAINS + "del torch.autograd._get_sequence_nr", False),
-    "torch 2.1 without a group": ("import torch.distributed as d; del d.c10d._backend\n" + TRAINS, True),
+    "a torch without groups": (TRAINS + "import torch.distributed as d; d.is_available = lambda: False", True),
+    **{
+        f"a torch without {name}": (f"import torch.distributed as d; del d.{name}\n" + TRAINS, False)
+        for name in ("c10d._backend", "c10d._default_pg_init_method", "is_initialized", "is_available")
+    },
+    "a torch that keeps its group elsewhere": (
+        "import sys, torch.distributed; del sys.modules['torch.distributed.distributed_c10d']\n" + TRAINS, False
+    ),
+    "a torch that sets one of its names no more": (GROUP + "dist.c10d._backend = None\n" + TRAINS, False),
+    "a torch that sets neither": (GROUP + "dist.c10d._backend = dist.c10d._default_pg_init_method = None\n" + TRAINS, False),
+    "another Accelerate": (ACCELERATE.format(1) + GROUP + TRAINS + "del state.PartialState._shared_state", False),
     "something else named torch": ("import sys; sys.modules['torch'] = 3", False),
 }  # fmt: skip
 
@@ -317,6 +349,8 @@ def torch(tmp_path):
         write(tmp_path / "torch" / name, text)
     write(tmp_path / "accelerate" / "__init__.py", "")
     write(tmp_path / "accelerate" / "state.py", "class PartialState: _shared_state = {}\n")
+    write(tmp_path / "transformers" / "__init__.py", "")
+    write(tmp_path / "transformers" / "trainer.py", "")
     write(tmp_path / "mpi4py.py", "")
 
 
@@ -327,6 +361,22 @@ def test_a_worker_that_trains_and_never_has_a_process_group_leaves_word(program,
     done, _ = work(text)
     assert (done.returncode, done.stderr) == (0, "")
     assert [path.name for path in folder.iterdir()] == (["trained-alone"] if alone else [])
+
+
+@pytest.mark.usefixtures("torch")
+@pytest.mark.parametrize(
+    ("imports", "said"),
+    [
+        ("", ""),
+        ("import accelerate.state", "accelerate.state"),
+        ("import transformers", ""),
+        ("import transformers.trainer, accelerate.state", "transformers.trainer accelerate.state"),
+    ],
+)
+def test_its_word_says_which_frameworks_it_had_imported(imports, said, work, folder):
+    done, _ = work(f"{imports}\n{TRAINS}")
+    assert done.returncode == 0
+    assert (folder / "trained-alone").read_text() == said
 
 
 @pytest.mark.usefixtures("torch")

@@ -1,9 +1,12 @@
 """Changes one of Metaflow's settings: ``spin`` heeds ``@torchrun``, too, unless the user has set what it heeds."""
 
 # What is no module here becomes a setting of Metaflow.
-from metaflow import metaflow_config, metaflow_config_funcs
-
-if hasattr(metaflow_config, "SPIN_ALLOWED_DECORATORS"):  # Metaflow has `spin`
-    SPIN_ALLOWED_DECORATORS = metaflow_config_funcs.from_conf(
-        "SPIN_ALLOWED_DECORATORS", [*metaflow_config.SPIN_ALLOWED_DECORATORS, "torchrun"]
-    )
+# Where Metaflow has no `spin`, or reads its settings in another way than in 2.19, all stays as it is.
+try:
+    from metaflow.metaflow_config import SPIN_ALLOWED_DECORATORS
+    from metaflow.metaflow_config_funcs import from_conf
+except ImportError:
+    pass
+else:
+    SPIN_ALLOWED_DECORATORS = from_conf("SPIN_ALLOWED_DECORATORS", [*SPIN_ALLOWED_DECORATORS, "torchrun"])
+    del from_conf

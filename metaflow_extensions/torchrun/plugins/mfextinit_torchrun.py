@@ -1,4 +1,7 @@
 """Registers the extension with Metaflow; nothing else happens here."""
 
+from importlib.util import find_spec
+
 STEP_DECORATORS_DESC = [("torchrun", ".torchrun.decorator.TorchrunDecorator")]
-CLIS_DESC = [("torchrun", ".torchrun.border.commands.cli")]
+# Commands are made with Metaflow's own copy of click (2.13 to 2.19). Every flow reads them, also those without @torchrun.
+CLIS_DESC = [("torchrun", ".torchrun.border.commands.cli")] if find_spec("metaflow._vendor.click") else []

@@ -32,6 +32,10 @@ def hook(moment: str) -> None:
         raise ValueError(f"step code failed {moment} run")
     if wanted[2] == "sleep":
         time.sleep(float(wanted[3]))
+    if wanted[2] == "oom":  # of the task itself
+        hoard = []
+        while True:
+            hoard.append(bytearray(b"x" * (16 * 2**20)))
     if wanted[2] == "spot":  # what Metaflow's monitor does when the cloud says so
         threading.Timer(6, Path(current.spot_termination_notice).write_text, ["2026-11-21T10:00:00Z"]).start()
 

@@ -50,6 +50,8 @@ def act(action: str) -> None:
         for number in range(6000):
             print(f"word {number}", flush=True)
             time.sleep(0.05)
+    if action == "talk-first" and os.environ["ATTEMPT"] == "0":
+        act("talk")
     if action == "nap":
         time.sleep(2)
     if action == "kill-once" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":

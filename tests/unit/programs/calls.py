@@ -1,5 +1,6 @@
 """A program that launches what stands in it; every ``case_`` is one test of test_function_worker.py."""
 
+import asyncio
 import dataclasses
 import enum
 import functools
@@ -93,6 +94,43 @@ class Undumpable(Exception):
     def __init__(self):
         super().__init__("holds a lock")
         self.lock = threading.Lock()
+
+
+class Stop(BaseException):
+    """As of libraries that don't want to be caught by ``except Exception``."""
+
+
+class Mute(Exception):
+    def __str__(self):
+        raise SystemExit(7)
+
+    __repr__ = __str__
+
+
+class Hidden(Exception):
+    __dict__ = None
+    __notes__ = 3
+
+
+class HiddenMore(Hidden):
+    @property
+    def __dict__(self):
+        raise ValueError("hidden")
+
+
+class ExitsThere(Exception):
+    def __reduce__(self):
+        sys.exit(7)
+
+
+class ExitsHere(Exception):
+    def __reduce__(self):
+        return sys.exit, (7,)
+
+
+class MuteThere(Exception):
+    def __reduce__(self):
+        raise Mute
 
 
 # Objects, not definitions: an import must leave them as they are, whatever they forbid.
@@ -314,6 +352,37 @@ def case_an_exception_that_cannot_travel_comes_in_words():
         assert type(error) is task.WorkerFailed, error
         assert all(text in str(error) for text in (words, why, "the gang's words")), error
         assert error.cause["rank"] == 3
+
+
+def case_one_that_is_no_plain_exception_or_hides_what_it_has_comes_as_what_it_is():
+    for kind in (asyncio.CancelledError, GeneratorExit, Stop, Mute, Hidden, HiddenMore):
+        outcome = launch(fail, [kind, 5])
+        error = outcome.error
+        assert (type(error), error.args) == (kind, (5,)), (kind, outcome.done.stderr)
+        assert BaseException.__getattribute__(error, "__notes__") == [NOTE], kind
+        assert outcome.done.returncode == 1
+        assert kind.__name__ in outcome.record.exception, outcome.record
+
+
+def case_one_that_fails_on_its_way_comes_in_words():
+    for kind, why in (
+        (
+            ExitsThere,
+            "ExitsThere: 5\nthe gang's words\nIt is told in words because it can't be pickled (SystemExit: 7)",
+        ),
+        (ExitsHere, "because the exception can't be unpickled (SystemExit: 7). What"),
+        (MuteThere, "because it can't be pickled (Mute: <"),
+    ):
+        error = launch(fail, [kind, 5]).error
+        assert type(error) is task.WorkerFailed, error
+        assert why in str(error), error
+
+
+def case_a_value_or_an_argument_that_exits_when_it_is_pickled_can_not_be_pickled():
+    outcome = launch(ExitsThere)
+    assert outcome.done.returncode == 1
+    assert "Rank 3 returned a __main__.ExitsThere, which can't be pickled: SystemExit: 7" in str(outcome.error)
+    assert "can't be pickled, with cloudpickle neither (SystemExit: 7)" in refusal_of(give, [ExitsThere()])
 
 
 def case_a_local_exception_comes_by_cloudpickle():

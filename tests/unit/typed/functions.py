@@ -40,8 +40,8 @@ def launches(torch: TorchrunExecutor, alone: TorchrunSingleNodeMultiGPU) -> None
     reveal_type(torch.run(entrypoint=Path("train.py"), nproc_per_node="gpu"))  # is TorchrunResult[None]
     reveal_type(torch.run(["sh", Path("x")], before_run=[["a", Path("x")], "make"]))  # is TorchrunResult[None]
     reveal_type(alone.run(entrypoint=["python", "-O", "x.py"], cwd=Path("x")))  # is TorchrunResult[None]
-    reveal_type(alone.run(entrypoint=train, nproc_per_node=2))  # is TorchrunResult[float]
-    reveal_type(alone.run(None, train, {"epochs": 3}, 2, init="auto"))  # is TorchrunResult[float]
+    reveal_type(alone.run(train, nproc_per_node=2))  # is TorchrunResult[float]
+    reveal_type(alone.run(train, {"epochs": 3}, torchrun_args={"tee": 3}, init="auto"))  # is TorchrunResult[float]
     reveal_type(alone.run(entrypoint="train.py", timeout_s=3))  # is TorchrunResult[None]
 
 

@@ -13,27 +13,33 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from metaflow import current
-from metaflow.metaflow_config import KUBERNETES_SANDBOX_INIT_SCRIPT
-from metaflow.plugins.parallel_decorator import ParallelDecorator
-from metaflow.unbounded_foreach import UBF_CONTROL
-from metaflow.user_configs.config_parameters import UNPACK_KEY
 
 from .border.spot_notice import heed_sigterm_in_pod, pod_script
 from .border.starters import name_as_starter
+from .renamed import convenience, known, need
 from .settings import DEFAULTS, StepSettings, parse_settings, refuse_unknown
 from .tracebacks import cut_frames_around
 
 if TYPE_CHECKING:
+    from .border.submit_checks import Submission
     from .border.task_gang import TaskGang
     from .machine.accelerators import Nproc
 
+# `import metaflow` loads this module, and must not fail: what is missing is said where somebody writes @torchrun.
+_PARALLEL = ("metaflow.plugins.parallel_decorator", "ParallelDecorator")
+_ParallelDecorator: Any = known(*_PARALLEL, known("metaflow.decorators", "StepDecorator", object))
+UBF_CONTROL = known("metaflow.unbounded_foreach", "UBF_CONTROL", "ubf_control")
+UNPACK_KEY = known("metaflow.user_configs.config_parameters", "UNPACK_KEY", "_unpacked_delayed_")
 # What a pod's shell runs first (KUBERNETES_SANDBOX_INIT_SCRIPT in metaflow_config.py, 2.19).
+_OWN_SCRIPT = known("metaflow.metaflow_config", "KUBERNETES_SANDBOX_INIT_SCRIPT", None) or ""
 _POD_SCRIPT = "METAFLOW_KUBERNETES_SANDBOX_INIT_SCRIPT"
+# What is left out where Metaflow is otherwise.
+_LAST_WORDS = "what the submitting machine says last of a gang that has failed"
 
 heed_sigterm_in_pod()  # here, since Metaflow imports this before it starts any process
 
 
-class TorchrunDecorator(ParallelDecorator):  # type: ignore[misc]  # Metaflow is not typed
+class TorchrunDecorator(_ParallelDecorator):  # type: ignore[misc]  # Metaflow is not typed
     """Turns the tasks of this step into the nodes of one PyTorch job.
 
     The step must be entered with ``self.next(self.train, num_parallel=N)``. In it,
@@ -100,12 +106,14 @@ class TorchrunDecorator(ParallelDecorator):  # type: ignore[misc]  # Metaflow is
     defaults = DEFAULTS
     IS_PARALLEL = True
     _gang: TaskGang | None = None  # in a task
+    _submission: Submission | None = None  # `spin --skip-decorators` makes a package without step_init (Metaflow 2.19)
 
     def __init__(self, attributes: dict[str, Any] | None = None, *args: Any, **kwargs: Any) -> None:
         # Metaflow would refuse unknown attributes here, before it knows which step they stand at.
         from .border import submit_checks  # noqa: F401 - its lint check has to be there before Metaflow's lint, which
         # comes before `step_init`
 
+        need(known(*_PARALLEL), "setup_distributed_env")  # calls ours before the step's code
         given = attributes or {}
         self._unknown = [key for key in given if key not in DEFAULTS and not key.startswith(UNPACK_KEY)]
         super().__init__({key: value for key, value in given.items() if key not in self._unknown}, *args, **kwargs)
@@ -114,16 +122,17 @@ class TorchrunDecorator(ParallelDecorator):  # type: ignore[misc]  # Metaflow is
         self, flow: Any, graph: Any, step_name: str, decos: Any, environment: Any, flow_datastore: Any, logger: Any
     ) -> None:
         """Check everything that can be checked before anything is scheduled."""
-        from .border.interrupts import heed_signals_to_job
+        from .border.interrupts import heed_signals_to_job, remote_job
         from .border.local_nodes import SameInterpreter
-        from .border.submit_checks import Submission, ignored_by_with
+        from .border.submit_checks import SUBMISSION, Submission, ignored_by_with
+        from .border.task_gang import metadata_type
         from .machine.accelerators import requested_accelerators
         from .node.report import print_errors_ourselves
 
         print_errors_ourselves(in_task=False)
         super().step_init(flow, graph, step_name, decos, environment, flow_datastore, logger)
-        self._flow_datastore = flow_datastore
-        for option in ignored_by_with(self.name) if self.statically_defined else ():
+        self._flow_datastore, self._step_name = flow_datastore, step_name
+        for option in ignored_by_with(self.name) if getattr(self, "statically_defined", False) else ():
             logger(
                 f"Step {step_name}: {option} is ignored, because its @torchrun stands in the source. Change it there."
             )
@@ -132,29 +141,50 @@ class TorchrunDecorator(ParallelDecorator):  # type: ignore[misc]  # Metaflow is
         refuse_unknown([*self._unknown, *unknown], step_name)
         self._settings: StepSettings = parse_settings(self.attributes, step_name)
         self._requested: Nproc | None = requested_accelerators([(d.name, d.attributes) for d in decos])
-        self._timeout_s: float | None = next((float(d.secs) for d in decos if d.name == "timeout"), None)
+        self._timeout_s: float | None = None
+        with convenience("the order in which the step's @timeout ends its workers"):
+            self._timeout_s = next((float(d.secs) for d in decos if d.name == "timeout"), None)
         self._siblings = decos
         self.environment = SameInterpreter(environment)
         _take_over_plain_parallel(decos)
-        metadata_type = getattr(flow_datastore.metadata, "TYPE", None)
-        self._is_spun = metadata_type == "spin"
-        self._submission = Submission(flow, graph, step_name, self._settings.master_port, metadata_type)
-        self._submission.check_kubernetes()
+        metadata = metadata_type(flow_datastore)
+        self._is_spun = metadata == "spin"
+        with convenience(SUBMISSION):
+            self._submission = Submission(flow, graph, step_name, self._settings.master_port, metadata)
+        self._check("check_kubernetes")
         heed_signals_to_job()
+        if remote_job() == step_name:
+            with convenience(_LAST_WORDS):
+                _tell_of_job(flow_datastore, step_name)
+
+    def _check(self, name: str, *args: Any) -> None:
+        """Have one of the checks of `Submission` made, if they could be prepared."""
+        from .border.submit_checks import SUBMISSION
+
+        with convenience(SUBMISSION):
+            if self._submission is not None:
+                getattr(self._submission, name)(*args)
 
     def package_init(self, flow: Any, step_name: str, environment: Any) -> None:
         """Check again; `argo-workflows create` adds ``@kubernetes`` after `step_init` (Metaflow 2.19)."""
         super().package_init(flow, step_name, environment)
-        if hasattr(self, "_submission"):  # `spin --skip-decorators` makes a package without step_init (Metaflow 2.19)
-            self._submission.check_kubernetes()
+        self._check("check_kubernetes")
 
     def runtime_init(self, flow: Any, graph: Any, package: Any, run_id: str) -> None:
         """Check what only a run can do; deployments, tasks and commands such as ``show`` don't come here."""
         from .border.interrupts import heed_signals_to_run
+        from .border.run_end import RunEnd, note_latest
+        from .node.report import tell_after_errors
 
         super().runtime_init(flow, graph, package, run_id)
         heed_signals_to_run()
-        self._submission.check_batch()
+        self._check("check_batch")
+        with convenience("which run `torchrun show` takes where none is named"):
+            note_latest(flow.name, run_id)
+        with convenience(_LAST_WORDS):
+            is_only_gang = sum(bool(getattr(node, "parallel_step", False)) for node in graph) == 1
+            is_remote = any(deco.name in ("kubernetes", "batch") for deco in self._siblings)
+            tell_after_errors(RunEnd(self._flow_datastore, run_id, self._step_name, is_only_gang, is_remote).tell)
 
     def runtime_step_cli(
         self, cli_args: Any, retry_count: int, max_user_code_retries: int, ubf_context: str | None
@@ -162,35 +192,43 @@ class TorchrunDecorator(ParallelDecorator):  # type: ignore[misc]  # Metaflow is
         """Check what depends on the number of nodes; called on the submitting machine, right before the start."""
         super().runtime_step_cli(cli_args, retry_count, max_user_code_retries, ubf_context)
         if ubf_context == UBF_CONTROL:
-            self._submission.check_batch(cli_args.task.ubf_iter.num_parallel)
-        on_kubernetes = any(deco.name == "kubernetes" for deco in self._siblings)
-        if on_kubernetes and cli_args.command_options.get("num-parallel") == "1":
-            # Metaflow 2.19 refuses to make a job set of one (kubernetes_cli.py); an ordinary pod will do.
-            del cli_args.command_options["num-parallel"]
-        if on_kubernetes:
-            cli_args.env[_POD_SCRIPT] = pod_script(KUBERNETES_SANDBOX_INIT_SCRIPT or "")
-        name_as_starter(cli_args.env, "run")
+            with convenience("the check of how many nodes the run has told"):
+                self._check("check_batch", cli_args.task.ubf_iter.num_parallel)
+        if any(deco.name == "kubernetes" for deco in self._siblings):
+            with convenience("a gang of one node as an ordinary pod"):
+                # Metaflow 2.19 refuses to make a job set of one (kubernetes_cli.py).
+                if cli_args.command_options.get("num-parallel") == "1":
+                    del cli_args.command_options["num-parallel"]
+            with convenience("word to the workers that their pod is deleted"):
+                cli_args.env[_POD_SCRIPT] = pod_script(_OWN_SCRIPT)
+        with convenience("the end of the tasks when the process of a local run is gone"):
+            name_as_starter(cli_args.env, "run")
 
     def task_pre_step(self, *args: Any) -> None:
         """Note which gang this is."""
         from .border.task_gang import TaskGang, is_local
         from .node.report import print_errors_ourselves
 
-        step_name, task_datastore, _, run_id, task_id, flow, _, retry_count, _, ubf_context, _ = args
+        began_at = time.monotonic()
+        step_name, task_datastore, _, run_id, task_id, flow, _, retry_count, _, ubf_context, *_ = args
         if self._is_spun:
             _make_gang_of_one(flow)
-            args = (*args[:-1], [])  # the inputs, whose names Metaflow tells other nodes, have none here (2.19)
+            # The inputs, whose names Metaflow tells other nodes, have none here (2.19).
+            args = (*args[:10], [], *args[11:])
         super().task_pre_step(*args)
         if ubf_context == UBF_CONTROL and is_local():
             # Elsewhere it is there from the beginning, here Metaflow sets it when all decorators have come by (2.19). Those
             # above this one look for it: without it, @checkpoint takes the nodes for tasks that have nothing in common.
             os.environ["MF_PARALLEL_CONTROL_TASK_ID"] = str(task_id)
-        if ubf_context is None and flow._parallel_ubf_iter.num_parallel == 1:
+        if ubf_context is None and need(flow, "_parallel_ubf_iter").num_parallel == 1:
             # An ordinary pod as the whole gang: say what Metaflow's join asks of a control task (2.19).
             flow._control_mapper_tasks = [f"{run_id}/{step_name}/{task_id}"]
             flow._control_task_is_mapper_zero = True
         print_errors_ourselves(in_task=True)
-        self._gang = TaskGang(self._settings, self._flow_datastore, run_id, step_name, task_id, retry_count)
+        # Metaflow sets its alarm now, but on no control task: only with @parallel has one code of the user's (2.19).
+        is_ours = ubf_context == UBF_CONTROL and self._timeout_s is not None
+        deadline = began_at + (self._timeout_s or 0.0) if is_ours else None
+        self._gang = TaskGang(self._settings, self._flow_datastore, run_id, step_name, task_id, retry_count, deadline)
         self._gang.watch_storing(task_datastore)
         self._gang.follow_starters()
 
@@ -207,7 +245,7 @@ class TorchrunDecorator(ParallelDecorator):  # type: ignore[misc]  # Metaflow is
 
         inner = super().task_decorate(step_to_its_end, *args)
         if ubf_context == UBF_CONTROL:
-            gang.will_start_nodes(flow._parallel_ubf_iter.num_parallel)
+            gang.will_start_nodes(need(flow, "_parallel_ubf_iter").num_parallel)
         return lambda: gang.run(inner)
 
     def task_exception(self, exception: BaseException, *args: Any) -> Any:
@@ -229,7 +267,7 @@ class TorchrunDecorator(ParallelDecorator):  # type: ignore[misc]  # Metaflow is
     def setup_distributed_env(self, flow: Any) -> None:
         """Join the gang and offer ``current.torch``; called right before the step's code."""
         from .border.task_gang import is_local
-        from .border.value_store import DatastoreValues
+        from .border.value_store import OUTPUTS, DatastoreValues
         from .executor import Context, TorchrunExecutor
         from .machine.accelerators import this_machine
         from .node.start import begin_warm
@@ -242,34 +280,42 @@ class TorchrunDecorator(ParallelDecorator):  # type: ignore[misc]  # Metaflow is
         warm = begin_warm(self._settings, machine, None if here else self._requested)
         self._gang.end_with_step(warm)
         member, main_addr = self._gang.join()
+        store = None
+        with convenience(OUTPUTS):
+            store = DatastoreValues(self._flow_datastore)
         context = Context(
             member,
             main_addr,
             machine,
             self._settings,
             requested=None if here else self._requested,
-            deadline=None if self._timeout_s is None else time.monotonic() + self._timeout_s,
-            store=DatastoreValues(self._flow_datastore),
+            store=store,
             warm=warm,
             live_card=self._gang.live_card,
         )
-        current._update_env({"torch": TorchrunExecutor(context)})
+        need(current, "_update_env")({"torch": TorchrunExecutor(context)})
+
+
+def _tell_of_job(flow_datastore: Any, step_name: str) -> None:
+    """Have this process, which looks after a remote job of the step, say what the backend knows when that fails."""
+    from .border.jobs import Job
+    from .node.report import tell_after_errors
+
+    tell_after_errors(Job(flow_datastore, step_name).tell)
 
 
 def _make_gang_of_one(flow: Any) -> None:
     """Make the task that `spin` starts the whole gang; it starts one task, with the number of nodes of the run (2.19)."""
-    from metaflow.flowspec import ParallelUBF
-
     from .events import Event
     from .node.console import to_log
 
-    before = flow._parallel_ubf_iter.num_parallel
-    flow._parallel_ubf_iter = ParallelUBF(1)
+    before = need(flow, "_parallel_ubf_iter").num_parallel
+    flow._parallel_ubf_iter = known("metaflow.flowspec", "ParallelUBF")(1)
     to_log(Event("note", 0, f"spin runs this step as a gang of one node; in its run it had {before}"))
 
 
 def _take_over_plain_parallel(decos: Sequence[Any]) -> None:
     """Keep a plain ``@parallel`` beside ``@torchrun`` from starting the nodes a second time."""
     for deco in decos:
-        if type(deco) is ParallelDecorator:
+        if type(deco) is _ParallelDecorator:
             deco.task_decorate = lambda step_func, *_: step_func

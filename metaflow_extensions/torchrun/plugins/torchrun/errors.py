@@ -19,12 +19,23 @@ The control node makes the error that stops a gang, and all nodes raise it with 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from metaflow.exception import MetaflowException
+from .stubs import ForStubs
 
 if TYPE_CHECKING:
     from .launch.outputs import Outputs
+
+try:
+    from metaflow.exception import MetaflowException
+except ImportError:  # `import metaflow` loads this module, and must not fail (2.19 has it)
+
+    class MetaflowException(Exception):  # type: ignore[no-redef]
+        """Stands for Metaflow's own, where that has another name."""
+
+        def __init__(self, msg: str = "") -> None:
+            super().__init__(msg)
+            self.message = msg
 
 
 class TorchrunError(MetaflowException):  # type: ignore[misc]  # Metaflow is not typed
@@ -40,20 +51,24 @@ class TorchrunError(MetaflowException):  # type: ignore[misc]  # Metaflow is not
     Attributes
     ----------
     events : list of dict
-        What had happened to the gang until then, in order: on the control node all, on others what concerns the whole
-        gang. Empty where the gang has not decided on the error. ``docs/events.md`` lists the fields.
+        What had happened to the gang since the launch before, in order: on the control node all, on others what
+        concerns the whole gang. Empty where the gang has not decided on the error. ``docs/events.md`` lists the fields.
     outputs : Outputs or None
         What ``run(outputs=...)`` could store after the failure, as `TorchrunResult.outputs`; None without that argument,
         or where the gang has not decided on the error.
     """
 
     headline = "@torchrun"
+    message: str
+    cause: dict[str, Any] | None
+    events: list[dict[str, Any]]
+    outputs: Outputs | None
 
     def __init__(self, message: str = "", cause: dict[str, Any] | None = None) -> None:
         super().__init__(message)
         self.cause = cause
-        self.events: list[dict[str, Any]] = []
-        self.outputs: Outputs | None = None
+        self.events = []
+        self.outputs = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         # MetaflowException keeps its message out of `args`, so the default would lose it.
@@ -121,6 +136,17 @@ class TorchrunPreempted(LaunchFailed):
     remedy = "With Metaflow's @retry a new gang starts, and a script that loads its snapshot goes on."
 
 
+E = TypeVar("E", bound=TorchrunError)
+
+
+def retold(error: TorchrunError, cls: type[E], message: str) -> E:
+    """Return the same error as another class, or in other words; what it knows besides stays: cause, events, outputs."""
+    told = cls(message, error.cause)
+    told.events, told.outputs = error.events, error.outputs
+    return told
+
+
 CLASSES = {
     cls.__name__: cls for cls in list(globals().values()) if isinstance(cls, type) and issubclass(cls, TorchrunError)
 }
+_addl_stubgen_modules = ForStubs(TorchrunError)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import os
 import sys
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from .border.live_card import LiveCard
 from .border.task_current import current_for_workers
@@ -23,7 +21,7 @@ from .gang.policy import LaunchPolicy
 from .gang.texts import counted
 from .launch.before_run import as_before_run, before_spec
 from .launch.commands import before_commands, foreign_python
-from .launch.facts import node_facts
+from .launch.facts import node_facts, too_few_warning
 from .launch.function import FunctionCall, refuse_for_functions, refuse_for_scripts
 from .launch.preflight import as_preflight, preflight_spec, shm_bytes, shm_warning
 from .launch.spec import LaunchSpec, Node, Request, build_spec
@@ -35,48 +33,14 @@ from .node.plan import Plan
 from .node.supervisor import Supervisor
 from .node.warm_start import WarmNode
 from .result import TorchrunResult
+from .run_arguments import IGNORED, RunOptions, checked
 from .settings import StepSettings, choose
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # in typing since Python 3.11
 
-
-# Arguments of metaflow-torchrun 0.2 that it took and ignored.
-_IGNORED = ("push_results_dir_to_cloud", "local_output_dir", "cloud_output_dir")
 T = TypeVar("T")
-F = TypeVar("F", bound=Callable[..., Any])
 _warned: set[str] = set()  # what this task has said, which it says once
-
-
-class LaunchOptions(TypedDict, total=False):
-    """Keyword arguments of all kinds of `run`, for type checkers; `TorchrunExecutor.run` tells what they mean."""
-
-    module: bool
-    env: Mapping[str, Any] | None
-    cwd: Path | str | None
-    before_run: Sequence[str | Sequence[Path | str]] | None
-    timeout_s: float | None
-    master_port: int | str | None
-    max_restarts: int | None
-    retry_on: str | Iterable[str] | None
-    hang_timeout_s: float | None
-    preemption_signal: str | int | None
-    tensorboard: Path | str | None
-    warm: Literal["agent", "workers", False] | None
-    init: Literal["gloo", "nccl", "auto"] | None
-    gather: bool
-    outputs: Path | str | Sequence[Path | str] | None
-    outputs_from: Literal["control", "all"] | None
-    push_results_dir_to_cloud: Any
-    local_output_dir: Any
-    cloud_output_dir: Any
-
-
-class RunOptions(LaunchOptions, total=False):
-    """The keyword arguments of `TorchrunExecutor.run`, for type checkers."""
-
-    nproc_per_node: int | str | None
-    torchrun_args: Mapping[str, Any] | Sequence[Any] | None
 
 
 @dataclass(frozen=True)
@@ -88,32 +52,9 @@ class Context:
     machine: Machine
     settings: StepSettings
     requested: Nproc | None = None  # what the resources of a remote task amount to
-    deadline: float | None = None  # end of the step's @timeout in monotonic seconds; only the control node needs it
     store: ValueStore | None = None  # takes outputs, and values of functions on their way; None: no flow runs
     warm: WarmNode | None = None  # what has imported torch already, from which launches are forked
     live_card: LiveCard | None = None  # has what the step's own cards can show of the gang
-
-
-def _also_as_in_0_2(run: F) -> F:
-    """Take positional arguments in the order of metaflow-torchrun 0.2, too, where torchrun_args came first.
-
-    A list alone is a command. What follows a list of torchrun_args is the entrypoint.
-    """
-    names = ("torchrun_args", "entrypoint", "entrypoint_args", "nproc_per_node", *_IGNORED)
-
-    @functools.wraps(run)
-    def either(self: TorchrunExecutor, *args: Any, **options: Any) -> Any:
-        if args and _is_torchrun_args(args, options) and len(args) <= len(names):
-            return run(self, **dict(zip(names, args, strict=False)), **options)
-        return run(self, *args, **options)
-
-    return cast("F", either)
-
-
-def _is_torchrun_args(args: Sequence[Any], options: Mapping[str, Any]) -> bool:
-    entrypoint = args[1] if len(args) > 1 else options.get("entrypoint")
-    names_entrypoint = isinstance(entrypoint, str | os.PathLike) or callable(entrypoint)
-    return isinstance(args[0], Mapping) or (isinstance(args[0], list | tuple) and names_entrypoint)
 
 
 class TorchrunExecutor:
@@ -194,7 +135,7 @@ class TorchrunExecutor:
         **options: Unpack[RunOptions],
     ) -> TorchrunResult[None]: ...
 
-    @_also_as_in_0_2
+    @checked
     def run(
         self,
         entrypoint: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Callable[..., Any] | None = None,
@@ -322,7 +263,7 @@ class TorchrunExecutor:
         """
         arguments = dict(locals())  # before there are other variables
         self._context.member.refuse_in_child()  # before any lock, which a thread of the task may hold for ever here
-        ignored = ", ".join(name for name in _IGNORED if arguments[name])
+        ignored = ", ".join(name for name in IGNORED if arguments[name])
         if ignored:
             self._note_once(f"warning: run({ignored}) has no effect; name files to store with run(outputs=...) instead")
         del arguments["self"], arguments["entrypoint"], arguments["entrypoint_args"]
@@ -347,6 +288,7 @@ class TorchrunExecutor:
         for words in (*(commands or ()), spec.command) if self.is_control else ():
             if (warning := foreign_python(words, dict(spec.env))) is not None:
                 self._note_once(warning)
+        goes_on = commands is not None
         if commands is not None:
             self._run_before(before_spec(spec, commands, _flow_folder()), policy, warm)
             spec = self._spec(request, nproc.value, call)
@@ -359,10 +301,12 @@ class TorchrunExecutor:
         warning = shm_warning(shm_bytes(), nproc.value, context.machine.accelerators, os.environ)
         if warning is not None:
             self._note_once(warning)
+        if self.is_control and (warning := too_few_warning(spec, context.machine)) is not None:
+            self._note_once(warning)
         if self._preflight_due:
-            self._preflight(spec, facts, policy)
-            self._preflight_due = False
-        return self._launch(spec, facts, policy, call, nproc_why=nproc.why, warm=warm)
+            self._preflight(spec, facts, policy, goes_on)
+            self._preflight_due, goes_on = False, goes_on or spec.world_size > 1
+        return self._launch(spec, facts, policy, call, nproc_why=nproc.why, warm=warm, goes_on=goes_on)
 
     def _spec(self, request: Request, nproc: int, call: FunctionCall | None, may_come: bool = False) -> LaunchSpec:
         node = Node(self.num_nodes, self.node_index, self.main_addr, _flow_folder())
@@ -393,7 +337,7 @@ class TorchrunExecutor:
             # It would lack what is there now. What forks torchrun alone looks for itself whether torch has changed.
             self._context.warm.renew()
 
-    def _preflight(self, spec: LaunchSpec, facts: Mapping[str, Any], policy: LaunchPolicy) -> None:
+    def _preflight(self, spec: LaunchSpec, facts: Mapping[str, Any], policy: LaunchPolicy, goes_on: bool) -> None:
         """Measure the network that `spec` will use; a launch of its own, which restarts nothing."""
         if spec.world_size == 1:
             self._note("preflight: one process in all, so there is nothing to measure")
@@ -401,7 +345,7 @@ class TorchrunExecutor:
         self._note(f"preflight: measures the network between {spec.world_size} ranks before the script starts")
         try:
             own = LaunchPolicy(preemption_signal=policy.preemption_signal)
-            self._launch(preflight_spec(spec), facts, own, is_ours=True)
+            self._launch(preflight_spec(spec), facts, own, is_ours=True, goes_on=goes_on)
         except TorchrunPreempted:
             raise
         except LaunchFailed as error:
@@ -416,13 +360,13 @@ class TorchrunExecutor:
         **more: Any,
     ) -> TorchrunResult[Any]:
         """Run one launch; `more` are further fields of `Plan`."""
-        context, deadline = self._context, self._context.deadline
+        context = self._context
         plan = Plan(
             spec=spec,
             main_addr=self.main_addr,
             machine=context.machine,
             write=self._write,
-            policy=replace(policy, left_s=None if deadline is None else max(0.1, deadline - time.monotonic())),
+            policy=policy,
             facts=facts,
             grace_s=context.settings.grace_s,
             silence_s=context.settings.heartbeat_timeout_s,

@@ -9,12 +9,11 @@ from functools import partial
 from typing import Any
 
 from metaflow import current
-from metaflow.datastore import FlowDataStore
 
 from .border.event_store import gang_content
 from .border.live_card import LiveCard, with_task
 from .border.step_timeout import StepTimeout
-from .border.value_store import DatastoreValues
+from .border.value_store import OUTPUTS, DatastoreValues
 from .card.part import GangPart
 from .channel.join import LOOPBACK, join_alone
 from .errors import TorchrunError
@@ -28,6 +27,7 @@ from .node.console import to_log
 from .node.report import end_with, print_errors_ourselves, report
 from .node.start import begin_warm
 from .node.warm_start import WarmNode
+from .renamed import convenience
 from .result import TorchrunResult
 from .settings import DEFAULTS, parse_settings
 
@@ -50,9 +50,9 @@ class GangOfOne:
     def _shown(self) -> dict[str, Any]:
         return with_task(_NOTHING) if self._live_card is None else self._live_card.for_part()
 
-    def run(self, entrypoint: Any, entrypoint_args: Any, **options: Any) -> TorchrunResult[Any]:
-        """Run a launch to its end; the arguments are those of `TorchrunExecutor.run`."""
-        settings = parse_settings(DEFAULTS, "TorchrunSingleNodeMultiGPU")
+    def run(self, **options: Any) -> TorchrunResult[Any]:
+        """Run a launch to its end; the arguments are those of `TorchrunExecutor.run`, all by name."""
+        settings = parse_settings(DEFAULTS, None)
         about: dict[str, Any] = {}
         member, channel = join_alone(settings, partial(_log, about))
         live_card = self._follow(channel.gang, about, member)
@@ -64,13 +64,16 @@ class GangOfOne:
             self._begin_warm(machine, options)
             executor = TorchrunExecutor(Context(member, LOOPBACK, machine, settings, store=_store(), warm=self._warm))
             run: Callable[..., TorchrunResult[Any]] = executor.run  # which overload is the caller's to know
-            return run(entrypoint, entrypoint_args, **options)
+            return run(**options)
         except BaseException as caught:
             error = caught
             if isinstance(caught, TorchrunError) and member.gang_knows(caught) and current.get("is_parallel"):
                 rename_node(caught, current.parallel.node_index)
             print_errors_ourselves(in_task=True)
-            end_with(caught, report(caught, member.node, shared=True, known=False, live=member.shows_output))
+            end_with(
+                caught,
+                report(caught, member.node, shared=True, known=False, stands_above=lambda _: member.shows_output),
+            )
             raise
         finally:
             timeout.end()
@@ -84,7 +87,7 @@ class GangOfOne:
         """Import for this launch and those to come, where it is asked for: no time has been before it to do that."""
         if self._warm is None and options.get("warm") is not None:
             asked = {name: options.get(name) for name in ("warm", "nproc_per_node")}
-            settings = parse_settings({**DEFAULTS, **asked}, "TorchrunSingleNodeMultiGPU.run")
+            settings = parse_settings({**DEFAULTS, **asked}, None)
             self._warm = begin_warm(settings, machine, None)
             if self._warm is not None:
                 weakref.finalize(self, self._warm.close)
@@ -106,9 +109,13 @@ class GangOfOne:
 
 def _store() -> DatastoreValues | None:
     """Return what stores outputs in the datastore of the flow that runs; None if none does, as in a notebook's cell."""
-    # Metaflow's command line has set it for the process (``cli.start``, 2.19).
-    is_known = FlowDataStore.default_storage_impl is not None and current.get("task_id") is not None
-    return DatastoreValues(FlowDataStore(current.flow_name)) if is_known else None
+    with convenience(OUTPUTS):
+        from metaflow.datastore import FlowDataStore
+
+        # Metaflow's command line has set it for the process (``cli.start``, 2.19).
+        is_known = FlowDataStore.default_storage_impl is not None and current.get("task_id") is not None
+        return DatastoreValues(FlowDataStore(current.flow_name)) if is_known else None
+    return None
 
 
 def _log(about: dict[str, Any], event: Event) -> None:

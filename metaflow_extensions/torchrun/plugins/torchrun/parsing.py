@@ -10,6 +10,7 @@ import math
 import os
 import re
 import signal
+from collections.abc import Sequence
 from typing import Any
 
 from .errors import TorchrunConfigError
@@ -27,6 +28,14 @@ _NEVER_RETRIED = {
     "preempted": "the nodes that are left can't bring one back; use Metaflow's @retry",
     "store": "the function has ended well, and to run it again mends no datastore; use Metaflow's @retry",
 }
+
+
+def did_you_mean(name: str, known: Sequence[str]) -> str:
+    """Return a question after the known name that is most like `name`; empty if none is."""
+    import difflib  # here, as Metaflow imports this module with every flow, and few are wrong
+
+    near = [*difflib.get_close_matches(name, known, n=1), *(each for each in known if each.startswith(name))]
+    return f" Did you mean {near[0]}?" if near else ""
 
 
 def parse_int(value: Any) -> int | None:
@@ -80,6 +89,8 @@ def parse_seconds(value: Any, setting: str, zero: bool = False) -> float:
     except (TypeError, ValueError):
         number = math.nan
     if not math.isfinite(number) or number < 0 or (number == 0 and not zero):
+        if zero:
+            raise TorchrunConfigError(f"{setting} is {value!r}, but it must be a number of seconds of at least 0.")
         raise TorchrunConfigError(f"{setting} is {value!r}, but it must be a number of seconds above 0.")
     return number
 

@@ -7,10 +7,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from .stubs import ForStubs
+
 if TYPE_CHECKING:
     from .launch.outputs import Outputs
 
-T = TypeVar("T")
+_T = TypeVar("_T")  # private, or stubs would have it twice
 
 # What a stored result becomes when it is loaded: itself where Metaflow and this extension are installed, elsewhere a
 # plain namespace. A pickle can name functions only, and only the standard library's are everywhere.
@@ -22,7 +24,7 @@ _REVIVED = (
 
 
 @dataclass(frozen=True)
-class TorchrunResult(Generic[T]):
+class TorchrunResult(Generic[_T]):
     """One finished launch, seen from one node.
 
     It can be stored as an artifact. Loaded where this extension is not installed, it is a
@@ -54,8 +56,8 @@ class TorchrunResult(Generic[T]):
     gathered : bool
         Whether `values` are those of all nodes, which ``gather=True`` brings to the control node alone.
     events : tuple of dict
-        What has happened to the gang so far, in order: on the control node all, on others what concerns the whole
-        gang. ``docs/events.md`` lists the fields.
+        What has happened to the gang since the launch before, in order: on the control node all, on others what
+        concerns the whole gang. ``docs/events.md`` lists the fields.
     outputs : Outputs or None
         The files that ``run(outputs=...)`` has stored; None without that argument. With ``outputs_from="all"``, the
         control node's result has those of all nodes, and another node's its own.
@@ -77,7 +79,7 @@ class TorchrunResult(Generic[T]):
     metrics: dict[str, float] = field(default_factory=dict)
     outputs: Outputs | None = None
 
-    def rank(self, rank: int) -> T:
+    def rank(self, rank: int) -> _T:
         """Return what the function returned on a global rank.
 
         Raises
@@ -92,18 +94,18 @@ class TorchrunResult(Generic[T]):
             raise LookupError(self._why_not(rank))
         if isinstance(self.values, ValuesOnDisk):
             with self.values.open(rank) as file:
-                value: T = pickle.load(file)  # noqa: S301 - what this task's own workers have left
+                value: _T = pickle.load(file)  # noqa: S301 - what this task's own workers have left
         else:
             value = pickle.loads(self.values[rank])  # noqa: S301 - an artifact of the user's own run
         return value
 
-    def local_rank(self, local_rank: int) -> T:
+    def local_rank(self, local_rank: int) -> _T:
         """Return what the function returned on a local rank of this node; raises as `rank`."""
         if not 0 <= local_rank < self.nproc_per_node:
             raise LookupError(f"There is no local rank {local_rank}; a node has 0 to {self.nproc_per_node - 1}.")
         return self.rank(self.node_index * self.nproc_per_node + local_rank)
 
-    def __iter__(self) -> Iterator[T]:
+    def __iter__(self) -> Iterator[_T]:
         """Iterate over what the function returned, in the order of ranks: this node's or, if `gathered`, all."""
         return map(self.rank, self._ranks())
 
@@ -145,3 +147,6 @@ class TorchrunResult(Generic[T]):
         # As plain data: where this extension is not installed, its other classes are not, either.
         outputs = None if self.outputs is None else self.outputs.as_data()
         return eval, (expression,), {**vars(self), "values": dict(self.values), "outputs": outputs}
+
+
+_addl_stubgen_modules = ForStubs(TorchrunResult)

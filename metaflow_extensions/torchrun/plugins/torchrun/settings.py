@@ -70,11 +70,11 @@ class StepSettings:
         return self.logs or ("all" if num_nodes <= _ALL_UP_TO_NODES else "node")
 
 
-def parse_settings(attributes: Mapping[str, Any], step: str) -> StepSettings:
-    """Return the attributes as settings, or raise TorchrunConfigError."""
+def parse_settings(attributes: Mapping[str, Any], step: str | None) -> StepSettings:
+    """Return the attributes as settings, or raise TorchrunConfigError; without a step, a call of `run` gives them."""
 
     def name(key: str) -> str:
-        return f"Step {step}: @torchrun({key}=...)"
+        return f"run({key})" if step is None else f"Step {step}: @torchrun({key}=...)"
 
     def parsed(key: str) -> Any:
         given = attributes.get(key, DEFAULTS[key])
@@ -115,11 +115,8 @@ def choose(
 
 def refuse_unknown(names: Sequence[str], step: str) -> None:
     """Raise TorchrunConfigError for attributes that ``@torchrun`` does not have."""
-    import difflib  # here, as Metaflow imports this module with every flow, and few are wrong
-
     for name in names:
-        near = difflib.get_close_matches(name, DEFAULTS, n=1)
-        hint = f" Did you mean {near[0]}?" if near else ""
+        hint = parsing.did_you_mean(name, list(DEFAULTS))
         raise TorchrunConfigError(
             f"Step {step}: @torchrun has no attribute {name}.{hint} It has {', '.join(DEFAULTS)}."
         )

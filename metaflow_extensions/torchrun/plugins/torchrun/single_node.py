@@ -10,12 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from .result import TorchrunResult
+from .run_arguments import checked
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # in typing since Python 3.11
 
     from .card.part import GangPart
-    from .executor import LaunchOptions
+    from .run_arguments import RunOptions
 
 T = TypeVar("T")
 # Metaflow's generator of stubs looks at what modules have imported, and at what they name here (2.19). This one is the
@@ -59,39 +60,34 @@ class TorchrunSingleNodeMultiGPU:
     @overload
     def run(
         self,
-        torchrun_args: Mapping[str, Any] | Sequence[Any] | None = None,
-        entrypoint: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None,
+        entrypoint: Callable[..., T],
         entrypoint_args: Mapping[str, Any] | Sequence[Any] | None = None,
-        nproc_per_node: int | str | None = None,
-        **options: Unpack[LaunchOptions],
-    ) -> TorchrunResult[None]: ...
+        **options: Unpack[RunOptions],
+    ) -> TorchrunResult[T]: ...
 
     @overload
     def run(
         self,
-        torchrun_args: Mapping[str, Any] | Sequence[Any] | None = None,
-        entrypoint: Callable[..., T] = ...,
+        entrypoint: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None,
         entrypoint_args: Mapping[str, Any] | Sequence[Any] | None = None,
-        nproc_per_node: int | str | None = None,
-        **options: Unpack[LaunchOptions],
-    ) -> TorchrunResult[T]: ...
+        **options: Unpack[RunOptions],
+    ) -> TorchrunResult[None]: ...
 
+    @checked
     def run(
         self,
-        torchrun_args: Mapping[str, Any] | Sequence[Any] | None = None,
         entrypoint: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Callable[..., Any] | None = None,
         entrypoint_args: Mapping[str, Any] | Sequence[Any] | None = None,
-        nproc_per_node: int | str | None = None,
         **options: Any,
     ) -> TorchrunResult[Any]:
         """Run a script or a function under torchrun on this machine and wait for its end.
 
         Parameters
         ----------
-        torchrun_args, entrypoint, entrypoint_args, nproc_per_node : optional
-            As for `TorchrunExecutor.run`; their order is that of ``metaflow-torchrun`` 0.2.
+        entrypoint, entrypoint_args : optional
+            As for `TorchrunExecutor.run`.
         **options
-            Its other arguments.
+            Its other arguments. The order of ``metaflow-torchrun`` 0.2 will do, too, as there.
 
         Returns
         -------
@@ -103,6 +99,4 @@ class TorchrunSingleNodeMultiGPU:
         TorchrunError
             As `TorchrunExecutor.run`.
         """
-        return self._gang.run(
-            entrypoint, entrypoint_args, nproc_per_node=nproc_per_node, torchrun_args=torchrun_args, **options
-        )
+        return self._gang.run(entrypoint=entrypoint, entrypoint_args=entrypoint_args, **options)

@@ -3,21 +3,38 @@
 from __future__ import annotations
 
 import os
-import sys
 import traceback
 from traceback import TracebackException
+
+import metaflow
 
 from .errors import TorchrunError
 
 _OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
-_METAFLOW = os.path.dirname(os.path.abspath(sys.modules["metaflow.exception"].__file__ or "")) + os.sep
+_METAFLOW = os.path.dirname(os.path.abspath(metaflow.__file__)) + os.sep
+
+
+def words_of(error: BaseException) -> str:
+    """Return type and text of an exception; its class may fail when it is asked for a text."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except BaseException as problem:
+        return f"{type(error).__name__} (its __str__ raises {type(problem).__name__})"
 
 
 def user_traceback(error: BaseException, with_cause: bool = True) -> str:
     """Return an exception's traceback from the first line of the user's code on.
 
-    An error without any such line is a mistake of ours or of Metaflow's, so all of its frames are kept.
+    An error without any such line is a mistake of ours or of Metaflow's, so all of its frames are kept. Of one whose
+    class hides what belongs there, only its text is told.
     """
+    try:
+        return _user_traceback(error, with_cause)
+    except Exception:
+        return words_of(error)
+
+
+def _user_traceback(error: BaseException, with_cause: bool) -> str:
     report = TracebackException.from_exception(error)
     if not with_cause:
         report.__cause__, report.__suppress_context__ = None, True

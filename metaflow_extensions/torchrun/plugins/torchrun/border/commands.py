@@ -16,18 +16,42 @@ from datetime import datetime, timezone
 from typing import Any
 
 from metaflow._vendor import click
-from metaflow.exception import CommandException
-from metaflow.util import get_latest_run_id
 
 from ..errors import TorchrunError
 from ..gang.texts import size_text
+from ..gang.wire import finite
 from ..launch.outputs import Outputs
+from ..renamed import known, versions
 from ..views.log_lines import shown, wanted
-from ..views.page import as_data, as_text, failed_rank
+from ..views.page import as_data, as_text, failed_rank, is_cut, title
 from ..views.table import printable, table
+from .run_end import latest_run
 from .stored_gangs import StoredGang, StoredGangs
 from .stored_logs import StoredLogs
 from .value_store import DatastoreValues
+
+# A command of every flow reads this module, with and without a step of ours, and must not fail for it.
+CommandException: Any = known("metaflow.exception", "CommandException", TorchrunError)
+
+
+class _Commands(click.Group):  # type: ignore[misc]  # Metaflow is not typed
+    """Says so where one of the commands meets another Metaflow than it knows."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run a command."""
+        try:
+            return super().invoke(ctx)
+        except (AttributeError, ImportError, TypeError) as error:
+            problem = f"{type(error).__name__}: {error}"
+            raise CommandException(
+                f"The command does not work with this Metaflow ({problem}). {versions()}."
+            ) from error
+
+
+class NoOutputs(CommandException):  # type: ignore[misc]  # Metaflow is not typed
+    """There is nothing to list or fetch; the command itself is right."""
+
+    headline = "No outputs"
 
 
 @click.group()
@@ -35,11 +59,12 @@ def cli() -> None:
     """Hold the one command that Metaflow takes from here."""
 
 
-@cli.group(help="See the gangs of @torchrun steps: what came of them, and their logs.")
+@cli.group(cls=_Commands, help="See the gangs of @torchrun steps: what came of them, and their logs.")
 def torchrun() -> None:
     """Hold our commands."""
 
 
+_OLDER = "  (older than the launch)"
 _gang = click.argument("gang", metavar="[RUN[/STEP[/TASK]]]", default="")
 _attempt = click.option("--attempt", type=int, default=None, help="Which attempt; the latest by default.")
 _json = click.option("--json", "as_json", is_flag=True, default=False, help="Write JSON.")
@@ -58,7 +83,8 @@ def show(obj: Any, gang: str, attempt: int | None, as_json: bool) -> None:
     if as_json:
         now = time.time()
         gangs = [as_data(each.facts(which), stored.events(each, which), now) for each, which in found]
-        click.echo(json.dumps({"run": found[0][0].run, "step": found[0][0].step, "gangs": gangs}, indent=2))
+        shown_run = finite({"run": found[0][0].asked_run, "step": found[0][0].step, "gangs": gangs})
+        click.echo(json.dumps(shown_run, indent=2, allow_nan=False))
         return
     for number, (each, which) in enumerate(found):
         where = f"{each.run}/{each.step}" + (f"/{each.control_task}" if len(found) > 1 or gang.count("/") > 1 else "")
@@ -112,31 +138,52 @@ def outputs(obj: Any, gang: str, to: str | None, launch: int | None, node: int |
     _take_any_text()
     stored = StoredGangs(obj.flow_datastore)
     found = _find_one(obj, stored, gang)
-    kept = _outputs(obj, stored.events(found, _checked(found, attempt)) or {}, launch)
+    kept = _outputs(obj, stored.events(found, _checked(found, attempt)), launch)
+    if node not in (None, *kept.nodes):
+        raise NoOutputs(f"Node {node} has stored none; nodes that have: {', '.join(map(str, kept.nodes))}.")
     try:
         if to is not None:
             click.echo(f"The files are in {kept.download(to, node)}.")
             return
         rows = [
-            [str(each.node), size_text(each.size), printable(each.name)] for each in kept if node in (None, each.node)
+            [str(each.node), size_text(each.size), printable(each.name) + (_OLDER if each.older else "")]
+            for each in kept
+            if node in (None, each.node)
         ]
     except (TorchrunError, LookupError, OSError) as error:
         raise CommandException(str(error)) from error
-    click.echo("\n".join(table(("node", "size", "name"), rows, right=("node", "size"))))
+    listed = table(("node", "size", "name"), rows, right=("node", "size"))
+    click.echo("\n".join(listed if rows else ["No file is stored."]))
     for name, why in kept.left_out.items():
         click.echo(f"Left out: {printable(name)} {why}")
 
 
-def _outputs(obj: Any, content: dict[str, Any], launch: int | None) -> Outputs:
-    """Return what a launch of a gang has stored."""
-    known = {int(number): nodes for number, nodes in content.get("outputs", {}).items()}
+def _outputs(obj: Any, content: dict[str, Any] | None, launch: int | None) -> Outputs:
+    """Return what a launch of a gang has stored; by default the last one that has stored a file."""
+    known = {int(number): nodes for number, nodes in (content or {}).get("outputs", {}).items()}
     if launch is None:
-        launch = max(known, default=0)
+        with_files = [number for number, nodes in known.items() if any(each["files"] for each in nodes.values())]
+        launch = max(with_files or known, default=None)
     if launch not in known:
-        said = ", ".join(map(str, known)) or "none"
-        raise CommandException(f"Launch {launch} has stored no outputs; launches that have: {said}.")
+        raise _none(content, known, launch)
     nodes = {int(node): (each["key"], each["files"], each["size"]) for node, each in known[launch].items()}
     return Outputs(DatastoreValues(obj.flow_datastore).address, nodes)
+
+
+def _none(content: dict[str, Any] | None, known: dict[int, Any], launch: int | None) -> NoOutputs:
+    """Say why a launch, or none of a gang, has stored outputs."""
+    if known:
+        said = ", ".join(map(str, known))
+        if left_out := (content or {}).get("launches_left_out"):
+            said += f"; where those of {left_out} earlier launches are, their results alone know"
+        return NoOutputs(f"Launch {launch} has stored no outputs; launches that have: {said}.")
+    if content is None:
+        return NoOutputs("Nothing is recorded of this gang, and so nothing of its outputs.")
+    if content.get("wants_outputs"):
+        return NoOutputs("No launch of this gang has stored its outputs: that happens when all its workers have ended.")
+    is_known = "wants_outputs" in content  # older versions did not record it
+    has_not = "was asked to store any" if is_known else "has stored any"
+    return NoOutputs(f"No launch of this gang {has_not}: current.torch.run(outputs=[...]) names what to store.")
 
 
 def _find_one(obj: Any, stored: StoredGangs, named: str) -> StoredGang:
@@ -166,7 +213,7 @@ def _find(obj: Any, stored: StoredGangs, named: str) -> list[StoredGang]:
     gangs = stored.gangs(run, step)
     if not gangs:
         raise CommandException(f"Run {run} has no tasks of step {step}. It has begun: {', '.join(steps)}.")
-    found = [gang for gang in gangs if task is None or task in gang.tasks.values()]
+    found = [gang for gang in gangs if task is None or gang.is_named(task)]
     if not found:
         known = ", ".join(gang.control_task for gang in gangs)
         raise CommandException(
@@ -176,8 +223,8 @@ def _find(obj: Any, stored: StoredGangs, named: str) -> list[StoredGang]:
 
 
 def _latest_run(obj: Any) -> str:
-    """Return the run that was started last in this place, as ``resume`` takes it."""
-    run = get_latest_run_id(obj.echo, obj.flow.name)
+    """Return the run that was started or resumed last in this place."""
+    run = latest_run(obj.flow.name)
     if run is None:
         raise CommandException(f"No run of {obj.flow.name} was started here. Name one: {_program()} torchrun show RUN.")
     return str(run)
@@ -215,17 +262,24 @@ def _page(stored: StoredGangs, gang: StoredGang, attempt: int, where: str) -> li
         rank = failed_rank(content)
         if rank is not None:
             hints.append(f"Of the rank that failed: {ask} --rank {rank}")
-        return [*as_text(gang.facts(attempt), content, time.time()), *hints]
-    states = stored.told_by_metaflow(gang, attempt)
-    rows = [[str(node), gang.tasks[node], state] for node, state in sorted(states.items())]
+        text = as_text(gang.facts(attempt), content, time.time())
+        if is_cut(gang.facts(attempt), content):
+            text += ["", "This is what Metaflow knows:", "", *_told_by_metaflow(stored, gang, attempt)]
+        return [*text, *hints]
     return [
-        f"Run {gang.run}, step {gang.step}, task {gang.control_task}, attempt {attempt}",
+        title(gang.facts(attempt)),
         "Nothing is recorded of this gang: its control node has not joined yet, or this version of metaflow-torchrun did",
         "not run there, or the step has no @torchrun. This is what Metaflow knows:",
         "",
-        *table(("node", "task", "state"), rows, right=("node",)),
+        *_told_by_metaflow(stored, gang, attempt),
         *hints,
     ]
+
+
+def _told_by_metaflow(stored: StoredGangs, gang: StoredGang, attempt: int) -> list[str]:
+    states = stored.told_by_metaflow(gang, attempt)
+    rows = [[str(node), gang.tasks[node], state] for node, state in sorted(states.items())]
+    return table(("node", "task", "state"), rows, right=("node",))
 
 
 def _pattern(grep: str | None) -> re.Pattern[str] | None:

@@ -17,8 +17,13 @@ from typing import Any
 from ..channel.registry import Registry
 from ..errors import GangError
 from ..gang.state import Gang
+from ..gang.vanished import has_begun
+from ..gang.wire import finite
 
 _EVERY_S = 5.0
+# Until the gang has begun: from then on a task that comes in this one's place must not run the step's code again, and
+# by the record alone it knows.
+_SOON_S = 0.25
 # What the nodes use and what scripts tell changes all the time, and of many nodes it is a megabyte. So for it alone
 # nothing is written more often than that.
 _NUMBERS_EVERY_S = 60.0
@@ -35,6 +40,7 @@ class EventStore:
         self._gang = gang  # only read
         self._about = about  # what else is known of the gang, as plain data; other threads may add to it
         self._pid = os.getpid()
+        self._pause_s = _SOON_S
         self._written = 0  # how many records the datastore knows of
         self._numbers, self._numbers_due_at = (0, -1, 0), time.monotonic() + _NUMBERS_EVERY_S
         self._wake = threading.Event()
@@ -55,7 +61,7 @@ class EventStore:
 
     def _run(self) -> None:
         while not self._is_over:
-            self._wake.wait(_EVERY_S)
+            self._wake.wait(self._pause_s)
             self._wake.clear()
             self._save()
         self._save()
@@ -66,7 +72,9 @@ class EventStore:
         are_due = self._is_over or time.monotonic() > self._numbers_due_at
         if count > self._written or (numbers != self._numbers and are_due):
             with suppress(GangError):  # the next time tries again
-                self._registry.save_events(self.content(), _PATIENCE_S)
+                content = self.content()
+                self._registry.save_events(content, _PATIENCE_S)
+                self._pause_s = _EVERY_S if has_begun(content) else _SOON_S
                 self._written, self._numbers = count, numbers
                 self._numbers_due_at = time.monotonic() + _NUMBERS_EVERY_S
 
@@ -86,13 +94,15 @@ def gang_content(gang: Gang, about: Mapping[str, Any]) -> dict[str, Any]:
         "error": None if error is None else error.message[:_MAX_MESSAGE],
         "facts": gang.facts,
         **dict(about),
-        "progress": gang.progress.as_dict(),
+        "progress": finite(gang.progress.as_dict()),
         "events": [record.as_dict() for record in gang.history.records],
         "reports": [asdict(report) for report in gang.history.reports],
-        "usage": gang.usage.as_data(),
+        "usage": finite(gang.usage.as_data()),
+        "wants_outputs": gang.wants_outputs,
         "outputs": {  # of copies: the channel's thread may add to them
             launch: {node: asdict(each) for node, each in dict(of).items()}
             for launch, of in dict(gang.outputs).items()
             if of
         },
+        "launches_left_out": gang.launches_left_out,
     }

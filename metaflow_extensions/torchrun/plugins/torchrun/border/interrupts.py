@@ -31,8 +31,16 @@ def heed_signals_to_job(arguments: Sequence[str] = sys.argv) -> None:
     SIGINT, too, is taken once only: a second signal, as `timeout` and systemd send it to the whole group,
     would end the process in the midst of its clean-up.
     """
-    if any(list(arguments[at : at + 2]) in _REMOTE_JOBS for at in range(len(arguments))):
+    if remote_job(arguments) is not None:
         _handle((signal.SIGTERM, signal.SIGHUP, signal.SIGINT), pass_on=False)
+
+
+def remote_job(arguments: Sequence[str] = sys.argv) -> str | None:
+    """Return the step of the remote job that a process looks after, by its command line; None if it is no such process."""
+    for at in range(len(arguments) - 2):
+        if list(arguments[at : at + 2]) in _REMOTE_JOBS:
+            return arguments[at + 2]
+    return None
 
 
 def _handle(signals: Sequence[signal.Signals], pass_on: bool) -> None:

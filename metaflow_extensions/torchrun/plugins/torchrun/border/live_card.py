@@ -11,28 +11,34 @@ keeps of the user's last refresh stays as it is: its data, and the time before w
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from metaflow import current
-from metaflow.metaflow_config import UI_URL
-from metaflow.plugins.cards.card_creator import CardProcessManager
 
 from ..card.part import GangPart
+from ..machine import processes
+from ..machine.detached import PROGRAM, Detached
+from ..renamed import convenience, known
 
 _TYPE = "torchrun"  # of the card
 _LOOKS_EVERY_S = 1.0
-# A process of Metaflow's takes most of a second of a core. So a young step shows it at most every 5 s; the pause grows
-# with the step's age to 90 s, which is less than 1 % of a core. After something has happened it grows to 30 s only.
-_SHORTEST_S = 5.0
+# A process of Metaflow's takes most of a second of a core. So a young step shows what has happened at most every 5 s,
+# and numbers alone every 15 s; the pause grows with the step's age to 90 s, which is less than 1 % of a core. After
+# something has happened it grows to 30 s only.
+_SHORTEST_S, _SHORTEST_QUIET_S = 5.0, 15.0
 _LONGEST_S, _OF_AGE = 90.0, 0.1
 _LONGEST_AFTER_NEWS_S, _OF_AGE_AFTER_NEWS = 30.0, 0.01
 _OF_ALL_PER_S, _OF_ONE_MACHINE_PER_S = 2.0, 0.1
-# How long a failed task waits for its last card.
-_LAST_S = 15.0
+# How long a failed task waits for its last card: so long where a card takes some seconds, and on a slow machine longer.
+_LAST_S, _LONGEST_LAST_S, _USUAL_CARD_S = 15.0, 60.0, 4.0
+# What is left out where Metaflow's cards are otherwise; nobody's success or error depends on it.
+_LIVE, _LAST = "what the gang's card shows while the step runs", "the last card of a step that has failed"
 
 
 def pause_s(age_s: float, has_news: bool, shortest_s: float) -> float:
@@ -40,8 +46,26 @@ def pause_s(age_s: float, has_news: bool, shortest_s: float) -> float:
 
     Numbers on the card change all the time. News is what happens seldom, such as a restart.
     """
-    longest_s, of_age = (_LONGEST_AFTER_NEWS_S, _OF_AGE_AFTER_NEWS) if has_news else (_LONGEST_S, _OF_AGE)
-    return max(shortest_s, min(longest_s, age_s * of_age))
+    if has_news:
+        return max(shortest_s, min(_LONGEST_AFTER_NEWS_S, age_s * _OF_AGE_AFTER_NEWS))
+    return max(shortest_s, _SHORTEST_QUIET_S, min(_LONGEST_S, age_s * _OF_AGE))
+
+
+def last_patience_s(slowest_s: float, load: float) -> float:
+    """Return how long a failed task waits for its last card.
+
+    `slowest_s` is what the slowest card so far has taken, 0 without one; `load` is how many processes want each core of
+    this machine. Either tells that what usually takes seconds takes longer here.
+    """
+    return min(_LONGEST_LAST_S, _LAST_S * max(1.0, slowest_s / _USUAL_CARD_S, load))
+
+
+def _load() -> float:
+    """Return how many processes want each core, over the last minute; a container has its machine's."""
+    try:
+        return os.getloadavg()[0] / (os.cpu_count() or 1)
+    except OSError:
+        return 0.0
 
 
 def pause_of_member_s(num_nodes: int, is_local: bool) -> float:
@@ -55,15 +79,19 @@ def pause_of_member_s(num_nodes: int, is_local: bool) -> float:
 
 def cards() -> list[Any]:
     """Return the task's cards of our type, each Metaflow's `CardComponentManager` (2.19)."""
-    collector = current.get("card")
-    return [] if collector is None else list(collector.get(_TYPE))
+    with convenience(_LIVE):
+        collector = current.get("card")
+        return [] if collector is None else list(collector.get(_TYPE))
+    return []
 
 
 def users_cards() -> list[Any]:
     """Return the task's other cards that show a part of the gang and can be renewed while the task runs (2.19)."""
-    collector = current.get("card")
-    managers = list(getattr(collector, "_card_component_store", {}).values())
-    return [card for card in managers if card._card_creator_args["runtime_card"] and _has_part(card)]
+    with convenience(_LIVE):
+        collector = current.get("card")
+        managers = [] if collector is None else list(collector._card_component_store.values())
+        return [card for card in managers if card._card_creator_args["runtime_card"] and _has_part(card)]
+    return []
 
 
 def _has_part(card: Any) -> bool:
@@ -92,11 +120,14 @@ class LiveCard:
         self._runs_own_code = runs_own_code  # whether the step's own code runs now
         self._shortest_pause_s = _SHORTEST_S if shortest_pause_s is None else shortest_pause_s
         self._cards = cards() if with_ours else []  # of our type
+        for card in self._cards:
+            _detach(card)
         self._is_off = False  # whether none is made
         self._has_parts = False  # whether the step's code has asked for any
         self._began_at = time.monotonic()
         self._pid = os.getpid()
         self._shown, self._shown_at = -1, float("-inf")
+        self._slowest_s = 0.0  # what the slowest process of a card has taken, or takes
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="torchrun-card", daemon=True)
         if self._cards:
@@ -124,19 +155,25 @@ class LiveCard:
 
     def _run(self) -> None:
         while not self._over.wait(_LOOKS_EVERY_S):
-            if self._is_due(time.monotonic()):
-                others = users_cards() if self._has_parts and not self._runs_own_code() else []
-                if not any(map(_is_busy, [*self._cards, *others])):
-                    self._renew(others)
+            with convenience(_LIVE):
+                self._look()
+
+    def _look(self) -> None:
+        if any(map(_is_busy, self._cards)):
+            self._slowest_s = max(self._slowest_s, time.monotonic() - self._shown_at)
+        elif self._is_due(time.monotonic()):
+            others = users_cards() if self._has_parts and not self._runs_own_code() else []
+            if not any(map(_is_busy, others)):
+                self._renew(others)
 
     def _renew(self, others: list[Any]) -> None:
         self._shown, self._shown_at = self._count(), time.monotonic()
         content = self._now() if self._cards else {}
         for card in self._cards:
-            with suppress(Exception):  # whatever a card's process can't do must not end the thread
+            with convenience(_LIVE):  # also where a card's process can't be started
                 card.refresh(content)
         for card in others:
-            with suppress(Exception):
+            with convenience(_LIVE):
                 if _renew_users(card):
                     self._shown = -1  # the next renewal is due soon
 
@@ -161,10 +198,14 @@ class LiveCard:
         if self._thread.is_alive():
             self._thread.join(_LAST_S)
         for card in self._cards:
-            _give(card, self._content())
+            with convenience(_LIVE):
+                _give(card, self._content())
 
-    def make_last(self, patience_s: float = _LAST_S) -> None:
-        """Make the last cards of a task that fails, which Metaflow would not, and wait so long for it; only once."""
+    def make_last(self, patience_s: float | None = None) -> None:
+        """Make the last cards of a task that fails, which Metaflow would not, and wait so long for it; only once.
+
+        By default that is as long as they are likely to take on this machine.
+        """
         if os.getpid() != self._pid or self._is_off:
             return
         self.settle()
@@ -172,21 +213,89 @@ class LiveCard:
         others, self._has_parts = users_cards() if self._has_parts else [], False
         # As for a task that ended well, Metaflow's `CardDecorator.task_finished`. Metaflow's own types can be made for
         # such a task alone, so a user's card is made once more as that of a task that runs.
-        wanted = [(card, "render") for card in own] + [(card, "render_runtime") for card in others]
-        threads = [
-            threading.Thread(target=_make_last, args=each, name="torchrun-lastcard", daemon=True) for each in wanted
-        ]
-        deadline = time.monotonic() + patience_s
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
+        if patience_s is None:
+            patience_s = last_patience_s(self._slowest_s, _load())
+        with convenience(_LAST):  # also where no thread can be started
+            _make_all([(card, "render") for card in own] + [(card, "render_runtime") for card in others], patience_s)
 
 
 def with_task(content: dict[str, Any]) -> dict[str, Any]:
     """Return what is to be shown with the name of this task."""
     pathspec = f"{current.flow_name}/{current.run_id}/{current.step_name}/{current.task_id}"
-    return {**content, "task": pathspec, "ui_url": UI_URL or None}
+    return {**content, "task": pathspec, "ui_url": known("metaflow.metaflow_config", "UI_URL", None) or None}
+
+
+_REAP_S = 1.0  # that the first process of a system may take to reap one
+
+
+class _CardProcess(Detached):
+    """A process that makes a card, with what Metaflow asks its `Popen` (`CardProcessManager`, 2.19)."""
+
+    is_of_use = True  # until one was seen that nobody has reaped; of all of them
+    _ended_at: float | None = None  # when its end was seen first
+
+    def poll(self) -> int | None:
+        """Return 0 if it has ended; nobody asks how."""
+        if not self.wait(0.0):
+            return None
+        self._ended_at = self._ended_at or time.monotonic()
+        return 0
+
+    @property
+    def is_reaped(self) -> bool:
+        """Whether its parent has taken note of its end, or has had no second to do so.
+
+        Else each card would leave a dead process behind.
+        """
+        is_new = self._ended_at is None or time.monotonic() < self._ended_at + _REAP_S
+        return is_new or processes.began(self.pid) != self.began
+
+    def kill(self) -> None:
+        """End it."""
+        self.send_signal(signal.SIGKILL)
+
+
+def _detach(card: Any) -> None:
+    """Have the processes that make a card while the task runs be no children of the task: its step may wait for its own.
+
+    They are started by `CardCreator._run_command` (2.19). Without that name all stays as Metaflow has it.
+    """
+    creator: Any = getattr(card, "_card_creator", None)
+    run = getattr(creator, "_run_command", None)
+    if run is not None and not isinstance(run, partial):
+        creator._run_command = partial(_run_detached, run)
+
+
+def _run_detached(
+    run: Callable[..., tuple[bytes, bool]],
+    command: Sequence[str],
+    card_uuid: str,
+    env: Mapping[str, str],
+    wait: bool = True,
+    timeout: Any = None,
+) -> tuple[bytes, bool]:
+    try:
+        started = not wait and _start_detached(command, card_uuid, env)
+    except Exception:  # another Metaflow, or no more processes: as Metaflow has it
+        started = False
+    return (b"", False) if started else run(command, card_uuid, env, wait=wait, timeout=timeout)
+
+
+def _start_detached(command: Sequence[str], card_uuid: str, env: Mapping[str, str]) -> bool:
+    """Start the process, unless one makes this card already: then Metaflow drops this one, or ends that one."""
+    from metaflow.plugins.cards.card_creator import CardProcessManager
+
+    process, _ = CardProcessManager._get_card_process(card_uuid)
+    if process is not None and process.poll() is None:
+        return False
+    if isinstance(process, _CardProcess) and not process.is_reaped:
+        # Whoever has adopted it reaps nothing, as a program that is a container's first process. One is enough.
+        _CardProcess.is_of_use = False
+    if not _CardProcess.is_of_use:
+        return False
+    started = _CardProcess(PROGRAM, command, env, stderr=subprocess.DEVNULL)
+    CardProcessManager._register_card_process(card_uuid, started)
+    return True
 
 
 def _renew_users(card: Any) -> bool:
@@ -194,6 +303,7 @@ def _renew_users(card: Any) -> bool:
 
     Then the data has to follow, which tells a browser to load the page; Metaflow would wait for it here.
     """
+    _detach(card)
     changed_at = card.components.layout_last_changed_on
     if card._last_layout_change == changed_at:
         card._card_proc("refresh")
@@ -205,15 +315,28 @@ def _renew_users(card: Any) -> bool:
     return True
 
 
+def _make_all(wanted: list[tuple[Any, str]], patience_s: float) -> None:
+    """Make the last of each card, all at the same time, and wait `patience_s` seconds at most."""
+    threads = [threading.Thread(target=_make_last, args=each, name="torchrun-lastcard", daemon=True) for each in wanted]
+    deadline = time.monotonic() + patience_s
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+
+
 def _make_last(card: Any, first: str) -> None:
-    while _is_busy(card):  # Metaflow would wait, too, but without sleeping
-        time.sleep(0.05)
+    with convenience(_LAST):
+        while _is_busy(card):  # Metaflow would wait, too, but without sleeping
+            time.sleep(0.05)
     for mode in (first, "refresh"):
-        with suppress(Exception):
+        with convenience(_LAST):
             card._card_creator.create(**card._card_creator_args, mode=mode, final=True)
 
 
 def _is_busy(card: Any) -> bool:
     """Tell whether the card's last process still runs: Metaflow would drop another refresh without a word (2.19)."""
+    from metaflow.plugins.cards.card_creator import CardProcessManager
+
     process, _ = CardProcessManager._get_card_process(card._card_creator_args["card_uuid"])
     return process is not None and process.poll() is None

@@ -19,7 +19,16 @@ from itertools import pairwise
 from typing import Any
 
 from ..gang.cause import describe_exit
-from ..machine.processes import Ends, Process, await_or_kill, children, command_line, find, send_signal
+from ..machine.processes import (
+    Ends,
+    Process,
+    await_or_kill,
+    children,
+    children_of_main_thread,
+    command_line,
+    find,
+    send_signal,
+)
 
 _POLL_S = 0.25
 # Enough to start Python and Metaflow and read one record; less than the 5 s that Metaflow's runtime
@@ -34,11 +43,17 @@ class SameInterpreter:
         # Metaflow asks the base environment here, as the runtime does for every task.
         self._environment = getattr(environment, "base_env", environment)
 
-    def executable(self, step_name: str, default: str | None = None) -> str:
-        """Return the interpreter for a step."""
+    def executable(self, *args: Any, **options: Any) -> Any:
+        """Return the interpreter for a step; Metaflow's own method says what it takes (2.19)."""
         # The real environment is asked first, since @conda and @pypi name interpreters of their own.
-        asked: str = self._environment.executable(step_name, default)
+        asked = self._environment.executable(*args, **options)
         return sys.executable if asked in ("python", "python3") else asked
+
+    def __getattr__(self, name: str) -> Any:
+        # What else a later Metaflow asks for; the base environment is this one.
+        if name in ("_environment", "base_env"):
+            raise AttributeError(name)
+        return getattr(self._environment, name)
 
 
 class LocalNodes:
@@ -59,6 +74,8 @@ class LocalNodes:
         if len(self.tasks()) < len(self._options):
             time.sleep(_POLL_S)  # for a moment in its exec a process has no command line
         running = dict(self.tasks())
+        if not running and not self._has_ended_children():
+            return  # Metaflow's command lines are otherwise than `_node_of` knows them (2.19); the gang's clocks are left
         for node in set(self._options.values()) - set(running):
             on_gone(node, "its task ended at once, before it joined")
         ends = Ends(task.pid for task in running.values())
@@ -79,6 +96,12 @@ class LocalNodes:
                 if task is not None and node is not None:
                     self._tasks.setdefault(node, task)
             return self._tasks
+
+    @staticmethod
+    def _has_ended_children() -> bool:
+        """Tell whether children have ended: a process that has ended shows no command line any more."""
+        found = [find(pid) for pid in children_of_main_thread(os.getpid())]
+        return not found or any(child is None or not child.is_alive for child in found)
 
     def _node_of(self, pid: int) -> int | None:
         options = set(pairwise(command_line(pid)))

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from metaflow.datastore.task_datastore import TaskDataStore
-from metaflow.metaflow_config import DEFAULT_DATASTORE
-
 from ..channel.registry import Registry
+from ..gang.cause import describe_exit
+from ..renamed import known
 from ..views.page import Facts
 
 # How Metaflow names the task of another node after the control task's, and which node it counts as the first:
@@ -26,8 +25,17 @@ _NAMES = (
     (re.compile(r"(.+)-worker-(\d+)"), "{}", 1),
     (re.compile(r"(.+)-node-(\d+)"), "control-{}", 0),
 )
-# What is written at a task's end: by itself, or by who has started it and has seen it end (`Worker.terminate`).
-_ENDED = (TaskDataStore.METADATA_DONE_SUFFIX, "runtime")
+DEFAULT_DATASTORE = known("metaflow.metaflow_config", "DEFAULT_DATASTORE", "local")
+# What is written at a task's end: by itself (`TaskDataStore.METADATA_DONE_SUFFIX`), or by who has started it and has
+# seen it end (`Worker.terminate`). A file's name begins with its attempt.
+_DONE, _RUNTIME = "DONE.lock", "runtime"
+_ENDED = (_DONE, _RUNTIME)
+# What `resume` makes of a task (`clone_task_helper`, 2.19) has an end without a begin. It has the origin's artifacts
+# (`TaskDataStore.METADATA_DATA_SUFFIX`), and no logs or records. In the control task's artifact stand the tasks of all
+# nodes, each as run, step and task.
+_BEGUN = "task_begin"
+_OF_CLONE = {"data.json", _DONE}
+_TASKS = "_control_mapper_tasks"
 _ATTEMPT = re.compile(r"(\d+)\.(.+)")
 
 
@@ -52,6 +60,16 @@ class StoredGang:
     control_task: str
     tasks: dict[int, str]  # by node
     files: dict[str, dict[int, set[str]]]  # by task and attempt
+    clone: tuple[str, str] | None = None  # run and control task of the clone that was asked for; this is its origin
+
+    def is_named(self, task: str) -> bool:
+        """Tell whether a task is one of this gang's, or the control task of its clone."""
+        return task in self.tasks.values() or (self.clone is not None and task == self.clone[1])
+
+    @property
+    def asked_run(self) -> str:
+        """The run that was asked for, which may have cloned the gang from this one."""
+        return self.run if self.clone is None else self.clone[0]
 
     @property
     def last_attempt(self) -> int:
@@ -65,7 +83,8 @@ class StoredGang:
     def facts(self, attempt: int) -> Facts:
         """Return what Metaflow has of an attempt."""
         is_done = any(self.has(self.control_task, attempt, name) for name in _ENDED)
-        return Facts(self.run, self.step, self.control_task, self.tasks, attempt, self.last_attempt, is_done)
+        names = (self.run, self.step, self.control_task, self.tasks)
+        return Facts(*names, attempt, self.last_attempt, is_done, self.clone)
 
 
 class StoredGangs:
@@ -95,7 +114,35 @@ class StoredGangs:
         return sorted(name for name, _ in self._names([self._path(run)]))
 
     def gangs(self, run: str, step: str) -> list[StoredGang]:
-        """Return the gangs of a step; several where it stands in a foreach."""
+        """Return the gangs of a step, several where it stands in a foreach; of what `resume` has cloned the origins."""
+        found = self._gangs(run, step)
+        clones = {gang.control_task: tasks for gang in found if (tasks := self._origin(gang))}
+        # The other nodes' clones keep the names of their tasks, and so name a control task that this run has not.
+        cloned = {pathspec.split("/")[-1] for tasks in clones.values() for pathspec in tasks}
+        return [
+            self._origin_of(gang, clones[gang.control_task]) if gang.control_task in clones else gang
+            for gang in found
+            if gang.control_task in clones or 0 in gang.tasks or not cloned.issuperset(gang.tasks.values())
+        ]
+
+    def _origin(self, gang: StoredGang) -> list[str]:
+        """Return the tasks of which a gang is a clone, each as run, step and task; nothing where it has run itself."""
+        files = gang.files.get(gang.control_task, {}).get(0, set())
+        if not files >= _OF_CLONE or _BEGUN in files:
+            return []
+        stored = self._datastore.get_task_datastore(gang.run, gang.step, gang.control_task, attempt=0)
+        tasks = stored.get(_TASKS) or []
+        return [] if not tasks or tasks[0].split("/")[0] == gang.run else list(tasks)
+
+    def _origin_of(self, clone: StoredGang, tasks: list[str]) -> StoredGang:
+        """Return the gang of which another is a clone; the clone itself where nothing is left of that."""
+        run, step, control_task = tasks[0].split("/")
+        found = (gang for gang in self._gangs(run, step) if gang.control_task == control_task)
+        origin = next(found, clone)
+        return replace(origin, clone=(clone.run, clone.control_task)) if origin is not clone else clone
+
+    def _gangs(self, run: str, step: str) -> list[StoredGang]:
+        """Return what a run has of the gangs of a step."""
         tasks = {name for name, _ in self._names([self._path(run, step)])}
         files: dict[str, dict[int, set[str]]] = {task: {} for task in tasks}
         for name, path in self._names([self._path(run, step, task) for task in sorted(tasks)]):
@@ -116,25 +163,34 @@ class StoredGangs:
         """Return what the control node has stored of an attempt; None if there is nothing."""
         return Registry(self._datastore, gang.run, gang.step, gang.control_task, attempt).load_events()
 
-    def told_by_metaflow(self, gang: StoredGang, attempt: int) -> dict[int, str]:
-        """Return what Metaflow itself knows of each node's task, in a word or in the error's own."""
-        return {node: self._state(gang, task, attempt) for node, task in gang.tasks.items()}
+    def told_by_metaflow(self, gang: StoredGang, attempt: int, at_most: int | None = None) -> dict[int, str]:
+        """Return what Metaflow itself knows of each node's task, or of the first nodes, in a word or in the error's own."""
+        return {node: self._state(gang, task, attempt) for node, task in list(gang.tasks.items())[:at_most]}
 
     def _state(self, gang: StoredGang, task: str, attempt: int) -> str:
         if not gang.files[task].get(attempt):
             return "has no such attempt"
-        if not gang.has(task, attempt, TaskDataStore.METADATA_DONE_SUFFIX):
-            return "was killed" if gang.has(task, attempt, "runtime") else "has begun; no end is known"
+        if not gang.has(task, attempt, _DONE):
+            if not gang.has(task, attempt, _RUNTIME):
+                return "has begun; no end is known"
+            # Of a remote task, that is the end of the process which has looked after it.
+            code = self._return_code(gang, task, attempt)
+            return describe_exit(code) if code < 0 else "was killed"
         stored = self._datastore.get_task_datastore(gang.run, gang.step, task, attempt=attempt, allow_not_done=True)
         if stored.get("_task_ok"):
             return "succeeded"
         error = stored.get("_exception")
         return "failed" if error is None else f"failed: {str(error).splitlines()[-1]}"
 
+    def _return_code(self, gang: StoredGang, task: str, attempt: int) -> int:
+        where = (gang.run, gang.step, task)
+        stored = self._datastore.get_task_datastore(*where, attempt=attempt, data_metadata={}, mode="r")
+        found = stored.load_metadata([_RUNTIME])[_RUNTIME] or {}
+        return int(found.get("return_code") or 0)
+
     def paths(self, gang: StoredGang, task: str, attempt: int, name: str) -> str:
         """Return where a file of a task is."""
-        file = TaskDataStore.metadata_name_for_attempt(name, attempt)
-        return self._path(gang.run, gang.step, task, file)
+        return self._path(gang.run, gang.step, task, f"{attempt}.{name}")
 
     def load(self, paths: list[str]) -> Any:
         """Return a context in which triples of a path, the local file with its content (None: missing), and more come."""

@@ -7,20 +7,22 @@ so they are read piece by piece, and none is held open.
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import datetime, timedelta
 from pathlib import Path
 
-from metaflow.mflog import LOG_SOURCES
-from metaflow.mflog.mflog import LINE_PARSER
-
 from ..gang.protocol import CONTROL
+from ..renamed import known
 from ..views.log_lines import Line, OwnLog, Reader, Source
 from ..views.story import Story
 from .stored_gangs import StoredGang, StoredGangs
 
+LOG_SOURCES = known("metaflow.mflog", "LOG_SOURCES", ("runtime", "task"))
+# Without it a line is shown as it is stored, and the logs stand one after another.
+LINE_PARSER = known("metaflow.mflog.mflog", "LINE_PARSER", re.compile(rb"(?!)"))
 _PIECE = 256 * 1024
 _STREAMS = ("stdout", "stderr")
 _PAUSE_S = 1.0  # at least, between two looks at logs that grow

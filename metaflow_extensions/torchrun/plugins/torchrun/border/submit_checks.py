@@ -5,14 +5,18 @@ What goes wrong is that of Metaflow 2.19. What Metaflow refuses itself is not ch
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from metaflow._vendor import click
-from metaflow.lint import LintWarn, linter
-from metaflow.metaflow_config import KUBERNETES_PORT
-
 from ..errors import TorchrunConfigError
+from ..renamed import convenience, known
+from .run_calls import register
+
+KUBERNETES_PORT = known("metaflow.metaflow_config", "KUBERNETES_PORT", None)
+LintWarn: Any = known("metaflow.lint", "LintWarn", known("metaflow.exception", "MetaflowException", Exception))
+# What is left out where Metaflow is otherwise than these checks know it.
+SUBMISSION = "the checks of what can't work on Kubernetes and AWS Batch"
+_LINT = "the check that a step with @torchrun is entered with num_parallel"
 
 
 class Submission:
@@ -100,10 +104,13 @@ def _shown(name: str, decorators: Mapping[str, Any], attribute: str) -> str:
 def ignored_by_with(name: str) -> list[str]:
     """Return what ``--with`` says of the decorator `name`, which Metaflow drops where a step has it in its source (2.19)."""
     specs: list[str] = []
-    context = click.get_current_context(silent=True)
-    while context is not None:  # an option of the command, and of the program before it
-        specs += context.params.get("decospecs") or ()
-        context = context.parent
+    with convenience("the word that --with is ignored where a step has its decorator in the source"):
+        from metaflow._vendor import click
+
+        context = click.get_current_context(silent=True)
+        while context is not None:  # an option of the command, and of the program before it
+            specs += context.params.get("decospecs") or ()
+            context = context.parent
     return [f"--with {spec}" for spec in specs if spec.startswith(f"{name}:")]
 
 
@@ -112,6 +119,21 @@ def check_entered_with_num_parallel(graph: Any) -> None:
 
     ``--with`` decorates every step of a flow, also those that are not parallel (`_attach_decorators`, Metaflow 2.19).
     """
+    plain = None
+    with convenience(_LINT):
+        plain = _first_plain_step(graph)
+    if plain is not None:
+        name, entered, *where = plain
+        raise LintWarn(
+            f"Step *{name}* has @torchrun but is not entered with num_parallel. In step *{entered}*, write "
+            f"self.next(self.{name}, num_parallel=2) to run it on 2 nodes. For one node without "
+            "num_parallel, remove @torchrun and use TorchrunSingleNodeMultiGPU.",
+            *where,
+        )
+
+
+def _first_plain_step(graph: Any) -> tuple[Any, ...] | None:
+    """Return a step's name, the step before it, and line and file, where ``@torchrun`` stands at a step that is no gang."""
     for node in graph:
         for deco in [d for d in node.decorators if d.name == "torchrun"]:
             callers = [caller for caller in graph if node.name in (caller.out_funcs or ())]
@@ -119,17 +141,20 @@ def check_entered_with_num_parallel(graph: Any) -> None:
                 continue
             if deco.statically_defined:
                 entered = callers[0].name if callers else "the step before it"
-                raise LintWarn(
-                    f"Step *{node.name}* has @torchrun but is not entered with num_parallel. In step *{entered}*, write "
-                    f"self.next(self.{node.name}, num_parallel=2) to run it on 2 nodes. For one node without "
-                    "num_parallel, remove @torchrun and use TorchrunSingleNodeMultiGPU.",
-                    node.func_lineno,
-                    node.source_file,
-                )
+                return node.name, entered, node.func_lineno, node.source_file
             node.decorators.remove(deco)
             node.parallel_step = any(getattr(d, "IS_PARALLEL", False) for d in node.decorators)
+    return None
 
 
-# Before Metaflow's own checks (metaflow.lint, 2.19), which would speak of @parallel and not say how.
-linter.ensure_static_graph(linter.check(check_entered_with_num_parallel))
-linter._checks.insert(0, linter._checks.pop())
+def _check_first(check: Callable[[Any], None]) -> None:
+    """Have `check` go before Metaflow's own checks (metaflow.lint, 2.19), which would speak of @parallel and not say how."""
+    from metaflow.lint import linter
+
+    linter.ensure_static_graph(linter.check(check))
+    linter._checks.insert(0, linter._checks.pop())
+
+
+with convenience(_LINT):
+    _check_first(check_entered_with_num_parallel)
+register()

@@ -9,15 +9,24 @@ import pickle
 from typing import Any
 
 from metaflow import current
-from metaflow.metaflow_current import Parallel
 
+from ..renamed import convenience, known
+
+_PARALLEL = known("metaflow.metaflow_current", "Parallel", None)
 # They ask Metaflow's metadata when somebody looks at them. A worker's `current` makes them itself.
 _MADE_WHEN_ASKED = frozenset({"run", "task"})
 _PLAIN = (type(None), bool, int, float, str, bytes)
 _CONTAINERS = (list, tuple, set, frozenset)
 
 
-def current_for_workers() -> bytes:
+def current_for_workers() -> bytes | None:
+    """Return what `_told` does; None where Metaflow's `current` is otherwise, so that a worker's says nothing."""
+    with convenience("what `current` says in the workers of a function"):
+        return _told()
+    return None
+
+
+def _told() -> bytes:
     """Return a pickle of what `current` says: its ``state``, its ``values``, and the names that are ``withheld``.
 
     Withheld is what is more than data, as the task's cards are. The state is what `current` itself is made of.
@@ -45,6 +54,6 @@ def is_plain(thing: Any) -> bool:
     kind = type(thing)
     if kind is dict:
         return all(is_plain(part) for pair in thing.items() for part in pair)
-    if kind in _CONTAINERS or kind is Parallel:
+    if kind in _CONTAINERS or kind is _PARALLEL:
         return all(map(is_plain, thing))
     return kind in _PLAIN

@@ -17,15 +17,18 @@ from typing import Any
 from metaflow import current
 
 from ..channel.control_channel import ControlChannel
-from ..channel.join import LOOPBACK, control_addresses, join_alone, join_as_control, join_as_member
+from ..channel.join import LOOPBACK, control_addresses, join_alone, join_as_control, join_as_member, refuse_second_run
 from ..channel.registry import Registry
 from ..errors import TorchrunPreempted
 from ..events import Event, Subscriber
+from ..gang.cause import Cause
 from ..gang.member import Member
 from ..gang.node_records import NodeRecords
+from ..gang.state import Gang
 from ..node.console import to_log, write_text
 from ..node.report import end_with, report
 from ..node.warm_start import WarmNode
+from ..renamed import convenience, need
 from ..settings import StepSettings
 from .event_store import EventStore
 from .live_card import LiveCard, pause_of_member_s
@@ -48,18 +51,38 @@ _ORPHAN_S = 1.5
 _PREEMPTED_CARD_S = 2.0
 
 
+def _news_of(gang: Gang) -> int:
+    """Return how much the gang's card has to show soon: what has happened, and the first of all numbers."""
+    return gang.history.count + bool(gang.usage.count) + bool(gang.progress.count)
+
+
 def is_local() -> bool:
     """Tell whether all tasks run on this machine, as ``metaflow.plugins.parallel_decorator`` does (2.19)."""
     return os.environ.get("METAFLOW_RUNTIME_ENVIRONMENT", "local") == "local"
+
+
+def metadata_type(flow_datastore: Any) -> str | None:
+    """Return the kind of a flow's metadata provider, for example "local"; None where Metaflow (2.19) has it otherwise."""
+    kind: str | None = getattr(getattr(flow_datastore, "metadata", None), "TYPE", None)
+    return kind
 
 
 class TaskGang:
     """The gang of one attempt of a step, as one of its tasks sees it."""
 
     def __init__(
-        self, settings: StepSettings, flow_datastore: Any, run_id: str, step_name: str, task_id: str, attempt: int
+        self,
+        settings: StepSettings,
+        flow_datastore: Any,
+        run_id: str,
+        step_name: str,
+        task_id: str,
+        attempt: int,
+        deadline: float | None = None,
     ) -> None:
         self._settings = settings
+        # The end of the step's @timeout in monotonic seconds, on a control node, where nobody else looks at it.
+        self._deadline = deadline
         self._flow_datastore = flow_datastore  # metaflow.datastore.FlowDataStore
         self._run_id, self._step_name, self._task_id, self._attempt = run_id, step_name, task_id, attempt
         self._is_local = is_local()
@@ -119,23 +142,26 @@ class TaskGang:
         timeout.tell(member)
         self._member = member
         if not self._is_local:
-            self._preemption_watch = watch(current.get("spot_termination_notice"), member.notice)
+            with convenience("the look for spot notices"):
+                self._preemption_watch = watch(current.get("spot_termination_notice"), member.notice)
         return member, main_addr
 
     def _join(self) -> tuple[Member, str]:
         parallel, settings = current.parallel, self._settings
-        control_task_id = parallel.control_task_id or self._task_id
+        control_task_id = need(parallel, "control_task_id") or self._task_id
         emit = self._emit
         registry = Registry(self._flow_datastore, self._run_id, self._step_name, control_task_id, self._attempt)
         if parallel.num_nodes == 1:
-            member, channel = join_alone(settings, emit)
+            if not self._is_local:  # there the same task can be run again by hand
+                refuse_second_run(registry, 1)
+            member, channel = join_alone(settings, emit, self._deadline)
             self._follow(registry, channel)
             return member, LOOPBACK
         if parallel.node_index > 0:
             return self._join_as_member(registry, f"{self._run_id}/{self._step_name}/{control_task_id}")
         main_ip, here_only = parallel.main_ip, self._is_local
         member, self._channel = join_as_control(
-            registry, parallel.num_nodes, main_ip, settings, emit, here_only, why_it_waits
+            registry, parallel.num_nodes, main_ip, settings, emit, here_only, why_it_waits, self._deadline
         )
         self._follow(registry, self._channel)
         if self._local_nodes is not None:
@@ -176,8 +202,8 @@ class TaskGang:
     def _follow(self, registry: Registry, channel: ControlChannel) -> None:
         """Store and show what happens to the gang, on the control node."""
         self._events = EventStore(registry, channel.gang, self._about)
-        history = channel.gang.history
-        self.live_card = LiveCard(self._events.content, lambda: history.count, self._runs_own_code)
+        gang = channel.gang
+        self.live_card = LiveCard(self._events.content, lambda: _news_of(gang), self._runs_own_code)
         if not self._finds_tasks() and self.live_card.give_up():
             where = f"{self._run_id}/{self._step_name}/{self._task_id}"
             command = f"python {os.path.basename(sys.argv[0])} card create {where} --type torchrun"
@@ -189,7 +215,7 @@ class TaskGang:
 
         In a pod or container it does not where the metadata is local (``LocalMetadataProvider.register_task_id``, 2.19).
         """
-        return self._is_local or getattr(self._flow_datastore.metadata, "TYPE", None) != "local"
+        return self._is_local or metadata_type(self._flow_datastore) != "local"
 
     # --- around it and after it -----------------------------------------------------------------
 
@@ -208,7 +234,8 @@ class TaskGang:
             if self._member is not None and not self._member.in_task:
                 raise  # a child that the step has forked and that went on with the step's code
             signal.alarm(0)  # the step's @timeout is for its code
-            self._report(error)
+            with convenience("our own report of the error"):
+                self._report(error)
             self.leave(error)
             if self._local_nodes is not None:
                 absent = self._channel.gang.nodes.absent if self._channel is not None else ()
@@ -228,7 +255,8 @@ class TaskGang:
     def fail(self, error: BaseException) -> None:
         """Report an error after the step's code, and leave with it; nothing if the node has left."""
         if self._member is not None and self._member.is_storing:
-            self._report(error)
+            with convenience("our own report of the error"):
+                self._report(error)
             self.leave(error)
 
     def leave(self, error: BaseException | None) -> None:
@@ -254,7 +282,8 @@ class TaskGang:
     def watch_storing(self, task_datastore: Any) -> None:
         """Tell the gang of artifacts that can't be stored: then Metaflow calls no decorator any more (task.py, 2.19)."""
         for name in ("persist", "save_metadata", "done"):
-            setattr(task_datastore, name, partial(self._or_fail, getattr(task_datastore, name)))
+            with convenience("word to the gang of results that can't be stored"):
+                setattr(task_datastore, name, partial(self._or_fail, getattr(task_datastore, name)))
 
     def _or_fail(self, store: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:
@@ -262,6 +291,13 @@ class TaskGang:
         except Exception as error:
             self.fail(error)
             raise
+
+    def _stands_above(self, node: int, cause: Cause) -> bool:
+        """Tell whether this node's log has all that the failed worker wrote; it may have copies of others' lines."""
+        if self._member is None or not self._member.shows_output:
+            return False
+        is_here = self._is_local or cause.node == node
+        return is_here or (self._channel is not None and self._channel.relay.has_written(cause.node, cause.detail))
 
     def _report(self, error: BaseException) -> None:
         """Say what is to be shown of the error; a remote control node has it in its log at once.
@@ -272,8 +308,7 @@ class TaskGang:
             self._events.save_soon()
         node, member = current.parallel.node_index, self._member
         known = member is not None and member.gang_knows(error)
-        live = member is not None and member.shows_output
-        text = report(error, node, self._is_local, known, live)
+        text = report(error, node, self._is_local, known, partial(self._stands_above, node))
         if text is not None and self._channel is not None and member is not None and not self._is_local:
             member.emit(Event("failed", node, text))
             self._log.save(_UPLOAD_S)

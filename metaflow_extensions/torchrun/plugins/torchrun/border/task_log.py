@@ -11,14 +11,14 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from metaflow.mflog import TASK_LOG_SOURCE
-
 from ..events import Event
 from ..node.console import to_log
+from ..renamed import convenience, known
+
+TASK_LOG_SOURCE = known("metaflow.mflog", "TASK_LOG_SOURCE", "task")
 
 # Where Metaflow's wrapper of the task keeps its output (`export_mflog_env_vars`, 2.19).
 _FILES = {"stdout": "MFLOG_STDOUT", "stderr": "MFLOG_STDERR"}
@@ -54,7 +54,7 @@ class TaskLog:
 
     def _save(self) -> None:
         time.sleep(_TEE_S)
-        with self._uploading, suppress(Exception):
+        with self._uploading, convenience("the early upload of this task's log"):
             existing = {stream: path for stream, path in self._files.items() if path.exists()}
             data = {stream: p.read_bytes() if p.stat().st_size < _SMALL_BYTES else p for stream, p in existing.items()}
             self._open_store().save_logs(TASK_LOG_SOURCE, data)

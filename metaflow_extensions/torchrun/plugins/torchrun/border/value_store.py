@@ -8,6 +8,11 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
+from ..renamed import need
+
+# What is left out where the datastore can't be used.
+OUTPUTS = "the datastore: outputs can't be stored, nor values of functions sent from node to node"
+
 
 class DatastoreValues:
     """The content-addressed part of a flow's datastore, where artifacts lie, too."""
@@ -21,12 +26,12 @@ class DatastoreValues:
 
     def save(self, data: bytes) -> str:
         """Store `data` and return its key, which is the same for the same data."""
-        ((_, key),) = self._store.save_data([data], len_hint=1)
+        ((_, key),) = need(self._store, "save_data")([data], len_hint=1)
         return str(key)
 
     def load(self, keys: Sequence[str]) -> Iterator[tuple[str, bytes]]:
         """Yield each of `keys` with what was stored under it; a list, because some stores load many at once."""
-        yield from self._store.load_data(list(keys))
+        yield from need(self._store, "load_data")(list(keys))
 
     def trouble(self) -> str | None:
         """Return the error of the S3 client's last try, if it tries again now.

@@ -11,10 +11,13 @@ import json
 import uuid
 from typing import Any
 
-from metaflow.plugins.cards.card_modules.card import MetaflowCard
+from ..renamed import known
+
+# Where it has another name, Metaflow knows no card of ours, and nothing else is lost.
+_MetaflowCard: Any = known("metaflow.plugins.cards.card_modules.card", "MetaflowCard", object)
 
 
-class GangCard(MetaflowCard):  # type: ignore[misc]  # Metaflow is not typed
+class GangCard(_MetaflowCard):  # type: ignore[misc]  # Metaflow is not typed
     """Shows the gang on the control node's task, live and afterwards; on another node's task where that is.
 
     What it shows comes from `border.live_card`, or, where that has said nothing, from the datastore: so the card of a
@@ -23,14 +26,15 @@ class GangCard(MetaflowCard):  # type: ignore[misc]  # Metaflow is not typed
 
     type = "torchrun"
     RUNTIME_UPDATABLE = True
-    RELOAD_POLICY = MetaflowCard.RELOAD_POLICY_ONCHANGE
+    RELOAD_POLICY = getattr(_MetaflowCard, "RELOAD_POLICY_ONCHANGE", "onchange")
 
     def __init__(self, options: Any = None, components: Any = None, graph: Any = None, flow: Any = None) -> None:
         super().__init__()
+        self._graph: dict[str, Any] = graph or {}  # by step, as `FlowGraph.output_steps` has it (Metaflow 2.19)
 
     def render(self, task: Any) -> str:
         """Return the final page."""
-        return _page(task, (self.runtime_data or {}).get("user"), is_final=True)
+        return _page(task, (self.runtime_data or {}).get("user"), is_final=True, graph=self._graph)
 
     def render_runtime(self, task: Any, data: Any) -> str:
         """Return the page of a gang that still runs; `refresh` keeps it up to date."""
@@ -89,20 +93,28 @@ def _datastore(flow_name: str, facts: dict[str, str]) -> Any:
     return of_command and FlowDataStore(flow_name, storage_impl=type(of_command._storage_impl))
 
 
+def _gangs_of(graph: dict[str, Any]) -> list[str]:
+    """Return the steps of a flow that are gangs."""
+    after = {step for each in graph.values() if each.get("type") == "split-parallel" for step in each.get("next", ())}
+    decorators = {step: [each["name"] for each in graph.get(step, {}).get("decorators", ())] for step in sorted(after)}
+    return [step for step, names in decorators.items() if "torchrun" in names]
+
+
 def _ui_url() -> str | None:
-    from metaflow.metaflow_config import UI_URL
-
-    return UI_URL or None
+    return known("metaflow.metaflow_config", "UI_URL", None) or None
 
 
-def _page(task: Any, given: dict[str, Any] | None, is_final: bool) -> str:
+def _page(task: Any, given: dict[str, Any] | None, is_final: bool, graph: dict[str, Any] | None = None) -> str:
     """Return the page in the frame of Metaflow's own cards (``card_modules/basic.py``, 2.19)."""
     from metaflow.plugins.cards.card_modules import basic, chevron
 
     from .page import layout
     from .style import STYLE
 
-    shown = {"metadata": {"pathspec": task.pathspec}, "components": [layout(_content(task, given))]}
+    shown = {
+        "metadata": {"pathspec": task.pathspec},
+        "components": [layout(_content(task, given), _gangs_of(graph or {}))],
+    }
     page: str = chevron.render(
         basic.read_file(basic.RENDER_TEMPLATE_PATH),
         {

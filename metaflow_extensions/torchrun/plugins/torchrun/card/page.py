@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 from ..gang.summary import Summary, from_stored
 from ..gang.texts import duration
+from ..gang.wire import finite
 from . import progress
 from .drawing import by_node, cause_block, code_block, facts, one_line, rank_cells, tally, told, verdict
 from .restarts import restarts_block
@@ -24,9 +25,23 @@ Component: TypeAlias = dict[str, Any]
 Content: TypeAlias = dict[str, Any]
 
 
-def layout(content: Content) -> Component:
-    """Return the whole page; `content` is what ``border/event_store`` keeps, with the task's name."""
+def layout(content: Content, gangs: Iterable[str] = ()) -> Component:
+    """Return the whole page; `content` is what ``border/event_store`` keeps, with the task's name.
+
+    `gangs` are the steps of the flow that are gangs, where that is known.
+    """
+    step = content["task"].split("/")[2]
+    if "events" not in content and gangs and step not in gangs:
+        content = {**content, "said": _elsewhere(content["task"], list(gangs))}
     return {"type": "page", "title": "Gang", "contents": sections(content)}
+
+
+def _elsewhere(task: str, gangs: list[str]) -> str:
+    """Say where the gangs are, on the page of another step."""
+    flow, run, step, _ = task.split("/")
+    places = ", ".join(f"{flow}/{run}/{each}" for each in gangs)
+    where = f"The gang of this run is that of {places}." if len(gangs) == 1 else f"The gangs of this run are: {places}."
+    return f"Step {step} is no gang: it has no @torchrun, or is not entered with num_parallel. {where}"
 
 
 def sections(content: Content, names: Iterable[str] = ()) -> list[Component]:
@@ -38,7 +53,8 @@ def sections(content: Content, names: Iterable[str] = ()) -> list[Component]:
     for name in (name for name in SECTIONS if name in wanted):
         title, contents = SECTIONS[name](summary, content)
         found += [_section(title, contents)] if title and contents else contents
-    return found
+    plain: list[Component] = finite(found)
+    return plain
 
 
 def parts(content: Content) -> list[Component]:
@@ -122,8 +138,9 @@ def _markdown(name: str, html: str) -> Component:
 
 
 def _without_records(content: Content) -> str:
-    older = "There are no records of a gang with this task: it is no control node's, or the run is older than they."
-    return told(content.get("said", older))
+    none = "There are no records of a gang with this task."
+    why = "Its step has no @torchrun, or another task is the control node, or the run is older than such records."
+    return told(content.get("said", f"{none} {why}"))
 
 
 def _whose(content: Content) -> str:
@@ -197,6 +214,7 @@ def _facts(summary: Summary, content: Content) -> str:
         ("ranks on each", str(content["nproc_per_node"] or "–")),
         ("launch", "–" if summary.launch is None else str(summary.launch)),
         ("restarts", str(summary.restarts)),
+        ("left out", next((event["text"] for event in content["events"] if event["kind"] == "omitted"), "")),
         *((name, known[key]) for key, name in _FACTS.items() if key in known),
     ]
     command = content.get("command")

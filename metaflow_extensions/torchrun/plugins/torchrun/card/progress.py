@@ -14,6 +14,8 @@ from .timeline import frame
 _HEIGHT = 130
 _POINTS = 200  # of a chart
 _COLUMNS = 2
+# Vega counts with differences of values, and with powers of ten: of larger and of smaller ones these are no numbers.
+_LARGEST, _SMALLEST = 1e300, 1e-300
 
 
 def components(summary: Summary, progress: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -58,7 +60,7 @@ def _bar(progress: Mapping[str, Any]) -> str:
 
 def _chart(key: str, points: list[tuple[int, float | None]], last: float | None) -> dict[str, Any]:
     every = 1 + len(points) // _POINTS
-    shown = [*points[:-1:every], *points[-1:]]
+    shown = [(step, _drawn(value)) for step, value in [*points[:-1:every], *points[-1:]]]
     spec = {
         **frame(),
         "title": {"text": f"{key}: {words.number(last)}", "anchor": "start", "fontSize": 12, "limit": 400},
@@ -82,6 +84,13 @@ def _chart(key: str, points: list[tuple[int, float | None]], last: float | None)
         },
     }
     return {"type": "vegaChart", "spec": spec, "options": {"actions": False}}
+
+
+def _drawn(value: float | None) -> float | None:
+    """Return what the chart has for a value; of one that stands for "none yet", as the largest there is, a gap."""
+    if value is None or not abs(value) <= _LARGEST:
+        return None
+    return value if abs(value) >= _SMALLEST else 0.0
 
 
 def _scale(values: set[float]) -> dict[str, Any]:

@@ -80,10 +80,13 @@ class Backlog:
         if not self._pieces:
             return None
         texts: dict[str, list[str]] = {"stdout": [], "stderr": []}
-        left_out, chars = self._pieces[0].left_out, 0
+        first, _, left_out = self._pieces[0]
+        chars = 0
         while self._pieces:
             stream, text, missing = self._pieces[0]
-            if chars and (missing or chars + len(text) > _MESSAGE_CHARS):
+            # Stdout is written first of a message. Behind stderr it would stand within a block that was cut.
+            is_behind = stream == "stdout" and first == "stderr"
+            if chars and (missing or is_behind or chars + len(text) > _MESSAGE_CHARS):
                 break
             texts[stream].append(text)
             chars += len(text)
@@ -102,7 +105,7 @@ def _pieces(text: str) -> Iterator[str]:
         else:
             end = text.find("\n", begin) + 1 or len(text)
             missing = end - begin - LINE_CHARS
-            yield f"{text[begin : begin + LINE_CHARS]}… [{missing} characters are in its own log]\n"
+            yield f"{text[begin : begin + LINE_CHARS]}… [{missing} characters are left out here]\n"
         begin = end
     if begin < len(text):
         yield text[begin:]

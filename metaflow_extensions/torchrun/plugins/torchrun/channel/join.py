@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import math
 import secrets
+import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 
-from ..errors import GangError
+from ..errors import GangError, TorchrunPreempted
 from ..events import Event, Subscriber
 from ..gang.member import Member
 from ..gang.policy import ConnectPolicy, growing_pauses
 from ..gang.protocol import CONTROL, Bye, Join
 from ..gang.state import Gang
 from ..gang.texts import QUIET_S, REMIND_S
+from ..gang.vanished import Word, has_begun, has_ended, host_of_control
 from ..machine.network import addresses_for_others, pick_port, place
 from ..settings import StepSettings
 from .connection import new_token
@@ -38,9 +40,11 @@ def control_addresses(main_ip: str, here_only: bool) -> list[str]:
 # --- alone, and as the control node ---------------------------------------------------------------
 
 
-def join_alone(settings: StepSettings, emit: Subscriber) -> tuple[Member, ControlChannel]:
+def join_alone(
+    settings: StepSettings, emit: Subscriber, deadline: float | None = None
+) -> tuple[Member, ControlChannel]:
     """Return the only member of a gang of one node, and its channel: nothing listens, nothing is published."""
-    return _open_channel(1, settings, emit, "", lambda node: "")
+    return _open_channel(1, settings, emit, "", lambda node: "", deadline)
 
 
 def join_as_control(
@@ -51,21 +55,24 @@ def join_as_control(
     emit: Subscriber,
     here_only: bool,
     why_it_waits: Callable[[int], str] = lambda node: "",
+    deadline: float | None = None,
 ) -> tuple[Member, ControlChannel]:
     """Open the gang's channel, publish where it is, and return it with the control node as a member.
 
     `main_ip` is the control node's address or name as Metaflow knows it. With `here_only` all nodes run on this
     machine, and the channel listens to nobody else. `why_it_waits` returns a command that tells it of another node.
+    `deadline` is the end of the step's ``@timeout`` in monotonic seconds.
     """
+    # Before the gang's own time is up, or the others' absence would be blamed for it.
+    patience_s = min(STORE_PATIENCE_S, _PUBLISH_PART * settings.all_nodes_started_timeout)
     if not here_only:
-        _give_way_to_former(registry, num_nodes, settings, emit)
+        _give_way_to_former(registry, num_nodes, settings, emit, patience_s)
     token = new_token()
-    member, channel = _open_channel(num_nodes, settings, emit, token, why_it_waits)
+    member, channel = _open_channel(num_nodes, settings, emit, token, why_it_waits, deadline)
     try:
         port = _listen(registry, channel, settings, LOOPBACK if here_only else "", token)
         record = AddressRecord(tuple(control_addresses(main_ip, here_only)), port, token)
-        # Before the gang's own time is up, or the others' absence would be blamed for it.
-        registry.publish(record, min(STORE_PATIENCE_S, _PUBLISH_PART * settings.all_nodes_started_timeout))
+        registry.publish(record, patience_s)
         member.at_end(lambda: _tell_latecomers(registry, record, channel))
     except BaseException as error:
         member.leave(error)
@@ -79,10 +86,11 @@ def _open_channel(
     emit: Subscriber,
     token: str,
     why_it_waits: Callable[[int], str],
+    deadline: float | None,
 ) -> tuple[Member, ControlChannel]:
     member = Member(CONTROL, num_nodes, emit)
     name, started_s = secrets.token_hex(4), settings.all_nodes_started_timeout
-    gang = Gang(num_nodes, pick_port, started_s, settings.grace_s, name, why_it_waits=why_it_waits)
+    gang = Gang(num_nodes, pick_port, started_s, settings.grace_s, name, why_it_waits=why_it_waits, deadline=deadline)
     channel = ControlChannel(gang, member.deliver, token, settings.heartbeat_timeout_s)
     member.attach(channel)
     member.settle_lines = channel.relay.settle
@@ -100,20 +108,45 @@ def _listen(registry: Registry, channel: ControlChannel, settings: StepSettings,
         raise
 
 
-def _give_way_to_former(registry: Registry, num_nodes: int, settings: StepSettings, emit: Subscriber) -> None:
-    """Raise if another task is the control node of this attempt and lives: this task is to replace it.
+def _give_way_to_former(
+    registry: Registry, num_nodes: int, settings: StepSettings, emit: Subscriber, patience_s: float
+) -> None:
+    """Raise if another task was the control node of this attempt: this one has come in its place.
 
-    Joining tells the other one so. The record of one that has ended is overwritten. If it had no members yet, nothing
-    is lost.
+    If the other one lives, joining tells it so. If it is gone, this task takes its place only where no gang had begun.
+    Else the step's code would run twice in one attempt, and write its own story over that of the first.
     """
-    former = None
-    with suppress(GangError):  # publishing will say so, if the datastore stays away
-        former = registry.peek(_POLICY.former_s)
-    if former is None or former.closed:
+    # Where the datastore fails, nothing tells whether there was one. Publishing would fail, too.
+    former = registry.peek(patience_s)
+    if former is None:
         return
-    member, channel = _member(CONTROL, num_nodes, settings, emit)
-    with suppress(OSError), _leave_if_it_fails(member, channel):
-        _connect(channel, _Patience(member), lambda _: former, _POLICY.former_s)
+    if not former.closed:
+        member, channel = _member(CONTROL, num_nodes, settings, emit)
+        with suppress(OSError), _leave_if_it_fails(member, channel):
+            _connect(channel, _Patience(member), lambda _: former, _POLICY.former_s)
+    try:
+        refuse_second_run(registry, num_nodes, patience_s)  # after that, so that what the former was writing is there
+    except TorchrunPreempted as error:
+        with suppress(GangError):  # without it, other new tasks look for the former until it counts as dead
+            registry.publish(replace(former, closed=True, error=former.error or error), _LAST_RECORD_S)
+        raise
+
+
+def refuse_second_run(registry: Registry, num_nodes: int, patience_s: float = STORE_PATIENCE_S) -> None:
+    """Raise if a gang of this attempt had begun, whose control node is gone; tell all others so."""
+    content = registry.await_events(patience_s)
+    if not has_begun(content):
+        return
+    here, there = socket.gethostname(), host_of_control(content)
+    before = "had told its end" if has_ended(content) else "is gone without a word"
+    error = TorchrunPreempted(
+        f"The control node's pod (or container) was deleted or replaced: node {CONTROL} (host {there}) {before}, and "
+        f"this task (host {here}) has come in its place. It does not run the step's code, which has run already in "
+        "this attempt. What is recorded and stored of the first gang stays. " + TorchrunPreempted.remedy
+    )
+    with suppress(GangError):  # the error itself is in this task's log
+        registry.save_word(Word(error.message, time.time(), num_nodes), "replacement", _LAST_RECORD_S)
+    raise error
 
 
 def _tell_latecomers(registry: Registry, record: AddressRecord, channel: ControlChannel) -> None:

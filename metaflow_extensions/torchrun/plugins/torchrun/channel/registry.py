@@ -1,8 +1,9 @@
 """What the control node leaves in Metaflow's datastore: its address record, and what has happened to the gang.
 
-Both are metadata of the control node's task (`TaskDataStore.save_metadata`, Metaflow 2.19). That works alike
-on local disks, S3, Azure and Google Cloud Storage, and its names carry the attempt, so that a retry never reads what
-the attempt before has left. This is the only module that touches these internals.
+Beside them lies what others tell of a control node that is gone without a word. All of it is metadata of the control
+node's task (`TaskDataStore.save_metadata`, Metaflow 2.19). That works alike on local disks, S3, Azure and Google Cloud
+Storage, and its names carry the attempt, so that a retry never reads what the attempt before has left. This is the only
+module that touches these internals.
 """
 
 from __future__ import annotations
@@ -10,16 +11,21 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
-
-from metaflow.plugins.timeout_decorator import TimeoutException
+from typing import Any, Literal
 
 from ..errors import GangError, GangStartTimeout, TorchrunError
 from ..gang.policy import growing_pauses
+from ..gang.vanished import Word, told_by_others
 from ..gang.wire import from_plain, to_plain
+from ..renamed import known, need
 
+# What Metaflow's @timeout raises (2.19); ours stands in its place from when a node joins.
+TimeoutException: Any = known("metaflow.plugins.timeout_decorator", "TimeoutException", TorchrunError)
 _RECORD = "torchrun_gang.json"
 _EVENTS = "torchrun_events.json"
+# Who tells that the control node is gone: the task that has come in its place, or the process that looks after the
+# job. Each writes a file of its own, so that neither needs to read before it writes. The first that is there counts.
+_WORDS = {"replacement": "torchrun_replaced.json", "job": "torchrun_job.json"}
 # Of a member that finds no record. Where all nodes start at once, it is there by then, and the second look is the last.
 _FIRST_PAUSE_S = 0.2
 # How long a datastore may fail without an interruption. It has patience of its own besides (S3: 7 tries).
@@ -38,20 +44,21 @@ class AddressRecord:
 
 
 class Registry:
-    """Keeps both for one attempt of one gang, in the run's `FlowDataStore`."""
+    """Keeps them for one attempt of one gang, in the run's `FlowDataStore`."""
 
     def __init__(self, flow_datastore: Any, run_id: str, step_name: str, control_task_id: str, attempt: int) -> None:
         self._where = f"{run_id}/{step_name}/{control_task_id}, attempt {attempt}"
         # Opened for reading with data of its own, a task's store looks nothing up: no requests, and no
         # complaint that the attempt is not finished.
-        self._reader = flow_datastore.get_task_datastore(
-            run_id, step_name, control_task_id, attempt=attempt, data_metadata={}, mode="r"
-        )
-        self._writer = flow_datastore.get_task_datastore(run_id, step_name, control_task_id, attempt=attempt, mode="w")
+        task_datastore = need(flow_datastore, "get_task_datastore")
+        reader = task_datastore(run_id, step_name, control_task_id, attempt=attempt, data_metadata={}, mode="r")
+        writer = task_datastore(run_id, step_name, control_task_id, attempt=attempt, mode="w")
+        # Looked up here, once: what fails later is the datastore, and is tried again.
+        self._load_metadata, self._save_metadata = need(reader, "load_metadata"), need(writer, "save_metadata")
 
     def publish(self, record: AddressRecord, patience_s: float = STORE_PATIENCE_S) -> None:
         """Write the record; raise GangError if the datastore fails `patience_s` seconds long."""
-        self._request(lambda: self._writer.save_metadata({_RECORD: to_plain(record)}), patience_s)
+        self._request(lambda: self._save_metadata({_RECORD: to_plain(record)}), patience_s)
 
     def peek(self, patience_s: float) -> AddressRecord | None:
         """Return the record if there is one; raise GangError if the datastore fails `patience_s` seconds long."""
@@ -60,12 +67,25 @@ class Registry:
 
     def save_events(self, events: dict[str, Any], patience_s: float) -> None:
         """Write what has happened; raise GangError if the datastore fails `patience_s` seconds long."""
-        self._request(lambda: self._writer.save_metadata({_EVENTS: events}), patience_s)
+        self._request(lambda: self._save_metadata({_EVENTS: events}), patience_s)
 
     def load_events(self) -> dict[str, Any] | None:
-        """Return what `save_events` wrote last; None if there is nothing. Raises what the datastore raises."""
-        found: dict[str, Any] | None = self._load(_EVENTS)
+        """Return what `save_events` wrote last, or None, with what others told of the control node's end.
+
+        Raises what the datastore raises.
+        """
+        found = self._load(_EVENTS, *_WORDS.values())
+        words = [from_plain(Word, found[name], "the word") for name in _WORDS.values() if found[name] is not None]
+        return told_by_others(found[_EVENTS], words)
+
+    def await_events(self, patience_s: float) -> dict[str, Any] | None:
+        """Do the same as `load_events`, but raise GangError, and only if the datastore fails `patience_s` seconds long."""
+        found: dict[str, Any] | None = self._request(self.load_events, patience_s)
         return found
+
+    def save_word(self, word: Word, who: Literal["replacement", "job"], patience_s: float) -> None:
+        """Tell of a control node that is gone; raise GangError if the datastore fails `patience_s` seconds long."""
+        self._request(lambda: self._save_metadata({_WORDS[who]: to_plain(word)}), patience_s)
 
     def look_up(
         self, timeout_s: float, of_s: float | None = None, sleep: Callable[[float], None] = time.sleep
@@ -103,12 +123,14 @@ class Registry:
         raise AssertionError("the pauses never end")
 
     def _read(self) -> AddressRecord | None:
-        found = self._load(_RECORD)
+        found = self._load(_RECORD)[_RECORD]
         record: AddressRecord | None = None if found is None else from_plain(AddressRecord, found, "the address record")
         return record
 
-    def _load(self, name: str) -> Any:
+    def _load(self, *names: str) -> dict[str, Any]:
+        """Return what is stored under each name, or None; no need to look first."""
         try:
-            return self._reader.load_metadata([name])[name]  # None if it is not there; no need to look first
-        except ValueError:
-            return None  # half written: Metaflow 2.12 writes a local file in place, 2.19 renames it
+            found: dict[str, Any] = self._load_metadata(list(names))
+            return found
+        except ValueError:  # half written: Metaflow 2.12 writes a local file in place, 2.19 renames it
+            return {name: self._load(name)[name] if len(names) > 1 else None for name in names}

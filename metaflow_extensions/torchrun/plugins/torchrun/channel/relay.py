@@ -14,6 +14,7 @@ from .backlog import Backlog, Limits
 
 # Each text written wakes this thread, and who reads the log. So of more than a few nodes the lines of a moment are one.
 _FEW_NODES, _COLLECT_S = 4, 0.5
+_KEPT_CHARS = 16 * 1024  # of what each node has written to stderr: twice as much as an error tells of it
 _END_S = 3.0  # with a reader that takes nothing, as at the end of a launch
 
 Write = Callable[[str, str], bool]
@@ -30,6 +31,7 @@ class Relay:
         self._wanted, self._settled = threading.Condition(lock), threading.Condition(lock)
         # All below is under that lock.
         self._backlogs: dict[int, Backlog] = {}
+        self._ends: dict[int, str] = {}  # of each node's stderr
         self._is_writing = False
         self._is_idle = False  # whether the thread waits for any line
         self._settling = 0  # how many wait in `settle`
@@ -63,6 +65,16 @@ class Relay:
                 self._wanted.notify()
                 self._settled.wait_for(lambda: not self._has_work(), patience_s)
                 self._settling -= 1
+
+    def has_written(self, node: int, text: str) -> bool:
+        """Tell whether all lines of a text are among the last that a node's workers wrote to stderr, and stand in this log.
+
+        Lines may be left out, or get lost with the node.
+        """
+        with self._wanted:
+            end = self._ends.get(node, "")
+        written = {line.partition("] ")[2] for line in end.split("\n")}
+        return all(line in written for line in text.splitlines())
 
     def close(self) -> None:
         """End when all is written; a reader that takes nothing is not waited for."""
@@ -103,7 +115,9 @@ class Relay:
         """Yield what is to be written now: of each node a message's worth, what is of one stream together."""
         with self._wanted:
             taken = [(node, backlog.take()) for node, backlog in sorted(self._backlogs.items())]
-        there = [(node, lines) for node, lines in taken if lines is not None]
+            there = [(node, lines) for node, lines in taken if lines is not None]
+            for node, lines in filter(lambda each: each[1].stderr, there):
+                self._ends[node] = (self._ends.get(node, "") + lines.stderr)[-_KEPT_CHARS:]
         stdout = "".join(_gap(node, lines) + lines.stdout for node, lines in there)
         stderr = "".join(lines.stderr for _, lines in there)
         yield from ((stream, text) for stream, text in (("stdout", stdout), ("stderr", stderr)) if text)
@@ -114,4 +128,6 @@ def _gap(node: int, lines: Lines) -> str:
     if lines.left_out <= 0:
         return ""
     what = "1 line is" if lines.left_out == 1 else f"{lines.left_out} lines are"
-    return f"[torchrun node {node}] {what} left out here; they came too fast. Its own log has all.\n"
+    # Of a pod that was killed Metaflow has not stored the last lines; a replacement's log overwrites all (2.19).
+    where = "Its own log has them, unless its pod was killed or replaced."
+    return f"[torchrun node {node}] {what} left out here; they came too fast. {where}\n"

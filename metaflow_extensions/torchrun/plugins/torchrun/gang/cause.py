@@ -77,6 +77,7 @@ class Cause:
     exit_code: int | None = None  # negative for a signal, as `subprocess` has it
     exception: str | None = None  # type and message; for "oom" what the kernel says
     detail: str = ""  # traceback, or the end of the worker's stderr
+    advice: str = ""  # what to change, where the node knows
 
     @property
     def category(self) -> str:
@@ -87,7 +88,8 @@ class Cause:
 
     def bounded(self) -> Cause:
         """Return the cause with texts of bounded size."""
-        return replace(self, exception=self.exception and self.exception[:_MAX_TEXT], detail=self.detail[-_MAX_TEXT:])
+        exception, detail = self.exception and self.exception[:_MAX_TEXT], self.detail[-_MAX_TEXT:]
+        return replace(self, exception=exception, detail=detail, advice=self.advice[:_MAX_TEXT])
 
     def as_dict(self) -> dict[str, Any]:
         """Return the cause as the plain data that errors carry (`TorchrunError.cause`), with its class."""
@@ -139,6 +141,8 @@ class Cause:
     @property
     def remedy(self) -> str:
         """What to change, where the worker's own words do not say it; empty where nothing is known."""
+        if self.advice:
+            return self.advice
         return remedy(self.exception) if self.kind == "exception" and self.exception else ""
 
     def describe(self) -> str:

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
 Kind = Literal[
-    "joined", "ready", "go", "output", "exited", "stopped", "finished", "left", "lost",
+    "joined", "ready", "go", "started", "output", "exited", "stopped", "finished", "left", "lost",
     "preempted", "hang", "timeout", "dropped", "stopping", "cause", "restart", "done", "failed", "broken", "omitted",
-    "straggler", "recovered", "stored", "before_run", "command",
+    "straggler", "recovered", "stored", "before_run", "command", "told",
 ]  # fmt: skip
 # What every node gets to know with a verdict; the others concern one node that is as it should be.
 _OF_THE_GANG = frozenset(
@@ -32,10 +32,13 @@ _OF_THE_GANG = frozenset(
         "done",
         "failed",
         "broken",
+        "omitted",
     }
 )
 # How many records are kept: of a long life its begin and its last part.
 _FIRST, _LAST = 4000, 6000
+# How many of them a message to another node has at most: with the longest texts that is half of what a frame may hold.
+_TOLD_FIRST, _TOLD_LAST = 100, 200
 # How many reports are kept, the last ones, and how many characters of each: stacks of many ranks are long.
 _REPORTS, _REPORT_CHARS = 20, 128 * 1024
 
@@ -114,14 +117,27 @@ class History:
     @property
     def records(self) -> tuple[Record, ...]:
         """All that were kept; where some were not, a record in their place says how many."""
-        first, last = tuple(self._first), tuple(self._last)
-        missing = self.count - len(first) - len(last)
-        if missing <= 0 or not last:
-            return first + last
-        gap = Record("omitted", last[0].at_s, last[0].time, text=f"{missing} records are left out here")
-        return (*first, gap, *last)
+        return self.since(0)
 
-    @property
-    def of_the_gang(self) -> tuple[Record, ...]:
-        """Those that concern the gang as a whole."""
-        return tuple(record for record in self.records if record.kind in _OF_THE_GANG)
+    def since(self, mark: int) -> tuple[Record, ...]:
+        """Return those that were noted when `count` was `mark` or more; else the same as `records`."""
+        first, last = tuple(self._first), tuple(self._last)
+        began = max(len(first), self.count - len(last))  # so many had been noted before those in `last`
+        missing = began - max(len(first), mark)
+        last = last[max(0, mark - began) :]
+        return (*first[mark:], *([omitted(missing, last[0])] if missing > 0 and last else []), *last)
+
+
+def of_the_gang(records: Iterable[Record]) -> tuple[Record, ...]:
+    """Return those that concern the gang as a whole; of very many the first and the last."""
+    found = tuple(record for record in records if record.kind in _OF_THE_GANG)
+    missing = len(found) - _TOLD_FIRST - _TOLD_LAST
+    if missing <= 0:
+        return found
+    last = found[-_TOLD_LAST:]
+    return (*found[:_TOLD_FIRST], omitted(missing, last[0]), *last)
+
+
+def omitted(count: int, after: Record) -> Record:
+    """Return what stands in place of records that are left out; `after` is the next one."""
+    return Record("omitted", after.at_s, after.time, text=f"{count} records are left out here")

@@ -31,8 +31,14 @@ _MUST_AGREE = {
     "contents": "contents of the entrypoint",
 }
 # What else to say of one of these.
-_REMEDIES = {"runs": " A node that has nothing to run before calls it with before_run=[]."}
+_REMEDIES = {
+    "runs": " A node that has nothing to run before calls it with before_run=[].",
+    "devices": " Without accelerators a node would compute on its CPU and hold up the others: look at what it was given, and "
+    "at CUDA_VISIBLE_DEVICES there. run(env={'CUDA_VISIBLE_DEVICES': ''}) on every node lets all compute on CPUs.",
+}
 _NODES_SAID = 3
+LONGER = "longer than the step's @timeout allows"
+"""What is said of a step whose time is up, after "it ran "."""
 
 
 class Phase(enum.Enum):
@@ -64,6 +70,7 @@ class Launch:
 
     number: int
     phase: Phase = Phase.GATHERING
+    mark: int = 0  # how many records of the gang's history are older than it
     ready: dict[int, Ready] = field(default_factory=dict)
     generation: int = 0
     moves: int = 0  # generations that began because the rendezvous' port was taken
@@ -157,13 +164,40 @@ class Launch:
             for node in sorted(self.ready):
                 ready = self.ready[node]
                 values.setdefault(getattr(ready, key, ready.facts.get(key)), []).append(node)
-            if len(values) > 1:
+            if len(values) > 1 and not (key == "devices" and self._sees_one_kind()):
                 listed = first_values([f"{names(nodes)}: {value}" for value, nodes in values.items()])
                 return GangError(
                     f"The nodes differ in the {name} ({listed}). Every node must call current.torch.run in the same order "
                     "with the same settings, on the same software and kind of devices." + _REMEDIES.get(key, "")
                 )
         return None
+
+    def _accelerators(self) -> dict[str | None, list[int]]:
+        """Return the nodes by what their workers see: ``"8 nvidia"`` or ``"none"``; None: nobody has said."""
+        found: dict[str | None, list[int]] = {}
+        for node in sorted(self.ready):
+            found.setdefault(self.ready[node].facts.get("accelerators"), []).append(node)
+        return found
+
+    def _sees_one_kind(self) -> bool:
+        """Tell whether `run` gives all workers the same kind of accelerators, whatever kinds there are."""
+        seen = self._accelerators()
+        return None not in seen and len({str(each).partition(" ")[2] for each in seen}) == 1
+
+    @property
+    def devices(self) -> str:
+        """Which accelerators the workers see, and on which nodes, for the log."""
+        seen = self._accelerators()
+        if len(seen) == 1:
+            (what,) = map(_accelerators_text, seen)
+            return "no accelerators" if what == "none" else f"{what} on each node" if what else ""
+        return ", ".join(f"{_accelerators_text(what)} on {names(nodes)}" for what, nodes in seen.items())
+
+    @property
+    def without_devices(self) -> list[int]:
+        """Which nodes have no accelerators for their workers, where others do."""
+        seen = self._accelerators()
+        return seen["none"] if len(seen) > 1 and "none" in seen else []
 
     def saved_by(self, error: TorchrunError) -> list[int]:
         """Return whose outputs are to be stored when the launch fails with `error`: of nodes whose workers have ended."""
@@ -186,7 +220,7 @@ class Launch:
             return None
         if now > self.deadline:
             stores = self.who_stores(now) if self.phase is Phase.STORING else ""
-            return "timeout", "longer than the step's @timeout allows" + (f"; {stores}" if stores else "")
+            return "timeout", LONGER + (f"; {stores}" if stores else "")
         if self.phase is Phase.STORING:
             return None  # no worker is left that could hang or take too long
         if policy.timeout_s is not None and now - self.went_at > policy.timeout_s:
@@ -277,6 +311,13 @@ class Launch:
         if self.preempted is not None:
             text += f" Meanwhile {self.preempted.who} {self.preempted.what}."
         return LaunchFailed, text
+
+
+def _accelerators_text(seen: str | None) -> str:
+    if seen in (None, "none"):
+        return seen or ""
+    count, _, kind = str(seen).partition(" ")
+    return counted(int(count), "accelerator" if kind == "unknown" else f"{kind} accelerator")
 
 
 def error_of(cause: Cause, more: str) -> LaunchFailed:

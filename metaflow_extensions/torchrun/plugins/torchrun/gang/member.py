@@ -30,7 +30,7 @@ from typing import Any, Protocol
 
 from ..errors import GangError, LaunchFailed, LaunchTimeout, TorchrunError, TorchrunPreempted
 from ..events import Event, Subscriber
-from ..tracebacks import user_traceback
+from ..tracebacks import user_traceback, words_of
 from .cause import Cause
 from .protocol import (
     CONTROL,
@@ -479,5 +479,5 @@ class Member:
             text = f"it does not hear the control node any more: {cause.exception}"
             return Cause("lost", self.node, self.host, exception=text)
         kind = "call" if isinstance(error, TorchrunError) else "step"
-        text = f"{type(error).__name__}: {error}"
+        text = words_of(error)
         return Cause(kind, self.node, self.host, exception=text, detail=user_traceback(error))

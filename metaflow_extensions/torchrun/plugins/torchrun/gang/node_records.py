@@ -28,6 +28,7 @@ from .protocol import (
     Ran,
     Ready,
     Restart,
+    Started,
     Stop,
     Verdict,
 )
@@ -105,6 +106,9 @@ class NodeRecords:
         self._paces = {}
         kind = "before_run" if self._runs == COMMANDS else "go"
         self._note(kind, node=None, launch=go.launch, generation=go.generation)
+
+    def _on_started(self, started: Started) -> None:
+        self._note("started", launch=started.launch, generation=started.generation)
 
     def _on_active(self, active: Active) -> None:
         if active.first_output:

@@ -17,7 +17,6 @@ class LaunchPolicy:
     # How long one generation may run, from *go* to its end. As Metaflow's ``@timeout`` counts for each attempt, so
     # does this for each restart.
     timeout_s: float | None = None
-    left_s: float | None = None  # what is left of the step's ``@timeout``, which bounds all generations together
     hang_timeout_s: float | None = None  # how long no rank may write or exit; None does not look
     max_restarts: int = 0  # how often the gang may be restarted
     retry_on: frozenset[str] = DEFAULT_RETRY_ON  # the classes of causes that restart it

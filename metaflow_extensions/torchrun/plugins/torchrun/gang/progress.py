@@ -79,6 +79,7 @@ class Progress:
         self._series: dict[str, Series] = {}
         self._step: int | None = None
         self._total: float | None = None
+        self._counts_from_0 = False  # known from the first start of the workers on
         self._paces: dict[int, tuple[float, Mapping[int, Pace]]] = {}  # node -> when it told, and its ranks
         self._stragglers = Stragglers()
         self._looked_at = float("-inf")
@@ -101,6 +102,7 @@ class Progress:
 
     def _take_points(self, metrics: Metrics) -> None:
         self._total = self._total if metrics.total is None else metrics.total
+        self._counts_from_0 |= metrics.counts_from_0
         for point in metrics.points:
             self._step = point.step
             for key, value in point.values.items():
@@ -108,11 +110,14 @@ class Progress:
                     self._series.setdefault(key, Series()).add(point.step, value)
                     self.last[key] = value
 
-    def forget(self, node: int) -> None:
+    def forget(self, node: int, ended_well: bool) -> None:
         """Take note that a node's workers have ended: they are compared no more."""
         self._paces.pop(node, None)
         if node == 0:
             self._rate = None
+            # A script that has gone on from a checkpoint tells no step 0.
+            is_one_short = self._step is not None and self._total is not None and self._step == self._total - 1
+            self._counts_from_0 |= ended_well and is_one_short
 
     def look(self, now: float) -> list[Change]:
         """Compare the ranks, every 5 s; return which have become stragglers, or are none any more."""
@@ -128,11 +133,19 @@ class Progress:
         return changes
 
     @property
+    def done(self) -> int | None:
+        """How many steps rank 0 has done."""
+        if self._step is None:
+            return None
+        is_last = self._total is not None and self._step >= self._total  # then step 0 came before the first
+        return self._step + (self._counts_from_0 and not is_last)
+
+    @property
     def left_s(self) -> float | None:
         """How long it will take at rank 0's speed; None where that can't be told."""
-        if self._total is None or self._step is None or not self._rate:
+        if self._total is None or self.done is None or not self._rate:
             return None
-        return max(0.0, self._total - self._step) / self._rate
+        return max(0.0, self._total - self.done) / self._rate
 
     def as_dict(self) -> dict[str, Any] | None:
         """Return all of it as plain data; None where no script has told anything."""
@@ -141,6 +154,7 @@ class Progress:
         return {
             "launch": self.launch,
             "step": self._step,
+            "done": self.done,
             "total": self._total,
             "steps_per_s": self._rate,
             "left_s": self.left_s,

@@ -9,7 +9,7 @@ Node 0 is the control node and a node of its own gang: its own messages take the
                                         <──  Welcome, or Refused
     Ready: the step has called `run`    ──>
                                         <──  Go, when all nodes are ready and agree
-    Active, Ran, Failed                 ──>
+    Started, Active, Ran, Failed        ──>
     Lines, Metrics, Usage               ──>
                                         <──  Stop, when a node has failed
     Ended, then Storing and Stored      ──>
@@ -75,6 +75,16 @@ class Ready:
     master_port: int | None = None  # the rendezvous' port if it is pinned; the control node's counts
     policy: LaunchPolicy | None = None  # limits and restarts; only the control node sends it
     runs: str = WORKERS  # or `COMMANDS`
+    # Whether the same call of `run` has made the launch before, as one of before_run: then it has that one's events, too.
+    goes_on: bool = False
+
+
+@dataclass(frozen=True)
+class Started:
+    """All workers of this node run: their processes were seen, or they have written something or told their progress."""
+
+    launch: int
+    generation: int
 
 
 @dataclass(frozen=True)
@@ -118,7 +128,7 @@ class Lines:
 
     stdout: str = ""  # whole lines with their labels
     stderr: str = ""
-    left_out: int = 0  # lines before these that only the node's own log has
+    left_out: int = 0  # so many lines before these are not sent
 
 
 @dataclass(frozen=True)
@@ -130,6 +140,7 @@ class Metrics:
     paces: dict[int, Pace] = field(default_factory=dict)  # global rank -> how fast it is; only those that still run
     points: tuple[Point, ...] = ()  # what is new of rank 0, thinned out
     total: float | None = None  # at which step rank 0 will be done
+    counts_from_0: bool = False  # whether rank 0 has told a step 0: then it is done one step before
 
 
 @dataclass(frozen=True)
@@ -241,6 +252,7 @@ class Go:
     gang: str  # the gang's own name; it goes into the name of the rendezvous
     restarts: int  # the workers' ``TORCHELASTIC_RESTART_COUNT``
     max_restarts: int  # the workers' ``TORCHELASTIC_MAX_RESTARTS``
+    devices: str = ""  # which accelerators there are on which nodes, for the log
 
 
 @dataclass(frozen=True)
@@ -278,6 +290,7 @@ class Save:
     generation: int
     error: TorchrunError  # what the verdict will be
     within_s: float | None = None  # how long it may take; None: this node stores none, and does not answer
+    events: tuple[Record, ...] = ()  # as in `Verdict`
 
 
 @dataclass(frozen=True)
@@ -288,7 +301,8 @@ class Verdict:
     error: TorchrunError | None = None  # what every node raises; None: it has ended well
     # Where this node finds values of a function, or what it has raised: global rank -> key in the datastore.
     stored: dict[int, str] = field(default_factory=dict)
-    events: tuple[Record, ...] = ()  # what has happened: all for the control node, for others what concerns the gang
+    # What has happened since the launch before: all for the control node, for others what concerns the gang.
+    events: tuple[Record, ...] = ()
     metrics: dict[str, float | None] = field(default_factory=dict)  # rank 0's last values; None: not finite
     alone: bool = False  # whether the launch has ended well and, on all nodes, as `Ended.alone` says
     # By node: for the control node those of all that have stored any, for others the control node's alone.
@@ -300,7 +314,7 @@ class Abort:
     """The gang is broken: nothing can be launched any more, and the step's code shall raise `error`."""
 
     error: TorchrunError
-    events: tuple[Record, ...] = ()  # as in `Verdict`
+    events: tuple[Record, ...] = ()  # as in `Verdict`, of the last launch and after it
 
 
 @dataclass(frozen=True)
@@ -334,7 +348,7 @@ class Alone:
 
 
 Message: TypeAlias = (
-    Join | Ready | Active | Ran | Failed | Lines | Metrics | Usage | Ended | Storing | Stored | Done | Leave | Beat
+    Join | Ready | Started | Active | Ran | Failed | Lines | Metrics | Usage | Ended | Storing | Stored | Done | Leave | Beat
     | Welcome | Refused | Go | Stop | Restart | Save | Verdict | Abort | Replaced | Note | Ack | Bye | Alone
 )  # fmt: skip
 _CLASSES: dict[str, type[Any]] = {cls.__name__.lower(): cls for cls in typing.get_args(Message)}

@@ -7,6 +7,7 @@ nobody can know before the launch what a script will ask for.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 _NO_CUDA = (
     "This PyTorch is built without CUDA. Install one for CUDA where the step runs, or let the script use the CPU "
@@ -39,10 +40,36 @@ _REMEDIES = [
         'PyTorch itself has "gloo" for CPUs and "nccl" for GPUs. Any other name has to be registered by a package that the '
         "script imports before init_process_group.",
     ),
+    (
+        r"Default process group has not been initialized",
+        'No process group has been made. For a function, current.torch.run(..., init="auto") makes one on every rank and '
+        "ends it after; a script calls torch.distributed.init_process_group().",
+    ),
+    (
+        r"trying to initialize the default process group twice",
+        "There is a process group already. A function that current.torch.run(..., init=...) calls has one: leave out init "
+        "or its own init_process_group().",
+    ),
     (r"only supported with GPUs, no GPUs found|Found no NVIDIA driver|No CUDA GPUs are available", _NO_GPU),
     # Of two ranks on one GPU, NCCL 2.18 to 2.28 say the second, 2.30 the third.
     (r"invalid device ordinal|Duplicate GPU detected|Multiple Ranks are using the same GPU", _ONE_GPU_EACH),
 ]
+
+
+# What argparse, click and their kin end with where they refuse the arguments (Python 3.10 to 3.14).
+_REFUSED = 2
+
+
+def remedy_of_exit(code: int | None, bools: Sequence[tuple[str, bool]]) -> str:
+    """Return what to change where a script has ended with this code, and got these arguments as True or False."""
+    if code != _REFUSED or not bools:
+        return ""
+    name, value = next((pair for pair in bools if pair[1]), bools[0])
+    option = name if name.startswith("-") else f"--{name}"
+    return (
+        f"If it has refused its arguments: { ({name: value})!r} in entrypoint_args is passed as two words, {option} "
+        f"{str(value).lower()}. Write { ({name: None})!r} for a flag without a value, and leave out a flag that is not set."
+    )
 
 
 def remedy(exception: str) -> str:

@@ -16,8 +16,8 @@ from typing import Any
 from ..errors import GangError, TorchrunError, TorchrunPreempted
 from . import obstacles, stragglers
 from .cause import Cause, Failure, describe_exit, first_failure
-from .history import History, Kind
-from .launch import Launch, Phase, reason, summary, teller
+from .history import History, Kind, Record, of_the_gang
+from .launch import LONGER, Launch, Phase, reason, summary, teller
 from .nodes import Nodes, NodeState
 from .policy import LaunchPolicy
 from .progress import Progress
@@ -44,6 +44,7 @@ from .protocol import (
     Replaced,
     Restart,
     Save,
+    Started,
     Stop,
     Stored,
     StoredOutputs,
@@ -70,6 +71,8 @@ DIAGNOSTICS_S = 15.0
 # nodes wait for it, and cost.
 SAVE_S = 120.0
 _LIST_S = 15.0
+# Of so many nodes of launches it is kept where their outputs are: some hundred kilobytes.
+_MAX_OUTPUTS = 4000
 
 
 class Gang:
@@ -84,13 +87,17 @@ class Gang:
         name: str = "gang",  # its own in the world, so that two gangs with one pinned port can't meet in one store
         clock: Callable[[], float] = time.monotonic,
         why_it_waits: Callable[[int], str] = lambda node: "",  # returns a command that tells it of a node, or nothing
+        deadline: float | None = None,  # end of the step's ``@timeout`` by the clock, whatever the gang does then
     ) -> None:
         self.num_nodes = num_nodes
         self.nodes = Nodes(num_nodes)
         self.broken: TorchrunError | None = None  # why nothing can be launched any more
         self._pick_port = pick_port
         self._started_timeout_s = started_timeout_s
+        self._grace_s = grace_s
         self._stop_s = grace_s + _STOP_MARGIN_S
+        self._deadline = float("inf") if deadline is None else deadline
+        self._is_time_up = False  # whether the control node's own code has had the time, or was told that it is over
         self._name = name
         self._clock = clock
         self._why_it_waits = why_it_waits
@@ -98,15 +105,20 @@ class Gang:
         self.history = History(clock)
         self.progress = Progress()  # of the last launch whose scripts have told of any
         self.usage = UsageHistory(num_nodes, step_s(num_nodes))
-        self.outputs: dict[int, dict[int, StoredOutputs]] = {}  # by launch and node
+        self.outputs: dict[int, dict[int, StoredOutputs]] = {}  # by launch and node; of very many the last
+        self.launches_left_out = 0  # launches with outputs that are not in `outputs` any more
+        self.wants_outputs = False  # whether any launch was asked to store some
         self._launch = Launch(-1, Phase.OVER)  # the last one
-        self._verdicts: dict[int, TorchrunError | None] = {}  # by the launch's number
+        self._mark = 0  # how many records there were when it ended
+        # By the launch's number, of those only to which a node may still come.
+        self._verdicts: dict[int, TorchrunError | None] = {}
         self._early: dict[int, Ready] = {}  # of nodes that have given up the launch that still runs
         self._failed_with: TorchrunError | None = None  # a verdict that a member's step has ended with
         self._out: list[Outgoing] = []
         self._handlers: dict[type, Callable[[int, Any], None]] = {
             Join: self._on_join,
             Ready: self._on_ready,
+            Started: self._on_started,
             Active: self._on_active,
             Ran: self._on_ran,
             Metrics: self._on_metrics,
@@ -152,9 +164,9 @@ class Gang:
 
     def _is_late(self, message: Message) -> bool:
         """Tell whether a message speaks of a launch that is over, or of another generation than the one that runs."""
-        if not isinstance(message, Active | Ran | Metrics | Failed | Ended | Storing | Stored) or self._is_early(
-            message
-        ):
+        if not isinstance(message, Started | Active | Ran | Metrics | Failed | Ended | Storing | Stored):
+            return False
+        if self._is_early(message):
             return False
         launch = self._launch
         is_of_it = message.launch == launch.number and message.generation in (None, launch.generation)
@@ -201,18 +213,25 @@ class Gang:
         launch = self._launch
         launch.remind_at = now + REMIND_S
         if launch.phase is Phase.GATHERING:
-            absent, late = self.nodes.absent, [node for node in self.nodes.joined if node not in launch.ready]
-            waits = [f"{names(absent)} to start"] if absent else []
-            waits += [f"{names(late)} to call current.torch.run"] if late else []
+            absent = self.nodes.absent
             why = obstacles.to_see_why(absent[0], self._why_it_waits(absent[0])) if absent else ""
-            text = f"launch {launch.number} waits for {' and for '.join(waits)}{why and '.' + why}"
+            text = f"launch {launch.number} waits for {self._waits_for()}{why and '.' + why}"
             self._send(Note(text), CONTROL)  # whose log the terminal shows, even if it is the one that is late
             self._send(Note(text, is_detail=True), *(node for node in launch.ready if node != CONTROL))
         elif text := launch.who_stores(now, besides=CONTROL):  # which says so itself
             self._send(Note(text), CONTROL)
 
+    def _waits_for(self) -> str:
+        """Say which nodes have not called `run`, while others have."""
+        absent, late = self.nodes.absent, [node for node in self.nodes.joined if node not in self._launch.ready]
+        waits = [f"{names(absent)} to start"] if absent else []
+        waits += [f"{names(late)} to call current.torch.run"] if late else []
+        return " and for ".join(waits)
+
     def _look_at_limits(self, now: float) -> None:
         launch = self._launch
+        if now > self._deadline:
+            self._time_is_up()
         overrun = launch.overrun(now)
         if overrun is not None:
             kind, text = overrun
@@ -225,6 +244,24 @@ class Gang:
             self._decide()
         elif launch.phase is Phase.SAVING and now > launch.until:
             self._finish(launch.failing_with)
+
+    def _time_is_up(self) -> None:
+        """End what waits or runs beyond the step's ``@timeout``; workers, and what they store, `Launch.overrun` ends."""
+        launch = self._launch
+        if launch.phase in (Phase.STOPPING, Phase.SAVING):  # soon over
+            return
+        if launch.phase is Phase.GATHERING:
+            text = f"{LONGER}, while launch {launch.number} waited for {self._waits_for()}"
+            self._finish(obstacles.too_early(self._timed_out(text), launch.number))
+        elif launch.phase is Phase.PAUSING:
+            self._fail(launch.error(self._timed_out(LONGER), []))
+        elif launch.phase is Phase.OVER and not self._is_time_up and self.nodes[CONTROL] is NodeState.JOINED:
+            self._break(obstacles.outside(self._timed_out(LONGER), after_step=False))
+        self._is_time_up = True  # as an alarm, which rings once; a launch begins in vain from now on
+
+    def _timed_out(self, text: str) -> Cause:
+        self.history.note("timeout", launch=self._launch.number if self._launch.ready else None, text=text)
+        return Cause("step_timeout", CONTROL, self.nodes.host(CONTROL), exception=text)
 
     # --- joining --------------------------------------------------------------------------------
 
@@ -275,7 +312,9 @@ class Gang:
             self._send_late_verdict(number, node, self.broken)
             return
         if self._launch.phase is Phase.OVER:
-            self._launch = Launch(number, remind_at=self._clock() + QUIET_S)
+            mark = self._launch.mark if ready.goes_on else self._mark
+            now = self._clock()
+            self._launch = Launch(number, mark=mark, deadline=self._deadline, remind_at=now + QUIET_S)
         launch = self._launch
         if node in launch.dropped:
             self._send_late_verdict(number, node, obstacles.dropped_out(number, node, launch.number))
@@ -296,9 +335,9 @@ class Gang:
             if error is not None:
                 self._finish(error)
                 return
+            self._verdicts.clear()  # all nodes have left the launches before
             launch.policy = launch.ready[CONTROL].policy or LaunchPolicy()
-            if launch.policy.left_s is not None:
-                launch.deadline = self._clock() + launch.policy.left_s
+            self.wants_outputs |= launch.policy.outputs_from is not None
             self._go()
 
     def _go(self) -> None:
@@ -315,9 +354,17 @@ class Gang:
         else:
             nproc = launch.ready[CONTROL].nproc
             self._note("go", text=f"{counted(self.num_nodes, 'node')}, {nproc} process{'es' * (nproc != 1)} on each")
-        self._broadcast(Go(launch.number, launch.generation, port, self._name, launch.restarts, limit))
+            if launch.without_devices and launch.generation == 0:
+                who = names(launch.without_devices)
+                text = f"warning: run(env=...) hides the accelerators on {who}: the workers there compute on the CPU"
+                self._send(Note(f"{text}, the others do not"), CONTROL)
+        go = Go(launch.number, launch.generation, port, self._name, launch.restarts, limit, launch.devices)
+        self._broadcast(go)
 
     # --- a launch: what its nodes report --------------------------------------------------------
+
+    def _on_started(self, node: int, started: Started) -> None:
+        self._note("started", node=node)
 
     def _on_active(self, node: int, active: Active) -> None:
         if active.first_output:
@@ -385,7 +432,7 @@ class Gang:
         for rank, code in ended.exit_codes.items() if node not in launch.ended else ():
             self._note("exited", node=node, rank=rank, exit_code=code, text=describe_exit(code))
         self._note("stopped", node=node)
-        self.progress.forget(node)
+        self.progress.forget(node, ended.ok)
         launch.ended[node] = replace(ended, failures=())
         if ended.storing and not (ended.ok and launch.phase is Phase.STOPPING):
             launch.note_storing(node, ended.storing, self._clock())
@@ -411,8 +458,16 @@ class Gang:
     def _note_outputs(self, node: int, outputs: StoredOutputs | None) -> None:
         if outputs is not None:
             self._launch.outputs[node] = outputs
+            if self._launch.number not in self.outputs:
+                self._forget_outputs()
             self.outputs[self._launch.number] = self._launch.outputs
             self._note("stored", node=node, text=f"{counted(outputs.files, 'file')}, {size_text(outputs.size)}")
+
+    def _forget_outputs(self) -> None:
+        """Keep where the outputs of the last launches are, as many as fit. The files stay, and results know them."""
+        while sum(map(len, self.outputs.values())) >= _MAX_OUTPUTS:
+            del self.outputs[next(iter(self.outputs))]
+            self.launches_left_out += 1
 
     # --- a launch: its end ----------------------------------------------------------------------
 
@@ -513,15 +568,18 @@ class Gang:
         """End the launch with an error, when what outputs there are is stored."""
         launch = self._launch
         nodes = [node for node in launch.saved_by(error) if self.nodes[node] is NodeState.JOINED]
-        if not nodes:
+        now = self._clock()
+        # Workers have the grace to end after the step's time, and what they have written as long again.
+        within_s = min(SAVE_S, max(launch.deadline - now, self._grace_s))
+        if not nodes or within_s <= 0:
             self._finish(error)
             return
         self._tell_cause(error)
-        now = self._clock()
-        launch.begin_saving(nodes, error, now, now + SAVE_S + _LIST_S)
+        launch.begin_saving(nodes, error, now, now + within_s + _LIST_S)
         about = (launch.number, launch.generation, error)
-        self._send(Save(*about, SAVE_S), *nodes)
-        self._send(Save(*about), *(node for node in self.nodes.joined if node not in launch.stores))
+        events = of_the_gang(self._events())
+        self._send(Save(*about, within_s, events), *nodes)
+        self._send(Save(*about, None, events), *(node for node in self.nodes.joined if node not in launch.stores))
 
     def _tell_cause(self, error: TorchrunError) -> None:
         if error.cause is not None:
@@ -540,8 +598,11 @@ class Gang:
         else:
             self._note("failed", text=headline(error.message))
         # Where the nodes' numbers contradict each other, each of these launches has ended.
-        self._verdicts.update(dict.fromkeys({launch.number, *(ready.launch for ready in launch.ready.values())}, error))
+        numbers = {launch.number, *(ready.launch for ready in launch.ready.values())}
+        if len(numbers) > 1 or len(launch.ready) < self.num_nodes:  # else all nodes have come to it
+            self._verdicts.update(dict.fromkeys(numbers, error))
         self._send_verdict([node for node in self.nodes.joined if node not in launch.dropped], error)
+        self._mark = self.history.count
         if error is not None and self.nodes.count(NodeState.LOST):
             self._break(error)  # without all its nodes the gang can't launch again
         early, self._early = self._early, {}
@@ -557,7 +618,7 @@ class Gang:
                 number = launch.ready[node].launch
                 key = (number, node == CONTROL)
                 if key not in made:
-                    events = self.history.records if node == CONTROL else self.history.of_the_gang
+                    events = self._events_for(node, self._events())
                     metrics = dict(self.progress.last) if self.progress.launch == launch.number else {}
                     alone = error is None and launch.alone
                     stored, outputs = launch.stored_for(node, error), launch.outputs_for(node)
@@ -566,8 +627,18 @@ class Gang:
 
     def _send_late_verdict(self, number: int, node: int, error: TorchrunError | None) -> None:
         """Send the end of a launch to a node that has come to it since, or that can't take part in it."""
-        events = self.history.records if node == CONTROL else self.history.of_the_gang
-        self._send(Verdict(number, error, events=events), node)
+        records = self._events()
+        if number < self._launch.number:  # to which others have come meanwhile
+            records = tuple(record for record in self.history.records if record.launch in (number, None))
+        self._send(Verdict(number, error, events=self._events_for(node, records)), node)
+
+    def _events(self) -> tuple[Record, ...]:
+        """Return what has happened in the last launch and after it."""
+        return self.history.since(self._launch.mark)
+
+    @staticmethod
+    def _events_for(node: int, records: tuple[Record, ...]) -> tuple[Record, ...]:
+        return records if node == CONTROL else of_the_gang(records)
 
     # --- leaving --------------------------------------------------------------------------------
 
@@ -636,9 +707,10 @@ class Gang:
             self.broken = error
             self.history.note("broken", text=headline(error.message))
             self._report(error, None, None)
-            self._send(Abort(error, self.history.of_the_gang), *(node for node in self.nodes.joined if node != CONTROL))
+            records = self._events()
+            self._send(Abort(error, of_the_gang(records)), *(node for node in self.nodes.joined if node != CONTROL))
             if self.nodes[CONTROL] in (NodeState.JOINED, NodeState.DONE):  # done, it waits for the others
-                self._send(Abort(error, self.history.records), CONTROL)
+                self._send(Abort(error, records), CONTROL)
 
     # --- the history ----------------------------------------------------------------------------
 

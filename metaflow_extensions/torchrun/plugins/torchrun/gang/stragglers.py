@@ -36,8 +36,9 @@ class Speeds:
     @staticmethod
     def of(paces: Mapping[int, Pace]) -> Speeds:
         """Return the speeds of ranks: by their own seconds for a step, where all say them, else by steps a second."""
+        known = [pace for pace in paces.values() if pace.seconds or pace.steps_per_s is not None]
         seconds = {rank: 1 / pace.seconds for rank, pace in paces.items() if pace.seconds}
-        if seconds and len(seconds) == len(paces):
+        if seconds and len(seconds) == len(known):
             return Speeds("seconds", seconds)
         return Speeds("steps_per_s", {r: pace.steps_per_s for r, pace in paces.items() if pace.steps_per_s is not None})
 
@@ -109,6 +110,7 @@ class Stragglers:
             self._by = speeds.by
             self.forget()
         self._slow = {rank: change for rank, change in self._slow.items() if rank in speeds.by_rank}
+        self._turned_at = {rank: at for rank, at in self._turned_at.items() if rank in speeds.by_rank}
         if len(speeds.by_rank) < _FEWEST:
             self._turned_at.clear()
             return []

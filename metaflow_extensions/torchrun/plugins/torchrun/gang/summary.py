@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from .history import Record
+from .protocol import CONTROL
 from .texts import counted, duration, names
 
 NodeState = Literal[
@@ -17,8 +18,8 @@ NodeState = Literal[
     "own code",  # the step's code runs, outside of `run`
     "waiting",  # has called `run`; not all others have
     "preparing",  # its commands of before_run run
-    "starting",  # its workers have written nothing yet
-    "running",
+    "starting",  # its workers are to start; not all of them run
+    "running",  # its workers do
     "stopping",
     "stopped",  # its workers are gone; the launch is not decided
     "restarting",
@@ -71,7 +72,8 @@ class Node:
     since_s: float = 0.0
     ended_well: bool = False  # its step
     has_failed: bool = False  # its step
-    spans: list[Span] = field(default_factory=list)  # without gaps, from the gang's begin to now
+    # From the gang's begin to now; with a gap only where records are left out.
+    spans: list[Span] = field(default_factory=list)
 
     @property
     def word(self) -> str:
@@ -183,6 +185,9 @@ class _Fold:
         self._enter(record, "waiting")
 
     def _on_output(self, record: Record) -> None:
+        self._on_started(record)  # in records of before there were `started`
+
+    def _on_started(self, record: Record) -> None:
         if record.node is not None and self.nodes[record.node].state == "starting":
             self._enter(record, "running")
 
@@ -203,8 +208,18 @@ class _Fold:
         if record.node is not None:
             self.nodes[record.node].has_failed = bool(record.text)
 
+    def _on_omitted(self, record: Record) -> None:
+        for node in self.nodes:  # what they did until then is not known
+            node.since_s = max(node.since_s, record.at_s)
+
     def _on_lost(self, record: Record) -> None:
         self._enter(record, "lost")
+        if record.node == CONTROL and self.nodes[0].index == CONTROL:
+            # Others have told so. What has become of the other nodes without it, nobody has recorded.
+            self.failures.append(record)
+            self.cause = record
+            self._all(record, "lost")
+            self.phase = "broken"
 
     # --- what concerns the gang
 

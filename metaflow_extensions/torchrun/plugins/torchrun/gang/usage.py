@@ -152,6 +152,6 @@ def _with_one_more(kind: str, before: float, value: float, count: int) -> float:
 
 def _rounded(value: float) -> float | int | None:
     """Return a number short enough to be stored many times: three digits, or a whole number; None for none."""
-    if math.isnan(value):
+    if not math.isfinite(value):  # beyond what an array of floats holds
         return None
     return round(value) if value >= 100 else float(f"{value:.3g}")

@@ -7,6 +7,7 @@ TorchrunError.
 from __future__ import annotations
 
 import functools
+import math
 import types
 import typing
 from collections.abc import Callable, Hashable, Mapping
@@ -22,6 +23,8 @@ _PLAIN = frozenset({str, int, float, bool, type(None)})
 def to_plain(value: Any) -> Any:
     """Return JSON-able data for a dataclass with fields of the types above."""
     cls = type(value)
+    if cls is float:
+        return value if math.isfinite(value) else None
     if cls in _PLAIN:  # most are
         return value
     if isinstance(value, TorchrunError):
@@ -36,6 +39,20 @@ def to_plain(value: Any) -> Any:
     if isinstance(value, tuple | frozenset):
         return [to_plain(each) for each in value]
     return value
+
+
+def finite(data: Any) -> Any:
+    """Return plain data with None for what JSON has no word for: NaN and infinity.
+
+    Python writes them all the same, and then a browser can read nothing of the whole text.
+    """
+    if isinstance(data, float):
+        return data if math.isfinite(data) else None
+    if isinstance(data, dict):
+        return {key: finite(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return type(data)(map(finite, data))
+    return data
 
 
 @functools.cache
@@ -97,7 +114,13 @@ def _reader_of_plain(hint: type[Any]) -> Reader:
 def _read_float(value: Any) -> float:
     if type(value) is not float and type(value) is not int:
         raise _misfit(value)
-    return float(value)
+    try:
+        number = float(value)
+    except OverflowError:  # an int of hundreds of digits
+        raise _misfit(value) from None
+    if not math.isfinite(number):
+        raise _misfit(value)
+    return number
 
 
 def _read_error(value: Any) -> TorchrunError:

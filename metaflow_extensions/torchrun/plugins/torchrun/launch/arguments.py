@@ -36,6 +36,15 @@ def entrypoint_arguments(given: Mapping[str, Any] | Sequence[Any] | None) -> tup
     return tuple(words)
 
 
+def entrypoint_bools(given: Mapping[str, Any] | Sequence[Any] | None) -> dict[str, bool]:
+    """Return those of ``entrypoint_args`` that a script which wants a bare flag would refuse."""
+    return (
+        {str(key): value for key, value in given.items() if isinstance(value, bool)}
+        if isinstance(given, Mapping)
+        else {}
+    )
+
+
 def dict_or_list(given: Any, name: str, forms: str) -> Mapping[str, Any] | list[Any]:
     """Return `given` as a mapping or a list, None as an empty one; what is neither is refused, with its `forms`."""
     if given is None:

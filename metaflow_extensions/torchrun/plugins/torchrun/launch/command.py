@@ -1,4 +1,4 @@
-"""The argv and the environment that a launch becomes. Pure: argv is a list."""
+"""The argv and the environment that a launch becomes. Pure, but for where `env` and `sh` are: argv is a list."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 
 from ..gang.protocol import Go
+from .commands import system_program
 from .spec import ELASTIC_BACKEND, STATIC_BACKEND, LaunchSpec, bracketed
 
 SCRIPTS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "scripts")
@@ -54,7 +55,13 @@ def agent_command(spec: LaunchSpec, go: Go, main_addr: str, log_dir: str, forks_
     if go.max_restarts and spec.min_nodes is None and "run-path" not in given and not forks_workers:
         return [*command, *_told_of_restarts(spec, go, log_dir)]
     if "no-python" in given and "run-path" not in given:
-        return [*command, "--", "env", *_own_metrics(spec, log_dir), *_program([spec.entrypoint, *spec.args])]
+        return [
+            *command,
+            "--",
+            system_program("env"),
+            *_own_metrics(spec, log_dir),
+            *_program([spec.entrypoint, *spec.args]),
+        ]
     if spec.module:
         command.append("--module")
     # torchrun fills ${local_rank} into the arguments by string.Template (torch 2.13,
@@ -105,7 +112,8 @@ def _told_of_restarts(spec: LaunchSpec, go: Go, log_dir: str) -> list[str]:
 
     ``env`` sets them anew and becomes the worker.
     """
-    words = ["--", "env", *(f"{name}={value}" for name, value in restart_variables(spec, go).items())]
+    told = (f"{name}={value}" for name, value in restart_variables(spec, go).items())
+    words = ["--", system_program("env"), *told]
     if "no-python" in dict(spec.options):
         return [*words, *_own_metrics(spec, log_dir), *_program([spec.entrypoint, *spec.args])]
     # As torchrun starts a script (config_from_args in torch/distributed/run.py, 2.13).
@@ -126,7 +134,7 @@ def restart_variables(spec: LaunchSpec, go: Go) -> dict[str, str]:
 
 def _program(words: Sequence[str]) -> list[str]:
     """Return a program and its arguments as they stand after ``env``, which takes ``a=b`` for a variable."""
-    by_shell = ["sh", "-c", 'exec "$0" "$@"'] if "=" in words[0] else []
+    by_shell = [system_program("sh"), "-c", 'exec "$0" "$@"'] if "=" in words[0] else []
     return _escaped([*by_shell, *words])
 
 

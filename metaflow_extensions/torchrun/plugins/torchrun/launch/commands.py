@@ -66,6 +66,19 @@ def shown(words: Sequence[str]) -> str:
     return line if len(line) <= _SHOWN_CHARS else line[:_SHOWN_CHARS] + "…"
 
 
+def for_process(words: Sequence[str]) -> list[str]:
+    """Return the argv of a command for the process that runs it, whatever PATH that has."""
+    return [system_program(words[0]), *words[1:]] if _is_by_shell(words) else list(words)
+
+
+def system_program(name: str) -> str:
+    """Return the path of a program that every system has.
+
+    The user's variables are for the user's programs: a PATH among them need not lead to what we start these with.
+    """
+    return next(filter(None, (shutil.which(name, path=path) for path in (os.defpath, os.environ.get("PATH")))), name)
+
+
 def _is_by_shell(words: Sequence[str]) -> bool:
     return len(words) == 3 and tuple(words[:2]) == _SHELL
 

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from ..errors import TorchNotFoundError
+from ..gang.texts import counted
 from ..machine.accelerators import Machine
 from .spec import LaunchSpec
 
@@ -36,7 +37,9 @@ def node_facts(spec: LaunchSpec, machine: Machine) -> dict[str, str]:
         "cuda": cuda or _NONE,
         "nccl": _nccl_version(cuda) or _NONE,
         "python": ".".join(platform.python_version_tuple()[:2]),
-        "devices": device_kind(machine.accelerators),  # not their number: nodes of a local run share them out
+        # Not their number, which may differ. What `run` itself hides from its workers, it hides on purpose.
+        "devices": device_kind(machine.seen_by({})),
+        "accelerators": accelerators(machine.seen_by(dict(spec.env))),
         "contents": contents_digest(spec),
     }
 
@@ -81,6 +84,24 @@ def device_kind(accelerators: Sequence[str], root: str = "/") -> str:
         return "nvidia"
     # Unknown: an environment variable names devices that have no such files.
     return "amd" if os.path.exists(os.path.join(root, "dev/kfd")) else _UNKNOWN
+
+
+def accelerators(seen: Sequence[str]) -> str:
+    """Return how many accelerators workers see, and of which kind: ``"8 nvidia"`` or ``"none"``."""
+    return f"{len(seen)} {device_kind(seen)}" if seen else _NONE
+
+
+def too_few_warning(spec: LaunchSpec, machine: Machine) -> str | None:
+    """Return what to say of a machine with fewer accelerators than nodes, or None."""
+    found = len(machine.accelerators)
+    if not found or machine.seen_by(dict(spec.env)) or "CUDA_VISIBLE_DEVICES" in dict(spec.env):
+        return None
+    if machine.nodes_here == 1:
+        return None  # the step's code has hidden them
+    return (
+        f"warning: {counted(found, 'accelerator')} can't be shared out among {machine.nodes_here} nodes on this machine, "
+        "so no worker sees any, and all compute on the CPU. Run fewer nodes here"
+    )
 
 
 def contents_digest(spec: LaunchSpec) -> str:

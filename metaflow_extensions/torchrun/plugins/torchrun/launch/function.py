@@ -12,7 +12,6 @@ import pickle
 import shutil
 import socket
 import sys
-import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -20,10 +19,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..errors import EntrypointError, LaunchFailed, TorchrunConfigError, WorkerFailed
+from ..errors import EntrypointError, LaunchFailed, TorchrunConfigError, TorchrunError, WorkerFailed, retold
 from ..gang.protocol import CONTROL
 from ..gang.texts import size_text
-from ..scripts.function_worker import CALL, RAISED, RETURNED, VALUES, dump, find_cloud_pickler, main_file, path_of
+from ..scripts.function_worker import (
+    CALL,
+    RAISED,
+    RETURNED,
+    VALUES,
+    dump,
+    find_cloud_pickler,
+    main_file,
+    path_of,
+    words_of,
+)
 from .arguments import dict_or_list
 from .command import SCRIPTS
 from .spec import LaunchSpec, Request
@@ -36,7 +45,7 @@ from .transfer import (
     ValueStore,
     patience_for,
 )
-from .values import ValuesOnDisk
+from .values import ValuesOnDisk, make_folder
 
 # What torchrun runs where the entrypoint is a function.
 FUNCTION_WORKER = os.path.join(SCRIPTS, "function_worker.py")
@@ -68,8 +77,9 @@ class FunctionCall:
         self.name = str(getattr(inner, "__qualname__", type(inner).__qualname__))
         self.source = _source_of(inner)
         self.folder = ""
+        self._has_result = False  # which keeps the folder, with the values in it
         try:
-            self.folder = os.path.abspath(tempfile.mkdtemp(prefix="torchrun-call-"))
+            self.folder = make_folder()
             with open(os.path.join(self.folder, CALL), "wb") as file:
                 package = getattr(sys.modules.get("__main__"), "__package__", None)
                 header = {"path": _search_path(), "init": init, "main": main_file(), "package": package}
@@ -86,8 +96,12 @@ class FunctionCall:
             ) from error
 
     def close(self) -> None:
-        """Remove the files."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+        """Remove the files, but for the values that a result has."""
+        if not self._has_result:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            return
+        with suppress(OSError):
+            os.unlink(os.path.join(self.folder, CALL))
 
     def request(self, request: Request) -> Request:
         """Return `request` as one of the script that makes the call in a worker."""
@@ -135,15 +149,23 @@ class FunctionCall:
     def returned(
         self, ranks: Sequence[int], uploaded: Mapping[int, str], note: Callable[[str], None]
     ) -> Mapping[int, bytes]:
-        """Return the pickled values of this node's `ranks` and of those `uploaded` for it, or raise TransferFailed."""
-        values = ValuesOnDisk()
+        """Return the pickled values of this node's `ranks` and of those `uploaded` for it, or raise TransferFailed.
+
+        The folder is the result's then.
+        """
+        values = ValuesOnDisk(self.folder)
         for rank in ranks:
             values.take(rank, path_of(self.folder, RETURNED, rank))
+        self._load(values, uploaded, note)
+        self._has_result = True
+        return values
+
+    def _load(self, values: ValuesOnDisk, uploaded: Mapping[int, str], note: Callable[[str], None]) -> None:
         store, ranks_of = self._store, dict[str, list[int]]()
         for rank, key in uploaded.items():
             ranks_of.setdefault(key, []).append(rank)
         if store is None or not ranks_of:
-            return values
+            return
 
         def load(keys: Sequence[str]) -> dict[str, str]:
             for key, data in store.load(keys):
@@ -155,7 +177,6 @@ class FunctionCall:
         what = f"the values of {len(uploaded)} ranks" if len(uploaded) > 1 else f"rank {next(iter(uploaded))}'s value"
         steps = [Step(what, partial(load, some), len(some) * PATIENCE_S) for some in lists]
         Transfer(store, "loads", steps).wait(note)
-        return values
 
     def original(self, error: LaunchFailed, stored: Mapping[int, str]) -> BaseException:
         """Return what `run` raises: the worker's exception, `WorkerFailed` if it can't be had, or `error` itself."""
@@ -164,15 +185,13 @@ class FunctionCall:
             return error
         data = self._raised(cause["rank"], stored.get(cause["rank"]))
         if data is None:
-            return WorkerFailed(error.message, error.cause) if cause["kind"] == "exception" else error
+            return retold(error, WorkerFailed, error.message) if cause["kind"] == "exception" else error
         report = pickle.loads(data)  # noqa: S301 - our own workers', through the run's datastore
         exception, why = _unpickled(report)
         if exception is None:
             because = f"\nIt is told in words because {why}." if why else ""
-            return WorkerFailed(f"{report['text']}\n{error.message}{because}", error.cause)
-        note = f"raised by rank {cause['rank']} on node {cause['node']} (host {cause['host']})"
-        # add_note() came with Python 3.11, and an exception may forbid to set attributes (frozen dataclasses).
-        vars(exception)["__notes__"] = [*getattr(exception, "__notes__", ()), note]
+            return retold(error, WorkerFailed, f"{report['text']}\n{error.message}{because}")
+        _add_note(exception, f"raised by rank {cause['rank']} on node {cause['node']} (host {cause['host']})")
         return exception
 
     def _raised(self, rank: int, key: str | None) -> bytes | None:
@@ -242,10 +261,10 @@ def _dump_call(call: tuple[Any, ...], owner: Any, name: str, file: Any) -> None:
         )
     try:
         dump(call, file)
-    except OSError:
-        raise  # the disk's failure, not the function's
-    except Exception as error:
-        problem = f"{type(error).__name__}: {error}"
+    except (OSError, KeyboardInterrupt, TorchrunError):
+        raise  # the disk's failure, the user's wish, or news of the gang, and not the function's fault
+    except BaseException as error:  # also an exit, in a __reduce__
+        problem = words_of(error)
         if find_cloud_pickler() is None:
             raise EntrypointError(
                 f"{name} and its arguments can't be pickled ({problem}). Define the function at the top level of the flow "
@@ -258,15 +277,25 @@ def _dump_call(call: tuple[Any, ...], owner: Any, name: str, file: Any) -> None:
         ) from error
 
 
+def _add_note(exception: BaseException, note: str) -> None:
+    """Do as `add_note` does, which came with Python 3.11, also where a class forbids to set attributes or hides them."""
+    attributes = vars(BaseException)["__dict__"].__get__(exception)
+    notes = attributes.get("__notes__", [])
+    if isinstance(notes, list):
+        attributes["__notes__"] = [*notes, note]
+
+
 def _unpickled(report: Mapping[str, Any]) -> tuple[BaseException | None, str]:
     """Return the exception that a worker has left, or None and why it can't be had."""
     if report["exception"] is None:
         return None, report.get("why", "")
     try:
         exception = pickle.loads(report["exception"])  # noqa: S301 - as above
-    except Exception as problem:
+    except KeyboardInterrupt:
+        raise  # somebody has pressed Ctrl-C
+    except BaseException as problem:  # also an exit, in what its __reduce__ asks for
         return None, (
-            f"the exception can't be unpickled ({type(problem).__name__}: {problem}). What its __init__ takes must go to "
+            f"the exception can't be unpickled ({words_of(problem)}). What its __init__ takes must go to "
             "super().__init__(), too, or into a __reduce__; and its class must be importable in the task"
         )
     return (exception, "") if isinstance(exception, BaseException) else (None, "its __reduce__ makes no exception")

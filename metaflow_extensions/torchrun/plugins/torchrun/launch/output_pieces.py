@@ -85,11 +85,14 @@ class OutputPieces:
     def lines(self) -> list[str]:
         """Return what is to be said of what was found and stored."""
         said = list(lines(self._listing, _SAID))
-        old = [entry.file.name for entry in self._stored() if entry.file.changed < self._since]
+        old = [entry.file.name for entry in self._stored() if self._is_older(entry)]
         if old:
             verb = "is" if len(old) == 1 else "are"
             said.append(f"{counted(len(old), 'output')} {verb} older than this launch: {_names(old)}")
         return said
+
+    def _is_older(self, entry: _Entry) -> bool:
+        return entry.file.changed < self._since
 
     def _is_late(self) -> bool:
         return self._deadline is not None and time.monotonic() > self._deadline
@@ -135,6 +138,7 @@ class OutputPieces:
                     "name": entry.file.name,
                     "size": entry.size,
                     "modified": entry.file.modified,
+                    "older": self._is_older(entry),
                     "mode": entry.file.mode,
                     "digest": entry.digest or hashlib.sha256(repr(entry.parts).encode()).hexdigest(),
                     "parts": entry.parts,

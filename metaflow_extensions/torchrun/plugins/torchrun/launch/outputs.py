@@ -18,6 +18,7 @@ from typing import Any, BinaryIO
 
 from ..errors import TorchrunError
 from ..gang.texts import counted, first_values, names, size_text
+from ..renamed import known, need
 
 # So many pieces are kept while files are read: what reads a zip file, as `torch.load` does, goes to and fro.
 _PIECES_KEPT = 2
@@ -37,12 +38,15 @@ class OutputFile:
         The node that has stored it.
     modified : float
         When its content was written, in seconds since 1970.
+    older : bool
+        Whether it was there before the launch began, so that it may be of an earlier one.
     """
 
     name: str
     size: int
     node: int
     modified: float
+    older: bool = field(default=False, repr=False)
     _mode: int = field(default=0o644, repr=False)
     _digest: str = field(default="", repr=False)
     _parts: tuple[tuple[str, int, int], ...] = field(default=(), repr=False)  # key of the piece, begin in it, size
@@ -147,28 +151,33 @@ class Outputs:
         Raises
         ------
         LookupError
-            If files of several nodes have the same name and differ; then nothing is written.
+            If files of several nodes have the same name and differ, or one's file is a folder of another; then nothing
+            is written.
         TorchrunError
             If the datastore does not have them any more.
         """
-        wanted: dict[str, OutputFile] = {}
-        clashes = []
-        for file in self:
-            if node is not None and file.node != node:
-                continue
-            if wanted.setdefault(file.name, file)._digest != file._digest:
-                clashes.append(file.name)
-        if clashes:
-            said = first_values([repr(name) for name in dict.fromkeys(clashes)])
-            raise LookupError(
-                f"Several nodes have stored other content under the same name: {said}. Download the files of each node "
-                "into a folder of its own: download(folder, node=...)."
-            )
+        wanted = self._without_clashes([file for file in self if node in (None, file.node)])
         folder, pieces = Path(to), _Pieces(self._load)
         folder.mkdir(parents=True, exist_ok=True)
         for file in wanted.values():
             _write(file, pieces, folder)
         return folder
+
+    def _without_clashes(self, files: list[OutputFile]) -> dict[str, OutputFile]:
+        """Return files by name; raise LookupError for those that one folder can't have."""
+        wanted: dict[str, OutputFile] = {}
+        differ = [file.name for file in files if wanted.setdefault(file.name, file)._digest != file._digest]
+        folders = {str(above) for name in wanted for above in PurePosixPath(name).parents}
+        for clashing, what in (
+            (differ, "other content under the same name"),
+            (sorted(folders.intersection(wanted)), "files under names that are folders of other nodes"),
+        ):
+            if clashing:
+                raise LookupError(
+                    f"Several nodes have stored {what}: {first_values([repr(name) for name in dict.fromkeys(clashing)])}. "
+                    "Download the files of each node into a folder of its own: download(folder, node=...)."
+                )
+        return wanted
 
     def _one(self, name: str, node: int | None) -> OutputFile:
         all_files = list(self)
@@ -209,15 +218,13 @@ class Outputs:
         raise TorchrunError(f"Outputs could not be read from {where} ({problem}). Are they still there?") from first
 
     def _datastores(self) -> Iterator[Any]:
-        from metaflow.datastore import FlowDataStore
-        from metaflow.plugins import DATASTORES
-
+        flow_datastore, storages = known("metaflow.datastore", "FlowDataStore"), known("metaflow.plugins", "DATASTORES")
         kind, root, flow = (self._datastore[name] for name in ("type", "root", "flow"))
-        storage = next(each for each in DATASTORES if kind == each.TYPE)
-        yield FlowDataStore(flow, storage_impl=storage, ds_root=root)
-        here = storage.get_datastore_root_from_config(lambda *_: None, create_on_absent=False)
+        storage = next(each for each in storages if kind == each.TYPE)
+        yield flow_datastore(flow, storage_impl=storage, ds_root=root)
+        here = need(storage, "get_datastore_root_from_config")(lambda *_: None, create_on_absent=False)
         if here not in (None, root):  # the folder is elsewhere on this machine
-            yield FlowDataStore(flow, storage_impl=storage, ds_root=here)
+            yield flow_datastore(flow, storage_impl=storage, ds_root=here)
 
     def as_data(self) -> dict[str, Any]:
         """Return plain data, which are the arguments for an object that is equal."""
@@ -285,11 +292,12 @@ class _Reader(io.RawIOBase):
 
 def _file(node: int, row: Mapping[str, Any]) -> OutputFile:
     parts = tuple((key, begin, size) for key, begin, size in row["parts"])
-    return OutputFile(row["name"], row["size"], node, row["modified"], row["mode"], row["digest"], parts)
+    older = row.get("older", False)  # not in lists of older versions
+    return OutputFile(row["name"], row["size"], node, row["modified"], older, row["mode"], row["digest"], parts)
 
 
 def _loaded(store: Any, key: str) -> bytes:
-    ((_, data),) = store.load_data([key])
+    ((_, data),) = need(store, "load_data")([key])
     return bytes(data)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from ..errors import LaunchFailed
+from ..errors import LaunchFailed, retold
 from .command import SCRIPTS
 from .spec import LaunchSpec
 
@@ -33,11 +33,9 @@ def preflight_spec(spec: LaunchSpec) -> LaunchSpec:
 
 
 def as_preflight(error: LaunchFailed) -> LaunchFailed:
-    """Return the failure of that launch with words that say what it was; the cause stays."""
-    return type(error)(
-        "The preflight failed (@torchrun(preflight=True)); the script was not started on any node.\n" + error.message,
-        error.cause,
-    )
+    """Return the failure of that launch with words that say what it was; cause and events stay."""
+    what = "The preflight failed (@torchrun(preflight=True)); the script was not started on any node."
+    return retold(error, type(error), f"{what}\n{error.message}")
 
 
 def shm_bytes(path: str = "/dev/shm") -> int | None:  # noqa: S108 - it is looked at, nothing is written there

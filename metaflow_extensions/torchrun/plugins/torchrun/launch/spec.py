@@ -15,7 +15,7 @@ from ..errors import EntrypointError, TorchrunConfigError
 from ..gang.protocol import CONTROL
 from ..parsing import parse_int, parse_outputs, parse_outputs_from
 from ..settings import StepSettings, choose
-from .arguments import entrypoint_arguments, torchrun_options
+from .arguments import entrypoint_arguments, entrypoint_bools, torchrun_options
 from .commands import argv_of, find_program, source_of
 
 STATIC_BACKEND = "static"
@@ -62,6 +62,7 @@ class LaunchSpec:
     tensorboard: str | None = None  # absolute path of a folder with TensorBoard's event files, which are to be read
     source: str | None = None  # the file that must be the same on all nodes; None is the entrypoint
     outputs: OutputRequest | None = None
+    bools: tuple[tuple[str, bool], ...] = ()  # of `args`, those that were given as True or False, by their names
     command: tuple[str, ...] = ()  # the words of a command as entrypoint, as they were given
     # What each node runs in the place of torchrun and its workers: an argv each; None where there are workers.
     commands: tuple[tuple[str, ...], ...] | None = None
@@ -124,6 +125,7 @@ def build_spec(request: Request, nproc: int, settings: StepSettings, node: Node,
     return LaunchSpec(
         entrypoint=entrypoint,
         args=(*command[1:], *entrypoint_arguments(request.entrypoint_args)),
+        bools=tuple(entrypoint_bools(request.entrypoint_args).items()),
         module=module,
         nproc=nproc,
         num_nodes=node.num_nodes,

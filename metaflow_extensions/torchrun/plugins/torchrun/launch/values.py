@@ -2,84 +2,110 @@
 
 from __future__ import annotations
 
-import io
+import hashlib
 import os
+import re
+import shutil
 import tempfile
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, BinaryIO, NamedTuple
+from contextlib import suppress
+from typing import Any, BinaryIO
+
+from ..errors import TorchrunError
+from ..machine import processes
+
+# The machine since it was booted, with its pids; the process; when that began.
+_FOLDER = re.compile(r"torchrun-call-([0-9a-f]{8})_([0-9]+)_([0-9]+)_\w+")
+_looked_through: set[str] = set()  # folders in which this process has removed what dead ones had left
 
 
-class _Place(NamedTuple):
-    fd: int
-    offset: int
-    size: int
+def make_folder() -> str:
+    """Make a folder for temporary files, which whoever asked for it has to remove.
+
+    Where a process is killed before it can, the next one that makes a folder here removes it: its name says whose it is.
+    """
+    among, machine = os.path.abspath(tempfile.gettempdir()), _this_machine()
+    if machine and among not in _looked_through:
+        _looked_through.add(among)
+        _remove_what_is_left(among, machine)
+    pid = os.getpid()
+    return tempfile.mkdtemp(prefix=f"torchrun-call-{machine}_{pid}_{processes.began(pid)}_", dir=among)
+
+
+def _remove_what_is_left(among: str, machine: str) -> None:
+    names: list[str] = []
+    with suppress(OSError):  # not there, or nobody may list it
+        names = os.listdir(among)
+    for name in names:
+        owner = _FOLDER.fullmatch(name)
+        if owner is not None and owner[1] == machine and not processes.is_alive(int(owner[2]), since=owner[3]):
+            shutil.rmtree(os.path.join(among, name), ignore_errors=True)  # another user's stays
+
+
+def _this_machine() -> str:
+    """Return a name for the table of processes that this one is in; empty where the system does not tell.
+
+    Other containers, and other machines, may share the folder for temporary files. Their pids say nothing here.
+    """
+    boot, table = processes.read("/proc/sys/kernel/random/boot_id"), "/proc/self/ns/pid"
+    if not boot or not os.path.islink(table):
+        return ""
+    return hashlib.sha256((boot + os.readlink(table)).encode()).hexdigest()[:8]
 
 
 class ValuesOnDisk(Mapping[int, bytes]):
-    """Global rank -> pickled value, in files without a name.
+    """Global rank -> pickled value, in files of a folder.
 
     In memory, each value would be there once more than its user wants it, as long as the result of its launch
-    lives. The files end with this object or with its process, however that ends.
+    lives. A descriptor for each would end in too many open files. The folder ends with this object or, at the latest,
+    when its process exits; see `make_folder` for a process that is killed. A fork of that process reads from it, and
+    never removes it.
     """
 
-    def __init__(self) -> None:
-        self._places: dict[int, _Place] = {}
-        self._added: int | None = None  # one file for all values of other nodes: descriptors are few
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+        self._paths: dict[int, str] = {}
+        weakref.finalize(self, _remove, folder, os.getpid())
 
     def take(self, rank: int, path: str) -> None:
-        """Take a rank's value from a file, whose name is not needed any more; without that file there is no value."""
-        try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:
-            return
-        self._places[rank] = _Place(self._owned(fd), 0, os.fstat(fd).st_size)
+        """Take a file in the folder as a rank's value; without that file there is no value."""
+        if os.path.exists(path):
+            self._paths[rank] = path
 
     def add(self, ranks: Iterable[int], data: bytes) -> None:
         """Write the value of `ranks`, which have all returned the same."""
-        if self._added is None:
-            with tempfile.TemporaryFile(prefix="torchrun-values-") as file:
-                self._added = self._owned(os.dup(file.fileno()))
-        offset = os.lseek(self._added, 0, os.SEEK_END)
-        left = memoryview(data)
-        while left:
-            left = left[os.write(self._added, left) :]
-        self._places.update(dict.fromkeys(ranks, _Place(self._added, offset, len(data))))
+        fd, path = tempfile.mkstemp(prefix="gathered-", dir=self._folder)
+        with open(fd, "wb") as file:
+            file.write(data)
+        self._paths.update(dict.fromkeys(ranks, path))
 
     def open(self, rank: int) -> BinaryIO:
-        """Return a file that reads a rank's value; any thread may have its own."""
-        return io.BufferedReader(_Reader(self._places[rank]))
-
-    def _owned(self, fd: int) -> int:
-        weakref.finalize(self, os.close, fd)
-        return fd
+        """Return a file with a rank's value; any thread may have its own."""
+        path = self._paths[rank]
+        try:
+            return open(path, "rb")
+        except FileNotFoundError as error:
+            raise TorchrunError(
+                f"The value of rank {rank} is gone: {path} was removed while the step ran. A result keeps its values on "
+                "this machine's disk as long as it lives there. Keep what empties that folder from it, choose another by "
+                "TMPDIR, or look at values before."
+            ) from error
 
     def __getitem__(self, rank: int) -> bytes:
         with self.open(rank) as file:
-            return file.read(self._places[rank].size)
+            return file.read()
 
     def __iter__(self) -> Iterator[int]:
-        return iter(sorted(self._places))
+        return iter(sorted(self._paths))
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._paths)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return dict, (dict(self),)
 
 
-class _Reader(io.RawIOBase):
-    """Reads a part of a file, wherever others read it."""
-
-    def __init__(self, place: _Place) -> None:
-        self._place, self._done = place, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        fd, offset, size = self._place
-        part = memoryview(buffer)[: size - self._done]
-        count = os.preadv(fd, [part], offset + self._done) if part else 0
-        self._done += count
-        return count
+def _remove(folder: str, pid: int) -> None:
+    if os.getpid() == pid:  # a fork has the object, but not the folder
+        shutil.rmtree(folder, ignore_errors=True)

@@ -23,6 +23,7 @@ from .processes import read
 # AWS: "Each Trainium/Inferentia2 chip has two NeuronCores"; one worker drives one core.
 NEURON_CORES_PER_DEVICE = 2
 
+_NAME_DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")  # of two the first counts
 _REMOTE_DECORATORS = ("kubernetes", "batch")
 # Resource names of Kubernetes device plugins (NVIDIA, AMD, Intel); MIG slices are nvidia.com/mig-*.
 _GPU_RESOURCE = re.compile(r"^(nvidia\.com/(gpu|mig-.+)|amd\.com/gpu|gpu\.intel\.com/.+|habana\.ai/gaudi)(\.shared)?$")
@@ -51,6 +52,16 @@ class Machine:
         """The even share of this node: accelerators only it uses; empty when there are fewer than nodes."""
         share = len(self.accelerators) // self.nodes_here
         return self.accelerators[self.node_here * share : (self.node_here + 1) * share]
+
+    def seen_by(self, variables: Mapping[str, str], environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
+        """Return the accelerators that workers of this node see which have `variables` besides the task's own.
+
+        The step's code may have changed the task's own since this was made.
+        """
+        if self.nodes_here > 1 and self.accelerators and "CUDA_VISIBLE_DEVICES" not in variables:
+            return self.own_accelerators  # `node.start` sets it so
+        env = {**environ, **variables}
+        return visible_accelerators(env) if any(name in env for name in _NAME_DEVICES) else self.accelerators
 
 
 def choose_nproc(setting: int | str | None, source: str, requested: Nproc | None, machine: Machine) -> Nproc:
@@ -124,7 +135,7 @@ def this_machine(nodes_here: int = 1, node_here: int = 0) -> Machine:
 
 def visible_accelerators(environ: Mapping[str, str], root: str = "/") -> tuple[str, ...]:
     """Return the identifiers of the GPUs a process with `environ` could use."""
-    for variable in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
+    for variable in _NAME_DEVICES:
         if variable in environ:
             # As CUDA reads it: the list ends at the first entry that names no device.
             tokens = (token.strip() for token in environ[variable].split(","))

@@ -16,16 +16,23 @@ _NAMESPACES = "/proc/self/ns"
 def inherited() -> dict[str, str]:
     """Return it, of the thread that calls; the same texts mean the same for what is started."""
     limits = {name: str(resource.getrlimit(getattr(resource, name))) for name in _LIMITS}
-    ids = f"{os.getresuid()} {os.getresgid()} {sorted(os.getgroups())}"
     return {
         **limits,
-        "user and groups": ids,
+        "user and groups": _ids(),
         "cgroup": read("/proc/self/cgroup"),
         "OOM score": read("/proc/self/oom_score_adj"),
         "root folder": _link("/proc/self/root"),
         **_scheduling(),
         **_namespaces(),
     }
+
+
+def _ids() -> str:
+    groups = sorted(os.getgroups())
+    try:
+        return f"{os.getresuid()} {os.getresgid()} {groups}"
+    except AttributeError:  # not everywhere
+        return f"{os.getuid(), os.geteuid()} {os.getgid(), os.getegid()} {groups}"
 
 
 def _scheduling() -> dict[str, str]:

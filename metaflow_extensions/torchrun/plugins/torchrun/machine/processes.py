@@ -12,11 +12,13 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 _HAS_PROC = os.path.isdir("/proc/self")
 _POLL_S = 0.05
+_LOOK_S = 60.0  # where the system tells of an end
+_NEVER = float("inf")
 _KILL_WAIT_S = 10.0  # after SIGKILL only a process in uninterruptible sleep stays
 
 
@@ -28,11 +30,21 @@ class Process(NamedTuple):
     state: str  # one letter, such as "T" (stopped by a signal) or "Z" (dead, but not reaped)
     began: str = ""  # when. With its pid it names one process, whoever gets that number later
     status: int | None = None  # the exit code of a dead process, negative for a signal
+    threads: int = 1  # a dead one that nobody has reaped has one
 
     @property
     def is_alive(self) -> bool:
         """Whether it has not ended."""
-        return self.state not in ("Z", "X")
+        return not _has_ended(self.state, self.threads)
+
+
+def _has_ended(state: str, threads: int) -> bool:
+    """Tell what waitid(2) and a pidfd tell.
+
+    The state is that of the main thread alone. As long as others run, or free memory, the process has its memory,
+    ports and devices, and no exit code.
+    """
+    return state in ("Z", "X") and threads <= 1
 
 
 def read(path: str) -> str:
@@ -48,9 +60,9 @@ def find(pid: int) -> Process | None:
     fields = read(f"/proc/{pid}/stat").rpartition(")")[2].split()
     if not fields:
         return None
-    state, parent, start_time, exit_code = fields[0], fields[1], fields[19], fields[49]
-    status = os.waitstatus_to_exitcode(int(exit_code)) if state == "Z" else None
-    return Process(pid, int(parent), state, start_time, status)
+    state, parent, threads, start_time, exit_code = fields[0], fields[1], int(fields[17]), fields[19], fields[49]
+    status = os.waitstatus_to_exitcode(int(exit_code)) if state == "Z" and _has_ended(state, threads) else None
+    return Process(pid, int(parent), state, start_time, status, threads)
 
 
 def began(pid: int) -> str:
@@ -145,6 +157,55 @@ def open_pidfd(pid: int) -> int | None:
         raise
     except (OSError, AttributeError):
         return None
+
+
+class Other:
+    """A process that need not be a child of this one, so that no wait status tells of its end."""
+
+    def __init__(self, pid: int, since: str) -> None:
+        self.pid = pid
+        self.began = since  # as `Process.began`; so it is not taken for one that gets its number later
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it has ended; dead ones that nobody has reaped have."""
+        if _HAS_PROC:
+            return not is_alive(self.pid, self.began)
+        with suppress(PermissionError):
+            try:
+                os.kill(self.pid, 0)
+            except ProcessLookupError:
+                return True
+        return False
+
+    @contextmanager
+    def end(self) -> Iterator[int | None]:
+        """Open a file that becomes readable at its end; None where there is none, or it has ended."""
+        handle = None
+        with suppress(ProcessLookupError):
+            handle = open_pidfd(self.pid)
+        try:
+            yield None if self.has_ended else handle  # after its end the number may be another's
+        finally:
+            if handle is not None:
+                os.close(handle)
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait for its end, or so long; return whether it has ended."""
+        deadline = _NEVER if timeout_s is None else time.monotonic() + timeout_s
+        with self.end() as handle:
+            end = select.poll()
+            if handle is not None:
+                end.register(handle, select.POLLIN)
+            look_s = _POLL_S if handle is None else _LOOK_S
+            while not self.has_ended and time.monotonic() < deadline:
+                end.poll(1000 * max(0.0, min(look_s, deadline - time.monotonic())))
+        return self.has_ended
+
+    def send_signal(self, number: int) -> None:
+        """Signal it, if it is still there."""
+        if not self.has_ended:
+            send_signal(self.pid, number)
 
 
 class Ends:

@@ -6,7 +6,6 @@ A guardian does the work, as a process of its own; see `guardian.py` why. Its ev
 from __future__ import annotations
 
 import json
-import subprocess
 import threading
 from collections.abc import Callable, Mapping, Sequence
 
@@ -14,7 +13,7 @@ from ..machine import processes
 from .agent_events import AgentEvent, AgentStarted, End, Refused, WorkerStarted
 from .guardian import Options
 from .guardian_process import GuardianProcess
-from .warm_start import WarmStart
+from .warm_start import GUARDIAN_ENDED, WarmStart
 
 # The guardian waits 10 s at most after SIGKILL; then it reports what it has.
 _END_WAIT_S = 15.0
@@ -46,9 +45,16 @@ class AgentProcess:
 
     def start(self) -> None:
         """Start the agent; what becomes of it arrives as events."""
-        warm = None if self._warm is None else self._warm.start(self._env, self._options)
-        self._guardian = warm or self._own_guardian()
+        self._guardian = self._ask_warm() or self._own_guardian()
         self._reader.start()
+
+    def _ask_warm(self) -> GuardianProcess | None:
+        """Return who starts the agent warm; None if nobody does, and then why was told."""
+        asked = None if self._warm is None else self._warm.start(self._env, self._options)
+        if isinstance(asked, Refused):
+            self._on_event(asked)
+            return None
+        return asked
 
     def _own_guardian(self) -> GuardianProcess:
         return GuardianProcess("guardian", [json.dumps(self._options._asdict()), *self._command], self._env)
@@ -83,14 +89,13 @@ class AgentProcess:
             guardian, is_warm = self._guardian, self._warm is not None and self._warm.node.has(self._guardian)
         if is_warm and self._has_ended:
             return  # it waits for the next agent
+        has_reader = self._reader.ident is not None
         try:
-            has_reader = self._reader.ident is not None
-            guardian.wait(0.0 if is_warm else _END_WAIT_S + (0.0 if has_reader else grace_s))
-        except subprocess.TimeoutExpired:
-            guardian.kill()
+            if not guardian.wait(0.0 if is_warm else _END_WAIT_S + (0.0 if has_reader else grace_s)):
+                guardian.kill()
         finally:
             guardian.close()
-            if self._reader.ident is not None:
+            if has_reader:
                 self._reader.join(_END_WAIT_S)
 
     def _read(self) -> None:
@@ -116,7 +121,7 @@ class AgentProcess:
                 return None
             self._on_event(event)
         if self._warm is not None and self._warm.node.has(guardian) and not self._tree:
-            return Refused("the guardian of the warm process has ended")  # what it may have forked ends with it
+            return Refused(GUARDIAN_ENDED)  # what it may have forked ends with it
         self._guardian_was_killed(guardian)
         return None
 
@@ -129,16 +134,11 @@ class AgentProcess:
 
     def _guardian_was_killed(self, guardian: GuardianProcess) -> None:
         """Stop in the guardian's place what it had told of, then report the end."""
-        code = guardian.wait()
-        # 0 is what Popen says where the kernel, or the step's code, has reaped it.
-        ignored = (
-            "ended, and how is not known: the step's code ignores SIGCHLD, or waits for all children of its process"
-        )
-        error = ignored if code == 0 else None
+        guardian.wait()
         # The agent's parent-death signal makes it stop its workers; what does not obey is killed.
         same = {pid for pid, began in self._tree.items() if processes.began(pid) == began}
         processes.await_or_kill(same, self._options.grace_s)
-        self._end(End(None, error, guardian=code))
+        self._end(End(None, guardian_gone=True))
 
     def _end(self, event: End) -> None:
         with self._lock:

@@ -71,7 +71,7 @@ class End(NamedTuple):
     status: int | None  # the agent's exit code
     error: str | None = None  # why it has none
     left: Sequence[str] = ()  # what the agent had left running when it ended by itself
-    guardian: int | None = None  # the guardian's exit code if it was killed; 0 if that is not known
+    guardian_gone: bool = False  # whether the guardian has ended without a word, so the task says this in its place
 
 
 AgentEvent: TypeAlias = Refused | AgentStarted | WorkerStarted | WorkerEnded | Frozen | Terminated | AgentEnded | End

@@ -15,11 +15,12 @@ from typing import Any
 
 from ..gang.cause import Cause, describe_exit
 from ..gang.protocol import Go, Ran
-from ..launch.commands import shown
+from ..launch.commands import for_process, shown
 from .exits import Exits, end_of
 from .generation import Generation
 from .plan import Plan
 
+COMMANDS_FILE = "commands.json"
 _TAIL_LINES = 30
 
 
@@ -35,8 +36,8 @@ class _Ended:
 
 def runner_command(plan: Plan, folder: str) -> list[str]:
     """Return the argv of what runs the commands of `plan`, and leave in `folder` what it needs."""
-    commands = [{"argv": words, "shown": shown(words)} for words in plan.spec.commands or ()]
-    with open(os.path.join(folder, "commands.json"), "w", encoding="ascii") as file:
+    commands = [{"argv": for_process(words), "shown": shown(words)} for words in plan.spec.commands or ()]
+    with open(os.path.join(folder, COMMANDS_FILE), "w", encoding="ascii") as file:
         json.dump(commands, file)
     # Neither the variables of the commands nor what is installed may change what it does.
     return [plan.spec.python, "-I", "-S", plan.spec.entrypoint, folder]

@@ -5,6 +5,10 @@ On a local run all nodes write to the pipe of the control task, one at a time: s
 A reader may stop to read for a while (a paused terminal), or for ever. The stream may be closed, or non-blocking, as
 some programs leave it. So nobody writes before there is room. All text waits its turn in one queue for each stream.
 Any thread may write; the one that has the turn writes for those that could not wait.
+
+Who reads two pipes, as Metaflow does (2.19), takes a line of the one and a line of the other in turns. So a text waits
+until what is in the other pipe was read. And while one is written to stderr, no node writes to stdout: a traceback
+stays in one piece.
 """
 
 from __future__ import annotations
@@ -30,6 +34,7 @@ DEBUG = "METAFLOW_TORCHRUN_DEBUG"
 _STUCK_S = 3.0  # with a reader that leaves no room
 # The same for threads that tell of something; they have more to do than to wait.
 _EVENT_PATIENCE_S = 0.5
+_OTHER_PATIENCE_S = 1.0  # with the reader of the other stream, when it takes nothing
 
 
 def write_output(stream: str, lines: bytes, patience_s: float = _STUCK_S, more_follows: bool = False) -> bool:
@@ -37,9 +42,10 @@ def write_output(stream: str, lines: bytes, patience_s: float = _STUCK_S, more_f
 
     Any thread may call it. Nothing is lost while somebody can read the stream: what is not taken in time is written
     before the next text, or at the process's end. Where nobody can read it, it is dropped, and said once.
-    With `more_follows`, the last line may wait for the next call, which must come soon, with lines or without.
+    With `more_follows`, the last line may wait for the next call, which must come soon, with lines or without. On stderr
+    it never does: a block there is written whole.
     """
-    return _outputs[stream].write(lines, patience_s, more_follows)
+    return _outputs[stream].write(lines, patience_s, more_follows and stream == "stdout")
 
 
 def write_text(stream: str, text: str, patience_s: float = _STUCK_S) -> bool:
@@ -65,7 +71,11 @@ class _Output:
         self._turn = threading.Lock()
         # All below belongs to the thread that has the turn.
         self._cut = b""  # the rest of what was begun
-        self._pipe_lock = PipeLock()  # held from a line's first byte to its last
+        self._pipe_lock = PipeLock()  # held from a line's first byte to its last, and from a text's first to its last
+        self._other = "stderr" if name == "stdout" else "stdout"
+        self._other_lock = PipeLock()  # of stdout, held while a text is written to stderr; never the other way round
+        self._left_unread = sys.maxsize  # so much stayed in the other pipe when it was waited for in vain
+        self._in_text = False  # whether the next text is the last line of the one before
         self._said_lost = False
 
     def write(self, lines: bytes, patience_s: float, more_follows: bool = False) -> bool:
@@ -79,6 +89,8 @@ class _Output:
                     return False
             return True
         finally:
+            self._in_text = False
+            self._let_others_write()
             self._turn.release()
 
     def finish(self) -> None:
@@ -101,8 +113,13 @@ class _Output:
             self._say_lost(error)
             return True
         finally:
-            if not self._cut:
-                self._pipe_lock.release()
+            if not self._in_text:
+                self._let_others_write()
+
+    def _let_others_write(self) -> None:
+        if not self._cut:
+            self._pipe_lock.release()
+            self._other_lock.release()
 
     def _write_lines(self, lines: bytes, patience_s: float) -> bool:
         """Write `lines`, or else the rest of those before; what the reader does not take is the next rest."""
@@ -134,8 +151,22 @@ class _Output:
             if lines:
                 self._waiting.appendleft(lines)
             return False
+        if not self._cut and not self._in_text and patience_s >= _STUCK_S:
+            with contextlib.suppress(OSError):  # somebody has closed the other stream: nothing is there to wait for
+                self._await_other(fd)
         self._cut = _write_all(fd, self._cut or self._next_for_pipe(fd, lines), patience_s)
         return not self._cut
+
+    def _await_other(self, fd: int) -> None:
+        """Wait until what is in the other pipe was read; its reader is not waited for again before it has gone on."""
+        other = _pipe_of(getattr(sys, self._other, None))
+        unread = 0 if other is None else unread_bytes(other)
+        if other is None or unread >= self._left_unread or os.path.sameopenfile(other, fd):
+            return
+        if self._name == "stderr":
+            self._other_lock.take(other, _OTHER_PATIENCE_S)
+            unread = unread_bytes(other)
+        self._left_unread = (await_reader(other, _OTHER_PATIENCE_S) if unread else 0) or sys.maxsize
 
     def _next_for_pipe(self, fd: int, lines: bytes) -> bytes:
         """Return all but the last of the lines, which is put back.
@@ -143,6 +174,7 @@ class _Output:
         A single line is returned when others wait behind it, or else when the reader is ready for it.
         """
         last_line = lines.rfind(b"\n", 0, -1) + 1
+        self._in_text = last_line > 0
         if last_line:
             self._waiting.appendleft(lines[last_line:])
             return lines[:last_line]
@@ -153,9 +185,8 @@ class _Output:
     def _say_lost(self, error: Exception) -> None:
         if not self._said_lost:
             self._said_lost = True
-            other = "stderr" if self._name == "stdout" else "stdout"
             text = f"[torchrun] {self._name} can't be written to ({error}): what the workers write there is lost\n"
-            write_text(other, text, 0.0)
+            write_text(self._other, text, 0.0)
 
 
 _outputs = {name: _Output(name) for name in ("stdout", "stderr")}
@@ -175,6 +206,14 @@ def _descriptor(target: TextIO) -> int | None:
     # A stream that somebody else has put there, as a notebook or a tee, may have one as well, but wants the text.
     with contextlib.suppress(OSError, ValueError):
         return target.fileno() if isinstance(target, io.TextIOWrapper) else None
+    return None
+
+
+def _pipe_of(target: TextIO | None) -> int | None:
+    """Return the descriptor of a stream if it is a pipe."""
+    with contextlib.suppress(OSError):
+        fd = None if target is None else _descriptor(target)
+        return fd if fd is not None and stat.S_ISFIFO(os.fstat(fd).st_mode) else None
     return None
 
 

@@ -20,6 +20,7 @@ from datetime import datetime
 from typing import Any
 
 from ..gang.cause import Cause
+from ..gang.remedies import remedy_of_exit
 from ..launch.spec import LaunchSpec
 from .agent_events import WorkerEnded
 from .logs import worker_folder
@@ -89,10 +90,20 @@ class Exits:
             elif known.status is None:
                 self._ends[local_rank] = known._replace(status=code, stopped=code == -signal.SIGTERM)
 
-    def trained_alone(self) -> bool:
-        """Tell whether every worker has left word that it computed gradients and had no process group for them."""
+    def trained_alone(self) -> frozenset[str] | None:
+        """Return the frameworks that the workers had imported, if each left word that it has trained by itself.
+
+        That is: it computed gradients and had no process group for them. Else None.
+        """
         folders = (worker_folder(self._folder, local_rank) for local_rank in range(self._spec.nproc))
-        return all(os.path.exists(os.path.join(folder, "trained-alone")) for folder in folders)
+        names: set[str] = set()
+        try:
+            for folder in folders:
+                with open(os.path.join(folder, "trained-alone"), encoding="ascii", errors="replace") as file:
+                    names.update(file.read().split())
+        except OSError:
+            return None
+        return frozenset(names)
 
     # --- why ------------------------------------------------------------------------------------
 
@@ -135,7 +146,8 @@ class Exits:
             return record.at, Cause("exception", *who, shown, record.exception, record.traceback)
         if end.stopped:
             return None  # it obeyed
-        return end.at, Cause("signal" if is_signal else "exit", *who, code, None, stderr_tail(folder))
+        advice = remedy_of_exit(code, self._spec.bools)
+        return end.at, Cause("signal" if is_signal else "exit", *who, code, None, stderr_tail(folder), advice)
 
 
 # --- what a worker leaves -----------------------------------------------------------------------

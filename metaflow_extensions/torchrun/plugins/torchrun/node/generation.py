@@ -186,6 +186,11 @@ class Generation:
         return ()
 
     @property
+    def all_run(self) -> bool:
+        """Whether all its workers are known to have begun; where they are not seen, what they have written tells."""
+        return len(self._pids) >= self._plan.spec.nproc or self.active_at is not None
+
+    @property
     def active_at(self) -> float | None:
         """When its workers were last found to have written."""
         return self._follower.last_output_at
@@ -281,15 +286,15 @@ class Generation:
 
     def _agent_cause(self) -> Cause:
         report = read_agent_report(self._folder)
-        guardian, error = (None, None) if self._end is None else (self._end.guardian, self._end.error)
+        error, guardian_gone = (None, False) if self._end is None else (self._end.error, self._end.guardian_gone)
         code, who = self._agent_exit, f"its {self._plan.agent}"
-        if guardian is not None:
-            code, who = guardian, "its guardian process"
         how = error or (self._machine.how_ended(code) if code is not None else "vanished")
-        if guardian is None and report.got_signal is not None:  # without a guardian it gets SIGTERM from the kernel
+        if guardian_gone:
+            code, who, how = None, "its guardian process", self._machine.how_vanished()
+        elif report.got_signal is not None:  # without a guardian it gets SIGTERM from the kernel
             how = f"got {signal_name(report.got_signal)}, which nobody of the gang has sent, and gave up"
         if self._machine.is_disk_full():
             how = f"{how}, on {self._machine.full_disk}"
         # One that has started its workers did start; it was ended, or lost its own connections.
-        kind = "agent_ended" if self._pids or guardian is not None else "agent"
+        kind = "agent_ended" if self._pids or guardian_gone else "agent"
         return Cause(kind, self._node, self._host, None, None, code, f"{who} {how}", report.tail)

@@ -4,7 +4,7 @@ Three things can't be done from inside the task. When the task dies, even by SIG
 As a child subreaper it finds, stops and reaps workers of a killed agent and grandchildren that detached themselves. It
 sees a worker die the moment it happens, before torchrun does, and reads how.
 
-Made for Linux. Elsewhere (untried; it needs ``os.waitid``, on macOS Python 3.13) the tree is found by walking parents.
+Made for Linux. Elsewhere (untried) the tree is found by walking parents.
 Processes that detach themselves *and* lose their parent are not seen there; torchrun's report names the failed workers.
 """
 
@@ -57,10 +57,12 @@ class Options(NamedTuple):
 
 def main() -> int:
     """Run one agent; return 0 unless it could not be started."""
-    task, options, *command = sys.argv[1:]
-    guardian = Guardian(int(task), Options(**json.loads(options)))
-    have_default_signals(guardian.note_sigterm)
-    return guardian.run(command)
+    pid, began, options, *command = sys.argv[1:]
+    task = processes.Other(int(pid), began)
+    with task.end() as task_end:
+        guardian = Guardian(task, task_end, Options(**json.loads(options)))
+        have_default_signals(guardian.note_sigterm)
+        return guardian.run(command)
 
 
 def have_default_signals(note_sigterm: Callable[[], None]) -> None:
@@ -94,12 +96,19 @@ class Warm(Protocol):
 
 
 class Guardian:
-    """One agent and everything that descends from it; `task` is the pid of the task, whose child this process is."""
+    """One agent and everything that descends from it; `task_end` is the file that tells the end of `task`, if one does."""
 
     # There is one thread. The handler of SIGTERM only notes that it came.
 
-    def __init__(self, task: int, options: Options, start: Start | None = None, warm: Warm | None = None) -> None:
-        self._task = task
+    def __init__(
+        self,
+        task: processes.Other,
+        task_end: int | None,
+        options: Options,
+        start: Start | None = None,
+        warm: Warm | None = None,
+    ) -> None:
+        self._task, self._task_end = task, task_end
         self._start_program = start or self._start_as_program
         self._news = None if warm is None else warm.news
         self._spared = set() if warm is None else {warm.pid}  # what is not the agent's, or ends with it
@@ -164,14 +173,16 @@ class Guardian:
 
     def _wait(self, seconds: float) -> None:
         """Sleep until a command, a worker's end, or until `seconds` have passed."""
-        stdin = () if self._task_gone else (sys.stdin.fileno(),)
-        news = () if self._news is None else (self._news,)
-        ready, _, _ = select.select([*self._pidfds, *stdin, *news], [], [], seconds)
+        of_task = () if self._task_gone else (sys.stdin.fileno(), self._task_end)
+        others = [file for file in (*of_task, self._news) if file is not None]
+        ready, _, _ = select.select([*self._pidfds, *others], [], [], seconds)
         for fd in ready:
             if fd in self._pidfds:
                 self._has_ended(fd)
             elif fd == self._news:
                 self._read_news(fd)
+            elif fd == self._task_end:
+                self._task_ended()
             else:
                 self._read_commands()
 
@@ -234,14 +245,14 @@ class Guardian:
             self._say(Terminated(time.monotonic()))
             self._begin_to_stop(self._options.grace_s)
         # Its pipe alone does not tell: a process that the step has forked may hold the other end.
-        if os.getppid() != self._task:
+        if not self._task_gone and self._task.has_ended:
             self._task_ended()
         if self._workers.expects_more():
             self._find_workers()
         self._reap_orphans()
         if self._agent.returncode is not None and self._deadline is None:
             self._agent_ended(self._agent.returncode)
-        for pid in self._frozen.look((self._agent.pid, self._task, *self._workers.living()), time.monotonic()):
+        for pid in self._frozen.look((self._agent.pid, self._task.pid, *self._workers.living()), time.monotonic()):
             self._is_frozen(pid)
 
     def _task_ended(self) -> None:
@@ -267,7 +278,7 @@ class Guardian:
         self._begin_to_stop(_STRAGGLER_GRACE_S if status == 0 else self._options.grace_s)
 
     def _is_frozen(self, pid: int) -> None:
-        if pid == self._task:  # the gang takes its node for lost
+        if pid == self._task.pid:  # the gang takes its node for lost
             self.task_is_frozen = True
             self._begin_to_stop(self._options.grace_s)
             return
@@ -278,13 +289,12 @@ class Guardian:
     def _reap_orphans(self) -> bool:
         """Reap the agent and what was re-parented to us; return whether any child is left."""
         with suppress(ChildProcessError):
-            # Looked at before it is taken, so that the agent's end reaches its Popen.
-            while (dead := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
-                if dead.si_pid == self._agent.pid:
-                    self._agent.poll()
+            while (ended := os.waitpid(-1, os.WNOHANG))[0] != 0:
+                pid, status = ended[0], os.waitstatus_to_exitcode(ended[1])
+                if pid == self._agent.pid:
+                    self._agent.returncode = status
                 else:
-                    _, status = os.waitpid(dead.si_pid, 0)
-                    self._note_exit(dead.si_pid, os.waitstatus_to_exitcode(status))
+                    self._note_exit(pid, status)
             return True
         return False
 
@@ -332,6 +342,8 @@ class Guardian:
                 # Workers first: dead while their agent is frozen, they come to us with their exit codes.
                 if pid != self._agent.pid or len(living) == 1 or time.monotonic() > deadline - _KILL_WAIT_S / 2:
                     send_signal(pid, signal.SIGKILL)
-            if not self._reap_orphans() or (self._agent.returncode is not None and not self._descendants()):
+            # Asked before they are reaped: who ends in between leaves an exit code that nobody would read.
+            all_ended = self._agent.returncode is not None and not self._descendants()
+            if not self._reap_orphans() or all_ended:
                 return
             self._wait(SEARCH_S / 5)

@@ -4,37 +4,44 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 
 from ..machine import processes
+from ..machine.detached import Detached
 from .agent_events import AgentEvent, End, from_line
 
 # A guardian is a module of this package, but it runs without the package's `__init__`, which imports Metaflow, and
-# without site-packages (-S). So it starts fast, and nothing that a user has installed can keep it from starting. To take
-# the interpreter down in order would keep the task waiting for 16 ms more, and nothing is left to be done then.
+# without site-packages. To take the interpreter down in order would keep the task waiting for 16 ms more, and nothing
+# is left to be done then.
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-_MAIN = (
-    "import os, sys, types; package = sys.modules['torchrun'] = types.ModuleType('torchrun'); "
-    "package.__path__ = [sys.argv.pop(1)]; from torchrun.node.{module} import main; os._exit(main())"
-)
+_MAIN = """
+import types
+package = sys.modules['torchrun'] = types.ModuleType('torchrun')
+package.__path__ = [sys.argv.pop(1)]
+from torchrun.node.{module} import main
+os._exit(main())
+"""
+_NO_SIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)
 _LOOK_S = 0.5  # between looks whether a silent guardian still lives, where the system does not tell (before Linux 5.3)
 
 
 class GuardianProcess:
-    """A process that runs `main` of a module of this room; one thread at a time may ask for its events."""
+    """A process that runs `main` of a module of this room; one thread at a time may ask for its events.
+
+    It is no child of the task, whose step may wait for all its children.
+    """
 
     def __init__(self, module: str, words: Sequence[str], env: Mapping[str, str]) -> None:
-        argv = [sys.executable, "-I", "-S", "-c", _MAIN.format(module=module), _PACKAGE, str(os.getpid()), *words]
+        task = str(os.getpid())
+        told = [_PACKAGE, task, processes.began(os.getpid()), *words]
         # Open files can be sent through a socket, and a message that nobody takes does not end the task by SIGPIPE.
         self._commands, theirs = socket.socketpair()
         with theirs:
-            self._process = subprocess.Popen(
-                argv, env=dict(env), stdin=theirs.fileno(), stdout=subprocess.PIPE, start_new_session=True
-            )
+            source = _MAIN.format(module=module)
+            self._process = Detached(source, told, env, stdin=theirs.fileno(), start_new_session=True)
         self._rest = b""
 
     @property
@@ -45,13 +52,16 @@ class GuardianProcess:
     @property
     def is_alive(self) -> bool:
         """Whether it has not ended."""
-        return self._process.poll() is None
+        return not self._process.has_ended
 
     def tell(self, line: str, files: Sequence[int] = ()) -> bool:
         """Send a command, and open files with it; tell whether somebody was there to take it."""
         with suppress(OSError):
             data = f"{line}\n".encode()
-            return socket.send_fds(self._commands, [data], files, socket.MSG_NOSIGNAL) == len(data)
+            if files:  # Pythons for systems without sendmsg(2) have no `send_fds`
+                return socket.send_fds(self._commands, [data], files, _NO_SIGNAL) == len(data)
+            self._commands.sendall(data, _NO_SIGNAL)
+            return True
         return False
 
     def events(self) -> Iterator[AgentEvent]:
@@ -66,15 +76,14 @@ class GuardianProcess:
                 return
 
     def _lines(self) -> Iterator[bytes]:
-        assert self._process.stdout is not None
-        events = self._process.stdout.fileno()
-        with _end_of(self.pid) as end:
+        events = self._process.output.fileno()
+        with self._process.end() as end:
             poll = select.poll()
-            for each in (events, *end):
+            for each in (events,) if end is None else (events, end):
                 poll.register(each, select.POLLIN)
             while True:
                 gone = not self.is_alive  # asked first: what it has said is in the pipe by then
-                ready = dict(poll.poll(0 if gone else None if end else _LOOK_S * 1000))
+                ready = dict(poll.poll(0 if gone else _LOOK_S * 1000 if end is None else None))
                 if events in ready:
                     data = os.read(events, 65536)
                     *lines, self._rest = (self._rest + data).split(b"\n")
@@ -83,13 +92,13 @@ class GuardianProcess:
                 if gone:
                     return
 
-    def wait(self, timeout_s: float | None = None) -> int:
-        """Wait for its end and return its exit code; raises `subprocess.TimeoutExpired`."""
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait for its end, or so long; return whether it has ended."""
         return self._process.wait(timeout_s)
 
     def kill(self) -> None:
         """End it by SIGKILL, and wait for that."""
-        self._process.kill()
+        self._process.send_signal(signal.SIGKILL)
         self._process.wait()
 
     def close(self) -> None:
@@ -97,16 +106,3 @@ class GuardianProcess:
         with suppress(OSError):
             self._commands.shutdown(socket.SHUT_RDWR)  # also where the step has forked a process that holds it open
         self._commands.close()
-
-
-@contextmanager
-def _end_of(pid: int) -> Iterator[tuple[int, ...]]:
-    """Open what tells the end of a process, where the system has that."""
-    handle = None
-    with suppress(ProcessLookupError):  # the step's code waits for all children of its process
-        handle = processes.open_pidfd(pid)
-    try:
-        yield () if handle is None else (handle,)
-    finally:
-        if handle is not None:
-            os.close(handle)

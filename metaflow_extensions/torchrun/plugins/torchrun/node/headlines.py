@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from ..errors import TorchrunError
 from ..gang.protocol import Go
 from ..gang.texts import counted
 from ..launch.spec import LaunchSpec, bracketed
 from .plan import Plan
 
+# What frameworks need that take a process without a GPU for the only one, by the module that is then imported. Trainer
+# uses Accelerate, and comes first.
+_ON_CPUS = {
+    "transformers.trainer": "Hugging Face's Trainer needs TrainingArguments(use_cpu=True)",
+    "accelerate.state": "Accelerate needs Accelerator(cpu=True)",
+}
+_CPU_ENV = "{'ACCELERATE_USE_CPU': 'true'}"
+
 
 def facts_line(plan: Plan, go: Go) -> str:
     """Return what the workers start with: nodes, ranks, devices, and where the rendezvous of their backend is."""
     spec = plan.spec
     why = f" ({plan.nproc_why})" if plan.nproc_why else ""
+    devices = f"{go.devices}; " if go.devices else ""
     return (
         f"launch {go.launch} starts on {counted(spec.num_nodes, 'node')}: {_ranks(spec)}; "
-        f"processes per node: {spec.nproc}{why}; {_devices(plan)}; rendezvous at {bracketed(plan.main_addr)}:{go.port}"
+        f"processes per node: {spec.nproc}{why}; {devices}rendezvous at {bracketed(plan.main_addr)}:{go.port}"
     )
 
 
@@ -26,25 +37,21 @@ def end_line(launch: int, spec: LaunchSpec, seconds: float, restarts: int, error
     return f"launch {launch} {how}: {_ranks(spec)}, {seconds:.1f} s, {again}"
 
 
-def alone_line(launch: int, plan: Plan) -> str:
-    """Return the warning for a launch whose ranks have trained without a process group, and what to change."""
-    own = "init_process_group()" if plan.call is None else "run(init='auto')"
+def alone_line(launch: int, plan: Plan, frameworks: Collection[str] = ()) -> str:
+    """Return the warning for a launch whose ranks have trained without a process group, and what to change.
+
+    A process group alone would change nothing but this warning. `frameworks` are modules that the ranks have imported.
+    """
+    group = "after torch.distributed.init_process_group()" if plan.call is None else "with run(init='auto')"
+    needs = next((text for name, text in _ON_CPUS.items() if name in frameworks), None)
+    more = "" if needs is None else f". Where there are no GPUs, {needs}, or run(env={_CPU_ENV})"
     return (
         f"warning: in launch {launch} each of the {plan.spec.world_size} ranks has trained by itself: gradients were "
-        "computed, but no process group was made for them. That is fine if you mean it. If not: where there are no GPUs, "
-        "Hugging Face's Trainer needs TrainingArguments(use_cpu=True) and Accelerate needs Accelerator(cpu=True), or "
-        f"both run(env={{'ACCELERATE_USE_CPU': 'true'}}); a training loop of your own needs {own}"
+        "computed, but no process group was made for them, so each has a model of its own. That is fine if you mean it. "
+        f"If not: {group}, wrap the model in DistributedDataParallel (or FSDP), and give its DataLoader a "
+        f"DistributedSampler{more}"
     )
 
 
 def _ranks(spec: LaunchSpec) -> str:
     return "rank 0" if spec.world_size == 1 else f"ranks 0-{spec.world_size - 1}"
-
-
-def _devices(plan: Plan) -> str:
-    machine, kind = plan.machine, str(plan.facts.get("devices", "none"))
-    count = len(machine.own_accelerators or machine.accelerators)
-    if count == 0:
-        return "no accelerators"
-    name = "accelerator" if kind in ("none", "unknown") else f"{kind} accelerator"
-    return f"{counted(count, name)} on each node"

@@ -54,16 +54,45 @@ class FollowedFile:
         self._hold_from = hold_from  # the first line that begins so is held back until the end, with all after it
         self._held: list[bytes] = []
         self._splitter = LineSplitter()
+        # What torch itself puts before a rank's lines on stderr (`_distributed_excepthook` and logging, 2.13): "[rank3]:".
+        self._torchs_label = self._label.strip().replace(b" ", b"") + b":" if stream == "stderr" else None
+        self._ahead = b""  # what was read, and waits for the other stream
+        self._read_bytes = 0
         self.shown_lines = 0
         self.close = self._file.close
 
     def pump(self, show: Show) -> int:
         """Show what was added, at most one chunk; return how many bytes that was."""
+        self.read_ahead()
+        return self.show_ahead(show)
+
+    def show_ahead(self, show: Show) -> int:
+        """Show what was read ahead; return how many bytes that was."""
+        data, self._ahead = self._ahead, b""
+        self._show(self._splitter.feed(data), show)
+        return len(data)
+
+    def read_ahead(self) -> bool:
+        """Read what is to be shown next, at most one chunk; tell whether that is something new."""
+        if self._ahead:
+            return False
+        self._ahead = self._read()
+        return bool(self._ahead)
+
+    def size(self) -> int:
+        """Return how many bytes the file has."""
+        return os.fstat(self._file.fileno()).st_size
+
+    def is_shown_to(self, size: int) -> bool:
+        """Tell whether so much of the file was shown, or all that it has by now."""
+        return self._read_bytes >= size or self._read_bytes >= self.size()
+
+    def _read(self) -> bytes:
         data = b""
         with suppress(OSError):  # a disk's fault; the others' output is to be had
             data = self._file.read(_CHUNK_BYTES)
-        self._show(self._splitter.feed(data), show)
-        return len(data)
+        self._read_bytes += len(data)
+        return data
 
     def finish(self, show: Show, show_held: bool) -> None:
         """Show everything up to the end, an unfinished last line too."""
@@ -76,6 +105,8 @@ class FollowedFile:
 
     def _show(self, parts: list[bytes], show: Show) -> None:
         """Show lines, as `LineSplitter` returns them."""
+        if parts and self._torchs_label is not None:
+            parts = [_without(self._torchs_label, b"".join(parts))]  # the label may be cut
         if parts and self._hold_from is not None:
             lines = b"".join(parts).split(b"\n")
             rest = [line for line in lines if not self._hold(line, self._hold_from)]
@@ -94,6 +125,33 @@ class FollowedFile:
         if is_held:
             self._held.append(line)
         return is_held
+
+
+def _without(label: bytes, lines: bytes) -> bytes:
+    """Return the lines without this label at their begins."""
+    return re.sub(rb"(?m)^%s ?" % re.escape(label), b"", lines) if label in lines else lines
+
+
+class _Process:
+    """The files of one process. What it wrote to stdout before something to stderr is shown before it."""
+
+    def __init__(self, **files: FollowedFile) -> None:
+        self.files = files  # by stream
+        self._stdout_first = 0  # so many bytes of stdout go before what is read ahead of stderr
+
+    def pump_stdout(self, show: Show) -> int:
+        """Show a chunk; before that, note which stderr there is: all that is written later can wait."""
+        stdout, stderr = self.files.get("stdout"), self.files.get("stderr")
+        if stderr is not None and stderr.read_ahead():
+            self._stdout_first = 0 if stdout is None else stdout.size()
+        return 0 if stdout is None else stdout.pump(show)
+
+    def pump_stderr(self, show: Show) -> int:
+        """Show a chunk if its turn has come."""
+        stdout, stderr = self.files.get("stdout"), self.files.get("stderr")
+        if stderr is None or not (stdout is None or stdout.is_shown_to(self._stdout_first)):
+            return 0
+        return stderr.show_ahead(show)
 
 
 class LogFollower:
@@ -116,11 +174,13 @@ class LogFollower:
         self._label = label  # local rank -> label; None for a rank that is not shown
         self._write = write
         hold = _AGENT_REPORT if hold_report else None  # until `finish`
-        # The list and its files belong to this object's thread; others may read how many lines were shown.
+        # What is followed belongs to this object's thread; others may read how many lines were shown.
         # `agent_logs`: stream -> file of the agent's own output.
-        self._files = [FollowedFile(path, agent_label, stream, hold) for stream, path in agent_logs.items()]
+        agent = {stream: FollowedFile(path, agent_label, stream, hold) for stream, path in agent_logs.items()}
+        self._files = list(agent.values())
+        self._processes = {"": _Process(**agent)}  # by folder
         self._known: set[str] = set()  # written by this object's thread, read by others, too
-        self._unended: set[str] = set()  # streams that were not told yet that no more comes for now; only its thread's
+        self._unended: str | None = None  # the stream that was not told yet that no more comes for now; its thread's
         self._stop = threading.Event()
         self._released = threading.Event()  # whoever waits for this object's thread, by it
         self._explained = False  # set before `_stop`, read after
@@ -171,8 +231,10 @@ class LogFollower:
             while not self._stop.wait(pause_s):
                 pause_s = _FLOOD_LOOK_S if self._look() else _LOOK_S
             self._find_files()
-            for file in self._files:
-                file.finish(self._show, show_held=not self._explained)
+            for stream in ("stdout", "stderr"):
+                for process in list(self._processes.values()):
+                    if stream in process.files:
+                        process.files[stream].finish(self._show, show_held=not self._explained)
             self._end_of_look()
         finally:
             for file in self._files:
@@ -183,16 +245,21 @@ class LogFollower:
         self._find_files()
         turns, most = 0, _CHUNK_BYTES
         while most == _CHUNK_BYTES:  # all in turns, so that a loud rank does not silence the others
-            turns, most = turns + 1, max((file.pump(self._show) for file in self._files), default=0)
+            processes = list(self._processes.values())  # more can be found meanwhile
+            loudest = max(process.pump_stdout(self._show) for process in processes)
+            turns, most = turns + 1, max(loudest, *(process.pump_stderr(self._show) for process in processes))
         self._end_of_look()
         return turns > 1
 
     def _end_of_look(self) -> None:
-        while self._unended:
-            self._hand_over(self._unended.pop(), b"")
+        if self._unended is not None:
+            stream, self._unended = self._unended, None
+            self._hand_over(stream, b"")
 
     def _show(self, stream: str, lines: bytes) -> None:
-        self._unended.add(stream)
+        if stream != self._unended:
+            self._end_of_look()
+        self._unended = stream
         self._hand_over(stream, lines)
 
     def _hand_over(self, stream: str, lines: bytes) -> None:
@@ -208,7 +275,9 @@ class LogFollower:
             label = self._label(local_rank)
             try:
                 if label is not None:
-                    self._files.append(FollowedFile(path, label, stream))
+                    file = FollowedFile(path, label, stream)
+                    self._files.append(file)
+                    self._processes.setdefault(os.path.dirname(path), _Process()).files[stream] = file
             except OSError as error:  # too many open files, perhaps not for long
                 if not self._stop.is_set():
                     continue

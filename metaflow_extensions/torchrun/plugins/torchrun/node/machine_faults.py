@@ -34,6 +34,14 @@ class MachineFaults:
         """Say how a process ended."""
         return f"ran {describe_oom()}" if self._is_out_of_memory(exit_code) else describe_exit(exit_code)
 
+    def how_vanished(self) -> str:
+        """Say how a process ended that is no child of the task, and has not said it itself."""
+        return (
+            f"ran {describe_oom()}"
+            if self._is_out_of_memory(-signal.SIGKILL)
+            else "ended without a word, as by SIGKILL"
+        )
+
     def is_disk_full(self) -> bool:
         """Tell whether the disk with the workers' output takes nothing more."""
         with suppress(OSError):

@@ -13,11 +13,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 MAX_BYTES = 64 * 1024
+_HEAD_BYTES = 4096  # of a file that is longer than that at the first look: its first line tells from where steps count
 _MAX_KEYS = 40  # of a line
 _MAX_KEY_CHARS = 80
 _MAX_STEP = 2**53  # up to there a float is exact
+# What a step can take: with other numbers sums and speeds would be none.
+_LEAST_SECONDS, _MOST_SECONDS = 1e-9, 1e9
 # Keys with a meaning of their own; all others are values.
 _STEP, _TOTAL, _SECONDS = "step", "total", "seconds"
+_OF_PACE = tuple(f'"{key}"'.encode() for key in (_STEP, _TOTAL, _SECONDS))
+# So many lines with each of these are looked at in one turn: the first ones and the last ones.
+_FIRST_LINES, _LAST_LINES = 8, 256
 
 
 @dataclass(frozen=True)
@@ -45,8 +51,8 @@ def parse_line(text: bytes) -> Line | None:
         return None
     return Line(
         int(step) if step is not None and abs(step) <= _MAX_STEP else None,
-        total if total is not None and 0 < total <= _MAX_STEP else None,
-        seconds if seconds is not None and seconds > 0 else None,
+        total if total is not None and 1 <= total <= _MAX_STEP else None,
+        seconds if seconds is not None and _LEAST_SECONDS <= seconds <= _MOST_SECONDS else None,
         values,
     )
 
@@ -72,11 +78,14 @@ class GrowingFile:
         self._read = 0  # bytes of it
         self._rest = b""  # a line without its end
         self._skips = False  # whether the rest of a line is dropped, since its begin was
+        self._head: list[bytes] = []  # the file's first line, if what follows is skipped
 
     def new_lines(self) -> list[bytes]:
-        """Return the whole lines that are new, of many the last."""
+        """Return the whole lines that are new, of many the last, and the first of the file."""
         try:
-            return self._split(self._new_bytes())
+            data = self._new_bytes()
+            head, self._head = self._head, []
+            return head + self._split(data)
         except OSError:  # there is none, or not any more; the next may get the same inode
             self._inode = None
             return []
@@ -89,6 +98,7 @@ class GrowingFile:
             return b""
         with open(self._path, "rb", buffering=0, opener=_without_waiting) as file:
             if found.st_size - self._read > MAX_BYTES:
+                self._head = (file.read(_HEAD_BYTES) or b"").split(b"\n")[:-1][:1] if self._read == 0 else []
                 self._read, self._rest, self._skips = found.st_size - MAX_BYTES, b"", True
             file.seek(self._read)
             data = file.read(MAX_BYTES) or b""
@@ -122,13 +132,15 @@ class LineReader:
         """Return all lines that are new."""
         return [line for text in self._file.new_lines() if (line := self._parse(text)) is not None]
 
-    def last(self) -> Line | None:
-        """Return the last line that is new and has a step, out of the last few."""
-        for text in reversed(self._file.new_lines()[-8:]):
-            line = self._parse(text)
-            if line is not None and line.step is not None:
-                return line
-        return None
+    def of_pace(self) -> list[Line]:
+        """Return the lines that are new and tell how fast the rank is, of many the first and the last."""
+        texts = self._file.new_lines()
+        kept: set[int] = set()
+        for key in _OF_PACE:
+            told = [number for number, text in enumerate(texts) if key in text]
+            kept.update(told[:_FIRST_LINES], told[-_LAST_LINES:])
+        wanted = [texts[number] for number in sorted(kept)] or texts[-1:]
+        return [line for text in wanted if (line := self._parse(text)) is not None]
 
     def _parse(self, text: bytes) -> Line | None:
         line = parse_line(text)

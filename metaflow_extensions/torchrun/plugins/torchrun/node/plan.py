@@ -33,6 +33,7 @@ class Plan:
     nproc_why: str = ""  # why there are so many processes on each node
     warm: str = "off"  # what is forked from a warm process, out of `parsing.WARM`
     warm_node: WarmNode | None = None  # that process, where there is one
+    goes_on: bool = False  # whether the same call of `run` has made the launch before
     is_ours: bool = False  # whether it goes before one of the user's, so that the log need not tell as much
 
     @property

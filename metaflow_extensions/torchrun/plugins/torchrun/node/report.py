@@ -5,33 +5,36 @@ every ``*``, which it takes for a mark of bold, and shows each frame between its
 this module prints our errors, and in a task of a ``@torchrun`` step also what the step's code has raised.
 
 All nodes raise the same error. On a local run they share one terminal: one node tells the error, the others point
-there, and nobody repeats what a worker has written itself.
+there. Nobody repeats what a worker has written itself into the same log.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from metaflow.exception import MetaflowException
-
 from ..errors import TorchrunError
 from ..gang.cause import Cause
 from ..gang.launch import teller
+from ..renamed import known
 from ..tracebacks import user_traceback
 from .console import write_text
 
+MetaflowException: type = known("metaflow.exception", "MetaflowException", TorchrunError)
 _INDENT = "    "  # as Metaflow has it
 
 
-def report(error: BaseException, node: int, shared: bool, known: bool, live: bool) -> str | None:
+def report(
+    error: BaseException, node: int, shared: bool, known: bool, stands_above: Callable[[Cause], bool]
+) -> str | None:
     """Return the lines that tell `error` at the end of the task of `node`; None leaves it to Metaflow, as its own errors.
 
-    `shared`: all nodes write to one terminal. `known`: the gang has this error, so all nodes raise it. `live`: all that
-    the workers wrote was shown while they ran.
+    `shared`: all nodes write to one terminal. `known`: the gang has this error, so all nodes raise it. `stands_above`
+    tells whether this log has all that the failed worker wrote.
     """
     verdict = error if isinstance(error, TorchrunError) else error.__cause__
     if not isinstance(verdict, TorchrunError):
@@ -40,7 +43,7 @@ def report(error: BaseException, node: int, shared: bool, known: bool, live: boo
     if shared and known and teller(cause) != node:
         return _pointer(verdict, cause)
     trace = "" if error is verdict else _barred(user_traceback(error, with_cause=False))
-    if shared and live and cause is not None and _was_written(cause):  # it stands above
+    if cause is not None and _was_written(cause) and stands_above(cause):
         if not trace:
             return _headed(verdict, _without_detail(verdict, cause))
         # The traceback ends with what was raised, and by whom.
@@ -58,7 +61,8 @@ def _pointer(verdict: TorchrunError, cause: Cause | None) -> str:
     place = f"see the report of node {teller(cause)}."
     if cause is not None and cause.kind in ("step", "call"):
         return _headed(verdict, f"{_without_detail(verdict, cause)}\n{place.capitalize()}")
-    return f"{verdict.headline}:{'' if cause is None else f' {cause.who};'} {place}"
+    who = "" if cause is None or cause.kind in ("hang", "timeout") else f"{cause.who}; "  # those are the launch's
+    return f"{verdict.headline}: {who}{place}"
 
 
 def _without_detail(verdict: TorchrunError, cause: Cause) -> str:
@@ -83,6 +87,8 @@ def _barred(text: str) -> str:
 # The error that ends this task and what to show of it; set and read in the main thread.
 _end: tuple[BaseException, str] | None = None
 _in_task = False
+# What else is to be shown after an error: each returns whole lines, or nothing. Set and called in the main thread.
+_afterwards: list[Callable[[BaseException], str]] = []
 
 
 def end_with(error: BaseException, text: str | None) -> None:
@@ -102,7 +108,19 @@ def print_errors_ourselves(in_task: bool) -> None:
             setattr(cli, name, partial(_print_error, printer))
 
 
-def _print_error(original: Callable[[Any], None], error: Any) -> None:
+def tell_after_errors(tell: Callable[[BaseException], str]) -> None:
+    """Have `tell` called with each error that Metaflow has printed; what it returns is written to stderr."""
+    _afterwards.append(tell)
+
+
+def _print_error(original: Callable[..., None], error: Any, *more: Any, **options: Any) -> None:
+    _show(original, error, *more, **options)
+    for tell in _afterwards:
+        with suppress(Exception):  # it asks servers, and rests on Metaflow's private names; the error itself is shown
+            write_text("stderr", tell(error))
+
+
+def _show(original: Callable[..., None], error: Any, *more: Any, **options: Any) -> None:
     if _end is not None and _end[0] is error:
         write_text("stderr", f"{_end[1]}\n")
     elif isinstance(error, TorchrunError):
@@ -110,4 +128,4 @@ def _print_error(original: Callable[[Any], None], error: Any) -> None:
     elif _in_task and not isinstance(error, MetaflowException):
         write_text("stderr", f"{_barred(user_traceback(error))}\n")
     else:
-        original(error)
+        original(error, *more, **options)

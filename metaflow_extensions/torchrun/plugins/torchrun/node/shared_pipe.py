@@ -59,13 +59,14 @@ class PipeLock:
                 os.close(fd)
 
     def _await_lock(self, fd: int, patience_s: float) -> bool:
-        begun = now = room_since = time.monotonic()
+        begun = now = idle_since = time.monotonic()
+        unread = -1
         while True:
             with suppress(OSError):  # somebody has it
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 self.is_of_use = True
                 return True
-            if not self.is_of_use or now - room_since >= _HOLDER_PATIENCE_S:
+            if not self.is_of_use or now - idle_since >= _HOLDER_PATIENCE_S:
                 self.release()
                 self.is_of_use = False
                 return True
@@ -74,8 +75,9 @@ class PipeLock:
                 return False
             time.sleep(_LOOK_S)
             now = time.monotonic()
-            if not await_room(fd, 0.0):
-                room_since = now  # the holder waits for room, as we would
+            unread, before = unread_bytes(fd), unread
+            if unread != before or not await_room(fd, 0.0):
+                idle_since = now  # the holder writes, or waits for the reader, as we would
 
 
 def _identity(fd: int) -> tuple[int, int]:
@@ -90,8 +92,10 @@ def await_room(fd: int, patience_s: float) -> bool:
     return bool(poll.poll(patience_s * 1000))
 
 
-def await_reader(fd: int) -> None:
-    """Wait until the pipe is empty, as long as its reader goes on reading; the last line of a text waits for that.
+def await_reader(fd: int, patience_s: float = _READER_PATIENCE_S) -> int:
+    """Wait until the pipe is empty, as long as its reader goes on reading; return how much it has not taken.
+
+    The last line of a text waits for that.
 
     Metaflow's local runtime (``Worker.read_logline`` in ``metaflow/runtime.py``, 2.19) takes as much out of the pipe
     at once as its buffer holds, but shows one line each time the pipe has something to read. When the pipe is empty it
@@ -100,11 +104,12 @@ def await_reader(fd: int) -> None:
     least, deadline, pause_s = sys.maxsize, 0.0, _FIRST_LOOK_S
     while unread := unread_bytes(fd):
         if unread < least:
-            least, deadline = unread, time.monotonic() + _READER_PATIENCE_S
+            least, deadline = unread, time.monotonic() + patience_s
         if time.monotonic() >= deadline:
-            return
+            break
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, _LOOK_S)
+    return unread
 
 
 def unread_bytes(fd: int) -> int:

@@ -178,7 +178,8 @@ def _is_gone(pid: int) -> bool:
             os.kill(pid, 0)
         except ProcessLookupError:
             return True
-    return _state(pid)[:1] in ("Z", "X")
+    process = processes.find(pid)
+    return process is not None and not process.is_alive
 
 
 def _catches(pid: int, number: int) -> bool:

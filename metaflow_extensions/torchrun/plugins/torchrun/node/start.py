@@ -21,7 +21,7 @@ from ..machine.network import interface_of
 from ..settings import StepSettings
 from .agent import AgentProcess
 from .agent_events import AgentEvent
-from .commands import CommandGeneration, runner_command
+from .commands import COMMANDS_FILE, CommandGeneration, runner_command
 from .generation import Generation, stacks_folder
 from .guardian import Options
 from .logs import LogFollower
@@ -45,15 +45,19 @@ def prepare(plan: Plan, go: Go, member: Member, new_agent: Callable[..., AgentPr
         plan.call.begin()
     folder = _make_folder(plan, go)
     try:
-        logs = {stream: os.path.join(folder, f"agent.{stream}") for stream in ("stdout", "stderr")}
-        for path in logs.values():
-            open(path, "wb").close()
-        command = _command(plan, go, folder)
-        warm = _warm_start(plan, go, folder)
-        env = _environment(plan, folder, member.own_address)
+        return _prepare_in(folder, plan, go, member, new_agent)
     except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
+        _remove(folder)
         raise
+
+
+def _prepare_in(folder: str, plan: Plan, go: Go, member: Member, new_agent: Callable[..., AgentProcess]) -> Generation:
+    logs = {stream: os.path.join(folder, f"agent.{stream}") for stream in ("stdout", "stderr")}
+    for path in logs.values():
+        open(path, "wb").close()
+    command = _command(plan, go, folder)
+    warm = _warm_start(plan, go, folder)
+    env = _environment(plan, folder, member.own_address)
     own_label = f"[torchrun node {plan.spec.node_index}] "
     # An elastic agent goes on after it has reported a failure.
     hold_report = not (plan.is_elastic or plan.runs_commands)
@@ -76,8 +80,23 @@ def _make_folder(plan: Plan, go: Go) -> str:
     name = f"torchrun-node{plan.spec.node_index}-launch{go.launch}-{go.generation}-"
     if plan.spec.log_dir is not None:
         os.makedirs(plan.spec.log_dir, exist_ok=True)
-    # Relative where the system has no temporary folder but the working one, which can be another for the agent.
-    return os.path.abspath(tempfile.mkdtemp(prefix=name, dir=plan.spec.log_dir))
+    try:
+        # Relative where the system has no temporary folder but the working one, which can be another for the agent.
+        return os.path.abspath(tempfile.mkdtemp(prefix=name, dir=plan.spec.log_dir))
+    except FileNotFoundError:
+        where = plan.spec.log_dir or tempfile.gettempdir()
+        raise OSError(f"the folder {where} is gone; make it again, or have TMPDIR name another") from None
+
+
+def _remove(folder: str) -> None:
+    """Remove a folder that no agent has had, also where too many files are open: then it can't be listed."""
+    shutil.rmtree(folder, ignore_errors=True)
+    for name in ("agent.stdout", "agent.stderr", COMMANDS_FILE):
+        with suppress(OSError):
+            os.remove(os.path.join(folder, name))
+    for each in (stacks_folder(folder), folder):
+        with suppress(OSError):
+            os.rmdir(each)
 
 
 def _environment(plan: Plan, folder: str, own_address: str | None) -> dict[str, str]:
@@ -116,7 +135,7 @@ def begin_warm(settings: StepSettings, machine: Machine, requested: Nproc | None
         nproc = choose_nproc(settings.nproc_per_node, "nproc_per_node", requested, machine).value
     env = agent_environment({}, os.environ, omp_threads(machine, nproc), None, "")
     warm = WarmNode([TORCHRUN, *settings.preload], {**env, **_share_of_machine(machine, {})})
-    with suppress(OSError):  # no more processes; a launch will say so
+    with suppress(Exception):  # a launch will say so
         warm.begin()
     return warm
 

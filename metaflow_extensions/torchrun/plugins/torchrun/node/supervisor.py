@@ -32,6 +32,7 @@ from ..gang.protocol import (
     Ready,
     Restart,
     Save,
+    Started,
     Stop,
     Stored,
     StoredOutputs,
@@ -77,12 +78,14 @@ class Supervisor:
         self._went_at: float | None = None
         self._last_lines = LastLines(member.node, self._show_last_lines)
         self._said_active_at = 0.0
+        self._said_started_of = -1  # the generation whose workers the gang knows to run
         self._said_output_of = -1  # the generation whose first output the gang has heard of
         self._command: list[str] = []
         self._exit_codes: dict[int, int] = {}
         self._restarts: list[dict[str, Any]] = []
         self._events: list[dict[str, Any]] = []
         self._metrics: dict[str, float] = {}
+        self._frameworks: frozenset[str] = frozenset()  # that ranks had imported which have trained by themselves
         self._handlers: dict[type, Callable[[Any], None]] = {
             Go: self._on_go,
             Stop: self._on_stop,
@@ -122,7 +125,8 @@ class Supervisor:
         spec, plan = self._plan.spec, self._plan
         policy = plan.policy if self._member.node == CONTROL else None
         runs = COMMANDS if plan.runs_commands else WORKERS
-        return Ready(self._launch, spec.nproc, spec.digest(), dict(plan.facts), spec.master_port, policy, runs)
+        facts, port = dict(plan.facts), spec.master_port
+        return Ready(self._launch, spec.nproc, spec.digest(), facts, port, policy, runs, plan.goes_on)
 
     def _next(self) -> Any:
         """Return what comes next, or None if nothing has come for a while."""
@@ -135,6 +139,7 @@ class Supervisor:
         if generation is not None and generation.phase is Phase.RUNNING:
             told = generation.metrics.due(self._launch, generation.number)
             if told is not None:
+                self._say_started(generation)
                 self._member.send(told)
             if (complaint := generation.metrics.take_complaint()) is not None:
                 self._emit("note", complaint, is_detail=True)
@@ -196,7 +201,7 @@ class Supervisor:
             text = end_line(self._launch, self._plan.spec, seconds, len(self._restarts), error)
             self._emit("ended", text, is_detail=self._plan.is_ours)
             if self._verdict is not None and self._verdict.alone:
-                self._emit("note", alone_line(self._launch, self._plan))
+                self._emit("note", alone_line(self._launch, self._plan, self._frameworks))
 
     def _could_not_start(self, go: Go, error: Exception) -> None:
         self._close_generation(0.0)
@@ -229,6 +234,7 @@ class Supervisor:
     def _on_save(self, save: Save) -> None:
         self._give_up_upload()
         self._failing_with = save.error
+        save.error.events = [record.as_dict() for record in save.events]
         if save.within_s is None:
             return
         pieces = self._make_pieces(save.within_s)
@@ -284,6 +290,8 @@ class Supervisor:
         failed = generation.take(news.event)
         if isinstance(news.event, Refused):
             self._emit("note", f"torchrun is started anew, not forked: {news.event.reason}")
+        if generation.all_run:
+            self._say_started(generation)
         if isinstance(news.event, WorkerEnded):
             self._say_active(generation, news.event.at)
         if failed is not None:
@@ -308,8 +316,15 @@ class Supervisor:
         self._member.send(Failed(self._launch, generation.number, generation.failures()))
         generation.stop()
 
+    def _say_started(self, generation: Generation) -> None:
+        """Tell the gang, once, that all workers of this node run; of commands it hears one by one."""
+        if self._said_started_of != generation.number and not self._plan.runs_commands:
+            self._said_started_of = generation.number
+            self._member.send(Started(self._launch, generation.number))
+
     def _say_output(self, generation: Generation) -> None:
         if generation.active_at is not None:
+            self._say_started(generation)
             is_first = self._said_output_of != generation.number
             self._said_output_of = generation.number
             self._say_active(generation, generation.active_at, is_first)
@@ -333,6 +348,8 @@ class Supervisor:
             who = "commands" if self._plan.runs_commands else "workers"
             self._emit("left_behind", f"stopped what the {who} had left running: {', '.join(end.left)}")
         codes = self._exit_codes = generation.exits.codes
+        frameworks = self._trained_alone(generation)
+        self._frameworks = frameworks or frozenset()
         if self._plan.logs == "rank0":
             self._last_lines.note(generation.log_dir, generation.hidden_failure())
         upload = self._upload_after(generation)
@@ -344,7 +361,7 @@ class Supervisor:
             exit_codes=codes,
             storing=None if upload is None else upload.what,
             diagnostics=generation.diagnostics,
-            alone=self._trained_alone(generation),
+            alone=frameworks is not None,
         )
         self._member.send(message)
         generation.remove_files()
@@ -352,12 +369,12 @@ class Supervisor:
         if upload is not None:
             upload.start()
 
-    def _trained_alone(self, generation: Generation) -> bool:
-        """Tell whether each of several ranks has trained by itself; who gathers their values means them to."""
+    def _trained_alone(self, generation: Generation) -> frozenset[str] | None:
+        """Return what each of several ranks had imported that has trained by itself; who gathers values means them to."""
         call, plan = self._plan.call, self._plan
         means_it = call is not None and call.gather
         may_be = generation.ended_well and plan.spec.world_size > 1 and not means_it and not plan.is_ours
-        return may_be and generation.exits.trained_alone()
+        return generation.exits.trained_alone() if may_be else None
 
     # --- what goes to the datastore -----------------------------------------------------------------
 
@@ -419,8 +436,10 @@ class Supervisor:
     def _close_generation(self, grace_s: float) -> None:
         if self._generation is not None:
             generation, self._generation = self._generation, None
-            generation.close(grace_s)
-            generation.remove_files()
+            try:
+                generation.close(grace_s)
+            finally:
+                generation.remove_files()
 
     def _show_last_lines(self, text: str) -> None:
         """Show lines of a rank whose lines are hidden, in this node's log and in the control node's."""
@@ -457,4 +476,6 @@ class Supervisor:
         except TransferFailed as error:
             cause = Cause("store", self._member.node, self._member.host, exception=f"has no result: {error}")
             text = f"{cause.describe()}\nThe workers of launch {self._launch} had ended well on all nodes."
-            raise LaunchFailed(text, cause.as_dict()) from error
+            failed = LaunchFailed(text, cause.as_dict())
+            failed.events, failed.outputs = self._events, self._all_outputs()
+            raise failed from error

@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 from ..gang.protocol import Usage
 from ..gang.usage import step_s
-from ..machine.accelerators import visible_accelerators
 from ..machine.memory import memory_limit_bytes
 from ..machine.nvidia import Gpus, NvidiaSmi
 from ..machine.traffic import traffic
@@ -107,10 +106,7 @@ class UsageMeter:
 
 def gpus_of(plan: Plan) -> tuple[str, ...]:
     """Return the accelerators that the workers of this node see, as ``CUDA_VISIBLE_DEVICES`` names them."""
-    env = dict(plan.spec.env)
-    if "CUDA_VISIBLE_DEVICES" in env:
-        return visible_accelerators(env)
-    return plan.machine.own_accelerators if plan.shares_machine else plan.machine.accelerators
+    return plan.machine.seen_by(dict(plan.spec.env))
 
 
 def _limits(plan: Plan) -> dict[str, float]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from typing import Any
 
 from ..machine import libc
 from ..machine.inherited import difference, inherited
+from ..machine.processes import Other, living_descendants, send_signal
 from ..scripts.warm_python import messages
 from ..scripts.warm_python.popen import ForkedPopen
 from .agent_events import Refused, as_line
@@ -35,19 +37,21 @@ _HOOK = "TORCHRUN_WARM"  # ``scripts/worker_hooks`` reads it
 
 def main() -> int:
     """Serve one task to its end, or until it says so."""
-    task, modules = sys.argv[1:]
-    guardian = WarmGuardian(int(task), json.loads(modules))
-    have_default_signals(guardian.note_sigterm)
-    return guardian.run()
+    pid, began, modules = sys.argv[1:]
+    task = Other(int(pid), began)
+    with task.end() as task_end:
+        guardian = WarmGuardian(task, task_end, json.loads(modules))
+        have_default_signals(guardian.note_sigterm)
+        return guardian.run()
 
 
 class WarmGuardian:
-    """Runs the agents of one node; `task` is the pid of the task, whose child this process is."""
+    """Runs the agents of one node; `task_end` is the file that tells the end of `task`, if one does."""
 
     # There is one thread. The handler of SIGTERM only notes that it came.
 
-    def __init__(self, task: int, modules: Sequence[str]) -> None:
-        self._task = task
+    def __init__(self, task: Other, task_end: int | None, modules: Sequence[str]) -> None:
+        self._task, self._task_end = task, task_end
         self._modules = modules
         self._commands = socket.socket(fileno=os.dup(sys.stdin.fileno()))
         self._inherited = inherited()
@@ -66,24 +70,41 @@ class WarmGuardian:
     def run(self) -> int:
         """Import, and run one agent after the other."""
         libc.adopt_orphans()
-        self._warm = WarmProcess(self._modules, os.environ)
-        while not self._task_is_frozen and (request := self._next()) is not None:
+        try:
+            self._warm = WarmProcess(self._modules, os.environ)
+        except Exception as error:
+            self._refuse(error)
+            return 1
+        while not self._task_is_frozen and (request := self._next_or_refuse()) is not None:
             self._run(request)
         self._warm.end()
         return 0
 
+    def _refuse(self, reason: Exception) -> None:
+        with suppress(OSError):  # the task is gone
+            os.write(sys.stdout.fileno(), as_line(Refused(messages.in_words(reason))))
+
+    def _next_or_refuse(self) -> dict[str, Any] | None:
+        try:
+            return self._next()
+        except Exception as error:
+            self._refuse(error)
+            return None
+
     def _next(self) -> dict[str, Any] | None:
         """Wait for the task to ask for an agent; None if this process is to end."""
         # Its pipe alone does not tell: a process that the step has forked may hold the other end.
-        while os.getppid() == self._task and not self._got_sigterm:
-            ready, _, _ = select.select([self._commands], [], [], WATCH_S)
-            if not ready:
+        commands = self._commands.fileno()
+        files = [commands] if self._task_end is None else [commands, self._task_end]
+        while not self._task.has_ended and not self._got_sigterm:
+            ready, _, _ = select.select(files, [], [], WATCH_S)
+            if commands not in ready:
                 continue
-            data, files, _, _ = socket.recv_fds(self._commands, 4096, 1)
+            data, sent, _, _ = socket.recv_fds(self._commands, 4096, 1)
             if not data:
                 return None
-            if files:
-                return messages.read_request(files[0])
+            if sent:
+                return messages.read_request(sent[0])
             # Else it wants an agent to stop that has ended meanwhile.
         return None
 
@@ -92,25 +113,35 @@ class WarmGuardian:
         options = Options(**request["options"])
 
         def start(command: Sequence[str], stdout: int, stderr: int) -> subprocess.Popen[bytes]:
-            changed = difference(self._inherited, request["inherited"])
-            if changed is not None:
-                raise messages.Refused(changed)
-            return self._warm.start(program, stdout, stderr, self._is_wanted)
+            try:
+                changed = difference(self._inherited, request["inherited"])
+                if changed is not None:
+                    raise messages.Refused(changed)
+                return self._warm.start(program, stdout, stderr, self._is_wanted)
+            except Exception as error:
+                raise messages.Refused(messages.in_words(error)) from error
 
-        self._guardian = Guardian(self._task, options, start, self._warm)
+        self._guardian = Guardian(self._task, self._task_end, options, start, self._warm)
         try:
             self._guardian.run(program["argv"])
         except messages.Refused as reason:
-            os.write(sys.stdout.fileno(), as_line(Refused(str(reason))))
+            self._kill_forks()
+            self._refuse(reason)
             self._renew(program["env"])
         finally:
             self._task_is_frozen = self._guardian.task_is_frozen
             self._guardian = None
 
+    def _kill_forks(self) -> None:
+        """End what may have been forked after all: it would be a second agent."""
+        for pid in living_descendants(os.getpid()):
+            if pid != self._warm.pid:
+                send_signal(pid, signal.SIGKILL)
+
     def _is_wanted(self) -> bool:
         """Tell whether the task still waits for an agent."""
         told, _, _ = select.select([self._commands], [], [], 0)
-        return os.getppid() == self._task and not self._got_sigterm and not told
+        return not (self._task.has_ended or self._got_sigterm or told)
 
     def _renew(self, env: Mapping[str, str]) -> None:
         """Make ready for another launch like the one that has to start cold."""

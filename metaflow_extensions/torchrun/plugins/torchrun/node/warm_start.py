@@ -12,11 +12,18 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..machine import libc
 from ..machine.inherited import inherited
-from ..scripts.warm_python import kernel
-from ..scripts.warm_python.messages import in_memory
+from ..scripts.warm_python import kernel, messages
+from .agent_events import Refused
 from .guardian import Options
 from .guardian_process import GuardianProcess
+
+GUARDIAN_ENDED = "the guardian of the warm process has ended"
+_ADOPTS = (
+    "this task adopts processes without a parent (it is the first of its container, or a subreaper), so the step's code, "
+    "which may wait for its children, would see the warm process"
+)
 
 
 class WarmNode:
@@ -28,8 +35,10 @@ class WarmNode:
         self._owner = os.getpid()
 
     def begin(self) -> GuardianProcess:
-        """Import in the background, unless that has begun; return who does it."""
+        """Import in the background, unless that has begun; return who does it. May raise anything, at each call."""
         if self._guardian is None or not self._guardian.is_alive:
+            if libc.adopts_orphans():
+                raise messages.Refused(_ADOPTS)
             self._guardian = GuardianProcess("warm_guardian", [json.dumps(self._modules)], self._env)
         return self._guardian
 
@@ -41,7 +50,7 @@ class WarmNode:
         """Import anew, in the background."""
         self.close()
         self._guardian = None
-        with suppress(OSError):  # no more processes; a launch will say so
+        with suppress(Exception):  # a launch will say so
             self.begin()
 
     def close(self) -> None:
@@ -59,14 +68,17 @@ class WarmStart:
     forks_workers: bool = False
     worker_env: Mapping[str, str] = field(default_factory=dict)  # what workers have besides, where they are forked
 
-    def start(self, env: Mapping[str, str], options: Options) -> GuardianProcess | None:
-        """Ask for the agent; return the guardian that tells what becomes of that, or None if there is none."""
-        guardian = self.node.begin()
-        described = in_memory(self._request(env, options))
+    def start(self, env: Mapping[str, str], options: Options) -> GuardianProcess | Refused:
+        """Ask for the agent; return the guardian that tells what becomes of that, or why there is none."""
         try:
-            return guardian if guardian.tell("start", [described]) else None
-        finally:
-            os.close(described)
+            guardian = self.node.begin()
+            described = messages.in_memory(self._request(env, options))
+            try:
+                return guardian if guardian.tell("start", [described]) else Refused(GUARDIAN_ENDED)
+            finally:
+                os.close(described)
+        except Exception as error:  # a start as a program needs nothing of what can go wrong here
+            return Refused(messages.in_words(error))
 
     def _request(self, env: Mapping[str, str], options: Options) -> dict[str, Any]:
         python, *words = self.command

@@ -53,7 +53,9 @@ def main() -> None:
         store(value, rank, path_of(folder, RETURNED, rank))
         del function, args, kwargs, value  # see end_process_group
         end_process_group(header["init"])
-    except Exception as error:
+    except (SystemExit, KeyboardInterrupt):
+        raise  # an exit code, or a signal
+    except BaseException as error:
         with suppress(OSError), whole(path_of(folder, RAISED, rank)) as file:
             pickle.dump(report_of(error), file)
         raise
@@ -212,13 +214,18 @@ class CurrentFinder:
 def tell_current(module: Any, told: bytes) -> None:
     """Have the `current` of Metaflow's `module` say what `border/task_current` has found in the task.
 
-    Properties without a setter can't be written (2.13 to 2.19).
+    Properties without a setter can't be written (2.13 to 2.19). Where `current` is otherwise, it says nothing here, and
+    `import metaflow` goes on.
     """
     task = pickle.loads(told)  # noqa: S301 - as the call
-    vars(module.current).update(task["state"])
-    module.current._update_env(task["values"])
-    for name in task["withheld"]:
-        setattr(type(module.current), name, withheld(name))
+    try:
+        vars(module.current).update(task["state"])
+        module.current._update_env(task["values"])
+        for name in task["withheld"]:
+            setattr(type(module.current), name, withheld(name))
+    except (AttributeError, TypeError) as error:
+        problem = f"{type(error).__name__}: {error}"
+        sys.stderr.write(f"[torchrun] Left out: what `current` says in the workers of a function ({problem}).\n")
 
 
 def withheld(name: str) -> property:
@@ -330,26 +337,34 @@ def store(value: Any, rank: int, path: str) -> None:
     try:
         with whole(path) as file:
             dump(value, file, on_cpu)
-    except OSError:
+    except (OSError, KeyboardInterrupt):
         raise  # as in dump
-    except Exception as error:
+    except BaseException as error:  # also an exit, in a __reduce__ of its class
         kind = f"{type(value).__module__}.{type(value).__qualname__}"
         hint = "" if find_cloud_pickler() else " (cloudpickle, which can carry more, is not installed)"
-        text = f"Rank {rank} returned a {kind}, which can't be pickled: {type(error).__name__}: {error}{hint}"
+        text = f"Rank {rank} returned a {kind}, which can't be pickled: {words_of(error)}{hint}"
         raise CantReturn(text) from error
 
 
-def report_of(error: Exception) -> dict[str, Any]:
+def report_of(error: BaseException) -> dict[str, Any]:
     """Return an exception as the task wants it: pickled where that goes, and in words."""
     if isinstance(error, CantReturn):
         return {"exception": None, "text": str(error)}
-    text = "".join(traceback.format_exception_only(type(error), error)).strip()
+    text = words_of(error)
     file = io.BytesIO()
     try:
         dump(error, file, on_cpu)
         return {"exception": file.getvalue(), "text": text}
-    except Exception as problem:
-        return {"exception": None, "text": text, "why": f"it can't be pickled ({type(problem).__name__}: {problem})"}
+    except BaseException as problem:  # as above
+        return {"exception": None, "text": text, "why": f"it can't be pickled ({words_of(problem)})"}
+
+
+def words_of(error: BaseException) -> str:
+    """Return type and text of an exception, whatever its class does when it is asked for them."""
+    try:
+        return "".join(traceback.format_exception_only(type(error), error)).strip()
+    except BaseException:
+        return type(error).__name__
 
 
 @contextmanager

@@ -29,6 +29,7 @@ class Facts:
     attempt: int
     last_attempt: int
     is_done: bool  # whether Metaflow knows of the attempt's end
+    clone: tuple[str, str] | None = None  # run and control task of the clone of it that was asked for
 
     @property
     def is_over(self) -> bool:
@@ -40,6 +41,8 @@ def as_data(facts: Facts, content: Mapping[str, Any] | None, now: float) -> dict
     """Return all that is known, for ``--json``."""
     story = _story(facts, content or {}, now)
     return {
+        "run": facts.run,
+        "clone": None if facts.clone is None else {"run": facts.clone[0], "control_task": facts.clone[1]},
         "control_task": facts.control_task,
         "attempt": facts.attempt,
         "last_attempt": facts.last_attempt,
@@ -83,8 +86,28 @@ def _story(facts: Facts, content: Mapping[str, Any], now: float) -> Story:
 
 def outcome(facts: Facts, story: Story) -> str:
     """Return ``done`` or ``failed``, the same as the summary while the gang runs, or ``ended`` if none knows how."""
-    is_cut = facts.is_over and not story.summary.is_over and story.summary.outcome != "failed"
-    return "ended" if is_cut else story.summary.outcome
+    cut = facts.is_over and not story.summary.is_over and story.summary.outcome != "failed"
+    return "ended" if cut else story.summary.outcome
+
+
+def is_cut(facts: Facts, content: Mapping[str, Any]) -> bool:
+    """Tell whether the control node's task has ended without a word of how."""
+    return outcome(facts, Story(content)) == "ended"
+
+
+def headline(facts: Facts, content: Mapping[str, Any], now: float) -> str:
+    """Return what came of a gang, and why if it failed, in one line."""
+    story = _story(facts, content, now)
+    return _if_cut(facts, story, printable(story.summary.sentence))
+
+
+def _if_cut(facts: Facts, story: Story, sentence: str) -> str:
+    if outcome(facts, story) != "ended":
+        return sentence
+    # It records every few seconds, so the last of what has happened can be missing.
+    last = datetime.fromtimestamp(story.records[-1].time).astimezone().strftime("%H:%M:%S") if story.records else ""
+    unknown = "The control node's task has ended, but has not recorded how."
+    return f"{unknown} Its last record{last and f', of {last}'}: {sentence}"
 
 
 def as_text(facts: Facts, content: Mapping[str, Any], now: float) -> list[str]:
@@ -92,10 +115,9 @@ def as_text(facts: Facts, content: Mapping[str, Any], now: float) -> list[str]:
     story = _story(facts, content, now)
     reports = [printable(str(each["text"])).splitlines() for each in story.reports]
     is_failed = story.summary.outcome == "failed" and bool(reports)
-    lines = [_title(facts), printable(_sentence(story, is_failed)), _facts(story, now)]
+    first = _if_cut(facts, story, printable(_sentence(story, is_failed)))
+    lines = [title(facts), first, _facts(story, now)]
     lines += _progress(story, content.get("progress"))
-    if outcome(facts, story) == "ended":
-        lines[1] = f"The control node's task has ended, but has not recorded how. Before: {lines[1]}"
     if is_failed:
         lines += ["", *reports.pop()]
     lines += ["", *_nodes(facts, story), "", *_events(story)]
@@ -149,17 +171,20 @@ def _is_handled(report: Mapping[str, Any]) -> str:
     return "all workers were started again after this" if report["error"] is None else f"run raised {report['error']}"
 
 
-def _title(facts: Facts) -> str:
+def title(facts: Facts) -> str:
+    """Return the line that names a gang, and of what run's step it was cloned."""
     tries = f", attempt {facts.attempt}" if facts.last_attempt else ""
     latest = f" (the latest is {facts.last_attempt})" if facts.attempt < facts.last_attempt else ""
-    return f"Run {facts.run}, step {facts.step}, task {facts.control_task}{tries}{latest}"
+    clone = f", which run {facts.clone[0]} has cloned as task {facts.clone[1]}" if facts.clone else ""
+    return f"Run {facts.run}, step {facts.step}, task {facts.control_task}{tries}{latest}{clone}"
 
 
 def _nodes(facts: Facts, story: Story) -> list[str]:
     rows = []
     for number, node in sorted(story.nodes.items()):
         seconds, ranks = story.seconds_of(number), _ranks(story.ranks_of(number))
-        ends = exit_codes(story.exit_codes[number].values())
+        codes = story.exit_codes[number].values()
+        ends = exit_codes(codes) if story.has_ended(number) else ""
         known = [str(number), node.host, facts.tasks.get(number, "-"), ranks, story.state_of(number)]
         rows.append([*known, "" if seconds is None else f"{seconds:.1f}", ends])
     header = ("node", "host", "task", "ranks", "state", "seconds", "exit codes")
@@ -186,5 +211,5 @@ def exit_codes(ends: Iterable[int | None]) -> str:
 
 def _code(code: int | None) -> str:
     if code is None:
-        return "?"
+        return "unknown"
     return str(code) if code >= 0 else signal_name(-code)

@@ -14,7 +14,7 @@ from ..gang.texts import duration
 
 def number(value: float | None) -> str:
     """Return a number with four digits at most, as a person writes it."""
-    if value is None:
+    if value is None or not math.isfinite(value):
         return "not finite"
     if value == int(value) and abs(value) < 1e6:
         return str(int(value))
@@ -22,19 +22,27 @@ def number(value: float | None) -> str:
 
 
 def step(progress: Mapping[str, Any]) -> str:
-    """Return ``"step 120 of 1000 (12 %)"``."""
-    if progress["step"] is None:
+    """Return ``"step 120 of 1000 (12 %)"``, or ``"120 of 1000 steps (12 %)"`` of steps that count from 0."""
+    last, total = progress["step"], progress["total"]
+    if last is None:
         return ""
-    total = progress["total"]
     if total is None:
-        return f"step {progress['step']}"
-    return f"step {progress['step']} of {number(total)} ({percent(progress)} %)"
+        return f"step {last}"
+    done = _done(progress)
+    said = f"step {last} of {number(total)}" if done == last else f"{done} of {number(total)} steps"
+    return f"{said} ({percent(progress)} %)"
+
+
+def _done(progress: Mapping[str, Any]) -> int:
+    """Return how many steps are done; what is stored of older versions does not say it."""
+    done: int | None = progress.get("done")
+    return (progress["step"] or 0) if done is None else done
 
 
 def percent(progress: Mapping[str, Any]) -> int:
     """Return how much is done; needs a total."""
-    done: float = 100 * (progress["step"] or 0) / progress["total"]
-    return max(0, min(100, math.floor(done)))
+    done: float = 100 * _done(progress) / progress["total"]
+    return math.floor(max(0.0, min(100.0, done)))
 
 
 def speed(progress: Mapping[str, Any]) -> str:

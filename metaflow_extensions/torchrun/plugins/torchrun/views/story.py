@@ -28,14 +28,27 @@ class Story:
 
     @cached_property
     def exit_codes(self) -> dict[int, dict[int, int | None]]:
-        """How the ranks of each node ended in the last generation."""
+        """How the ranks of each node ended in the last generation; None: it is not known, or has not ended."""
         found: dict[int, dict[int, int | None]] = {node: {} for node in self.nodes}
         for record in self.records:
             if record.kind == "go":
                 found = {node: {} for node in self.nodes}
             elif record.kind == "exited" and record.node in found and record.rank is not None:
                 found[record.node][record.rank] = record.exit_code
-        return {node: dict(sorted(codes.items())) for node, codes in found.items()}
+        return {node: dict(sorted({**self._expected(node, codes), **codes}.items())) for node, codes in found.items()}
+
+    def _expected(self, node: int, known: Mapping[int, int | None]) -> dict[int, int | None]:
+        """Return the ranks that a node should have; torchrun's own elasticity may have given it others."""
+        ranks = range(0) if not self.nproc else range(node * self.nproc, (node + 1) * self.nproc)
+        return dict.fromkeys(ranks if set(ranks).issuperset(known) else (), None)
+
+    def has_ended(self, node: int) -> bool:
+        """Tell whether workers of a node have run in the last launch, and are gone."""
+        if any(code is not None for code in self.exit_codes[node].values()):
+            return True
+        has_begun = any(record.kind == "go" for record in self.records)
+        states = [rank.state for rank in self.summary.ranks if rank.node == node]
+        return has_begun and all(state in ("done", "failed", "stopped", "lost") for state in states)
 
     def state_of(self, node: int) -> str:
         """Say in a word or two what a node does, or how it ended."""
@@ -53,6 +66,5 @@ class Story:
         return place if place in self.nodes else None
 
     def ranks_of(self, node: int) -> list[int]:
-        """Return the ranks of a node, in the last generation if their ends are known, or as they should be."""
-        known = list(self.exit_codes.get(node, ()))
-        return known or ([] if not self.nproc else list(range(node * self.nproc, (node + 1) * self.nproc)))
+        """Return the ranks of a node, in the last generation."""
+        return list(self.exit_codes.get(node, ()))

@@ -12,6 +12,7 @@ from ..gang.texts import names
 _TOGETHER: dict[str, Callable[[_Group], str]] = {
     "joined": lambda group: f"{names(group.nodes)} joined",
     "ready": lambda group: f"{names(group.nodes)} called run",
+    "started": lambda group: f"{names(group.nodes)}: all workers run",
     "output": lambda group: f"{names(group.nodes)}: first output",
     "straggler": lambda group: f"{names(group.ranks, 'rank')}: slower than half the median for a minute",
     "recovered": lambda group: f"{names(group.ranks, 'rank')}: no longer slow",
@@ -38,10 +39,13 @@ _ALONE: dict[str, Callable[[Record], str]] = {
     "restart": lambda record: record.text,
     "done": lambda record: "the launch has ended well",
     "failed": lambda record: "the launch has failed" + _because(record),
+    "told": lambda record: record.text,
     "lost": lambda record: f"node {record.node} is lost: {record.text}",
     "broken": lambda record: "nothing can be launched any more" + _because(record),
 }
 
+# What stands without its text where the line before has said it.
+_MAY_BE_BRIEF = ("stopping", "stopping before", "failed", "broken")
 # What is told in other words while commands of before_run run; its kind gets " before".
 _OF_WORKERS = ("stopping", "stopped")
 
@@ -76,9 +80,10 @@ def timeline(records: Iterable[Record]) -> list[tuple[str, str, str]]:
             _collect(groups, record)
             continue
         flush()
-        if record.kind == "cause" and record.text.rstrip(".") == said:
+        is_said = record.text.rstrip(".") == said
+        if record.kind == "cause" and is_said:
             continue
-        shown = record if record.text.rstrip(".") != said else _without_text(record)
+        shown = replace(record, text="") if is_said and record.kind in _MAY_BE_BRIEF else record
         said = record.text.rstrip(".") or said
         rows.append((f"{record.at_s:.1f}", _launch(record), _ALONE.get(record.kind, _unknown)(shown)))
     flush()
@@ -137,7 +142,3 @@ def _because(record: Record) -> str:
 
 def _unknown(record: Record) -> str:
     return record.kind + _because(record)
-
-
-def _without_text(record: Record) -> Record:
-    return Record(record.kind, record.at_s, record.time, record.launch, record.generation, record.node, record.rank)

@@ -6,15 +6,17 @@ thread is gone before the first fork.
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import os
 import stat
 import sys
 import threading
 import time
+import weakref
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from typing import Any
 
 from . import search_path
@@ -54,6 +56,7 @@ class Imports:
         self._began_with = dict(os.environ)
         self._read: set[bytes] = set()  # names of variables that Python code has looked up
         self._files: dict[str, tuple[int, int]] = {}  # file of a module -> its time of change and size
+        self._for_workers = ExitHandlers()
         self._fault: str | None = None  # why no program may be started here at all
         os.environ._data = _Recording(os.environ._data, self._read)  # type: ignore[attr-defined]
         self._thread = threading.Thread(target=self._import_all, name="torchrun-imports", daemon=True)
@@ -85,12 +88,17 @@ class Imports:
         lower_priority()
         try:
             for name in self._modules:
-                importlib.import_module(name)
+                with nullcontext() if name == AGENT else self._for_workers:
+                    importlib.import_module(name)
         except BaseException as error:
             self._fault = f"{name} could not be imported: {type(error).__name__}: {error}"
         finally:
             _forget(AGENT)
             os.close(self._importing)
+
+    def leave_to_workers(self) -> None:
+        """Be an agent: what was imported for workers does nothing at its end."""
+        self._for_workers.forget()
 
     def refuse(self, request: Mapping[str, Any]) -> str | None:
         """Return why the program that is asked for could tell that it was not started as ever, or None."""
@@ -120,6 +128,49 @@ class Imports:
     def _refuse_changes(self) -> str | None:
         changed = [file for file, known in self._files.items() if _version(file) != known]
         return f"{changed[0]} has changed since it was imported" if changed else None
+
+
+class ExitHandlers:
+    """What modules have arranged while they were imported, to be done at the end of the process or at an error.
+
+    Trackers end their runs so, and an agent has none. Handlers of the standard library serve the agent, too.
+    """
+
+    def __init__(self) -> None:
+        self._added: list[Callable[..., Any]] = []
+        self._finalizers: set[Any] = set()
+        self._hooks: dict[tuple[Any, str], Any] = {}
+
+    def __enter__(self) -> None:
+        self._register, self._before = atexit.register, set(_finalizers())
+        self._hooks = {place: getattr(*place) for place in _HOOKS} | self._hooks
+        atexit.register = self._note  # type: ignore[assignment]
+
+    def __exit__(self, *_: object) -> None:
+        atexit.register = self._register
+        self._finalizers |= set(_finalizers()) - self._before
+
+    def _note(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
+        if str(getattr(function, "__module__", "")).partition(".")[0] not in sys.stdlib_module_names:
+            self._added.append(function)
+        return self._register(function, *args, **kwargs)
+
+    def forget(self) -> None:
+        """Have none of it done in this process."""
+        for function in self._added:
+            atexit.unregister(function)
+        for finalizer in self._finalizers:
+            finalizer.atexit = False
+        for (module, name), hook in self._hooks.items():
+            setattr(module, name, hook)
+
+
+_HOOKS = ((sys, "excepthook"), (sys, "unraisablehook"), (threading, "excepthook"))
+
+
+def _finalizers() -> Iterable[Any]:
+    """Return the `weakref.finalize` that are there; they are kept by its own code only (Python 3.10 to 3.14)."""
+    return list(getattr(weakref.finalize, "_registry", ()))
 
 
 def lower_priority() -> None:

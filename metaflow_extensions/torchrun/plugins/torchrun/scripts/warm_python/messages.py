@@ -6,6 +6,7 @@ error of the program. So it has any size, nobody waits for a reader, and no envi
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import socket
@@ -13,10 +14,16 @@ from typing import Any
 
 _MARK = b"?"
 _MAX_ANSWER = 65536
+_CLOSE_ON_EXEC = 1  # MFD_CLOEXEC in <linux/memfd.h>
 
 
 class Refused(Exception):
     """The warm process does not become this program; the text says why."""
+
+
+def in_words(error: BaseException) -> str:
+    """Return why there is no program, whatever kept it from being there."""
+    return str(error) if isinstance(error, Refused) else f"{type(error).__name__}: {error}"
 
 
 def ask(server: socket.socket, request: dict[str, Any], stdout: int, stderr: int) -> None:
@@ -30,9 +37,20 @@ def ask(server: socket.socket, request: dict[str, Any], stdout: int, stderr: int
 
 def in_memory(request: dict[str, Any]) -> int:
     """Return a file that holds a request and has no name."""
-    file = os.memfd_create("torchrun-request")
+    file = _memory_file()
     with open(file, "w", encoding="ascii", closefd=False) as text:
         json.dump(request, text)
+    return file
+
+
+def _memory_file() -> int:
+    name = "torchrun-request"
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create(name)
+    # A Python that was built for an old C library lacks it, as conda-forge's; the C library that it runs with may not.
+    file: int = ctypes.CDLL(None, use_errno=True).memfd_create(name.encode(), _CLOSE_ON_EXEC)
+    if file < 0:
+        raise OSError(ctypes.get_errno(), "no file could be made in memory")
     return file
 
 

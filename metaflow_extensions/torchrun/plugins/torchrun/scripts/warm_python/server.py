@@ -30,7 +30,7 @@ class Server:
         self._imports = imports
         self._news = news  # where the guardian hears of workers
 
-    def serve(self) -> tuple[dict[str, Any], int, int]:
+    def serve(self) -> tuple[dict[str, Any], int, int, Leave]:
         """Answer requests until the client is gone, which ends this process; return one in the process it has forked."""
         while True:
             asked = messages.next_request(self._client)
@@ -40,55 +40,79 @@ class Server:
             reason = self._imports.refuse(request)
             if reason is None:
                 try:
-                    if self._fork(request) == 0:
+                    if (leave := self._fork(request)) is not None:
                         self._client.close()
-                        return asked
-                except OSError as error:
-                    reason = f"no process could be forked: {error}"
+                        return request, stdout, stderr, leave
+                except Exception as error:
+                    reason = f"no process could be forked: {messages.in_words(error)}"
             if reason is not None:
                 messages.answer(self._client, 0, reason)
             os.close(stdout)
             os.close(stderr)
 
-    def _fork(self, request: dict[str, Any]) -> int:
-        """Fork the process that becomes the program, and return its pid; 0 in itself.
+    def _fork(self, request: dict[str, Any]) -> Leave | None:
+        """Fork the process that becomes the program, and tell of it; return in that process the leave that it needs.
 
         It is a grandchild, whose parent ends at once: so the client adopts it, as if it had started it itself.
         """
-        begin, may_begin = os.pipe()
-        pid_file, tell_pid = os.pipe()
+        own, of_fork = socket.socketpair()
         between = os.fork()
         if between == 0:
             _leave_to_a_child()
-            os.close(pid_file)
-            os.close(may_begin)
-            os.setsid()
-            os.write(tell_pid, b"%d" % os.getpid())
-            os.close(tell_pid)
-            if not os.read(begin, 1):  # nobody waits for it any more
-                os._exit(1)
-            os.close(begin)
-            return 0
+            own.close()
+            return Leave(of_fork)
+        of_fork.close()
         os.waitpid(between, 0)
-        os.close(tell_pid)
-        os.close(begin)
-        try:
-            pid = int(os.read(pid_file, 32) or b"0")
+        with own, own.makefile("rb") as said:
+            pid = int(said.readline() or b"0")
             if pid == 0:
-                raise OSError("no process is free")
+                raise messages.Refused("no process is free")
             if kernel.parent_of(pid) != os.getppid():
-                raise OSError("its parent can't adopt it")
+                raise messages.Refused("its parent can't adopt it")
+            own.sendall(b"!")
+            fault = said.readline()
+            if fault != b"\n":
+                raise messages.Refused(fault.decode(errors="replace").strip() or "it has ended")
             messages.answer(self._client, pid)
             self._tell_of_worker(pid, request["env"])
-            os.write(may_begin, b"!")
-            return pid
-        finally:
-            os.close(pid_file)
-            os.close(may_begin)
+            own.sendall(b"!")
+        return None
 
     def _tell_of_worker(self, pid: int, env: dict[str, str]) -> None:
         if "RANK" in env and "LOCAL_RANK" in env:
             os.write(self._news, f"{os.getppid()} worker {pid} {env['RANK']} {env['LOCAL_RANK']}\n".encode())
+
+
+class Leave:
+    """Around all that a fork does before it runs as the program: whatever goes wrong there is a refusal, and its end."""
+
+    def __init__(self, asked: socket.socket) -> None:
+        self._asked = asked
+        self._tell(b"%d\n" % os.getpid())  # when it is answered, nobody is left between the two
+
+    def __enter__(self) -> Leave:
+        os.setsid()
+        return self
+
+    def __exit__(self, _: Any, error: BaseException | None, __: Any) -> None:
+        if self._asked.fileno() != -1:
+            fault = "" if error is None else " ".join(messages.in_words(error).split())
+            self._tell(f"{fault}\n".encode(errors="replace"))
+            self.forget()
+
+    def forget(self) -> None:
+        """Be another process than the one that is to become the program."""
+        self._asked.close()
+
+    def _tell(self, line: bytes) -> None:
+        """Say something, and end if the answer is not to go on, as where nobody waits for it any more."""
+        try:
+            self._asked.sendall(line)
+            if self._asked.recv(1):
+                return
+        except OSError:
+            pass
+        os._exit(1)
 
 
 def _leave_to_a_child() -> None:
@@ -123,22 +147,22 @@ class _Next:
     def _next_program(self) -> program.Run:
         news, client = self._options["news"], socket.socket(fileno=self._options["client"])
         self._import_while_waiting(client)
+        is_of_agents = True
         while True:
-            request, stdout, stderr = Server(client, self._imports, news).serve()
-            if not request["forks_workers"]:
-                break
-            own, client = socket.socketpair()
-            if (copy := os.fork()) != 0:
-                os.write(news, f"{os.getpid()} copy {copy}\n".encode())
-                client.close()
-                _fork_workers_of_torchrun(own, request["worker_env"])
-                break
-            # A pristine copy of the agent, to fork its workers from: the agent itself will have threads and sockets.
-            own.close()
-            kernel.die_with_parent(signal.SIGKILL)
+            request, stdout, stderr, leave = Server(client, self._imports, news).serve()
+            with leave:
+                copy = _copy(request, news) if request["forks_workers"] else None
+                if copy is None:
+                    if is_of_agents:
+                        self._imports.leave_to_workers()
+                    return self._become(request, stdout, stderr)
+                leave.forget()
+                client, is_of_agents = copy, False
             os.close(stdout)
             os.close(stderr)
-        os.close(news)
+
+    def _become(self, request: dict[str, Any], stdout: int, stderr: int) -> program.Run:
+        os.close(self._options["news"])
         run = program.become(request, stdout, stderr, self._run_module)
         runpy._run_module_as_main = self._run_module  # type: ignore[attr-defined]
         self._begin_program()
@@ -153,6 +177,22 @@ class _Next:
         imports.finish()
         # What is there for good is not looked at by each of the forks, and so not copied.
         gc.freeze()
+
+
+def _copy(request: dict[str, Any], news: int) -> socket.socket | None:
+    """Make a pristine copy of an agent, to fork its workers from: the agent itself will have threads and sockets.
+
+    Return in the copy the connection to the agent.
+    """
+    own, client = socket.socketpair()
+    if (copy := os.fork()) == 0:
+        own.close()
+        kernel.die_with_parent(signal.SIGKILL)
+        return client
+    client.close()
+    os.write(news, f"{os.getpid()} copy {copy}\n".encode())
+    _fork_workers_of_torchrun(own, request["worker_env"])
+    return None
 
 
 def _fork_workers_of_torchrun(server: socket.socket, env: dict[str, str]) -> None:

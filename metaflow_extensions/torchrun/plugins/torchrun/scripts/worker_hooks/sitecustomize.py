@@ -13,6 +13,7 @@ import sys
 
 TYPE_CHECKING = False  # typing is not loaded yet
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import TracebackType
 
 _AGENT = "TORCHRUN_AGENT_PID"
@@ -21,6 +22,7 @@ _PEER_GONE = "TORCHRUN_PEER_GONE"
 _RECORD = "exception.json"
 _ALONE = "trained-alone"
 _OTHER_WAYS = ("horovod", "mpi4py")  # for ranks to exchange gradients, without a process group of torch's
+_FRAMEWORKS = ("transformers.trainer", "accelerate.state")  # that take a process without a GPU for the only one
 _FUNCTION_WORKER = os.path.join(os.path.dirname(os.path.dirname(__file__)), "function_worker.py")
 _MAX_CHARS = 4096  # of a message, and of each frame or message in a traceback
 _MAX_TRACEBACK_CHARS = 32 * 1024
@@ -74,7 +76,7 @@ def _record_the_end() -> None:
     def excepthook(kind: "type[BaseException]", error: BaseException, trace: "TracebackType | None") -> None:
         trace = look(error, trace)
         if not (os.path.exists(path) and _is_of_a_peer(error)):
-            show(kind, error, trace)
+            _in_one_piece(lambda: show(kind, error, trace))
 
     # Both, since a hook of the user's own may call either. If it calls none, there is the end: what is registered
     # first runs last.
@@ -86,6 +88,24 @@ def _own_file(name: str) -> "str | None":
     """Return the path of a file in this worker's own folder, where torchrun has its logs; None without one."""
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     return os.path.join(os.path.dirname(os.path.abspath(error_file)), name) if error_file else None
+
+
+def _in_one_piece(show: "Callable[[], None]") -> None:
+    """Have what `show` writes to stderr written at once, so that no other line comes within.
+
+    Python writes a traceback in hundreds of pieces where stderr has no buffer. Torch does the same once there is a
+    process group (`_distributed_excepthook`, torch 2.13).
+    """
+    import io
+
+    usual, sys.stderr = sys.stderr, io.StringIO()
+    try:
+        show()
+    finally:
+        text, sys.stderr = sys.stderr.getvalue(), usual
+        if usual is not None:
+            usual.write(text)
+            usual.flush()
 
 
 def _is_of_a_peer(error: BaseException) -> bool:
@@ -179,9 +199,10 @@ def _shortened(text: str, limit: int) -> str:
 
 
 def _tell_of_training_alone() -> None:
-    """Leave an empty file at the end if gradients were computed here, and there has been no process group for them.
+    """Leave a file at the end if gradients were computed here, and there has been no process group for them.
 
-    Then this rank has exchanged none with the others, which few want of several ranks.
+    Then this rank has exchanged none with the others, which few want of several ranks. In the file stands which of the
+    frameworks it has imported whose users want to hear of them. Whatever can't be known leaves no file.
     """
     path = _own_file(_ALONE)
     if path is None or os.environ.get("WORLD_SIZE") == "1":
@@ -194,7 +215,8 @@ def _tell_of_training_alone() -> None:
     def look() -> None:
         try:
             if getpid() == own and _has_trained() and not _has_exchanged():
-                open(path, "wb").close()
+                with open(path, "w", encoding="ascii") as file:
+                    file.write(" ".join(name for name in _FRAMEWORKS if name in sys.modules))
         except BaseException:  # noqa: S110 - another torch, a full disk
             pass
 
@@ -214,12 +236,18 @@ def _has_trained() -> bool:
 def _has_exchanged() -> bool:
     """Tell whether this process has, or has had, a default process group for them, or another way to the other ranks.
 
-    Torch sets the name of the backend when it makes a group, and keeps it when the group is destroyed (2.1 to 2.14).
+    Torch sets two private names when it makes a group, and keeps them when the group is destroyed (read in 2.13). Where
+    one of them is gone, as in another torch, an exception says that nobody knows.
     """
     if any(name in sys.modules for name in _OTHER_WAYS):
         return True
-    backend = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_backend", None)
-    return backend is not None and not (backend == "undefined" and _accelerate_is_alone())
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available():
+        return False
+    group = sys.modules["torch.distributed.distributed_c10d"]
+    if group._backend == "undefined" and _accelerate_is_alone():
+        return False
+    return group._backend is not None or group._default_pg_init_method is not None or distributed.is_initialized()
 
 
 def _accelerate_is_alone() -> bool:

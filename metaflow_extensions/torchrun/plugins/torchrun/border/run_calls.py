@@ -1,0 +1,124 @@
+"""Arguments that `run` does not have, found in the source of a step before anything is scheduled.
+
+Where the source leaves a doubt about what is called, only `run` itself tells, in the tasks.
+"""
+
+from __future__ import annotations
+
+import ast
+import tokenize
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+from ..renamed import convenience
+from ..run_arguments import NAMES, instead_of
+
+# What is left out where Metaflow is otherwise.
+_CHECK = "the check of the arguments of current.torch.run before anything is scheduled"
+_RUNS = frozenset({"metaflow.current.torch.run", "metaflow.metaflow_current.current.torch.run"})
+
+
+def register() -> None:
+    """Have Metaflow's lint look for such arguments; where it takes no check as in 2.19, only `run` tells."""
+    with convenience(_CHECK):
+        from metaflow.lint import linter
+
+        linter.ensure_static_graph(linter.check(check_arguments_of_run))
+
+
+def check_arguments_of_run(graph: Any) -> None:
+    """Refuse a ``@torchrun`` step that calls ``current.torch.run`` with an argument that it does not have."""
+    found = None
+    with convenience(_CHECK):
+        found = next(_wrong_calls(graph), None)
+    if found is not None:
+        raise found
+
+
+def _wrong_calls(graph: Any) -> Iterator[Exception]:
+    """Yield an error for each such argument."""
+    from metaflow.lint import LintWarn
+
+    for node in graph:
+        if not any(deco.name == "torchrun" for deco in node.decorators):
+            continue
+        # Without them, in another Metaflow than 2.19, nothing is found.
+        path, first = getattr(node, "source_file", None), getattr(node, "func_lineno", None)
+        for name, line in unknown_arguments(path, first):
+            yield LintWarn(
+                f"Step *{node.name}* calls current.torch.run({name}=...), which has no argument {name}.{instead_of(name)}",
+                line,
+                path,
+            )
+
+
+def unknown_arguments(path: str | None, first: int | None) -> Iterator[tuple[str, int]]:
+    """Yield such arguments of the function whose ``def`` stands in line `first` of a file, each with its own line."""
+    tree: ast.AST = ast.Module([], [])
+    with suppress(OSError, SyntaxError, ValueError, RecursionError), tokenize.open(path or "") as file:
+        tree = ast.parse(file.read())
+    nodes = list(ast.walk(tree))
+    names = {} if any(map(_hides, nodes)) else _meanings(nodes)
+    for function in (node for node in nodes if isinstance(node, ast.FunctionDef) and node.lineno == first):
+        for call in (node for node in ast.walk(function) if isinstance(node, ast.Call)):
+            if _resolved(_dotted(call.func), names) in _RUNS:
+                yield from ((each.arg, each.lineno) for each in call.keywords if each.arg and each.arg not in NAMES)
+
+
+def _hides(node: ast.AST) -> bool:
+    """Tell whether other names may mean something else than their only assignments say."""
+    if isinstance(node, ast.ImportFrom):
+        return any(each.name == "*" for each in node.names)
+    if not isinstance(node, ast.Attribute) or node.attr not in ("current", "torch", "run"):
+        return False
+    return _is_stored(node) and _dotted(node.value) != "self"
+
+
+def _is_stored(node: ast.Attribute | ast.Name) -> bool:
+    return isinstance(node.ctx, ast.Store | ast.Del)
+
+
+def _meanings(nodes: list[ast.AST]) -> dict[str, str]:
+    """Return the names that mean the same wherever a file binds them, whatever the scope, and the dotted names for them."""
+    plain = [node for node in nodes if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)]
+    aliases = {node.targets[0]: _dotted(node.value) for node in plain if len(node.targets) == 1}
+    found: dict[str, set[str | None]] = defaultdict(set)
+    for node in nodes:
+        for name, meaning in _bindings(node):
+            found[name].add(aliases.get(node, meaning))  # type: ignore[call-overload]
+    return {name: str(*meanings) for name, meanings in found.items() if len(meanings) == 1 and None not in meanings}
+
+
+def _bindings(node: ast.AST) -> Iterator[tuple[str, str | None]]:
+    """Yield the names that a node binds and what they are then, if it is an import."""
+    if isinstance(node, ast.ImportFrom):
+        yield from ((each.asname or each.name, f"{'.' * node.level}{node.module}.{each.name}") for each in node.names)
+    elif isinstance(node, ast.Import):
+        for each in node.names:
+            yield (each.asname, each.name) if each.asname else (each.name.partition(".")[0],) * 2
+    elif isinstance(node, ast.Name) and _is_stored(node):
+        yield node.id, None
+    else:  # an argument, a function or class, a handler of exceptions, a pattern
+        for name in (getattr(node, field, None) for field in ("arg", "name", "rest")):
+            if isinstance(name, str) and not isinstance(node, ast.keyword | ast.alias):
+                yield name, None
+
+
+def _dotted(node: ast.AST) -> str | None:
+    """Return a name with attributes, as in ``current.torch``, as it is written; None if it is something else."""
+    if isinstance(node, ast.Name):
+        return node.id
+    before = _dotted(node.value) if isinstance(node, ast.Attribute) else None
+    return None if before is None else f"{before}.{node.attr}"  # type: ignore[attr-defined]
+
+
+def _resolved(dotted: str | None, names: dict[str, str]) -> str | None:
+    """Replace the first name by what it means, as often as it means something; names may go round in a circle."""
+    for _ in range(len(names) + 1):
+        first, dot, rest = (dotted or "").partition(".")
+        if first not in names or names[first] == first:
+            break
+        dotted = f"{names[first]}{dot}{rest}"
+    return dotted

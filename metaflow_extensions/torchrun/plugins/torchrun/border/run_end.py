@@ -1,0 +1,94 @@
+"""What the process that runs a flow says last when a gang has failed: the command that shows it, and what is recorded.
+
+The control node tells its own end in its log. It can't where it is killed, and the terminal may lack the end of a remote
+log: on Kubernetes a replaced pod writes its log over the first one's (Metaflow 2.19).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+from ..gang.texts import names
+from ..gang.vanished import has_ended
+from ..views.page import headline, is_cut
+from .stored_gangs import StoredGang, StoredGangs
+
+_LATEST = "latest_torchrun"  # beside Metaflow's own `latest_run`, which `resume` does not write (2.19)
+_NODES = 8  # so many other nodes' ends are told at most: each has to be read
+
+
+class RunEnd:
+    """Tells of the gangs of one step; made in the process of ``flow.py run``."""
+
+    def __init__(self, flow_datastore: Any, run_id: str, step: str, is_only_gang: bool, is_remote: bool) -> None:
+        self._flow_datastore = flow_datastore  # metaflow.datastore.FlowDataStore
+        self._run_id, self._step, self._is_remote = str(run_id), step, is_remote
+        self._where = self._run_id if is_only_gang else f"{self._run_id}/{step}"
+
+    def tell(self, error: BaseException) -> str:
+        """Return the lines that come after Metaflow's own, if it says that this step has failed."""
+        match = _failure(error)
+        if match is None or match["step"] != self._step:
+            return ""
+        stored = StoredGangs(self._flow_datastore)
+        lines: list[str] = []
+        with suppress(Exception):  # whatever the datastore raises: the command is named even so
+            for gang in stored.gangs(self._run_id, self._step):
+                if match["task"] in (None, gang.control_task):
+                    lines += self._known(stored, gang)
+        option = "" if stored.is_default else f"--datastore {stored.kind} "
+        program = f"python {os.path.basename(sys.argv[0])} {option}torchrun show {self._where}"
+        return "".join(f"[torchrun] {line}\n" for line in [*lines, f"To see what came of the gang: {program}"])
+
+    def _known(self, stored: StoredGangs, gang: StoredGang) -> Iterator[str]:
+        attempt = gang.last_attempt
+        facts, content = gang.facts(attempt), stored.events(gang, attempt)
+        if not self._is_remote and has_ended(content):
+            return  # it stands above
+        if content is not None:
+            yield headline(facts, content, time.time())
+        if content is None or is_cut(facts, content):
+            for node, state in stored.told_by_metaflow(gang, attempt, _NODES).items():
+                yield f"Metaflow says of {names([node])}: it {state}"
+
+
+def note_latest(flow_name: str, run_id: str) -> None:
+    """Remember a run as the last that was started in this place."""
+    path = _place_of(_LATEST, flow_name)
+    if path is not None:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with open(path + ".part", "w", encoding="utf-8") as file:
+            file.write(str(run_id))
+        os.replace(path + ".part", path)
+
+
+def latest_run(flow_name: str) -> str | None:
+    """Return the run that was started or resumed last in this place; None if there is none."""
+    paths = [path for name in (_LATEST, "latest_run") if (path := _place_of(name, flow_name)) and os.path.exists(path)]
+    if not paths:
+        return None
+    with open(max(paths, key=os.path.getmtime), encoding="utf-8") as file:
+        return file.read().strip() or None
+
+
+def _place_of(name: str, flow_name: str) -> str | None:
+    """Return where Metaflow keeps such files of a flow on this machine (``metaflow.util.get_latest_run_id``, 2.19)."""
+    from metaflow.plugins.datastores.local_storage import LocalStorage
+
+    root = LocalStorage.datastore_root or LocalStorage.get_datastore_root_from_config(lambda *_, **__: None, False)
+    return os.path.join(root, flow_name, name) if root else None
+
+
+def _failure(error: BaseException) -> re.Match[str] | None:
+    """Read which step and task have failed: `TaskFailed` has no more than its text (``metaflow/runtime.py``, 2.19)."""
+    if type(error).__name__ != "TaskFailed":
+        return None
+    return re.match(
+        r"Step \*?(?P<step>\w+)\*?(?: \(task-id (?P<task>[^)\s]+)\))?", str(getattr(error, "message", error))
+    )

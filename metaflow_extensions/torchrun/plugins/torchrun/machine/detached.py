@@ -1,0 +1,73 @@
+"""Processes of ours that are no children of this one.
+
+The step's own code may wait for all its children (``os.wait``), and count them. So what runs meanwhile is started by a
+process that ends at once: the system's first process, or a subreaper between, adopts it. Its end is told by its number
+and its begin.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from . import processes
+
+# It says which process goes on, or why there is none. Without site-packages (-S) an interpreter starts fast, and
+# nothing that a user has installed can keep it from starting. The child goes on when that is said: what it writes itself
+# comes after it.
+_FORK = """
+import os, sys
+told, tell = os.pipe()
+try:
+    child = os.fork()
+except OSError as error:
+    child = -error.errno
+if child:
+    os.write(1, b"%d\\n" % child)
+    os._exit(0)
+os.close(tell)
+os.read(told, 1)
+os.close(told)
+"""
+PROGRAM = "os.dup2(os.open(os.devnull, os.O_WRONLY), 1); os.execv(sys.argv[1], sys.argv[1:])"
+
+
+class Detached(processes.Other):
+    """A process that runs `source`, Python code, with `words` as its arguments; its standard output is a pipe to us.
+
+    With the source `PROGRAM` it becomes another program, whose output nobody reads. `more` is what `Popen` takes.
+    """
+
+    def __init__(self, source: str, words: Sequence[str], env: Mapping[str, str], **more: Any) -> None:
+        argv = [sys.executable, "-I", "-S", "-c", _FORK + source, *words]
+        first = subprocess.Popen(argv, env=dict(env), stdout=subprocess.PIPE, **more)
+        assert first.stdout is not None
+        self.output = first.stdout
+        said = _first_line(self.output.fileno())
+        first.wait()
+        pid = int(said or 0)
+        if pid <= 0:
+            self.output.close()
+            why = os.strerror(-pid) if said else f"{sys.executable} has ended with exit code {first.returncode}"
+            raise OSError(-pid, f"no process could be detached: {why}")
+        super().__init__(pid, processes.began(pid))
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """As `Other.wait`; a process that has adopted it after all, as a subreaper, reaps it."""
+        has_ended = super().wait(timeout_s)
+        if has_ended:
+            with suppress(ChildProcessError):
+                os.waitpid(self.pid, os.WNOHANG)
+        return has_ended
+
+
+def _first_line(file: int) -> bytes:
+    line = b""
+    # What comes after it is for others: nothing may be read ahead.
+    while not line.endswith(b"\n") and (byte := os.read(file, 1)):
+        line += byte
+    return line

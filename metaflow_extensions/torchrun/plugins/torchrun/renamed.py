@@ -1,0 +1,72 @@
+"""What becomes of a use of Metaflow's private names when one of them is gone, or means something else.
+
+What a flow can do without is a convenience: it is left out, and one line says so. What a gang can't do without is an
+error that has the name and Metaflow's version. ``tests/unit/test_renamed.py`` takes each name away.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from importlib import import_module
+from typing import Any
+
+from .errors import TorchrunError
+
+_KNOWN = "2.13 to 2.19"  # versions of Metaflow whose sources were read
+REMEDY = "Install a newer metaflow-torchrun, or an older Metaflow."
+_REQUIRED = object()
+_said: set[str] = set()  # what was left out in this process; threads may add to it
+
+
+@contextmanager
+def convenience(what: str) -> Iterator[None]:
+    """Leave `what` out if it fails, and say so in one line, once in a process.
+
+    It must neither end a flow nor stand in the place of the error that ends it. Only our own errors pass.
+    """
+    try:
+        yield
+    except TorchrunError:
+        raise
+    except Exception as error:
+        if what not in _said:
+            _said.add(what)
+            _tell(f"[torchrun] Left out: {what}. {versions()} ({type(error).__name__}: {error}).")
+
+
+def known(module: str, name: str, instead: Any = _REQUIRED) -> Any:
+    """Return what Metaflow's `module` calls `name`; where it is not there `instead`, or without that `TorchrunError`."""
+    try:
+        return getattr(import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        if instead is not _REQUIRED:
+            return instead
+        raise TorchrunError(
+            f"@torchrun needs {module}.{name} of Metaflow, which is not there. {versions()}. {REMEDY}"
+        ) from error
+
+
+def need(thing: Any, name: str) -> Any:
+    """Return the attribute `name` of something of Metaflow's; raise `TorchrunError` where it is not there."""
+    try:
+        return getattr(thing, name)
+    except AttributeError as error:
+        owner = (thing if isinstance(thing, type) else type(thing)).__name__
+        raise TorchrunError(
+            f"@torchrun needs {owner}.{name} of Metaflow, which is not there. {versions()}. {REMEDY}"
+        ) from error
+
+
+def versions() -> str:
+    """Say which versions of Metaflow this code knows, and which one runs."""
+    # Metaflow itself may still be on its way in.
+    here = getattr(sys.modules.get("metaflow"), "__version__", "another version")
+    return f"This version of metaflow-torchrun knows Metaflow {_KNOWN}, and this is {here}"
+
+
+def _tell(line: str) -> None:
+    with suppress(OSError, ValueError):  # the terminal is gone, or stderr is closed
+        sys.stderr.write(f"{line}\n")
+        sys.stderr.flush()

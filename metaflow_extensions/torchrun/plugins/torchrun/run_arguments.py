@@ -1,0 +1,90 @@
+"""The arguments of `run`, of ``current.torch`` and of a single node: their names, order and types.
+
+`TorchrunExecutor.run` tells what they mean. Metaflow imports this whenever it is imported itself.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, cast
+
+from .errors import TorchrunConfigError
+from .parsing import did_you_mean
+from .settings import DEFAULTS
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+F = TypeVar("F", bound=Callable[..., Any])
+# Arguments of metaflow-torchrun 0.2 that it took and ignored.
+IGNORED = ("push_results_dir_to_cloud", "local_output_dir", "cloud_output_dir")
+
+
+class RunOptions(TypedDict, total=False):
+    """The arguments of `run` that are given by name, for type checkers."""
+
+    nproc_per_node: int | str | None
+    torchrun_args: Mapping[str, Any] | Sequence[Any] | None
+    module: bool
+    env: Mapping[str, Any] | None
+    cwd: Path | str | None
+    before_run: Sequence[str | Sequence[Path | str]] | None
+    timeout_s: float | None
+    master_port: int | str | None
+    max_restarts: int | None
+    retry_on: str | Iterable[str] | None
+    hang_timeout_s: float | None
+    preemption_signal: str | int | None
+    tensorboard: Path | str | None
+    warm: Literal["agent", "workers", False] | None
+    init: Literal["gloo", "nccl", "auto"] | None
+    gather: bool
+    outputs: Path | str | Sequence[Path | str] | None
+    outputs_from: Literal["control", "all"] | None
+    push_results_dir_to_cloud: Any
+    local_output_dir: Any
+    cloud_output_dir: Any
+
+
+NAMES = ("entrypoint", "entrypoint_args", *RunOptions.__annotations__)
+
+
+_BY_POSITION = 2  # so many arguments need no name
+
+
+def instead_of(name: str) -> str:
+    """Return what to write instead of an argument that `run` does not have."""
+    names = [known for known in NAMES if known not in IGNORED]
+    hint = " It is an attribute of @torchrun." if name in DEFAULTS else did_you_mean(name, names)
+    return f"{hint} It has {', '.join(names)}."
+
+
+def checked(run: F) -> F:
+    """Refuse names that `run` does not have, and take positional arguments in the order of metaflow-torchrun 0.2, too.
+
+    There torchrun_args came first. A list alone is a command. What follows a list of torchrun_args is the entrypoint.
+    """
+    names = ("torchrun_args", "entrypoint", "entrypoint_args", "nproc_per_node", *IGNORED)
+
+    @functools.wraps(run)
+    def either(self: Any, *args: Any, **options: Any) -> Any:
+        for name in options.keys() - set(NAMES):
+            raise TorchrunConfigError(f"run() has no argument {name}.{instead_of(name)}")
+        if args and _is_torchrun_args(args, options) and len(args) <= len(names):
+            return run(self, **dict(zip(names, args, strict=False)), **options)
+        if len(args) > _BY_POSITION:
+            raise TorchrunConfigError(
+                "run() takes two arguments without a name, the entrypoint and its arguments. "
+                f"Name the others, as in nproc_per_node={args[_BY_POSITION]!r}."
+            )
+        return run(self, *args, **options)
+
+    return cast("F", either)
+
+
+def _is_torchrun_args(args: Sequence[Any], options: Mapping[str, Any]) -> bool:
+    entrypoint = args[1] if len(args) > 1 else options.get("entrypoint")
+    names_entrypoint = isinstance(entrypoint, str | os.PathLike) or callable(entrypoint)
+    return isinstance(args[0], Mapping) or (isinstance(args[0], list | tuple | None) and names_entrypoint)

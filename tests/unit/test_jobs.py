@@ -1,0 +1,237 @@
+"""What the process that looks after a remote job tells of its end; the backends answer as theirs do."""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+from metaflow.datastore import FlowDataStore
+from metaflow.plugins.aws.batch import batch
+from metaflow.plugins.datastores.local_storage import LocalStorage
+from metaflow.plugins.kubernetes import kubernetes
+from test_registry import EVENTS
+
+from metaflow_extensions.torchrun.plugins.torchrun.border import interrupts
+from metaflow_extensions.torchrun.plugins.torchrun.border.jobs import Job
+from metaflow_extensions.torchrun.plugins.torchrun.channel.registry import AddressRecord, Registry
+from metaflow_extensions.torchrun.plugins.torchrun.errors import GangError
+from metaflow_extensions.torchrun.plugins.torchrun.gang.history import Record
+from metaflow_extensions.torchrun.plugins.torchrun.gang.summary import from_stored
+from metaflow_extensions.torchrun.plugins.torchrun.views.timeline import timeline
+
+WHERE = ["--run-id", "7", "--task-id", "3", "--retry-count", "1", "--num-parallel", "2"]
+LEFT = Record("left", 9.0, 1009.0, node=0, text="its step has failed").as_dict()
+
+
+@pytest.fixture
+def datastore(tmp_path):
+    return FlowDataStore("GangFlow", storage_impl=LocalStorage, ds_root=str(tmp_path))
+
+
+@pytest.fixture
+def registry(datastore):
+    registry = Registry(datastore, "7", "train", "3", 1)
+    registry.save_events(EVENTS, 1.0)
+    return registry
+
+
+@pytest.fixture
+def job(datastore):
+    return Job(datastore, "train", ["flow.py", "kubernetes", "step", "train", *WHERE])
+
+
+def state(kind=None, **facts):
+    found = dict.fromkeys(("terminated", "waiting", "running"))
+    return SimpleNamespace(**{**found, **({kind: SimpleNamespace(**facts)} if kind else {})})
+
+
+def pod(node, name, *states, reason=None, message=None, conditions=()):
+    labels = {"jobset.sigs.k8s.io/replicatedjob-name": "control" if node == 0 else "worker"}
+    labels["jobset.sigs.k8s.io/job-index"] = str(max(0, node - 1))
+    containers = [SimpleNamespace(state=each, last_state=state()) for each in states]
+    status = SimpleNamespace(reason=reason, message=message, conditions=list(conditions), container_statuses=containers)
+    return SimpleNamespace(metadata=SimpleNamespace(name=name, labels=labels), status=status)
+
+
+class Pods:
+    """Answers as a `RunningJobSet` and what it reaches of the cluster."""
+
+    def __init__(self, *pods, first="c-1"):
+        self._name, self._namespace, self._pod_name, self._jobset = "js", "ns 🙂", first, {}
+        self._client, self.items = self, list(pods)
+
+    def get(self):
+        return self
+
+    def CoreV1Api(self):  # noqa: N802
+        return self
+
+    def list_namespaced_pod(self, namespace, label_selector, _request_timeout):
+        assert (namespace, label_selector) == ("ns 🙂", "jobset.sigs.k8s.io/jobset-name=js")
+        assert _request_timeout < 60
+        return self
+
+
+def failing(jobs, cls=kubernetes.Kubernetes, name="_job"):
+    """Return the error of Metaflow's object that waits for the job, with another one in its way (`_sync_metadata`)."""
+
+    class Metaflows(cls):
+        def __init__(self):
+            setattr(self, name, jobs)
+
+        def wait(self):
+            try:
+                raise RuntimeError("Task crashed")
+            finally:
+                raise KeyError("no completed attempts")
+
+    Metaflows.__name__ = cls.__name__
+    with pytest.raises(KeyError) as info:
+        Metaflows().wait()
+    return info.value
+
+
+ERROR, OOM = {"reason": "Error", "exit_code": 1}, {"reason": "OOMKilled", "exit_code": 137}
+
+
+def test_a_control_node_without_memory_is_named_and_its_record_gets_that_end(job, registry):
+    pods = Pods(pod(0, "c-1", state("terminated", **OOM)), pod(1, "w-1", state("terminated", **ERROR)))
+    assert (
+        job.tell(failing(pods))
+        == "[torchrun] The control node's pod c-1 ended without a word: OOMKilled (exit code 137).\n"
+    )
+    stored = registry.load_events()
+    assert stored["error"] == "The control node's pod c-1 ended without a word: OOMKilled (exit code 137)."
+    assert from_stored(stored).outcome == "failed"
+
+
+def test_another_node_without_memory_is_named_and_what_the_control_node_has_told_stays(job, registry):
+    registry.save_events({**EVENTS, "events": [*EVENTS["events"], LEFT]}, 1.0)
+    pods = Pods(pod(0, "c-1", state("terminated", **ERROR)), pod(1, "w-1", state("terminated", **OOM)))
+    assert job.tell(failing(pods)) == "[torchrun] Kubernetes says of node 1's pod w-1: OOMKilled (exit code 137)\n"
+    stored = registry.load_events()
+    assert stored["events"][-2] == LEFT
+    last = stored["events"][-1]
+    assert (last["kind"], last["text"]) == ("told", "Kubernetes says of node 1's pod w-1: OOMKilled (exit code 137)")
+    assert [row[2] for row in timeline([Record.from_dict(last)])] == [last["text"]]
+    assert job.tell(failing(Pods(pod(0, "c-1", state("terminated", **ERROR))))) == "", "that is the program's own end"
+
+
+@pytest.mark.parametrize(
+    ("pods", "told"),
+    [
+        (
+            [pod(0, "c-2", state("running"))],
+            "pod c-1 ended without a word: it was deleted or evicted, and pod c-2 came in",
+        ),
+        ([], "pod c-1 ended without a word: it was deleted, evicted or killed, or its memory ran out"),
+        (
+            [pod(0, "c-1", state("terminated", reason="Error", exit_code=137))],
+            "c-1 ended without a word: exit code 137",
+        ),
+        ([pod(0, "c-1", reason="Evicted", message="no disk")], "pod c-1 ended without a word: Evicted: no disk."),
+        (
+            [pod(0, "c-1", conditions=[SimpleNamespace(type="DisruptionTarget", reason="Preempted", message="by x")])],
+            "pod c-1 ended without a word: Preempted: by x.",
+        ),
+        ([pod(0, "c-1", state("waiting", reason="ErrImagePull"))], "ended without a word: it waits: ErrImagePull."),
+    ],
+)
+def test_what_the_cluster_knows_of_a_control_node_that_is_gone(job, registry, pods, told):
+    job.tell(failing(Pods(*pods)))
+    assert told in registry.load_events()["error"]
+
+
+@pytest.mark.parametrize(
+    ("pods", "told"),
+    [
+        (
+            [pod(0, "c-1", state("terminated", **ERROR))],
+            "The control node's pod c-1 failed before it had joined its gang (exit code 1). Its log says why.",
+        ),
+        (
+            [pod(0, "c-1", state("waiting", reason="ImagePullBackOff"))],
+            "The control node's pod c-1 did not start: it waits: ImagePullBackOff.",
+        ),
+        (
+            [],
+            "The control node's pod c-1 ended without a word: it was deleted, evicted or killed, or its memory ran out.",
+        ),
+    ],
+)
+def test_a_control_node_that_has_not_joined_is_not_told_to_have_ended_as_one_that_has(job, datastore, pods, told):
+    registry = Registry(datastore, "7", "train", "3", 1)
+    job.tell(failing(Pods(*pods)))
+    stored = registry.load_events()
+    assert stored["error"].partition("\n")[0] == told
+    assert stored["reports"][-1]["error"] == ("GangError" if pods else "TorchrunPreempted")
+
+
+def test_the_error_that_a_control_node_has_left_before_its_gang_had_a_record_is_told(job, datastore):
+    registry = Registry(datastore, "7", "train", "3", 1)
+    error = GangError("The control node can't listen on channel port 4 🙂.")
+    registry.publish(AddressRecord((), 0, "", closed=True, error=error))
+    said = job.tell(failing(Pods(pod(0, "c-1", state("terminated", **ERROR)))))
+    assert said == f"[torchrun] {error.message}\n"
+    stored = registry.load_events()
+    assert (stored["error"], stored["reports"][-1]["error"]) == (error.message, "GangError")
+
+
+def test_a_job_of_which_nothing_is_there_did_not_start(job, datastore):
+    job.tell(failing(Pods(first="")))
+    stored = Registry(datastore, "7", "train", "3", 1).load_events()
+    assert stored["error"] == "The control node's task did not start: the backend has nothing of it."
+
+
+class Queue:
+    """Answers as the client of AWS Batch."""
+
+    def __init__(self, *jobs):
+        self._id, self._client = "j", self
+        self.described = {"j": {"jobId": "j", "nodeProperties": {"numNodes": len(jobs)}}}
+        self.described.update({f"j#{node}": {"jobId": f"j#{node}", **each} for node, each in enumerate(jobs)})
+
+    def describe_jobs(self, jobs):
+        assert len(jobs) <= 100
+        return {"jobs": [self.described[name] for name in jobs]}
+
+
+def test_batch_says_why_containers_ended_whatever_their_number(job, registry):
+    memory = {"reason": "OutOfMemoryError: Container killed due to memory usage", "exitCode": 137}
+    spot = {"status": "FAILED", "statusReason": "Host EC2 (instance i-0) terminated."}
+    others = [{"status": "FAILED", "container": {"exitCode": 1}}] * 150
+    queue = Queue(spot, *others, {"status": "FAILED", "container": memory})
+    said = job.tell(failing(queue, batch.Batch, "job"))
+    assert said == (
+        "[torchrun] The control node's container ended without a word: Host EC2 (instance i-0) terminated.\n"
+        f"[torchrun] AWS Batch says of node 151's container: {memory['reason']} (exit code 137)\n"
+    )
+    stored = registry.load_events()
+    assert stored["error"].startswith("The control node's container ended without a word: Host EC2 (instance i-0)")
+    assert "node 151" in stored["reports"][-1]["text"]
+
+
+@pytest.mark.parametrize("missing", ["_client", "_name", "_namespace", "_pod_name"])
+def test_without_a_private_name_of_metaflow_nothing_is_said(job, registry, missing):
+    jobs = Pods()
+    delattr(jobs, missing)
+    assert job.tell(failing(jobs)) == ""
+    assert registry.load_events() == EVENTS
+
+
+def test_errors_without_a_job_are_not_looked_at(job):
+    assert job.tell(ValueError("no step")) == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "step"),
+    [
+        (["flow.py", "--quiet", "kubernetes", "step", "train", "sha"], "train"),
+        (["flow.py", "batch", "step", "tune"], "tune"),
+        (["flow.py", "step", "train"], None),
+        (["flow.py", "kubernetes", "list"], None),
+        (["flow.py", "kubernetes", "step"], None),
+    ],
+)
+def test_the_process_of_a_job_is_known_by_its_command_line(arguments, step):
+    assert interrupts.remote_job(arguments) == step
+    assert interrupts.remote_job(sys.argv) is None

@@ -1,0 +1,125 @@
+"""Arguments that `run` does not have, in the source of a step: found, or passed over where there is a doubt."""
+
+import importlib.util
+from types import SimpleNamespace
+
+import pytest
+from metaflow import lint
+from unit_helpers import write
+
+from metaflow_extensions.torchrun.plugins.torchrun.border import run_calls
+
+FLOW = """
+from metaflow import FlowSpec, current, step, torchrun
+{before}
+
+class RunCallsFlow(FlowSpec):
+    @step
+    def start(self):
+        self.next(self.train, num_parallel=2)
+
+    {decorator}
+    @step
+    def train(self):
+        {body}
+        self.next(self.join)
+
+    @step
+    def join(self, inputs):
+        self.next(self.end)
+
+    @step
+    def end(self):
+        pass
+"""
+
+
+@pytest.fixture
+def told(tmp_path):
+    """Return a function that has Metaflow's lint look at a flow; it returns what that says and the line it says it of."""
+
+    def told(body, before="", decorator="@torchrun(nproc_per_node=2)\n"):
+        text = FLOW.format(body=body.replace("\n", "\n" + " " * 8), before=before, decorator=decorator)
+        path = write(tmp_path / "größe of * 🙂.py", text)
+        spec = importlib.util.spec_from_file_location("run_calls_flow", path)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        try:
+            lint.linter.run_checks(module.RunCallsFlow._graph)
+        except lint.LintWarn as warning:
+            return warning.message, text.splitlines()[warning.line_no - 1].strip()
+        return None
+
+    return told
+
+
+@pytest.mark.parametrize(
+    ("body", "before", "name"),
+    [
+        ("current.torch.run('x.py', timeout=3)", "", "timeout"),
+        ("current.torch.run(\n  'x.py',\n  gather=True,\n  gathr=True,\n)", "", "gathr"),
+        ("if self.x:\n    self.result = current.torch.run('x.py', **self.more, gathr=True)", "", "gathr"),
+        ("def again():\n    return current.torch.run('x.py', gathr=1)\nagain()", "", "gathr"),
+        ("c.torch.run('x.py', gathr=1)", "from metaflow import current as c", "gathr"),
+        ("metaflow.current.torch.run('x.py', gathr=1)", "import metaflow", "gathr"),
+        ("import metaflow as mf\nmf.current.torch.run('x.py', gathr=1)", "", "gathr"),
+        ("t = current.torch\nt.run('x.py', gathr=1)", "", "gathr"),
+        ("t = current.torch\nrun = t.run\nrun('x.py', gathr=1)", "def f():\n    t = current.torch", "gathr"),
+        ("self.run = current.torch.run('x.py', größe=1)", "", "größe"),
+    ],
+)
+def test_a_misspelt_argument_is_found(body, before, name, told):
+    message, line = told(body, before)
+    assert message.startswith(f"Step *train* calls current.torch.run({name}=...), which has no argument {name}. ")
+    assert ("Did you mean " in message) is (name != "größe")
+    assert f"{name}=" in line
+
+
+@pytest.mark.parametrize(
+    ("body", "before"),
+    [
+        ("current.torch.run('x.py', gather=True, local_output_dir='x')", ""),
+        ("current.torch.run('x.py', **{'gathr': 1})", ""),
+        ("torch.run('x.py', gathr=1)", "import torch"),
+        ("current.torch.card(gathr=1)", ""),
+        ("current.other.run(gathr=1)", ""),
+        ("current.torch.run('x.py', env=dict(gathr=1))", ""),
+        ("current = self.mine\ncurrent.torch.run('x.py', gathr=1)", ""),
+        ("for current in self.mine:\n    current.torch.run('x.py', gathr=1)", ""),
+        ("(lambda current: current.torch.run(gathr=1))(self.mine)", ""),
+        ("try:\n    pass\nexcept ValueError as current:\n    current.torch.run(gathr=1)", ""),
+        ("match self.mine:\n    case [current]:\n        current.torch.run(gathr=1)", ""),
+        ("t = current.torch\nt = self.mine\nt.run(gathr=1)", ""),
+        ("current.torch.run(gathr=1)", "def current(): ..."),
+        ("current.torch.run(gathr=1)", "from mine import current"),
+        ("current.torch.run(gathr=1)", "from .metaflow import current"),
+        ("current.torch.run(gathr=1)", "from mine import *"),
+        ("current.torch.run(gathr=1)", "def f():\n    current.torch = 3"),
+        ("a = b\nb = a\na.run(gathr=1)", ""),
+    ],
+)
+def test_what_may_mean_something_else_is_passed_over(body, before, told, monkeypatch):
+    for name in ("torch", "mine"):
+        monkeypatch.setitem(__import__("sys").modules, name, SimpleNamespace(current=None, __all__=[]))
+    before = before.replace("from .metaflow", "if 0: from .metaflow")
+    assert told(body, before) is None
+
+
+def test_a_step_without_torchrun_is_passed_over(told):
+    message, _ = told("current.torch.run(gathr=1)", decorator="") or ("", "")
+    assert "gathr" not in message
+
+
+def test_it_is_not_missed_where_metaflow_is_another(told, monkeypatch, tmp_path):
+    deco = SimpleNamespace(name="torchrun")
+    run_calls.check_arguments_of_run([SimpleNamespace(name="train", decorators=[deco])])
+    for path in (None, str(tmp_path), str(tmp_path / "none"), str(write(tmp_path / "no.py", "def ("))):
+        assert list(run_calls.unknown_arguments(path, 1)) == []
+    for taken in ("check", "ensure_static_graph"):
+        monkeypatch.delattr(lint.FlowLinter, taken)
+        before = list(lint.linter._checks)
+        run_calls.register()
+        monkeypatch.undo()
+        lint.linter._checks[:] = before
+    monkeypatch.setitem(__import__("sys").modules, "metaflow.lint", None)
+    run_calls.register()

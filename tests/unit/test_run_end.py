@@ -1,0 +1,116 @@
+"""What the process of a run says last when a gang has failed; the datastore is Metaflow's own, on this disk."""
+
+import json
+from types import SimpleNamespace
+
+import metaflow.cli
+import pytest
+from metaflow.datastore import FlowDataStore
+from metaflow.exception import MetaflowException
+from metaflow.plugins.datastores.local_storage import LocalStorage
+from metaflow.runtime import TaskFailed
+from test_registry import EVENTS
+
+from metaflow_extensions.torchrun.plugins.torchrun.border.run_end import RunEnd
+from metaflow_extensions.torchrun.plugins.torchrun.channel.registry import Registry
+from metaflow_extensions.torchrun.plugins.torchrun.gang.history import Record
+from metaflow_extensions.torchrun.plugins.torchrun.gang.vanished import Word
+from metaflow_extensions.torchrun.plugins.torchrun.node import report
+
+LEFT = [
+    Record("broken", 8.0, 1008.0, text="Rank 1 failed with *größe* 🙂").as_dict(),
+    Record("left", 9.0, 1009.0, node=0, text="its step has failed").as_dict(),
+]
+
+
+@pytest.fixture
+def datastore(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["/a folder/my flow.py", "run"])
+    return FlowDataStore("GangFlow", storage_impl=LocalStorage, ds_root=str(tmp_path))
+
+
+def begun(datastore, events=None, runtime=None, task="3"):
+    """Leave what the control task of attempt 0 leaves, and what Metaflow does that has seen its end."""
+    store = datastore.get_task_datastore("7", "train", task, attempt=0, mode="w")
+    store.init_task()
+    if events is not None:
+        Registry(datastore, "7", "train", task, 0).save_events({**EVENTS, "events": [*EVENTS["events"], *events]}, 1.0)
+    if runtime is not None:
+        store.save_metadata({"runtime": runtime})
+
+
+def told(datastore, step="train", task="3", is_only_gang=True, is_remote=False):
+    error = TaskFailed(SimpleNamespace(step=step, task_id=task))
+    return RunEnd(datastore, 7, "train", is_only_gang, is_remote).tell(error).splitlines()
+
+
+SHOW = "[torchrun] To see what came of the gang: python my flow.py torchrun show 7"
+
+
+def test_the_command_that_shows_the_gang_is_the_last_line(datastore):
+    begun(datastore, LEFT)
+    assert told(datastore) == [SHOW]
+    assert told(datastore, is_only_gang=False) == [f"{SHOW}/train"]
+    assert told(datastore, step="join") == []
+    assert told(datastore, step="train2") == []
+    assert RunEnd(datastore, 7, "train", True, False).tell(MetaflowException("Step *train* failed")) == ""
+
+
+def test_a_datastore_that_is_not_the_default_is_named(datastore, monkeypatch):
+    monkeypatch.setattr("metaflow_extensions.torchrun.plugins.torchrun.border.stored_gangs.DEFAULT_DATASTORE", "s3")
+    assert told(datastore)[-1].endswith("python my flow.py --datastore local torchrun show 7")
+
+
+def test_of_a_remote_gang_the_terminal_may_lack_the_end_so_that_is_repeated(datastore):
+    begun(datastore, LEFT)
+    assert told(datastore, is_remote=True) == ["[torchrun] Failed after 8 s: Rank 1 failed with *größe* 🙂.", SHOW]
+
+
+def test_what_others_have_told_of_the_control_nodes_end_comes_first(datastore):
+    begun(datastore, [], {"return_code": 1})
+    Registry(datastore, "7", "train", "3", 0).save_word(
+        Word("The control node's pod was deleted.", 1010.0, 2), "job", 1.0
+    )
+    assert told(datastore, is_remote=True) == [
+        "[torchrun] Failed after 10 s: The control node's pod was deleted.",
+        SHOW,
+    ]
+
+
+def test_a_control_node_that_was_killed_is_told_by_metaflow(datastore):
+    begun(datastore, [], {"return_code": -9})
+    first, killed, last = told(datastore)
+    assert first.startswith("[torchrun] The control node's task has ended, but has not recorded how. Its last record")
+    assert killed.startswith(
+        "[torchrun] Metaflow says of node 0: it was killed by SIGKILL: often the out-of-memory killer"
+    )
+    assert last == SHOW
+
+
+def test_a_gang_that_has_recorded_nothing_and_one_of_a_foreach_that_has_not_failed(datastore):
+    begun(datastore, LEFT, task="2")
+    begun(datastore, None, {"return_code": 1})
+    assert told(datastore, is_remote=True) == ["[torchrun] Metaflow says of node 0: it was killed", SHOW]
+
+
+def test_whatever_the_datastore_raises_the_command_is_named(datastore, tmp_path):
+    begun(datastore, [])
+    (path,) = tmp_path.rglob("*torchrun_events.json")
+    path.write_text(json.dumps({"events": [None]}))
+    assert told(datastore) == [SHOW]
+
+
+@pytest.mark.parametrize(
+    ("tell", "follows"),
+    [(lambda error: "and this 🙂*\n", ["and this 🙂*"]), (lambda error: 1 / 0, [])],
+    ids=["told", "failing"],
+)
+def test_it_follows_what_metaflow_prints_and_never_hides_it(tell, follows, monkeypatch, capfd):
+    monkeypatch.setattr(report, "_afterwards", [])
+    for name in ("print_metaflow_exception", "print_unknown_exception"):
+        monkeypatch.setattr(metaflow.cli, name, getattr(metaflow.cli, name))
+    report.print_errors_ourselves(in_task=False)
+    report.tell_after_errors(tell)
+    metaflow.cli.print_metaflow_exception(TaskFailed(SimpleNamespace(step="train", task_id="3")))
+    lines = [line for line in capfd.readouterr().err.splitlines() if line.strip()]
+    assert lines == ["    Step failure:", "    Step train (task-id 3) failed.", *follows]
