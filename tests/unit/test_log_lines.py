@@ -13,7 +13,8 @@ def node_of(rank):
 
 
 def merged(*sources, recent=""):
-    reader = Reader(node_of, {each.node: OwnLog(each.lines[0][0], recent, each.lines[-1][0]) for each in sources})
+    own = {(each.node, each.stream): OwnLog(each.lines[0][0], recent, each.lines[-1][0]) for each in sources}
+    reader = Reader(node_of, own)
     reader.find_copies(sources[:1], sources)
     return list(reader.merged(sources))
 
@@ -58,6 +59,20 @@ def test_copies_of_another_nodes_lines_are_left_out_but_for_those_that_its_own_l
     assert texts(merged(control, killed)) == [
         ("01", "[rank 2] copy"),
         ("05", "[rank 2] the last words of a killed pod"),
+    ]
+
+
+def test_where_a_replaced_pod_was_killed_while_it_stored_its_log_the_stream_that_it_stored_hides_no_copies():
+    """It has stored its stdout, so that of the first pod is gone; stderr is still the first's."""
+    control = Source("4", 0, "stdout", [("02", "[rank 2] word 0"), ("03", "[rank 2] word 1")])
+    stdout = Source("4-worker-0", 1, "stdout", [("05", "Setting up task environment.")])
+    stderr = Source("4-worker-0", 1, "stderr", [("01", "[torchrun node 1] a note"), ("02", "[rank 2] warning")])
+    assert [text for _, text in texts(merged(control, stdout, stderr))] == [
+        "[torchrun node 1] a note",
+        "[rank 2] word 0",
+        "[rank 2] warning",
+        "[rank 2] word 1",
+        "Setting up task environment.",
     ]
 
 

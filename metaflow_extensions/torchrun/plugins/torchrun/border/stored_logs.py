@@ -46,7 +46,7 @@ class StoredLogs:
         with self._stored.load(list(files)) as loaded:
             here = {path: Path(local) for path, local, _ in loaded if local is not None}
             node_of = Story(self._stored.events(self._gang, self._attempt) or {}).node_of
-            own = _own_logs([(files[path][1], local) for path, local in here.items()], is_growing)
+            own = _own_logs([(*files[path][1:], local) for path, local in here.items()], is_growing)
             reader = Reader(node_of, own)
             if not is_growing:
                 control = [path for path in here if files[path][1] == CONTROL]
@@ -121,17 +121,17 @@ def _timed(path: Path, offset: int = 0) -> Iterator[tuple[str, str]]:
         yield latest, text
 
 
-def _own_logs(files: list[tuple[int, Path]], is_growing: bool) -> dict[int, OwnLog]:
-    """Return what is known of each node's log, given its files by node.
+def _own_logs(files: list[tuple[int, str, Path]], is_growing: bool) -> dict[tuple[int, str], OwnLog]:
+    """Return what is known of each node's log, by node and stream, given its files.
 
     While logs grow, every line of another node counts as a copy: its own log has it sooner or later.
     """
-    found: dict[int, list[Path]] = {}
-    for node, path in files:
-        found.setdefault(node, []).append(path)
-    if is_growing or len(found) == 1:
-        return {node: OwnLog("", _NEVER, _NEVER) for node in found}
-    return {node: _own_log(paths) for node, paths in found.items()}
+    found: dict[tuple[int, str], list[Path]] = {}
+    for node, stream, path in files:
+        found.setdefault((node, stream), []).append(path)
+    if is_growing or len({node for node, _ in found}) == 1:
+        return {each: OwnLog("", _NEVER, _NEVER) for each in found}
+    return {each: _own_log(paths) for each, paths in found.items()}
 
 
 def _own_log(paths: list[Path]) -> OwnLog:

@@ -41,55 +41,51 @@ class Source:
 
 
 class OwnLog:
-    """What is known of a node's own log, to find out which lines of another log are copies of its lines.
+    """What is known of one stream of a node's own log, to find out which lines of another log are copies of its lines.
 
     Time alone does not tell. A copy is younger than its line. A pod that was killed has not stored its last lines. And
-    the log of a pod that was deleted is overwritten by that of its replacement, on Kubernetes.
+    the log of a pod that was deleted is overwritten by that of its replacement, on Kubernetes. It can be that of one
+    stream alone, where the replacement was killed while it stored both.
     """
 
     def __init__(self, begin: str, recent: str, end: str) -> None:
         self._begin, self._end = begin, end  # the times of its first and last line
         self._recent = recent  # copies of lines since this time may have been on their way at the end
-        # Lines of the other log after this one's end: not found here yet, and found here. A stream's label is in
-        # `_lacks` when one of its lines is not here; those that follow are not, either.
-        self._late: Counter[tuple[str, str]] = Counter()
-        self._copied: Counter[tuple[str, str]] = Counter()
-        self._lacks: set[tuple[str, str]] = set()
+        # Lines of the other log after this one's end: not found here yet, and found here. A label is in `_lacks`
+        # when one of its lines is not here; those that follow are not, either.
+        self._late: Counter[str] = Counter()
+        self._copied: Counter[str] = Counter()
+        self._lacks: set[str] = set()
 
-    def announce(self, time: str, stream: str, text: str) -> None:
+    def announce(self, time: str, text: str) -> None:
         """Take note of a line of another log that will be asked for."""
         if time > self._end:
-            self._late[_key(stream, text)] += 1
+            self._late[text[:LINE_CHARS]] += 1
 
     @property
     def is_awaited(self) -> bool:
         """Whether its lines are to be looked at, since copies of them may have come late."""
         return bool(self._late)
 
-    def look_at(self, time: str, stream: str, text: str) -> None:
+    def look_at(self, time: str, text: str) -> None:
         """Take note of a line of this log, after all that were announced."""
-        key = _key(stream, text)
+        key = text[:LINE_CHARS]
         if time >= self._recent and self._late[key]:
             self._late[key] -= 1
             self._copied[key] += 1
 
-    def has(self, time: str, stream: str, text: str) -> bool:
+    def has(self, time: str, text: str) -> bool:
         """Tell whether a line of another log, taken down at `time`, is a copy. Ask for each line once, in order."""
         if not self._begin <= time:
             return False
         if time <= self._end:
             return True
-        key, source = _key(stream, text), (stream, text.partition("]")[0])
+        key, source = text[:LINE_CHARS], text.partition("]")[0]
         if self._copied[key] and source not in self._lacks:
             self._copied[key] -= 1
             return True
         self._lacks.add(source)
         return False
-
-
-def _key(stream: str, text: str) -> tuple[str, str]:
-    """Return what a line and its copy have in common."""
-    return stream, text[:LINE_CHARS]
 
 
 class Reader:
@@ -99,15 +95,16 @@ class Reader:
     with ``logs="all"`` the control task's log has copies of what stands in the others'; they are left out.
     """
 
-    def __init__(self, node_of: Callable[[int], int | None], own: Mapping[int, OwnLog]) -> None:
+    def __init__(self, node_of: Callable[[int], int | None], own: Mapping[tuple[int, str], OwnLog]) -> None:
         self._node_of = node_of
-        self._own = own  # of each node that has a log
+        self._own = own  # of each node that has a log, and each of its streams
+        self._has_many = len({node for node, _ in own}) > 1
 
     def take(self, source: Source, time: str, text: str) -> Line | None:
         """Return the line, or None for a copy."""
         node, rank = self._place(source, text)
-        own = None if node is None or node == source.node else self._own.get(node)
-        if own is not None and own.has(time, source.stream, text):
+        own = None if node is None or node == source.node else self._own.get((node, source.stream))
+        if own is not None and own.has(time, text):
             return None
         return Line(time, source.task, source.stream, node, rank, text)
 
@@ -117,7 +114,7 @@ class Reader:
         rank = None if label is None or label[1] is None else int(label[1])
         node = None if label is None else int(label[2] or label[3]) if rank is None else self._node_of(rank)
         if node is None:
-            node = source.node if len(self._own) > 1 else None
+            node = source.node if self._has_many else None
         return node, rank
 
     def find_copies(self, control: Iterable[Source], whole: Iterable[Source]) -> None:
@@ -128,12 +125,13 @@ class Reader:
         for source in control:
             for time, text in source.lines:
                 node, _ = self._place(source, text)
-                if node is not None and node != source.node and node in self._own:
-                    self._own[node].announce(time, source.stream, text)
+                own = None if node is None or node == source.node else self._own.get((node, source.stream))
+                if own is not None:
+                    own.announce(time, text)
         for source in whole:
-            own = self._own[source.node]
+            own = self._own[source.node, source.stream]
             for time, text in source.lines if own.is_awaited else ():
-                own.look_at(time, source.stream, text)
+                own.look_at(time, text)
 
     def merged(self, sources: Iterable[Source]) -> Iterator[Line]:
         """Return all lines by time; those of one source stay in order, whatever their clock has done."""
