@@ -83,9 +83,17 @@ def task_of_node_1(flow) -> psutil.Process:
 
 
 def lose_node_1(flow) -> None:
-    """Kill all processes of the node, from the guardian, which would let the workers save, to the task."""
+    """Kill all processes of the node, from the guardian, which would let the workers save, to the task.
+
+    Guardians are no children of the task; they have its number among their arguments.
+    """
     task = task_of_node_1(flow)
-    for process in [*task.children(recursive=True), task]:
+    doomed = []
+    for process in flow.processes():
+        with suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+            if process == task or str(task.pid) in process.cmdline():
+                doomed += [process, *process.children(recursive=True)]
+    for process in doomed:
         with suppress(psutil.NoSuchProcess):
             process.kill()
 

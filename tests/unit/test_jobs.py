@@ -210,6 +210,14 @@ def test_batch_says_why_containers_ended_whatever_their_number(job, registry):
     assert "node 151" in stored["reports"][-1]["text"]
 
 
+def test_a_container_that_was_killed_is_told_of_though_batch_gives_no_reason(job):
+    """One that has ended by itself is not: the gang has told how."""
+    queue = Queue(*({"status": "FAILED", "container": {"exitCode": code}} for code in (1, 1, 137)))
+    said = job.tell(failing(queue, batch.Batch, "job"))
+    assert "node 1" not in said
+    assert "AWS Batch says of node 2's container: it was killed by SIGKILL (exit code 137)\n" in said
+
+
 @pytest.mark.parametrize("missing", ["_client", "_name", "_namespace", "_pod_name"])
 def test_without_a_private_name_of_metaflow_nothing_is_said(job, registry, missing):
     jobs = Pods()

@@ -8,6 +8,7 @@ replaced. Where a name is missing, or the backend does not answer, nothing is sa
 
 from __future__ import annotations
 
+import signal
 import sys
 import time
 import traceback
@@ -26,6 +27,7 @@ _PATIENCE_S = 10.0  # for each request
 _BATCH_LIMIT = 100  # jobs in one request of DescribeJobs
 # What a container's end is called where the reason is the program's own, or a neighbour's end.
 _ORDINARY = ("Completed", "Error", None)
+_KILLED = 128 + signal.SIGKILL
 _STARTING = ("ContainerCreating", "PodInitializing", None)
 
 
@@ -193,6 +195,7 @@ def _end_of(node: int, job: dict[str, Any]) -> End:
     code = container.get("exitCode")
     exit_code = "" if code is None else f" (exit code {code})"
     reason = container.get("reason")
-    known = reason or job.get("statusReason") or "it ended"
+    was_killed = code == _KILLED  # no program can say that of itself
+    known = reason or job.get("statusReason") or ("it was killed by SIGKILL" if was_killed else "it ended")
     text = f"{known}{exit_code}" if job.get("status") == "FAILED" else ""
-    return End(node, "container", text, not reason, code is not None or "startedAt" in job)
+    return End(node, "container", text, not (reason or was_killed), code is not None or "startedAt" in job)
