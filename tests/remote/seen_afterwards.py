@@ -21,6 +21,7 @@ class Seen:
 
     def __init__(self, flow: RemoteFlow) -> None:
         self._flow, self.where = flow, f"{flow.run_id}/train"
+        self._words: list[tuple[int | None, re.Match[str] | None]] | None = None
         self._elsewhere = flow.folder.parent / f"{flow.folder.name}-elsewhere"
         shutil.copytree(flow.folder, self._elsewhere, ignore=shutil.ignore_patterns(".metaflow", "run-id"))
 
@@ -44,9 +45,11 @@ class Seen:
 
     def words(self, rank: int) -> list[int]:
         """Return the numbers of the words that a talking rank has said, as `torchrun logs` shows them."""
-        found = [_WORD.match(line["text"]) for line in self.lines("--rank", str(rank))]
-        assert all(match[1] == str(rank) for match in found if match)
-        return [int(match[2]) for match in found if match]
+        if self._words is None:  # a process for all ranks: each imports Metaflow, and what its datastore needs
+            self._words = [(line["rank"], _WORD.match(line["text"])) for line in self.lines()]
+        found = [(owner, match) for owner, match in self._words if match and match[1] == str(rank)]
+        assert all(owner == rank for owner, _ in found)
+        return [int(match[2]) for _, match in found]
 
     def cards(self, create: bool = False) -> list[str]:
         """Return what is on the cards that the control node's pods have left, or on one that is made now."""
