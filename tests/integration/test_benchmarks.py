@@ -13,6 +13,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import output
 import starting
 
+pytestmark = pytest.mark.long
+
 
 @pytest.mark.parametrize("heat", [None, starting.COLD])
 def test_the_flow_notes_when_each_node_begins_each_launch(heat, tmp_path, monkeypatch):

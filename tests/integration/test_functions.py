@@ -138,6 +138,7 @@ except CellError as error:
 ]
 
 
+@pytest.mark.long
 def test_functions_from_a_notebook(tmp_path, monkeypatch):
     """A real kernel: a flow in a cell, a flow in a file, and a function of a cell without any flow."""
     import nbclient  # here, since environments of `make test-matrix` have none

@@ -278,6 +278,7 @@ def test_a_pod_with_pythons_own_library_and_requests_imports_all_of_ours(kind, p
     assert set(said["foreign"]) <= allowed
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind_", "minor"),
     [*[("pip install", minor) for minor in MINORS], *[(kind, sys.version_info.minor) for kind in KINDS[1:]]],
