@@ -15,7 +15,7 @@ BIN := $(VENV)/bin
 # What was installed last; a sum, since a requirement may hold characters that a file's name or make does not take.
 INSTALLED := $(VENV)/.installed-$(shell printf %s '$(subst ','\'',$(TORCH))' | cksum | tr ' ' '-')
 RIGS ?= ../shared/rigs
-REMOTE ?= kubernetes batch storage
+REMOTE ?= kubernetes kubernetes-minutes batch storage
 DEMO_HOME ?= $(CURDIR)/.demo
 
 # Metaflow names a run's owner after the user and takes neither none nor root.

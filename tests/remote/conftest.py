@@ -50,8 +50,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if HERE in Path(str(item.fspath)).parents:
             item.add_marker(pytest.mark.timeout(420))
-    # What takes minutes begins first, so that at the end no process waits for another.
-    items.sort(key=lambda item: item.get_closest_marker("minutes") is None)
 
 
 StartRemote = Callable[..., RemoteFlow]
