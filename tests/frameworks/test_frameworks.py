@@ -41,6 +41,11 @@ SCRIPTS = {
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}  # with one, both frameworks would use it
 ALONE = "has trained by itself"
+# A gloo worker thread that lets go of its last tensors while the interpreter ends is ended by CPython (before 3.14), and
+# C++ takes that for a fault: the process aborts after all its work is done. `destroy_process_group` does not end these
+# threads once there was a `DistributedDataParallel` (torch 2.13, pytorch/pytorch#179291). It hits one run in hundreds,
+# under torchrun alone, too, and no script can do anything about it. So such a run is done once more.
+ABORTED_AT_EXIT = "terminate called without an active exception"
 
 
 def said(framework: str, ranks: int) -> str:
@@ -58,8 +63,12 @@ def train(start_flow, folder):
 
     def run(framework: str, *arguments: str, **env: str) -> str:
         options = ["--framework", framework, *arguments]
-        flow = start_flow(*options, flow="flow.py", folder=folder, env={**OFFLINE, **env})
-        assert flow.wait(END_S) == 0, flow.text
+        for _ in range(2):
+            flow = start_flow(*options, flow="flow.py", folder=folder, env={**OFFLINE, **env})
+            status = flow.wait(END_S)
+            if status == 0 or ABORTED_AT_EXIT not in flow.text:
+                break
+        assert status == 0, flow.text
         return flow.text
 
     return run
@@ -78,15 +87,18 @@ def test_a_script_runs_on_two_nodes_as_it_is(train, framework):
 @pytest.mark.parametrize("framework", SAYS)
 def test_it_runs_by_torchrun_alone(folder, framework):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    ran = subprocess.run(
-        [*torchrun, *SCRIPTS[framework]],
-        cwd=folder,
-        env={**os.environ, **OFFLINE, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=END_S,
-        check=False,
-    )
+    for _ in range(2):
+        ran = subprocess.run(
+            [*torchrun, *SCRIPTS[framework]],
+            cwd=folder,
+            env={**os.environ, **OFFLINE, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=END_S,
+            check=False,
+        )
+        if ran.returncode == 0 or ABORTED_AT_EXIT not in ran.stderr:
+            break
     assert ran.returncode == 0, ran.stderr
     assert re.search(said(framework, 2), ran.stdout), ran.stdout
 
