@@ -34,7 +34,6 @@ DEBUG = ["py-spy"]
 EXAMPLES = ["torch>=2.8", "numpy"]
 # build, setuptools: a test builds this package and installs it in the ways that users do, without an index.
 # ipykernel, nbclient: functions from a notebook.
-# tensorboard: its event files are read where it is installed.
 # mypy: a test reads what it makes of a sample.
 # metaflow-checkpoint: a gang goes on from the checkpoints that it keeps.
 TEST = [
@@ -52,7 +51,6 @@ TEST = [
     "ipykernel",
     "nbclient",
     "mypy",
-    "tensorboard",
 ]
 # What the scripts in examples/frameworks train with.
 FRAMEWORKS = [*EXAMPLES, "transformers", "accelerate", "lightning", "deepspeed"]

@@ -16,8 +16,8 @@ def note(name: str) -> None:
     os.replace(file.name, path)
 
 
-def first_collective(backend: str = "gloo", fails_once: str = "") -> None:
-    """Add up a number over all ranks and tell when that is done; then the last rank may fail, if nothing has before."""
+def first_collective(backend: str = "gloo", fails_after_s: str = "") -> None:
+    """Add up a number over all ranks and tell when that is done; the last rank may fail so much later, once."""
     import torch
     import torch.distributed as dist
 
@@ -30,9 +30,10 @@ def first_collective(backend: str = "gloo", fails_once: str = "") -> None:
     dist.all_reduce(total)
     assert total.item() == dist.get_world_size()  # a device is waited for here
     note(f"collective-{launch}-{restarts}-{rank}")
-    if fails_once and restarts == "0":
+    if fails_after_s and restarts == "0":
         if int(rank) < dist.get_world_size() - 1:
             time.sleep(600)  # until it is stopped
+        time.sleep(float(fails_after_s))
         note(f"failed-{launch}")
         raise RuntimeError("told to fail here")
     dist.destroy_process_group()

@@ -12,44 +12,28 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from pairs import differences, in_turns
+from pairs import columns, differences, in_folder, in_turns
 from report import Report, parser
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-
-LINE = "x" * 99 + "\n"
+LINE = b"x" * 99 + b"\n"
 BLOCK = b"x" * 4096
+KINDS: dict[str, Callable[[], object]] = {
+    "writes": lambda: os.write(1, LINE),
+    "computes": lambda: hashlib.sha256(BLOCK).digest(),
+}
 Result = dict[str, float]
 
 
-# --- a worker ---------------------------------------------------------------------------------------
-
-
-def write_lines(count: int) -> None:
-    """Write lines of 100 bytes, each by a call of its own."""
-    for _ in range(count):
-        os.write(1, LINE.encode())
-
-
-def compute(count: int) -> None:
-    """Use the CPU alone."""
-    for _ in range(count):
-        hashlib.sha256(BLOCK).digest()
-
-
-KINDS: dict[str, Callable[[int], None]] = {"writes": write_lines, "computes": compute}
-
-
 def work(kind: str, count: int, path: str) -> None:
-    """Do it, and leave what it took."""
-    before = clocks()
-    KINDS[kind](count)
+    """Do one thing many times, and leave what it took."""
+    before, do = clocks(), KINDS[kind]
+    for _ in range(count):
+        do()
     seconds, cpu, ready = (after - began for after, began in zip(clocks(), before, strict=True))
     Path(path).write_text(json.dumps({"CPU": cpu, "held up": seconds - cpu - ready}))
 
@@ -60,27 +44,16 @@ def clocks() -> tuple[float, float, float]:
     return time.monotonic(), time.thread_time(), int(ready_ns) / 1e9
 
 
-# --- the two ways to start it -----------------------------------------------------------------------
-
-
 def by_torchrun(do: str, folder: Path) -> None:
     """Let torchrun write the worker's output to files, as we do; nobody reads them."""
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "1",
-        "--redirects",
-        "3",
-    ]
-    command += ["--log-dir", str(folder), __file__]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", "--redirects=3"]
+    command += [f"--log-dir={folder}", __file__]
     subprocess.run(command, env={**os.environ, "WORKER_DO": do}, check=True, stderr=subprocess.DEVNULL)
 
 
 def by_us(do: str, folder: Path) -> None:
     """Start a gang of one node, whose log is a file."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
     from gangs import Gang
 
     gang = Gang(folder / "gang")
@@ -94,36 +67,27 @@ def by_us(do: str, folder: Path) -> None:
 WAYS = {"torchrun": by_torchrun, "@torchrun": by_us}
 
 
-def measure(way: str, kind: str, count: int) -> Result:
+def measure(folder: Path, way: str, kind: str, count: int) -> Result:
     """Run one worker and return what it says."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        WAYS[way](json.dumps([kind, count, str(folder / "took.json")]), folder)
-        took: Result = json.loads((folder / "took.json").read_text())
-        return took
+    WAYS[way](json.dumps([kind, count, str(folder / "took.json")]), folder)
+    took: Result = json.loads((folder / "took.json").read_text())
+    return took
 
 
 def main() -> None:
     """Measure in turns and compare within each round."""
-    options = parser(__doc__, rounds=7)
-    options.add_argument("--lines", type=int, default=2_000_000)
-    options.add_argument("--blocks", type=int, default=1_000_000, help="of 4 KiB, to compute with")
-    given = options.parse_args()
+    # Lines of 100 bytes, and blocks of 4 KiB to compute with.
+    given = parser(__doc__, rounds=7, lines=2_000_000, blocks=1_000_000).parse_args()
     report = Report("the cost for the workers")
     for kind, count in (("writes", given.lines), ("computes", given.blocks)):
-        variants = {way: partial(measure, way, kind, count) for way in WAYS}
-        taken = in_turns(variants, given.rounds)
-        for what in ("CPU", "held up"):
-            values = {way: [result[what] for result in results] for way, results in taken.items()}
-            for way in WAYS:
-                report.add(f"a worker that {kind}, {what}: {way}", values[way])
-            more = differences(values["@torchrun"], values["torchrun"])
-            report.add(f"a worker that {kind}, {what}: more under @torchrun", more)
+        variants = {way: partial(in_folder, partial(measure, way=way, kind=kind, count=count)) for way in WAYS}
+        alone, ours = map(columns, in_turns(variants, given.rounds).values())
+        for what in alone:
+            report.add(f"a worker that {kind}, {what}: torchrun", alone[what])
+            report.add(f"a worker that {kind}, {what}: @torchrun", ours[what])
+            report.add(f"a worker that {kind}, {what}: more under @torchrun", differences(ours[what], alone[what]))
     report.finish(given.json)
 
 
 if __name__ == "__main__":
-    if "RANK" in os.environ:
-        work(*json.loads(os.environ["WORKER_DO"]))
-    else:
-        main()
+    work(*json.loads(os.environ["WORKER_DO"])) if "RANK" in os.environ else main()

@@ -16,9 +16,9 @@ import s3
 from packages import with_others
 from pods import Backend
 from report import Report, parser
+from starting import HERE
 
-HERE = Path(__file__).parent
-STAND_IN = HERE.parent / "tests" / "stand_in"
+STAND_IN = str(HERE.parent / "tests" / "stand_in")
 LIMIT_S = 1200.0
 JOINING, EVENTS = "torchrun_gang.json", "torchrun_events.json"
 OF_PYPI = "/mf.torchrun"
@@ -28,60 +28,48 @@ A_NODE = 3.0
 
 def run(server: s3.S3, python: Path, nodes: int, decorator: str, **env: str) -> Counter[str]:
     """Run the nodes of a gang, which all start at once; return how many requests they made for which objects."""
-    own = {"BENCHMARK_DECORATOR": decorator, "BENCHMARK_NODES": str(nodes), **server.env(), **env}
+    launch = {"options": {"entrypoint": str(HERE / "waiting_worker.py"), "nproc_per_node": 1}, "after_s": 0}
+    asked = {"decorator": decorator, "nodes": nodes, "launches": [launch], "ranks_here": 1}
     with tempfile.TemporaryDirectory() as folder:
-        backend = Backend(python, HERE / "asking_flow.py", Path(folder), own)
+        backend = Backend(python, Path(folder), {**server.env(), "BENCHMARK_SECONDS": "5", **env}, asked)
         backend.run_until_gang()
         server.requests.clear()
-        processes = [backend.start_node(node, nodes) for node in range(nodes)]
+        processes = [backend.start_node(node) for node in range(nodes)]
         try:
             codes = [process.wait(LIMIT_S) for process in processes]
         finally:
             for process in processes:
                 process.kill()
-        if any(codes):
-            failed = next(node for node, code in enumerate(codes) if code)
-            sys.exit(f"node {failed} of {nodes} with @{decorator} failed:\n{backend.log(failed)[-8000:]}")
-    return Counter(kind(request.path) for request in server.requests)
+        for node in (node for node, code in enumerate(codes) if code):
+            sys.exit(f"node {node} of {nodes} with @{decorator} failed:\n{backend.log(str(node))}")
+    names = (JOINING, EVENTS, OF_PYPI)
+    return Counter(next((name for name in names if name in path), METAFLOW) for path in server.requests)
 
 
-def kind(path: str) -> str:
-    """Tell what a request is for."""
-    for name in (JOINING, EVENTS, OF_PYPI):
-        if name in path:
-            return name
-    return METAFLOW
+def measure(report: Report, server: s3.S3, nodes: int, others: Path | None) -> None:
+    """Count with one number of nodes."""
+    plain = run(server, Path(sys.executable), nodes, "parallel")
+    ours = run(server, Path(sys.executable), nodes, "torchrun", PYTHONPATH=STAND_IN)
+    report.add(f"{nodes} nodes: plain @parallel", [plain[METAFLOW] / nodes], "a node")
+    report.add(f"{nodes} nodes: more with @torchrun, to join", [ours[JOINING] / nodes], "a node", target=A_NODE)
+    report.add(f"{nodes} nodes: more with @torchrun, events", [ours[EVENTS]], "in all")
+    more = (ours[METAFLOW] - plain[METAFLOW]) / nodes
+    report.add(f"{nodes} nodes: more with @torchrun, anything else", [more], "a node")
+    if others is not None:
+        theirs = run(server, others, nodes, "torchrun")
+        report.add(f"{nodes} nodes: more with metaflow-torchrun of PyPI", [theirs[OF_PYPI] / nodes], "a node")
 
 
 def main() -> None:
     """Count with each number of nodes."""
-    options = parser(__doc__)
-    options.add_argument("--nodes", type=int, nargs="+", default=[2, 8, 32])
-    options.add_argument("--others-up-to", type=int, default=8, help="nodes of a gang of PyPI's; 0 leaves it out")
-    options.add_argument("--cache", type=Path, help="folder in which PyPI's package stays installed")
-    given = options.parse_args()
+    cache = Path(".bench/others")
+    given = parser(__doc__, nodes=[2, 8, 32], others_up_to=8, cache=cache).parse_args()
     report = Report("datastore requests")
-    with tempfile.TemporaryDirectory() as folder, s3.s3_if_there(report) as server:
-        if server is None:
-            return report.finish(given.json)
-        others = with_others(given.cache or Path(folder) / "others") if given.others_up_to else None
-        if others is None:
-            report.note("metaflow-torchrun of PyPI: skipped, it is not wanted or could not be installed")
-        for nodes in given.nodes:
-            plain = run(server, Path(sys.executable), nodes, "parallel")
-            ours = run(server, Path(sys.executable), nodes, "torchrun", PYTHONPATH=str(STAND_IN))
-            name = f"{nodes} nodes"
-            report.add(f"{name}: plain @parallel", [plain[METAFLOW] / nodes], "a node")
-            report.add(f"{name}: more with @torchrun, to join", [ours[JOINING] / nodes], "a node", target=A_NODE)
-            report.add(f"{name}: more with @torchrun, events", [ours[EVENTS]], "in all")
-            more = (ours[METAFLOW] - plain[METAFLOW]) / nodes
-            report.add(f"{name}: more with @torchrun, anything else", [more], "a node")
-            if others is not None and nodes <= given.others_up_to:
-                theirs = run(server, others, nodes, "torchrun")
-                report.add(f"{name}: more with metaflow-torchrun of PyPI", [theirs[OF_PYPI] / nodes], "a node")
-            for text in (f"{name}: {dict(each)}" for each in (plain, ours)):
-                print(text, flush=True)
-    return report.finish(given.json)
+    with s3.s3_if_there(report) as server:
+        others = with_others(given.cache, report) if given.others_up_to else None
+        for nodes in given.nodes if server is not None else ():
+            measure(report, server, nodes, others if nodes <= given.others_up_to else None)
+    report.finish(given.json)
 
 
 if __name__ == "__main__":

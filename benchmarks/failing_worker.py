@@ -1,6 +1,7 @@
 """A worker that goes on after its first collective until somebody ends it; see `failures.py`."""
 
 import os
+import sys
 import time
 
 
@@ -23,5 +24,14 @@ def work() -> None:
             dist.all_reduce(one)
 
 
+def work_by_torchrunx(workers: int) -> None:
+    """Have torchrunx start the workers, on two hosts that are this machine."""
+    import failing_worker  # its agents import the function by the module's name
+    import torchrunx
+
+    hosts = ["localhost", "127.0.0.1"]
+    torchrunx.Launcher(hostnames=hosts, workers_per_host=workers, backend="gloo").run(failing_worker.work)
+
+
 if __name__ == "__main__":
-    work()
+    work_by_torchrunx(int(sys.argv[1])) if sys.argv[1:] else work()

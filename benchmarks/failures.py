@@ -7,7 +7,6 @@ one collective after the other, of which gloo tells when another one's process i
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import signal
@@ -24,14 +23,13 @@ from typing import NamedTuple
 
 import s3
 from packages import with_others
-from pods import Backend
+from pods import Backend, start
 from report import Report, parser
-from starting import free_port
+from starting import HERE, free_port
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(HERE.parent / "tests"))
 from gangs import MARK, Gang, marked
 
-HERE = Path(__file__).parent
 WORKER = HERE / "failing_worker.py"
 NODES, NPROC = 2, 2
 KINDS = {"computes": "a worker that computes", "talks": "a worker in collectives"}
@@ -60,39 +58,22 @@ def by_torchrun(folder: Path, env: Mapping[str, str], rendezvous: str) -> Iterab
     }
     common = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={NODES}", f"--nproc-per-node={NPROC}"]
     for node in range(NODES):
-        yield _start([*common, *where[rendezvous], f"--node-rank={node}", str(WORKER)], folder, env)
+        yield start([*common, *where[rendezvous], f"--node-rank={node}", str(WORKER)], folder, env)
 
 
 def by_pypi(folder: Path, env: Mapping[str, str], python: Path, server: s3.S3) -> Iterable[subprocess.Popen[bytes]]:
     """Start the nodes of a flow with metaflow-torchrun of PyPI."""
-    asked = {
-        "BENCHMARK_DECORATOR": "torchrun",
-        "BENCHMARK_NODES": str(NODES),
-        "BENCHMARK_NPROC": str(NPROC),
-        "BENCHMARK_ENTRYPOINT": str(WORKER),
-    }
-    backend = Backend(python, HERE / "asking_flow.py", folder, {**env, **asked, **server.env()})
+    launch = {"options": {"entrypoint": str(WORKER), "nproc_per_node": NPROC}, "after_s": 0}
+    asked = {"decorator": "torchrun", "nodes": NODES, "launches": [launch]}
+    backend = Backend(python, folder, {**env, **server.env()}, asked)
     backend.run_until_gang()
-    return [backend.start_node(node, NODES) for node in range(NODES)]
+    return [backend.start_node(node) for node in range(NODES)]
 
 
 def by_torchrunx(folder: Path, env: Mapping[str, str], python: Path) -> Iterable[subprocess.Popen[bytes]]:
     """Start torchrunx once; it starts its agents on both hosts."""
     found = {**env, "PYTHONPATH": str(HERE)}  # its agents import the function by its module's name
-    return [_start([str(python), str(HERE / "torchrunx_gang.py"), str(NPROC)], folder, found)]
-
-
-def _start(command: list[str], folder: Path, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    with open(folder / "log.txt", "ab") as log:
-        return subprocess.Popen(
-            command,
-            cwd=folder,
-            env={**os.environ, **env},
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+    return [start([str(python), str(WORKER), str(NPROC)], folder, found)]
 
 
 # --- one failure ----------------------------------------------------------------------------------------------
@@ -105,13 +86,13 @@ class Took(NamedTuple):
     everything: float  # until nothing was left
 
 
-def fail(start: Start, kind: str, limit_s: float) -> Took:
+def fail(begin: Start, kind: str, limit_s: float) -> Took:
     """Start a gang, kill a worker, and return how long it took until the others were gone, `limit_s` at most."""
     mark = uuid.uuid4().hex
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         env = {"BENCHMARK_FOLDER": name, "BENCHMARK_KIND": kind, "OMP_NUM_THREADS": "1", MARK: mark}
-        processes = list(start(folder, env))
+        processes = list(begin(folder, env))
         try:
             pids = _await_workers(folder, processes)
             time.sleep(random.random())
@@ -164,55 +145,49 @@ def _kill(mark: str, processes: list[subprocess.Popen[bytes]]) -> None:
 # --- all ------------------------------------------------------------------------------------------------------
 
 
-def measure_other(report: Report, name: str, fail_once: Callable[[], Took], given: argparse.Namespace) -> None:
-    """Add what another launcher's gangs take; one that can't run here is left out."""
+def measure(report: Report, name: str, begin: Start, kind: str, times: int, limit_s: float, is_ours: bool) -> None:
+    """Let gangs of one launcher fail; another launcher that can't run here is left out."""
     try:
-        took = [fail_once() for _ in range(given.others)]
+        took = [fail(begin, kind, limit_s) for _ in range(times)]
     except RuntimeError as error:
+        if is_ours:
+            raise
         print(error, flush=True)
         report.note(f"{name}: skipped, its gang did not begin")
         return
-    add(report, name, took)
-    if max(each.everything for each in took) >= given.limit:
-        report.note(f"{name}: what was left after {given.limit:g} s was ended by this program")
-
-
-def add(report: Report, name: str, took: list[Took], target: float | None = None) -> None:
-    """Add both figures, and show the single ones."""
     print(f"{name}: {', '.join(f'{each.everything:.2f}' for each in took)}", flush=True)
+    everything = [each.everything for each in took]
     report.add(f"{name}: workers gone", [each.workers for each in took])
-    report.add(f"{name}: everything gone", [each.everything for each in took], target=target)
+    report.add(f"{name}: everything gone", everything, target=MEDIAN_S if is_ours else None)
+    if is_ours:
+        report.add(f"{name}: everything gone, the worst", [max(everything)], target=WORST_S)
+    elif max(everything) >= limit_s:
+        report.note(f"{name}: what was left after {limit_s:g} s was ended by this program")
+
+
+def other_launchers(report: Report, cache: Path, server: s3.S3 | None) -> dict[str, Start]:
+    """Return those that can be had here."""
+    others: dict[str, Start] = {f"torchrun, {how}": partial(by_torchrun, rendezvous=how) for how in ("static", "c10d")}
+    python = with_others(cache, report)
+    if python is not None:
+        others["torchrunx"] = partial(by_torchrunx, python=python)
+        if server is not None:
+            others["metaflow-torchrun of PyPI"] = partial(by_pypi, python=python, server=server)
+    return others
 
 
 def main() -> None:
     """Let gangs fail, ours often and the others' a few times."""
-    options = parser(__doc__, rounds=50)
-    options.add_argument(
-        "--others", type=int, default=3, help="how often other launchers' gangs fail; 0 leaves them out"
-    )
-    options.add_argument("--limit", type=float, default=60.0, help="seconds after which a gang counts as not stopped")
-    options.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
-    options.add_argument("--cache", type=Path, help="folder in which other launchers stay installed")
-    given = options.parse_args()
+    cache = Path(".bench/others")
+    given = parser(__doc__, rounds=50, others=3, limit=60.0, kinds=list(KINDS), cache=cache).parse_args()
     report = Report("failures")
-    with tempfile.TemporaryDirectory() as folder, s3.s3_if_there(report) as server:
-        others: dict[str, Start] = {}
-        if given.others:
-            others = {f"torchrun, {how}": partial(by_torchrun, rendezvous=how) for how in ("static", "c10d")}
-            python = with_others(given.cache or Path(folder) / "others")
-            if python is None:
-                report.note("metaflow-torchrun of PyPI, torchrunx: skipped, they could not be installed")
-            else:
-                others["torchrunx"] = partial(by_torchrunx, python=python)
-                if server is not None:
-                    others["metaflow-torchrun of PyPI"] = partial(by_pypi, python=python, server=server)
+    with s3.s3_if_there(report) as server:
+        others = other_launchers(report, given.cache, server) if given.others else {}
         for kind in given.kinds:
-            ours = [fail(by_us, kind, given.limit) for _ in range(given.rounds)]
-            add(report, f"{KINDS[kind]}: @torchrun", ours, MEDIAN_S)
-            worst = max(each.everything for each in ours)
-            report.add(f"{KINDS[kind]}: @torchrun: everything gone, the worst", [worst], target=WORST_S)
-            for name, start in others.items():
-                measure_other(report, f"{KINDS[kind]}: {name}", partial(fail, start, kind, given.limit), given)
+            what = KINDS[kind]
+            measure(report, f"{what}: @torchrun", by_us, kind, given.rounds, given.limit, is_ours=True)
+            for name, begin in others.items():
+                measure(report, f"{what}: {name}", begin, kind, given.others, given.limit, is_ours=False)
     report.finish(given.json)
 
 

@@ -11,13 +11,11 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 from packages import link_packages
-from pairs import differences, in_turns
+from pairs import differences, in_folder, in_turns
 from report import Report, parser
 
 REPOSITORY = Path(__file__).parents[1]
@@ -25,18 +23,10 @@ ENV = {"METAFLOW_USER": "benchmark", "HOME": tempfile.gettempdir(), "PATH": os.d
 TARGET_MS = 15.0
 
 
-class Took(NamedTuple):
-    """What a process took, in milliseconds."""
-
-    wall: float
-    cpu: float
-
-
 def empty_extension(folder: Path) -> None:
     """Install an extension that has a file for each place where ours has one, and nothing in it."""
-    files = [
-        f"metaflow_extensions/empty/{place}/mfextinit_empty.py" for place in ("plugins", "plugins/cards", "toplevel")
-    ]
+    places = ("plugins", "plugins/cards", "toplevel")
+    files = [f"metaflow_extensions/empty/{place}/mfextinit_empty.py" for place in places]
     for name in files:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text("CARDS = []\n" if "cards" in name else "", encoding="utf-8")
@@ -49,52 +39,41 @@ def empty_extension(folder: Path) -> None:
 
 def this_extension(folder: Path) -> None:
     """Install this project as a user does, not as a developer: an editable install costs more."""
-    with tempfile.TemporaryDirectory() as name:
-        sources = Path(name)
-        for file in ("setup.py", "pyproject.toml", "README.md"):
-            shutil.copy(REPOSITORY / file, sources)
-        shutil.copytree(REPOSITORY / "metaflow_extensions", sources / "metaflow_extensions")
-        options = ["--quiet", "--no-deps", "--no-build-isolation", "--target", str(folder)]
-        subprocess.run([sys.executable, "-m", "pip", "install", *options, str(sources)], check=True)
+    sources = folder.with_name("sources")
+    shutil.copytree(REPOSITORY / "metaflow_extensions", sources / "metaflow_extensions")
+    for file in ("setup.py", "pyproject.toml", "README.md"):
+        shutil.copy(REPOSITORY / file, sources)
+    options = ["--quiet", "--no-deps", "--no-build-isolation", "--target", str(folder)]
+    subprocess.run([sys.executable, "-m", "pip", "install", *options, str(sources)], check=True)
 
 
-def run(paths: list[str]) -> Took:
-    """Import Metaflow in a new process, which finds packages in these folders alone."""
+def run(paths: list[str]) -> float:
+    """Import Metaflow in a new process, which finds packages in these folders alone; return its CPU in ms."""
     words = [sys.executable, "-I", "-S", "-c", f"import sys; sys.path += {paths!r}; import metaflow"]
-    begun = time.monotonic()
-    pid = os.posix_spawn(sys.executable, words, ENV)
-    _, status, used = os.wait4(pid, 0)
-    seconds = time.monotonic() - begun
+    _, status, used = os.wait4(os.posix_spawn(sys.executable, words, ENV), 0)
     if status != 0:
         sys.exit(f"could not import metaflow with {paths}")
-    return Took(1000 * seconds, 1000 * (used.ru_utime + used.ru_stime))
+    return 1000 * (used.ru_utime + used.ru_stime)
+
+
+def measure(folder: Path, rounds: int) -> dict[str, list[float]]:
+    """Measure in turns."""
+    for name, install in {"others": link_packages, "empty": empty_extension, "this": this_extension}.items():
+        install(folder / name)
+    cases = {"none": ("others",), "empty": ("empty", "others"), "this": ("this", "others")}
+    variants = {case: partial(run, [str(folder / each) for each in found]) for case, found in cases.items()}
+    in_turns(variants, 1)  # Python compiles what it imports first
+    return in_turns(variants, rounds)
 
 
 def main() -> None:
-    """Measure in turns; what an extension adds is the difference within a round."""
+    """Tell what an extension adds, which is the difference within a round."""
     given = parser(__doc__, rounds=41).parse_args()
     told = Report("import of metaflow")
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        link_packages(folder / "others")
-        empty_extension(folder / "empty")
-        this_extension(folder / "this")
-        extensions = {"no extension": (), "an empty extension": ("empty",), "this extension": ("this",)}
-        ways = {
-            case: partial(run, [str(folder / each) for each in (*found, "others")])
-            for case, found in extensions.items()
-        }
-        for way in ways.values():
-            way()  # Python compiles what it imports first
-        taken = in_turns(ways, given.rounds)
-    for clock in Took._fields:
-        found = {case: [getattr(each, clock) for each in tooks] for case, tooks in taken.items()}
-        without = found["no extension"]
-        name = {"wall": "time", "cpu": "CPU"}[clock]
-        told.add(f"{name}, no extension", without, "ms")
-        told.add(f"{name} that an empty extension adds", differences(found["an empty extension"], without), "ms")
-        adds = differences(found["this extension"], without)
-        told.add(f"{name} that this extension adds", adds, "ms", target=TARGET_MS)
+    cpu = in_folder(partial(measure, rounds=given.rounds))
+    told.add("CPU, no extension", cpu["none"], "ms")
+    told.add("CPU that an empty extension adds", differences(cpu["empty"], cpu["none"]), "ms")
+    told.add("CPU that this extension adds", differences(cpu["this"], cpu["none"]), "ms", target=TARGET_MS)
     told.finish(given.json)
 
 

@@ -29,7 +29,9 @@ from starting import (
 )
 
 SCRIPT = HERE / "collective_worker.py"
-TARGETS = {COLD: 1.05, WARM_AGENT: 0.75, WARM_WORKERS: 0.10}
+_SECOND_AFTER_S = 5.0  # of the step after its first launch
+TARGETS = {COLD: 1.05, WARM_AGENT: 0.75, WARM_WORKERS: 0.05}
+_LATER = 0.10  # of a second launch and of a restart, with warm workers
 FIRST, SECOND, RESTART = "first launch", "second launch", "restart"
 # Of a launch that restarts once: `gang/state` waits so long before the first restart.
 PAUSE_S = 1.0
@@ -47,11 +49,12 @@ def of_torchrun(shape: Shape, backend: str) -> Times:
 def of_us(shape: Shape, backend: str, heat: str, entrypoint: str, settle_s: float, more: bool) -> Times:
     """Measure the first launch of a step, and if there is to be `more`, a second one and one that restarts."""
     asked = {"entrypoint": str(SCRIPT)} if entrypoint == "script" else {}
-    # While the step's own code runs, a warm process gets ready; a cold start has no use for that time.
+    # While the step's own code runs, spares get ready; a cold start has no use for that time.
     launches = [Launch({**asked, "entrypoint_args": [backend]}, 0.0 if heat == COLD else settle_s)]
     if more:
-        launches.append(Launch({**asked, "entrypoint_args": [backend]}, 1.0))
-        launches.append(Launch({**asked, "entrypoint_args": [backend, "fails once"], "max_restarts": 1}, 1.0))
+        launches.append(Launch({**asked, "entrypoint_args": [backend]}, _SECOND_AFTER_S))
+        fails = {"entrypoint_args": [backend, str(settle_s)], "max_restarts": 1}
+        launches.append(Launch({**asked, **fails}, settle_s))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         by_flow(folder, shape, launches, heat)
@@ -80,7 +83,7 @@ def measure(
         for what in results[0]:
             values = [times[what] for times in results]
             # The first launch has a target whatever is warm; the others only where nothing is left to be imported.
-            target = TARGETS[heat] if what == FIRST or heat == WARM_WORKERS else None
+            target = TARGETS[heat] if what == FIRST else _LATER if heat == WARM_WORKERS else None
             report.add(f"{where}: {what}, {name}", values)
             report.add(f"{where}: {what}, {name} / torchrun", ratios(values, bare), "", target)
             if heat == COLD and what == FIRST:

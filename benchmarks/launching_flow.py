@@ -1,13 +1,33 @@
-"""A flow whose one @parallel step launches what a benchmark asks for; without `@torchrun` it launches nothing."""
+"""A flow whose one @parallel step launches what a benchmark asks for; without `@torchrun` nothing, or the same by itself.
+
+It runs with metaflow-torchrun 0.2 of PyPI, too.
+"""
 
 import json
 import os
+import resource
+import runpy
+import sys
 import time
 
+import metaflow
 from collective_worker import first_collective, note
-from metaflow import FlowSpec, current, parallel, step
+from metaflow import FlowSpec, current, step
 
 ASKED = json.loads(os.environ["BENCHMARK_ASKED"])
+
+
+def run_here(options, rank):
+    """Do in this process what a worker would."""
+    os.environ["RANK"] = str(rank)
+    sys.argv = [options["entrypoint"], *options.get("entrypoint_args", ())]
+    runpy.run_path(options["entrypoint"], run_name="__main__")
+
+
+def tell(node, **facts):
+    """Leave facts about this task for the benchmark."""
+    with open(os.path.join(os.environ["BENCHMARK_FOLDER"], f"task-{node}.json"), "w", encoding="ascii") as file:
+        json.dump({"pid": os.getpid(), **facts}, file)
 
 
 class LaunchingFlow(FlowSpec):
@@ -18,21 +38,30 @@ class LaunchingFlow(FlowSpec):
         """Fan out."""
         self.next(self.train, num_parallel=ASKED["nodes"])
 
-    @parallel
+    @getattr(metaflow, ASKED.get("decorator", "parallel"))
     @step
     def train(self):
         """Launch, each time after some seconds in which the step does something else."""
+        node, used = current.parallel.node_index, time.process_time()
+        tell(node)
         for number, launch in enumerate(ASKED["launches"]):
             time.sleep(launch["after_s"])
-            note(f"begin-{number}-{current.parallel.node_index}")
+            note(f"begin-{number}-{node}")
             if "torch" in current:
                 self.launch(number, **launch["options"])
+            for rank in range(0 if "torch" in current else ASKED.get("ranks_here", 0)):
+                run_here(launch["options"], node * ASKED["ranks_here"] + rank)
+        peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
+        tell(node, cpu=time.process_time() - used, peak_mb=peak_mb)
+        if os.environ.get("METAFLOW_RUNTIME_ENVIRONMENT") == "benchmark" and node == 0:  # see `pods`
+            self._control_mapper_tasks = [f"{current.run_id}/{current.step_name}/{current.task_id}"]
         self.next(self.join)
 
     def launch(self, number, entrypoint=None, **options):
         """Launch a script, or without one the function."""
-        env = {"BENCHMARK_LAUNCH": str(number), **options.pop("env", {})}
-        current.torch.run(entrypoint or first_collective, env=env, **options)
+        if number:  # the first says nothing: the version of PyPI has no `env`
+            options["env"] = {"BENCHMARK_LAUNCH": str(number)}
+        current.torch.run(entrypoint=entrypoint or first_collective, **options)
 
     @step
     def join(self, inputs):

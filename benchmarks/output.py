@@ -14,22 +14,23 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
+import time
 from collections.abc import Callable, Mapping
 from datetime import datetime
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from output_worker import FIRST_LINE, KINDS, LAST_LINE
-from pairs import differences, in_turns, ratios
+from output_worker import FIRST_LINE, KINDS, LAST_LINE, note
+from pairs import columns, differences, in_folder, in_turns, ratios
 from report import Report, parser
-from starting import HERE, environment, flow_environment, to_the_end
+from starting import FLOW, HERE, environment, flow_environment, to_the_end
 
 RANKS = 4
 WORKER = str(HERE / "output_worker.py")
-FLOW = str(HERE / "output_flow.py")
 CAT, OURS = "cat behind torchrun", "our part"
 PLAIN, GANG = "a plain step", "@torchrun"
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
 # In a flow; the task's own threads and what they hold.
 MORE_MEMORY_MB = 20.0
 Result = Mapping[str, float]
@@ -38,21 +39,12 @@ Result = Mapping[str, float]
 # --- our part alone ---------------------------------------------------------------------------------
 
 
-def torchrun(*options: str) -> list[str]:
-    """Return the command line of torchrun without what it runs."""
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}", *options]
-
-
 def by_cat(folder: Path, kind: str, size: int) -> Result:
     """Let `cat` read what torchrun's workers write to their common stdout."""
+    where: dict[str, Any] = {"env": environment(folder), "cwd": folder}
     with open(folder / "out", "wb") as out, open(folder / "log", "wb") as log:
-        writing = subprocess.Popen(
-            [*torchrun(), WORKER, kind, str(size)],
-            stdout=subprocess.PIPE,
-            stderr=log,
-            env=environment(folder),
-            cwd=folder,
-        )
+        command = [*TORCHRUN, WORKER, kind, str(size)]
+        writing = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, **where)
         assert writing.stdout is not None
         reading = subprocess.Popen(["cat"], stdin=writing.stdout, stdout=out)
         writing.stdout.close()
@@ -64,40 +56,54 @@ def by_us(folder: Path, kind: str, size: int) -> Result:
     """Let a thread of ours follow the files that torchrun puts its workers' output in."""
     logs = folder / "logs"
     logs.mkdir()
-    command = [sys.executable, str(HERE / "output_follower.py"), str(logs)]
-    command += [*torchrun("--redirects=3", f"--log-dir={logs}"), WORKER, kind, str(size)]
+    command = [*TORCHRUN, "--redirects=3", f"--log-dir={logs}", WORKER, kind, str(size)]
     with open(folder / "out", "wb") as out, open(folder / "log", "wb") as log:
-        code = subprocess.run(command, stdout=out, stderr=log, env=environment(folder), cwd=folder).returncode
+        follower = [sys.executable, __file__, str(logs), *command]
+        code = subprocess.run(follower, stdout=out, stderr=log, env=environment(folder), cwd=folder).returncode
     return result_of(folder, code, json.loads((folder / "reader.json").read_text()) if code == 0 else {})
 
 
+def follow(folder: str, *command: str) -> int:
+    """Follow the files as a task does until the command has ended; note when the first look was that found something."""
+    import metaflow  # noqa: F401 - it imports our modules, so it must come before them
+
+    from metaflow_extensions.torchrun.plugins.torchrun.node.console import write_output
+    from metaflow_extensions.torchrun.plugins.torchrun.node.logs import LogFollower
+
+    began: list[float] = []
+
+    def write(stream: str, lines: bytes) -> bool:
+        began.append(time.time())
+        return write_output(stream, lines, more_follows=bool(lines))
+
+    follower = LogFollower(folder, {}, "[rank {}] ".format, "", write)
+    used = time.process_time()
+    torchrun = subprocess.Popen(command)
+    follower.start()
+    code = torchrun.wait()
+    follower.finish()
+    note("reader", began=began[0], cpu=time.process_time() - used)
+    return code
+
+
 def result_of(folder: Path, code: int, reader: Result) -> Result:
-    """Return seconds: until all was read, since the reader and since the first worker began; and those of the workers."""
+    """Return seconds until all was read, since the reader began, else the first worker; and those of the workers."""
     if code:
         sys.exit(f"torchrun failed:\n{(folder / 'log').read_text(errors='replace')[-8000:]}")
     workers = [json.loads(path.read_text()) for path in folder.glob("worker-*.json")]
-    began, ended = min(each["began"] for each in workers), (folder / "out").stat().st_mtime
-    reading = {"reading": ended - reader.get("began", began), "late": ended - began}
-    return {**reader, **reading, "writing": max(each["seconds"] for each in workers)}
+    began = reader.get("began", min(each["began"] for each in workers))
+    reading = (folder / "out").stat().st_mtime - began
+    return {**reader, "reading": reading, "writing": max(each["seconds"] for each in workers)}
 
 
-def measure_part(report: Report, kind: str, megabytes: int, rounds: int) -> None:
+def measure_part(report: Report, what: str, cat: dict[str, list[float]], ours: dict[str, list[float]]) -> None:
     """Compare our part with `cat`."""
-    size = megabytes * 10**6 // RANKS
-    variants = {name: partial(in_folder, partial(by, kind=kind, size=size)) for name, by in READERS.items()}
-    what = f"{kind}, {megabytes} MB"
-    taken = in_turns(variants, rounds, lambda text: print(f"{what}, {text}", flush=True))
-    cat, ours = ({key: [one[key] for one in taken[name]] for key in taken[name][0]} for name in READERS)
     report.add(f"{what}: {CAT}", cat["reading"])
     report.add(f"{what}: {OURS}", ours["reading"])
     report.add(f"{what}: our speed / cat's", ratios(cat["reading"], ours["reading"]), "", 0.8, at_least=True)
-    report.add(f"{what}: {OURS}, since the first byte was written", ours["late"])
     report.add(f"{what}: CPU of cat", cat["cpu"])
     report.add(f"{what}: CPU of our part", ours["cpu"])
     report.add(f"{what}: the workers' time, {OURS} / with cat", ratios(ours["writing"], cat["writing"]), "", 1.0)
-
-
-READERS: dict[str, Callable[..., Result]] = {CAT: by_cat, OURS: by_us}
 
 
 # --- a whole flow -----------------------------------------------------------------------------------
@@ -105,10 +111,11 @@ READERS: dict[str, Callable[..., Result]] = {CAT: by_cat, OURS: by_us}
 
 def by_flow(folder: Path, kind: str, size: int, words: list[str]) -> Result:
     """Run the flow, and return seconds from the first line shown to the last, and what the task has used."""
-    asked = {"kind": kind, "size": size, "ranks": RANKS}
-    command = [sys.executable, FLOW, "--no-pylint", "run", *words]
+    options = {"entrypoint": WORKER, "entrypoint_args": [kind, str(size), "prints"], "nproc_per_node": RANKS}
+    asked = {"nodes": 1, "launches": [{"options": options, "after_s": 0}], "ranks_here": RANKS}
+    command = [sys.executable, str(FLOW), "--no-pylint", "run", *words]
     to_the_end([command], folder, flow_environment(folder, asked))
-    task: dict[str, float] = json.loads((folder / "task.json").read_text())
+    task: dict[str, float] = json.loads((folder / "task-0.json").read_text())
     seconds = max(shown_at(folder / "log", LAST_LINE)) - min(shown_at(folder / "log", FIRST_LINE))
     return {"seconds": seconds, **task}
 
@@ -121,45 +128,35 @@ def shown_at(log: Path, words: str) -> list[float]:
     return [datetime.strptime(time, "%Y-%m-%d %H:%M:%S.%f").timestamp() for time in times]
 
 
-def measure_flow(report: Report, kind: str, megabytes: int, rounds: int) -> None:
+def measure_flow(report: Report, what: str, plain: dict[str, list[float]], gang: dict[str, list[float]]) -> None:
     """Compare a step whose workers write with a plain one that writes as much."""
-    run = partial(by_flow, kind=kind, size=megabytes * 10**6 // RANKS)
-    variants = {name: partial(in_folder, partial(run, words=words)) for name, words in FLOWS.items()}
-    what = f"flow, {kind}, {megabytes} MB"
-    taken = in_turns(variants, rounds, lambda text: print(f"{what}, {text}", flush=True))
-    plain, gang = ({key: [one[key] for one in taken[name]] for key in taken[name][0]} for name in FLOWS)
     report.add(f"{what}: {PLAIN}", plain["seconds"])
     report.add(f"{what}: {GANG}", gang["seconds"])
     report.add(f"{what}: {GANG} / {PLAIN}", ratios(gang["seconds"], plain["seconds"]), "", 1.0)
-    report.add(f"{what}: CPU of the task, {PLAIN}", plain["cpu"])
-    report.add(f"{what}: CPU of the task, {GANG}", gang["cpu"])
     more = differences(gang["peak_mb"], plain["peak_mb"])
     report.add(f"{what}: more memory of the task", more, "MB", MORE_MEMORY_MB)
 
 
-FLOWS = {PLAIN: [], GANG: ["--with", "torchrun"]}
-
-
-def in_folder(run: Callable[[Path], Result]) -> Result:
-    """Return what it returns, given a folder of its own."""
-    with tempfile.TemporaryDirectory() as folder:
-        return run(Path(folder))
+FLOWS: dict[str, list[str]] = {PLAIN: [], GANG: ["--with", "torchrun"]}
+BY_FLOW = {name: partial(by_flow, words=words) for name, words in FLOWS.items()}
+WAYS: tuple[tuple[str, Callable[..., None], dict[str, Callable[..., Result]]], ...] = (
+    ("", measure_part, {CAT: by_cat, OURS: by_us}),
+    ("flow, ", measure_flow, BY_FLOW),
+)
 
 
 def main() -> None:
-    """Measure both for each kind of output."""
-    options = parser(__doc__, rounds=7)
-    options.add_argument("--megabytes", type=int, default=500, help="for our part alone")
-    options.add_argument("--flow-megabytes", type=int, default=20, help="for a flow; 0: no flow")
-    options.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
-    given = options.parse_args()
+    """Measure both for each kind of output; no megabytes: not at all."""
+    given = parser(__doc__, rounds=7, megabytes=500, flow_megabytes=20, kinds=list(KINDS)).parse_args()
     report = Report("output")
-    for kind in given.kinds:
-        measure_part(report, kind, given.megabytes, given.rounds)
-    for kind in given.kinds if given.flow_megabytes else ():
-        measure_flow(report, kind, given.flow_megabytes, given.rounds)
+    for (name, measure, ways), megabytes in zip(WAYS, (given.megabytes, given.flow_megabytes), strict=True):
+        for kind in given.kinds if megabytes else ():
+            what, size = f"{name}{kind}, {megabytes} MB", megabytes * 10**6 // RANKS
+            variants = {way: partial(in_folder, partial(by, kind=kind, size=size)) for way, by in ways.items()}
+            taken = in_turns(variants, given.rounds, lambda text, what=what: print(f"{what}, {text}", flush=True))
+            measure(report, what, *map(columns, taken.values()))
     report.finish(given.json)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(follow(*sys.argv[1:])) if TORCHRUN[1:3] == sys.argv[3:5] else main()

@@ -2,7 +2,6 @@
 
 import json
 import os
-import resource
 import sys
 import time
 
@@ -25,26 +24,16 @@ def write(kind: str, size: int, rank: int, prints: bool) -> None:
         for _ in range(size // (len(LINE) + 1)):
             print(LINE)
     else:
-        write_pieces(memoryview(KINDS[kind]()), size)
+        piece, left = memoryview(KINDS[kind]()), size
+        while left > 0:
+            left -= os.write(1, piece[:left])
     print(f"\nrank {rank} {LAST_LINE}", flush=True)
-
-
-def write_pieces(piece: memoryview, size: int) -> None:
-    """Write the same piece again and again."""
-    left = size
-    while left > 0:
-        left -= os.write(1, piece[:left])
 
 
 def note(name: str, **facts: float) -> None:
     """Leave facts for the benchmark."""
     with open(os.path.join(os.environ["BENCHMARK_FOLDER"], f"{name}.json"), "w", encoding="ascii") as file:
         json.dump(facts, file)
-
-
-def peak_mb() -> float:
-    """Return the most memory that this process has used until now (RSS)."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
 
 
 def main(kind: str, size: str, prints: str = "") -> None:

@@ -7,6 +7,8 @@ import sys
 import venv
 from pathlib import Path
 
+from report import Report
+
 # What others have published for the same purpose, as their users install it.
 OTHERS = ("metaflow-torchrun", "torchrunx")
 
@@ -21,11 +23,12 @@ def link_packages(folder: Path) -> None:
             (folder / entry.name).symlink_to(entry)
 
 
-def with_others(folder: Path) -> Path | None:
+def with_others(folder: Path, report: Report) -> Path | None:
     """Return the Python of an environment with other launchers, beside this one's torch and Metaflow.
 
     It is made once in `folder`. None if the package index can't be reached.
     """
+    folder = folder.absolute()
     python, done = folder / "venv" / "bin" / "python", folder / "done"
     if done.exists():
         return python
@@ -35,6 +38,7 @@ def with_others(folder: Path) -> Path | None:
     (own / "packages.pth").write_text(f"{folder / 'packages'}\n", encoding="utf-8")
     command = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", *OTHERS]
     if subprocess.run(command, stdin=subprocess.DEVNULL).returncode:
+        report.note(f"{', '.join(OTHERS)} of PyPI: skipped, they could not be installed")
         return None
     done.touch()
     return python

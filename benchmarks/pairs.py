@@ -1,9 +1,11 @@
-"""Variants of the same work, measured in turns, and what one is to another within a round. Pure."""
+"""Variants of the same work, measured in turns, and what one is to another within a round."""
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -32,3 +34,14 @@ def ratios(values: Sequence[float], against: Sequence[float]) -> list[float]:
 def differences(values: Sequence[float], *against: Sequence[float]) -> list[float]:
     """Return for each round how much more a variant took than the others in that round took together."""
     return [value - sum(others) for value, *others in zip(values, *against, strict=True)]
+
+
+def columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Return what each round has taken, by name."""
+    return {name: [row[name] for row in rows] for name in rows[0]}
+
+
+def in_folder(run: Callable[[Path], T]) -> T:
+    """Return what it returns, given a folder of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        return run(Path(folder))

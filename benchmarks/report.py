@@ -6,10 +6,10 @@ import argparse
 import json
 import os
 import platform
-import shutil
 import statistics
 import subprocess
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -29,21 +29,17 @@ class Figure:
     at_least: bool = False  # whether more is better
 
     @property
-    def median(self) -> float:
-        """The value that counts."""
-        return statistics.median(self.values)
-
-    @property
     def met(self) -> bool | None:
         """Whether it is as good as it should be; None where nothing says how good that is."""
         if self.target is None:
             return None
-        return self.median >= self.target if self.at_least else self.median <= self.target
+        median = statistics.median(self.values)
+        return median >= self.target if self.at_least else median <= self.target
 
     def as_dict(self) -> dict[str, Any]:
         """Return it as JSON has it."""
-        told = {"median": self.median, "least": min(self.values), "most": max(self.values), "met": self.met}
-        return {**vars(self), **told}
+        told = {"median": statistics.median(self.values), "least": min(self.values), "most": max(self.values)}
+        return {**vars(self), **told, "met": self.met, "row": self.as_row()}
 
     def as_row(self) -> list[str]:
         """Return it as the table has it, under `HEAD`."""
@@ -51,7 +47,14 @@ class Figure:
         limit = "" if self.target is None else f"{'>=' if self.at_least else '<='} {_short(self.target)}{unit}"
         spread = f"{_short(min(self.values))} to {_short(max(self.values))}" if len(self.values) > 1 else ""
         verdict = {True: "met", False: "**not met**", None: ""}[self.met]
-        return [self.what, f"{_short(self.median)}{unit}", spread, str(len(self.values)), limit, verdict]
+        return [
+            self.what,
+            f"{_short(statistics.median(self.values))}{unit}",
+            spread,
+            str(len(self.values)),
+            limit,
+            verdict,
+        ]
 
 
 HEAD = ("what", "median", "from … to", "times", "target", "")
@@ -88,12 +91,16 @@ class Report:
             path.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
 
 
-def parser(description: str | None, rounds: int | None = None) -> argparse.ArgumentParser:
-    """Return the options that all benchmarks have; `rounds` only where variants are measured in turns."""
+def parser(description: str | None, rounds: int | None = None, **defaults: Any) -> argparse.ArgumentParser:
+    """Return the options that all benchmarks have, and one for each default; for a list, of one value or more.
+
+    `rounds` only where variants are measured in turns.
+    """
     options = argparse.ArgumentParser(description=description)
-    if rounds is not None:
-        options.add_argument("--rounds", type=int, default=rounds, help="how often each variant is measured")
     options.add_argument("--json", type=Path, help="file for all figures")
+    for name, default in {**({} if rounds is None else {"rounds": rounds}), **defaults}.items():
+        several = {"nargs": "+", "type": type(default[0])} if isinstance(default, list) else {"type": type(default)}
+        options.add_argument(f"--{name.replace('_', '-')}", default=default, help=f"default: {default}", **several)
     return options
 
 
@@ -107,18 +114,16 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
 def machine_facts() -> dict[str, str | int]:
     """Return what figures depend on."""
     facts: dict[str, str | int] = {
-        "CPU": _cpu_model(),
+        "CPU": _first_of("grep", "-m1", "model name", "/proc/cpuinfo").partition(":")[2].strip() or "unknown",
         "cores": len(os.sched_getaffinity(0)),
         "memory": f"{psutil.virtual_memory().total / 2**30:.0f} GiB",
-        **_gpus(),
+        "GPUs": _first_of("nvidia-smi", "--list-gpus") or "none",
         "kernel": f"{platform.system()} {platform.release().partition('-')[0]} {platform.machine()}",
         "Python": platform.python_version(),
     }
     for name in ("torch", "metaflow"):
-        try:
+        with suppress(PackageNotFoundError):
             facts[name] = version(name)
-        except PackageNotFoundError:
-            facts[name] = "not installed"
     return {**facts, "load before": load()}
 
 
@@ -127,17 +132,11 @@ def load() -> str:
     return f"{os.getloadavg()[0]:.1f}"
 
 
-def _cpu_model() -> str:
-    lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
-
-
-def _gpus() -> dict[str, str]:
-    if shutil.which("nvidia-smi") is None:
-        return {}
-    asked = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    told = subprocess.run(asked, capture_output=True, text=True).stdout.strip()
-    return {"GPUs": "; ".join(told.splitlines())} if told else {}
+def _first_of(*command: str) -> str:
+    """Return the first line that a command writes; nothing where there is no such command."""
+    with suppress(FileNotFoundError):
+        return subprocess.run(command, capture_output=True, text=True).stdout.partition("\n")[0]
+    return ""
 
 
 def _short(value: float) -> str:

@@ -4,46 +4,31 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import subprocess
 import sys
 from pathlib import Path
 
-from report import HEAD, Figure, table
+from report import HEAD, table
 
 HERE = Path(__file__).parent
 # Each takes `--json FILE`. Those that need least time come first.
-COMMANDS = (
-    "import_time.py",
-    "many_nodes.py",
-    "cost_for_workers.py",
-    "datastore_requests.py",
-    "logs_of_all.py",
-    "cost_of_supervision.py",
-    "output.py",
-    "whole_flow.py",
-    "step_time.py",
-    "launches.py",
-    "failures.py",
-)
+NAMES = "import_time many_nodes cost_for_workers datastore_requests logs_of_all cost_of_supervision output whole_flow"
+COMMANDS = [f"{name}.py" for name in f"{NAMES} step_time launches failures".split()]
 
 
 def run(command: str, folder: Path) -> Path | None:
     """Run one of them, and return the file with its figures, or None if it has failed."""
-    program, *words = shlex.split(command)
-    path = folder / f"{Path(program).stem}.json"
+    path = folder / f"{Path(command).stem}.json"
     path.unlink(missing_ok=True)
     print(f"\n=== {command}", flush=True)
-    ended = subprocess.run([sys.executable, str(HERE / program), *words, "--json", str(path)])
+    ended = subprocess.run([sys.executable, str(HERE / command), "--json", str(path)])
     return path if ended.returncode == 0 and path.exists() else None
 
 
 def rows_of(path: Path) -> list[list[str]]:
     """Return the rows of those figures that have a target, each with its benchmark's name."""
     told = json.loads(path.read_text(encoding="utf-8"))
-    names = Figure.__dataclass_fields__
-    figures = [Figure(**{name: value for name, value in entry.items() if name in names}) for entry in told["figures"]]
-    return [[told["benchmark"], *figure.as_row()] for figure in figures if figure.target is not None]
+    return [[told["benchmark"], *figure["row"]] for figure in told["figures"] if figure["target"] is not None]
 
 
 def main() -> None:
@@ -53,7 +38,7 @@ def main() -> None:
     options.add_argument("--only", nargs="+", metavar="NAME", help="run these alone, as in many_nodes")
     given = options.parse_args()
     given.folder.mkdir(parents=True, exist_ok=True)
-    chosen = [command for command in COMMANDS if given.only is None or Path(command.split()[0]).stem in given.only]
+    chosen = [command for command in COMMANDS if given.only is None or Path(command).stem in given.only]
     files = {command: run(command, given.folder) for command in chosen}
     print("\n=== all targets")
     rows = [row for path in files.values() if path is not None for row in rows_of(path)]

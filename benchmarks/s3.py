@@ -15,18 +15,11 @@ from report import Report
 _BUCKET = "benchmark"
 
 
-class Request(NamedTuple):
-    """One request."""
-
-    method: str
-    path: str
-
-
 class S3(NamedTuple):
-    """Where it is, and what it has been asked so far."""
+    """Where it is, and the paths that it has been asked for."""
 
     url: str
-    requests: list[Request]
+    requests: list[str]
 
     def env(self) -> dict[str, str]:
         """Return the environment of a flow that keeps everything there, apart from what other flows keep."""
@@ -50,12 +43,6 @@ def s3_if_there(report: Report) -> Iterator[S3 | None]:
         report.note("what needs S3: skipped, without pip install -e '.[bench]'")
         yield None
         return
-    with _s3() as server:
-        yield server
-
-
-@contextmanager
-def _s3() -> Iterator[S3]:
     from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
     from werkzeug.serving import WSGIRequestHandler, make_server
 
@@ -65,16 +52,15 @@ def _s3() -> Iterator[S3]:
         def log_request(self, *_: Any) -> None:
             pass
 
-    requests: list[Request] = []
+    requests: list[str] = []
     moto = DomainDispatcherApplication(create_backend_app)
 
     def counting(environ: dict[str, Any], start_response: Any) -> Any:
-        requests.append(Request(environ["REQUEST_METHOD"], environ["PATH_INFO"]))
+        requests.append(environ["PATH_INFO"])
         return moto(environ, start_response)
 
     server = make_server("127.0.0.1", 0, counting, threaded=True, request_handler=Silent)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
+    threading.Thread(target=server.serve_forever, daemon=True).start()
     url = f"http://127.0.0.1:{server.server_port}"
     try:
         no_proxy = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -82,5 +68,4 @@ def _s3() -> Iterator[S3]:
         yield S3(url, requests)
     finally:
         server.shutdown()
-        thread.join()
         server.server_close()

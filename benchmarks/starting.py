@@ -26,7 +26,7 @@ _WARM = {COLD: "False", WARM_AGENT: "agent", WARM_WORKERS: "workers"}
 
 @cache
 def has_warm() -> bool:
-    """Return whether `@torchrun` has warm processes here; Metaflow takes a second to import, so it is asked late."""
+    """Return whether `@torchrun` has spares here; Metaflow takes a second to import, so it is asked late."""
     import metaflow  # noqa: F401 - it imports our modules, so it must come before them
 
     from metaflow_extensions.torchrun.plugins.torchrun.settings import DEFAULTS
@@ -69,13 +69,13 @@ class Took(NamedTuple):
 def by_flow(folder: Path, shape: Shape, launches: Sequence[Launch], heat: str | None) -> Took:
     """Run the flow to its end, without `@torchrun` if `heat` is None."""
     asked = {"nodes": shape.nodes, "launches": [vars(launch) for launch in launches]}
-    # As an attribute, since a warm process is made ready for what is known before `run`.
+    # As an attribute, since spares are made ready for what is known before `run`.
     warm = f",warm={_WARM[heat]}" if heat is not None and has_warm() else ""
     words = [] if heat is None else ["--with", f"torchrun:nproc_per_node={shape.nproc}{warm}"]
     took = to_the_end(
         [[sys.executable, str(FLOW), "--no-pylint", "run", *words]], folder, flow_environment(folder, asked)
     )
-    for line in set(re.findall(r".*not forked:.*", (folder / "log").read_text(errors="replace"))):
+    for line in set(re.findall(r".*starts cold:.*", (folder / "log").read_text(errors="replace"))):
         print(line, flush=True)  # it was to be warm, but has started cold
     return took
 

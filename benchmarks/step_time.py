@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from functools import partial
 from pathlib import Path
 
-from pairs import in_turns, ratios
+from pairs import in_folder, in_turns, ratios
 from report import Report, parser
 from starting import COLD, HERE, Launch, Shape, by_flow, by_torchrun, count_gpus, heats
 
@@ -27,24 +26,23 @@ TRAININGS = {
 TORCHRUN = "torchrun"
 
 
-def measure(way: str, shape: Shape, words: list[str]) -> tuple[float, int]:
+def measure(folder: Path, way: str, shape: Shape, words: list[str]) -> tuple[float, int]:
     """Return the seconds of a step, and the number of threads of a worker."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        if way == TORCHRUN:
-            by_torchrun(folder, shape, WORKER, *words)
-        else:
-            by_flow(folder, shape, [Launch({"entrypoint": str(WORKER), "entrypoint_args": words})], way)
-        told = [json.loads(path.read_text()) for path in folder.glob("steps-*")]
-        assert len(told) == shape.nodes * shape.nproc, told
-        return max(each["step_s"] for each in told), told[0]["threads"]
+    if way == TORCHRUN:
+        by_torchrun(folder, shape, WORKER, *words)
+    else:
+        by_flow(folder, shape, [Launch({"entrypoint": str(WORKER), "entrypoint_args": words})], way)
+    told = [json.loads(path.read_text()) for path in folder.glob("steps-*")]
+    assert len(told) == shape.nodes * shape.nproc, told
+    return max(each["step_s"] for each in told), told[0]["threads"]
 
 
 def compare(report: Report, shape: Shape, device: str, rounds: int, heats: list[str]) -> None:
     """Measure both examples in one shape."""
     for example, words in TRAININGS.items():
         where = f"{example}, {shape}, {device}"
-        variants = {way: partial(measure, way, shape, words) for way in (TORCHRUN, *heats)}
+        run = partial(measure, shape=shape, words=words)
+        variants = {way: partial(in_folder, partial(run, way=way)) for way in (TORCHRUN, *heats)}
         taken = in_turns(variants, rounds, lambda text, where=where: print(f"{where}, {text}", flush=True))
         seconds = {way: [step_s for step_s, _ in results] for way, results in taken.items()}
         for way, results in taken.items():
@@ -55,10 +53,8 @@ def compare(report: Report, shape: Shape, device: str, rounds: int, heats: list[
 
 def main() -> None:
     """Measure on the CPU, and on all GPUs where there are some."""
-    options = parser(__doc__, rounds=7)
     shapes = ["2x1", "1x2"] if len(os.sched_getaffinity(0)) > 2 else ["2x1"]
-    options.add_argument("--shapes", nargs="*", default=shapes, metavar="NODESxPROCESSES")
-    given = options.parse_args()
+    given = parser(__doc__, rounds=7, shapes=shapes).parse_args()
     report = Report("step time")
     gpus = count_gpus()
     if not gpus:

@@ -1,18 +1,13 @@
-"""A worker, and a step, that only wait: without the CPU, until the benchmark opens the other end of a pipe."""
+"""A worker that only waits, without the CPU: some seconds, or until the benchmark opens the other end of a pipe."""
 
 import os
-
-
-def wait(name: str) -> None:
-    """Tell the benchmark who waits here, and wait for its end."""
-    folder = os.environ["BENCHMARK_FOLDER"]
-    with open(os.path.join(folder, f".{name}"), "w", encoding="ascii") as file:
-        file.write(str(os.getpid()))
-    os.replace(file.name, os.path.join(folder, name))
-    with open(os.path.join(folder, "end"), encoding="ascii"):
-        pass
-
+import time
 
 if __name__ == "__main__":
-    print("waits", flush=True)
-    wait(f"worker-{os.environ['RANK']}")
+    if seconds := os.environ.get("BENCHMARK_SECONDS"):
+        time.sleep(float(seconds))
+    else:
+        print("waits", flush=True)
+        folder = os.environ["BENCHMARK_FOLDER"]
+        open(os.path.join(folder, f"worker-{os.environ['RANK']}"), "w", encoding="ascii").close()
+        open(os.path.join(folder, "end"), encoding="ascii").close()  # a pipe

@@ -167,6 +167,7 @@ def starting_flows(tmp_path: Path) -> Iterator[StartFlow]:
         place = tmp_path / "flow folder" if folder is None else folder
         if folder is None and not place.exists():
             shutil.copytree(FLOWS, place)
+            shutil.copy(Path(__file__).parent / "spares.py", place)
         out = tmp_path / f"out-{len(runs)}"
         out.mkdir()
         full = {

@@ -84,9 +84,9 @@ RUN_ELSEWHERE = {
     ("docs/functions.md", "def train(epochs, lr):"): ("examples/function/flow.py", "init="),
     ("docs/metrics.md", "import json, os"): (UNIT, "test_scripts_of_the_pages_run"),
     ("docs/metrics.md", "import json, os, time"): (UNIT, "test_scripts_of_the_pages_run"),
-    ("docs/metrics.md", 'current.torch.run("train.py", tensorboard="runs")'): (
-        "tests/unit/test_metrics.py",
-        "tensorboard",
+    ("docs/metrics.md", 'result = current.torch.run("train.py", outputs="runs/")'): (
+        "tests/integration/test_outputs.py",
+        "test_later_steps_read_the_outputs",
     ),
     ("docs/outputs.md", "from metaflow import FlowSpec, current, step, torchrun"): (
         "tests/integration/test_outputs.py",

@@ -146,9 +146,9 @@ def test_a_file_a_rank_goes_on_with_another_number_of_ranks(run_example, plain):
     assert json.loads(asked.stdout) < 1e-5
 
 
-def test_forked_workers_have_current_too(run_flow):
+def test_workers_that_were_spares_have_current_too(run_flow):
     """They may have imported Metaflow before the step's code."""
-    flow = run_flow(flow=str(HERE / "flows" / "forked_current.py"))
+    flow = run_flow(flow=str(HERE / "flows" / "spare_current.py"))
     note = flow.note("current")
     assert note["had metaflow"] == [True, True]
     assert note["there"] == [note["here"]] * 2

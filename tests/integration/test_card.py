@@ -22,10 +22,12 @@ from metaflow.datastore import FlowDataStore
 from metaflow.plugins.datastores.local_storage import LocalStorage
 
 from metaflow_extensions.torchrun.plugins.torchrun.channel.registry import Registry
+from metaflow_extensions.torchrun.plugins.torchrun.features.listed import FEATURES
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause, Failure
 from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import LaunchPolicy
-from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Active, Ended, Failed, Join, Ready, Usage
+from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Active, Ended, Failed, Join, Ready, Told
 from metaflow_extensions.torchrun.plugins.torchrun.gang.state import Gang
+from metaflow_extensions.torchrun.plugins.torchrun.node.watchers import keepers_of
 
 pytestmark = pytest.mark.xdist_group("card")
 
@@ -305,7 +307,7 @@ def test_a_browser_shows_a_gang_that_has_ended(cards, ended, chromium, name, wor
 def many_nodes(num_nodes=256, nproc=8):
     """Return what is stored of a gang of many nodes, of which one has a bad name and another has failed twice."""
     now, chance = [0.0], random.Random(11)
-    gang = Gang(num_nodes, lambda port: 29500, clock=lambda: now[0])
+    gang = Gang(num_nodes, lambda port: 29500, clock=lambda: now[0], keepers=keepers_of(FEATURES, num_nodes))
     nodes = list(range(num_nodes))
 
     def each(message, seconds):
@@ -326,7 +328,8 @@ def many_nodes(num_nodes=256, nproc=8):
         part = 0.4 if node == 17 else 0.9 + 0.1 * chance.random()
         values = {"cpus": 90 * part, "memory_mib": 4e5 * part + 400 * now[0], "gpu_percent": 96 * part}
         values.update(gpu_memory_mib=6e5, received_kib_s=2e6 * part, sent_kib_s=2e6 * part, output_lines_s=8 * part)
-        return Usage("container", values, {"cpus": 96, "memory_mib": 2**20, "gpus": 8, "gpu_memory_mib": 640 * 2**10})
+        limits = {"cpus": 96, "memory_mib": 2**20, "gpus": 8, "gpu_memory_mib": 640 * 2**10}
+        return Told(0, 0, "usage", {"of": "container", "values": values, "limits": limits})
 
     each(lambda node: Join(node, HOSTILE_HOST if node == 7 else f"host-{node}"), 90)
     policy = LaunchPolicy(max_restarts=1)
@@ -347,7 +350,7 @@ def many_nodes(num_nodes=256, nproc=8):
         "cause": gang.error.cause,
         "facts": gang.facts,
         "events": [record.as_dict() for record in gang.history.records],
-        "usage": gang.usage.as_data(),
+        **gang.keepers.record(),
     }
 
 
@@ -367,4 +370,4 @@ def test_a_browser_shows_a_gang_of_256_nodes(cards, ended, chromium):
             assert words in text
         assert chromium.value_of("document.querySelectorAll('.tr-cell').length") == 256
         assert chromium.value_of("document.querySelectorAll('[data-section-id=Usage] .vega-embed').length") == 7
-        assert "The line is the median of 256 nodes" in text
+        assert "Of 256 nodes each chart shows three" in text

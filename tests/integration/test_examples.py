@@ -16,7 +16,6 @@ import pytest
 END_S = 400
 pytestmark = pytest.mark.timeout(2 * END_S)
 
-WORKERS = 'warm="workers"'
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
@@ -34,34 +33,19 @@ def outputs(example: str) -> list[str]:
     return [text for language, text in blocks if not language]
 
 
-def fork_workers(flow: Path) -> None:
-    """Add what has the workers forked to a flow's `@torchrun`."""
-    text, count = re.subn(
-        r"^( +@torchrun)(?:\((.*)\))?$",
-        lambda found: f"{found[1]}({', '.join(filter(None, [found[2], WORKERS]))})",
-        flow.read_text(),
-        flags=re.MULTILINE,
-    )
-    assert count == 1
-    flow.write_text(text)
-
-
 @pytest.fixture
 def example(start_flow, tmp_path):
     """Return a function that runs one command of a README in a copy of its folder.
 
-    What stands after the command is added to it, to spend less time on it: fewer processes or steps. With `forked`,
-    the workers are forked from a warm process, so that PyTorch is imported once for each node.
+    What stands after the command is added to it, to spend less time on it: fewer processes or steps.
     """
 
-    def run(name: str, command: str, added: str = "", expect: int = 0, forked: bool = False):
+    def run(name: str, command: str, added: str = "", expect: int = 0):
         assert command in commands(name), f"the README of {name} does not say so"
         folder = tmp_path / name
         program, flow, verb, *arguments = shlex.split(command)
         if not folder.exists():
             shutil.copytree(EXAMPLES / name, folder)
-            if forked:
-                fork_workers(folder / flow)
         assert (program, verb) == ("python", "run")
         started = start_flow(*arguments, *added.split(), flow=flow, folder=folder)
         assert started.wait(END_S) == expect, started.text
@@ -113,7 +97,6 @@ def test_torch_ddp_goes_on_where_its_snapshot_ends(example):
         "torch-ddp",
         "python flow.py run --epochs 6 --snapshot-dir restarted --restarts 2 --fail-after 3",
         "--nproc 1 --epochs 4",
-        forked=True,
     )
     assert re.search(r"restart 1 of 2 in [\d.]+ s, because Rank 1 on node 1", first.text)
     assert "3 epochs are done already" in first.text
@@ -146,7 +129,7 @@ def test_min_gpt_learns_and_writes_again_later(example, tmp_path):
 
 @pytest.mark.long
 def test_function_trains_and_evaluates(example):
-    flow = example("function", "python flow.py run", "--nproc 1", forked=True)
+    flow = example("function", "python flow.py run", "--nproc 1")
     accuracy = float(re.search(r"2 ranks trained; accuracy on 359 held-out digits: (\d+\.\d)%", flow.text)[1])
     assert accuracy > 90
     losses = [float(loss) for loss in re.findall(r"epoch \d: training loss (\d\.\d+)", flow.text)]
@@ -156,7 +139,7 @@ def test_function_trains_and_evaluates(example):
 
 @pytest.mark.long
 def test_torchrunx_parity(example):
-    flow = example("torchrunx-parity", "python flow.py run", forked=True)
+    flow = example("torchrunx-parity", "python flow.py run")
     (page,) = outputs("torchrunx-parity")
     for line in page.splitlines():
         assert line.replace("host vm", f"host {socket.gethostname()}") in flow.text, flow.text

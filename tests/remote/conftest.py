@@ -82,6 +82,7 @@ def start_remote(tmp_path: Path) -> Iterator[StartRemote]:
         place = folder or tmp_path / f"flow-{len(runs)}"
         if folder is None:
             shutil.copytree(source, place)
+            shutil.copy(HERE.parent / "spares.py", place)
         wanted = {**PLAN, **plan}
         assert not set(wanted) - set(PLAN)
         if source is FLOWS and folder is None:

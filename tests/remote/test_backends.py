@@ -62,9 +62,11 @@ def test_a_function_and_its_values(run_remote, backend):
     backend.await_gone(flow)
 
 
-def test_workers_are_forked_and_again_after_a_restart(run_remote, backend):
+def test_workers_become_of_spares_and_again_after_a_restart(run_remote, backend):
+    """An agent and two workers of each node; all of them wait for the next ones before one is killed."""
     settings = {"warm": "workers", "max_restarts": 1, "nproc_per_node": 2}
-    flow = run_remote(DO="*:say-torch,3:nap,3:kill-once", TORCHRUN=settings, **backend.on())
+    ready = {"HOOK": "before:*:await-spares:3", "DO": "*:say-torch,*:await-spares-3,3:nap,3:kill-once"}
+    flow = run_remote(**ready, TORCHRUN=settings, **backend.on())
     check_gang(flow, 2)
     assert flow.text.count("torch was imported before") == 8
     check_said(flow, "restart 1 of 1 ", "killed by SIGKILL")

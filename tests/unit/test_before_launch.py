@@ -68,9 +68,11 @@ def test_the_preflight_runs_where_the_script_will():
     same = {"nproc": 4, "num_nodes": 3, "node_index": 1, "python": "/usr/bin/python3", "master_port": 29500}
     same |= {"env": (("NCCL_SOCKET_IFNAME", "eth1"),), "cwd": "/somewhere"}
     own = {"options": (("role", "x"),), "shown_local_ranks": frozenset({1}), "max_restarts": 3, "min_nodes": 2}
-    own |= {"tensorboard": "/runs", "outputs": OutputRequest(("model",), "/somewhere", "all")}
-    found = preflight_spec(LaunchSpec("train", ("--lr", "1"), module=True, **same, **own))
+    own |= {"outputs": OutputRequest(("model",), "/somewhere", "all")}
+    spec = LaunchSpec("train", ("--lr", "1"), module=True, **same, **own)
+    found = preflight_spec(spec, with_links=False)
     assert found == LaunchSpec(found.entrypoint, (), module=False, **same)
+    assert preflight_spec(spec, with_links=True) == LaunchSpec(found.entrypoint, ("links",), module=False, **same)
     assert Path(found.entrypoint).name == "preflight_worker.py"
     assert Path(found.entrypoint).is_file()
 
@@ -155,7 +157,9 @@ def test_its_failure_is_the_gangs_verdict_under_another_name_and_it_is_repeated(
     verdict = kind("Node 2 broke.", {"node": 2})
     verdict.events = [{"kind": "lost"}]
     step = make_step(fail=verdict)
-    called = r"^The preflight failed \(@torchrun\(preflight=True\)\); the script was not started[^\n]*\nNode 2 broke\."
+    called = (
+        r"^The preflight failed \(@torchrun\(preflight=\.\.\.\)\); the script was not started[^\n]*\nNode 2 broke\."
+    )
     with pytest.raises(kind, match=called) as caught:
         step.run()
     assert (type(caught.value), caught.value.cause, caught.value.events) == (kind, {"node": 2}, verdict.events)

@@ -78,7 +78,6 @@ def pids(cwd):
 
 def test_each_command_is_told_and_shown_and_has_what_the_workers_will_have(node_with, tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "7")
-    monkeypatch.setenv("TORCHRUN_METRICS", "of an outer worker")
     node = node_with(
         "env > seen", ["sh", "-c", "printf 'a\\rb'"], env=(("NAME", "größe"), ("PATH", os.environ["PATH"]))
     )
@@ -95,7 +94,7 @@ def test_each_command_is_told_and_shown_and_has_what_the_workers_will_have(node_
     seen = dict(line.split("=", 1) for line in (tmp_path / "cwd" / "seen").read_text().splitlines() if "=" in line)
     assert seen["NAME"] == "größe"
     assert seen["OMP_NUM_THREADS"]
-    assert not {"RANK", "TORCHRUN_METRICS", "TORCHRUN_METRICS_FOLDER", "TORCHRUN_AGENT_PID"} & set(seen)
+    assert not {"RANK", "TORCHRUN_AGENT_PID"} & set(seen)
     assert "worker_hooks" not in seen.get("PYTHONPATH", "")
     assert [kind for kind, _ in node.said if kind in ("command", "facts")] == []  # its lines say it
     assert sorted(os.listdir(tmp_path)) == ["cwd"]

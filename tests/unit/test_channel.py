@@ -6,7 +6,6 @@ import hmac
 import os
 import queue
 import re
-import resource
 import socket
 import struct
 import threading
@@ -503,15 +502,6 @@ def forked_child():
         os.waitpid(pid, 0)
 
 
-@pytest.fixture(params=[None, 256], ids=["limit of files as it is", "connections above the limit of files"])
-def limited_files(request):
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (request.param or soft, hard))
-    yield
-    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
-@pytest.mark.usefixtures("limited_files")
 def test_a_child_that_a_task_has_forked_does_not_hold_its_connection(start_control, join):
     control = start_control(3)
     first, second = join(control, 1), join(control, 2)

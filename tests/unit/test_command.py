@@ -21,11 +21,12 @@ from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec
 
 ENV = shutil.which("env", path=os.defpath)
 GO = Go(launch=0, generation=0, port=29512, gang="gang", restarts=0, max_restarts=0)
+OF_RANK = {"OWN": "/my logs/${local_rank}"}
 SPEC = LaunchSpec("/flow/train.py", (), False, nproc=2, num_nodes=3, node_index=1, python="/usr/bin/python3")
 
 
 def command_of(go=GO, main_addr="10.0.0.7", **changes):
-    return agent_command(replace(SPEC, **changes), go, main_addr, "/my logs")
+    return agent_command(replace(SPEC, **changes), go, main_addr, "/my logs", of_rank=OF_RANK)
 
 
 def options_of(**changes):
@@ -60,7 +61,7 @@ def test_torchruns_template_gives_back_every_argument(args):
         ({"module": True, "entrypoint": "pack.train"}, ["/usr/bin/python3", "-u", "-m", "pack.train"]),
         (
             {"options": (("no-python", None),), "entrypoint": "./run $me"},
-            ["TORCHRUN_METRICS=/my logs/metrics/7.jsonl", "./run $me"],
+            ["OWN=/my logs/7", "./run $me"],
         ),
     ],
 )
@@ -74,9 +75,9 @@ def test_workers_are_told_how_often_the_gang_was_restarted(facts, program):
 
 @pytest.mark.parametrize(
     ("own", "words"),
-    [((), ["TORCHRUN_METRICS=/my logs/metrics/7.jsonl"]), ((("TORCHRUN_METRICS", "mine"),), [])],
+    [((), ["OWN=/my logs/7"]), ((("OWN", "mine"),), [])],
 )
-def test_a_program_that_is_no_python_gets_the_file_for_its_metrics_by_its_command(own, words):
+def test_a_program_that_is_no_python_gets_variables_of_its_own_by_its_command(own, words):
     """No hook of ours runs there; the user's own value stays."""
     asked = {"options": (("no-python", None),), "entrypoint": "./run $me", "args": tuple(HOSTILE), "env": own}
     assert program_of(**asked) == [ENV, *words, "./run $me", *HOSTILE]
@@ -149,17 +150,17 @@ def test_with_its_own_elasticity_torchrun_restarts_by_itself(node, is_host):
 
 
 def environment_of(inherited, interface=None, **env):
-    return agent_environment(env, inherited, 6, interface, "/my logs")
+    return agent_environment(env, inherited, 6, interface)
 
 
 DEFAULTS = {"OMP_NUM_THREADS": "6", "PYTHONUNBUFFERED": "1", "GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth0"}
-HOOK = {"PYTHONPATH": WORKER_HOOKS, "TORCHRUN_AGENT_PID": "", "TORCHRUN_METRICS_FOLDER": "/my logs/metrics"}
+HOOK = {"PYTHONPATH": WORKER_HOOKS, "TORCHRUN_AGENT_PID": ""}
 
 
 def test_variables_of_an_outer_torchrun_are_dropped_and_those_that_look_alike_kept():
     outer = ["RANK", "WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_RUN_ID", "PET_NNODES"]
     kept = {"MY_RANK": "1", "PETS": "2", "RANKS": "3", "TORCH_HOME": "/t", "PATH": "/bin"}
-    ours = {"TORCHRUN_AGENT_PID": "7", "TORCHRUN_METRICS": "/another/0.jsonl", "TORCHRUN_METRICS_FOLDER": "/another"}
+    ours = {"TORCHRUN_AGENT_PID": "7"}
     inherited = {**dict.fromkeys(outer, "5"), **kept, **ours}
     before = dict(inherited)
     assert environment_of(inherited, "eth0") == {**kept, **DEFAULTS, **HOOK}

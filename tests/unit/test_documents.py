@@ -319,9 +319,14 @@ def test_the_page_of_errors_names_every_part_and_class_of_a_cause():
 
 def test_the_table_of_modules_in_architecture_names_each_that_there_is():
     table = read("docs/architecture.md").split("## The rooms")[1].split("\n## ")[0]
-    named = re.findall(r"`(\w+/\w+)`", "".join(line.split("|")[1] for line in table.splitlines() if line[:2] == "| "))
-    rooms = [path.parent for path in PACKAGE.glob("*/__init__.py")]
-    modules = [f"{room.name}/{path.stem}" for room in rooms for path in room.glob("*.py") if path.stem != "__init__"]
+    named = re.findall(
+        r"`(\w+/[\w/]*\w)`", "".join(line.split("|")[1] for line in table.splitlines() if line[:2] == "| ")
+    )
+    rooms = [
+        path.parent for path in PACKAGE.rglob("__init__.py") if "scripts" not in path.parts and path.parent != PACKAGE
+    ]
+    found = [path.relative_to(PACKAGE) for room in rooms for path in room.glob("*.py") if path.stem != "__init__"]
+    modules = [str(path.with_suffix("")) for path in found]
     assert sorted(named) == sorted(modules)
 
 

@@ -1,19 +1,29 @@
 """When what is known of a gang is written into the datastore."""
 
-import json
-import math
-
 import pytest
 from unit_helpers import eventually
 
 from metaflow_extensions.torchrun.plugins.torchrun.border import event_store
 from metaflow_extensions.torchrun.plugins.torchrun.border.event_store import EventStore
 from metaflow_extensions.torchrun.plugins.torchrun.errors import GangError
-from metaflow_extensions.torchrun.plugins.torchrun.gang.progress import Pace, Point
-from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Join, Metrics, Usage
+from metaflow_extensions.torchrun.plugins.torchrun.gang.keepers import Keeper, Keepers
+from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Join, Told
 from metaflow_extensions.torchrun.plugins.torchrun.gang.state import Gang
 
-USED = Usage("container", {"cpus": 2.5}, {"cpus": 8.0})
+TOLD = Told(0, 0, "counts", {"more": 1})
+
+
+class Counts(Keeper):
+    """Keeps how often each node has told anything."""
+
+    def __init__(self):
+        self.by_node = {}
+
+    def take(self, node, told, at_s):
+        self.by_node[str(node)] = self.by_node.get(str(node), 0) + told.data["more"]
+
+    def record(self):
+        return dict(self.by_node)
 
 
 class FakeRegistry:
@@ -26,14 +36,14 @@ class FakeRegistry:
             raise GangError("the datastore fails")
 
     @property
-    def cpus(self):
-        """What was stored last of each node."""
-        return {node: series["cpus"] for node, series in self.saved[-1]["usage"]["nodes"].items()}
+    def counts(self):
+        """What was stored last of what a feature keeps."""
+        return self.saved[-1]["counts"]
 
 
 @pytest.fixture
 def gang():
-    return Gang(2, lambda port: 29500)
+    return Gang(2, lambda port: 29500, keepers=Keepers({"counts": Counts()}))
 
 
 @pytest.fixture
@@ -46,46 +56,33 @@ def store(gang, monkeypatch):
     store.close()
 
 
-def test_what_the_nodes_use_is_written_with_what_has_happened_and_else_seldom(gang, store):
+def tell(gang, node):
+    """Have a feature tell something of a node; before a launch a message would be late."""
+    gang.keepers.take(node, TOLD, 0.0)
+
+
+def test_what_features_keep_is_written_with_what_has_happened_and_else_seldom(gang, store):
     saved = store.registry.saved
     gang.handle(1, Join(1, "host-1"))
     eventually(lambda: saved)
-    gang.handle(1, USED)
+    tell(gang, 1)
     due_at = store._numbers_due_at
     for _ in range(3):
         store._save()
-    assert len(saved) == 1, "for what is used alone it is too early"
+    assert len(saved) == 1, "for what is told alone it is too early"
     gang.handle(0, Join(0, "host-0"))
     eventually(lambda: len(saved) == 2)
-    assert store.registry.cpus == {"1": [2.5]}
+    assert store.registry.counts == {"1": 1}
     assert store._numbers_due_at > due_at
-    gang.handle(1, USED)
+    tell(gang, 1)
     store._numbers_due_at = 0.0
     eventually(lambda: len(saved) == 3)
-    gang.handle(0, USED)
+    tell(gang, 0)
     store.close()
-    assert store.registry.cpus == {"0": [2.5], "1": [2.5]}, "at the end all is written"
+    assert store.registry.counts == {"0": 1, "1": 2}, "at the end all is written"
     count = len(saved)
     store.close()
     assert len(saved) == count
-
-
-def test_what_scripts_tell_is_written_as_seldom(gang, store):
-    gang.handle(1, Join(1, "host-1"))
-    eventually(lambda: store.registry.saved)
-    gang.progress.take(0, Metrics(0, 0, {}, (Point(7, {"loss": 2.0}),)), 0.0)
-    store._save()
-    assert [each["progress"] for each in store.registry.saved] == [None], "for numbers alone it is too early"
-    store._numbers_due_at = 0.0
-    eventually(lambda: len(store.registry.saved) == 2)
-    assert store.registry.saved[-1]["progress"]["series"] == {"loss": [(7, 2.0)]}
-
-
-def test_no_number_is_stored_that_only_python_can_read(gang, store):
-    gang.progress.take(0, Metrics(0, 0, {0: Pace(7, math.inf)}, (Point(7, {"loss": math.inf, "lr": math.nan}),)), 0.0)
-    json.dumps(store.content(), allow_nan=False)
-    gang.progress.look(5.0)
-    json.dumps(store.content(), allow_nan=False)
 
 
 def test_a_datastore_that_fails_is_tried_again(gang, store):

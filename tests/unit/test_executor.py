@@ -1,6 +1,7 @@
 """What `current.torch` makes of a call, before anything runs."""
 
 import signal
+from unittest.mock import Mock
 
 import pytest
 
@@ -90,14 +91,6 @@ def test_arguments_that_0_2_ignored_are_warned_of(launch_of):
     assert warning.startswith("warning: run(push_results_dir_to_cloud, local_output_dir) has no effect")
 
 
-@pytest.mark.parametrize(("installed", "warnings"), [(True, 0), (False, 1)])
-def test_where_tensorboard_is_missing_a_line_says_what_to_install(installed, warnings, launch_of, monkeypatch):
-    monkeypatch.setattr(executor, "is_installed", lambda: installed)
-    said = [*launch_of(tensorboard="runs")[2], *launch_of(tensorboard="runs")[2]]
-    assert len([text for text in said if "pip install tensorboard" in text]) == warnings
-    assert not [text for text in launch_of()[2] if "tensorboard" in text]
-
-
 def test_what_needs_a_name_is_said_with_the_value_that_was_given(launch_of):
     with pytest.raises(TorchrunConfigError, match=r"Name the others, as in nproc_per_node=2\.$"):
         launch_of(positional=("train.py", {"epochs": 1}, 2))
@@ -127,10 +120,10 @@ def test_a_list_alone_or_before_arguments_is_a_command(positional, launch_of):
     assert spec.options == (("no-python", None),)
 
 
-def test_a_command_forks_no_workers_and_a_line_says_so(launch_of):
-    said = launch_of(positional=(["sh", "x"],), warm="workers", warm_node=object())[2]
-    assert [line for line in said if "not the workers" in line]
-    assert not [line for line in launch_of(positional=(["sh", "x"],))[2] if "not the workers" in line]
+def test_a_command_has_no_spare_workers_and_a_line_says_so(launch_of):
+    said = launch_of(positional=(["sh", "x"],), warm="workers", warm_node=Mock())[2]
+    assert [line for line in said if "the workers start cold" in line]
+    assert not [line for line in launch_of(positional=(["sh", "x"],))[2] if "the workers start cold" in line]
 
 
 # --- before the workers -------------------------------------------------------------------------------
@@ -187,12 +180,15 @@ def test_its_failure_is_told_as_its_own_and_nothing_is_launched(launch_of):
 @pytest.mark.parametrize(
     ("warm", "commands", "renewed"), [("workers", ["true"], 1), ("workers", [], 0), ("agent", ["true"], 0)]
 )
-def test_workers_are_not_forked_from_what_was_imported_before(warm, commands, renewed, launch_of):
+def test_no_worker_becomes_of_a_spare_that_has_imported_before(warm, commands, renewed, launch_of):
     class Node:
         renewals = 0
 
         def renew(self):
             Node.renewals += 1
+
+        def prepare(self):
+            pass
 
     launch_of(before_run=commands, warm=warm, warm_node=Node())
     assert Node.renewals == renewed

@@ -15,11 +15,10 @@ from metaflow_extensions.torchrun.plugins.torchrun.channel.frames import (
 from metaflow_extensions.torchrun.plugins.torchrun.errors import LaunchFailed
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause, Failure
 from metaflow_extensions.torchrun.plugins.torchrun.gang.history import Record
-from metaflow_extensions.torchrun.plugins.torchrun.gang.progress import Pace, Point
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
+    Active,
     Diagnostics,
     Ended,
-    Metrics,
     Note,
     Stored,
     Verdict,
@@ -84,11 +83,9 @@ def test_what_is_no_message_is_a_value_error(data):
 
 @pytest.mark.parametrize("number", [float("inf"), float("-inf"), float("nan")])
 def test_no_number_that_json_has_no_word_for_goes_into_a_frame_or_is_taken_from_one(number):
-    told = Metrics(0, 0, {1: Pace(3, number, number)}, (Point(3, {"loss": number}),), number)
-    frame = encode(told)[LENGTH.size :]
+    frame = encode(Active(0, 0, number))[LENGTH.size :]
     json.loads(frame, parse_constant=pytest.fail)
-    assert decode(frame) == Metrics(0, 0, {1: Pace(3)}, (Point(3, {"loss": None}),))
-    written = json.dumps({"type": "usage", "of": "container", "values": {"cpus": number}})
+    written = json.dumps({"type": "active", "launch": 0, "generation": 0, "age_s": number})
     for text in (written, written.replace("NaN", "1" + "0" * 400).replace("Infinity", "1" + "0" * 400)):
         with pytest.raises(ValueError, match="does not fit"):
             decode(text.encode())

@@ -321,13 +321,14 @@ def task(tmp_path):
         process.stdout.close()
 
 
-# Its step waits for its own child and for all that it has, while a launch runs in another thread and a warm process waits.
+# Its step waits for its own child and for all that it has, while a launch runs in another thread and a spare waits.
 WAITING = """
 import threading
-from ours.node.warm_start import WarmNode
+from ours.features.warm.node import WarmNode
 signal.alarm(60)
-warm = WarmNode(["json"], dict(os.environ))
-warm.begin()
+warm = WarmNode(["json"], dict(os.environ), 0)
+warm.prepare()
+assert warm.pid
 launch = threading.Thread(target=process.start)
 launch.start()
 launch.join()
@@ -352,10 +353,11 @@ def test_the_step_sees_no_child_but_its_own(task, tmp_path):
     await_the_end_of(noted(tmp_path, "agent.pid", "0.pid"))
 
 
-def test_a_task_that_adopts_orphans_has_no_warm_process_and_its_launch_ends_with_it(task, tmp_path):
+def test_a_task_that_adopts_orphans_has_no_spare_and_its_launch_ends_with_it(task, tmp_path):
     """As the first process of a container does."""
-    begin = "from ours.node.warm_start import WarmNode\nwarm = WarmNode(['json'], dict(os.environ))\n"
-    begin += "try: warm.begin()\nexcept Exception as error: print(json.dumps(str(error)), flush=True)\n"
+    begin = "from ours.features.warm.node import WarmNode\nwarm = WarmNode(['json'], dict(os.environ), 0)\n"
+    begin += "warm.prepare()\nassert warm.pid is None\n"
+    begin += "try: warm.take({}, 0)\nexcept Exception as error: print(json.dumps(str(error)), flush=True)\n"
     process = task(f"{SUBREAPER}{begin}process.start()\ntime.sleep(600)", STUBBORN)
     assert "this task adopts processes without a parent" in process.stdout.readline()
     pids = noted(tmp_path, "agent.pid", "0.pid")

@@ -18,8 +18,6 @@ PICTURE = Path(__file__).parents[2] / "docs" / "architecture.md"
 SCRIPTS = "scripts"
 IMPORTED_SCRIPTS = {
     "launch.function": {"scripts.function_worker"},
-    "node.warm_start": {"scripts.warm_python.kernel", "scripts.warm_python.messages"},
-    "node.warm_guardian": {"scripts.warm_python.messages", "scripts.warm_python.popen"},
 }
 # Those that name Metaflow's modules for `renamed.known`, too.
 KNOW_METAFLOW = {
@@ -44,6 +42,8 @@ KNOW_METAFLOW = {
     "card.gang_card",
     "card.part",
 }
+# They alone know the one list of features.
+WIRE_FEATURES, LIST_OF_FEATURES = {"decorator", "gang_of_one"}, "features.listed"
 # `metaflow` imports these whenever it is imported, whether or not a flow has a step of ours; all others wait for one.
 IMPORTED_WITH_METAFLOW = {
     "decorator",
@@ -71,10 +71,18 @@ def layers_in_the_docs():
 
 
 LAYERS = layers_in_the_docs()
-ROOMS = sorted(path.parent.name for path in FOLDER.glob("*/__init__.py"))
+# A room may lie in another: features/usage. What lies in `scripts` is no room.
+ROOMS = sorted(
+    str(path.parent.relative_to(FOLDER))
+    for path in FOLDER.glob("*/**/__init__.py")
+    if path.relative_to(FOLDER).parts[0] != SCRIPTS
+)
 MODULES = sorted(
     ".".join(path.relative_to(FOLDER).with_suffix("").parts)
-    for path in [*FOLDER.glob("*.py"), *(path for room in ROOMS for path in (FOLDER / room).glob("*.py"))]
+    for path in [
+        *FOLDER.glob("*.py"),
+        *(path for room in ROOMS for path in (FOLDER / room).glob("*.py")),
+    ]
     if path.name != "__init__.py"
 )
 
@@ -122,7 +130,7 @@ for module, scripts in IMPORTED_SCRIPTS.items():
 
 def place_of(module):
     """Return the room of a module, or the module itself where it stands in none."""
-    return module.split(".")[0]
+    return "/".join(module.split(".")[:-1]) or module
 
 
 def layer_of(module):
@@ -140,6 +148,18 @@ def test_a_module_imports_only_from_its_own_room_and_from_lower_layers(module):
     others = {other for other in ours if place_of(other) != place_of(module)}
     above = sorted(other for other in others if layer_of(other) <= layer_of(module))
     assert not above, f"{module} imports {above}, which do not stand below it in docs/architecture.md"
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_the_core_knows_no_feature_and_no_feature_another(module):
+    """So a feature's folder can be taken out: tests/integration/test_without_a_feature.py does it."""
+    known = {other for other in IMPORTS[module][0] if other.startswith("features.")}
+    if module in WIRE_FEATURES:
+        assert known == {LIST_OF_FEATURES}
+    elif module == LIST_OF_FEATURES:
+        assert all(other.endswith(".feature") for other in known)
+    else:
+        assert {place_of(other) for other in known} <= {place_of(module)} - {"features"}
 
 
 def test_no_modules_import_each_other_in_a_circle():
@@ -172,30 +192,27 @@ def test_metaflow_itself_imports_few_of_our_modules():
     assert ours & set(MODULES) == IMPORTED_WITH_METAFLOW
 
 
-def test_the_guardian_can_start_without_metaflow():
-    """It runs with the standard library alone, see ``node/guardian_process.py``."""
-    needed, left = set(), ["node.warm_guardian"]
+def test_the_guardians_can_start_without_metaflow():
+    """They run with the standard library alone, see ``node/guardian_process.py``."""
+    needed, left = set(), ["features.warm.guardian"]
     while left:
         needed.add(module := left.pop())
         left += IMPORTS[module][0] - needed
-    own = {"node.warm_guardian", "node.guardian", "node.agent_events", "node.workers"}
-    assert needed == {*own, "machine.processes", "machine.libc", "machine.inherited"}
+    own = {"features.warm.guardian", "features.warm.spare", "node.guardian", "node.agent_events", "node.workers"}
+    assert needed == {*own, "machine.processes", "machine.libc"}
     assert {name for module in needed for name in IMPORTS[module][1]} <= set(sys.stdlib_module_names)
+
+
+def test_a_spare_imports_nothing_of_ours():
+    """It runs without the package."""
+    assert IMPORTS["features.warm.spare"][0] == set()
 
 
 @pytest.mark.parametrize("script", sorted((FOLDER / SCRIPTS).glob("*.py")), ids=lambda path: path.stem)
 def test_a_workers_script_imports_nothing_of_ours_and_they_alone_import_torch(script):
     ours, foreign = imports_in(script.read_text(encoding="utf-8"), f"scripts.{script.stem}")
     assert ours == set()
-    imported = {"event_file_reader": {"tensorboard"}, "command_runner": set()}
-    assert foreign - set(sys.stdlib_module_names) == imported.get(script.stem, {"torch"})
-
-
-@pytest.mark.parametrize("script", sorted((FOLDER / SCRIPTS / "warm_python").glob("*.py")), ids=lambda path: path.stem)
-def test_a_warm_process_imports_nothing_but_what_it_is_told_to(script):
-    ours, foreign = imports_in(script.read_text(encoding="utf-8"), f"scripts.warm_python.{script.stem}")
-    assert all(module.startswith("scripts.warm_python.") for module in ours)
-    assert foreign <= set(sys.stdlib_module_names)
+    assert foreign - set(sys.stdlib_module_names) == (set() if script.stem == "command_runner" else {"torch"})
 
 
 def test_a_workers_script_takes_no_module_of_ours_for_one_of_pythons():

@@ -4,19 +4,23 @@ import re
 
 import pytest
 
-from metaflow_extensions.torchrun.plugins.torchrun.channel.backlog import LINE_CHARS
-from metaflow_extensions.torchrun.plugins.torchrun.views.log_lines import Line, OwnLog, Reader, Source, shown, wanted
+from metaflow_extensions.torchrun.plugins.torchrun.views.log_lines import (
+    Line,
+    Reader,
+    Source,
+    is_of_worker,
+    shown,
+    wanted,
+)
 
 
 def node_of(rank):
     return {0: 0, 1: 0, 2: 1, 3: 1}.get(rank)
 
 
-def merged(*sources, recent=""):
-    own = {(each.node, each.stream): OwnLog(each.lines[0][0], recent, each.lines[-1][0]) for each in sources}
-    reader = Reader(node_of, own)
-    reader.find_copies(sources[:1], sources)
-    return list(reader.merged(sources))
+def merged(*sources):
+    own = {(each.node, each.stream): any(is_of_worker(text) for _, text in each.lines) for each in sources}
+    return list(Reader(node_of, own).merged(sources))
 
 
 def texts(lines):
@@ -53,13 +57,12 @@ def test_on_a_local_run_labels_tell_the_node_of_what_stands_in_one_log():
     ]
 
 
-def test_copies_of_another_nodes_lines_are_left_out_but_for_those_that_its_own_log_lacks():
-    control = Source("4", 0, "stdout", [("02", "[rank 2] copy"), ("05", "[rank 2] the last words of a killed pod")])
+def test_copies_of_the_lines_of_a_node_that_has_a_log_of_its_own_are_left_out():
+    control = Source(
+        "4", 0, "stdout", [("02", "[rank 2] copy"), ("05", "[rank 2] stored in the control node's log alone")]
+    )
     killed = Source("4-worker-0", 1, "stdout", [("01", "[rank 2] copy")])
-    assert texts(merged(control, killed)) == [
-        ("01", "[rank 2] copy"),
-        ("05", "[rank 2] the last words of a killed pod"),
-    ]
+    assert texts(merged(control, killed)) == [("01", "[rank 2] copy")]
 
 
 def test_where_a_replaced_pod_was_killed_while_it_stored_its_log_the_stream_that_it_stored_hides_no_copies():
@@ -76,25 +79,7 @@ def test_where_a_replaced_pod_was_killed_while_it_stored_its_log_the_stream_that
     ]
 
 
-def test_a_copy_that_came_after_the_end_of_the_nodes_own_log_is_a_copy_still_each_line_once():
-    long = "[rank 2] " + "x" * LINE_CHARS
-    cut = long[:LINE_CHARS] + "… [9 characters are left out here]"
-    own = [("01", "[rank 2] tick"), ("02", "[rank 2] tick"), ("02", long), ("02", "[rank 2] end")]
-    late = ["[rank 2] tick", cut, "[rank 2] end", "[rank 2] end", "[rank 2] tick"]
-    control = Source("4", 0, "stdout", [("03", text) for text in late])
-    found = merged(control, Source("4-worker-0", 1, "stdout", own))
-    assert texts(found) == [*own, ("03", "[rank 2] end"), ("03", "[rank 2] tick")]
-    assert found[-1].task == "4"
-
-
-def test_a_line_that_a_node_wrote_long_before_its_logs_end_is_not_taken_for_that_of_a_late_copy():
-    control = Source("4", 0, "stdout", [("09", "[rank 2] tick")])
-    own = Source("4-worker-0", 1, "stdout", [("01", "[rank 2] tick"), ("08", "[rank 2] tock")])
-    assert texts(merged(control, own, recent="05"))[-1] == ("09", "[rank 2] tick")
-    assert texts(merged(control, own, recent="01"))[-1] == ("08", "[rank 2] tock")
-
-
-def test_lines_from_before_a_nodes_own_log_began_are_of_the_pod_that_was_replaced():
+def test_where_the_log_of_a_replacement_has_overwritten_a_pods_own_the_copies_are_shown():
     control = Source("4", 0, "stdout", [("01", "[rank 2] a"), ("02", "[rank 2] b")])
     replacement = Source("4-worker-0", 1, "stdout", [("03", "Setting up task environment."), ("06", "refused")])
     assert [text for _, text in texts(merged(control, replacement))] == [

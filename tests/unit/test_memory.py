@@ -3,7 +3,7 @@
 import pytest
 from unit_helpers import write
 
-from metaflow_extensions.torchrun.plugins.torchrun.machine.memory import describe_oom, oom_kills
+from metaflow_extensions.torchrun.plugins.torchrun.machine.memory import describe_oom, memory_limit_bytes, oom_kills
 
 V1, V2 = "sys/fs/cgroup/memory", "sys/fs/cgroup"
 
@@ -54,3 +54,17 @@ def test_the_text_names_the_limit_and_the_remedy(tmp_path, files, said):
 def test_the_smallest_limit_of_all_cgroups_around_the_process_counts(tmp_path, limits):
     files = {f"{V2}/a/b/memory.max": f"{limits[0]}\n", f"{V2}/a/memory.max": f"{limits[1]}\n"}
     assert "limit of 1 GiB" in describe_oom(machine(tmp_path, {**OWN, **files}))
+
+
+@pytest.mark.parametrize(
+    ("files", "limit"),
+    [
+        ({}, None),
+        ({"proc/meminfo": "MemTotal:  1000 kB\nMemFree: 1 kB\n"}, 1024000),
+        ({"proc/meminfo": "MemTotal:  1000 kB\n", f"{V2}/memory.max": "max\n"}, 1024000),
+        ({"proc/meminfo": "MemTotal:  1000 kB\n", f"{V2}/memory.max": "4096\n"}, 4096),
+        ({f"{V1}/memory.limit_in_bytes": f"{2**63 - 4096}\n"}, None),
+    ],
+)
+def test_the_memory_has_the_limit_that_binds(tmp_path, files, limit):
+    assert memory_limit_bytes(machine(tmp_path, files)) == limit

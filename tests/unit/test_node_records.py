@@ -3,8 +3,8 @@
 from metaflow_extensions.torchrun.plugins.torchrun.card.page import layout, parts
 from metaflow_extensions.torchrun.plugins.torchrun.errors import GangError, WorkerFailed
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
+from metaflow_extensions.torchrun.plugins.torchrun.gang.keepers import Keeper, Keepers
 from metaflow_extensions.torchrun.plugins.torchrun.gang.node_records import NodeRecords
-from metaflow_extensions.torchrun.plugins.torchrun.gang.progress import Pace
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
     COMMANDS,
     Abort,
@@ -13,12 +13,12 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
     Ended,
     Go,
     Leave,
-    Metrics,
     Ran,
     Ready,
     Restart,
     Started,
     Stop,
+    Told,
     Verdict,
 )
 from metaflow_extensions.torchrun.plugins.torchrun.gang.summary import from_stored
@@ -32,10 +32,11 @@ USAGE = {"step_s": 5.0, "nodes": {"3": {"of": "processes", "limits": {}, "cpus":
 ENDED = Ended(0, True, 0, exit_codes={6: 0, 7: 0})
 
 
-def node_3(*messages):
+def node_3(*messages, keepers=None):
     """Return the records of node 3 of a gang of 4 x 2 after these messages, a second apart."""
     clock = iter(range(1000))
-    records = NodeRecords(3, {"control": CONTROL, "of_nodes": 4, "command": "torchrun x"}, lambda: float(next(clock)))
+    about = {"control": CONTROL, "of_nodes": 4, "command": "torchrun x"}
+    records = NodeRecords(3, about, lambda: float(next(clock)), keepers)
     records.joined("host-3")
     for message in messages:
         records.take(message)
@@ -136,8 +137,8 @@ def shown(*messages, **more):
 
 
 def test_its_card_shows_the_node_and_where_the_gangs_is():
-    told = Metrics(0, 0, {6: Pace(120, 3.2), 7: Pace(119)})
-    page = {part["id"]: part for part in shown(*RUNNING, told, usage=USAGE)}
+    paces = {"6": {"step": 120, "steps_per_s": 3.2}, "7": {"step": 119, "steps_per_s": None}}
+    page = {part["id"]: part for part in shown(*RUNNING, usage=USAGE, progress={"paces": paces})}
     outcome, ranks, times = page["gang-outcome"], page["gang-ranks"], page["gang-times"]
     nodes, facts, progress = page["gang-nodes"], page["gang-facts"], page["gang-progress"]
     assert "2 ranks on node 3 run" in outcome["source"]
@@ -152,10 +153,31 @@ def test_its_card_shows_the_node_and_where_the_gangs_is():
     assert "<dt>rank 6</dt><dd>step 120, 3.2 steps/s</dd>" in paces["source"]
     assert "<dt>rank 7</dt><dd>step 119</dd>" in paces["source"]
     assert [part["id"] for part in page["gang-usage"]["contents"]] == ["gang-usage-cpus"]
-    assert {part["id"]: part for part in shown(*RUNNING, told, GO)}["gang-progress"]["contents"] == []
+    assert {part["id"]: part for part in shown(*RUNNING)}["gang-progress"]["contents"] == []
     linked = shown(*RUNNING, ui_url="https://ui/")[0]["source"]
     assert '<a href="https://ui/Flow/1/train/2">Flow/1/train/2</a>' in linked
     titles = [
         part.get("title") for part in layout({**node_3(*RUNNING).content(), "task": "Flow/1/train/5"})["contents"]
     ]
     assert "Node" in titles
+
+
+class Heard(Keeper):
+    def __init__(self):
+        self.told = []
+
+    def begin(self):
+        self.told.clear()
+
+    def take(self, node, told, at_s):
+        self.told.append([node, told.data, at_s])
+
+    def record(self):
+        return {"told": self.told}
+
+
+def test_it_keeps_what_its_features_tell():
+    told = Told(0, 0, "heard", {"a": 1})
+    about = node_3(told, *RUNNING, told, keepers=Keepers({"heard": Heard()}))
+    ((node, data, at_s),) = about.content()["heard"]["told"]
+    assert (node, data, at_s > 0) == (3, {"a": 1}, True)

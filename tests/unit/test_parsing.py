@@ -12,11 +12,11 @@ from metaflow_extensions.torchrun.plugins.torchrun.parsing import (
     parse_outputs,
     parse_outputs_from,
     parse_port,
+    parse_preflight,
     parse_restarts,
     parse_retry_on,
     parse_seconds,
     parse_signal,
-    parse_switch,
 )
 
 READ = [
@@ -26,9 +26,10 @@ READ = [
     (parse_seconds, [(3, 3.0), ("2.5", 2.5)]),
     (partial(parse_seconds, zero=True), [("0", 0.0)]),
     (
-        parse_switch,
-        [*((on, True) for on in (True, 1, "true", "1", " TRUE ")), (False, False), (0, False), ("0", False)],
+        parse_preflight,
+        [*((on, "on") for on in (True, 1, "true", "1", " TRUE ")), *((off, "off") for off in (False, 0, "0"))],
     ),
+    (parse_preflight, [("Links ", "links")]),
     (parse_retry_on, [("", set()), ("user, killed", {"user", "killed"}), (["start", "hang"], {"start", "hang"})]),
     (
         parse_outputs,
@@ -49,7 +50,7 @@ REFUSED = [
     (parse_restarts, "at least 0", [-1, "-1", "many", 1.5, True]),
     (parse_seconds, "a number of seconds above 0", [None, 0, -1, "x", "nan", float("inf"), True, []]),
     (partial(parse_seconds, zero=True), "a number of seconds of at least 0", [-0.1, -1, "nan", None]),
-    (parse_switch, "True or False", ["ja", 2, "10", 1.5, [True]]),
+    (parse_preflight, "True, False or 'links'", ["ja", 2, "10", 1.5, [True]]),
     (parse_retry_on, "no such class", ["often"]),
     (parse_retry_on, "Metaflow's @retry", ["user,node_lost", ["preempted"], "store", "before_run"]),
     (parse_retry_on, "a list", [3, ["user", 3]]),

@@ -9,7 +9,6 @@ from metaflow_extensions.torchrun.plugins.torchrun.errors import LaunchHung
 from metaflow_extensions.torchrun.plugins.torchrun.gang import wire
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause, Failure
 from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import LaunchPolicy
-from metaflow_extensions.torchrun.plugins.torchrun.gang.progress import Pace, Point
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
     COMMANDS,
     Abort,
@@ -18,13 +17,13 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
     Ended,
     Go,
     Message,
-    Metrics,
     Ran,
     Ready,
     Refused,
     Started,
     Stop,
     Stored,
+    Told,
     Verdict,
     from_wire,
     to_wire,
@@ -49,8 +48,8 @@ SAMPLES = [
     Stored(0, 0, {3: "key"}),
     Ran(0, 0, "before_run 1/2 (größe 🙂) exited with code 1", 0.25, 1),
     Ready(0, 2, "abc", runs=COMMANDS),
-    Metrics(0, 1, {0: Pace(7, 1.5, 0.1), 1: Pace(7)}, (Point(6, {"loß": 1.25, "nan": None}), Point(7)), 100.0),
-    Verdict(0, metrics={"loss": 1.0, "lr": None}, alone=True),
+    Told(0, 1, "usage", {"größe": [1, 2.5, None, {"a": True}]}),
+    Verdict(0, features={"progress": {"loss": 1.0, "lr": None}}, alone=True),
     Stop(0, 0, "why", 1, 15, True),
     Go(0, 1, 29500, "gang", 1, 2),
     Ack(),

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 from metaflow import current
+from unit_helpers import eventually
 
 from metaflow_extensions.torchrun.plugins.torchrun import gang_of_one
 from metaflow_extensions.torchrun.plugins.torchrun.errors import LaunchFailed, TorchrunConfigError
@@ -22,6 +23,7 @@ def runner(monkeypatch):
 
         def run(self, *_, **__):
             self._member.emit(Event("command", 0, "runs: torchrun train.py"))
+            eventually(lambda: "missing: node 0" not in shown(), "its join, which the gang's thread handles")
             seen.append(shown())
             if fails:
                 raise ValueError("no")
@@ -88,7 +90,7 @@ def test_it_imports_beforehand_from_the_first_launch_that_asks_for_it_to_its_own
         def close(self):
             self.is_closed = True
 
-    def begin(settings, machine, requested):
+    def begin(features, settings, machine, requested):
         begun.append((settings.warm, settings.nproc_per_node, Warm()))
         return begun[-1][2]
 
@@ -99,7 +101,7 @@ def test_it_imports_beforehand_from_the_first_launch_that_asks_for_it_to_its_own
         def run(self, *_, **__):
             pass
 
-    monkeypatch.setattr(gang_of_one, "begin_warm", begin)
+    monkeypatch.setattr(gang_of_one, "starts_of", begin)
     monkeypatch.setattr(gang_of_one, "TorchrunExecutor", Executor)
     one = TorchrunSingleNodeMultiGPU()
     one.run(entrypoint="train.py")

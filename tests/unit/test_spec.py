@@ -56,10 +56,6 @@ def refusal(*args, **arguments):
         *(({"cwd": wrong}, ["cwd=", "path of a folder"]) for wrong in (3, b"/", ["/"])),
         *(({"env": wrong}, ["can't be"]) for wrong in ({"A=B": 1}, {"": 1}, {"A": "x\0y"}, {"A\0": 1}, {3: 1})),
         ({"env": ["A=1"]}, ["env", "must be a dict"]),
-        *(
-            ({"tensorboard": wrong}, ["tensorboard=", "must be the folder"])
-            for wrong in ("", 3, True, b"runs", "a\0b", "s3://bucket/runs", ["runs"])
-        ),
         ({"outputs_from": "all"}, ["outputs_from='all'", "outputs names none"]),
         ({"outputs": ["model/"], "outputs_from": "rank0"}, ["run(outputs_from) is 'rank0'", "'control', 'all'"]),
         ({"outputs": "../model"}, ["run(outputs) has '../model'", "out of the working directory"]),
@@ -166,15 +162,6 @@ def test_a_folder_for_logs_is_what_torchrun_would_take_it_for(script, tmp_path, 
         assert build(script, cwd=cwd, **asked).log_dir == str(tmp_path / "here" / "my logs")
     assert build(script, cwd="here", torchrun_args={"log_dir": "/logs"}).log_dir == "/logs"
     assert build(script).log_dir is None
-
-
-@pytest.mark.parametrize("folder", ["my rüns", Path("my rüns")])
-def test_a_folder_of_event_files_lies_where_the_workers_see_it(folder, script, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert build(script).tensorboard is None
-    assert build(script, tensorboard=folder).tensorboard == str(tmp_path / "my rüns")
-    assert build(script, tensorboard=folder, cwd="/tmp").tensorboard == "/tmp/my rüns"
-    assert build(script, tensorboard="/runs", cwd="/tmp").tensorboard == "/runs"
 
 
 def test_outputs_lie_where_the_workers_run(script, tmp_path, monkeypatch):

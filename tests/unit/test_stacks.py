@@ -19,7 +19,6 @@ from metaflow_extensions.torchrun.plugins.torchrun.launch.command import WORKER_
 from metaflow_extensions.torchrun.plugins.torchrun.node import stacks
 
 PY_SPY = shutil.which("py-spy", path=os.path.dirname(sys.executable))
-TORCH = "2.13.0+cpu"
 BY_SIGNAL = None  # what is found where py-spy is not installed
 OURSELVES = {0: os.getpid()}  # a process without our hook
 
@@ -31,7 +30,7 @@ HANG = TRACEABLE + "print('ready', flush=True); import time; time.sleep(1000)"
 def start_worker(argv, folder, env=None):
     """Start a worker as the agent would, and return its process when it hangs."""
     inherited = {**os.environ, **(env or {})}
-    inherited |= stacks.hook_environment(str(folder), inherited, TORCH)
+    inherited |= stacks.hook_environment(str(folder))
     inherited = worker_environment(inherited, folder.parent)
     worker = subprocess.Popen(argv, env=inherited, start_new_session=True, stdout=subprocess.PIPE)
     assert worker.stdout.readline() == b"ready\n"
@@ -255,7 +254,7 @@ OUR_HANDLER = 1 << (stacks._SIGNAL - 1)
 def run_hooked(argv, folder, hooked=True, **env):
     env = {**os.environ, **env}
     if hooked:
-        hook = stacks.hook_environment(str(folder), env, TORCH)
+        hook = stacks.hook_environment(str(folder))
         env = {**worker_environment(env | hook, folder.parent), **({} if hooked is True else hooked)}
     return subprocess.run([sys.executable, *argv], env=env, capture_output=True, text=True, timeout=30)
 
@@ -303,118 +302,6 @@ def test_the_hooks_folder_is_shipped_and_holds_nothing_else(tmp_path):
     done = subprocess.run([sys.executable, "-c", listing], cwd=tmp_path, capture_output=True, text=True, timeout=60)
     in_code_package = done.stdout.split()
     assert "metaflow_extensions/torchrun/plugins/torchrun/scripts/worker_hooks/sitecustomize.py" in in_code_package
-
-
-# --- the environment --------------------------------------------------------------------------
-
-
-STEMS = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
-NEW_SIZE, OLD_SIZE = "TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"
-PIPE, MONITOR = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE", "TORCH_NCCL_DUMP_ON_TIMEOUT"
-
-
-def recorder(folder, inherited=(), torch=TORCH):
-    env = stacks.hook_environment(str(folder), dict.fromkeys(inherited, "0"), torch)
-    return {name: value for name, value in env.items() if name.startswith("TORCH_")}
-
-
-def test_the_recorder_is_switched_on_and_can_be_asked(folder):
-    stem = str(folder / "nccl_trace_rank_")
-    assert recorder(folder) == {NEW_SIZE: "2000", PIPE: stem, MONITOR: "1", **dict.fromkeys(STEMS, stem)}
-    assert list(folder.iterdir()) == [], "the probe is gone"
-
-
-@pytest.mark.parametrize(
-    ("version", "size"),
-    [("2.4.1", OLD_SIZE), ("2.7.1+cu128", OLD_SIZE), ("2.8.0", NEW_SIZE), (TORCH, NEW_SIZE), ("unknown", NEW_SIZE)],
-)
-def test_the_recorders_size_is_set_by_the_name_that_this_torch_wants(version, size, folder):
-    """Of another it prints on every rank that it is deprecated, or it does not know it."""
-    assert {name for name in recorder(folder, torch=version) if "BUFFER_SIZE" in name} == {size}
-
-
-@pytest.mark.parametrize("own", [NEW_SIZE, OLD_SIZE, *STEMS, MONITOR, PIPE])
-def test_what_the_user_has_set_is_not_overruled_by_this_or_another_name(own, folder):
-    unset = {*STEMS} if own in STEMS else {NEW_SIZE if own == OLD_SIZE else own}
-    assert recorder(folder).keys() - recorder(folder, [own]).keys() == unset
-
-
-def test_no_pipe_is_asked_for_where_none_can_be_made(folder):
-    """NCCL would end the worker with an exception in a thread."""
-    assert recorder(folder).keys() - recorder(folder / "missing").keys() == {PIPE}
-
-
-# --- flight recorder --------------------------------------------------------------------------
-
-# Does what NCCL's monitor thread does: a pipe per rank, looked at now and then; then a dump beside the stem.
-RECORDER = """
-import os, sys, time
-rank, says = sys.argv[1:]
-pipe = f"{os.environ['TORCH_NCCL_DEBUG_INFO_PIPE_FILE']}{rank}.pipe"
-os.mkfifo(pipe)
-fd = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
-print("ready", flush=True)
-while True:
-    try:
-        if os.read(fd, 128):
-            break
-    except BlockingIOError:  # it has been opened, but not written to yet
-        pass
-    time.sleep(0.05)
-if says:
-    with open(os.environ["TORCH_FR_DUMP_TEMP_FILE"] + rank, "w") as file:
-        for part in says:
-            file.write(part); file.flush(); time.sleep(0.05)
-time.sleep(1000)
-"""
-
-
-@pytest.fixture
-def record(start, tmp_path):
-    path = str(write(tmp_path / "recorder.py", RECORDER))
-    return lambda rank, says, env=None: start([sys.executable, path, str(rank), says], env)
-
-
-def test_dumps_are_asked_for_and_kept_whole(record, folder):
-    found = collect({2: record(2, "two!"), 5: record(5, "five")}, folder)
-    kept = Path(found.file).parent
-    assert (kept / "nccl_trace_rank_2").read_text() == "two!"
-    assert (kept / "nccl_trace_rank_5").read_text() == "five"
-    line = f"NCCL's flight recorder: nccl_trace_rank_2, nccl_trace_rank_5 in {kept}. "
-    assert line in found.text
-    assert line in Path(found.file).read_text(encoding="utf-8")
-    assert {path.name for path in kept.iterdir()} == {"stacks.txt", "nccl_trace_rank_2", "nccl_trace_rank_5"}
-
-
-@pytest.mark.parametrize("stem", ["{own}/mine_", "mine_"])
-def test_a_dump_lands_where_the_user_wants_it_and_is_kept_too(stem, record, folder, tmp_path, monkeypatch):
-    (tmp_path / "own").mkdir()
-    monkeypatch.chdir(tmp_path / "own")
-    write(tmp_path / "own" / "mine_0", "of another day")
-    pid = record(0, "today", {"TORCH_FR_DUMP_TEMP_FILE": stem.format(own=tmp_path / "own")})
-    monkeypatch.chdir(tmp_path)
-    found = collect({0: pid}, folder)
-    assert (Path(found.file).parent / "mine_0").read_text() == "today"
-
-
-def test_an_old_dump_is_not_passed_off_as_the_answer(record, folder, tmp_path):
-    write(tmp_path / "mine_0", "of another day")
-    pid = record(0, "", {"TORCH_FR_DUMP_TEMP_FILE": str(tmp_path / "mine_")})
-    found = collect({0: pid}, folder, within_s=1.0)
-    assert "recorder.py" in found.where[0], "the stack came nevertheless"
-    assert "NCCL" not in found.text
-
-
-def test_dumps_made_before_are_kept_too_and_dead_pipes_do_no_harm(folder):
-    write(folder / "nccl_trace_rank_7", "at a timeout of NCCL's own")
-    (folder / "nccl_trace_rank_3").mkdir()  # can't be copied
-    os.mkfifo(folder / "nccl_trace_rank_0.pipe")
-    write(folder / "nccl_trace_rank_1.pipe", "no pipe")
-    began = time.monotonic()
-    found = collect(dict.fromkeys((0, 1), os.getpid()), folder)
-    assert time.monotonic() - began < 5
-    assert {path.name for path in Path(found.file).parent.iterdir()} == {"stacks.txt", "nccl_trace_rank_7"}
-    assert (folder / "nccl_trace_rank_1.pipe").read_text() == "no pipe"
 
 
 # --- keeping ----------------------------------------------------------------------------------

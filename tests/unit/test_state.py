@@ -22,9 +22,9 @@ from metaflow_extensions.torchrun.plugins.torchrun.errors import (
 )
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause, Failure
 from metaflow_extensions.torchrun.plugins.torchrun.gang.history import of_the_gang
+from metaflow_extensions.torchrun.plugins.torchrun.gang.keepers import Happened, Keeper, Keepers, Remarks
 from metaflow_extensions.torchrun.plugins.torchrun.gang.nodes import Nodes
 from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import LaunchPolicy
-from metaflow_extensions.torchrun.plugins.torchrun.gang.progress import Pace, Point
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
     COMMANDS,
     Abort,
@@ -39,7 +39,6 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
     Go,
     Join,
     Leave,
-    Metrics,
     Note,
     Ran,
     Ready,
@@ -51,6 +50,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
     Stored,
     StoredOutputs,
     Storing,
+    Told,
     Verdict,
     Welcome,
 )
@@ -161,9 +161,9 @@ class GangOf:
         return abort.error
 
 
-def running(num_nodes, taken=(), deadline=None, **facts):
+def running(num_nodes, taken=(), deadline=None, keepers=None, **facts):
     """Return a gang whose first launch runs; the clock is at 1000."""
-    gang = GangOf(num_nodes, taken=taken, deadline=deadline)
+    gang = GangOf(num_nodes, taken=taken, deadline=deadline, keepers=keepers)
     gang.all_ready(**facts)
     return gang
 
@@ -410,90 +410,75 @@ def test_a_control_node_that_is_late_itself_says_so_in_the_log_that_the_terminal
     assert gang.notes(0) == ["launch 0 waits for node 0 to call current.torch.run"]
 
 
-# --- progress ------------------------------------------------------------------------------------
+# --- what features keep -----------------------------------------------------------------------------
 
 
-def paces(node, speed, others=1.0, seconds=None):
-    """Return the paces of a node's two ranks, of which the first is so fast."""
-    return {2 * node: Pace(5, speed, seconds), 2 * node + 1: Pace(5, others)}
+class Notebook(Keeper):
+    """Keeps all that it hears, and has something to say each second."""
+
+    def __init__(self):
+        self.kept = []
+
+    def begin(self):
+        self.kept.append("begin")
+
+    def take(self, node, told, at_s):
+        self.kept.append((node, told.data, at_s))
+
+    def ended(self, node, ok):
+        self.kept.append((node, ok))
+
+    def tick(self, at_s, where):
+        return Remarks((f"at {at_s:g} s",), (Happened("seen", where(3), "in a record"),))
+
+    def verdict(self, launch):
+        return {"launch": launch}
 
 
-def run_with_speeds(gang, seconds, slow, generation=0):
-    """Let time go by, with paces of all nodes every 5 s; the first rank of the last node is so fast."""
-    last = gang.num_nodes - 1
-    for _ in range(int(seconds / 5)):
-        for node in range(gang.num_nodes):
-            gang.say(node, Metrics(0, generation, paces(node, slow if node == last else 1.0)))
-        gang.pass_time(5.0)
+def with_notebook():
+    notebook = Notebook()
+    return notebook, running(2, keepers=Keepers({"notes": notebook}))
 
 
-def test_a_straggler_is_told_in_one_line_and_a_record_and_so_is_its_recovery():
-    gang = running(3)
-    run_with_speeds(gang, 60, 0.3)
-    assert gang.notes(0) == []
-    run_with_speeds(gang, 60, 0.3)
-    said = "rank 4 (node 2, host host-2) is slow: 0.3 steps/s, the median is 1"
-    assert (gang.notes(0), gang.notes(2)) == ([said], [])
-    run_with_speeds(gang, 100, 0.9)
-    assert gang.notes(0)[1:] == ["rank 4 (node 2, host host-2) is no longer slow: 0.9 steps/s, the median is 1"]
-    records = [each for each in gang.state.history.records if each.kind in ("straggler", "recovered")]
-    assert [(each.kind, each.node, each.rank, each.launch, each.generation) for each in records] == [
-        ("straggler", 2, 4, 0, 0),
-        ("recovered", 2, 4, 0, 0),
-    ]
-    assert [each.text for each in records] == [line.partition(") ")[2] for line in gang.notes(0)]
-
-
-def test_ranks_that_end_are_no_stragglers():
-    gang = running(3)
-    run_with_speeds(gang, 40, 0.3)
-    gang.ended(2)
-    for node in (0, 1):
-        gang.say(node, Metrics(0, 0, paces(node, 1.0)))
-    gang.pass_time(100.0)
-    assert gang.notes(0) == []
-
-
-def test_of_rank_0_that_has_ended_nothing_is_expected():
-    gang = running(2)
-    gang.say(0, Metrics(0, 0, {0: Pace(5, 2.0)}, total=10.0))
-    assert gang.state.progress.left_s == 2.5
+def test_a_feature_hears_of_workers_that_start_and_end_and_of_what_is_told_of_them():
+    notebook, gang = with_notebook()
+    gang.pass_time(5.0)
+    gang.say(1, Told(0, 0, "notes", {"a": 1}))
+    gang.say(1, Told(0, 1, "notes", {"late": True}))
+    gang.say(1, Told(0, 0, "unknown", {}))
     gang.ended(1)
-    assert gang.state.progress.left_s == 2.5
     gang.ended(0)
-    assert gang.state.progress.left_s is None
+    gang.say(1, Told(0, 0, "notes", {"late": True}))
+    assert notebook.kept == ["begin", (1, {"a": 1}, 5.0), (1, True), (0, True)]
 
 
-def test_after_the_launch_nothing_is_compared():
-    gang = running(3)
-    run_with_speeds(gang, 60, 0.3)
+def test_what_a_feature_has_to_say_is_in_the_log_and_in_the_records_while_workers_run():
+    _, gang = with_notebook()
+    gang.pass_time(5.0)
+    assert (gang.notes(0), gang.notes(1)) == (["at 5 s"], [])
+    (record,) = [each for each in gang.state.history.records if each.kind == "seen"]
+    assert (record.node, record.rank, record.launch, record.generation) == (1, 3, 0, 0)
     gang.all_ended()
-    gang.pass_time(6.0)
-    assert gang.notes(0) == []
+    gang.pass_time(5.0)
+    assert gang.notes(0) == ["at 5 s"]
 
 
 @pytest.mark.parametrize("cause", [None, crash(1)])
-def test_rank_0s_last_values_come_with_the_verdict_to_all_nodes(cause):
-    gang = running(2)
-    gang.say(0, Metrics(0, 0, {}, (Point(1, {"loss": 3.0}), Point(2, {"loss": 2.0, "lr": None}))))
-    gang.say(1, Metrics(0, 0, {2: Pace(2)}))
+def test_what_a_feature_has_to_tell_comes_with_the_verdict_to_all_nodes(cause):
+    _, gang = with_notebook()
     gang.all_ended(*([cause] if cause else []))
     for node in (0, 1):
-        assert [verdict.metrics for verdict in gang.got(node, Verdict)] == [{"loss": 2.0, "lr": None}]
+        assert [verdict.features for verdict in gang.got(node, Verdict)] == [{"notes": {"launch": 0}}]
 
 
-def test_a_launch_has_its_own_progress():
-    gang = running(2)
-    gang.say(0, Metrics(0, 0, {}, (Point(1, {"loss": 3.0}),)))
+def test_a_feature_that_fails_ends_no_launch():
+    notebook, gang = with_notebook()
+    notebook.take = None
+    gang.say(1, Told(0, 0, "notes", {}))
+    (line,) = gang.notes(0)
+    assert line.startswith("warning: nothing more is kept of node 1's notes: TypeError: ")
     gang.all_ended()
-    gang.all_ready(1)
-    gang.say(0, Metrics(0, 0, {}, (Point(2, {"loss": 9.0}),)))  # late
-    assert gang.state.progress.as_dict()["series"] == {"loss": [(1, 3.0)]}
-    gang.all_ended(launch=1)
-    assert [verdict.metrics for verdict in gang.got(0, Verdict)] == [{"loss": 3.0}, {}]
-    gang.all_ready(2)
-    gang.say(0, Metrics(2, 0, {}, (Point(5, {"lr": 1.0}),)))
-    assert gang.state.progress.as_dict()["series"] == {"lr": [(5, 1.0)]}
+    assert [verdict.error for verdict in gang.got(1, Verdict)] == [None]
 
 
 # --- contradictions ------------------------------------------------------------------------------

@@ -9,15 +9,17 @@ import pytest
 from fake_node import FakeNode
 from unit_helpers import eventually, write
 
-from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Ended, Usage
-from metaflow_extensions.torchrun.plugins.torchrun.gang.usage import KINDS, LIMITS, STEP_S, step_s
+from metaflow_extensions.torchrun.plugins.torchrun.features.usage import meter as usage_meter
+from metaflow_extensions.torchrun.plugins.torchrun.features.usage.consumption import Container, ProcessTree
+from metaflow_extensions.torchrun.plugins.torchrun.features.usage.feature import Usage
+from metaflow_extensions.torchrun.plugins.torchrun.features.usage.meter import UsageMeter, gpus_of
+from metaflow_extensions.torchrun.plugins.torchrun.features.usage.series import KINDS, LIMITS, STEP_S, step_s
+from metaflow_extensions.torchrun.plugins.torchrun.features.usage.traffic import Traffic
+from metaflow_extensions.torchrun.plugins.torchrun.gang.keepers import Keepers
+from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Ended, Told
 from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec
 from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import Machine
-from metaflow_extensions.torchrun.plugins.torchrun.machine.traffic import Traffic
-from metaflow_extensions.torchrun.plugins.torchrun.machine.usage import Container, ProcessTree
-from metaflow_extensions.torchrun.plugins.torchrun.node import usage_meter
 from metaflow_extensions.torchrun.plugins.torchrun.node.plan import Plan
-from metaflow_extensions.torchrun.plugins.torchrun.node.usage_meter import UsageMeter, gpus_of
 
 
 class Clock:
@@ -158,24 +160,38 @@ def test_only_the_gpus_that_the_workers_see_are_asked_for(machine, env, gpus):
 # --- in a launch ------------------------------------------------------------------------------------
 
 
-def test_a_launch_tells_it_to_the_gang_and_keeps_it(tmp_path, monkeypatch):
+def test_a_launch_tells_it_to_the_gang_which_keeps_it(tmp_path, monkeypatch):
     monkeypatch.setattr(usage_meter, "_FIRST_S", 0.0)
-    node = FakeNode(tmp_path)
+    node = FakeNode(tmp_path, features=(Usage(),))
     node.guardian = os.getpid()
     node.launch()
     agent = node.go()
-    used = node.expect(Usage)
-    assert used.values["memory_mib"] > 1
-    assert node.member.usage.as_data()["nodes"]["0"]["of"] == used.of
+    told = node.expect(Told)
+    assert (told.launch, told.generation, told.feature) == (0, 0, "usage")
+    assert told.data["values"]["memory_mib"] > 1
+    for num_nodes, of_all in ((2, True), (2, False)):
+        kept = Keepers({"usage": Usage().keeper(num_nodes, of_all)})
+        kept.take(1, told, 7.0)
+        (series,) = kept.record()["usage"]["nodes"].values()
+        assert series["of"] == told.data["of"]
+        assert len(series["memory_mib"]) == 2
     node.ends_well(agent)
 
 
 def test_what_can_not_be_measured_does_not_end_the_launch(tmp_path, monkeypatch):
     monkeypatch.setattr(UsageMeter, "look", lambda self: 1 / 0)
-    node = FakeNode(tmp_path)
+    node = FakeNode(tmp_path, features=(Usage(),))
     node.guardian = os.getpid()
     agent = node.running()
     eventually(lambda: node.texts("note"))
-    assert node.texts("note") == ["what this node uses is not measured any more: ZeroDivisionError: division by zero"]
+    assert node.texts("note") == ["this node tells nothing more of its usage: ZeroDivisionError: division by zero"]
     ended, _ = node.ends_well(agent)
     assert isinstance(ended, Ended)
+
+
+@pytest.mark.parametrize("data", [{}, {"of": 3}, {"of": "container", "values": {"cpus": "1"}}])
+def test_what_does_not_fit_ends_no_gang(data):
+    kept = Keepers({"usage": Usage().keeper(2, of_all=True)})
+    kept.take(1, Told(0, 0, "usage", data), 7.0)
+    ((line,),) = [remarks.lines for remarks in kept.pop_remarks()]
+    assert line.startswith("warning: nothing more is kept of node 1's usage: ValueError: usage")

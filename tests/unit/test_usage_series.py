@@ -6,13 +6,11 @@ import sys
 
 import pytest
 
-from metaflow_extensions.torchrun.plugins.torchrun.gang.usage import (
+from metaflow_extensions.torchrun.plugins.torchrun.features.usage.series import (
     KINDS,
     STEP_S,
     Series,
     UsageHistory,
-    coarser,
-    kinds_in,
     most_points,
     step_s,
 )
@@ -39,7 +37,6 @@ def test_each_part_of_time_has_what_was_measured_in_it():
             },
         },
     }
-    assert history.count == 5
     json.dumps(history.as_data(), allow_nan=False)
 
 
@@ -87,12 +84,6 @@ def test_what_is_no_number_is_not_kept(value):
     told(history, 0, 1.0, cpus=value, nonsense=3.0)
     history.note(0, 2.0, "container", {}, {"nonsense": 1.0})
     assert history.as_data()["nodes"] == {"0": {"of": "container", "limits": {}}}
-    assert kinds_in(history.as_data()) == ()
-
-
-def test_a_stored_series_can_be_made_coarser_again():
-    assert coarser("cpus", [1.0, 3.0, None, 5.0, None, None, 7.0]) == [2.0, 5.0, None, 7.0]
-    assert coarser("memory_mib", [1, 3]) == [3]
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 from metaflow import FlowSpec, Parameter, TorchrunError, current, step, torchrun
 from notes import note
+from spares import await_spares
 
 ATTRS = json.loads(os.environ.get("GANG_ATTRS", "{}"))
 LAUNCHES = json.loads(os.environ["WARM_LAUNCHES"])
@@ -62,6 +63,15 @@ def changed(umask=0o22, cwd=".", env=None, signals=False, files=None, affinity=N
         signal.signal(signal.SIGUSR1, handler)
 
 
+def make_ready(variant, workers, next_workers):
+    """Wait until all spares wait, and tell a script that is to fail once how many the next ones are."""
+    if variant != "cold":
+        await_spares(1 + workers)
+    count = 0 if variant == "cold" else 1 + next_workers
+    with open(os.path.join(os.environ["GANG_OUT"], "spares"), "w") as file:
+        file.write(str(count))
+
+
 def launched(torch, number, run, change):
     """Return what came of one launch."""
     options = {**run.pop("torchrun_args", {}), "log_dir": os.path.join(os.environ["GANG_OUT"], "logs")}
@@ -87,7 +97,7 @@ class WarmFlow(FlowSpec):
     @torchrun(**ATTRS)
     @step
     def train(self):
-        ended = []
+        ended, spare_workers = [], ATTRS["nproc_per_node"]  # as many as the last launch had that could have any
         if not os.path.islink("a link.py"):
             os.symlink("observed/script.py", "a link.py")
         for launch in LAUNCHES:
@@ -98,6 +108,10 @@ class WarmFlow(FlowSpec):
                     "entrypoint": entrypoint,
                     "warm": False if variant == "cold" else variant,
                 }
+                before = spare_workers
+                if variant == "workers" and "no_python" not in run.get("torchrun_args", {}):
+                    spare_workers = run.get("nproc_per_node", ATTRS["nproc_per_node"])
+                make_ready(variant, before, spare_workers)
                 outcome = launched(current.torch, len(ended), run, launch.get("change", {}))
                 ended.append({"name": launch["name"], "variant": variant, **outcome})
         note(f"launches-{current.parallel.node_index}", ended)

@@ -26,8 +26,12 @@ def same(decorator):
 def hook(moment: str) -> None:
     """Do what the test asks of the step's own code, as in ``after:1:raise``."""
     wanted = plan.HOOK.split(":")
-    if wanted[:2] != [moment, str(current.parallel.node_index)]:
+    if wanted[0] != moment or wanted[1] not in ("*", str(current.parallel.node_index)):
         return
+    if wanted[2] == "await-spares":
+        from spares import await_spares
+
+        await_spares(int(wanted[3]))
     if wanted[2] == "raise":
         raise ValueError(f"step code failed {moment} run")
     if wanted[2] == "sleep":

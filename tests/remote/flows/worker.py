@@ -56,6 +56,10 @@ def act(action: str) -> None:
         time.sleep(2)
     if action == "kill-once" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         os.kill(os.getpid(), signal.SIGKILL)
+    if action.startswith("await-spares-") and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        from spares import await_spares
+
+        await_spares(int(action.removeprefix("await-spares-")))
     if action == "say-torch":
         print("torch was imported before" if "torch" in sys.modules else "torch was not imported before", flush=True)
     if action == "kill-first" and os.environ["ATTEMPT"] == "0":

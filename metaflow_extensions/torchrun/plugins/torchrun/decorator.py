@@ -74,21 +74,21 @@ class TorchrunDecorator(_ParallelDecorator):  # type: ignore[misc]  # Metaflow i
     hang_timeout_s : float, optional, default None
         Seconds without any output or exit of any rank after which a launch counts as hanging: the stacks
         of all workers go to the logs and to files, then all is stopped. None does not look.
-    preflight : bool, default False
-        Whether to measure the network before the step's first launch: latency and bandwidth of each
-        node's links and of an all-reduce over all ranks. A slow node is named in a warning, one that can't take part in the
-        error. It is a launch of its own and takes the first number.
+    preflight : Union[bool, str], default False
+        Whether to try the network before the step's first launch: whether all nodes come and reach each other, and
+        latency and bandwidth of an all-reduce over all ranks. ``"links"`` measures the links between the nodes, too,
+        and names a slow node in a warning. It is a launch of its own and takes the first number.
     logs : str, optional, default None
         Whose lines the control node's log has, which is what the terminal shows: ``"all"``, those of all
         nodes; ``"node"``, its own; ``"rank0"``, rank 0's alone and, when a rank fails, its last 100. Each
         node's own log has its own in any case, except for ``"rank0"``. By default ``"all"`` up to 16
         nodes, and ``"node"`` above.
     warm : Union[str, bool], default "agent"
-        What is forked from a process of each node that has imported torch while the step's own code ran before `run`:
-        ``"agent"``, torchrun alone, which no script can tell; ``"workers"``, the workers, too, so that
-        they begin with torch imported; False, nothing.
+        What becomes of spares, which are processes of each node that import torch while the step's own code runs
+        before `run`: ``"agent"``, torchrun alone, which no script can tell; ``"workers"``, the workers, too, so
+        that they begin with torch imported; False, nothing.
     preload : Union[str, Sequence[str]], optional, default None
-        Further modules that this process imports, for forked workers.
+        Further modules that spare workers import beforehand.
 
     MF Add To Current
     -----------------
@@ -207,6 +207,7 @@ class TorchrunDecorator(_ParallelDecorator):  # type: ignore[misc]  # Metaflow i
     def task_pre_step(self, *args: Any) -> None:
         """Note which gang this is."""
         from .border.task_gang import TaskGang, is_local
+        from .features.listed import FEATURES
         from .node.report import print_errors_ourselves
 
         began_at = time.monotonic()
@@ -228,7 +229,8 @@ class TorchrunDecorator(_ParallelDecorator):  # type: ignore[misc]  # Metaflow i
         # Metaflow sets its alarm now, but on no control task: only with @parallel has one code of the user's (2.19).
         is_ours = ubf_context == UBF_CONTROL and self._timeout_s is not None
         deadline = began_at + (self._timeout_s or 0.0) if is_ours else None
-        self._gang = TaskGang(self._settings, self._flow_datastore, run_id, step_name, task_id, retry_count, deadline)
+        store, settings = self._flow_datastore, self._settings
+        self._gang = TaskGang(settings, store, run_id, step_name, task_id, retry_count, deadline, FEATURES)
         self._gang.watch_storing(task_datastore)
         self._gang.follow_starters()
 
@@ -269,15 +271,20 @@ class TorchrunDecorator(_ParallelDecorator):  # type: ignore[misc]  # Metaflow i
         from .border.task_gang import is_local
         from .border.value_store import OUTPUTS, DatastoreValues
         from .executor import Context, TorchrunExecutor
+        from .features.listed import FEATURES
+        from .gang.protocol import CONTROL
         from .machine.accelerators import this_machine
-        from .node.start import begin_warm
+        from .machine.open_files import raise_limit
+        from .node.watchers import starts_of
 
         super().setup_distributed_env(flow)
         assert self._gang is not None
         parallel, here = current.parallel, is_local()
         machine = this_machine(parallel.num_nodes, parallel.node_index) if here else this_machine()
         self._gang.name_tasks(getattr(flow, "_control_mapper_tasks", ()))
-        warm = begin_warm(self._settings, machine, None if here else self._requested)
+        if parallel.node_index == CONTROL:
+            raise_limit(parallel.num_nodes - 1)  # before a process starts whose workers would have another one
+        warm = starts_of(FEATURES, self._settings, machine, None if here else self._requested)
         self._gang.end_with_step(warm)
         member, main_addr = self._gang.join()
         store = None
@@ -291,6 +298,7 @@ class TorchrunDecorator(_ParallelDecorator):  # type: ignore[misc]  # Metaflow i
             requested=None if here else self._requested,
             store=store,
             warm=warm,
+            features=self._gang.features,
             live_card=self._gang.live_card,
         )
         need(current, "_update_env")({"torch": TorchrunExecutor(context)})

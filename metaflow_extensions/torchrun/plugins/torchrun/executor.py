@@ -28,10 +28,9 @@ from .launch.spec import LaunchSpec, Node, Request, build_spec
 from .launch.transfer import ValueStore
 from .machine.accelerators import Machine, Nproc, choose_nproc
 from .node.console import write_output
-from .node.event_files import MISSING, is_installed
-from .node.plan import Plan
+from .node.plan import Plan, WarmStarts
 from .node.supervisor import Supervisor
-from .node.warm_start import WarmNode
+from .node.watchers import Feature
 from .result import TorchrunResult
 from .run_arguments import IGNORED, RunOptions, checked
 from .settings import StepSettings, choose
@@ -53,7 +52,8 @@ class Context:
     settings: StepSettings
     requested: Nproc | None = None  # what the resources of a remote task amount to
     store: ValueStore | None = None  # takes outputs, and values of functions on their way; None: no flow runs
-    warm: WarmNode | None = None  # what has imported torch already, from which launches are forked
+    warm: WarmStarts | None = None  # what has imported torch already
+    features: Sequence[Feature] = ()  # of each launch
     live_card: LiveCard | None = None  # has what the step's own cards can show of the gang
 
 
@@ -62,7 +62,7 @@ class TorchrunExecutor:
 
     def __init__(self, context: Context) -> None:
         self._context = context
-        self._preflight_due = context.settings.preflight
+        self._preflight_due = context.settings.preflight != "off"
 
     @property
     def num_nodes(self) -> int:
@@ -153,7 +153,6 @@ class TorchrunExecutor:
         retry_on: str | Iterable[str] | None = None,
         hang_timeout_s: float | None = None,
         preemption_signal: str | int | None = None,
-        tensorboard: Path | str | None = None,
         warm: Literal["agent", "workers", False] | None = None,
         init: Literal["gloo", "nccl", "auto"] | None = None,
         gather: bool = False,
@@ -215,14 +214,10 @@ class TorchrunExecutor:
             attribute of ``@torchrun``.
         preemption_signal : Union[int, str], optional
             What the workers get, once, when a node is preempted. Default: the attribute of ``@torchrun``.
-        tensorboard : Union[Path, str], optional
-            A folder, relative to the workers' working directory, to which the script writes TensorBoard's event
-            files on rank 0's node: their scalars are shown as if rank 0 had told them as its metrics. Needs the
-            package ``tensorboard``. Default: none is read.
         warm : Literal["agent", "workers", False], optional
-            What is forked from a process that has imported torch before: ``"agent"``, torchrun alone;
-            ``"workers"``, the workers, too; False, nothing. What could be told from a start anew is started
-            anew, and a line says why. Default: the attribute of ``@torchrun``.
+            What becomes of spares, which are processes that have imported torch before: ``"agent"``, torchrun
+            alone; ``"workers"``, the workers, too; False, nothing. Where a spare may not be what a new process
+            would be, the start is cold, and a line says why. Default: the attribute of ``@torchrun``.
         init : Literal["gloo", "nccl", "auto"], optional
             Of a function: make this process group before the call and end it after, with the rank's own device
             set; ``"auto"`` is nccl where each rank has a CUDA device, else gloo. Default: none is made.
@@ -296,8 +291,6 @@ class TorchrunExecutor:
         context.member.emit(
             Event("chosen", self.node_index, f"processes per node: {nproc.value} ({nproc.why})", is_detail=True)
         )
-        if spec.tensorboard is not None and self.is_control and not is_installed():
-            self._note_once(MISSING)
         warning = shm_warning(shm_bytes(), nproc.value, context.machine.accelerators, os.environ)
         if warning is not None:
             self._note_once(warning)
@@ -315,8 +308,10 @@ class TorchrunExecutor:
 
     def _warm(self, request: Request, spec: LaunchSpec) -> str:
         warm: str = choose("warm", request.arguments, {}, self._context.settings).value
-        if warm == "workers" and self._context.warm is not None and "no-python" in dict(spec.options):
-            self._note_once("warm='workers': torchrun is forked, but not the workers, because they run a command")
+        others = {"no-python": "they run a command", "run-path": "torchrun runs them itself"}
+        why = next((why for name, why in others.items() if name in dict(spec.options)), None)
+        if warm == "workers" and self._context.warm is not None and why is not None:
+            self._note_once(f"warm='workers': torchrun starts warm, but the workers start cold, because {why}")
         return warm
 
     def _run_before(self, spec: LaunchSpec, policy: LaunchPolicy, warm: str) -> None:
@@ -334,18 +329,19 @@ class TorchrunExecutor:
             self._note(f"before_run: {counted(len(commands), 'command')} on {on}, {done.duration_s:.1f} s")
         importlib.invalidate_caches()  # for what was installed
         if commands and warm == "workers" and self._context.warm is not None:
-            # It would lack what is there now. What forks torchrun alone looks for itself whether torch has changed.
+            # A spare worker would lack what is there now. A spare agent sees for itself whether torch has changed.
             self._context.warm.renew()
 
     def _preflight(self, spec: LaunchSpec, facts: Mapping[str, Any], policy: LaunchPolicy, goes_on: bool) -> None:
-        """Measure the network that `spec` will use; a launch of its own, which restarts nothing."""
+        """Try the network that `spec` will use; a launch of its own, which restarts nothing."""
         if spec.world_size == 1:
             self._note("preflight: one process in all, so there is nothing to measure")
             return
         self._note(f"preflight: measures the network between {spec.world_size} ranks before the script starts")
         try:
             own = LaunchPolicy(preemption_signal=policy.preemption_signal)
-            self._launch(preflight_spec(spec), facts, own, is_ours=True, goes_on=goes_on)
+            what = preflight_spec(spec, self._context.settings.preflight == "links")
+            self._launch(what, facts, own, is_ours=True, goes_on=goes_on)
         except TorchrunPreempted:
             raise
         except LaunchFailed as error:
@@ -374,12 +370,17 @@ class TorchrunExecutor:
             store=context.store,
             logs=context.settings.logs_of(self.num_nodes),
             warm_node=context.warm,
+            features=context.features,
             **more,
         )
         supervisor = Supervisor(plan, context.member)
         try:
-            return supervisor.run()
+            result = supervisor.run()
+            plan.prepare_warm()
+            return result
         except LaunchFailed as error:
+            if not isinstance(error, TorchrunPreempted):  # the step may go on
+                plan.prepare_warm()
             original = error if call is None else call.original(error, supervisor.stored)
             if original is error:
                 raise

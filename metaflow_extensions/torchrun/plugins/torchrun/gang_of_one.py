@@ -19,14 +19,15 @@ from .channel.join import LOOPBACK, join_alone
 from .errors import TorchrunError
 from .events import Event
 from .executor import Context, TorchrunExecutor
+from .features.listed import FEATURES
 from .gang.cause import Cause
 from .gang.member import Member
 from .gang.state import Gang
 from .machine.accelerators import Machine, this_machine
 from .node.console import to_log
+from .node.plan import WarmStarts
 from .node.report import end_with, print_errors_ourselves, report
-from .node.start import begin_warm
-from .node.warm_start import WarmNode
+from .node.watchers import keepers_of, starts_of
 from .renamed import convenience
 from .result import TorchrunResult
 from .settings import DEFAULTS, parse_settings
@@ -40,7 +41,7 @@ class GangOfOne:
     def __init__(self) -> None:
         self._live_card: LiveCard | None = None  # of the last launch
         self._has_parts = False  # whether the step has asked for any
-        self._warm: WarmNode | None = None  # from the first launch that asks for it to the end of this object
+        self._warm: WarmStarts | None = None  # from the first launch that asks for it to the end of this object
 
     def card(self, parts: tuple[str, ...]) -> GangPart:
         """Return parts of the gang's card, which show the last launch."""
@@ -54,7 +55,7 @@ class GangOfOne:
         """Run a launch to its end; the arguments are those of `TorchrunExecutor.run`, all by name."""
         settings = parse_settings(DEFAULTS, None)
         about: dict[str, Any] = {}
-        member, channel = join_alone(settings, partial(_log, about))
+        member, channel = join_alone(settings, partial(_log, about), keepers=keepers_of(FEATURES, 1))
         live_card = self._follow(channel.gang, about, member)
         machine = this_machine()
         timeout = StepTimeout()
@@ -62,7 +63,8 @@ class GangOfOne:
         error: BaseException | None = None
         try:
             self._begin_warm(machine, options)
-            executor = TorchrunExecutor(Context(member, LOOPBACK, machine, settings, store=_store(), warm=self._warm))
+            context = Context(member, LOOPBACK, machine, settings, store=_store(), warm=self._warm, features=FEATURES)
+            executor = TorchrunExecutor(context)
             run: Callable[..., TorchrunResult[Any]] = executor.run  # which overload is the caller's to know
             return run(**options)
         except BaseException as caught:
@@ -88,7 +90,7 @@ class GangOfOne:
         if self._warm is None and options.get("warm") is not None:
             asked = {name: options.get(name) for name in ("warm", "nproc_per_node")}
             settings = parse_settings({**DEFAULTS, **asked}, None)
-            self._warm = begin_warm(settings, machine, None)
+            self._warm = starts_of(FEATURES, settings, machine, None)
             if self._warm is not None:
                 weakref.finalize(self, self._warm.close)
 

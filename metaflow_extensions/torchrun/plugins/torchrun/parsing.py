@@ -95,12 +95,13 @@ def parse_seconds(value: Any, setting: str, zero: bool = False) -> float:
     return number
 
 
-def parse_switch(value: Any, setting: str) -> bool:
-    """Return True or False."""
+def parse_preflight(value: Any, setting: str) -> str:
+    """Return ``"off"``, ``"on"`` or ``"links"``."""
     word = str(value).strip().lower()
-    if word not in ("true", "1", "false", "0"):
-        raise TorchrunConfigError(f"{setting} is {value!r}, but it must be True or False.")
-    return word in ("true", "1")
+    found = {"false": "off", "0": "off", "true": "on", "1": "on", "links": "links"}.get(word)
+    if found is None:
+        raise TorchrunConfigError(f"{setting} is {value!r}, but it must be True, False or 'links'.")
+    return found
 
 
 def parse_logs(value: Any, setting: str) -> str:
@@ -157,7 +158,7 @@ def parse_outputs_from(value: Any, setting: str) -> str:
 
 
 def parse_warm(value: Any, setting: str) -> str:
-    """Return what is forked from a warm process, one of `WARM`; False is ``"off"``."""
+    """Return what starts warm, one of `WARM`; False is ``"off"``."""
     word = str(value).strip().lower()
     if word in ("false", "0"):
         return "off"

@@ -37,7 +37,6 @@ class RunOptions(TypedDict, total=False):
     retry_on: str | Iterable[str] | None
     hang_timeout_s: float | None
     preemption_signal: str | int | None
-    tensorboard: Path | str | None
     warm: Literal["agent", "workers", False] | None
     init: Literal["gloo", "nccl", "auto"] | None
     gather: bool

@@ -23,7 +23,7 @@ _ATTRIBUTES: dict[str, tuple[Any, Callable[[Any, str], Any]]] = {
     "retry_on": (None, parsing.parse_retry_on),
     "preemption_signal": ("SIGTERM", parsing.parse_signal),
     "hang_timeout_s": (None, parsing.parse_seconds),
-    "preflight": (False, parsing.parse_switch),
+    "preflight": (False, parsing.parse_preflight),
     "logs": (None, parsing.parse_logs),
     "warm": ("agent", parsing.parse_warm),
     "preload": (None, parsing.parse_modules),
@@ -36,7 +36,7 @@ _WITHOUT_VALUE = {
     "max_restarts": 0,
     "retry_on": parsing.DEFAULT_RETRY_ON,
     "preemption_signal": int(signal.SIGTERM),
-    "preflight": False,
+    "preflight": "off",
     "warm": "agent",
     "preload": (),
 }
@@ -60,7 +60,7 @@ class StepSettings:
     retry_on: frozenset[str]
     preemption_signal: int
     hang_timeout_s: float | None
-    preflight: bool
+    preflight: str
     logs: str | None
     warm: str
     preload: tuple[str, ...]

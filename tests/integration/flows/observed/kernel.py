@@ -98,7 +98,7 @@ def of_family() -> dict[str, object]:
         "leads its session": os.getsid(0) == os.getpid(),
         "leads its group": os.getpgid(0) == os.getpid(),
         "is the agent's child": str(os.getppid()) == os.environ.get("TORCHRUN_AGENT_PID"),
-        "the agent was started warm": b"warm_guardian" in _command_line(_parent_of(os.getppid())),
+        "the agent was started warm": b"warm.guardian" in _command_line(_parent_of(os.getppid())),
         "children": children.read_text().split() if children.exists() else None,
         "has a terminal": _has_terminal(),
         "namespaces": {name: os.readlink(f"/proc/self/ns/{name}") for name in sorted(os.listdir("/proc/self/ns"))},

@@ -18,13 +18,12 @@ from ..channel.registry import Registry
 from ..errors import GangError
 from ..gang.state import Gang
 from ..gang.vanished import has_begun
-from ..gang.wire import finite
 
 _EVERY_S = 5.0
 # Until the gang has begun: from then on a task that comes in this one's place must not run the step's code again, and
 # by the record alone it knows.
 _SOON_S = 0.25
-# What the nodes use and what scripts tell changes all the time, and of many nodes it is a megabyte. So for it alone
+# What features keep, as what the nodes use, changes all the time, and of many nodes it is a megabyte. So for it alone
 # nothing is written more often than that.
 _NUMBERS_EVERY_S = 60.0
 _PATIENCE_S = 5.0  # for one writing, and for the last one at the step's end
@@ -42,7 +41,7 @@ class EventStore:
         self._pid = os.getpid()
         self._pause_s = _SOON_S
         self._written = 0  # how many records the datastore knows of
-        self._numbers, self._numbers_due_at = (0, -1, 0), time.monotonic() + _NUMBERS_EVERY_S
+        self._numbers, self._numbers_due_at = 0, time.monotonic() + _NUMBERS_EVERY_S
         self._wake = threading.Event()
         self._is_over = False
         self._thread = threading.Thread(target=self._run, name="torchrun-events", daemon=True)
@@ -67,8 +66,7 @@ class EventStore:
         self._save()
 
     def _save(self) -> None:
-        usage, progress, count = self._gang.usage, self._gang.progress, self._gang.history.count
-        numbers = (usage.count, progress.launch, progress.count)
+        numbers, count = self._gang.keepers.count, self._gang.history.count
         are_due = self._is_over or time.monotonic() > self._numbers_due_at
         if count > self._written or (numbers != self._numbers and are_due):
             with suppress(GangError):  # the next time tries again
@@ -94,10 +92,9 @@ def gang_content(gang: Gang, about: Mapping[str, Any]) -> dict[str, Any]:
         "error": None if error is None else error.message[:_MAX_MESSAGE],
         "facts": gang.facts,
         **dict(about),
-        "progress": finite(gang.progress.as_dict()),
         "events": [record.as_dict() for record in gang.history.records],
         "reports": [asdict(report) for report in gang.history.reports],
-        "usage": finite(gang.usage.as_data()),
+        **gang.keepers.record(),
         "wants_outputs": gang.wants_outputs,
         "outputs": {  # of copies: the channel's thread may add to them
             launch: {node: asdict(each) for node, each in dict(of).items()}

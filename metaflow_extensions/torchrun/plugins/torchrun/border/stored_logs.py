@@ -10,13 +10,11 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
-from datetime import datetime, timedelta
 from pathlib import Path
 
 from ..gang.protocol import CONTROL
 from ..renamed import known
-from ..views.log_lines import Line, OwnLog, Reader, Source
+from ..views.log_lines import Line, Reader, Source, is_of_worker
 from ..views.story import Story
 from .stored_gangs import StoredGang, StoredGangs
 
@@ -28,9 +26,6 @@ _STREAMS = ("stdout", "stderr")
 _PAUSE_S = 1.0  # at least, between two looks at logs that grow
 _SHARE = 2.0  # a look that takes long is followed by a pause of so many times that
 _LAST_S = 5.0  # an attempt's logs are stored whole a moment after its end: then nothing new comes for so long
-_NEVER = "9999"  # after every line
-# A line's copy may be so much younger than the line, where a flood goes through the control node's log.
-_ON_ITS_WAY = timedelta(seconds=30)
 
 
 class StoredLogs:
@@ -47,15 +42,8 @@ class StoredLogs:
             here = {path: Path(local) for path, local, _ in loaded if local is not None}
             node_of = Story(self._stored.events(self._gang, self._attempt) or {}).node_of
             own = _own_logs([(*files[path][1:], local) for path, local in here.items()], is_growing)
-            reader = Reader(node_of, own)
-            if not is_growing:
-                control = [path for path in here if files[path][1] == CONTROL]
-                reader.find_copies(
-                    [Source(*files[path], _timed(here[path], self._read.get(path, 0))) for path in control],
-                    [Source(*files[path], _timed(local)) for path, local in here.items()],
-                )
             sources = [Source(*files[path], self._new(path, local, is_growing)) for path, local in here.items()]
-            yield from reader.merged(sources)
+            yield from Reader(node_of, own).merged(sources)
 
     def follow(
         self, clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep
@@ -113,40 +101,16 @@ def _piece(path: Path, offset: int) -> bytes:
         return file.read(_PIECE)
 
 
-def _timed(path: Path, offset: int = 0) -> Iterator[tuple[str, str]]:
-    """Return the lines of a log with their times."""
-    latest = ""
-    for line in _whole_lines(path, offset, is_growing=False):
-        latest, text = _parsed(line, latest)
-        yield latest, text
-
-
-def _own_logs(files: list[tuple[int, str, Path]], is_growing: bool) -> dict[tuple[int, str], OwnLog]:
-    """Return what is known of each node's log, by node and stream, given its files.
-
-    While logs grow, every line of another node counts as a copy: its own log has it sooner or later.
-    """
-    found: dict[tuple[int, str], list[Path]] = {}
+def _own_logs(files: list[tuple[int, str, Path]], is_growing: bool) -> dict[tuple[int, str], bool]:
+    """Return by node and stream whether its log has lines of its workers; one that grows will have them."""
+    found: dict[tuple[int, str], bool] = {}
     for node, stream, path in files:
-        found.setdefault((node, stream), []).append(path)
-    if is_growing or len({node for node, _ in found}) == 1:
-        return {each: OwnLog("", _NEVER, _NEVER) for each in found}
-    return {each: _own_log(paths) for each, paths in found.items()}
+        found[node, stream] = found.get((node, stream), is_growing or node == CONTROL) or _has_workers(path)
+    return found
 
 
-def _own_log(paths: list[Path]) -> OwnLog:
-    begins = filter(None, (next(filter(None, (time for time, _ in _timed(path))), "") for path in paths))
-    end, recent = max(map(last_time, paths)), ""
-    with suppress(ValueError):  # no time is known
-        recent = (datetime.fromisoformat(end) - _ON_ITS_WAY).isoformat()
-    return OwnLog(min(begins, default=""), recent, end)
-
-
-def last_time(path: Path) -> str:
-    """Return the time of the last line of a log, or an empty text."""
-    size = path.stat().st_size
-    lines = _piece(path, max(0, size - _PIECE)).split(b"\n")
-    return max((_parsed(line, "")[0] for line in lines), default="")
+def _has_workers(path: Path) -> bool:
+    return any(is_of_worker(_parsed(line, "")[1]) for line in _whole_lines(path, 0, is_growing=False))
 
 
 def _parsed(line: bytes, before: str) -> tuple[str, str]:

@@ -26,8 +26,9 @@ from ..gang.member import Member
 from ..gang.node_records import NodeRecords
 from ..gang.state import Gang
 from ..node.console import to_log, write_text
+from ..node.plan import WarmStarts
 from ..node.report import end_with, report
-from ..node.warm_start import WarmNode
+from ..node.watchers import Feature, keepers_of
 from ..renamed import convenience, need
 from ..settings import StepSettings
 from .event_store import EventStore
@@ -53,7 +54,7 @@ _PREEMPTED_CARD_S = 2.0
 
 def _news_of(gang: Gang) -> int:
     """Return how much the gang's card has to show soon: what has happened, and the first of all numbers."""
-    return gang.history.count + bool(gang.usage.count) + bool(gang.progress.count)
+    return gang.history.count + gang.keepers.heard
 
 
 def is_local() -> bool:
@@ -79,7 +80,9 @@ class TaskGang:
         task_id: str,
         attempt: int,
         deadline: float | None = None,
+        features: Sequence[Feature] = (),
     ) -> None:
+        self.features = features
         self._settings = settings
         # The end of the step's @timeout in monotonic seconds, on a control node, where nobody else looks at it.
         self._deadline = deadline
@@ -96,7 +99,7 @@ class TaskGang:
         self.live_card: LiveCard | None = None  # what shows the gang, or this node of it
         self._about: dict[str, Any] = {}  # what the card shows besides what has happened
         self._local_nodes: LocalNodes | None = None  # on the control node of a local run
-        self._warm: WarmNode | None = None
+        self._warm: WarmStarts | None = None
         self._preemption_watch: threading.Event | None = None
 
     # --- before the step's code -----------------------------------------------------------------
@@ -126,8 +129,8 @@ class TaskGang:
         if self._is_local:
             self._local_nodes = LocalNodes(self._run_id, self._task_id, num_nodes)
 
-    def end_with_step(self, warm: WarmNode | None) -> None:
-        """Take the process from which launches are forked: nobody needs it when the step's own code has ended."""
+    def end_with_step(self, warm: WarmStarts | None) -> None:
+        """Take the spares of this node: nobody needs them when the step's own code has ended."""
         self._warm = warm
 
     def name_tasks(self, tasks: Sequence[str]) -> None:
@@ -154,14 +157,15 @@ class TaskGang:
         if parallel.num_nodes == 1:
             if not self._is_local:  # there the same task can be run again by hand
                 refuse_second_run(registry, 1)
-            member, channel = join_alone(settings, emit, self._deadline)
+            member, channel = join_alone(settings, emit, self._deadline, keepers_of(self.features, 1))
             self._follow(registry, channel)
             return member, LOOPBACK
         if parallel.node_index > 0:
             return self._join_as_member(registry, f"{self._run_id}/{self._step_name}/{control_task_id}")
         main_ip, here_only = parallel.main_ip, self._is_local
+        keepers = keepers_of(self.features, parallel.num_nodes)
         member, self._channel = join_as_control(
-            registry, parallel.num_nodes, main_ip, settings, emit, here_only, why_it_waits, self._deadline
+            registry, parallel.num_nodes, main_ip, settings, emit, here_only, why_it_waits, self._deadline, keepers
         )
         self._follow(registry, self._channel)
         if self._local_nodes is not None:
@@ -174,21 +178,17 @@ class TaskGang:
         """Join, and show what becomes of this node; `control` is run, step and task."""
         node, num_nodes = current.parallel.node_index, current.parallel.num_nodes
         self._about.update(control=control, of_nodes=num_nodes)
-        self._records = records = NodeRecords(node, self._about)
+        self._records = records = NodeRecords(
+            node, self._about, keepers=keepers_of(self.features, num_nodes, of_all=False)
+        )
         shortest_s = pause_of_member_s(num_nodes, self._is_local)
-        self.live_card = LiveCard(self._of_this_node, lambda: records.count, self._runs_own_code, shortest_s)
+        self.live_card = LiveCard(records.content, lambda: records.count, self._runs_own_code, shortest_s)
         if not self._finds_tasks():
             self.live_card.give_up()
         member, main_addr = join_as_member(registry, node, num_nodes, self._settings, self._emit)
         member.follow = records.take
         records.joined(member.host)
         return member, main_addr
-
-    def _of_this_node(self) -> dict[str, Any]:
-        """Return what there is to show of a node that is not the control node."""
-        assert self._records is not None
-        usage = {} if self._member is None else {"usage": self._member.usage.as_data()}
-        return {**self._records.content(), **usage}
 
     def _runs_own_code(self) -> bool:
         return self._member is not None and self._member.runs_own_code

@@ -83,11 +83,17 @@ def _ranks(summary: Summary, content: Content) -> tuple[str, list[Component]]:
 
 def _progress(summary: Summary, content: Content) -> tuple[str, list[Component]]:
     # Always there, so that what scripts tell later has a place on the page.
-    known, own = content.get("progress"), content.get("paces")
-    contents = progress.components(summary, known) if known else [progress.of_ranks(own)] if own else []
+    contents = _contents_of_progress(summary, content.get("progress"))
     return "", [
         {"type": "section", "id": "gang-progress", "contents": contents, **({"title": "Progress"} if contents else {})}
     ]
+
+
+def _contents_of_progress(summary: Summary, known: dict[str, Any] | None) -> list[Component]:
+    if not known:
+        return []
+    # A node that is not the control node knows its own ranks alone.
+    return [progress.of_ranks(known["paces"])] if "paces" in known else progress.components(summary, known)
 
 
 def _timeline(summary: Summary, content: Content) -> tuple[str, list[Component]]:

@@ -28,7 +28,7 @@ def components(summary: Summary, progress: Mapping[str, Any]) -> list[dict[str, 
 
 
 def of_ranks(paces: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return how far each rank of one node is, as one component; `paces` is what ``gang/node_records`` keeps."""
+    """Return how far each rank of one node is, as one component; `paces` is what ``features/progress`` keeps of it."""
     told_last = ((rank, f"step {pace['step']}", words.speed(pace)) for rank, pace in paces.items())
     return _markdown(facts((f"rank {rank}", ", ".join(filter(None, said))) for rank, *said in told_last))
 

@@ -1,7 +1,7 @@
 """What each node uses over time, as small charts for Metaflow's `VegaChart`. Pure.
 
-Of few nodes each has a line. Of many there is a band from the lowest to the highest, a line for the median, and lines
-for the few nodes that are far from it. So a page has a bounded size, however large the gang is.
+Of few nodes each has a line. Of many, each chart has three: the node with the highest mean, the one in the middle, and
+the lowest. So a page has a bounded size, however large the gang is.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from ..gang.texts import counted, duration
-from ..gang.usage import KINDS, coarser
 from .drawing import one_line
 from .style import LINES
 
@@ -20,15 +19,10 @@ _Values: TypeAlias = list[float | None]
 
 _SCHEMA = "https://vega.github.io/schema/vega-lite/v5.json"
 _HEIGHT = 110
-_MOST_LINES = len(LINES)  # more nodes get a band
+_MOST_LINES = len(LINES)  # of more nodes three have a line
 _MOST_POINTS = 120  # of one line: a chart is hardly wider than that on a phone
-_MOST_OUTLIERS = 3
-# How far a node's mean is from the median of all before it is named: so many times the usual distance (MAD, as a
-# standard deviation), and at least this part of the median.
-_FAR, _FAR_PART = 5 * 1.4826, 0.2
 _BRIDGED = 2  # so many missing values in a row may be a late sample; more are a gap in the line
 _GREY, _FAINT = "#808893", "rgba(128, 136, 147, 0.25)"  # to be read on white and on black
-_BAND = "rgba(59, 130, 246, 0.25)"
 _OF = {
     "container": "CPU and memory are those of the node's container.",
     "processes": "CPU and memory are those of the launch's processes: torchrun, the workers, and what they have started. "
@@ -38,7 +32,7 @@ _TIMES = ((3 * 3600.0, 3600.0, "hours"), (600.0, 60.0, "minutes"), (0.0, 1.0, "s
 
 
 class _Panel(NamedTuple):
-    """One chart: what it shows of which kind of values, and by how much they are divided."""
+    """One chart: what it shows of which kind of values, as ``features/usage`` keeps them, and what they are divided by."""
 
     kind: str
     title: str
@@ -57,11 +51,12 @@ _PANELS = (
     _Panel("output_lines_s", "Output", "lines/s"),
     _Panel("output_bytes_s", "Output", "KiB/s", 1024.0),
 )
-assert {panel.kind for panel in _PANELS} == set(KINDS)
+KINDS = tuple(panel.kind for panel in _PANELS)
+_MOST_COUNTS = ("memory_mib", "gpu_memory_mib")  # of two neighbours; of all others it is the mean
 
 
 def usage_parts(usage: Mapping[str, Any]) -> list[Component]:
-    """Return the words and the charts, each with an id; `usage` is what ``gang/usage`` keeps of all nodes."""
+    """Return the words and the charts, each with an id; `usage` is what ``features/usage`` keeps of all nodes."""
     nodes = {int(node): series for node, series in usage["nodes"].items()}
     step_s, series = _coarser(usage["step_s"], nodes)
     charts = [_chart(panel, step_s, series, _title(panel, nodes)) for panel in _shown(nodes)]
@@ -91,6 +86,13 @@ def _coarser(step_s: float, nodes: Mapping[int, Mapping[str, Any]]) -> tuple[flo
     return step_s, found
 
 
+def coarser(kind: str, values: _Values) -> _Values:
+    """Return a series in which each two neighbours have become one."""
+    pairs = [[v for v in values[at : at + 2] if v is not None] for at in range(0, len(values), 2)]
+    merge = max if kind in _MOST_COUNTS else statistics.fmean
+    return [merge(pair) if pair else None for pair in pairs]
+
+
 # --- in words -------------------------------------------------------------------------------------
 
 
@@ -100,10 +102,7 @@ def _words(step_s: float, nodes: Mapping[int, Mapping[str, Any]]) -> str:
     said = [f"A point stands for {duration(step_s)}. Time runs as in the timeline."]
     said += [_OF[of] for of in _OF if any(series.get("of") == of for series in nodes.values())]
     if len(nodes) > _MOST_LINES:
-        said.append(
-            f"The line is the median of {len(nodes)} nodes, the band goes from the lowest to the highest. Nodes that are "
-            "far from the others are named."
-        )
+        said.append(f"Of {len(nodes)} nodes each chart shows three, by their means: highest, median and lowest.")
     return f"<p>{one_line(' '.join(said))}</p>{_legend(sorted(nodes))}"
 
 
@@ -134,11 +133,17 @@ def _chart(panel: _Panel, step_s: float, nodes: Mapping[int, Mapping[str, Any]],
     length = max(map(len, values.values()))
     unit_s, unit = next((each, name) for least, each, name in _TIMES if length * step_s >= least)
     times = [round((number + 0.5) * step_s / unit_s, 3) for number in range(length)]
-    layers = _lines(times, values) if len(nodes) <= _MOST_LINES else _band(times, values)
+    names = {node: f"node {node}" for node in values} if len(nodes) <= _MOST_LINES else picked(values)
+    rows = [_row(name, times, values[node]) for node, name in names.items()]
     return {
         "type": "vegaChart",
         "id": f"gang-usage-{panel.kind}",
-        "spec": _spec(title, unit, layers, {"domain": [0, 100]} if panel.unit == "%" else {"zero": True}),
+        "spec": _spec(
+            title,
+            unit,
+            _layer(rows, len(nodes) > _MOST_LINES),
+            {"domain": [0, 100]} if panel.unit == "%" else {"zero": True},
+        ),
         "options": {"actions": False},
     }
 
@@ -147,12 +152,12 @@ def _divided(values: _Values, divisor: float) -> _Values:
     return [None if value is None else float(f"{value / divisor:.3g}") for value in values]
 
 
-def _lines(times: list[float], values: Mapping[int, _Values]) -> list[Component]:
-    """Return a line for each node."""
-    rows = [_row(f"node {node}", times, series) for node, series in values.items()]
-    names = [row["node"] for row in rows]
-    colour = {"field": "node", "scale": {"domain": names, "range": list(LINES)}, "legend": None}
-    return [_line(rows, {"color": colour})]
+def picked(values: Mapping[int, _Values]) -> dict[int, str]:
+    """Return the nodes with the highest, the middle and the lowest mean, with their names; of fewer nodes fewer."""
+    means = {node: statistics.fmean(v for v in series if v is not None) for node, series in values.items()}
+    ranked = sorted(means, key=lambda node: -means[node])
+    shown = {ranked[0]: "highest", ranked[len(ranked) // 2]: "median", ranked[-1]: "lowest"}
+    return {node: f"{which}: node {node}" for node, which in shown.items()}
 
 
 def _row(name: str, times: list[float], values: _Values) -> Component:
@@ -169,8 +174,11 @@ def _row(name: str, times: list[float], values: _Values) -> Component:
     return {"node": name, "t": at, "v": found}
 
 
-def _line(rows: list[Component], encoding: Component) -> Component:
+def _layer(rows: list[Component], with_legend: bool) -> Component:
+    """Return the lines of a chart; where all charts show the same nodes, the page has one legend for all."""
     is_short = all(len(row["t"]) < 2 for row in rows)
+    legend = {"title": None, "orient": "bottom", "labelColor": _GREY} if with_legend else None
+    scale = {"domain": [row["node"] for row in rows], "range": list(LINES)}
     return {
         "data": {"values": rows},
         "transform": [{"flatten": ["t", "v"]}],
@@ -181,58 +189,12 @@ def _line(rows: list[Component], encoding: Component) -> Component:
             "y": {"field": "v"},
             "detail": {"field": "node"},
             "tooltip": [{"field": "node"}, {"field": "t", "title": "time"}, {"field": "v", "title": "value"}],
-            **encoding,
+            "color": {"field": "node", "scale": scale, "legend": legend},
         },
     }
 
 
-def _band(times: list[float], values: Mapping[int, _Values]) -> list[Component]:
-    """Return what many nodes have in common, and lines for the few that differ."""
-    columns = [sorted(v for v in column if v is not None) for column in _columns(values.values(), len(times))]
-    there = [(at, column) for at, column in zip(times, columns, strict=True) if column]
-    band = {
-        "t": [at for at, _ in there],
-        "low": [column[0] for _, column in there],
-        "high": [column[-1] for _, column in there],
-    }
-    median = [float(f"{statistics.median(column):.3g}") for _, column in there]
-    far = [_row(f"node {node}", times, values[node]) for node in outliers(values)]
-    layers = [
-        {
-            "data": {"values": [band]},
-            "transform": [{"flatten": ["t", "low", "high"]}],
-            "mark": {"type": "area", "color": _BAND},
-            "encoding": {"x": {"field": "t"}, "y": {"field": "low"}, "y2": {"field": "high"}},
-        },
-        _line([{"node": "median", "t": band["t"], "v": median}], {"color": {"value": LINES[0]}}),
-    ]
-    for row, colour in zip(far, LINES[1:], strict=False):
-        end = {"node": row["node"], "t": row["t"][-1], "v": row["v"][-1]}
-        words = {"x": {"field": "t"}, "y": {"field": "v"}, "text": {"field": "node"}}
-        mark = {"type": "text", "align": "right", "dy": -7, "color": colour, "fontWeight": "bold"}
-        layers += [
-            _line([row], {"color": {"value": colour}}),
-            {"data": {"values": [end]}, "mark": mark, "encoding": words},
-        ]
-    return layers
-
-
-def _columns(values: Any, length: int) -> list[list[float | None]]:
-    rows = list(values)
-    return [[row[place] for row in rows if place < len(row)] for place in range(length)]
-
-
-def outliers(values: Mapping[int, _Values]) -> list[int]:
-    """Return the nodes whose mean is far from that of the others, the farthest first."""
-    means = {node: statistics.fmean(v for v in series if v is not None) for node, series in values.items()}
-    middle = statistics.median(means.values())
-    distances = {node: abs(mean - middle) for node, mean in means.items()}
-    usual = statistics.median(distances.values())
-    far = [node for node, each in distances.items() if each > max(_FAR * usual, _FAR_PART * abs(middle))]
-    return sorted(far, key=lambda node: -distances[node])[:_MOST_OUTLIERS]
-
-
-def _spec(title: str, unit: str, layers: list[Component], scale: Component) -> Component:
+def _spec(title: str, unit: str, layer: Component, scale: Component) -> Component:
     text = {"labelColor": _GREY, "titleColor": _GREY}
     time = {"title": unit, "tickCount": 5, "grid": False, "titleAnchor": "end", "titlePadding": 0}
     return {
@@ -249,7 +211,7 @@ def _spec(title: str, unit: str, layers: list[Component], scale: Component) -> C
                 "scale": scale,
             },
         },
-        "layer": layers,
+        "layer": [layer],
         "config": {
             "axis": {**text, "gridColor": _FAINT, "domainColor": _FAINT, "tickColor": _FAINT},
             "view": {"stroke": None},

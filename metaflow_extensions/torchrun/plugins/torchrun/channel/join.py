@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from ..errors import GangError, TorchrunPreempted
 from ..events import Event, Subscriber
+from ..gang.keepers import Keepers
 from ..gang.member import Member
 from ..gang.policy import ConnectPolicy, growing_pauses
 from ..gang.protocol import CONTROL, Bye, Join
@@ -41,10 +42,10 @@ def control_addresses(main_ip: str, here_only: bool) -> list[str]:
 
 
 def join_alone(
-    settings: StepSettings, emit: Subscriber, deadline: float | None = None
+    settings: StepSettings, emit: Subscriber, deadline: float | None = None, keepers: Keepers | None = None
 ) -> tuple[Member, ControlChannel]:
     """Return the only member of a gang of one node, and its channel: nothing listens, nothing is published."""
-    return _open_channel(1, settings, emit, "", lambda node: "", deadline)
+    return _open_channel(1, settings, emit, "", lambda node: "", deadline, keepers)
 
 
 def join_as_control(
@@ -56,19 +57,20 @@ def join_as_control(
     here_only: bool,
     why_it_waits: Callable[[int], str] = lambda node: "",
     deadline: float | None = None,
+    keepers: Keepers | None = None,
 ) -> tuple[Member, ControlChannel]:
     """Open the gang's channel, publish where it is, and return it with the control node as a member.
 
     `main_ip` is the control node's address or name as Metaflow knows it. With `here_only` all nodes run on this
     machine, and the channel listens to nobody else. `why_it_waits` returns a command that tells it of another node.
-    `deadline` is the end of the step's ``@timeout`` in monotonic seconds.
+    `deadline` is the end of the step's ``@timeout`` in monotonic seconds. `keepers` are those of the features.
     """
     # Before the gang's own time is up, or the others' absence would be blamed for it.
     patience_s = min(STORE_PATIENCE_S, _PUBLISH_PART * settings.all_nodes_started_timeout)
     if not here_only:
         _give_way_to_former(registry, num_nodes, settings, emit, patience_s)
     token = new_token()
-    member, channel = _open_channel(num_nodes, settings, emit, token, why_it_waits, deadline)
+    member, channel = _open_channel(num_nodes, settings, emit, token, why_it_waits, deadline, keepers)
     try:
         port = _listen(registry, channel, settings, LOOPBACK if here_only else "", token)
         record = AddressRecord(tuple(control_addresses(main_ip, here_only)), port, token)
@@ -87,10 +89,20 @@ def _open_channel(
     token: str,
     why_it_waits: Callable[[int], str],
     deadline: float | None,
+    keepers: Keepers | None,
 ) -> tuple[Member, ControlChannel]:
     member = Member(CONTROL, num_nodes, emit)
     name, started_s = secrets.token_hex(4), settings.all_nodes_started_timeout
-    gang = Gang(num_nodes, pick_port, started_s, settings.grace_s, name, why_it_waits=why_it_waits, deadline=deadline)
+    gang = Gang(
+        num_nodes,
+        pick_port,
+        started_s,
+        settings.grace_s,
+        name,
+        why_it_waits=why_it_waits,
+        deadline=deadline,
+        keepers=keepers,
+    )
     channel = ControlChannel(gang, member.deliver, token, settings.heartbeat_timeout_s)
     member.attach(channel)
     member.settle_lines = channel.relay.settle

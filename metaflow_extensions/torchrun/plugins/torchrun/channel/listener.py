@@ -9,9 +9,10 @@ import asyncio
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from ..machine.network import listening_socket
-from ..machine.open_files import OpenFiles
+from ..machine.open_files import room_for_connections
 from .connection import Connection, Reading, handshake_as_control
 
 # How long a connection may stay unauthenticated, and how long when all places are taken.
@@ -41,7 +42,7 @@ class Listener:
         self._timeout_s = heartbeat_timeout_s
         self._serve = serve
         self._on_end = on_end
-        self._files = OpenFiles(num_members, _MAX_UNAUTHENTICATED)
+        self._places = room_for_connections(num_members, _MAX_UNAUTHENTICATED)
         # In the order of their coming. The loop itself does not keep the tasks that open them.
         self._unauthenticated: dict[Connection, asyncio.Task[None]] = {}
         self.connections: set[Connection] = set()
@@ -68,7 +69,7 @@ class Listener:
         """
         for connection in self.connections:
             connection.beat()
-        has_places = len(self.connections) < self._files.places
+        has_places = len(self.connections) < self._places
         patience_s = _HANDSHAKE_S if has_places else _HANDSHAKE_WHEN_FULL_S
         for connection in self._unauthenticated:
             if time.monotonic() - connection.opened_at < patience_s:
@@ -79,8 +80,11 @@ class Listener:
             self._loop.add_reader(self._socket, self._accept)
 
     def _accept(self) -> None:
-        most = min(self._files.places - len(self.connections), _ACCEPT_AT_ONCE)
-        accepted = self._files.accept(self._socket, most)
+        most = min(self._places - len(self.connections), _ACCEPT_AT_ONCE)
+        accepted: list[socket.socket] = []
+        with suppress(OSError):  # nobody waits any more, or the system has no more files or memory
+            while len(accepted) < most:
+                accepted.append(self._socket.accept()[0])
         if not accepted:
             self._accepts = False
             self._loop.remove_reader(self._socket)  # no place, or none in the whole system

@@ -15,8 +15,6 @@ from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any
 
-from ..machine.open_files import limit_of_at_least
-
 CLOSE_S = 5.0
 """How long another thread waits for what it asks of the loop, and for the loop's end."""
 
@@ -76,9 +74,8 @@ def _in_forked_child() -> None:
     numbers = [number for thread in _all for number in thread.descriptors()]
     if numbers:
         null = os.open(os.devnull, os.O_RDWR)
-        with limit_of_at_least(max(numbers) + 1):
-            for number in numbers:
-                os.dup2(null, number, inheritable=False)
+        for number in numbers:
+            os.dup2(null, number, inheritable=False)
         os.close(null)
 
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 Kind = Literal[
     "joined", "ready", "go", "started", "output", "exited", "stopped", "finished", "left", "lost",
     "preempted", "hang", "timeout", "dropped", "stopping", "cause", "restart", "done", "failed", "broken", "omitted",
-    "straggler", "recovered", "stored", "before_run", "command", "told",
+    "stored", "before_run", "command", "told",
 ]  # fmt: skip
 # What every node gets to know with a verdict; the others concern one node that is as it should be.
 _OF_THE_GANG = frozenset(
@@ -47,7 +47,7 @@ _REPORTS, _REPORT_CHARS = 20, 128 * 1024
 class Record:
     """One thing that has happened; what does not apply is None."""
 
-    kind: str  # a `Kind`
+    kind: str  # a `Kind`, or a feature's own
     at_s: float  # seconds since the gang's begin, by the control node's clock
     time: float  # the same moment in seconds since 1970
     launch: int | None = None
@@ -92,8 +92,8 @@ class History:
         self._reports: deque[Report] = deque(maxlen=_REPORTS)
         self.count = 0  # of all that were noted
 
-    def note(self, kind: Kind, **facts: Any) -> None:
-        """Take down what has happened now; `facts` are fields of `Record`."""
+    def note(self, kind: Kind | str, **facts: Any) -> None:
+        """Take down what has happened now, of a `Kind` or a feature's own; `facts` are fields of `Record`."""
         at_s = self._clock() - self._began_at
         record = Record(kind, round(at_s, 3), round(self._began_wall + at_s, 3), **facts)
         (self._first if len(self._first) < _FIRST else self._last).append(record)

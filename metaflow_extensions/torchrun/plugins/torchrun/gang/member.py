@@ -21,7 +21,6 @@ import os
 import queue
 import socket
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -47,12 +46,10 @@ from .protocol import (
     Restart,
     Save,
     Stop,
-    Usage,
     Verdict,
     Welcome,
 )
 from .texts import QUIET_S, REMIND_S, names
-from .usage import UsageHistory, step_s
 from .wakeup import Wakeup
 
 # How long a leaving node waits for the control node to say that it has read the cause.
@@ -145,10 +142,6 @@ class Member:
         self.follow: Callable[[Message], None] = lambda message: None
         self._link: Link | None = None
         self._at_end: Callable[[], None] = lambda: None
-        self.usage = UsageHistory(
-            1, step_s(num_nodes)
-        )  # of this node alone, from its own begin; any thread may ask for it
-        self._began_at = time.monotonic()
         self._pid = os.getpid()
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
@@ -334,11 +327,6 @@ class Member:
         if self._link is not None and self.in_task:
             self.follow(message)
             self._link.send(message)
-
-    def tell_usage(self, usage: Usage) -> None:
-        """Tell the control node what this node uses, and keep it; called in the thread that calls `run`."""
-        self.usage.note(self.node, time.monotonic() - self._began_at, usage.of, usage.values, usage.limits)
-        self.send(usage)
 
     def refuse_in_child(self) -> None:
         """Raise if this is a process that the task has forked: the gang's nodes are the tasks alone."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from .cause import Cause, describe_exit
 from .history import History
-from .progress import Pace
+from .keepers import Keepers
 from .protocol import (
     COMMANDS,
     WORKERS,
@@ -24,12 +24,12 @@ from .protocol import (
     Go,
     Leave,
     Message,
-    Metrics,
     Ran,
     Ready,
     Restart,
     Started,
     Stop,
+    Told,
     Verdict,
 )
 
@@ -39,16 +39,23 @@ _MAX_MESSAGE = 8 * 1024
 class NodeRecords:
     """The history of one node; the step's code, the channel's thread and a card's may use it at the same time."""
 
-    def __init__(self, node: int, about: Mapping[str, Any], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        node: int,
+        about: Mapping[str, Any],
+        clock: Callable[[], float] = time.monotonic,
+        keepers: Keepers | None = None,  # of the features, for this node alone
+    ) -> None:
         self._node = node
         self._about = about  # what else is known, as plain data; other threads may add to it
         # A handler of a signal may send, and so come here, while the main thread has it.
         self._lock = threading.RLock()
+        self._clock, self._began_at = clock, clock()
         self._history = History(clock)
+        self._keepers = keepers or Keepers()
         self._nproc: int | None = None
         self._runs = WORKERS
         self._facts: dict[str, str] = {}
-        self._paces: Mapping[int, Pace] = {}  # by global rank
         self._error: str | None = None
         self._cause: dict[str, Any] | None = None
 
@@ -88,8 +95,8 @@ class NodeRecords:
                 "error": self._error,
                 **dict(self._about),
                 "events": [record.as_dict() for record in self._history.records],
-                "paces": {str(rank): asdict(pace) for rank, pace in sorted(self._paces.items())},
                 "reports": [asdict(report) for report in self._history.reports],
+                **self._keepers.record(),
             }
 
     # --- with the lock
@@ -103,7 +110,7 @@ class NodeRecords:
         self._note("ready", launch=ready.launch)
 
     def _on_go(self, go: Go) -> None:
-        self._paces = {}
+        self._keepers.begin()
         kind = "before_run" if self._runs == COMMANDS else "go"
         self._note(kind, node=None, launch=go.launch, generation=go.generation)
 
@@ -118,9 +125,8 @@ class NodeRecords:
         here = {"launch": ran.launch, "generation": ran.generation}
         self._note("command", exit_code=ran.exit_code, text=ran.text, seconds=ran.seconds, **here)
 
-    def _on_metrics(self, metrics: Metrics) -> None:
-        # At the end of the workers they are missing; what is known last is kept.
-        self._paces = metrics.paces or self._paces
+    def _on_told(self, told: Told) -> None:
+        self._keepers.take(self._node, told, self._clock() - self._began_at)
 
     def _on_stop(self, stop: Stop) -> None:
         self._note("stopping", node=None, launch=stop.launch, generation=stop.generation, text=stop.because)

@@ -10,7 +10,7 @@ Node 0 is the control node and a node of its own gang: its own messages take the
     Ready: the step has called `run`    ──>
                                         <──  Go, when all nodes are ready and agree
     Started, Active, Ran, Failed        ──>
-    Lines, Metrics, Usage               ──>
+    Lines, Told                         ──>
                                         <──  Stop, when a node has failed
     Ended, then Storing and Stored      ──>
                                         <──  Restart and another Go; or Save, if all has failed
@@ -39,7 +39,6 @@ from ..errors import TorchrunError
 from .cause import Cause, Failure
 from .history import Record
 from .policy import LaunchPolicy
-from .progress import Pace, Point
 from .wire import from_plain, to_plain
 
 CONTROL = 0
@@ -132,27 +131,13 @@ class Lines:
 
 
 @dataclass(frozen=True)
-class Metrics:
-    """What the scripts of this node have told of their progress; sent every 5 s where they tell any, and at the end."""
+class Told:
+    """What a feature has to tell of this node, see `keepers`. Nobody waits for it, and nothing is decided by it."""
 
     launch: int
     generation: int
-    paces: dict[int, Pace] = field(default_factory=dict)  # global rank -> how fast it is; only those that still run
-    points: tuple[Point, ...] = ()  # what is new of rank 0, thinned out
-    total: float | None = None  # at which step rank 0 will be done
-    counts_from_0: bool = False  # whether rank 0 has told a step 0: then it is done one step before
-
-
-@dataclass(frozen=True)
-class Usage:
-    """What this node uses now, or has used since the last time; sent every 5 s while workers run, of a large gang less often.
-
-    Nobody waits for it, and nothing is decided by it.
-    """
-
-    of: str  # whose CPU and memory it is: "container", or the launch's "processes"
-    values: dict[str, float] = field(default_factory=dict)  # by `usage.KINDS`; what is not measured is left out
-    limits: dict[str, float] = field(default_factory=dict)  # by `usage.LIMITS`
+    feature: str  # its name
+    data: dict[str, Any]  # plain data, of at most `watchers.MAX_TOLD_BYTES` as JSON
 
 
 @dataclass(frozen=True)
@@ -303,7 +288,7 @@ class Verdict:
     stored: dict[int, str] = field(default_factory=dict)
     # What has happened since the launch before: all for the control node, for others what concerns the gang.
     events: tuple[Record, ...] = ()
-    metrics: dict[str, float | None] = field(default_factory=dict)  # rank 0's last values; None: not finite
+    features: dict[str, dict[str, Any]] = field(default_factory=dict)  # what each has to tell of the launch
     alone: bool = False  # whether the launch has ended well and, on all nodes, as `Ended.alone` says
     # By node: for the control node those of all that have stored any, for others the control node's alone.
     outputs: dict[int, StoredOutputs] = field(default_factory=dict)
@@ -348,7 +333,7 @@ class Alone:
 
 
 Message: TypeAlias = (
-    Join | Ready | Started | Active | Ran | Failed | Lines | Metrics | Usage | Ended | Storing | Stored | Done | Leave | Beat
+    Join | Ready | Started | Active | Ran | Failed | Lines | Told | Ended | Storing | Stored | Done | Leave | Beat
     | Welcome | Refused | Go | Stop | Restart | Save | Verdict | Abort | Replaced | Note | Ack | Bye | Alone
 )  # fmt: skip
 _CLASSES: dict[str, type[Any]] = {cls.__name__.lower(): cls for cls in typing.get_args(Message)}

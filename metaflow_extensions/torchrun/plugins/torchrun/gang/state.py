@@ -14,13 +14,13 @@ from dataclasses import replace
 from typing import Any
 
 from ..errors import GangError, TorchrunError, TorchrunPreempted
-from . import obstacles, stragglers
+from . import obstacles
 from .cause import Cause, Failure, describe_exit, first_failure
 from .history import History, Kind, Record, of_the_gang
+from .keepers import Keepers, Where
 from .launch import LONGER, Launch, Phase, reason, summary, teller
 from .nodes import Nodes, NodeState
 from .policy import LaunchPolicy
-from .progress import Progress
 from .protocol import (
     COMMANDS,
     CONTROL,
@@ -36,7 +36,6 @@ from .protocol import (
     Join,
     Leave,
     Message,
-    Metrics,
     Note,
     Ran,
     Ready,
@@ -49,12 +48,11 @@ from .protocol import (
     Stored,
     StoredOutputs,
     Storing,
-    Usage,
+    Told,
     Verdict,
     Welcome,
 )
 from .texts import QUIET_S, REMIND_S, counted, headline, names, size_text
-from .usage import UsageHistory, step_s
 
 Outgoing = tuple[int, Message]
 """A node's index and a message for it."""
@@ -88,6 +86,7 @@ class Gang:
         clock: Callable[[], float] = time.monotonic,
         why_it_waits: Callable[[int], str] = lambda node: "",  # returns a command that tells it of a node, or nothing
         deadline: float | None = None,  # end of the step's ``@timeout`` by the clock, whatever the gang does then
+        keepers: Keepers | None = None,  # of the features
     ) -> None:
         self.num_nodes = num_nodes
         self.nodes = Nodes(num_nodes)
@@ -103,8 +102,7 @@ class Gang:
         self._why_it_waits = why_it_waits
         self._started_at = clock()
         self.history = History(clock)
-        self.progress = Progress()  # of the last launch whose scripts have told of any
-        self.usage = UsageHistory(num_nodes, step_s(num_nodes))
+        self.keepers = keepers or Keepers()
         self.outputs: dict[int, dict[int, StoredOutputs]] = {}  # by launch and node; of very many the last
         self.launches_left_out = 0  # launches with outputs that are not in `outputs` any more
         self.wants_outputs = False  # whether any launch was asked to store some
@@ -121,8 +119,7 @@ class Gang:
             Started: self._on_started,
             Active: self._on_active,
             Ran: self._on_ran,
-            Metrics: self._on_metrics,
-            Usage: self._on_usage,
+            Told: self._on_told,
             Failed: self._on_failed,
             Ended: self._on_ended,
             Storing: self._on_storing,
@@ -149,6 +146,11 @@ class Gang:
         return self._launch.until if self._launch.phase is Phase.PAUSING else float("inf")
 
     @property
+    def _age_s(self) -> float:
+        """Seconds since the gang's begin."""
+        return self._clock() - self._started_at
+
+    @property
     def error(self) -> TorchrunError | None:
         """What the gang is broken by, or what the last launch has ended with."""
         return self.broken or self._launch.verdict
@@ -164,7 +166,7 @@ class Gang:
 
     def _is_late(self, message: Message) -> bool:
         """Tell whether a message speaks of a launch that is over, or of another generation than the one that runs."""
-        if not isinstance(message, Started | Active | Ran | Metrics | Failed | Ended | Storing | Stored):
+        if not isinstance(message, Started | Active | Ran | Told | Failed | Ended | Storing | Stored):
             return False
         if self._is_early(message):
             return False
@@ -206,7 +208,7 @@ class Gang:
             self._remind(now)
         self._look_at_limits(now)
         if self._launch.phase is Phase.RUNNING:
-            self._look_for_stragglers(now)
+            self.keepers.tick(self._age_s, self._where)
         return self._flush()
 
     def _remind(self, now: float) -> None:
@@ -348,6 +350,7 @@ class Gang:
             self._finish(obstacles.port_taken(pinned, self.nodes.host(CONTROL)))
             return
         launch.begin_generation(self._clock())
+        self.keepers.begin()
         limit = launch.policy.max_restarts
         if launch.ready[CONTROL].runs == COMMANDS:
             self._note("before_run", text=f"commands on {counted(self.num_nodes, 'node')}")
@@ -374,25 +377,8 @@ class Gang:
     def _on_ran(self, node: int, ran: Ran) -> None:
         self._note("command", node=node, exit_code=ran.exit_code, text=ran.text, seconds=ran.seconds)
 
-    def _on_metrics(self, node: int, metrics: Metrics) -> None:
-        if self.progress.launch != metrics.launch:
-            self.progress = Progress(metrics.launch, self.nproc or 1)
-        self.progress.take(node, metrics, self._clock())
-
-    def _look_for_stragglers(self, now: float) -> None:
-        def place(rank: int) -> str:
-            node = rank // (self.nproc or 1)
-            return f"node {node}, host {self.nodes.host(node)}"
-
-        changes = self.progress.look(now)
-        for each in changes:
-            kind: Kind = "straggler" if each.is_slow else "recovered"
-            self._note(kind, node=each.rank // (self.nproc or 1), rank=each.rank, text=each.text)
-        for line in stragglers.lines(changes, place):
-            self._send(Note(line), CONTROL)
-
-    def _on_usage(self, node: int, usage: Usage) -> None:
-        self.usage.note(node, self._clock() - self._started_at, usage.of, usage.values, usage.limits)
+    def _on_told(self, node: int, told: Told) -> None:
+        self.keepers.take(node, told, self._age_s)
 
     def _on_failed(self, node: int, failed: Failed) -> None:
         launch = self._launch
@@ -432,7 +418,7 @@ class Gang:
         for rank, code in ended.exit_codes.items() if node not in launch.ended else ():
             self._note("exited", node=node, rank=rank, exit_code=code, text=describe_exit(code))
         self._note("stopped", node=node)
-        self.progress.forget(node, ended.ok)
+        self.keepers.ended(node, ended.ok)
         launch.ended[node] = replace(ended, failures=())
         if ended.storing and not (ended.ok and launch.phase is Phase.STOPPING):
             launch.note_storing(node, ended.storing, self._clock())
@@ -612,6 +598,7 @@ class Gang:
 
     def _send_verdict(self, nodes: Iterable[int], error: TorchrunError | None) -> None:
         launch = self._launch
+        features = self.keepers.verdict(launch.number)
         made: dict[tuple[int, bool], Verdict] = {}  # one message for all that get the same
         for node in nodes:
             if node in launch.ready:  # by the number the node itself gave it, which may be the contradiction
@@ -619,10 +606,9 @@ class Gang:
                 key = (number, node == CONTROL)
                 if key not in made:
                     events = self._events_for(node, self._events())
-                    metrics = dict(self.progress.last) if self.progress.launch == launch.number else {}
                     alone = error is None and launch.alone
                     stored, outputs = launch.stored_for(node, error), launch.outputs_for(node)
-                    made[key] = Verdict(number, error, stored, events, metrics, alone, outputs)
+                    made[key] = Verdict(number, error, stored, events, features, alone, outputs)
                 self._send(made[key], node)
 
     def _send_late_verdict(self, number: int, node: int, error: TorchrunError | None) -> None:
@@ -714,7 +700,7 @@ class Gang:
 
     # --- the history ----------------------------------------------------------------------------
 
-    def _note(self, kind: Kind, **facts: Any) -> None:
+    def _note(self, kind: Kind | str, **facts: Any) -> None:
         """Take down what has happened to the launch."""
         self.history.note(kind, **{"launch": self._launch.number, "generation": self._launch.generation, **facts})
 
@@ -731,6 +717,19 @@ class Gang:
         if before is None and launch.preempted is not None:
             self._note("preempted", node=launch.preempted.node, text=headline(launch.preempted.what))
 
+    # --- what features say ----------------------------------------------------------------------
+
+    def _where(self, rank: int) -> Where:
+        node = rank // (self.nproc or 1)
+        return Where(node, rank, self.nodes.host(node))
+
+    def _take_remarks(self) -> None:
+        for remarks in self.keepers.pop_remarks():
+            for each in remarks.happened:
+                self._note(each.kind, node=each.where.node, rank=each.where.rank, text=each.text)
+            for line in remarks.lines:
+                self._send(Note(line), CONTROL)
+
     # --- sending --------------------------------------------------------------------------------
 
     def _broadcast(self, message: Message) -> None:
@@ -740,5 +739,6 @@ class Gang:
         self._out += [(node, message) for node in nodes]
 
     def _flush(self) -> list[Outgoing]:
+        self._take_remarks()
         out, self._out = self._out, []
         return out

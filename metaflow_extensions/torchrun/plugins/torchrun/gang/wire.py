@@ -1,7 +1,7 @@
 """How a dataclass becomes plain data, and back: its fields' types say what fits.
 
-The types are str, int, float, bool, X | None, tuple, frozenset and dict of these, other such dataclasses, and
-TorchrunError.
+The types are str, int, float, bool, X | None, tuple, frozenset and dict of these, other such dataclasses,
+TorchrunError, and Any for plain data, which travels as it is.
 """
 
 from __future__ import annotations
@@ -94,6 +94,8 @@ def _reader(hint: Any) -> Reader:
         return _reader_of_dict(inner[0], _reader(inner[1]))
     if hint is TorchrunError:
         return _read_error
+    if hint is Any:
+        return lambda value: value
     if is_dataclass(hint):
         return _reader_of_fields(hint)
     if hint is float:

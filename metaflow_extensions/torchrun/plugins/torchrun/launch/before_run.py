@@ -23,7 +23,7 @@ def before_spec(spec: LaunchSpec, commands: Sequence[tuple[str, ...]], flow_dir:
     """Return the launch that runs `commands` on each node, in the folder and with the variables of `spec`."""
     found = tuple((beside_flow(words[0], spec.cwd, flow_dir), *words[1:]) for words in commands)
     own = replace(spec, entrypoint=_RUNNER, args=(), module=False, options=(), command=(), source=None, function=None)
-    own = replace(own, commands=found, shown_local_ranks=None, tensorboard=None, outputs=None)
+    own = replace(own, commands=found, shown_local_ranks=None, outputs=None)
     # All nodes take part, whatever torchrun's own elasticity is to do later.
     return replace(own, max_restarts=0, min_nodes=None)
 

@@ -16,11 +16,6 @@ WORKER_HOOKS = os.path.join(SCRIPTS, "worker_hooks")
 # The agent is the first Python of a launch and puts its pid there, so that its children know that they are workers.
 _AGENT_VARIABLE = "TORCHRUN_AGENT_PID"
 
-# A worker appends lines of JSON to the file that this names; the hook sets it, since torchrun gives all workers of a
-# node the same environment.
-METRICS = "TORCHRUN_METRICS"
-_METRICS_FOLDER = "TORCHRUN_METRICS_FOLDER"
-
 # Our torchrun would take the settings of an outer one for its defaults (argparse actions of torch's `env` in
 # run.py, 2.13), and a script may read them before torchrun sets its own.
 _FOREIGN_PREFIXES = ("PET_", "TORCHELASTIC_")
@@ -28,16 +23,25 @@ _FOREIGN_NAMES = frozenset(
     {
         *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"),
         *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
-        *(METRICS, _METRICS_FOLDER),  # of a worker that has started this task
     }
 )
 
 
-def agent_command(spec: LaunchSpec, go: Go, main_addr: str, log_dir: str, forks_workers: bool = False) -> list[str]:
+def agent_command(
+    spec: LaunchSpec,
+    go: Go,
+    main_addr: str,
+    log_dir: str,
+    sets_restarts: bool = True,
+    of_rank: Mapping[str, str] | None = None,
+) -> list[str]:
     """Return the argv of this node's agent: torchrun, with a static rendezvous unless the user wants its elasticity.
 
-    An agent whose workers are forked gives them their own variables itself, see `restart_variables`.
+    Without `sets_restarts` somebody else gives the workers the `restart_variables`. `of_rank` are
+    variables of each rank, with ``${local_rank}`` in them, for programs in which no hook of ours runs: they may be no
+    Python.
     """
+    own = [f"{name}={value}" for name, value in (of_rank or {}).items() if name not in dict(spec.env)]
     given = dict(spec.options)
     options = {
         "nproc-per-node": str(spec.nproc),
@@ -52,14 +56,14 @@ def agent_command(spec: LaunchSpec, go: Go, main_addr: str, log_dir: str, forks_
     }
     command = [spec.python, "-m", TORCHRUN]
     command += [f"--{name}" if value is None else f"--{name}={value}" for name, value in options.items()]
-    if go.max_restarts and spec.min_nodes is None and "run-path" not in given and not forks_workers:
-        return [*command, *_told_of_restarts(spec, go, log_dir)]
+    if go.max_restarts and spec.min_nodes is None and "run-path" not in given and sets_restarts:
+        return [*command, *_told_of_restarts(spec, go, own)]
     if "no-python" in given and "run-path" not in given:
         return [
             *command,
             "--",
             system_program("env"),
-            *_own_metrics(spec, log_dir),
+            *own,
             *_program([spec.entrypoint, *spec.args]),
         ]
     if spec.module:
@@ -94,28 +98,15 @@ def _gang_options(spec: LaunchSpec, given: Mapping[str, str | None]) -> dict[str
     }
 
 
-def metrics_file(log_dir: str, local_rank: int | str) -> str:
-    """Return the file of a worker whose logs lie in `log_dir`."""
-    return os.path.join(log_dir, "metrics", f"{local_rank}.jsonl")
-
-
-def _own_metrics(spec: LaunchSpec, log_dir: str) -> list[str]:
-    """Return the word for ``env`` that names a worker's file where no hook of ours does: it may be no Python."""
-    if METRICS in dict(spec.env):
-        return []
-    folder = log_dir.replace("$", "$$")
-    return [f"{METRICS}={metrics_file(folder, '${local_rank}')}"]
-
-
-def _told_of_restarts(spec: LaunchSpec, go: Go, log_dir: str) -> list[str]:
+def _told_of_restarts(spec: LaunchSpec, go: Go, own: Sequence[str]) -> list[str]:
     """Return the words that make workers see the gang's restarts in the variables that torchrun sets.
 
-    ``env`` sets them anew and becomes the worker.
+    ``env`` sets them anew, and what else is a rank's `own`, and becomes the worker.
     """
     told = (f"{name}={value}" for name, value in restart_variables(spec, go).items())
     words = ["--", system_program("env"), *told]
     if "no-python" in dict(spec.options):
-        return [*words, *_own_metrics(spec, log_dir), *_program([spec.entrypoint, *spec.args])]
+        return [*words, *own, *_program([spec.entrypoint, *spec.args])]
     # As torchrun starts a script (config_from_args in torch/distributed/run.py, 2.13).
     started = [spec.python, "-u", *(["-m"] if spec.module else []), spec.entrypoint, *spec.args]
     return ["--no-python", *words, *_program(started)]
@@ -143,11 +134,10 @@ def _escaped(words: Sequence[str]) -> list[str]:
 
 
 def agent_environment(
-    given: Mapping[str, str], inherited: Mapping[str, str], omp_threads: int, interface: str | None, log_dir: str
+    given: Mapping[str, str], inherited: Mapping[str, str], omp_threads: int, interface: str | None
 ) -> dict[str, str]:
     """Return the whole environment of this node's agent and workers; `given` is the user's, `inherited` the task's."""
     env = program_environment(given, inherited, omp_threads, interface)
-    env.setdefault(_METRICS_FOLDER, os.path.dirname(metrics_file(log_dir, 0)))
     if os.pathsep not in WORKER_HOOKS:
         env[_AGENT_VARIABLE] = ""
         # An empty entry would mean the working directory, so there must be none of ours.

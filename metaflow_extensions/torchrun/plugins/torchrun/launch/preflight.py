@@ -25,16 +25,17 @@ _ENOUGH_SHM_MIB = 1024
 _SHM_DECORATORS = {"kubernetes": "kubernetes", "aws-batch": "batch"}
 
 
-def preflight_spec(spec: LaunchSpec) -> LaunchSpec:
+def preflight_spec(spec: LaunchSpec, with_links: bool) -> LaunchSpec:
     """Return the launch that measures the network for `spec`: with the same nodes, processes, port and variables."""
-    own = replace(spec, entrypoint=_SCRIPT, args=(), module=False, options=(), shown_local_ranks=None)
+    args = ("links",) if with_links else ()
+    own = replace(spec, entrypoint=_SCRIPT, args=args, module=False, options=(), shown_local_ranks=None)
     # All nodes take part and rank by their index, whatever torchrun's own elasticity is to do later.
-    return replace(own, max_restarts=0, min_nodes=None, tensorboard=None, outputs=None)
+    return replace(own, max_restarts=0, min_nodes=None, outputs=None)
 
 
 def as_preflight(error: LaunchFailed) -> LaunchFailed:
     """Return the failure of that launch with words that say what it was; cause and events stay."""
-    what = "The preflight failed (@torchrun(preflight=True)); the script was not started on any node."
+    what = "The preflight failed (@torchrun(preflight=...)); the script was not started on any node."
     return retold(error, type(error), f"{what}\n{error.message}")
 
 

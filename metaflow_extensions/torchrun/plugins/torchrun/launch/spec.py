@@ -59,7 +59,6 @@ class LaunchSpec:
     min_nodes: int | None = None  # how few torchrun's own elasticity may go on with; None without it
     elastic_timeout_s: int = 600  # how long elastic agents wait for each other
     function: str | None = None  # name of the function that is called instead of a script
-    tensorboard: str | None = None  # absolute path of a folder with TensorBoard's event files, which are to be read
     source: str | None = None  # the file that must be the same on all nodes; None is the entrypoint
     outputs: OutputRequest | None = None
     bools: tuple[tuple[str, bool], ...] = ()  # of `args`, those that were given as True or False, by their names
@@ -138,7 +137,6 @@ def build_spec(request: Request, nproc: int, settings: StepSettings, node: Node,
         log_dir=None if log_dir is None else os.path.abspath(os.path.join(cwd or "", log_dir)),
         env=env,
         cwd=cwd,
-        tensorboard=_event_folder(arguments.get("tensorboard"), cwd),
         outputs=_outputs(arguments, cwd),
         min_nodes=min_nodes,
         elastic_timeout_s=int(settings.all_nodes_started_timeout),
@@ -267,19 +265,6 @@ def _working_directory(cwd: str | None) -> str | None:
     if not os.path.isdir(folder):
         raise TorchrunConfigError(f"run(cwd={cwd!r}): {folder} is not a folder on this node.")
     return folder
-
-
-def _event_folder(folder: Any, cwd: str | None) -> str | None:
-    """Return where TensorBoard's event files will lie, as the workers see it; it need not be there yet."""
-    if folder is None:
-        return None
-    name = os.fsdecode(folder) if isinstance(folder, str | os.PathLike) else ""
-    if not name or "\0" in name or "://" in name:
-        raise TorchrunConfigError(
-            f"run(tensorboard={folder!r}) must be the folder, on the disk of rank 0's node, to which the script writes "
-            "TensorBoard's event files, as in tensorboard='runs'."
-        )
-    return os.path.abspath(os.path.join(cwd or "", name))
 
 
 def _outputs(arguments: Mapping[str, Any], cwd: str | None) -> OutputRequest | None:

@@ -8,15 +8,24 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 from ..machine import processes
 from .agent_events import AgentEvent, AgentStarted, End, Refused, WorkerStarted
 from .guardian import Options
 from .guardian_process import GuardianProcess
-from .warm_start import GUARDIAN_ENDED, WarmStart
 
 # The guardian waits 10 s at most after SIGKILL; then it reports what it has.
 _END_WAIT_S = 15.0
+# Until a guardian that has waited says that it has read its request; a busy machine is slow, and a frozen one says nothing.
+_ANSWER_S = 15.0
+
+
+class Warm(Protocol):
+    """A way to start an agent faster than cold."""
+
+    def start(self, env: Mapping[str, str], options: Options) -> GuardianProcess | Refused:
+        """Return a guardian that was asked for the agent, or why there is none."""
 
 
 class AgentProcess:
@@ -28,7 +37,7 @@ class AgentProcess:
         env: Mapping[str, str],
         options: Options,
         on_event: Callable[[AgentEvent], None],
-        warm: WarmStart | None = None,
+        warm: Warm | None = None,
     ) -> None:
         self._command = list(command)
         self._env = dict(env)  # its whole environment
@@ -38,7 +47,7 @@ class AgentProcess:
         self._guardian: GuardianProcess | None = None
         self._told: list[str] = []  # in order
         self._has_ended = False
-        # Guards the three above: the reader goes on with another guardian where a warm one refuses.
+        # Guards the three above: the reader goes on with another guardian where a waiting one ends too early.
         self._lock = threading.Lock()
         self._reader = threading.Thread(target=self._read, name="torchrun-agent", daemon=True)
         self._tree: dict[int, str] = {}  # pid -> when it began
@@ -52,12 +61,13 @@ class AgentProcess:
         """Return who starts the agent warm; None if nobody does, and then why was told."""
         asked = None if self._warm is None else self._warm.start(self._env, self._options)
         if isinstance(asked, Refused):
+            self._warm = None
             self._on_event(asked)
             return None
         return asked
 
     def _own_guardian(self) -> GuardianProcess:
-        return GuardianProcess("guardian", [json.dumps(self._options._asdict()), *self._command], self._env)
+        return GuardianProcess("node.guardian", [json.dumps(self._options._asdict()), *self._command], self._env)
 
     @property
     def pid(self) -> int | None:
@@ -86,12 +96,10 @@ class AgentProcess:
         if self._reader.ident is not None:  # else there was no thread to be had
             self._reader.join(grace_s + _END_WAIT_S)
         with self._lock:
-            guardian, is_warm = self._guardian, self._warm is not None and self._warm.node.has(self._guardian)
-        if is_warm and self._has_ended:
-            return  # it waits for the next agent
+            guardian = self._guardian
         has_reader = self._reader.ident is not None
         try:
-            if not guardian.wait(0.0 if is_warm else _END_WAIT_S + (0.0 if has_reader else grace_s)):
+            if not guardian.wait(_END_WAIT_S + (0.0 if has_reader else grace_s)):
                 guardian.kill()
         finally:
             guardian.close()
@@ -99,46 +107,62 @@ class AgentProcess:
                 self._reader.join(_END_WAIT_S)
 
     def _read(self) -> None:
-        assert self._guardian is not None
-        if (refused := self._follow(self._guardian)) is not None:
-            self._on_event(refused)
-            try:
-                self._start_cold()
-            except OSError as error:  # no more processes
-                self._end(End(None, f"could not be started: {error}"))
-            else:
-                self._follow(self._guardian)
+        try:
+            self._follow_all()
+        except Exception as error:
+            # As of a guardian of another version, where this package was replaced meanwhile. The launch must hear an end.
+            self._give_up(f"could not be followed: {type(error).__name__}: {error}")
 
-    def _follow(self, guardian: GuardianProcess) -> Refused | None:
-        """Pass on what a guardian tells, to the end; or return why it has started nothing."""
-        for event in guardian.events():
-            if isinstance(event, Refused):
-                return event
+    def _follow_all(self) -> None:
+        assert self._guardian is not None
+        if self._follow(self._guardian):
+            return
+        self._guardian.kill()
+        self._on_event(Refused("the guardian that waited with the spare has ended, or does not answer"))
+        try:
+            self._start_cold()
+        except OSError as error:  # no more processes
+            self._end(End(None, f"could not be started: {error}"))
+        else:
+            self._follow(self._guardian)
+
+    def _follow(self, guardian: GuardianProcess) -> bool:
+        """Pass on what a guardian tells, to the end; return False if it ended before it had an agent, or is frozen."""
+        for event in guardian.events(None if self._warm is None else _ANSWER_S):
             if isinstance(event, AgentStarted | WorkerStarted):
                 self._tree[event.pid] = event.began
             if isinstance(event, End):
                 self._end(event)
-                return None
+                return True
             self._on_event(event)
-        if self._warm is not None and self._warm.node.has(guardian) and not self._tree:
-            return Refused(GUARDIAN_ENDED)  # what it may have forked ends with it
+        if self._warm is not None and not self._tree:
+            return False  # a spare ends with it
         self._guardian_was_killed(guardian)
-        return None
+        return True
 
     def _start_cold(self) -> None:
-        """Start the agent as a program, with a guardian of its own, and tell that what the warm one was told."""
+        """Start the agent with a guardian of its own, and tell that what the other one was told."""
         with self._lock:
-            self._guardian = self._own_guardian()
+            self._warm, self._guardian = None, self._own_guardian()
             for line in self._told:
                 self._guardian.tell(line)
+
+    def _give_up(self, why: str) -> None:
+        assert self._guardian is not None
+        self._guardian.kill()
+        self._stop_in_its_place()
+        self._end(End(None, why))
 
     def _guardian_was_killed(self, guardian: GuardianProcess) -> None:
         """Stop in the guardian's place what it had told of, then report the end."""
         guardian.wait()
+        self._stop_in_its_place()
+        self._end(End(None, guardian_gone=True))
+
+    def _stop_in_its_place(self) -> None:
         # The agent's parent-death signal makes it stop its workers; what does not obey is killed.
         same = {pid for pid, began in self._tree.items() if processes.began(pid) == began}
         processes.await_or_kill(same, self._options.grace_s)
-        self._end(End(None, guardian_gone=True))
 
     def _end(self, event: End) -> None:
         with self._lock:

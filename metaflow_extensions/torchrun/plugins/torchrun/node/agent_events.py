@@ -11,9 +11,13 @@ from typing import NamedTuple, TypeAlias, get_args
 
 
 class Refused(NamedTuple):
-    """A warm process has not started this agent, so it is started as a program; nothing has happened yet."""
+    """A spare could not become this agent, so it is started cold; nothing has happened yet."""
 
     reason: str
+
+
+class Taken(NamedTuple):
+    """A guardian that has waited has read what it is to do; nothing has happened yet."""
 
 
 class AgentStarted(NamedTuple):
@@ -74,7 +78,9 @@ class End(NamedTuple):
     guardian_gone: bool = False  # whether the guardian has ended without a word, so the task says this in its place
 
 
-AgentEvent: TypeAlias = Refused | AgentStarted | WorkerStarted | WorkerEnded | Frozen | Terminated | AgentEnded | End
+AgentEvent: TypeAlias = (
+    Taken | Refused | AgentStarted | WorkerStarted | WorkerEnded | Frozen | Terminated | AgentEnded | End
+)
 _EVENTS = {event.__name__: event for event in get_args(AgentEvent)}
 
 

@@ -14,19 +14,16 @@ from collections.abc import Callable, Iterable
 
 from ..errors import TorchrunError
 from ..gang.cause import Cause, Failure, describe_exit, first_failure, signal_name
-from ..gang.protocol import Diagnostics, Go, Ran, Usage
+from ..gang.protocol import Diagnostics, Go, Ran
 from ..gang.state import DIAGNOSTICS_S
-from ..launch.command import metrics_file
 from .agent import AgentProcess
 from .agent_events import AgentEnded, AgentEvent, End, Frozen, Terminated, WorkerEnded, WorkerStarted
-from .event_files import EventFiles
 from .exits import Exits, read_agent_report
 from .logs import LogFollower
 from .machine_faults import MachineFaults
-from .metrics import EVENT_FILES, NodeMetrics
 from .plan import Plan
 from .stacks import collect, find_py_spy
-from .usage_meter import UsageMeter
+from .watchers import Here, Watchers
 
 # How long all processes may take to end beyond their grace. SIGKILL ends all but what hangs in the kernel, and the
 # guardian waits 10 s for that.
@@ -68,7 +65,7 @@ class Generation:
         command: list[str],
         agent: AgentProcess,
         follower: LogFollower,
-        measure: Callable[[int], UsageMeter] | None = None,  # takes the guardian's pid
+        say: Callable[[str], None] = lambda text: None,  # takes a line for the log's details
     ) -> None:
         self.number = go.generation
         self.command = command  # the agent's argv
@@ -76,17 +73,15 @@ class Generation:
         self.exits = Exits(folder, plan.spec, host)
         self.diagnostics: Diagnostics | None = None  # what `diagnose` has found
         # torchrun may start an elastic launch's ranks again.
-        self.event_files = EventFiles(plan.spec, metrics_file(folder, EVENT_FILES))
         has_ended = (lambda rank: False) if plan.is_elastic else self.exits.has_ended
-        self.metrics = NodeMetrics(folder, dict(enumerate(plan.ranks)), has_ended)
         self._plan = plan
         self._node, self._host = plan.spec.node_index, host
         self.go = go
         self.log_dir = self._folder = folder  # torchrun's --log-dir
         self._agent = agent
         self._follower = follower
-        self._measure = measure
-        self._meter: UsageMeter | None = None  # once its agent runs
+        here = Here(plan, folder, follower, lambda: agent.pid, has_ended, say)
+        self.watchers = Watchers(plan.features, here, go.launch, go.generation)
         self._machine = MachineFaults(folder)
         self._pids: dict[int, int] = {}  # global rank -> pid
         self._stopped_at = _NEVER
@@ -105,22 +100,7 @@ class Generation:
         """Start the agent; what becomes of it arrives as events."""
         self._follower.start()
         self._agent.start()
-        self.event_files.start()
         self._enter(Phase.RUNNING)
-
-    def used(self) -> Usage | None:
-        """Return what this node uses while its workers run, if it is time to tell it; may raise anything."""
-        if self.phase is not Phase.RUNNING or self._measure is None or self._agent.pid is None:
-            return None
-        if self._meter is None:
-            self._meter = self._measure(self._agent.pid)
-        return self._meter.look()
-
-    def measure_no_more(self) -> None:
-        """Let go of what measures; safe to call more than once."""
-        self._measure = None
-        if self._meter is not None:
-            self._meter.close()
 
     def stop(self, first_signal: int | None = None) -> None:
         """Have all processes end, unless that has begun. The workers alone get `first_signal` before, to save."""
@@ -159,8 +139,7 @@ class Generation:
         try:
             self._agent.close(grace_s)
         finally:
-            self.event_files.close()
-        self.measure_no_more()
+            self.watchers.close()
         known = self._fault is not None or any(self.exits.causes(self._stopped_at))
         # What torchrun says of an end that was good or is known would hide the cause (a box that names our script).
         self._follower.finish(explained=self.ended_well or known)

@@ -18,9 +18,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from ..machine import libc, processes
 from ..machine.processes import living_descendants, send_signal
@@ -83,16 +83,21 @@ def have_default_signals(note_sigterm: Callable[[], None]) -> None:
 Start = Callable[[Sequence[str], int, int], "subprocess.Popen[bytes]"]
 
 
-class Warm(Protocol):
-    """A warm process, which outlives the agent."""
-
-    @property
-    def pid(self) -> int:
-        """Its pid."""
-
-    @property
-    def news(self) -> int:
-        """A file in which it tells of the workers that it has forked; see `_read_news`."""
+def start_program(
+    command: Sequence[str], stdout: int, stderr: int, cwd: str | None, env: Mapping[str, str] | None = None
+) -> subprocess.Popen[bytes]:
+    """Start the agent as a program."""
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=stdout,
+        stderr=stderr,
+        cwd=cwd,
+        env=env,
+        start_new_session=True,
+        # If even the guardian is killed, the agent gets SIGTERM and stops its workers.
+        preexec_fn=libc.die_with_parent,
+    )
 
 
 class Guardian:
@@ -106,12 +111,11 @@ class Guardian:
         task_end: int | None,
         options: Options,
         start: Start | None = None,
-        warm: Warm | None = None,
+        news: int | None = None,
     ) -> None:
         self._task, self._task_end = task, task_end
-        self._start_program = start or self._start_as_program
-        self._news = None if warm is None else warm.news
-        self._spared = set() if warm is None else {warm.pid}  # what is not the agent's, or ends with it
+        self._start_program: Start = start or (lambda command, out, err: start_program(command, out, err, options.cwd))
+        self._news = news  # a file in which the agent tells of workers that it has not started anew; see `_read_news`
         self._options = options
         self._agent: subprocess.Popen[bytes]  # from `_start` on
         self._workers = Workers(options.workers, options.restarts)
@@ -153,18 +157,6 @@ class Guardian:
         self._observe(self._agent.pid)
         self._say(AgentStarted(self._agent.pid, processes.began(self._agent.pid)))
 
-    def _start_as_program(self, command: Sequence[str], stdout: int, stderr: int) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=stdout,
-            stderr=stderr,
-            cwd=self._options.cwd,
-            start_new_session=True,
-            # If even the guardian is killed, the agent gets SIGTERM and stops its workers.
-            preexec_fn=libc.die_with_parent,
-        )
-
     def _say(self, event: AgentEvent) -> None:
         with suppress(OSError):  # the task is gone; what is left to do is to clean up
             os.write(sys.stdout.fileno(), as_line(event))
@@ -187,22 +179,13 @@ class Guardian:
                 self._read_commands()
 
     def _read_news(self, file: int) -> None:
-        """Hear of forked processes: ``AGENT worker PID RANK LOCAL_RANK``, or ``AGENT copy PID``, with the agent's pid.
-
-        A copy of the agent forks its workers, and ends with it.
-        """
+        """Hear of workers that were spares before: a line ``PID RANK LOCAL_RANK`` each."""
         news = os.read(file, 65536)  # whole lines: each is written at once
-        if not news:  # the warm process has ended
+        if not news:  # the agent has ended
             self._news = None
         for line in news.decode().splitlines():
-            agent, kind, pid, *ranks = line.split()
-            if int(agent) != self._agent.pid:  # of one that was stopped before this was read
-                continue
-            if kind == "copy":
-                self._spared.add(int(pid))
-            else:
-                rank, local_rank = map(int, ranks)
-                self._have_started(self._workers.take_forked(rank, local_rank, int(pid)))
+            pid, rank, local_rank = map(int, line.split())
+            self._have_started(self._workers.add_told(rank, local_rank, pid))
 
     def _read_commands(self) -> None:
         data = os.read(sys.stdin.fileno(), 4096)
@@ -269,7 +252,7 @@ class Guardian:
 
     def _descendants(self) -> list[int]:
         """Return the pids of the agent and all that it has started."""
-        return [pid for pid in living_descendants(os.getpid()) if pid not in self._spared]
+        return living_descendants(os.getpid())
 
     def _agent_ended(self, status: int) -> None:
         """Tell of an agent that has ended by itself, and stop what it has left running."""

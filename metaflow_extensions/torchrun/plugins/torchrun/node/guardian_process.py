@@ -6,6 +6,7 @@ import os
 import select
 import signal
 import socket
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 
@@ -21,15 +22,16 @@ _MAIN = """
 import types
 package = sys.modules['torchrun'] = types.ModuleType('torchrun')
 package.__path__ = [sys.argv.pop(1)]
-from torchrun.node.{module} import main
+from torchrun.{module} import main
 os._exit(main())
 """
 _NO_SIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)
+_TAKES_S = 5.0  # that a guardian may need to read a request that is longer than a socket's buffer
 _LOOK_S = 0.5  # between looks whether a silent guardian still lives, where the system does not tell (before Linux 5.3)
 
 
 class GuardianProcess:
-    """A process that runs `main` of a module of this room; one thread at a time may ask for its events.
+    """A process that runs `main` of a module of this package; one thread at a time may ask for its events.
 
     It is no child of the task, whose step may wait for all its children.
     """
@@ -37,7 +39,7 @@ class GuardianProcess:
     def __init__(self, module: str, words: Sequence[str], env: Mapping[str, str]) -> None:
         task = str(os.getpid())
         told = [_PACKAGE, task, processes.began(os.getpid()), *words]
-        # Open files can be sent through a socket, and a message that nobody takes does not end the task by SIGPIPE.
+        # A message in a socket that nobody takes does not end the task by SIGPIPE.
         self._commands, theirs = socket.socketpair()
         with theirs:
             source = _MAIN.format(module=module)
@@ -54,28 +56,37 @@ class GuardianProcess:
         """Whether it has not ended."""
         return not self._process.has_ended
 
-    def tell(self, line: str, files: Sequence[int] = ()) -> bool:
-        """Send a command, and open files with it; tell whether somebody was there to take it."""
+    def tell(self, line: str) -> bool:
+        """Send a command; tell whether somebody was there to take it."""
+        return self._send(f"{line}\n".encode())
+
+    def ask(self, request: bytes) -> bool:
+        """Send a request of any length, before any command; tell whether somebody was there to take it."""
+        self._commands.settimeout(_TAKES_S)
+        try:
+            return self._send(len(request).to_bytes(8, "big") + request)
+        finally:
+            self._commands.settimeout(None)
+
+    def _send(self, data: bytes) -> bool:
         with suppress(OSError):
-            data = f"{line}\n".encode()
-            if files:  # Pythons for systems without sendmsg(2) have no `send_fds`
-                return socket.send_fds(self._commands, [data], files, _NO_SIGNAL) == len(data)
             self._commands.sendall(data, _NO_SIGNAL)
             return True
         return False
 
-    def events(self) -> Iterator[AgentEvent]:
-        """Yield what it tells of one agent, up to `End`, or to its own end.
+    def events(self, first_within_s: float | None = None) -> Iterator[AgentEvent]:
+        """Yield what it tells of one agent, up to `End`, or to its own end, or nothing if the first takes too long.
 
         The pipe alone does not tell the end: a process that the step's code has forked can hold it open.
         """
-        for line in self._lines():
+        for line in self._lines(first_within_s):
             event = from_line(line)
             yield event
             if isinstance(event, End):
                 return
 
-    def _lines(self) -> Iterator[bytes]:
+    def _lines(self, first_within_s: float | None) -> Iterator[bytes]:
+        deadline = None if first_within_s is None else time.monotonic() + first_within_s
         events = self._process.output.fileno()
         with self._process.end() as end:
             poll = select.poll()
@@ -83,8 +94,11 @@ class GuardianProcess:
                 poll.register(each, select.POLLIN)
             while True:
                 gone = not self.is_alive  # asked first: what it has said is in the pipe by then
-                ready = dict(poll.poll(0 if gone else _LOOK_S * 1000 if end is None else None))
+                ready = dict(poll.poll(0 if gone else None if end is not None and deadline is None else _LOOK_S * 1000))
+                if not ready and deadline is not None and time.monotonic() > deadline:
+                    return
                 if events in ready:
+                    deadline = None
                     data = os.read(events, 65536)
                     *lines, self._rest = (self._rest + data).split(b"\n")
                     yield from lines

@@ -2,17 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ..gang.policy import LaunchPolicy
 from ..launch.function import FunctionCall
 from ..launch.spec import LaunchSpec
 from ..launch.transfer import ValueStore
 from ..machine.accelerators import Machine
+from .agent import Warm
 from .logs import Write
-from .warm_start import WarmNode
+
+
+class WarmStarts(Protocol):
+    """Starts the agents of one node faster than cold; belongs to the step's thread."""
+
+    def to_start(
+        self, cold_command: list[str], command: list[str], workers: int, worker_env: Mapping[str, str]
+    ) -> Warm:
+        """Return how to start one agent: by `command` where so many of its workers start faster, too, with `worker_env`."""
+
+    def prepare(self) -> None:
+        """Make ready for another agent, in the background; raises nothing."""
+
+    def renew(self) -> None:
+        """As `prepare`, after packages may have changed."""
+
+    def close(self) -> None:
+        """End what waits; safe to call more than once."""
+
+
+if TYPE_CHECKING:
+    from .watchers import Feature
 
 
 @dataclass(frozen=True)
@@ -31,9 +53,10 @@ class Plan:
     store: ValueStore | None = None  # takes outputs and the values of functions; None where none is needed
     logs: str = "node"  # whose lines are shown where, out of `parsing.LOGS`
     nproc_why: str = ""  # why there are so many processes on each node
-    warm: str = "off"  # what is forked from a warm process, out of `parsing.WARM`
-    warm_node: WarmNode | None = None  # that process, where there is one
+    warm: str = "off"  # what starts faster than cold, out of `parsing.WARM`
+    warm_node: WarmStarts | None = None  # who does that, where somebody can
     goes_on: bool = False  # whether the same call of `run` has made the launch before
+    features: Sequence[Feature] = ()  # what the launch has besides
     is_ours: bool = False  # whether it goes before one of the user's, so that the log need not tell as much
 
     @property
@@ -50,6 +73,16 @@ class Plan:
     def runs_commands(self) -> bool:
         """Whether commands of ``before_run`` run, and no workers."""
         return self.spec.commands is not None
+
+    @property
+    def has_warm_workers(self) -> bool:
+        """Whether workers start faster than cold: programs in Python can that torchrun starts as processes."""
+        return self.warm == "workers" and not {"no-python", "run-path"} & set(dict(self.spec.options))
+
+    def prepare_warm(self) -> None:
+        """Make ready for another agent of this step: of a restart, or of its next launch."""
+        if self.warm_node is not None and self.warm != "off":
+            self.warm_node.prepare()
 
     @property
     def agent(self) -> str:

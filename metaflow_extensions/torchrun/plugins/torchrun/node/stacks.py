@@ -1,8 +1,8 @@
 """What the workers of one node were doing when the gang was found to hang.
 
 Before the start, `hook_environment` arranges that the workers can be asked. Our ``sitecustomize`` (`worker_hooks`)
-registers a handler that writes their Python stacks; NCCL's flight recorder gets a pipe for requests. Later, `collect`
-asks all workers at once, each in a thread of its own: with py-spy where it is installed, else by the signal.
+registers a handler that writes their Python stacks. Later, `collect` asks all workers at once, each in a thread of its
+own: with py-spy where it is installed, else by the signal.
 
 Made for Linux. Elsewhere (untried) only py-spy can tell stacks.
 """
@@ -18,12 +18,11 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from ..machine import processes
-from .flight_recorder import FileChange, dumps_in, recorder_environment, request_dump
 
 # A real-time signal: SIGUSR1 and SIGUSR2 belong to scripts, schedulers and torch itself (FatalSignalHandler in
 # c10/util/signal_handler.h, torch 2.13). Who needs any real-time signal counts up from SIGRTMIN, and Valgrind
@@ -35,6 +34,8 @@ _SIGNAL_VARIABLE = "TORCHRUN_STACKS_SIGNAL"
 _MAX_LOG_CHARS = 200_000
 _PY_SPY_SHARE = 0.6  # of the time; the rest is for the signal
 _MARGIN_S = 0.5  # for threads that end at the deadline to say so
+_SETTLED_S = 0.3  # a file that has not grown for so long is complete
+_POLL_S = 0.05
 _NONE = "no Python stack: "
 
 
@@ -42,21 +43,17 @@ _NONE = "no Python stack: "
 class Findings:
     """What was found out about the workers of one node."""
 
-    file: str | None  # with everything; flight recorder dumps lie beside it. None if nothing could be written
+    file: str | None  # with everything. None if nothing could be written
     text: str  # its contents for the log, at most some 200 KB: of long stacks the middle is left out
     where: dict[int, str]  # for every rank one line: where its main thread was, or why that is not known
 
 
-def hook_environment(folder: str, inherited: Mapping[str, str], torch_version: str) -> dict[str, str]:
-    """Return the variables that let workers be asked what they do; what the user has set in `inherited` stays.
+def hook_environment(folder: str) -> dict[str, str]:
+    """Return the variables that let workers be asked what they do.
 
-    Stacks and dumps go to `folder`. It must exist already, and as long as the workers do.
+    The stacks go to `folder`. It must exist already, and as long as the workers do.
     """
-    env = recorder_environment(folder, inherited, torch_version)
-    if _SIGNAL is not None:
-        env[_FOLDER_VARIABLE] = folder
-        env[_SIGNAL_VARIABLE] = str(_SIGNAL)
-    return env
+    return {} if _SIGNAL is None else {_FOLDER_VARIABLE: folder, _SIGNAL_VARIABLE: str(_SIGNAL)}
 
 
 def find_py_spy() -> str | None:
@@ -76,9 +73,9 @@ def collect(
     answers = _ask_all(workers, folder, within_s, py_spy)
     where = {rank: _where(answer, workers[rank]) for rank, answer in answers.items()}
     sections = [_section(rank, workers[rank], where[rank], answer) for rank, answer in answers.items()]
-    file, kept = _keep("\n".join(sections), _dumps(answers, folder), keep_in, name)
+    file = _keep("\n".join(sections), keep_in, name)
     share = _MAX_LOG_CHARS // max(1, len(sections))
-    return Findings(file, "\n".join([_shortened(section, share) for section in sections] + kept), where)
+    return Findings(file, "\n".join(_shortened(section, share) for section in sections), where)
 
 
 # --- asking -------------------------------------------------------------------------------------
@@ -86,12 +83,11 @@ def collect(
 
 @dataclass(frozen=True)
 class _Answer:
-    """What one worker told: its stacks, or why there are none; a note about py-spy; its dump, if one came."""
+    """What one worker told: its stacks, or why there are none; a note about py-spy."""
 
     stacks: str = ""
     problem: str = ""
     note: str = ""
-    dump: str | None = None
 
 
 def _ask_all(workers: Mapping[int, int], folder: str, within_s: float, py_spy: str | None) -> dict[int, _Answer]:
@@ -101,10 +97,7 @@ def _ask_all(workers: Mapping[int, int], folder: str, within_s: float, py_spy: s
 
     def ask(rank: int, pid: int) -> None:
         try:
-            dump = request_dump(pid, rank, folder)
-            answers[rank] = answer = _ask(pid, folder, deadline, within_s * _PY_SPY_SHARE, py_spy)
-            if dump is not None and dump.arrives(deadline):
-                answers[rank] = replace(answer, dump=dump.path)
+            answers[rank] = _ask(pid, folder, deadline, within_s * _PY_SPY_SHARE, py_spy)
         except Exception as error:
             answers.setdefault(rank, _Answer(problem=f"it could not be asked ({type(error).__name__}: {error})"))
 
@@ -156,16 +149,27 @@ def _by_signal(pid: int, folder: str, deadline: float) -> _Answer:
         return _Answer(problem="it has no handler of ours (no Python, or one started with -I, -E or -S)")
     if _state(pid)[:1] in ("T", "t"):
         return _Answer(problem=f"it is in state {_state(pid)}, so it runs no handler; install py-spy to see it anyway")
-    answer = FileChange(path)
+    former_size = os.path.getsize(path)
     try:
         os.kill(pid, _SIGNAL)
     except OSError as error:
         return _Answer(problem=f"it could not be signalled ({error})")
-    answer.arrives(deadline)
+    _wait_for_growth(path, former_size, deadline)
     with open(path, encoding="utf-8", errors="replace") as file:
-        file.seek(answer.former_size)
+        file.seek(former_size)
         stacks = file.read().strip()
     return _Answer(stacks) if stacks else _Answer(problem=f"it did not answer in time; it is in state {_state(pid)}")
+
+
+def _wait_for_growth(path: str, former_size: int, deadline: float) -> None:
+    """Wait until the file is larger than `former_size` and stays as it is, or until the deadline."""
+    size, since = former_size, time.monotonic()
+    while (now := time.monotonic()) < deadline:
+        if (current := os.path.getsize(path)) != size:
+            size, since = current, now
+        elif size > former_size and now - since >= _SETTLED_S:
+            return
+        time.sleep(_POLL_S)
 
 
 def _state(pid: int) -> str:
@@ -189,32 +193,13 @@ def _catches(pid: int, number: int) -> bool:
 # --- keeping ------------------------------------------------------------------------------------
 
 
-def _dumps(answers: Mapping[int, _Answer], folder: str) -> list[str]:
-    """Return the dumps that came, and those that had been made before, such as at a timeout of NCCL's own."""
-    came = [answer.dump for answer in answers.values() if answer.dump is not None]
-    return list({os.path.basename(path): path for path in [*came, *dumps_in(folder)]}.values())
-
-
-def _keep(text: str, dumps: Sequence[str], keep_in: str | None, name: str) -> tuple[str | None, list[str]]:
-    """Write a fresh folder with everything; return the file and what to say of the dumps."""
+def _keep(text: str, keep_in: str | None, name: str) -> str | None:
+    """Write the text to a file in a fresh folder, and return the file."""
     prefix = "torchrun-hang-" + re.sub(r"[^\w.-]", "_", name)[:50] + "-"
     for parent in dict.fromkeys((keep_in, None)):
-        try:
-            path = _written(text, parent, prefix)
-        except OSError:  # no such place, or the disk is full
-            continue
-        folder = os.path.dirname(path)
-        copied = [os.path.basename(dump) for dump in dumps if _copied(dump, folder)]
-        if not copied:
-            return path, []
-        said = (
-            f"NCCL's flight recorder: {', '.join(copied)} in {folder}. With those of all nodes in one folder, "
-            "torchfrtrace FOLDER (it comes with torch) tells which collective is missing whom."
-        )
-        with suppress(OSError), open(path, "a", encoding="utf-8", errors="backslashreplace") as file:
-            file.write(f"{said}\n")
-        return path, [said]
-    return None, []
+        with suppress(OSError):  # no such place, or the disk is full
+            return _written(text, parent, prefix)
+    return None
 
 
 def _written(text: str, parent: str | None, prefix: str) -> str:
@@ -228,17 +213,6 @@ def _written(text: str, parent: str | None, prefix: str) -> str:
         shutil.rmtree(os.path.dirname(path), ignore_errors=True)
         raise
     return path
-
-
-def _copied(dump: str, folder: str) -> bool:
-    copy = os.path.join(folder, os.path.basename(dump))
-    try:
-        shutil.copyfile(dump, copy)
-    except OSError:
-        with suppress(OSError):
-            os.unlink(copy)
-        return False
-    return True
 
 
 # --- reading stacks -----------------------------------------------------------------------------

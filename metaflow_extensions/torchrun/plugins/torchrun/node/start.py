@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 
-from ..errors import TorchrunConfigError
+from ..events import Event
 from ..gang.cause import SHORT_PEER_ERRORS
 from ..gang.member import Member
 from ..gang.protocol import Go
-from ..launch.command import TORCHRUN, agent_command, agent_environment, program_environment, restart_variables
-from ..machine.accelerators import Machine, Nproc, choose_nproc, omp_threads
+from ..launch.command import agent_command, agent_environment, program_environment, restart_variables
+from ..machine.accelerators import Machine, omp_threads
 from ..machine.network import interface_of
-from ..settings import StepSettings
-from .agent import AgentProcess
+from .agent import AgentProcess, Warm
 from .agent_events import AgentEvent
 from .commands import COMMANDS_FILE, CommandGeneration, runner_command
 from .generation import Generation, stacks_folder
@@ -27,8 +24,7 @@ from .guardian import Options
 from .logs import LogFollower
 from .plan import Plan
 from .stacks import hook_environment
-from .usage_meter import UsageMeter
-from .warm_start import WarmNode, WarmStart
+from .watchers import Variables, variables_of
 
 
 @dataclass(frozen=True)
@@ -55,9 +51,14 @@ def _prepare_in(folder: str, plan: Plan, go: Go, member: Member, new_agent: Call
     logs = {stream: os.path.join(folder, f"agent.{stream}") for stream in ("stdout", "stderr")}
     for path in logs.values():
         open(path, "wb").close()
-    command = _command(plan, go, folder)
-    warm = _warm_start(plan, go, folder)
-    env = _environment(plan, folder, member.own_address)
+
+    def say(text: str) -> None:
+        member.emit(Event("note", member.node, text, is_detail=True))
+
+    variables = variables_of(plan.features, folder, say)
+    command = _command(plan, go, folder, variables)
+    warm = _warm(plan, go, folder, command)
+    env = _environment(plan, folder, member.own_address, variables)
     own_label = f"[torchrun node {plan.spec.node_index}] "
     # An elastic agent goes on after it has reported a failure.
     hold_report = not (plan.is_elastic or plan.runs_commands)
@@ -65,15 +66,14 @@ def _prepare_in(folder: str, plan: Plan, go: Go, member: Member, new_agent: Call
     inbox = member.inbox  # this launch's; a later launch has another
     options = _options(plan, folder, logs)
     agent = new_agent(command, env, options, lambda event: inbox.put(AgentNews(go.generation, event)), warm)
-    measure = partial(UsageMeter, plan, folder, follower)
     kind = CommandGeneration if plan.runs_commands else Generation
-    return kind(plan, member.host, go, folder, command, agent, follower, measure)
+    return kind(plan, member.host, go, folder, command, agent, follower, say)
 
 
-def _command(plan: Plan, go: Go, folder: str) -> list[str]:
+def _command(plan: Plan, go: Go, folder: str, variables: Variables) -> list[str]:
     if plan.runs_commands:
         return runner_command(plan, folder)
-    return agent_command(plan.spec, go, plan.main_addr, folder)
+    return agent_command(plan.spec, go, plan.main_addr, folder, of_rank=variables.of_rank)
 
 
 def _make_folder(plan: Plan, go: Go) -> str:
@@ -99,54 +99,38 @@ def _remove(folder: str) -> None:
             os.rmdir(each)
 
 
-def _environment(plan: Plan, folder: str, own_address: str | None) -> dict[str, str]:
+def _environment(plan: Plan, folder: str, own_address: str | None, variables: Variables) -> dict[str, str]:
     spec, machine = plan.spec, plan.machine
     # A gang of one has no connection; it is reached by its loopback address.
     interface = interface_of(own_address or plan.main_addr)
     given, threads = dict(spec.env), omp_threads(machine, spec.nproc)
-    share = _share_of_machine(machine, given)
+    share = share_of_machine(machine, given)
+    inherited = {name: value for name, value in os.environ.items() if name not in variables.names}
     if plan.runs_commands:
-        return {**program_environment(given, os.environ, threads, interface), **share}
-    env = {**agent_environment(given, os.environ, threads, interface, folder), **share}
+        return {**program_environment(given, inherited, threads, interface), **share}
+    env = {**variables.of_node, **agent_environment(given, inherited, threads, interface), **share}
     if plan.shares_machine:
         env.update(SHORT_PEER_ERRORS)
     if plan.policy.hang_timeout_s is not None:
         os.makedirs(stacks_folder(folder))
-        env.update(hook_environment(stacks_folder(folder), env, str(plan.facts.get("torch"))))
+        env.update(hook_environment(stacks_folder(folder)))
     return env
 
 
-def _share_of_machine(machine: Machine, given: Mapping[str, str]) -> dict[str, str]:
+def share_of_machine(machine: Machine, given: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that keep the nodes of one machine from using the same devices."""
     if machine.nodes_here == 1 or not machine.accelerators or "CUDA_VISIBLE_DEVICES" in given:
         return {}
     return {"CUDA_VISIBLE_DEVICES": ",".join(machine.own_accelerators)}
 
 
-def begin_warm(settings: StepSettings, machine: Machine, requested: Nproc | None) -> WarmNode | None:
-    """Begin to import what the launches of a step will need, in the background; None where it is not wanted.
-
-    What it can know beforehand of their environment, it has. `requested` is what the resources of a task amount to.
-    """
-    if settings.warm == "off" or sys.platform != "linux":
-        return None
-    nproc = 1
-    with suppress(TorchrunConfigError):  # `run` raises it
-        nproc = choose_nproc(settings.nproc_per_node, "nproc_per_node", requested, machine).value
-    env = agent_environment({}, os.environ, omp_threads(machine, nproc), None, "")
-    warm = WarmNode([TORCHRUN, *settings.preload], {**env, **_share_of_machine(machine, {})})
-    with suppress(Exception):  # a launch will say so
-        warm.begin()
-    return warm
-
-
-def _warm_start(plan: Plan, go: Go, folder: str) -> WarmStart | None:
+def _warm(plan: Plan, go: Go, folder: str, command: list[str]) -> Warm | None:
     if plan.warm_node is None or plan.warm == "off":
         return None
-    # Another program than Python can't be forked from it.
-    forks_workers = plan.warm == "workers" and "no-python" not in dict(plan.spec.options)
-    command = agent_command(plan.spec, go, plan.main_addr, folder, forks_workers)
-    return WarmStart(plan.warm_node, command, forks_workers, restart_variables(plan.spec, go) if forks_workers else {})
+    if not plan.has_warm_workers:
+        return plan.warm_node.to_start(command, command, 0, {})
+    own = agent_command(plan.spec, go, plan.main_addr, folder, sets_restarts=False)
+    return plan.warm_node.to_start(command, own, plan.spec.nproc, restart_variables(plan.spec, go))
 
 
 def _options(plan: Plan, folder: str, logs: dict[str, str]) -> Options:

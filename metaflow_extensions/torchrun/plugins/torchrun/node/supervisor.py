@@ -9,7 +9,6 @@ into the inbox only; everything else here belongs to the thread that calls `run`
 from __future__ import annotations
 
 import itertools
-import math
 import queue
 import shlex
 import time
@@ -51,6 +50,7 @@ from .last_lines import LastLines
 from .plan import Plan
 from .start import AgentNews, prepare
 from .upload import Upload
+from .watchers import results_of
 
 # How long to wait for news before looking around. Waking up now and then also lets Python run its signal handlers.
 _LOOK_S = 0.5
@@ -84,7 +84,6 @@ class Supervisor:
         self._exit_codes: dict[int, int] = {}
         self._restarts: list[dict[str, Any]] = []
         self._events: list[dict[str, Any]] = []
-        self._metrics: dict[str, float] = {}
         self._frameworks: frozenset[str] = frozenset()  # that ranks had imported which have trained by themselves
         self._handlers: dict[type, Callable[[Any], None]] = {
             Go: self._on_go,
@@ -106,9 +105,8 @@ class Supervisor:
             self._member.send(self._ready())
             while self._verdict is None:
                 self._take(self._next())
-                self._tell_metrics()
                 self._tell_commands(self._generation)
-                self._tell_usage()
+                self._tell_of_features()
             self._say_end(self._verdict.error)
             if self._verdict.error is not None:
                 raise self._verdict.error
@@ -133,37 +131,21 @@ class Supervisor:
         with suppress(queue.Empty):
             return self._member.inbox.get(timeout=_LOOK_S)
 
-    def _tell_metrics(self) -> None:
-        """Tell the gang what the workers have told of their progress, now and then."""
-        generation = self._generation
-        if generation is not None and generation.phase is Phase.RUNNING:
-            told = generation.metrics.due(self._launch, generation.number)
-            if told is not None:
-                self._say_started(generation)
-                self._member.send(told)
-            if (complaint := generation.metrics.take_complaint()) is not None:
-                self._emit("note", complaint, is_detail=True)
-            if (complaint := generation.event_files.take_complaint()) is not None:
-                self._emit("note", complaint)
-
     def _tell_commands(self, generation: Generation | None) -> None:
         """Tell the gang which commands have ended."""
         for ran in () if generation is None else generation.ran():
             self._member.send(ran)
 
-    def _tell_usage(self) -> None:
-        """Tell what this node uses, now and then; whatever goes wrong in that must not end the launch."""
-        if (generation := self._generation) is None:
+    def _tell_of_features(self) -> None:
+        """Tell the gang what the features have to tell, now and then."""
+        generation = self._generation
+        if generation is None or generation.phase is not Phase.RUNNING:
             return
-        try:
-            used = generation.used()
-        except Exception as error:
-            generation.measure_no_more()
-            text = f"what this node uses is not measured any more: {type(error).__name__}: {error}"
-            self._emit("note", text, is_detail=True)
-        else:
-            if used is not None:
-                self._member.tell_usage(used)
+        told = generation.watchers.poll()
+        if generation.watchers.saw_workers:
+            self._say_started(generation)
+        for each in told:
+            self._member.send(each)
 
     def _take(self, news: Any) -> None:
         if isinstance(news, Go | Stop | Restart | Save | Verdict) and news.launch != self._launch:
@@ -248,7 +230,6 @@ class Supervisor:
     def _on_verdict(self, verdict: Verdict) -> None:
         self._verdict, self.stored = verdict, verdict.stored
         self._events = [record.as_dict() for record in verdict.events]
-        self._metrics = {key: math.nan if each is None else each for key, each in verdict.metrics.items()}
         if verdict.error is not None:
             verdict.error.events = self._events
             verdict.error.outputs = self._all_outputs()
@@ -289,7 +270,7 @@ class Supervisor:
             return
         failed = generation.take(news.event)
         if isinstance(news.event, Refused):
-            self._emit("note", f"torchrun is started anew, not forked: {news.event.reason}")
+            self._emit("note", f"torchrun starts cold: {news.event.reason}")
         if generation.all_run:
             self._say_started(generation)
         if isinstance(news.event, WorkerEnded):
@@ -321,6 +302,8 @@ class Supervisor:
         if self._said_started_of != generation.number and not self._plan.runs_commands:
             self._said_started_of = generation.number
             self._member.send(Started(self._launch, generation.number))
+            if generation.go.restarts < generation.go.max_restarts:
+                self._plan.prepare_warm()
 
     def _say_output(self, generation: Generation) -> None:
         if generation.active_at is not None:
@@ -338,10 +321,11 @@ class Supervisor:
             self._member.send(Active(self._launch, generation.number, time.monotonic() - at, first_output))
 
     def _generation_ended(self, generation: Generation, end: End) -> None:
+        told = generation.watchers.ended()
         generation.close()
         self._tell_commands(generation)
-        if (rest := generation.metrics.rest(self._launch, generation.number)) is not None:
-            self._member.send(rest)
+        for each in told:
+            self._member.send(each)
         if not generation.was_stopped:
             self._say_output(generation)
         if end.left:
@@ -466,9 +450,13 @@ class Supervisor:
             values=values,
             gathered=call is not None and call.gather and self._member.node == CONTROL,
             events=tuple(self._events),
-            metrics=self._metrics,
             outputs=self._all_outputs(),
+            **self._of_features(),
         )
+
+    def _of_features(self) -> dict[str, Any]:
+        told = {} if self._verdict is None else self._verdict.features
+        return results_of(self._plan.features, told, lambda line: self._emit("note", line, is_detail=True))
 
     def _values(self, call: FunctionCall) -> Mapping[int, bytes]:
         try:

@@ -65,8 +65,8 @@ class Workers:
                 found.append(self._add(int(env["RANK"]), int(env["LOCAL_RANK"]), pid))
         return found
 
-    def take_forked(self, rank: int, local_rank: int, pid: int) -> list[Worker]:
-        """Take a worker that a warm process tells of; return it, unless it is known."""
+    def add_told(self, rank: int, local_rank: int, pid: int) -> list[Worker]:
+        """Add a worker that the agent has told of; return it, unless it is known."""
         known = self._by_pid.get(pid)
         return [] if known is not None and known.is_alive else [self._add(rank, local_rank, pid)]
 

@@ -183,7 +183,7 @@ def offer_current(told: bytes | None) -> None:
     """
     if told is None:
         return
-    if _CURRENT in sys.modules:  # a worker can be forked from a process that has it
+    if _CURRENT in sys.modules:  # `preload` may have imported it
         tell_current(sys.modules[_CURRENT], told)
     else:
         sys.meta_path.insert(0, CurrentFinder(told))

@@ -1,8 +1,8 @@
 """Finds out whether the nodes can work together and how fast their network is: the script of ``preflight=True``.
 
-torchrun runs it on every rank before the user's script. Its stages are the start, connecting the nodes, measuring the
-links, and the all-reduce. After each of them rank 0 hears from all ranks, over the store of torchrun's agent, and names
-the nodes that are silent or report a failure.
+torchrun runs it on every rank before the user's script. Its stages are the start, connecting the nodes, and the
+all-reduce; with the argument ``links`` it measures the links before that. After each stage rank 0 hears from all ranks,
+over the store of torchrun's agent, and names the nodes that are silent or report a failure.
 It stands alone: it imports nothing of this package, and nothing imports it.
 """
 
@@ -266,8 +266,10 @@ class Bench:
         self.found: dict[int, Figures] = {}  # the other end of a link of this node -> what was measured of it
         self.reduced = Figures(0, 0)  # latency and algorithm bandwidth (bytes / time) of an all-reduce over all ranks
 
-    def links(self) -> Report:
-        """Make the group and measure this node's links; others than local rank 0 wait."""
+    def _join(self) -> None:
+        """Make the group, in whichever stage comes first: what fails there is that stage's."""
+        if self._dist.is_initialized():
+            return
         place = self._place
         if self._backend == "nccl":
             # So that a call that waits too long raises here, instead of ending the process from a thread.
@@ -280,6 +282,11 @@ class Bench:
             world_size=place.world,
             timeout=timedelta(seconds=_OPERATION_S),
         )
+
+    def links(self) -> Report:
+        """Measure this node's links; others than local rank 0 wait."""
+        self._join()
+        place = self._place
         for phase in ring_phases(place.nodes):
             for link in phase:
                 ends = (link, (link + 1) % place.nodes)
@@ -292,6 +299,7 @@ class Bench:
 
     def all_reduce(self) -> Report:
         """Measure an all-reduce over all ranks."""
+        self._join()
         self.reduced = self._measure(self._all_reduce, _ALL_REDUCE_BYTES[self._backend], statistics.median)
         return {}
 
@@ -392,8 +400,18 @@ def _connect(stages: Stages, place: Place, main_addr: str, plan: Report) -> None
 
 
 def _measure(stages: Stages, place: Place, plan: Report, store: Any) -> None:
-    """Measure links and all-reduce, and say what came of it."""
+    """Measure the links if that is asked for, and the all-reduce, and say what came of it."""
     bench, wait_s = Bench(place, plan["backend"], store), _OPERATION_S + _MARGIN_S
+    if "links" in sys.argv[1:]:
+        _measure_links(stages, place, plan, bench, wait_s)
+    stages.run("the all-reduce", bench.all_reduce, lambda reports: {}, wait_s)
+    if place.local_rank == 0:
+        _say(summary(place, plan["hosts"][place.node], bench.reduced, bench.found.get(place.next_node)))
+    bench.close()
+
+
+def _measure_links(stages: Stages, place: Place, plan: Report, bench: Bench, wait_s: float) -> None:
+    """Measure the links between the nodes, and warn of slow nodes."""
 
     def judge_links(reports: list[Report]) -> Report:
         figures = {node: [Figures(*each) for each in own["links"]] for node, own in enumerate(reports[:: place.nproc])}
@@ -402,10 +420,6 @@ def _measure(stages: Stages, place: Place, plan: Report, store: Any) -> None:
     answer = stages.run("measuring the links", bench.links, judge_links, wait_s)
     for warning in answer["warnings"] if place.rank == 0 else ():
         _say(warning)
-    stages.run("the all-reduce", bench.all_reduce, lambda reports: {}, wait_s)
-    if place.local_rank == 0:
-        _say(summary(place, plan["hosts"][place.node], bench.reduced, bench.found.get(place.next_node)))
-    bench.close()
 
 
 def summary(place: Place, host: str, reduced: Figures, link: Figures | None) -> str:

@@ -1,6 +1,6 @@
 """How far a launch is, and how fast its ranks are, in words. Pure.
 
-What it is told of is what ``gang/progress`` keeps, as the datastore has it.
+What it is told of is what ``features/progress`` keeps, as the datastore has it.
 """
 
 from __future__ import annotations

@@ -17,13 +17,17 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 _AGENT = "TORCHRUN_AGENT_PID"
-_WARM = "TORCHRUN_WARM"
+_SPARE = "TORCHRUN_SPARE"
 _PEER_GONE = "TORCHRUN_PEER_GONE"
 _RECORD = "exception.json"
 _ALONE = "trained-alone"
 _OTHER_WAYS = ("horovod", "mpi4py")  # for ranks to exchange gradients, without a process group of torch's
 _FRAMEWORKS = ("transformers.trainer", "accelerate.state")  # that take a process without a GPU for the only one
-_FUNCTION_WORKER = os.path.join(os.path.dirname(os.path.dirname(__file__)), "function_worker.py")
+_SCRIPTS = os.path.dirname(os.path.dirname(__file__))
+_OURS = (
+    os.path.join(_SCRIPTS, "function_worker.py"),
+    os.path.join(os.path.dirname(_SCRIPTS), "features", "warm", "spare.py"),
+)
 _MAX_CHARS = 4096  # of a message, and of each frame or message in a traceback
 _MAX_TRACEBACK_CHARS = 32 * 1024
 
@@ -39,7 +43,7 @@ def _is_worker() -> bool:
 
 
 def _name_its_metrics() -> None:
-    """Name the file of this rank, for itself and for all that it starts; `node.metrics` reads it."""
+    """Name the file of this rank, for itself and for all that it starts; `features.progress` reads it."""
     folder, rank = os.environ.get("TORCHRUN_METRICS_FOLDER"), os.environ.get("LOCAL_RANK")
     if folder and rank:  # what the user has set stays
         os.environ.setdefault("TORCHRUN_METRICS", os.path.join(folder, rank + ".jsonl"))
@@ -50,8 +54,7 @@ def _name_its_metrics() -> None:
 
 def _record_the_end() -> None:
     # Not torchelastic's own error file: it is left to the user's @record, and torchrun prints what it holds once more.
-    path = _own_file(_RECORD)
-    if path is None:
+    if _own_file(_RECORD) is None and not _is_spare:
         return
     import _thread
     import atexit
@@ -66,16 +69,17 @@ def _record_the_end() -> None:
             if error is not None and _nobody_catches(error):
                 trace = _from_users_line(error, trace)
                 own = (getpid(), get_ident()) == here
+                path = _own_file(_RECORD)
                 # KeyboardInterrupt is how Python dies of SIGINT, unless its hook has compiled anything (3.10 to 3.13).
-                if own and type(error) is not KeyboardInterrupt and not os.path.exists(path):
+                if own and path and type(error) is not KeyboardInterrupt and not os.path.exists(path):
                     _record(path, error, trace)
         except BaseException:  # noqa: S110 - no room, no memory, a __str__ of the user's
             pass
         return trace
 
     def excepthook(kind: "type[BaseException]", error: BaseException, trace: "TracebackType | None") -> None:
-        trace = look(error, trace)
-        if not (os.path.exists(path) and _is_of_a_peer(error)):
+        trace, path = look(error, trace), _own_file(_RECORD)
+        if not (path and os.path.exists(path) and _is_of_a_peer(error)):
             _in_one_piece(lambda: show(kind, error, trace))
 
     # Both, since a hook of the user's own may call either. If it calls none, there is the end: what is registered
@@ -85,9 +89,15 @@ def _record_the_end() -> None:
 
 
 def _own_file(name: str) -> "str | None":
-    """Return the path of a file in this worker's own folder, where torchrun has its logs; None without one."""
+    """Return the path of a file in this worker's own folder; None without one."""
+    return os.path.join(_folder, name) if _folder else None
+
+
+def _find_folder() -> None:
+    """Remember this worker's own folder, where torchrun has its logs."""
+    global _folder
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    return os.path.join(os.path.dirname(os.path.abspath(error_file)), name) if error_file else None
+    _folder = os.path.dirname(os.path.abspath(error_file)) if error_file else None
 
 
 def _in_one_piece(show: "Callable[[], None]") -> None:
@@ -149,7 +159,7 @@ def _from_users_line(error: BaseException, trace: "TracebackType | None") -> "Tr
 def _without_ours(trace: "TracebackType | None") -> "TracebackType | None":
     while trace is not None:
         frame = trace.tb_frame
-        if frame.f_code.co_filename != _FUNCTION_WORKER and frame.f_globals.get("__name__") != "runpy":
+        if frame.f_code.co_filename not in _OURS and frame.f_globals.get("__name__") != "runpy":
             break
         trace = trace.tb_next
     return trace
@@ -204,8 +214,7 @@ def _tell_of_training_alone() -> None:
     Then this rank has exchanged none with the others, which few want of several ranks. In the file stands which of the
     frameworks it has imported whose users want to hear of them. Whatever can't be known leaves no file.
     """
-    path = _own_file(_ALONE)
-    if path is None or os.environ.get("WORLD_SIZE") == "1":
+    if _own_file(_ALONE) is None and not _is_spare:
         return
     import atexit
 
@@ -214,7 +223,10 @@ def _tell_of_training_alone() -> None:
 
     def look() -> None:
         try:
-            if getpid() == own and _has_trained() and not _has_exchanged():
+            path = _own_file(_ALONE)
+            if path is None or os.environ.get("WORLD_SIZE") == "1" or getpid() != own:
+                return
+            if _has_trained() and not _has_exchanged():
                 with open(path, "w", encoding="ascii") as file:
                     file.write(" ".join(name for name in _FRAMEWORKS if name in sys.modules))
         except BaseException:  # noqa: S110 - another torch, a full disk
@@ -226,8 +238,8 @@ def _tell_of_training_alone() -> None:
 def _has_trained() -> bool:
     """Tell whether this thread has recorded an operation for a gradient; what only predicts does not, as a rule.
 
-    Torch numbers these operations in each thread (2.1 to 2.14). That torch is imported would tell nothing: it always is
-    where workers are forked.
+    Torch numbers these operations in each thread (2.1 to 2.14). That torch is imported would tell nothing: a worker that
+    was a spare has imported it in any case.
     """
     torch = sys.modules.get("torch")
     return torch is not None and torch.autograd._get_sequence_nr() > 0
@@ -277,28 +289,36 @@ def _answer_with_stacks() -> None:
 # --- beginning --------------------------------------------------------------------------------
 
 
+_folder: "str | None" = None
+_kind = os.environ.pop(_SPARE, None)  # of this process, while it is a spare: "agent" or "worker"
+_is_spare = _kind == "worker"
+
+
 def _begin_worker() -> None:
-    for arrange in (_name_its_metrics, _record_the_end, _tell_of_training_alone, _answer_with_stacks):
-        try:  # noqa: SIM105 - as above
-            arrange()
-        except Exception:  # noqa: S110 - a worker must start, whatever becomes of this
-            pass
+    _find_folder()
+    _arrange(_name_its_metrics, _record_the_end, _tell_of_training_alone, _answer_with_stacks)
+
+
+def _begin_spare() -> None:
+    """Arrange what must come before whatever a spare imports; `features/warm/spare.py` finds this module again."""
+    sys.modules["torchrun_worker_hooks"] = sys.modules[__name__]
+    if _is_spare:
+        _arrange(_record_the_end, _tell_of_training_alone)
 
 
 def _begin_program() -> None:
-    """Do in a forked process what is done where a program starts; `warm_python.server` calls it."""
+    """Arrange the rest when a spare has the environment of its worker."""
     if _is_worker():
-        _begin_worker()
+        _find_folder()
+        _arrange(_name_its_metrics, _answer_with_stacks)
 
 
-def _begin_warm(options: str) -> None:
-    """Let this process import beforehand what programs need, and fork these."""
-    sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-    try:
-        from warm_python import server  # type: ignore[import-not-found]  # this folder is on no path of mypy's
-    finally:
-        del sys.path[0]
-    server.install(options, _begin_program)
+def _arrange(*what: "Callable[[], None]") -> None:
+    for each in what:
+        try:  # noqa: SIM105 - as above
+            each()
+        except Exception:  # noqa: S110 - a worker must start, whatever becomes of this
+            pass
 
 
 def _step_aside() -> None:
@@ -309,8 +329,8 @@ def _step_aside() -> None:
     __import__("sitecustomize")
 
 
-if _WARM in os.environ:
-    _begin_warm(os.environ.pop(_WARM))
+if _kind:
+    _begin_spare()
 elif _is_worker():
     _begin_worker()
 _step_aside()

@@ -1,0 +1,35 @@
+"""What a node tells of its ranks' progress. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+# How many keys of rank 0 are kept, those that came first.
+MAX_KEYS = 20
+
+
+@dataclass(frozen=True)
+class Point:
+    """What rank 0 has told of one step."""
+
+    step: int
+    values: dict[str, float | None] = field(default_factory=dict)  # None: a number that is not finite
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How fast one rank is."""
+
+    step: int  # the last one that it has told of
+    steps_per_s: float | None = None  # over the last part of a minute; None where that is not known yet
+    seconds: float | None = None  # that a step takes without waiting for others, where the script says so
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """What the scripts of one node have told; sent every 5 s where they tell any, and at the end."""
+
+    paces: dict[int, Pace] = field(default_factory=dict)  # global rank -> how fast it is; only those that still run
+    points: tuple[Point, ...] = ()  # what is new of rank 0, thinned out
+    total: float | None = None  # at which step rank 0 will be done
+    counts_from_0: bool = False  # whether rank 0 has told a step 0: then it is done one step before

@@ -1,0 +1,135 @@
+"""A guardian that begins before its launch: with a spare agent, which waits with it.
+
+When the task asks for the agent, this process becomes the guardian of it; see ``node/guardian.py``. Where the spare
+can't be used, the same guardian starts a cold agent. So a task has at most one of these beside those of its launch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from ...machine import libc
+from ...machine.processes import Other, await_or_kill, living_descendants
+from ...node.agent_events import Refused, Taken, as_line
+from ...node.guardian import Guardian, Options, have_default_signals, start_program
+from ...node.workers import WATCH_S
+from . import spare
+
+
+class Request(NamedTuple):
+    """What the task asks for."""
+
+    options: Mapping[str, Any]  # of the guardian
+    env: Mapping[str, str]  # the agent's whole environment
+    umask: int
+    workers: int  # how many spares become workers
+    worker_env: Mapping[str, str]  # what workers have besides, where spares become workers
+    command: Sequence[str]  # of the agent, where spares become workers
+    cold_command: Sequence[str]
+
+
+def main() -> int:
+    """Serve one task until its agent has ended, or until nobody can ask for one any more."""
+    pid, began, told = sys.argv[1:]
+    task = Other(int(pid), began)
+    with task.end() as task_end:
+        waiting = Waiting(task, task_end, json.loads(told))
+        have_default_signals(waiting.note_sigterm)
+        return waiting.run()
+
+
+class Waiting:
+    """The time until the task asks. There is one thread; the handler of SIGTERM only notes that it came."""
+
+    def __init__(self, task: Other, task_end: int | None, options: Mapping[str, Any]) -> None:
+        self._task, self._task_end = task, task_end
+        self._options = options
+        self._news, self._tell_news = os.pipe()
+        self._spare: spare.Spare | None = None
+        self._fault = ""  # why there is none
+        self._guardian: Guardian | None = None
+        self._got_sigterm = False
+
+    def note_sigterm(self) -> None:
+        """Somebody wants this process to end; the loop sees to it."""
+        self._got_sigterm = True
+        if self._guardian is not None:
+            self._guardian.note_sigterm()
+
+    def run(self) -> int:
+        """Start the spare, wait, and be the guardian of the agent that is asked for."""
+        libc.adopt_orphans()
+        try:
+            more = {"stdin": subprocess.DEVNULL, "preexec_fn": libc.die_with_parent}
+            self._spare = spare.Spare("agent", self._options, os.environ, self._tell_news, **more)
+        except Exception as error:
+            self._fault = spare.in_words(error)
+        os.close(self._tell_news)
+        request = self._next()
+        if request is None:
+            self._end_spares()
+            return 0
+        self._say(Taken())
+        os.umask(request.umask)
+        self._guardian = Guardian(
+            self._task, self._task_end, Options(**request.options), self._starter(request), self._news
+        )
+        if self._got_sigterm:  # before there was anybody to tell
+            self._guardian.note_sigterm()
+        return self._guardian.run(request.cold_command)
+
+    def _next(self) -> Request | None:
+        """Wait for the task to ask for an agent; None if this process is to end."""
+        # Its pipe alone does not tell: a process that the step has forked may hold the other end.
+        commands = sys.stdin.fileno()
+        files = [commands] if self._task_end is None else [commands, self._task_end]
+        data = b""
+        while not (self._task.has_ended or self._got_sigterm):
+            if commands in select.select(files, [], [], WATCH_S)[0]:
+                # A request says how long it is: what follows it is for the guardian.
+                size = int.from_bytes(os.read(commands, 8), "big")
+                while len(data) < size and (part := os.read(commands, size - len(data))):
+                    data += part
+                return Request(*json.loads(data)) if size and len(data) == size else None
+        return None
+
+    def _starter(self, request: Request) -> Any:
+        """Return what starts the agent: the spare, or a cold one where that fails in any way."""
+
+        def start(command: Sequence[str], stdout: int, stderr: int) -> subprocess.Popen[bytes]:
+            cwd = request.options["cwd"]
+            asked = {"argv": request.command, "env": request.env, "cwd": cwd, "umask": request.umask}
+            asked |= {"workers": request.workers, "worker_env": request.worker_env}
+            try:
+                if self._spare is None:
+                    raise spare.Refused(self._fault)
+                deadline = time.monotonic() + spare.ANSWER_S
+                return self._spare.become(asked, stdout, stderr, deadline, self._is_wanted)
+            except Exception as error:
+                self._end_spares()
+                if self._is_wanted():
+                    self._say(Refused(spare.in_words(error)))
+            return start_program(command, stdout, stderr, cwd, request.env)
+
+        return start
+
+    def _say(self, event: Taken | Refused) -> None:
+        with suppress(OSError):  # the task is gone
+            os.write(sys.stdout.fileno(), as_line(event))
+
+    def _end_spares(self) -> None:
+        """End the spare agent and its workers, which come to this process when the agent is gone."""
+        await_or_kill(living_descendants(os.getpid()), 0.0)
+
+    def _is_wanted(self) -> bool:
+        """Tell whether the task still waits for an agent."""
+        told = select.select([sys.stdin], [], [], 0)[0]
+        return not (self._task.has_ended or self._got_sigterm or told)

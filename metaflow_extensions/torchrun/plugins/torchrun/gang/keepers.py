@@ -1,0 +1,141 @@
+"""What features keep on the control node of what the nodes tell them. Pure.
+
+The core hands each `Told` to the keeper of its feature, and asks all keepers for what is to be stored. It knows none of
+them. A keeper that raises ends no launch: a line says so once, and its feature keeps silent from then on. Where it
+raises at what one node tells, it hears no more of that node, and keeps what it has.
+
+The gang's thread calls everything here but `Keepers.record` and the counts, for which any thread may ask.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias, TypeVar
+
+from .protocol import Told
+from .wire import finite
+
+Plain: TypeAlias = dict[str, Any]
+"""Data that JSON can hold."""
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Where:
+    """Where a rank runs."""
+
+    node: int
+    rank: int
+    host: str
+
+
+@dataclass(frozen=True)
+class Happened:
+    """What a feature adds to the gang's records."""
+
+    kind: str
+    where: Where
+    text: str
+
+
+@dataclass(frozen=True)
+class Remarks:
+    """What a keeper has to say."""
+
+    lines: tuple[str, ...] = ()  # for the control node's log
+    happened: tuple[Happened, ...] = ()
+
+
+class Keeper:
+    """What one feature keeps: of a bounded size, without a clock. All times are seconds since the gang's begin."""
+
+    def begin(self) -> None:
+        """Take note that all workers start, or start again."""
+
+    def take(self, node: int, told: Told, at_s: float) -> None:
+        """Take what a node tells; may raise where it does not fit."""
+
+    def ended(self, node: int, ok: bool) -> None:
+        """Take note that all workers of a node have ended."""
+
+    def tick(self, at_s: float, where: Callable[[int], Where]) -> Remarks:
+        """Look at the clock, once a second while workers run; `where` takes a rank."""
+        return Remarks()
+
+    def record(self) -> Plain | None:
+        """Return what is to be stored of it now; any thread may ask."""
+        return None
+
+    def verdict(self, launch: int) -> Plain:
+        """Return what all nodes get to know at the end of a launch."""
+        return {}
+
+
+class Keepers:
+    """The keepers of all features, by the features' names."""
+
+    def __init__(self, keepers: Mapping[str, Keeper] | None = None) -> None:
+        self._keepers = dict(keepers or {})
+        self._counts = dict.fromkeys(self._keepers, 0)
+        self._silent: set[tuple[str, int | None]] = set()  # of one node, or of all
+        self._remarks: deque[Remarks] = deque()
+
+    @property
+    def count(self) -> int:
+        """How many messages have come."""
+        return sum(self._counts.values())
+
+    @property
+    def heard(self) -> int:
+        """Of how many features one has come."""
+        return sum(map(bool, self._counts.values()))
+
+    def begin(self) -> None:
+        """Tell all that workers start."""
+        self._ask_all(lambda keeper: keeper.begin())
+
+    def take(self, node: int, told: Told, at_s: float) -> None:
+        """Hand a message to the keeper of its feature; one that nobody keeps is dropped."""
+        if told.feature in self._keepers:
+            self._counts[told.feature] += 1
+            self._ask(told.feature, lambda keeper: keeper.take(node, told, at_s), node)
+
+    def ended(self, node: int, ok: bool) -> None:
+        """Tell all that a node's workers have ended."""
+        self._ask_all(lambda keeper: keeper.ended(node, ok))
+
+    def tick(self, at_s: float, where: Callable[[int], Where]) -> None:
+        """Have all look at the clock."""
+        self._remarks += self._ask_all(lambda keeper: keeper.tick(at_s, where)).values()
+
+    def record(self) -> Plain:
+        """Return what is to be stored, by feature."""
+        kept = self._ask_all(lambda keeper: finite(keeper.record()))
+        return {name: kept.get(name) for name in self._keepers}
+
+    def verdict(self, launch: int) -> dict[str, Plain]:
+        """Return what all nodes get to know at the end of a launch, by feature."""
+        return {name: told for name, told in self._ask_all(lambda keeper: keeper.verdict(launch)).items() if told}
+
+    def pop_remarks(self) -> list[Remarks]:
+        """Return what there is to say since the last time."""
+        return [self._remarks.popleft() for _ in range(len(self._remarks))]
+
+    def _ask_all(self, ask: Callable[[Keeper], _T]) -> dict[str, _T]:
+        answers = {name: self._ask(name, ask) for name in self._keepers}
+        return {name: answer for name, answer in answers.items() if answer is not None}
+
+    def _ask(self, name: str, ask: Callable[[Keeper], _T], node: int | None = None) -> _T | None:
+        """Ask one keeper; what goes wrong with what `node` tells keeps that node's messages from it, and no others."""
+        if {(name, node), (name, None)} & self._silent:
+            return None
+        try:
+            return ask(self._keepers[name])
+        except Exception as error:
+            self._silent.add((name, node))
+            whose = "the nodes'" if node is None else f"node {node}'s"
+            text = f"warning: nothing more is kept of {whose} {name}: {type(error).__name__}: {error}"
+            self._remarks.append(Remarks((text,)))
+            return None

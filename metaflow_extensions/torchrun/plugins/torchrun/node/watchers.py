@@ -1,0 +1,198 @@
+"""What features do on a node while one generation runs.
+
+The core gives the workers the variables of each feature, polls its watcher in the thread that calls `run`, and sends
+what the watcher hands out to the control node, where the feature's `Keeper` gets it. It knows none of them. A feature
+that raises ends no launch: a line in the log's details says so once, and the feature is left out of this generation.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..gang.keepers import Keeper, Keepers, Plain
+from ..gang.protocol import Told
+from ..machine.accelerators import Machine, Nproc
+from ..settings import StepSettings
+from .logs import LogFollower
+from .plan import Plan, WarmStarts
+
+# Frames have a larger limit, and shorten what is over it; data would not survive that.
+MAX_TOLD_BYTES = 512 * 1024
+
+
+@dataclass(frozen=True)
+class Here:
+    """One generation on this node, as its watchers see it."""
+
+    plan: Plan
+    folder: str  # torchrun's --log-dir
+    follower: LogFollower
+    pid: Callable[[], int | None]  # of the guardian, once it runs
+    has_ended: Callable[[int], bool]  # takes a global rank
+    say: Callable[[str], None]  # takes a line for the log's details
+
+
+@dataclass(frozen=True)
+class Variables:
+    """Environment variables of the workers; what the user has set stays."""
+
+    of_node: Mapping[str, str] = field(default_factory=dict)
+    # For programs that are no Python, so that no hook of ours runs there: torchrun fills ${local_rank} in.
+    of_rank: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def names(self) -> set[str]:
+        """The names of all; what a task has inherited under them is another worker's."""
+        return {*self.of_node, *self.of_rank}
+
+
+class Watcher:
+    """What one feature does for one generation; everything is called in the thread that calls `run`."""
+
+    saw_workers = False  # whether what it has handed out came from the workers, so that they run
+
+    def poll(self) -> Plain | None:
+        """Return what is to be told now; called twice a second and more often, so mostly None."""
+        return None
+
+    def ended(self) -> Plain | None:
+        """Return what is left to tell when all workers have ended."""
+        return None
+
+    def close(self) -> None:
+        """Let go of all that it has; safe to call more than once."""
+
+
+class Feature:
+    """What a launch can do without."""
+
+    name = ""  # also where the stored record of a gang has what its keeper keeps
+
+    def starts(self, settings: StepSettings, machine: Machine, requested: Nproc | None) -> WarmStarts | None:
+        """Return who starts the agents of a step faster than cold, from the step's begin on; most start none.
+
+        `requested` is what the resources of a task amount to.
+        """
+        return None
+
+    def keeper(self, num_nodes: int, of_all: bool) -> Keeper | None:
+        """Return what keeps it: of all nodes on the control node, on another node of that one alone."""
+        return None
+
+    def variables(self, folder: str) -> Variables:
+        """Return what workers whose logs lie in `folder` need to know."""
+        return Variables()
+
+    def watcher(self, here: Here) -> Watcher:
+        """Return what watches one generation; its agent does not run yet."""
+        return Watcher()
+
+    def result(self, told: Plain) -> Mapping[str, Any]:
+        """Return fields of `TorchrunResult`, from what the verdict tells."""
+        return {}
+
+
+def keepers_of(features: Iterable[Feature], num_nodes: int, of_all: bool = True) -> Keepers:
+    """Return the keepers of a gang."""
+    keepers = {each.name: each.keeper(num_nodes, of_all) for each in features}
+    return Keepers({name: keeper for name, keeper in keepers.items() if keeper is not None})
+
+
+def starts_of(
+    features: Iterable[Feature], settings: StepSettings, machine: Machine, requested: Nproc | None
+) -> WarmStarts | None:
+    """Return who starts the agents of a step faster than cold; None if nobody does, or something went wrong."""
+    with suppress(Exception):  # then all starts are cold
+        found = (each.starts(settings, machine, requested) for each in features)
+        return next((starts for starts in found if starts is not None), None)
+    return None
+
+
+def variables_of(features: Iterable[Feature], folder: str, say: Callable[[str], None]) -> Variables:
+    """Return the variables of all features."""
+    of_node: dict[str, str] = {}
+    of_rank: dict[str, str] = {}
+    for each in features:
+        with _no_harm(each.name, say):
+            found = each.variables(folder)
+            of_node.update(found.of_node)
+            of_rank.update(found.of_rank)
+    return Variables(of_node, of_rank)
+
+
+def results_of(features: Iterable[Feature], told: Mapping[str, Plain], say: Callable[[str], None]) -> dict[str, Any]:
+    """Return what all features add to a launch's result; `told` is what the verdict tells, by feature."""
+    fields: dict[str, Any] = {}
+    for each in features:
+        with _no_harm(each.name, say):
+            fields.update(each.result(told.get(each.name, {})))
+    return fields
+
+
+class Watchers:
+    """The watchers of one generation."""
+
+    def __init__(self, features: Sequence[Feature], here: Here, launch: int, generation: int) -> None:
+        self._say = here.say
+        self._about = launch, generation
+        self._watchers: dict[str, Watcher] = {}
+        for feature in features:
+            with _no_harm(feature.name, here.say):
+                self._watchers[feature.name] = feature.watcher(here)
+
+    @property
+    def saw_workers(self) -> bool:
+        """Whether any of them has heard of the workers themselves."""
+        return any(watcher.saw_workers for watcher in self._watchers.values())
+
+    def poll(self) -> list[Told]:
+        """Return what is to be told now."""
+        return self._told(lambda watcher: watcher.poll())
+
+    def ended(self) -> list[Told]:
+        """Return what is left to tell when all workers have ended."""
+        return self._told(lambda watcher: watcher.ended())
+
+    def close(self) -> None:
+        """Let go of everything; safe to call more than once."""
+        for name, watcher in self._watchers.items():
+            self._close(name, watcher)
+        self._watchers = {}
+
+    def _told(self, ask: Callable[[Watcher], Plain | None]) -> list[Told]:
+        found, left = [], {}
+        for name, watcher in self._watchers.items():
+            with _no_harm(name, self._say):
+                data = ask(watcher)
+                if data is not None:
+                    found.append(Told(*self._about, name, _checked(data)))
+                left[name] = watcher
+            if name not in left:
+                self._close(name, watcher)
+        self._watchers = left
+        return found
+
+    def _close(self, name: str, watcher: Watcher) -> None:
+        with _no_harm(name, self._say):
+            watcher.close()
+
+
+def _checked(data: Plain) -> Plain:
+    """Return `data`, or raise ValueError where it can't be told."""
+    size = len(json.dumps(data, allow_nan=False))
+    if size > MAX_TOLD_BYTES:
+        raise ValueError(f"it tells {size} bytes at once, and the limit is {MAX_TOLD_BYTES}")
+    return data
+
+
+@contextmanager
+def _no_harm(name: str, say: Callable[[str], None]) -> Iterator[None]:
+    """Have what a feature raises end in a line."""
+    try:
+        yield
+    except Exception as error:
+        say(f"this node tells nothing more of its {name}: {type(error).__name__}: {error}")

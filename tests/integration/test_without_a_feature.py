@@ -1,0 +1,64 @@
+"""The core does without any feature: each one's room and line are taken out of a copy, and the core's tests pass there."""
+
+import os
+import shutil
+import subprocess
+import sysconfig
+import venv
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = Path("metaflow_extensions/torchrun/plugins/torchrun")
+FEATURES = sorted(path.parent.name for path in (ROOT / PACKAGE / "features").glob("*/feature.py"))
+# Of the unit tests those of gang, channel and node, and of what a user calls.
+CORE = (
+    *("cause", "history", "keepers", "node_records", "protocol", "remedies", "settings", "state", "summary"),
+    *("backlog", "channel", "frames", "join", "line_sender", "registry", "relay"),
+    *("before_run", "command", "exits", "generation", "headlines", "logs", "supervisor", "watchers"),
+    *("card", "event_store", "executor", "live_card", "result", "single_node", "story", "task_gang"),
+)
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
+
+
+def copy_without(feature, folder):
+    """Copy what the tests need, and take a feature out; return the names of the feature's own tests."""
+    for name in ("metaflow_extensions", "tests", "docs"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    features = folder / PACKAGE / "features"
+    shutil.rmtree(features / feature)
+    lines = (features / "listed.py").read_text().splitlines(keepends=True)
+    left = [line for line in lines if feature not in line.lower()]
+    assert len(lines) - len(left) == 2, "its import, and its place in the list"
+    (features / "listed.py").write_text("".join(left))
+    own = list((folder / "tests" / "unit").glob(f"test_{feature}_*.py"))
+    for path in own:
+        path.unlink()
+    return [path.name for path in own]
+
+
+def python_without_us(folder):
+    """Return the Python of an environment that has all packages of this one but ours: Metaflow refuses two of us."""
+    venv.create(folder, symlinks=True)
+    (packages,) = folder.glob("lib/python*/site-packages")
+    for each in Path(sysconfig.get_path("purelib")).iterdir():
+        if "torchrun" not in each.name:
+            (packages / each.name).symlink_to(each)
+    return folder / "bin" / "python"
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_the_core_passes_its_tests_without(feature, tmp_path):
+    assert copy_without(feature, tmp_path)
+    python, env = python_without_us(tmp_path / "venv"), {**os.environ, "PYTHONPATH": str(tmp_path)}
+    ask = "import metaflow_extensions.torchrun.plugins.torchrun.gang_of_one as it; print(it.__file__, it.FEATURES)"
+    found = subprocess.run([python, "-c", ask], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert found.stdout.startswith(str(tmp_path)), found.stderr
+    assert f".{feature}." not in found.stdout
+    tests = [f"tests/unit/test_{name}.py" for name in CORE]
+    command = [python, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]

@@ -1,0 +1,118 @@
+"""What features keep on the control node: each gets its own, and one that fails harms nobody."""
+
+import math
+
+import pytest
+
+from metaflow_extensions.torchrun.plugins.torchrun.gang.keepers import Happened, Keeper, Keepers, Remarks, Where
+from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Told
+
+
+class Notebook(Keeper):
+    """Keeps all that it is told, and fails where the test says so."""
+
+    def __init__(self, fails=""):
+        self.kept, self.fails = [], fails
+
+    def _note(self, name, *about):
+        if name == self.fails:
+            raise RuntimeError("torn")
+        self.kept.append((name, *about))
+
+    def begin(self):
+        self._note("begin")
+
+    def take(self, node, told, at_s):
+        self._note("take", node, told.data, at_s)
+
+    def ended(self, node, ok):
+        self._note("ended", node, ok)
+
+    def tick(self, at_s, where):
+        self._note("tick", at_s)
+        return Remarks(("a line",), (Happened("seen", where(3), "in a record"),))
+
+    def record(self):
+        self._note("record")
+        return {"kept": len(self.kept), "none": math.inf}
+
+    def verdict(self, launch):
+        self._note("verdict", launch)
+        return {"last": launch}
+
+
+def told(feature, **data):
+    return Told(0, 0, feature, data)
+
+
+def where(rank):
+    return Where(rank // 2, rank, f"host-{rank // 2}")
+
+
+def test_each_keeper_gets_what_is_told_of_its_feature():
+    first, second = Notebook(), Notebook()
+    keepers = Keepers({"first": first, "second": second})
+    keepers.take(1, told("first", a=1), 5.0)
+    keepers.take(1, told("third"), 6.0)
+    assert first.kept == [("take", 1, {"a": 1}, 5.0)]
+    assert second.kept == []
+    assert (keepers.count, keepers.heard) == (1, 1)
+
+
+def test_all_hear_what_happens_to_the_workers():
+    first, second = Notebook(), Notebook()
+    keepers = Keepers({"first": first, "second": second})
+    keepers.begin()
+    keepers.ended(2, ok=False)
+    assert first.kept == second.kept == [("begin",), ("ended", 2, False)]
+
+
+def test_what_is_kept_can_be_stored_and_told():
+    keepers = Keepers({"first": Notebook(), "empty": Keeper()})
+    assert keepers.verdict(4) == {"first": {"last": 4}}
+    assert keepers.record() == {"first": {"kept": 2, "none": None}, "empty": None}
+
+
+def test_remarks_are_handed_out_once():
+    keepers = Keepers({"first": Notebook(), "empty": Keeper()})
+    keepers.tick(7.0, where)
+    first, empty = keepers.pop_remarks()
+    assert first == Remarks(("a line",), (Happened("seen", Where(1, 3, "host-1"), "in a record"),))
+    assert empty == Remarks()
+    assert keepers.pop_remarks() == []
+
+
+def use(keepers):
+    """Call everything; return what was said."""
+    keepers.begin()
+    keepers.take(0, told("first"), 1.0)
+    keepers.ended(0, ok=True)
+    keepers.record()
+    keepers.verdict(0)
+    keepers.tick(2.0, where)
+    return [line for remarks in keepers.pop_remarks() for line in remarks.lines]
+
+
+@pytest.mark.parametrize("fails", ["begin", "ended", "tick", "record", "verdict"])
+def test_a_keeper_that_raises_is_silent_from_then_on_and_a_line_says_so_once(fails):
+    well, ill = Notebook(), Notebook(fails)
+    keepers = Keepers({"first": ill, "second": well})
+    line = "warning: nothing more is kept of the nodes' first: RuntimeError: torn"
+    assert sorted(use(keepers)) == ["a line", line]
+    before = list(ill.kept)
+    assert use(keepers) == ["a line"]
+    assert ill.kept == before
+    assert keepers.record() == {"first": None, "second": {"kept": len(well.kept), "none": None}}
+
+
+def test_a_message_that_does_not_fit_silences_its_node_alone():
+    ill = Notebook("take")
+    keepers = Keepers({"first": ill})
+    keepers.take(1, Told(0, 0, "first", {}), 1.0)
+    ill.fails = ""
+    keepers.take(1, Told(0, 0, "first", {}), 2.0)
+    keepers.take(2, Told(0, 0, "first", {}), 3.0)
+    (remarks,) = keepers.pop_remarks()
+    assert remarks.lines == ("warning: nothing more is kept of node 1's first: RuntimeError: torn",)
+    assert [name for name, *_ in ill.kept] == ["take"]
+    assert keepers.record()["first"] is not None

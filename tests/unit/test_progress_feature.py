@@ -1,0 +1,213 @@
+"""Progress behind the seam: from the workers' files to the log, the records, the verdict and the result."""
+
+import json
+import math
+
+import pytest
+from fake_node import FakeNode
+from test_state import crash, running
+from unit_helpers import eventually, write
+
+from metaflow_extensions.torchrun.plugins.torchrun.channel.frames import LENGTH, decode, encode
+from metaflow_extensions.torchrun.plugins.torchrun.features.progress import ranks
+from metaflow_extensions.torchrun.plugins.torchrun.features.progress.feature import Progress
+from metaflow_extensions.torchrun.plugins.torchrun.features.progress.told import Metrics, Pace, Point
+from metaflow_extensions.torchrun.plugins.torchrun.gang.keepers import Keepers
+from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Ended, Started, Told, Verdict
+from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import from_plain, to_plain
+from metaflow_extensions.torchrun.plugins.torchrun.node.watchers import keepers_of
+
+
+def told(paces, points=(), total=None, launch=0, generation=0):
+    """Return what a node tells, as its message."""
+    return Told(launch, generation, "progress", to_plain(Metrics(paces, points, total)))
+
+
+def heard(message):
+    """Return what a message tells."""
+    assert (message.launch, message.generation, message.feature) == (0, 0, "progress")
+    return from_plain(Metrics, message.data, "progress")
+
+
+# --- the gang -----------------------------------------------------------------------------------
+
+
+def running_gang(num_nodes):
+    return running(num_nodes, keepers=keepers_of([Progress()], num_nodes))
+
+
+def progress_of(gang):
+    return gang.state.keepers.record()["progress"]
+
+
+def left_s(gang):
+    return progress_of(gang)["left_s"]
+
+
+def paces(node, speed, others=1.0, seconds=None):
+    """Return the paces of a node's two ranks, of which the first is so fast."""
+    return {2 * node: Pace(5, speed, seconds), 2 * node + 1: Pace(5, others)}
+
+
+def run_with_speeds(gang, seconds, slow, generation=0):
+    """Let time go by, with paces of all nodes every 5 s; the first rank of the last node is so fast."""
+    last = gang.num_nodes - 1
+    for _ in range(int(seconds / 5)):
+        for node in range(gang.num_nodes):
+            gang.say(node, told(paces(node, slow if node == last else 1.0), generation=generation))
+        gang.pass_time(5.0)
+
+
+def test_a_straggler_is_told_in_one_line_and_a_record_and_so_is_its_recovery():
+    gang = running_gang(3)
+    run_with_speeds(gang, 60, 0.3)
+    assert gang.notes(0) == []
+    run_with_speeds(gang, 60, 0.3)
+    said = "rank 4 (node 2, host host-2) is slow: 0.3 steps/s, the median is 1"
+    assert (gang.notes(0), gang.notes(2)) == ([said], [])
+    run_with_speeds(gang, 100, 0.9)
+    assert gang.notes(0)[1:] == ["rank 4 (node 2, host host-2) is no longer slow: 0.9 steps/s, the median is 1"]
+    records = [each for each in gang.state.history.records if each.kind in ("straggler", "recovered")]
+    assert [(each.kind, each.node, each.rank, each.launch, each.generation) for each in records] == [
+        ("straggler", 2, 4, 0, 0),
+        ("recovered", 2, 4, 0, 0),
+    ]
+    assert [each.text for each in records] == [line.partition(") ")[2] for line in gang.notes(0)]
+
+
+def test_ranks_that_end_are_no_stragglers():
+    gang = running_gang(3)
+    run_with_speeds(gang, 40, 0.3)
+    gang.ended(2)
+    for node in (0, 1):
+        gang.say(node, told(paces(node, 1.0)))
+    gang.pass_time(100.0)
+    assert gang.notes(0) == []
+
+
+def test_of_rank_0_that_has_ended_nothing_is_expected():
+    gang = running_gang(2)
+    gang.say(0, told({0: Pace(5, 2.0)}, total=10.0))
+    assert left_s(gang) == 2.5
+    gang.ended(1)
+    assert left_s(gang) == 2.5
+    gang.ended(0)
+    assert left_s(gang) is None
+
+
+def test_after_the_launch_nothing_is_compared():
+    gang = running_gang(3)
+    run_with_speeds(gang, 60, 0.3)
+    gang.all_ended()
+    gang.pass_time(6.0)
+    assert gang.notes(0) == []
+
+
+@pytest.mark.parametrize("cause", [None, crash(1)])
+def test_rank_0s_last_values_come_with_the_verdict_to_all_nodes(cause):
+    gang = running_gang(2)
+    gang.say(0, told({}, (Point(1, {"loss": 3.0}), Point(2, {"loss": 2.0, "lr": None}))))
+    gang.say(1, told({2: Pace(2)}))
+    gang.all_ended(*([cause] if cause else []))
+    for node in (0, 1):
+        assert [verdict.features for verdict in gang.got(node, Verdict)] == [{"progress": {"loss": 2.0, "lr": None}}]
+
+
+def test_a_launch_has_its_own_progress():
+    gang = running_gang(2)
+    gang.say(0, told({}, (Point(1, {"loss": 3.0}),)))
+    gang.all_ended()
+    gang.all_ready(1)
+    gang.say(0, told({}, (Point(2, {"loss": 9.0}),)))  # late
+    assert progress_of(gang)["series"] == {"loss": [(1, 3.0)]}
+    gang.all_ended(launch=1)
+    assert [verdict.features for verdict in gang.got(0, Verdict)] == [{"progress": {"loss": 3.0}}, {}]
+    gang.all_ready(2)
+    gang.say(0, told({}, (Point(5, {"lr": 1.0}),), launch=2))
+    assert progress_of(gang)["series"] == {"lr": [(5, 1.0)]}
+
+
+@pytest.mark.parametrize("data", [{"paces": 3}, {"paces": {"x": {"step": 1}}}, {"colour": "red"}])
+def test_what_does_not_fit_ends_no_gang(data):
+    gang = running_gang(2)
+    gang.say(1, Told(0, 0, "progress", data))
+    (line,) = gang.notes(0)
+    assert line.startswith("warning: nothing more is kept of node 1's progress: ValueError: progress")
+    gang.all_ended()
+    assert [verdict.error for verdict in gang.got(1, Verdict)] == [None]
+
+
+@pytest.mark.parametrize("number", [math.inf, -math.inf, math.nan])
+def test_no_number_that_json_has_no_word_for_travels_or_is_stored(number):
+    message = told({1: Pace(3, number, number)}, (Point(3, {"loss": number}),), number)
+    frame = encode(message)[LENGTH.size :]
+    json.loads(frame, parse_constant=pytest.fail)
+    assert heard(decode(frame)) == Metrics({1: Pace(3)}, (Point(3, {"loss": None}),))
+    gang = running_gang(2)
+    gang.say(0, decode(frame))
+    gang.pass_time(5.0)
+    json.dumps(progress_of(gang), allow_nan=False)
+
+
+def test_a_node_keeps_how_fast_its_own_ranks_are():
+    kept = Keepers({"progress": Progress().keeper(4, of_all=False)})
+    assert kept.record() == {"progress": None}
+    kept.take(3, told({7: Pace(119), 6: Pace(120, 3.2)}), 1.0)
+    kept.take(3, told({}), 2.0)  # at the end of its workers
+    paces = {"6": {"step": 120, "steps_per_s": 3.2, "seconds": None}}
+    paces["7"] = {"step": 119, "steps_per_s": None, "seconds": None}
+    assert json.dumps(kept.record()) == json.dumps({"progress": {"paces": paces}})
+    kept.begin()
+    assert kept.record() == {"progress": None}
+
+
+# --- a launch -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def node(tmp_path):
+    return FakeNode(tmp_path, features=(Progress(),))
+
+
+def test_workers_that_tell_their_progress_run(node, monkeypatch):
+    monkeypatch.setattr(ranks, "TELLS_EVERY_S", 0.0)
+    node.launch()
+    agent = node.go()
+    write(node.agent_folder(agent) / "metrics" / "0.jsonl", '{"step": 1}\n')
+    node.expect(Started)
+    assert heard(node.expect(Told)).paces[0].step == 1
+    node.ends(agent)
+
+
+def test_a_program_that_is_no_python_gets_its_file_by_its_command(tmp_path):
+    node = FakeNode(tmp_path, features=(Progress(),), spec={"options": (("no-python", None),)})
+    node.launch()
+    agent = node.go()
+    assert f"TORCHRUN_METRICS={node.agent_folder(agent)}/metrics/${{local_rank}}.jsonl" in agent.command
+    node.ends(agent)
+
+
+def test_what_is_told_is_the_results_metrics():
+    assert Progress().result({}) == {"metrics": {}}
+
+
+def test_what_workers_tell_is_told_while_they_run_and_at_their_end_before_that(node, monkeypatch):
+    monkeypatch.setattr(ranks, "TELLS_EVERY_S", 0.0)
+    agent = node.running()
+    folder = node.agent_folder(agent)
+    assert agent.env["TORCHRUN_METRICS_FOLDER"] == str(folder / "metrics")
+    write(folder / "metrics" / "0.jsonl", '{"step": 1, "loss": 3}\nnonsense\n')
+    write(folder / "metrics" / "1.jsonl", '{"step": 2, "loss": 9}\n')
+    told = heard(node.expect(Told))
+    assert told.points == (Point(1, {"loss": 3.0}),)
+    assert {rank: pace.step for rank, pace in told.paces.items()} == {0: 1, 1: 2}
+    eventually(lambda: [text for text in node.texts("note") if "nonsense" in text])
+    monkeypatch.setattr(ranks, "TELLS_EVERY_S", 1000.0)
+    eventually(node.all_taken)
+    write(folder / "metrics" / "0.jsonl", '{"step": 1, "loss": 3}\nnonsense\n{"step": 7, "loss": NaN}\n')
+    node.all_end_well(agent)
+    assert heard(node.expect(Told)).points == (Point(7, {"loss": None}),)
+    assert node.expect(Ended).ok
+    result = node.verdict(features={"progress": {"loss": None, "lr": 0.5}})
+    assert math.isnan(result.metrics.pop("loss"))
+    assert result.metrics == {"lr": 0.5}

@@ -1,0 +1,167 @@
+"""What is asked of ``nvidia-smi``: a program of the test's own, which is slow, fails, or says anything."""
+
+import os
+import time
+
+import psutil
+import pytest
+from unit_helpers import eventually, write
+
+from metaflow_extensions.torchrun.plugins.torchrun.features.usage import nvidia
+from metaflow_extensions.torchrun.plugins.torchrun.features.usage.nvidia import Gpus, NvidiaSmi, parse
+
+TWO = "0, GPU-aaaa-1, 90, 1000, 81559\n1, GPU-bbbb-2, 70, 3000, 81559\n"
+ALL = Gpus(2, 80.0, 4000.0, 163118.0)
+
+
+@pytest.fixture
+def smi(tmp_path, monkeypatch):
+    """Return a function that makes ``nvidia-smi`` of a shell script, and a reader of it."""
+    made = []
+
+    def make(script, wanted=("0", "1")):
+        program = write(tmp_path / "nvidia-smi", f"#!/bin/sh\necho $$ >> {tmp_path}/pids\n{script}\n")
+        program.chmod(0o755)
+        (tmp_path / "pids").touch()
+        monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+        made.append(NvidiaSmi(wanted))
+        return made[-1]
+
+    make.pids = lambda: [int(line) for line in (tmp_path / "pids").read_text().split()]
+    yield make
+    for reader in made:
+        reader.close()
+    assert psutil.Process().children() == []
+
+
+def says(text):
+    return f"cat <<'EOF'\n{text}EOF"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "expected"),
+    [
+        (("0", "1"), ALL),
+        (("1",), Gpus(1, 70.0, 3000.0, 81559.0)),
+        (("GPU-aaaa",), Gpus(1, 90.0, 1000.0, 81559.0)),
+        (("2",), None),
+        (("MIG-GPU-aaaa/1/0",), None),  # a slice
+        ((), None),
+    ],
+)
+def test_only_the_gpus_of_this_node_count(wanted, expected):
+    assert parse(TWO, wanted) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("0, GPU-a, [N/A], 10, 20\n", Gpus(1, None, 10.0, 20.0)),
+        ("0, GPU-a, [Unknown Error], [N/A], [N/A]\n1, GPU-b, 3, 4, 5\n", Gpus(2, None, None, None)),
+        ("No devices were found\n", None),
+        ("0, GPU-a, 3\n", None),
+        ("0, GPU-a, 3, 4, 5, 6\n", None),
+        ("\x00\ufffd,,,,\n" * 1000, None),
+        ("0, GPU-a, nan, inf, -3\n", Gpus(1, None, None, None)),
+        ("", None),
+    ],
+)
+def test_whatever_it_says_is_taken_or_left(text, expected):
+    assert parse(text, ("0", "1")) == expected
+
+
+def test_one_look_asks_and_a_later_one_knows(smi, tmp_path):
+    asked = tmp_path / "asked"  # the second time it gives no answer
+    reader = smi(f"[ -e {asked} ] && exec sleep 1000\ntouch {asked}\n{says(TWO)}")
+    assert reader.look(100.0) is None
+    eventually(lambda: reader.look(101.0) == ALL)
+    assert reader.look(100.0 + nvidia._FRESH_S) == ALL
+    assert reader.look(101.0 + nvidia._FRESH_S) is None
+
+
+def test_it_is_asked_for_what_is_needed(smi, tmp_path):
+    reader = smi(f'echo "$@" > {tmp_path}/arguments')
+    reader.look(0.0)
+    asked = eventually(lambda: (tmp_path / "arguments").exists() and (tmp_path / "arguments").read_text())
+    query = "--query-gpu=index,uuid,utilization.gpu,memory.used,memory.total"
+    assert asked == f"{query} --format=csv,noheader,nounits\n"
+
+
+def test_many_gpus_are_told_together(smi):
+    rows = "".join(f"{index}, GPU-{index}, {index}, 100, 200\n" for index in range(16))
+    reader = smi(says(rows), tuple(map(str, range(16))))
+    reader.look(0.0)
+    assert eventually(lambda: reader.look(1.0)) == Gpus(16, 7.5, 1600.0, 3200.0)
+
+
+def test_one_that_hangs_is_killed_and_asked_again_later(smi):
+    reader = smi("trap '' TERM; exec sleep 1000")
+    begin = time.monotonic()
+    assert reader.look(0.0) is None
+    eventually(smi.pids)
+    assert reader.look(nvidia._LIMIT_S - 1) is None
+    assert reader.look(nvidia._LIMIT_S + 1) is None
+    eventually(lambda: reader.look(nvidia._LIMIT_S + 2) is None and reader._process is None)
+    assert time.monotonic() - begin < 10  # nobody has waited for it
+    for now in (30.0, 40.0, 59.0):
+        reader.look(now)
+    assert len(smi.pids()) == 1
+    assert not psutil.pid_exists(smi.pids()[0])  # not even as a zombie
+    reader.look(61.0)
+    eventually(lambda: len(smi.pids()) == 2)
+
+
+@pytest.mark.parametrize("script", [f"{says(TWO)}\nexit 9", "kill -9 $$", says("garbage\n"), "head -c 40 /dev/urandom"])
+def test_one_that_fails_or_says_nonsense_is_asked_once_a_minute(smi, script):
+    reader = smi(script)
+    reader.look(0.0)
+    eventually(lambda: reader.look(1.0) is None and reader._process is None)
+    assert reader.look(59.0) is None
+    assert reader._process is None
+    reader.look(61.0)
+    assert reader._process is not None
+
+
+def test_one_that_talks_without_end_is_killed(smi):
+    reader = smi("exec yes")
+    reader.look(0.0)
+    eventually(smi.pids)
+    reader.look(nvidia._LIMIT_S + 1)
+    eventually(lambda: reader.look(nvidia._LIMIT_S + 2) is None and reader._process is None)
+
+
+def test_one_that_takes_much_cpu_is_asked_less_often(smi, monkeypatch):
+    monkeypatch.setattr(nvidia, "_reap", lambda process, reap=nvidia._reap: reap(process) and 0.5)
+    reader = smi(says(TWO))
+    reader.look(0.0)
+    eventually(lambda: reader.look(1.0))
+    assert reader._due_at == pytest.approx(50.0)  # half a second in fifty is one per cent
+
+
+def test_the_end_ends_it(smi):
+    reader = smi("exec sleep 1000")
+    reader.look(0.0)
+    (pid,) = eventually(smi.pids)
+    reader.close()
+    reader.close()
+    assert not psutil.pid_exists(pid)
+
+
+def test_a_step_that_reaps_all_children_does_no_harm(smi):
+    reader = smi(says(TWO))
+    reader.look(0.0)
+    os.waitpid(reader._process.pid, 0)
+    assert reader.look(1.0) == ALL
+
+
+@pytest.mark.parametrize("wanted", [(), ("0",)])
+def test_where_there_is_none_nothing_is_started(monkeypatch, tmp_path, wanted):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert NvidiaSmi(wanted).look(0.0) is None
+
+
+def test_one_that_can_not_be_started_does_no_harm(smi, tmp_path):
+    reader = smi("")
+    write(tmp_path / "nvidia-smi", "#!/no/such/interpreter\n").chmod(0o755)
+    assert reader.look(0.0) is None
+    assert reader.look(1.0) is None

@@ -1,0 +1,618 @@
+"""Agents and workers that were spares: a package of the tests stands for torch, and imports in no time."""
+
+import ast
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import mypy
+import pytest
+from unit_helpers import eventually, is_running, write
+from warm_nodes import Warm
+
+from metaflow_extensions.torchrun.plugins import torchrun as package
+from metaflow_extensions.torchrun.plugins.torchrun.features.warm.node import WarmNode
+from metaflow_extensions.torchrun.plugins.torchrun.launch.command import WORKER_HOOKS
+from metaflow_extensions.torchrun.plugins.torchrun.machine.processes import living_descendants
+from metaflow_extensions.torchrun.plugins.torchrun.node import agent as agent_process
+from metaflow_extensions.torchrun.plugins.torchrun.node import guardian_process
+from metaflow_extensions.torchrun.plugins.torchrun.node.agent import AgentProcess
+from metaflow_extensions.torchrun.plugins.torchrun.node.agent_events import (
+    AgentStarted,
+    End,
+    Refused,
+    Taken,
+    WorkerEnded,
+    WorkerStarted,
+)
+
+
+@pytest.fixture
+def warm(tmp_path):
+    made = []
+
+    def start(**options):
+        made.append(Warm(tmp_path, **options))
+        return made[-1]
+
+    yield start
+    for one in made:
+        one.close()
+
+
+def test_agents_become_of_spares_and_each_has_what_it_was_asked_with(warm, tmp_path):
+    one = warm(in_agent="print('said early')\n")
+    folder = tmp_path / "another folder"
+    folder.mkdir()
+    one.spares()
+    agent = one.start()
+    first = agent.end()
+    umask = os.umask(0o013)
+    try:
+        second = one.start("fail", env={"SOME": "vÄlue"}, cwd=str(folder)).end()
+    finally:
+        os.umask(umask)
+    assert [first["refused"], second["refused"]] == [None, None]
+    assert [first["status"], second["status"]] == [0, 5]
+    assert [first["imported"], second["imported"]] == [True, True]
+    assert first["parent"] == agent.process.pid
+    assert (second["cwd"], second["umask"], first["umask"]) == (str(folder), 0o013, umask)
+    assert second["env"]["SOME"] == "vÄlue"
+    assert "SOME" not in first["env"]
+    assert "TORCHRUN_SPARE" not in first["env"]
+    assert first["env"]["TORCHRUN_AGENT_PID"] == str(first["pid"])
+    assert first["argv"][0] == str(tmp_path / "torch" / "distributed" / "run.py")
+    assert first["argv"][1:3] == [str(agent.out), ""]
+    assert (tmp_path / "agent.stdout").read_text() == "said early\n" * 2
+
+
+def test_workers_become_of_spares(warm, tmp_path):
+    one = warm(workers=2, early="print('early')")
+    spares = one.spares()
+    agent = one.start()
+    seen = agent.end()
+    assert (seen["refused"], seen["status"], seen["left"]) == (None, 0, [])
+    started = [event for event in agent.seen if isinstance(event, WorkerStarted)]
+    ended = [event for event in agent.seen if isinstance(event, WorkerEnded)]
+    assert {seen["pid"], *(event.pid for event in started)} == set(spares)
+    assert sorted((event.rank, event.local_rank) for event in started) == [(4, 0), (5, 1)]
+    assert len(ended) == 2
+    for local_rank in (0, 1):
+        assert agent.worker(local_rank) == {
+            "argv": [one.script, "löss", ""],
+            "orig_argv": [sys.executable, "-u", one.script, "löss", ""],
+            "path": str(tmp_path / "scripts"),
+            "name": "__main__",
+            "file": one.script,
+            "imported": True,
+            "early": True,
+            "rank": str(4 + local_rank),
+            "agent": str(seen["pid"]),
+            "spare": False,
+            "parent": seen["pid"],
+            "more": "told",
+            "priority": os.getpriority(os.PRIO_PROCESS, 0),
+            "files": ["0", "1", "2", "3"],  # the last lists them
+            "mp": False,
+        }
+        assert Path(f"{agent.out}.{local_rank}.out").read_text().startswith("early\n{")
+        assert Path(f"{agent.out}.{local_rank}.err").read_text() == "to stderr\n"
+
+
+@pytest.mark.parametrize(("count", "warm_ones"), [(1, 1), (3, 2)])
+def test_more_or_fewer_workers_than_spares_all_start(warm, count, warm_ones):
+    one = warm(workers=2)
+    spares = one.spares()
+    agent = one.start(workers=count)
+    seen = agent.end()
+    assert (seen["refused"], seen["status"], seen["left"]) == (None, 0, [])
+    pids = {event.pid for event in agent.seen if isinstance(event, WorkerStarted)}
+    assert sum(agent.worker(rank)["early"] for rank in range(count)) == warm_ones
+    assert len(pids & set(spares)) == warm_ones
+    assert not any(map(is_running, spares))
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        (["broken.py"], "SyntaxError"),
+        (["no such.py"], "no such.py is not a file"),
+        (["beside"], "beside is not a file"),
+        (["beside/program.py"], "would be imported instead of"),
+    ],
+)
+def test_a_script_that_a_spare_can_not_become_starts_cold(warm, tmp_path, script, reason):
+    write(tmp_path / "broken.py", "if True print(1)")
+    write(tmp_path / "beside" / "program.py", "")
+    write(tmp_path / "beside" / "imported_early.py", "")
+    one = warm(workers=1)
+    one.spares()
+    agent = one.start(script=[str(tmp_path / script[0])])
+    agent.end()
+    told = (tmp_path / "agent.stderr").read_text()
+    assert told.startswith("A worker starts cold: ")
+    assert reason in told
+    error = Path(f"{agent.out}.0.err").read_text()
+    assert bool(re.search("SyntaxError|can't open file|can't find '__main__'", error)) == (
+        script[0] != "beside/program.py"
+    )
+
+
+@pytest.mark.parametrize(("entry", "told"), [(":lib", "lib"), ("::/absolute", "an empty entry")])
+def test_a_relative_search_path_means_a_cold_start_in_another_folder(warm, tmp_path, entry, told):
+    (tmp_path / "other").mkdir()
+    one = warm()
+    one.env["PYTHONPATH"] += entry
+    one.start().end()
+    assert one.start().end()["refused"] is None
+    refused = one.start(cwd=str(tmp_path / "other")).end()["refused"]
+    assert refused == f"{told} in PYTHONPATH is relative to another working directory"
+
+
+def test_a_name_that_the_interpreter_takes_for_an_option_means_a_cold_start(warm, tmp_path):
+    write(tmp_path / "-x.py", "")
+    one = warm(workers=1)
+    one.spares()
+    one.start(script=["-x.py"], cwd=str(tmp_path)).end()
+    assert "A worker starts cold: it runs" in (tmp_path / "agent.stderr").read_text()
+
+
+def test_a_spare_worker_that_was_killed_is_replaced_by_a_cold_one(warm, tmp_path):
+    one = warm(workers=1)
+    os.kill(max(one.spares()), signal.SIGKILL)
+    agent = one.start()
+    assert (agent.end()["status"], agent.worker()["early"]) == (0, False)
+    assert "A worker starts cold: the spare process has ended" in (tmp_path / "agent.stderr").read_text()
+
+
+def test_stopping_ends_all_but_the_next_spare(warm):
+    one = warm(workers=1)
+    one.spares()
+    agent = one.start("wait")
+    agent.expect(WorkerStarted)
+    agent.process.stop(0.5)
+    assert agent.end()["status"] == -signal.SIGKILL  # it is frozen first, as any agent
+    assert not living_descendants(agent.process.pid)
+    assert one.start().end()["refused"] is None
+
+
+@pytest.mark.parametrize(
+    ("env", "reason"),
+    [
+        ({"PYTHONHASHSEED": "3"}, "PYTHONHASHSEED"),
+        ({"TORCH_HOME": "now"}, "TORCH_HOME"),
+        ({"IN_AGENT_LEVEL": "now"}, None),
+        ({"OMP_NUM_THREADS": "7"}, None),  # for a worker it would count
+        ({"TORCH_NCCL_BLOCKING_WAIT": "1"}, None),  # is read later
+        ({"RANK": "3"}, None),
+    ],
+)
+def test_a_variable_that_counts_at_imports_means_a_cold_start_and_the_next_spare_has_it(warm, env, reason):
+    one = warm()
+    begun = one.start(env=env).end()
+    assert (begun["refused"] or "").partition(" ")[0] == (reason or "")
+    assert begun["imported"] is (reason is None)
+    assert begun["env"].items() >= env.items()
+    again = one.start(env=env).end()
+    assert (again["refused"], again["imported"]) == (None, True)
+
+
+@pytest.mark.parametrize(
+    ("env", "told"),
+    [({"OMP_NUM_THREADS": "77"}, "OMP_NUM_THREADS"), ({"TQDM_ASCII": "1"}, "TQDM_ASCII"), ({"ANOTHER_ONE": "1"}, None)],
+)
+def test_what_counts_for_workers_means_cold_workers(warm, tmp_path, env, told):
+    """A package's own variables begin with its name."""
+    write(tmp_path / "tqdm.py", "")
+    one = warm(workers=1, early="import tqdm")
+    one.spares()
+    agent = one.start(env=env)
+    assert (agent.end()["refused"], agent.worker()["early"]) == (None, told is None)
+    said = (tmp_path / "agent.stderr").read_text()
+    assert said == (
+        "" if told is None else f"A worker starts cold: {told} had another value when torch was imported.\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        ("1 / 0\n", "torch.distributed.run could not be imported: ZeroDivisionError: division by zero"),
+        ("import os\nif __name__ != '__main__': os._exit(3)\n", "the spare process has ended"),
+        ("import os\nif __name__ != '__main__': os.write(2, b'no such device\\n'); os._exit(3)\n", "no such device"),
+    ],
+)
+def test_imports_that_fail_mean_a_cold_start(warm, code, reason):
+    begun = warm(in_agent=code if code != "1 / 0\n" else "if __name__ != '__main__': 1 / 0\n").start().end()
+    assert reason in begun["refused"]
+    assert (begun["status"], begun["imported"]) == (0, False)
+
+
+PRELOAD = """
+import os, sys, tempfile
+sys.path.insert(0, os.path.join(os.path.dirname(__file__), "lib"))
+os.environ["SET_BY_IMPORT"] = os.environ.setdefault("SET_BEFORE", "by import")
+os.environ["OMP_NUM_THREADS"] = "7"
+os.environ.pop("TAKEN_AWAY", None)
+tempfile.gettempdir()
+"""
+SEES = """
+import imported_early, beside, os, sys, tempfile, only_in_lib
+names = ("SET_BY_IMPORT", "SET_BEFORE", "OMP_NUM_THREADS", "TAKEN_AWAY")
+print([os.environ.get(name) for name in names], only_in_lib.__file__, beside.__file__, __file__)
+print(tempfile.gettempdir(), sys.path)
+"""
+
+
+@pytest.mark.parametrize("env", [{}, {"TMPDIR": "{root}/other"}, {"SET_BEFORE": "by launch"}, {"XDG_CACHE_HOME": "/x"}])
+def test_what_imports_have_set_is_what_the_program_finds_cold(warm, tmp_path, env, monkeypatch):
+    monkeypatch.setenv("TAKEN_AWAY", "here before")
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    write(tmp_path / "lib" / "only_in_lib.py", "")
+    write(tmp_path / "scripts" / "beside.py", "")
+    script = str(write(tmp_path / "scripts" / "sees.py", SEES))
+    os.makedirs(tmp_path / "other")
+    one = warm(workers=1, early=PRELOAD)
+    env = {name: value.format(root=tmp_path) for name, value in env.items()}
+    seen = []
+    for count in (1, 2):  # the second worker is a cold one
+        one.spares()
+        agent = one.start(workers=count, script=[f"{tmp_path}/lib/../scripts/sees.py"], env=env)
+        assert agent.end()["status"] == 0, agent.written(0, "err")
+        seen += [agent.written(rank, "out") for rank in range(count)]
+    assert script.encode() not in seen[0]  # it is told as it was asked for
+    assert len(set(seen)) == 1
+
+
+def test_a_package_that_was_installed_since_means_a_cold_start(warm, tmp_path, monkeypatch):
+    packages = tmp_path / "site-packages"
+    packages.mkdir()
+    one = warm(workers=1)
+    one.node.close()
+    one.env["PYTHONPATH"] += f":{packages}"
+    one.node = WarmNode(["imported_early"], one.env, 1)
+    one.node.prepare()
+    one.spares()
+    write(packages / "installed.py", "")
+    agent = one.start()
+    assert (agent.end()["refused"], agent.worker()["early"]) == (None, False)
+    told = (tmp_path / "agent.stderr").read_text()
+    assert told == f"A worker starts cold: {packages} has changed since it was imported.\n"
+
+
+# What trackers do when they are imported: they see to it that the run is ended with the process, and told of errors.
+TRACKER = """
+import atexit, sys, weakref
+class Run: pass
+run = Run()
+def say(what): print(what, flush=True)
+atexit.register(say, "exit handler")
+weakref.finalize(run, say, "finalizer")
+sys.excepthook = lambda *_: say("hook")
+"""
+
+
+def test_what_preloaded_modules_do_at_the_end_is_done_by_workers_alone(warm, tmp_path):
+    write(tmp_path / "tracker.py", TRACKER)
+    write(tmp_path / "fails.py", "import tracker\n1 / 0")
+    one = warm(preload=["tracker"], workers=1)
+    one.spares()
+    agent = one.start(script=[str(tmp_path / "fails.py")])
+    agent.end()
+    assert sorted(Path(f"{agent.out}.0.out").read_text().split("\n")) == ["", "exit handler", "finalizer", "hook"]
+    assert (tmp_path / "agent.stdout").read_text() == ""
+
+
+HOOKS = {
+    "none": ("", 'Traceback (most recent call last):\n  File "{script}", line {line}, in <module>\n'),
+    "own": (
+        "import sys, traceback\nsys.excepthook = lambda *words: print(len(traceback.extract_tb(words[2])), "
+        "len(traceback.extract_tb(words[1].__traceback__)), file=sys.stderr)\n",
+        "1 1\n",
+    ),
+}
+
+
+@pytest.mark.parametrize("how", HOOKS)
+def test_no_traceback_has_a_frame_of_ours(warm, tmp_path, how):
+    code, told = HOOKS[how]
+    script = write(tmp_path / "raises.py", code + "1 / 0\n")
+    one = warm(workers=1)
+    one.spares()
+    agent = one.start(script=[str(script)])
+    assert agent.end()["status"] == 5
+    error = Path(f"{agent.out}.0.err").read_text()
+    assert error.startswith(told.format(script=script, line=code.count("\n") + 1))
+    assert "spare.py" not in error
+
+
+def optional_names():
+    """Return what the package uses of Python that a Linux Python may lack, as (module, name).
+
+    Typeshed knows which names a Python has on some systems only; the last ones need not be there on Linux either.
+    """
+    found = {("os", "pread"), ("socket", "send_fds"), ("socket", "recv_fds")}
+    used = {
+        (node.value.id, node.attr)
+        for path in Path(package.__file__).parent.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+    }
+    stubs = Path(mypy.__file__).parent / "typeshed" / "stdlib"
+    for module in ("os", "socket", "select", "signal", "fcntl", "resource"):
+        for path in (stubs / f"{module}.pyi", stubs / f"_{module}.pyi", stubs / module / "__init__.pyi"):
+            tree = ast.parse(path.read_text(encoding="utf-8") if path.exists() else "")
+            found |= {(module, name) for name in names_of_some_systems(tree.body)} & used
+    return sorted(found)
+
+
+def names_of_some_systems(body, some=False):
+    for node in body:
+        if isinstance(node, ast.If):
+            here = some or any(system in ast.unparse(node.test) for system in ("'linux'", "'darwin'"))
+            yield from names_of_some_systems([*node.body, *node.orelse], here)
+        elif some:
+            targets = getattr(node, "targets", [getattr(node, "target", None)])
+            aliases = getattr(node, "names", ())
+            yield from [getattr(node, "name", None), *(getattr(each, "id", None) for each in targets)]
+            yield from [each.asname or each.name for each in aliases]
+
+
+@pytest.mark.parametrize(("module", "name"), optional_names())
+def test_a_python_without_it_starts_agents_all_the_same(module, name, warm, tmp_path, monkeypatch):
+    """In the task, in the guardian, in the spares and in the agent."""
+    remove = f"import {module}\nif hasattr({module}, {name!r}): del {module}.{name}\n"
+    write(tmp_path / "sitecustomize.py", remove)
+    monkeypatch.setattr(guardian_process, "_MAIN", remove + guardian_process._MAIN)
+    monkeypatch.delattr(sys.modules[module], name)
+    one = warm(workers=1)
+    agent = one.start()
+    begun = agent.end()
+    # These can't be done without; the others cost nothing.
+    cold = name in ("pread", "recv_fds", "send_fds")
+    assert (f"AttributeError: module '{module}'" in (begun["refused"] or ""), begun["status"]) == (cold, 0)
+    assert agent.worker()["rank"] == "4"
+    monkeypatch.setattr(one.node, "take", None)
+    again = one.start().end()
+    assert (again["refused"], again["status"]) == ("TypeError: 'NoneType' object is not callable", 0)
+
+
+def test_a_module_that_has_changed_since_means_a_cold_start(warm, tmp_path):
+    one = warm()
+    one.spares()
+    with open(tmp_path / "torch" / "distributed" / "run.py", "a") as file:
+        file.write("# changed\n")
+    assert one.start().end()["refused"].endswith("run.py has changed since it was imported")
+    assert one.start().end()["refused"] is None
+
+
+def test_what_the_step_has_changed_of_what_programs_inherit_means_a_cold_start(warm):
+    one = warm()
+    soft, hard = resource.getrlimit(resource.RLIMIT_CORE)
+    resource.setrlimit(resource.RLIMIT_CORE, (0 if soft else min(4096, hard) if hard > 0 else hard, hard))
+    try:
+        begun = one.start().end()
+        assert one.start().end()["refused"] is None
+    finally:
+        resource.setrlimit(resource.RLIMIT_CORE, (soft, hard))
+    assert begun["refused"] == "RLIMIT_CORE changed after the step had begun"
+
+
+def test_a_spare_agent_that_was_killed_is_replaced(warm):
+    one = warm(workers=1)
+    os.kill(min(one.spares()), signal.SIGKILL)
+    agent = one.start()
+    assert "the spare process has ended" in agent.end()["refused"]
+    assert agent.worker()["rank"] == "4"
+    assert one.start().end()["refused"] is None
+
+
+def test_a_guardian_that_was_killed_while_it_waits_is_no_failure(warm):
+    one = warm(workers=1)
+    spares = one.spares()
+    os.kill(one.node.pid, signal.SIGKILL)
+    eventually(lambda: not any(map(is_running, spares)), "the end of its spares")
+    assert one.start().end()["status"] == 0
+    assert one.start().end()["refused"] is None
+
+
+def test_a_guardian_that_dies_with_the_request_is_no_failure(warm):
+    one = warm()
+    one.spares()
+    guardian = one.node.pid
+    os.kill(guardian, signal.SIGSTOP)
+    agent = one.start()
+    os.kill(guardian, signal.SIGKILL)
+    end = agent.end()
+    assert (end["refused"] or "").startswith("the guardian that waited with the spare has ended")
+    assert end["status"] == 0
+    assert one.start().end()["refused"] is None
+
+
+def test_a_guardian_that_dies_while_the_spare_imports_is_no_failure(warm):
+    one = warm(in_agent="import time\nif __name__ != '__main__': time.sleep(20)\n")
+    agent = one.start()
+    agent.expect(Taken)
+    os.kill(agent.process.pid, signal.SIGKILL)
+    end = agent.end()
+    assert (end["status"], end["imported"]) == (0, False)
+    assert (end["refused"] or "").startswith("the guardian that waited with the spare has ended")
+
+
+def test_a_guardian_that_was_killed_takes_its_agent_with_it(warm):
+    one = warm(workers=1)
+    one.spares()
+    agent = one.start("wait")
+    started, worker = agent.expect(AgentStarted), agent.expect(WorkerStarted)
+    os.kill(agent.process.pid, signal.SIGKILL)
+    assert agent.expect(End).guardian_gone
+    eventually(lambda: not is_running(worker.pid) and not is_running(started.pid), "the end of all")
+
+
+def test_a_guardian_that_reads_no_request_is_given_up(warm, monkeypatch):
+    """As one that is frozen, with a request that is longer than what the system keeps for it."""
+    monkeypatch.setattr(guardian_process, "_TAKES_S", 0.2)
+    one = warm()
+    one.spares()
+    guardian = one.node.pid
+    os.kill(guardian, signal.SIGSTOP)
+    try:
+        seen = one.start(env={f"LONG_{number}": "x" * 100_000 for number in range(10)}).end()
+    finally:
+        os.kill(guardian, signal.SIGCONT)
+    assert (seen["refused"], seen["status"]) == (
+        "the guardian that waited with the spare has ended, or does not read",
+        0,
+    )
+    eventually(lambda: not is_running(guardian), "its end")
+
+
+def test_a_long_environment_reaches_an_agent_that_still_imports(warm):
+    one = warm(in_agent="import time\nif __name__ != '__main__': time.sleep(1)\n")
+    seen = one.start(env={f"LONG_{number}": "x" * 100_000 for number in range(10)}).end()
+    assert (seen["refused"], len(seen["env"]["LONG_9"])) == (None, 100_000)
+
+
+def test_a_frozen_guardian_that_waits_is_given_up(warm, monkeypatch):
+    monkeypatch.setattr(agent_process, "_ANSWER_S", 0.3)
+    one = warm(workers=1)
+    spares, guardian = one.spares(), one.node.pid
+    os.kill(guardian, signal.SIGSTOP)
+    seen = one.start().end()
+    assert (seen["status"], seen["refused"]) == (
+        0,
+        "the guardian that waited with the spare has ended, or does not answer",
+    )
+    eventually(lambda: not any(map(is_running, [guardian, *spares])), "the end of all that waited")
+
+
+def test_a_dead_spare_whose_socket_somebody_holds_is_noticed(warm, tmp_path):
+    pids = tmp_path / "pids"
+    early = "import os, time\nspare = os.getpid()\nif os.fork() == 0:\n"
+    early += f"    open({str(pids)!r}, 'w').write(f'{{spare}} {{os.getpid()}}.')\n    time.sleep(100)\n    os._exit(0)"
+    one = warm(workers=1, early=early)
+    eventually(lambda: pids.exists() and pids.read_text().endswith("."), "the import")
+    dead, forked = map(int, pids.read_text().strip(".").split())
+    os.kill(dead, signal.SIGKILL)
+    begun = time.monotonic()
+    agent = one.start()
+    assert agent.end()["left"] == []
+    assert time.monotonic() - begun < 15.0
+    assert "A worker starts cold: the spare process has ended" in (tmp_path / "agent.stderr").read_text()
+    eventually(lambda: not is_running(forked), "the end of what the spare has started")
+
+
+def test_spares_are_not_what_workers_have_left_running(warm):
+    one = warm(workers=2, early="import time; time.sleep(5)")
+    eventually(lambda: len(living_descendants(one.node.pid)) == 3, "spares that import")
+    agent = one.start("early")  # it ends before it has started any
+    assert agent.expect(End).left == []
+
+
+def test_an_import_that_keeps_stdout_means_a_cold_start(warm, tmp_path):
+    one = warm(workers=1, early="import os; file = os.fdopen(os.dup(1), 'w')")
+    one.spares()
+    agent = one.start()
+    assert (agent.end()["refused"], agent.worker()["early"]) == (None, False)
+    assert "an import keeps a copy of stdout" in (tmp_path / "agent.stderr").read_text()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_a_guardian_says_and_nobody_understands_ends_the_launch(warm, monkeypatch, workers):
+    """As after an update of this package while a step runs."""
+    one = warm(workers=workers)
+    one.spares()
+    monkeypatch.setattr(guardian_process, "from_line", lambda line: {}["of another version"])
+    agent = one.start("wait")
+    end = agent.expect(End)
+    assert end.error == "could not be followed: KeyError: 'of another version'"
+    eventually(lambda: not living_descendants(agent.process.pid), "the end of all")
+
+
+def test_an_agent_that_can_be_started_in_no_way_comes_to_an_end(warm, monkeypatch):
+    one = warm()
+    one.spares()
+
+    def fail(*_):
+        raise BlockingIOError(11, "no more processes")
+
+    monkeypatch.setattr(AgentProcess, "_own_guardian", fail)
+    guardian = one.node.pid
+    os.kill(guardian, signal.SIGSTOP)
+    agent = one.start()
+    os.kill(guardian, signal.SIGKILL)
+    assert "no more processes" in agent.expect(End).error
+
+
+def test_a_launch_that_is_stopped_while_torch_is_imported_does_not_wait_for_it(warm):
+    one = warm(in_agent="import time\nif __name__ != '__main__': time.sleep(30)\n")
+    begun = time.monotonic()
+    agent = one.start("wait")
+    agent.process.stop(0.1)
+    agent.expect(End)
+    assert time.monotonic() - begun < 15.0
+    assert not [event for event in agent.seen if isinstance(event, Refused)]  # nobody wants to know
+
+
+def test_spares_import_with_the_lowest_priority_and_programs_have_the_tasks(warm, tmp_path):
+    early = f"import os; open({str(tmp_path / 'priority')!r}, 'w').write(str(os.getpriority(os.PRIO_PROCESS, 0)))"
+    one = warm(early=early, workers=1)
+    one.spares()
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    try:
+        os.setpriority(os.PRIO_PROCESS, max(one.spares()), own)
+    except PermissionError:  # nobody could raise it again, so it is not lowered
+        assert (tmp_path / "priority").read_text() == str(own)
+    else:
+        assert (tmp_path / "priority").read_text() == "19"
+    agent = one.start()
+    assert (agent.end()["priority"], agent.worker()["priority"]) == (own, own)
+
+
+def test_who_may_not_raise_a_priority_does_not_lower_it(warm, tmp_path):
+    forbid = "import os\n_set = os.setpriority\ndef set_it(which, who, value):\n"
+    forbid += "    if value < os.getpriority(which, who): raise PermissionError(13, 'not permitted')\n"
+    forbid += "    _set(which, who, value)\nos.setpriority = set_it\n"
+    write(tmp_path / "sitecustomize.py", forbid)
+    one = warm(workers=1)
+    one.spares()
+    agent = one.start()
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    assert (agent.end()["priority"], agent.worker()["priority"], agent.worker()["early"]) == (own, own, True)
+
+
+def test_nothing_stays_when_the_task_is_killed_and_another_process_holds_its_pipes(tmp_path):
+    """Also before any agent is asked for, and while imports go on."""
+    write(tmp_path / "torch" / "distributed" / "run.py", "import time; time.sleep(60)")
+    env = {**os.environ, "PYTHONPATH": f"{WORKER_HOOKS}:{tmp_path}"}
+    task = (
+        "import os, sys, time\n"
+        "from metaflow_extensions.torchrun.plugins.torchrun.features.warm.node import WarmNode\n"
+        f"node = WarmNode([], {env!r}, 0)\n"
+        "node.prepare()\n"
+        "print(node.pid, flush=True)\n"
+        "print(os.fork() or time.sleep(600) or 0, flush=True)\n"
+        "time.sleep(600)"
+    )
+    with subprocess.Popen([sys.executable, "-c", task], stdout=subprocess.PIPE, text=True) as process:
+        guardian, forked = int(process.stdout.readline()), int(process.stdout.readline())
+        tree = []
+        eventually(lambda: len(tree) > 1 or tree.extend(living_descendants(guardian)) or tree, "a spare")
+        process.kill()
+        process.wait()
+        eventually(lambda: not any(map(is_running, [guardian, *tree])), "the end of all")
+        os.kill(forked, signal.SIGKILL)
+
+
+def test_the_end_of_the_step_ends_all_spares_at_once(warm):
+    one = warm(workers=2)
+    spares = one.spares()
+    begun = time.monotonic()
+    one.node.close()
+    eventually(lambda: not any(map(is_running, spares)), "their end")
+    assert time.monotonic() - begun < 2.0

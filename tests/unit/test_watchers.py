@@ -1,0 +1,206 @@
+"""What features do on a node while a generation runs: what is told, and that one that fails harms nobody."""
+
+import math
+
+import pytest
+from fake_node import FakeNode
+from unit_helpers import eventually
+
+from metaflow_extensions.torchrun.plugins.torchrun.gang.keepers import Keeper
+from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Ended, Started, Told
+from metaflow_extensions.torchrun.plugins.torchrun.node.watchers import (
+    MAX_TOLD_BYTES,
+    Feature,
+    Here,
+    Variables,
+    Watcher,
+    Watchers,
+    keepers_of,
+    results_of,
+    variables_of,
+)
+
+
+class Counter(Watcher):
+    """Tells how often it was asked, and fails where the test says so."""
+
+    def __init__(self, fails, data, saw_workers):
+        self.fails, self.data, self.saw_workers = fails, data, saw_workers
+        self.polls = self.closed = 0
+
+    def _do(self, name):
+        if name == self.fails:
+            raise OSError("gone")
+
+    def poll(self):
+        self._do("poll")
+        self.polls += 1
+        return self.data
+
+    def ended(self):
+        self._do("ended")
+        return {"polls": self.polls}
+
+    def close(self):
+        self.closed += 1
+        self._do("close")
+
+
+class Counting(Feature):
+    def __init__(self, name="counting", fails="", data=None, saw_workers=False):
+        self.name, self.fails, self.made = name, fails, []
+        self._facts = fails, {"it": 1} if data is None else data, saw_workers
+
+    def _do(self, name):
+        if name == self.fails:
+            raise OSError("gone")
+
+    def keeper(self, num_nodes, of_all):
+        keeper = Keeper()
+        keeper.record = lambda: {"nodes": num_nodes, "all": of_all}
+        return keeper
+
+    def variables(self, folder):
+        self._do("variables")
+        return Variables({f"{self.name}_node": folder}, {f"{self.name}_rank": "${local_rank}"})
+
+    def watcher(self, here):
+        self._do("watcher")
+        self.made.append(Counter(*self._facts))
+        return self.made[-1]
+
+    def result(self, told):
+        self._do("result")
+        return {self.name: told}
+
+
+def watchers_of(*features):
+    said = []
+    here = Here(None, "/folder", None, lambda: None, lambda rank: False, said.append)
+    return Watchers(features, here, 3, 4), said
+
+
+def test_what_is_handed_out_is_told_of_its_feature_launch_and_generation():
+    watchers, said = watchers_of(Counting("a"), Counting("b"))
+    assert watchers.poll() == [Told(3, 4, "a", {"it": 1}), Told(3, 4, "b", {"it": 1})]
+    assert watchers.ended() == [Told(3, 4, "a", {"polls": 1}), Told(3, 4, "b", {"polls": 1})]
+    assert said == []
+
+
+def test_a_feature_that_does_nothing_tells_nothing():
+    watchers, _ = watchers_of(Feature())
+    assert (watchers.poll(), watchers.ended(), watchers.saw_workers) == ([], [], False)
+    watchers.close()
+
+
+@pytest.mark.parametrize("fails", ["watcher", "poll", "ended", "close"])
+def test_a_feature_that_raises_is_left_out_and_a_line_says_so_once(fails):
+    ill, well = Counting("ill", fails), Counting("well")
+    watchers, said = watchers_of(ill, well)
+    for _ in range(3):
+        watchers.poll()
+    told = watchers.ended()
+    watchers.close()
+    watchers.close()
+    assert Told(3, 4, "well", {"polls": 3}) in told
+    assert said == ["this node tells nothing more of its ill: OSError: gone"]
+    assert [each.closed for each in [*ill.made, *well.made]] == [1] * (len(ill.made) + 1)
+
+
+@pytest.mark.parametrize("data", [{"x": "a" * MAX_TOLD_BYTES}, {"x": math.nan}, {"x": object()}])
+def test_what_is_too_large_or_no_plain_data_is_not_told(data):
+    watchers, said = watchers_of(Counting("ill", data=data), Counting("well"))
+    assert [told.feature for told in watchers.poll()] == ["well"]
+    assert len(said) == 1
+    assert [told.feature for told in watchers.poll()] == ["well"]
+
+
+def test_the_variables_of_all_features_are_the_workers():
+    said = []
+    found = variables_of([Counting("a"), Counting("ill", "variables"), Counting("b")], "/logs", said.append)
+    assert found == Variables(
+        {"a_node": "/logs", "b_node": "/logs"}, dict.fromkeys(["a_rank", "b_rank"], "${local_rank}")
+    )
+    assert found.names == {"a_node", "b_node", "a_rank", "b_rank"}
+    assert said == ["this node tells nothing more of its ill: OSError: gone"]
+
+
+def test_features_add_to_the_result_what_the_verdict_tells():
+    said = []
+    features = [Counting("a"), Counting("ill", "result"), Feature()]
+    assert results_of(features, {"a": {"x": 1}, "other": {"y": 2}}, said.append) == {"a": {"x": 1}}
+    assert len(said) == 1
+
+
+def test_a_gang_has_a_keeper_of_each_feature():
+    assert keepers_of([Counting()], 5).record() == {"counting": {"nodes": 5, "all": True}}
+    assert keepers_of([Counting()], 5, of_all=False).record() == {"counting": {"nodes": 5, "all": False}}
+
+
+# --- in a launch ------------------------------------------------------------------------------------
+
+
+def test_a_launch_polls_its_features_and_lets_go_of_them(tmp_path):
+    feature = Counting()
+    node = FakeNode(tmp_path, features=(feature,))
+    node.launch()
+    agent = node.go()
+    assert node.expect(Told) == Told(0, 0, "counting", {"it": 1})
+    node.all_end_well(agent)
+    while (told := node.expect(Told)).data == {"it": 1}:
+        pass
+    assert told.data == {"polls": feature.made[0].polls}, "what is left comes before the node's end"
+    assert node.expect(Ended).ok
+    node.verdict()
+    assert feature.made[0].closed
+
+
+def test_a_feature_that_has_heard_of_the_workers_tells_that_they_run(tmp_path):
+    node = FakeNode(tmp_path, features=(Counting(saw_workers=True),))
+    node.launch()
+    agent = node.go()
+    node.expect(Started)
+    node.expect(Told)
+    node.all_end_well(agent)
+    node.interrupt(None)
+    while not isinstance(node.next_message(), Ended):
+        pass
+    node.verdict()
+
+
+class Named(Feature):
+    """Has variables alone."""
+
+    def variables(self, folder):
+        return Counting("named").variables(folder)
+
+
+@pytest.mark.parametrize("commands", [None, (("true",),)])
+@pytest.mark.parametrize("own", [(), (("named_node", "mine"),)])
+def test_workers_get_the_variables_of_features_and_none_of_a_worker_around_them(commands, own, tmp_path, monkeypatch):
+    for name in ("named_node", "named_rank"):
+        monkeypatch.setenv(name, "of another worker, which has started this task")
+    node = FakeNode(tmp_path, features=(Named(),), spec={"commands": commands, "env": own})
+    node.launch()
+    agent = node.go()
+    made = str(node.agent_folder(agent)) if commands is None else None
+    assert agent.env.get("named_node") == dict(own).get("named_node", made)
+    assert "named_rank" not in agent.env
+    node.ends(agent)
+
+
+def test_a_program_that_is_no_python_gets_a_ranks_variables_by_its_command(tmp_path):
+    node = FakeNode(tmp_path, features=(Named(),), spec={"options": (("no-python", None),)})
+    node.launch()
+    agent = node.go()
+    assert "named_rank=${local_rank}" in agent.command
+    node.ends(agent)
+
+
+def test_a_feature_that_fails_ends_no_launch(tmp_path):
+    node = FakeNode(tmp_path, features=(Counting(fails="poll"),))
+    agent = node.running()
+    eventually(lambda: node.texts("note"))
+    ended, _ = node.ends_well(agent)
+    assert ended.ok
+    assert node.texts("note") == ["this node tells nothing more of its counting: OSError: gone"]

@@ -1,0 +1,166 @@
+"""Spares of one node, for tests: a package of the tests stands for torch, and imports in no time."""
+
+import json
+import os
+import queue
+import sys
+from pathlib import Path
+
+from unit_helpers import eventually, is_running, write
+
+from metaflow_extensions.torchrun.plugins.torchrun.features.warm.node import WarmNode, WarmStart
+from metaflow_extensions.torchrun.plugins.torchrun.features.warm.spare import POPEN_OF_WORKERS
+from metaflow_extensions.torchrun.plugins.torchrun.launch.command import WORKER_HOOKS
+from metaflow_extensions.torchrun.plugins.torchrun.machine.processes import living_descendants
+from metaflow_extensions.torchrun.plugins.torchrun.node.agent import AgentProcess
+from metaflow_extensions.torchrun.plugins.torchrun.node.agent_events import End, Refused
+from metaflow_extensions.torchrun.plugins.torchrun.node.guardian import Options
+
+# What stands for torchrun: it tells what it sees, starts workers where it is to, and waits where it is to.
+AGENT = """
+import json, os, subprocess, sys, time
+
+def main():
+    out, what, count, *script = sys.argv[1:]
+    umask = os.umask(0)
+    os.umask(umask)
+    seen = {"pid": os.getpid(), "parent": os.getppid(), "imported": __name__ != "__main__", "umask": umask,
+            "cwd": os.getcwd(), "env": dict(os.environ), "argv": sys.argv, "files": os.listdir("/proc/self/fd"),
+            "priority": os.getpriority(os.PRIO_PROCESS, 0)}
+    with open(out + ".part", "w") as file:
+        json.dump(seen, file)
+    os.replace(out + ".part", out)
+    if what == "early":
+        sys.exit(3)
+    from HANDLER import popen
+    workers = []
+    for rank in range(int(count)):
+        folder = f"{out}.{rank}"
+        os.makedirs(folder)
+        env = {**os.environ, "RANK": str(rank + 4), "LOCAL_RANK": str(rank)}
+        env["TORCHELASTIC_ERROR_FILE"] = os.path.join(folder, "error.json")
+        with open(f"{out}.{rank}.out", "w") as stdout, open(f"{out}.{rank}.err", "w") as stderr:
+            words = json.loads(script[0])[rank] if what == "each" else script
+            workers.append(popen([sys.executable, "-u", *words], env, stdout, stderr))
+    while what == "wait":
+        time.sleep(60)
+    codes = [worker.wait() for worker in workers]
+    with open(out + ".codes", "w") as file:
+        json.dump(codes, file)
+    sys.exit(5 if what == "fail" or any(codes) else 0)
+
+if __name__ == "__main__":
+    main()
+"""
+HANDLER = """
+from subprocess import Popen
+def popen(args, env, stdout, stderr):
+    return Popen(args=args, env=env, stdout=stdout, stderr=stderr, start_new_session=True)
+"""
+WORKER = """
+import json, os, sys
+seen = {"argv": sys.argv, "orig_argv": sys.orig_argv, "path": sys.path[0], "name": __name__, "file": __file__,
+        "imported": "torch.distributed" in sys.modules, "early": "imported_early" in sys.modules,
+        "rank": os.environ.get("RANK"), "agent": os.environ.get("TORCHRUN_AGENT_PID"),
+        "spare": "TORCHRUN_SPARE" in os.environ,
+        "parent": os.getppid(), "more": os.environ.get("MORE"), "priority": os.getpriority(os.PRIO_PROCESS, 0),
+        "files": os.listdir("/proc/self/fd"), "mp": "torchrun_worker_hooks" in sys.modules}
+print(json.dumps(seen), flush=True)
+print("to stderr", file=sys.stderr)
+"""
+
+
+class Warm:
+    """The spares of one node, and the agents that are asked of them one after the other."""
+
+    def __init__(self, root, early="", in_agent="", preload=("imported_early",), workers=0):
+        self.root, self.count, self.workers = root, 0, workers
+        write(root / "imported_early.py", early)
+        write(root / "torch" / "__init__.py", "")
+        write(root / "torch" / "distributed" / "__init__.py", "")
+        handler = POPEN_OF_WORKERS.replace(".", "/")
+        for folder in Path(handler).parents:
+            if folder.name not in ("", "torch", "distributed"):
+                write(root / folder / "__init__.py", "")
+        write(root / f"{handler}.py", HANDLER)
+        write(root / "torch" / "distributed" / "run.py", in_agent + AGENT.replace("HANDLER", POPEN_OF_WORKERS))
+        self.script = str(write(root / "scripts" / "worker.py", WORKER))
+        self.env = {**os.environ, "PYTHONPATH": f"{WORKER_HOOKS}:{root}", "TORCHRUN_AGENT_PID": ""}
+        self.node = WarmNode(preload, self.env, workers)
+        self.node.prepare()
+        self.agents = []
+
+    def start(self, what="", env=None, workers=None, script=None, **options):
+        """Ask for an agent; return what its events come to."""
+        self.count += 1
+        out = self.root / f"seen-{self.count}.json"
+        logs = [str(self.root / f"agent.{stream}") for stream in ("stdout", "stderr")]
+        events = queue.SimpleQueue()
+        count = self.workers if workers is None else workers
+        options = Options(*logs, workers=count, **{"grace_s": 2.0, "silence_s": 30.0, **options})
+        words = [str(out), what, str(count), *(script or [self.script, "löss", ""])]
+        command = [sys.executable, "-m", "torch.distributed.run", *words]
+        start = WarmStart(self.node, command, command, count if self.workers else 0, {"MORE": "told"})
+        agent = AgentProcess(command, {**self.env, **(env or {})}, options, events.put, start)
+        self.agents.append(agent)
+        agent.start()
+        self.node.prepare()
+        return Agent(agent, events, out)
+
+    def spares(self):
+        """Return the pids of the spare agent that waits, and of its workers, once all of them have imported."""
+        found = []
+
+        def all_wait():
+            found[:] = living_descendants(self.node.pid)
+            return len(found) == 1 + self.workers and all(map(waits, found))
+
+        eventually(all_wait, "all spares")
+        return found
+
+    def close(self):
+        for agent in self.agents:
+            agent.close(0.0)
+        guardian = self.node.pid
+        self.node.close()
+        if guardian is not None:
+            eventually(lambda: not is_running(guardian), "the end of the guardian")
+            assert not living_descendants(guardian)
+
+
+def waits(pid):
+    """Tell whether a spare waits for its request, in recvmsg(2)."""
+    try:
+        return "unix" in Path(f"/proc/{pid}/wchan").read_text() or "recv" in Path(f"/proc/{pid}/wchan").read_text()
+    except OSError:
+        return False
+
+
+class Agent:
+    """One agent and its events."""
+
+    def __init__(self, process, events, out):
+        self.process, self.out, self._events, self.seen = process, out, events, []
+
+    def expect(self, kind):
+        while True:
+            event = self._events.get(timeout=20.0)
+            self.seen.append(event)
+            if isinstance(event, kind):
+                return event
+
+    def end(self):
+        """Wait for its end; return what it has noted, with why it was started cold and its exit code."""
+        end = self.expect(End)
+        noted = json.loads(self.out.read_text())
+        refused = [event.reason for event in self.seen if isinstance(event, Refused)]
+        return {**noted, "status": end.status, "left": end.left, "refused": refused[0] if refused else None}
+
+    def written(self, local_rank, stream):
+        """Return what a worker has written, as bytes."""
+        return Path(f"{self.out}.{local_rank}.{stream}").read_bytes()
+
+    def worker(self, local_rank=0):
+        """Return what a worker has noted."""
+        text = Path(f"{self.out}.{local_rank}.out").read_text()
+        return json.loads(text.splitlines()[-1])
