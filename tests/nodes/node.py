@@ -24,8 +24,8 @@ from metaflow_extensions.torchrun.plugins.torchrun.channel.registry import Regis
 from metaflow_extensions.torchrun.plugins.torchrun.executor import Context, TorchrunExecutor
 from metaflow_extensions.torchrun.plugins.torchrun.features.warm.begin import begin_warm
 from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import to_plain
+from metaflow_extensions.torchrun.plugins.torchrun.logs.console import to_log, write_text
 from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import this_machine
-from metaflow_extensions.torchrun.plugins.torchrun.node.console import to_log, write_text
 from metaflow_extensions.torchrun.plugins.torchrun.settings import parse_settings
 
 # As the decorator has it, for tasks that are on machines of their own.

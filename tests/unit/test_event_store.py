@@ -3,12 +3,12 @@
 import pytest
 from unit_helpers import eventually
 
-from metaflow_extensions.torchrun.plugins.torchrun.border import event_store
-from metaflow_extensions.torchrun.plugins.torchrun.border.event_store import EventStore
 from metaflow_extensions.torchrun.plugins.torchrun.errors import GangError
 from metaflow_extensions.torchrun.plugins.torchrun.gang.keepers import Keeper, Keepers
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Join, Told
 from metaflow_extensions.torchrun.plugins.torchrun.gang.state import Gang
+from metaflow_extensions.torchrun.plugins.torchrun.records import event_store
+from metaflow_extensions.torchrun.plugins.torchrun.records.event_store import EventStore
 
 TOLD = Told(0, 0, "counts", {"more": 1})
 

@@ -11,9 +11,9 @@ import pytest
 from unit_helpers import write
 
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
+from metaflow_extensions.torchrun.plugins.torchrun.guardian.agent_events import WorkerEnded
 from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec, Request, build_spec
 from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import Node as SpecNode
-from metaflow_extensions.torchrun.plugins.torchrun.node.agent_events import WorkerEnded
 from metaflow_extensions.torchrun.plugins.torchrun.node.exits import (
     Exits,
     Record,

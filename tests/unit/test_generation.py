@@ -9,10 +9,10 @@ from fake_node import FakeAgent
 
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Go
+from metaflow_extensions.torchrun.plugins.torchrun.guardian.agent_events import AgentEnded, Frozen
 from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec
 from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import Machine
 from metaflow_extensions.torchrun.plugins.torchrun.node import machine_faults
-from metaflow_extensions.torchrun.plugins.torchrun.node.agent_events import AgentEnded, Frozen
 from metaflow_extensions.torchrun.plugins.torchrun.node.generation import Generation, Phase
 from metaflow_extensions.torchrun.plugins.torchrun.node.machine_faults import MachineFaults
 from metaflow_extensions.torchrun.plugins.torchrun.node.plan import Plan

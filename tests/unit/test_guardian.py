@@ -11,9 +11,8 @@ import time
 import pytest
 from unit_helpers import EXIT_OF_A_THREAD, OURS, eventually, is_running, write
 
-from metaflow_extensions.torchrun.plugins.torchrun.node import guardian_process
-from metaflow_extensions.torchrun.plugins.torchrun.node.agent import AgentProcess
-from metaflow_extensions.torchrun.plugins.torchrun.node.agent_events import (
+from metaflow_extensions.torchrun.plugins.torchrun.guardian import guardian_process
+from metaflow_extensions.torchrun.plugins.torchrun.guardian.agent_events import (
     AgentEnded,
     AgentStarted,
     End,
@@ -22,7 +21,8 @@ from metaflow_extensions.torchrun.plugins.torchrun.node.agent_events import (
     WorkerEnded,
     WorkerStarted,
 )
-from metaflow_extensions.torchrun.plugins.torchrun.node.guardian import Options
+from metaflow_extensions.torchrun.plugins.torchrun.guardian.guardian import Options
+from metaflow_extensions.torchrun.plugins.torchrun.node.agent import AgentProcess
 
 PYTHON = [sys.executable, "-I", "-S"]
 
@@ -265,7 +265,7 @@ def test_an_agent_that_can_not_be_started_is_an_end_with_an_error(command, cwd, 
 TASK = f"""{OURS}
 import json, os, signal, time
 from ours.node.agent import AgentProcess
-from ours.node.guardian import Options
+from ours.guardian.guardian import Options
 root, silence_s, command = sys.argv[1], float(sys.argv[2]), sys.argv[3:]
 scratch = [os.path.join(root, name) for name in ("scratch of logs", "scratch of a call")]
 for folder in scratch:

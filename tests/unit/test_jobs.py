@@ -10,12 +10,12 @@ from metaflow.plugins.datastores.local_storage import LocalStorage
 from metaflow.plugins.kubernetes import kubernetes
 from test_registry import EVENTS
 
-from metaflow_extensions.torchrun.plugins.torchrun.border import interrupts
-from metaflow_extensions.torchrun.plugins.torchrun.border.jobs import Job
 from metaflow_extensions.torchrun.plugins.torchrun.channel.registry import AddressRecord, Registry
 from metaflow_extensions.torchrun.plugins.torchrun.errors import GangError
 from metaflow_extensions.torchrun.plugins.torchrun.gang.history import Record
-from metaflow_extensions.torchrun.plugins.torchrun.gang.summary import from_stored
+from metaflow_extensions.torchrun.plugins.torchrun.records.summary import from_stored
+from metaflow_extensions.torchrun.plugins.torchrun.task import interrupts
+from metaflow_extensions.torchrun.plugins.torchrun.task.jobs import Job
 from metaflow_extensions.torchrun.plugins.torchrun.views.timeline import timeline
 
 WHERE = ["--run-id", "7", "--task-id", "3", "--retry-count", "1", "--num-parallel", "2"]

@@ -18,8 +18,8 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.history import Record
 from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import ConnectPolicy
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Join, Replaced
 from metaflow_extensions.torchrun.plugins.torchrun.gang.state import Gang
-from metaflow_extensions.torchrun.plugins.torchrun.gang.summary import from_stored
 from metaflow_extensions.torchrun.plugins.torchrun.machine.network import pick_port, place
+from metaflow_extensions.torchrun.plugins.torchrun.records.summary import from_stored
 from metaflow_extensions.torchrun.plugins.torchrun.settings import DEFAULTS, parse_settings
 
 HOST = "127.0.0.1"

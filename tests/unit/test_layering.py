@@ -15,30 +15,30 @@ PICTURE = Path(__file__).parents[2] / "docs" / "architecture.md"
 
 # They run in processes of their own: they import none of ours. Some of ours import some of them, so that both sides
 # pickle alike, and ask and answer alike.
-SCRIPTS = "scripts"
+SCRIPTS = "worker"
 IMPORTED_SCRIPTS = {
-    "launch.function": {"scripts.function_worker"},
+    "launch.function": {"worker.function_worker"},
 }
 # Those that name Metaflow's modules for `renamed.known`, too.
 KNOW_METAFLOW = {
     "decorator",
     "gang_of_one",
     "errors",
-    "renamed",
+    "compat.renamed",
     "tracebacks",
     "channel.registry",
     "launch.outputs",
-    "node.report",
-    "border.commands",
-    "border.run_calls",
-    "border.stored_gangs",
-    "border.stored_logs",
-    "border.submit_checks",
-    "border.live_card",
-    "border.run_end",
-    "border.task_current",
-    "border.task_gang",
-    "border.task_log",
+    "task.report",
+    "show.commands",
+    "task.run_calls",
+    "show.stored_gangs",
+    "show.stored_logs",
+    "task.submit_checks",
+    "show.live_card",
+    "show.run_end",
+    "task.task_current",
+    "task.task_gang",
+    "logs.task_log",
     "card.gang_card",
     "card.part",
 }
@@ -53,11 +53,11 @@ IMPORTED_WITH_METAFLOW = {
     "settings",
     "stubs",
     "parsing",
-    "renamed",
+    "compat.renamed",
     "tracebacks",
     "errors",
-    "border.spot_notice",
-    "border.starters",
+    "task.spot_notice",
+    "task.starters",
     "machine.processes",
     "card.gang_card",
 }
@@ -117,7 +117,7 @@ def imports_in(source, module):
                 else {f"{found}.{alias.name}".lstrip(".") for alias in node.names}
             )
     words = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
-    if "renamed" in ours and any(word.startswith("metaflow.") for word in words):
+    if "compat.renamed" in ours and any(word.startswith("metaflow.") for word in words):
         foreign.add("metaflow")
     return ours, foreign
 
@@ -178,9 +178,9 @@ def test_only_the_border_knows_metaflow_and_nobody_knows_torch(module):
 
 def test_the_test_sees_an_import_that_points_upwards():
     ours, foreign = imports_in(
-        "from ..node import logs\nfrom ..errors import GangError\nimport torch.cuda", "gang.state"
+        "from ..logs import follower\nfrom ..errors import GangError\nimport torch.cuda", "gang.state"
     )
-    assert ours == {"node.logs", "errors"}
+    assert ours == {"logs.follower", "errors"}
     assert foreign == {"torch"}
 
 
@@ -193,12 +193,18 @@ def test_metaflow_itself_imports_few_of_our_modules():
 
 
 def test_the_guardians_can_start_without_metaflow():
-    """They run with the standard library alone, see ``node/guardian_process.py``."""
+    """They run with the standard library alone, see ``guardian/guardian_process.py``."""
     needed, left = set(), ["features.warm.guardian"]
     while left:
         needed.add(module := left.pop())
         left += IMPORTS[module][0] - needed
-    own = {"features.warm.guardian", "features.warm.spare", "node.guardian", "node.agent_events", "node.workers"}
+    own = {
+        "features.warm.guardian",
+        "features.warm.spare",
+        "guardian.guardian",
+        "guardian.agent_events",
+        "guardian.workers",
+    }
     assert needed == {*own, "machine.processes", "machine.libc"}
     assert {name for module in needed for name in IMPORTS[module][1]} <= set(sys.stdlib_module_names)
 
@@ -210,7 +216,7 @@ def test_a_spare_imports_nothing_of_ours():
 
 @pytest.mark.parametrize("script", sorted((FOLDER / SCRIPTS).glob("*.py")), ids=lambda path: path.stem)
 def test_a_workers_script_imports_nothing_of_ours_and_they_alone_import_torch(script):
-    ours, foreign = imports_in(script.read_text(encoding="utf-8"), f"scripts.{script.stem}")
+    ours, foreign = imports_in(script.read_text(encoding="utf-8"), f"worker.{script.stem}")
     assert ours == set()
     assert foreign - set(sys.stdlib_module_names) == (set() if script.stem == "command_runner" else {"torch"})
 

@@ -12,9 +12,9 @@ from metaflow import current
 from metaflow.plugins.cards.card_creator import CardCreator, CardProcessManager
 from unit_helpers import eventually
 
-from metaflow_extensions.torchrun.plugins.torchrun.border import live_card
-from metaflow_extensions.torchrun.plugins.torchrun.border.live_card import LiveCard, pause_of_member_s, pause_s
 from metaflow_extensions.torchrun.plugins.torchrun.machine.processes import children
+from metaflow_extensions.torchrun.plugins.torchrun.show import live_card
+from metaflow_extensions.torchrun.plugins.torchrun.show.live_card import LiveCard, pause_of_member_s, pause_s
 
 
 class FakeCard:

@@ -12,9 +12,9 @@ import psutil
 import pytest
 from unit_helpers import OURS, eventually, is_running
 
-from metaflow_extensions.torchrun.plugins.torchrun.border import local_nodes
-from metaflow_extensions.torchrun.plugins.torchrun.border.local_nodes import LocalNodes
-from metaflow_extensions.torchrun.plugins.torchrun.border.starters import name_as_starter, starters
+from metaflow_extensions.torchrun.plugins.torchrun.task import local_nodes
+from metaflow_extensions.torchrun.plugins.torchrun.task.local_nodes import LocalNodes
+from metaflow_extensions.torchrun.plugins.torchrun.task.starters import name_as_starter, starters
 
 RUN, CONTROL = "1700000000000001", "3"
 SLEEP = "import time; print(flush=True); time.sleep(600)"
@@ -151,7 +151,7 @@ def test_a_node_that_did_not_join_gets_sigterm_and_the_others_their_time(start, 
 TASK = f"""
 import os, signal, time
 {OURS}
-from ours.border import starters
+from ours.task import starters
 if sys.argv[2] == "no-pidfd":
     del os.pidfd_open
 starters.end_after(int(sys.argv[1]), lambda pid: print("gone:", pid, flush=True) or 0.2)

@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from unit_helpers import eventually, write
 
-from metaflow_extensions.torchrun.plugins.torchrun.node import logs
-from metaflow_extensions.torchrun.plugins.torchrun.node.lines import LineSplitter
+from metaflow_extensions.torchrun.plugins.torchrun.logs import follower as logs
+from metaflow_extensions.torchrun.plugins.torchrun.logs.lines import LineSplitter
 
 # --- following files -------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
     Told,
     Verdict,
 )
-from metaflow_extensions.torchrun.plugins.torchrun.gang.summary import from_stored
+from metaflow_extensions.torchrun.plugins.torchrun.records.summary import from_stored
 
 CONTROL = "1/train/2"
 OWN = Cause("exception", 3, "host-3", 7, 1, 1, "ValueError: no", "Traceback: here")

@@ -15,7 +15,8 @@ from metaflow.procpoll import make_poll
 from metaflow.runtime import Worker
 from unit_helpers import eventually, write
 
-from metaflow_extensions.torchrun.plugins.torchrun.node import console, logs
+from metaflow_extensions.torchrun.plugins.torchrun.logs import console
+from metaflow_extensions.torchrun.plugins.torchrun.logs import follower as logs
 
 STREAMS = ("stdout", "stderr")
 PAIRS = 30  # a few lines and a traceback, in turns

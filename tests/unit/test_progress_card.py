@@ -13,7 +13,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.features.progress.kept import
 from metaflow_extensions.torchrun.plugins.torchrun.features.progress.lines import parse_line
 from metaflow_extensions.torchrun.plugins.torchrun.features.progress.told import Metrics, Pace, Point
 from metaflow_extensions.torchrun.plugins.torchrun.gang.keepers import Where
-from metaflow_extensions.torchrun.plugins.torchrun.gang.summary import summarize
+from metaflow_extensions.torchrun.plugins.torchrun.records.summary import summarize
 
 
 def told_by(*steps, total=None, speed=None, slow=None):

@@ -5,7 +5,7 @@ import pytest
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
 from metaflow_extensions.torchrun.plugins.torchrun.gang.launch import Launch
 from metaflow_extensions.torchrun.plugins.torchrun.gang.remedies import remedy, remedy_of_exit
-from metaflow_extensions.torchrun.plugins.torchrun.node.report import report
+from metaflow_extensions.torchrun.plugins.torchrun.task.report import report
 
 NO_MPI = (
     "RuntimeError: Distributed package doesn't have MPI built in. MPI is only included if you build PyTorch from "

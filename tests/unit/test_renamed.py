@@ -22,19 +22,20 @@ from metaflow.plugins.cards.component_serializer import CardComponentCollector, 
 from metaflow.plugins.datastores.local_storage import LocalStorage
 
 from metaflow_extensions.torchrun.plugins.torchrun import decorator as decorators
-from metaflow_extensions.torchrun.plugins.torchrun import renamed
-from metaflow_extensions.torchrun.plugins.torchrun.border import live_card, submit_checks
-from metaflow_extensions.torchrun.plugins.torchrun.border.local_nodes import SameInterpreter
-from metaflow_extensions.torchrun.plugins.torchrun.border.task_gang import TaskGang
-from metaflow_extensions.torchrun.plugins.torchrun.border.task_log import TaskLog
-from metaflow_extensions.torchrun.plugins.torchrun.border.value_store import DatastoreValues
 from metaflow_extensions.torchrun.plugins.torchrun.channel.registry import Registry
+from metaflow_extensions.torchrun.plugins.torchrun.compat import renamed
 from metaflow_extensions.torchrun.plugins.torchrun.decorator import TorchrunDecorator
 from metaflow_extensions.torchrun.plugins.torchrun.errors import GangError, TorchrunError
 from metaflow_extensions.torchrun.plugins.torchrun.launch.outputs import Outputs
-from metaflow_extensions.torchrun.plugins.torchrun.node import report as node_report
-from metaflow_extensions.torchrun.plugins.torchrun.scripts import function_worker
+from metaflow_extensions.torchrun.plugins.torchrun.launch.value_store import DatastoreValues
+from metaflow_extensions.torchrun.plugins.torchrun.logs.task_log import TaskLog
 from metaflow_extensions.torchrun.plugins.torchrun.settings import DEFAULTS, parse_settings
+from metaflow_extensions.torchrun.plugins.torchrun.show import live_card
+from metaflow_extensions.torchrun.plugins.torchrun.task import report as node_report
+from metaflow_extensions.torchrun.plugins.torchrun.task import submit_checks
+from metaflow_extensions.torchrun.plugins.torchrun.task.local_nodes import SameInterpreter
+from metaflow_extensions.torchrun.plugins.torchrun.task.task_gang import TaskGang
+from metaflow_extensions.torchrun.plugins.torchrun.worker import function_worker
 
 STORING = ("persist", "save_metadata", "done")
 

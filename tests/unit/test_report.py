@@ -12,8 +12,8 @@ from metaflow_extensions.torchrun.plugins.torchrun.errors import EntrypointError
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
 from metaflow_extensions.torchrun.plugins.torchrun.gang.launch import Launch
 from metaflow_extensions.torchrun.plugins.torchrun.gang.member import Member
-from metaflow_extensions.torchrun.plugins.torchrun.node import report as module
-from metaflow_extensions.torchrun.plugins.torchrun.node.report import end_with, print_errors_ourselves
+from metaflow_extensions.torchrun.plugins.torchrun.task import report as module
+from metaflow_extensions.torchrun.plugins.torchrun.task.report import end_with, print_errors_ourselves
 from metaflow_extensions.torchrun.plugins.torchrun.tracebacks import cut_frames_around, user_traceback
 
 TEXT = "ValueError: expected 2*3*4 values 🙂\n  *second* line"

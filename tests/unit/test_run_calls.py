@@ -7,7 +7,7 @@ import pytest
 from metaflow import lint
 from unit_helpers import write
 
-from metaflow_extensions.torchrun.plugins.torchrun.border import run_calls
+from metaflow_extensions.torchrun.plugins.torchrun.task import run_calls
 
 FLOW = """
 from metaflow import FlowSpec, current, step, torchrun

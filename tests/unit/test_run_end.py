@@ -11,11 +11,11 @@ from metaflow.plugins.datastores.local_storage import LocalStorage
 from metaflow.runtime import TaskFailed
 from test_registry import EVENTS
 
-from metaflow_extensions.torchrun.plugins.torchrun.border.run_end import RunEnd
 from metaflow_extensions.torchrun.plugins.torchrun.channel.registry import Registry
 from metaflow_extensions.torchrun.plugins.torchrun.gang.history import Record
 from metaflow_extensions.torchrun.plugins.torchrun.gang.vanished import Word
-from metaflow_extensions.torchrun.plugins.torchrun.node import report
+from metaflow_extensions.torchrun.plugins.torchrun.show.run_end import RunEnd
+from metaflow_extensions.torchrun.plugins.torchrun.task import report
 
 LEFT = [
     Record("broken", 8.0, 1008.0, text="Rank 1 failed with *größe* 🙂").as_dict(),
@@ -57,7 +57,7 @@ def test_the_command_that_shows_the_gang_is_the_last_line(datastore):
 
 
 def test_a_datastore_that_is_not_the_default_is_named(datastore, monkeypatch):
-    monkeypatch.setattr("metaflow_extensions.torchrun.plugins.torchrun.border.stored_gangs.DEFAULT_DATASTORE", "s3")
+    monkeypatch.setattr("metaflow_extensions.torchrun.plugins.torchrun.show.stored_gangs.DEFAULT_DATASTORE", "s3")
     assert told(datastore)[-1].endswith("python my flow.py --datastore local torchrun show 7")
 
 

@@ -9,8 +9,8 @@ import threading
 import pytest
 from unit_helpers import eventually
 
-from metaflow_extensions.torchrun.plugins.torchrun.border import spot_notice as module
-from metaflow_extensions.torchrun.plugins.torchrun.border.spot_notice import pod_is_told_to_stop, pod_script, watch
+from metaflow_extensions.torchrun.plugins.torchrun.task import spot_notice as module
+from metaflow_extensions.torchrun.plugins.torchrun.task.spot_notice import pod_is_told_to_stop, pod_script, watch
 
 SPOT = "a spot notice says that its machine will be taken away (2026-11-21T10:00:00Z)"
 # As Metaflow's pods start (`Kubernetes._command` in kubernetes.py, 2.19), with commands that tell what became of them.

@@ -296,12 +296,12 @@ def test_the_hooks_folder_is_shipped_and_holds_nothing_else(tmp_path):
     hooks = Path(WORKER_HOOKS)
     assert [path.name for path in hooks.iterdir() if path.name != "__pycache__"] == ["sitecustomize.py"]
     in_wheel = find_namespace_packages(str(hooks.parents[5]), include=["metaflow_extensions.*"])
-    assert "metaflow_extensions.torchrun.plugins.torchrun.scripts.worker_hooks" in in_wheel
+    assert "metaflow_extensions.torchrun.plugins.torchrun.worker.worker_hooks" in in_wheel
     # Elsewhere than here, where Metaflow would take the list of files from a build's old egg-info.
     listing = "import metaflow.extension_support as e; print(*(inside for _, inside in e.package_mfext_all()))"
     done = subprocess.run([sys.executable, "-c", listing], cwd=tmp_path, capture_output=True, text=True, timeout=60)
     in_code_package = done.stdout.split()
-    assert "metaflow_extensions/torchrun/plugins/torchrun/scripts/worker_hooks/sitecustomize.py" in in_code_package
+    assert "metaflow_extensions/torchrun/plugins/torchrun/worker/worker_hooks/sitecustomize.py" in in_code_package
 
 
 # --- keeping ----------------------------------------------------------------------------------

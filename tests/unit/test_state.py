@@ -10,7 +10,6 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from metaflow_extensions.torchrun.plugins.torchrun.border.event_store import gang_content
 from metaflow_extensions.torchrun.plugins.torchrun.channel.frames import decode, encode
 from metaflow_extensions.torchrun.plugins.torchrun.errors import (
     GangError,
@@ -56,6 +55,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
 )
 from metaflow_extensions.torchrun.plugins.torchrun.gang.state import Gang
 from metaflow_extensions.torchrun.plugins.torchrun.gang.texts import names
+from metaflow_extensions.torchrun.plugins.torchrun.records.event_store import gang_content
 
 FIELDS = {"nproc": 2, "digest": "abc"}
 FACTS = {"torch": "2.13.0", "python": "3.11.7"}

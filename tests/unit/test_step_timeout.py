@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from metaflow_extensions.torchrun.plugins.torchrun.border.step_timeout import StepTimeout
 from metaflow_extensions.torchrun.plugins.torchrun.errors import LaunchTimeout
+from metaflow_extensions.torchrun.plugins.torchrun.task.step_timeout import StepTimeout
 
 
 class Decorator:

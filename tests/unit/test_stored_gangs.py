@@ -13,9 +13,9 @@ from metaflow.exception import CommandException
 from metaflow.plugins.datastores.local_storage import LocalStorage
 from test_registry import EVENTS
 
-from metaflow_extensions.torchrun.plugins.torchrun.border import commands, run_end, stored_gangs
-from metaflow_extensions.torchrun.plugins.torchrun.border.stored_gangs import StoredGangs, place_of
-from metaflow_extensions.torchrun.plugins.torchrun.border.stored_logs import _PIECE, StoredLogs
+from metaflow_extensions.torchrun.plugins.torchrun.show import commands, run_end, stored_gangs
+from metaflow_extensions.torchrun.plugins.torchrun.show.stored_gangs import StoredGangs, place_of
+from metaflow_extensions.torchrun.plugins.torchrun.show.stored_logs import _PIECE, StoredLogs
 from metaflow_extensions.torchrun.plugins.torchrun.views.page import title
 
 RUN = "100"

@@ -5,10 +5,10 @@ from types import SimpleNamespace
 import pytest
 from metaflow import FlowSpec, batch, parallel, step, torchrun
 
-from metaflow_extensions.torchrun.plugins.torchrun.border import submit_checks
-from metaflow_extensions.torchrun.plugins.torchrun.border.submit_checks import Submission
 from metaflow_extensions.torchrun.plugins.torchrun.decorator import TorchrunDecorator
 from metaflow_extensions.torchrun.plugins.torchrun.errors import TorchrunConfigError
+from metaflow_extensions.torchrun.plugins.torchrun.task import submit_checks
+from metaflow_extensions.torchrun.plugins.torchrun.task.submit_checks import Submission
 
 CATCH = {"catch": {"var": "failure"}}
 BATCH = {"batch": {"queue": "q"}}

@@ -3,8 +3,8 @@
 import pytest
 
 from metaflow_extensions.torchrun.plugins.torchrun.gang.history import Record
-from metaflow_extensions.torchrun.plugins.torchrun.gang.summary import from_stored, summarize
 from metaflow_extensions.torchrun.plugins.torchrun.gang.texts import duration
+from metaflow_extensions.torchrun.plugins.torchrun.records.summary import from_stored, summarize
 
 
 def made(*records, num_nodes=2, nproc=2, until_s=None):

@@ -43,16 +43,16 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
     Storing,
     Verdict,
 )
-from metaflow_extensions.torchrun.plugins.torchrun.launch.function import FunctionCall
-from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import OutputRequest
-from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import Machine
-from metaflow_extensions.torchrun.plugins.torchrun.node.agent_events import (
+from metaflow_extensions.torchrun.plugins.torchrun.guardian.agent_events import (
     AgentEnded,
     End,
     Frozen,
     Terminated,
     WorkerStarted,
 )
+from metaflow_extensions.torchrun.plugins.torchrun.launch.function import FunctionCall
+from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import OutputRequest
+from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import Machine
 
 REPORT = "Traceback (most recent call last):\nChildFailedError\n"  # of torchrun, when a worker has failed
 STOP, CLOSE = ("stop", 30.0), ("close", 0.0)

@@ -17,8 +17,6 @@ from metaflow.metaflow_current import Parallel
 from metaflow.plugins.datastores.local_storage import LocalStorage
 from unit_helpers import PACKAGE, eventually
 
-from metaflow_extensions.torchrun.plugins.torchrun.border.starters import STARTED_BY
-from metaflow_extensions.torchrun.plugins.torchrun.border.task_gang import TaskGang
 from metaflow_extensions.torchrun.plugins.torchrun.channel import join as joining
 from metaflow_extensions.torchrun.plugins.torchrun.channel.registry import Registry
 from metaflow_extensions.torchrun.plugins.torchrun.channel.relay import Relay
@@ -28,8 +26,10 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.launch import Launch
 from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import ConnectPolicy
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Lines
 from metaflow_extensions.torchrun.plugins.torchrun.gang.vanished import has_begun
-from metaflow_extensions.torchrun.plugins.torchrun.node.report import report
 from metaflow_extensions.torchrun.plugins.torchrun.settings import DEFAULTS, parse_settings
+from metaflow_extensions.torchrun.plugins.torchrun.task.report import report
+from metaflow_extensions.torchrun.plugins.torchrun.task.starters import STARTED_BY
+from metaflow_extensions.torchrun.plugins.torchrun.task.task_gang import TaskGang
 
 
 @pytest.fixture
@@ -210,7 +210,7 @@ from metaflow import current
 from metaflow.datastore import FlowDataStore
 from metaflow.metaflow_current import Parallel
 from metaflow.plugins.datastores.local_storage import LocalStorage
-from PACKAGE.border.task_gang import TaskGang
+from PACKAGE.task.task_gang import TaskGang
 from PACKAGE.settings import DEFAULTS, parse_settings
 type(current).parallel = Parallel("127.0.0.1", int(sys.argv[2]), 0, None)
 datastore = FlowDataStore("GangFlow", storage_impl=LocalStorage, ds_root=sys.argv[1])

@@ -6,9 +6,9 @@ import time
 import pytest
 from unit_helpers import eventually
 
-from metaflow_extensions.torchrun.plugins.torchrun.border import task_log
-from metaflow_extensions.torchrun.plugins.torchrun.border.task_log import TaskLog
 from metaflow_extensions.torchrun.plugins.torchrun.events import Event
+from metaflow_extensions.torchrun.plugins.torchrun.logs import task_log
+from metaflow_extensions.torchrun.plugins.torchrun.logs.task_log import TaskLog
 
 
 @pytest.fixture(autouse=True)

@@ -81,7 +81,7 @@ import os, resource, signal
 from pathlib import Path
 from ours.launch.function import FunctionCall
 from ours.result import TorchrunResult
-from ours.scripts.function_worker import path_of, store
+from ours.worker.function_worker import path_of, store
 
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
 kept = []

@@ -17,12 +17,8 @@ from warm_nodes import Warm
 
 from metaflow_extensions.torchrun.plugins import torchrun as package
 from metaflow_extensions.torchrun.plugins.torchrun.features.warm.node import WarmNode
-from metaflow_extensions.torchrun.plugins.torchrun.launch.command import WORKER_HOOKS
-from metaflow_extensions.torchrun.plugins.torchrun.machine.processes import living_descendants
-from metaflow_extensions.torchrun.plugins.torchrun.node import agent as agent_process
-from metaflow_extensions.torchrun.plugins.torchrun.node import guardian_process
-from metaflow_extensions.torchrun.plugins.torchrun.node.agent import AgentProcess
-from metaflow_extensions.torchrun.plugins.torchrun.node.agent_events import (
+from metaflow_extensions.torchrun.plugins.torchrun.guardian import guardian_process
+from metaflow_extensions.torchrun.plugins.torchrun.guardian.agent_events import (
     AgentStarted,
     End,
     Refused,
@@ -30,6 +26,10 @@ from metaflow_extensions.torchrun.plugins.torchrun.node.agent_events import (
     WorkerEnded,
     WorkerStarted,
 )
+from metaflow_extensions.torchrun.plugins.torchrun.launch.command import WORKER_HOOKS
+from metaflow_extensions.torchrun.plugins.torchrun.machine.processes import living_descendants
+from metaflow_extensions.torchrun.plugins.torchrun.node import agent as agent_process
+from metaflow_extensions.torchrun.plugins.torchrun.node.agent import AgentProcess
 
 
 @pytest.fixture

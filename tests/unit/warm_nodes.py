@@ -10,11 +10,11 @@ from unit_helpers import eventually, is_running, write
 
 from metaflow_extensions.torchrun.plugins.torchrun.features.warm.node import WarmNode, WarmStart
 from metaflow_extensions.torchrun.plugins.torchrun.features.warm.spare import POPEN_OF_WORKERS
+from metaflow_extensions.torchrun.plugins.torchrun.guardian.agent_events import End, Refused
+from metaflow_extensions.torchrun.plugins.torchrun.guardian.guardian import Options
 from metaflow_extensions.torchrun.plugins.torchrun.launch.command import WORKER_HOOKS
 from metaflow_extensions.torchrun.plugins.torchrun.machine.processes import living_descendants
 from metaflow_extensions.torchrun.plugins.torchrun.node.agent import AgentProcess
-from metaflow_extensions.torchrun.plugins.torchrun.node.agent_events import End, Refused
-from metaflow_extensions.torchrun.plugins.torchrun.node.guardian import Options
 
 # What stands for torchrun: it tells what it sees, starts workers where it is to, and waits where it is to.
 AGENT = """

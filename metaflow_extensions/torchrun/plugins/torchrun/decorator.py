@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING, Any
 
 from metaflow import current
 
-from .border.spot_notice import heed_sigterm_in_pod, pod_script
-from .border.starters import name_as_starter
-from .renamed import convenience, known, need
+from .compat.renamed import convenience, known, need
 from .settings import DEFAULTS, StepSettings, parse_settings, refuse_unknown
+from .task.spot_notice import heed_sigterm_in_pod, pod_script
+from .task.starters import name_as_starter
 from .tracebacks import cut_frames_around
 
 if TYPE_CHECKING:
-    from .border.submit_checks import Submission
-    from .border.task_gang import TaskGang
     from .machine.accelerators import Nproc
+    from .task.submit_checks import Submission
+    from .task.task_gang import TaskGang
 
 # `import metaflow` loads this module, and must not fail: what is missing is said where somebody writes @torchrun.
 _PARALLEL = ("metaflow.plugins.parallel_decorator", "ParallelDecorator")
@@ -110,7 +110,7 @@ class TorchrunDecorator(_ParallelDecorator):  # type: ignore[misc]  # Metaflow i
 
     def __init__(self, attributes: dict[str, Any] | None = None, *args: Any, **kwargs: Any) -> None:
         # Metaflow would refuse unknown attributes here, before it knows which step they stand at.
-        from .border import submit_checks  # noqa: F401 - its lint check has to be there before Metaflow's lint, which
+        from .task import submit_checks  # noqa: F401 - its lint check has to be there before Metaflow's lint, which
         # comes before `step_init`
 
         need(known(*_PARALLEL), "setup_distributed_env")  # calls ours before the step's code
@@ -122,12 +122,12 @@ class TorchrunDecorator(_ParallelDecorator):  # type: ignore[misc]  # Metaflow i
         self, flow: Any, graph: Any, step_name: str, decos: Any, environment: Any, flow_datastore: Any, logger: Any
     ) -> None:
         """Check everything that can be checked before anything is scheduled."""
-        from .border.interrupts import heed_signals_to_job, remote_job
-        from .border.local_nodes import SameInterpreter
-        from .border.submit_checks import SUBMISSION, Submission, ignored_by_with
-        from .border.task_gang import metadata_type
         from .machine.accelerators import requested_accelerators
-        from .node.report import print_errors_ourselves
+        from .task.interrupts import heed_signals_to_job, remote_job
+        from .task.local_nodes import SameInterpreter
+        from .task.report import print_errors_ourselves
+        from .task.submit_checks import SUBMISSION, Submission, ignored_by_with
+        from .task.task_gang import metadata_type
 
         print_errors_ourselves(in_task=False)
         super().step_init(flow, graph, step_name, decos, environment, flow_datastore, logger)
@@ -159,7 +159,7 @@ class TorchrunDecorator(_ParallelDecorator):  # type: ignore[misc]  # Metaflow i
 
     def _check(self, name: str, *args: Any) -> None:
         """Have one of the checks of `Submission` made, if they could be prepared."""
-        from .border.submit_checks import SUBMISSION
+        from .task.submit_checks import SUBMISSION
 
         with convenience(SUBMISSION):
             if self._submission is not None:
@@ -172,9 +172,9 @@ class TorchrunDecorator(_ParallelDecorator):  # type: ignore[misc]  # Metaflow i
 
     def runtime_init(self, flow: Any, graph: Any, package: Any, run_id: str) -> None:
         """Check what only a run can do; deployments, tasks and commands such as ``show`` don't come here."""
-        from .border.interrupts import heed_signals_to_run
-        from .border.run_end import RunEnd, note_latest
-        from .node.report import tell_after_errors
+        from .show.run_end import RunEnd, note_latest
+        from .task.interrupts import heed_signals_to_run
+        from .task.report import tell_after_errors
 
         super().runtime_init(flow, graph, package, run_id)
         heed_signals_to_run()
@@ -206,9 +206,9 @@ class TorchrunDecorator(_ParallelDecorator):  # type: ignore[misc]  # Metaflow i
 
     def task_pre_step(self, *args: Any) -> None:
         """Note which gang this is."""
-        from .border.task_gang import TaskGang, is_local
         from .features.listed import FEATURES
-        from .node.report import print_errors_ourselves
+        from .task.report import print_errors_ourselves
+        from .task.task_gang import TaskGang, is_local
 
         began_at = time.monotonic()
         step_name, task_datastore, _, run_id, task_id, flow, _, retry_count, _, ubf_context, *_ = args
@@ -268,14 +268,14 @@ class TorchrunDecorator(_ParallelDecorator):  # type: ignore[misc]  # Metaflow i
 
     def setup_distributed_env(self, flow: Any) -> None:
         """Join the gang and offer ``current.torch``; called right before the step's code."""
-        from .border.task_gang import is_local
-        from .border.value_store import OUTPUTS, DatastoreValues
         from .executor import Context, TorchrunExecutor
         from .features.listed import FEATURES
         from .gang.protocol import CONTROL
+        from .launch.value_store import OUTPUTS, DatastoreValues
         from .machine.accelerators import this_machine
         from .machine.open_files import raise_limit
         from .node.watchers import starts_of
+        from .task.task_gang import is_local
 
         super().setup_distributed_env(flow)
         assert self._gang is not None
@@ -306,8 +306,8 @@ class TorchrunDecorator(_ParallelDecorator):  # type: ignore[misc]  # Metaflow i
 
 def _tell_of_job(flow_datastore: Any, step_name: str) -> None:
     """Have this process, which looks after a remote job of the step, say what the backend knows when that fails."""
-    from .border.jobs import Job
-    from .node.report import tell_after_errors
+    from .task.jobs import Job
+    from .task.report import tell_after_errors
 
     tell_after_errors(Job(flow_datastore, step_name).tell)
 
@@ -315,7 +315,7 @@ def _tell_of_job(flow_datastore: Any, step_name: str) -> None:
 def _make_gang_of_one(flow: Any) -> None:
     """Make the task that `spin` starts the whole gang; it starts one task, with the number of nodes of the run (2.19)."""
     from .events import Event
-    from .node.console import to_log
+    from .logs.console import to_log
 
     before = need(flow, "_parallel_ubf_iter").num_parallel
     flow._parallel_ubf_iter = known("metaflow.flowspec", "ParallelUBF")(1)

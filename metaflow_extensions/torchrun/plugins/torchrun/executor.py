@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
-from .border.live_card import LiveCard
-from .border.task_current import current_for_workers
 from .card.part import GangPart
 from .errors import LaunchFailed, TorchrunConfigError, TorchrunPreempted
 from .events import Event
@@ -26,14 +24,16 @@ from .launch.function import FunctionCall, refuse_for_functions, refuse_for_scri
 from .launch.preflight import as_preflight, preflight_spec, shm_bytes, shm_warning
 from .launch.spec import LaunchSpec, Node, Request, build_spec
 from .launch.transfer import ValueStore
+from .logs.console import write_output
 from .machine.accelerators import Machine, Nproc, choose_nproc
-from .node.console import write_output
 from .node.plan import Plan, WarmStarts
 from .node.supervisor import Supervisor
 from .node.watchers import Feature
 from .result import TorchrunResult
 from .run_arguments import IGNORED, RunOptions, checked
 from .settings import StepSettings, choose
+from .show.live_card import LiveCard
+from .task.task_current import current_for_workers
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # in typing since Python 3.11
@@ -387,7 +387,7 @@ class TorchrunExecutor:
             raise original from error
 
     def _write(self, stream: str, lines: bytes) -> bool:
-        """Write lines of this node's workers; takes and returns what `node.logs.Write` does."""
+        """Write lines of this node's workers; takes and returns what `logs.follower.Write` does."""
         context = self._context
         # Nodes that share a machine share a terminal: there the control node's lines and these stand side by side.
         if lines and context.settings.logs_of(self.num_nodes) == "all" and context.machine.nodes_here == 1:

@@ -10,12 +10,9 @@ from typing import Any
 
 from metaflow import current
 
-from .border.event_store import gang_content
-from .border.live_card import LiveCard, with_task
-from .border.step_timeout import StepTimeout
-from .border.value_store import OUTPUTS, DatastoreValues
 from .card.part import GangPart
 from .channel.join import LOOPBACK, join_alone
+from .compat.renamed import convenience
 from .errors import TorchrunError
 from .events import Event
 from .executor import Context, TorchrunExecutor
@@ -23,14 +20,17 @@ from .features.listed import FEATURES
 from .gang.cause import Cause
 from .gang.member import Member
 from .gang.state import Gang
+from .launch.value_store import OUTPUTS, DatastoreValues
+from .logs.console import to_log
 from .machine.accelerators import Machine, this_machine
-from .node.console import to_log
 from .node.plan import WarmStarts
-from .node.report import end_with, print_errors_ourselves, report
 from .node.watchers import keepers_of, starts_of
-from .renamed import convenience
+from .records.event_store import gang_content
 from .result import TorchrunResult
 from .settings import DEFAULTS, parse_settings
+from .show.live_card import LiveCard, with_task
+from .task.report import end_with, print_errors_ourselves, report
+from .task.step_timeout import StepTimeout
 
 _NOTHING = {"said": "No launch has begun yet."}
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from ..gang.cause import signal_name
 from ..gang.history import Record
-from ..gang.summary import Node, Rank, RankState, Summary
 from ..gang.texts import names
+from ..records.summary import Node, Rank, RankState, Summary
 
 # More ranks become a cell for each node, and more nodes one without words of its own.
 _MAX_CELLS = 64

@@ -11,7 +11,7 @@ import json
 import uuid
 from typing import Any
 
-from ..renamed import known
+from ..compat.renamed import known
 
 # Where it has another name, Metaflow knows no card of ours, and nothing else is lost.
 _MetaflowCard: Any = known("metaflow.plugins.cards.card_modules.card", "MetaflowCard", object)
@@ -20,7 +20,7 @@ _MetaflowCard: Any = known("metaflow.plugins.cards.card_modules.card", "Metaflow
 class GangCard(_MetaflowCard):  # type: ignore[misc]  # Metaflow is not typed
     """Shows the gang on the control node's task, live and afterwards; on another node's task where that is.
 
-    What it shows comes from `border.live_card`, or, where that has said nothing, from the datastore: so the card of a
+    What it shows comes from `show.live_card`, or, where that has said nothing, from the datastore: so the card of a
     past run can be made again, by ``flow.py card create --type torchrun``.
     """
 

@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
-from ..gang.summary import Summary, from_stored
 from ..gang.texts import duration
 from ..gang.wire import finite
+from ..records.summary import Summary, from_stored
 from . import progress
 from .drawing import by_node, cause_block, code_block, facts, one_line, rank_cells, tally, told, verdict
 from .restarts import restarts_block
@@ -26,7 +26,7 @@ Content: TypeAlias = dict[str, Any]
 
 
 def layout(content: Content, gangs: Iterable[str] = ()) -> Component:
-    """Return the whole page; `content` is what ``border/event_store`` keeps, with the task's name.
+    """Return the whole page; `content` is what ``records/event_store`` keeps, with the task's name.
 
     `gangs` are the steps of the flow that are gangs, where that is known.
     """

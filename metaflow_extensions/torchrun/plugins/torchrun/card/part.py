@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from ..compat.renamed import known
 from ..errors import TorchrunConfigError
-from ..renamed import known
 from .page import SECTIONS, part
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..gang.summary import Summary
+from ..records.summary import Summary
 from ..views import progress as words
 from .drawing import facts, told
 from .style import COLOURS

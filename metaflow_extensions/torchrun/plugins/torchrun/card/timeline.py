@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..gang.summary import Summary
+from ..records.summary import Summary
 from .style import COLOURS
 
 _SCHEMA = "https://vega.github.io/schema/vega-lite/v5.json"

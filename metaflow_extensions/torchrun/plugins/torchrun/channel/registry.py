@@ -13,11 +13,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from ..compat.renamed import known, need
 from ..errors import GangError, GangStartTimeout, TorchrunError
 from ..gang.policy import growing_pauses
 from ..gang.vanished import Word, told_by_others
 from ..gang.wire import from_plain, to_plain
-from ..renamed import known, need
 
 # What Metaflow's @timeout raises (2.19); ours stands in its place from when a node joins.
 TimeoutException: Any = known("metaflow.plugins.timeout_decorator", "TimeoutException", TorchrunError)

@@ -84,7 +84,7 @@ class NodeRecords:
                 handler(message)
 
     def content(self) -> dict[str, Any]:
-        """Return it as ``border/event_store`` does for a gang, with the one node as the first."""
+        """Return it as ``records/event_store`` does for a gang, with the one node as the first."""
         with self._lock:
             return {
                 "node": self._node,

@@ -9,7 +9,7 @@ from ..gang.protocol import Go
 from .commands import system_program
 from .spec import ELASTIC_BACKEND, STATIC_BACKEND, LaunchSpec, bracketed
 
-SCRIPTS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "scripts")
+SCRIPTS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "worker")
 TORCHRUN = "torch.distributed.run"  # the module that an agent is
 # This folder comes first on the path of agent and workers; its `sitecustomize` records how a worker ends.
 WORKER_HOOKS = os.path.join(SCRIPTS, "worker_hooks")

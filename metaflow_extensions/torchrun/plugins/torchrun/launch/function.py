@@ -1,6 +1,6 @@
 """A Python function as entrypoint, seen from the task: how it gets to the workers and what comes back.
 
-The function and its arguments go to the workers (`scripts/function_worker`) through files in a folder of this call, and
+The function and its arguments go to the workers (`worker/function_worker`) through files in a folder of this call, and
 what each worker has returned or raised comes back through others. Between nodes, values go through Metaflow's datastore;
 the gang's channel carries their keys only.
 """
@@ -22,7 +22,7 @@ from typing import Any
 from ..errors import EntrypointError, LaunchFailed, TorchrunConfigError, TorchrunError, WorkerFailed, retold
 from ..gang.protocol import CONTROL
 from ..gang.texts import size_text
-from ..scripts.function_worker import (
+from ..worker.function_worker import (
     CALL,
     RAISED,
     RETURNED,

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
+from ..compat.renamed import known, need
 from ..errors import TorchrunError
 from ..gang.texts import counted, first_values, names, size_text
-from ..renamed import known, need
 
 # So many pieces are kept while files are read: what reads a zip file, as `torch.load` does, goes to and fro.
 _PIECES_KEPT = 2

@@ -1,6 +1,6 @@
 """What is checked before the user's script starts: this node's shared memory, and the gang's network.
 
-The network is measured by ``scripts/preflight_worker.py``, as a launch of its own. Here is what that launch is, and
+The network is measured by ``worker/preflight_worker.py``, as a launch of its own. Here is what that launch is, and
 how its failure is told.
 """
 

@@ -10,10 +10,10 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
+from ..guardian.agent_events import AgentEvent, AgentStarted, End, Refused, WorkerStarted
+from ..guardian.guardian import Options
+from ..guardian.guardian_process import GuardianProcess
 from ..machine import processes
-from .agent_events import AgentEvent, AgentStarted, End, Refused, WorkerStarted
-from .guardian import Options
-from .guardian_process import GuardianProcess
 
 # The guardian waits 10 s at most after SIGKILL; then it reports what it has.
 _END_WAIT_S = 15.0
@@ -67,7 +67,7 @@ class AgentProcess:
         return asked
 
     def _own_guardian(self) -> GuardianProcess:
-        return GuardianProcess("node.guardian", [json.dumps(self._options._asdict()), *self._command], self._env)
+        return GuardianProcess("guardian.guardian", [json.dumps(self._options._asdict()), *self._command], self._env)
 
     @property
     def pid(self) -> int | None:

@@ -1,6 +1,6 @@
 """One node's commands of ``before_run``, in the place of a generation of workers.
 
-They run in a process of ours (``scripts/command_runner``), which stands where the agent stands. So a guardian watches
+They run in a process of ours (``worker/command_runner``), which stands where the agent stands. So a guardian watches
 and ends them as it does workers, and the gang hears of them as of a launch.
 """
 

@@ -21,9 +21,9 @@ from typing import Any
 
 from ..gang.cause import Cause
 from ..gang.remedies import remedy_of_exit
+from ..guardian.agent_events import WorkerEnded
 from ..launch.spec import LaunchSpec
-from .agent_events import WorkerEnded
-from .logs import worker_folder
+from ..logs.follower import worker_folder
 
 _TAIL_LINES = 30
 _TAIL_BYTES = 64 * 1024

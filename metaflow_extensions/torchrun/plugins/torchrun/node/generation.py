@@ -16,10 +16,10 @@ from ..errors import TorchrunError
 from ..gang.cause import Cause, Failure, describe_exit, first_failure, signal_name
 from ..gang.protocol import Diagnostics, Go, Ran
 from ..gang.state import DIAGNOSTICS_S
+from ..guardian.agent_events import AgentEnded, AgentEvent, End, Frozen, Terminated, WorkerEnded, WorkerStarted
+from ..logs.follower import LogFollower
 from .agent import AgentProcess
-from .agent_events import AgentEnded, AgentEvent, End, Frozen, Terminated, WorkerEnded, WorkerStarted
 from .exits import Exits, read_agent_report
-from .logs import LogFollower
 from .machine_faults import MachineFaults
 from .plan import Plan
 from .stacks import collect, find_py_spy

@@ -10,8 +10,8 @@ import os
 from collections.abc import Callable
 
 from ..gang.cause import Cause
+from ..logs.follower import worker_folder
 from .exits import read_end
-from .logs import worker_folder
 
 _LINES = 100
 

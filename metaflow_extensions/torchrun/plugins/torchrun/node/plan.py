@@ -10,9 +10,9 @@ from ..gang.policy import LaunchPolicy
 from ..launch.function import FunctionCall
 from ..launch.spec import LaunchSpec
 from ..launch.transfer import ValueStore
+from ..logs.follower import Write
 from ..machine.accelerators import Machine
 from .agent import Warm
-from .logs import Write
 
 
 class WarmStarts(Protocol):

@@ -13,15 +13,15 @@ from ..events import Event
 from ..gang.cause import SHORT_PEER_ERRORS
 from ..gang.member import Member
 from ..gang.protocol import Go
+from ..guardian.agent_events import AgentEvent
+from ..guardian.guardian import Options
 from ..launch.command import agent_command, agent_environment, program_environment, restart_variables
+from ..logs.follower import LogFollower
 from ..machine.accelerators import Machine, omp_threads
 from ..machine.network import interface_of
 from .agent import AgentProcess, Warm
-from .agent_events import AgentEvent
 from .commands import COMMANDS_FILE, CommandGeneration, runner_command
 from .generation import Generation, stacks_folder
-from .guardian import Options
-from .logs import LogFollower
 from .plan import Plan
 from .stacks import hook_environment
 from .watchers import Variables, variables_of

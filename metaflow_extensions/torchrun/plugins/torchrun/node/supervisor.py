@@ -37,13 +37,13 @@ from ..gang.protocol import (
     StoredOutputs,
     Verdict,
 )
+from ..guardian.agent_events import End, Refused, WorkerEnded
 from ..launch.function import FunctionCall
 from ..launch.output_pieces import OutputPieces
 from ..launch.outputs import Outputs
 from ..launch.transfer import Step, Transfer, TransferFailed
 from ..result import TorchrunResult
 from .agent import AgentProcess
-from .agent_events import End, Refused, WorkerEnded
 from .generation import Generation, Phase
 from .headlines import alone_line, end_line, facts_line
 from .last_lines import LastLines

@@ -15,9 +15,9 @@ from typing import Any
 
 from ..gang.keepers import Keeper, Keepers, Plain
 from ..gang.protocol import Told
+from ..logs.follower import LogFollower
 from ..machine.accelerators import Machine, Nproc
 from ..settings import StepSettings
-from .logs import LogFollower
 from .plan import Plan, WarmStarts
 
 # Frames have a larger limit, and shorten what is over it; data would not survive that.

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from ..gang.history import Record
-from ..gang.summary import Summary, summarize
+from ..records.summary import Summary, summarize
 
 
 class Story:

@@ -12,8 +12,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from ...logs.follower import LogFollower, new_logs
 from ...machine.memory import memory_limit_bytes
-from ...node.logs import LogFollower, new_logs
 from ...node.plan import Plan
 from .consumption import Container, ProcessTree
 from .nvidia import Gpus, NvidiaSmi

@@ -13,7 +13,7 @@ from ...node.start import share_of_machine
 from ...settings import StepSettings
 from .node import WarmNode
 
-# Is taken out of the environment before the step's code runs (`border.starters`), so no launch has it.
+# Is taken out of the environment before the step's code runs (`task.starters`), so no launch has it.
 _OF_TASKS = "METAFLOW_TORCHRUN_STARTED_BY"
 
 

@@ -1,6 +1,6 @@
 """A guardian that begins before its launch: with a spare agent, which waits with it.
 
-When the task asks for the agent, this process becomes the guardian of it; see ``node/guardian.py``. Where the spare
+When the task asks for the agent, this process becomes the guardian of it; see ``guardian/guardian.py``. Where the spare
 can't be used, the same guardian starts a cold agent. So a task has at most one of these beside those of its launch.
 """
 
@@ -16,11 +16,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+from ...guardian.agent_events import Refused, Taken, as_line
+from ...guardian.guardian import Guardian, Options, have_default_signals, start_program
+from ...guardian.workers import WATCH_S
 from ...machine import libc
 from ...machine.processes import Other, await_or_kill, living_descendants
-from ...node.agent_events import Refused, Taken, as_line
-from ...node.guardian import Guardian, Options, have_default_signals, start_program
-from ...node.workers import WATCH_S
 from . import spare
 
 

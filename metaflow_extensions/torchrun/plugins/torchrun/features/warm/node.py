@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+from ...guardian.agent_events import Refused
+from ...guardian.guardian import Options
+from ...guardian.guardian_process import GuardianProcess
 from ...machine import libc
-from ...node.agent_events import Refused
-from ...node.guardian import Options
-from ...node.guardian_process import GuardianProcess
 from . import spare
 from .guardian import Request
 from .inherited import difference, inherited, umask

@@ -8,7 +8,7 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
-from ..renamed import need
+from ..compat.renamed import need
 
 # What is left out where the datastore can't be used.
 OUTPUTS = "the datastore: outputs can't be stored, nor values of functions sent from node to node"

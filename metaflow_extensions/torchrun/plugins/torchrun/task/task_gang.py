@@ -19,26 +19,26 @@ from metaflow import current
 from ..channel.control_channel import ControlChannel
 from ..channel.join import LOOPBACK, control_addresses, join_alone, join_as_control, join_as_member, refuse_second_run
 from ..channel.registry import Registry
+from ..compat.renamed import convenience, need
 from ..errors import TorchrunPreempted
 from ..events import Event, Subscriber
 from ..gang.cause import Cause
 from ..gang.member import Member
 from ..gang.node_records import NodeRecords
 from ..gang.state import Gang
-from ..node.console import to_log, write_text
+from ..logs.console import to_log, write_text
+from ..logs.task_log import TaskLog
 from ..node.plan import WarmStarts
-from ..node.report import end_with, report
 from ..node.watchers import Feature, keepers_of
-from ..renamed import convenience, need
+from ..records.event_store import EventStore
 from ..settings import StepSettings
-from .event_store import EventStore
-from .live_card import LiveCard, pause_of_member_s
+from ..show.live_card import LiveCard, pause_of_member_s
 from .local_nodes import LocalNodes
 from .pods import why_it_waits
+from .report import end_with, report
 from .spot_notice import watch
 from .starters import STARTED_BY, end_after, name_as_starter, starters
 from .step_timeout import StepTimeout
-from .task_log import TaskLog
 
 # How long a failed node holds its end until the control node's log has the cause, and how long that may
 # take to upload it: on Kubernetes the first pod that ends takes all with it.

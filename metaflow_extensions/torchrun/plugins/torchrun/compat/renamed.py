@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from importlib import import_module
 from typing import Any
 
-from .errors import TorchrunError
+from ..errors import TorchrunError
 
 _KNOWN = "2.13 to 2.19"  # versions of Metaflow whose sources were read
 REMEDY = "Install a newer metaflow-torchrun, or an older Metaflow."

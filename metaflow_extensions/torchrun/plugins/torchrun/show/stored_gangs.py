@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..channel.registry import Registry
+from ..compat.renamed import known
 from ..gang.cause import describe_exit
-from ..renamed import known
 from ..views.page import Facts
 
 # How Metaflow names the task of another node after the control task's, and which node it counts as the first:

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ..compat.renamed import convenience, known
 from ..errors import TorchrunConfigError
-from ..renamed import convenience, known
 from .run_calls import register
 
 KUBERNETES_PORT = known("metaflow.metaflow_config", "KUBERNETES_PORT", None)

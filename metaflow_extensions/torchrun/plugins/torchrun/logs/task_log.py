@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from ..compat.renamed import convenience, known
 from ..events import Event
-from ..node.console import to_log
-from ..renamed import convenience, known
+from .console import to_log
 
 TASK_LOG_SOURCE = known("metaflow.mflog", "TASK_LOG_SOURCE", "task")
 

@@ -22,9 +22,9 @@ from typing import Any
 from metaflow import current
 
 from ..card.part import GangPart
+from ..compat.renamed import convenience, known
 from ..machine import processes
 from ..machine.detached import PROGRAM, Detached
-from ..renamed import convenience, known
 
 _TYPE = "torchrun"  # of the card
 _LOOKS_EVERY_S = 1.0

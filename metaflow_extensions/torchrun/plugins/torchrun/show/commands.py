@@ -17,18 +17,18 @@ from typing import Any
 
 from metaflow._vendor import click
 
+from ..compat.renamed import known, versions
 from ..errors import TorchrunError
 from ..gang.texts import size_text
 from ..gang.wire import finite
 from ..launch.outputs import Outputs
-from ..renamed import known, versions
+from ..launch.value_store import DatastoreValues
 from ..views.log_lines import shown, wanted
 from ..views.page import as_data, as_text, failed_rank, is_cut, title
 from ..views.table import printable, table
 from .run_end import latest_run
 from .stored_gangs import StoredGang, StoredGangs
 from .stored_logs import StoredLogs
-from .value_store import DatastoreValues
 
 # A command of every flow reads this module, with and without a step of ours, and must not fail for it.
 CommandException: Any = known("metaflow.exception", "CommandException", TorchrunError)

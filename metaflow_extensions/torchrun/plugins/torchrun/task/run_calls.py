@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
-from ..renamed import convenience
+from ..compat.renamed import convenience
 from ..run_arguments import NAMES, instead_of
 
 # What is left out where Metaflow is otherwise.

@@ -9,9 +9,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from .history import Record
-from .protocol import CONTROL
-from .texts import counted, duration, names
+from ..gang.history import Record
+from ..gang.protocol import CONTROL
+from ..gang.texts import counted, duration, names
 
 NodeState = Literal[
     "missing",  # has not joined
@@ -358,6 +358,6 @@ def _sentence(what: str, why: str) -> str:
 
 
 def from_stored(content: dict[str, Any], until_s: float | None = None) -> Summary:
-    """Return what has become of the gang of which the datastore has `content` (``border/event_store``)."""
+    """Return what has become of the gang of which the datastore has `content` (``records/event_store``)."""
     records = [Record.from_dict(event) for event in content["events"]]
     return summarize(records, content["num_nodes"], content["nproc_per_node"], until_s, content.get("node", 0))

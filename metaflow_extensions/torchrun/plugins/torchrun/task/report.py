@@ -17,12 +17,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from ..compat.renamed import known
 from ..errors import TorchrunError
 from ..gang.cause import Cause
 from ..gang.launch import teller
-from ..renamed import known
+from ..logs.console import write_text
 from ..tracebacks import user_traceback
-from .console import write_text
 
 MetaflowException: type = known("metaflow.exception", "MetaflowException", TorchrunError)
 _INDENT = "    "  # as Metaflow has it

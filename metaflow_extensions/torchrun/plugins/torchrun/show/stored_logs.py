@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from ..compat.renamed import known
 from ..gang.protocol import CONTROL
-from ..renamed import known
 from ..views.log_lines import Line, Reader, Source, is_of_worker
 from ..views.story import Story
 from .stored_gangs import StoredGang, StoredGangs
