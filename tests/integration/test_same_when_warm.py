@@ -19,8 +19,6 @@ import pytest
 from flow_runs import FlowRun
 from sameness import Allowed, differences, shared
 
-from metaflow_extensions.torchrun.plugins.torchrun.features.warm import spare
-
 VARIANTS = ("agent", "workers")
 THREADS = "2"  # the same in all launches, whatever their number of workers
 ENDINGS = "observed/endings.py"
@@ -265,19 +263,19 @@ class Noting(dict):
     def __contains__(self, name):
         self.names.add(os.fsdecode(name))
         return super().__contains__(name)
-sys.path.insert(0, sys.argv[1])
-import spare
+from metaflow_extensions.torchrun.plugins.torchrun.features.warm.imports import Imports
+from metaflow_extensions.torchrun.plugins.torchrun.features.warm.spare import AGENT
 os.environ._data = Noting(os.environ._data)
-importlib.import_module(spare.AGENT)
+importlib.import_module(AGENT)
 names = sorted(Noting.names - set(os.environ))  # tqdm goes through all that there are
-imports = spare.Imports([], sys.path[0], computes=True)
+imports = Imports([], sys.path[0], computes=True)
 print(*[name for name in names if not imports.counts(name)])
 """
 
 
 def test_each_variable_that_torch_looks_up_when_it_is_imported_counts():
     """Also those of another torch: then this list is to be made longer."""
-    command = [sys.executable, "-c", LOOKED_UP, str(Path(spare.__file__).parent)]
+    command = [sys.executable, "-c", LOOKED_UP]
     env = {"PATH": os.environ["PATH"]}
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=True, timeout=120)
     assert done.stdout.split() == []

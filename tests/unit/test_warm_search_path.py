@@ -6,14 +6,14 @@ import sys
 import pytest
 from unit_helpers import write
 
-from metaflow_extensions.torchrun.plugins.torchrun.features.warm.spare import Imports, Refused, first_entry
+from metaflow_extensions.torchrun.plugins.torchrun.features.warm.imports import Imports, StartCold, first_entry
 
 
 def refuse(folder):
     """Return why a program in `folder` may not run in this process; None if it may."""
     try:
         Imports([], sys.path[0], computes=False).check([sys.executable, "-u", "-m", "program"], os.environ, folder)
-    except Refused as reason:
+    except StartCold as reason:
         return str(reason)
 
 

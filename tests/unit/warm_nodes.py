@@ -9,7 +9,7 @@ from pathlib import Path
 from unit_helpers import eventually, is_running, write
 
 from metaflow_extensions.torchrun.plugins.torchrun.features.warm.node import WarmNode, WarmStart
-from metaflow_extensions.torchrun.plugins.torchrun.features.warm.spare import POPEN_OF_WORKERS
+from metaflow_extensions.torchrun.plugins.torchrun.features.warm.spare_workers import POPEN_OF_WORKERS
 from metaflow_extensions.torchrun.plugins.torchrun.guardian.agent_events import End, Refused
 from metaflow_extensions.torchrun.plugins.torchrun.guardian.guardian import Options
 from metaflow_extensions.torchrun.plugins.torchrun.launch.command import WORKER_HOOKS

@@ -21,7 +21,8 @@ from ...guardian.guardian import Guardian, Options, have_default_signals, start_
 from ...guardian.workers import WATCH_S
 from ...machine import libc
 from ...machine.processes import Other, await_or_kill, living_descendants
-from . import spare
+from .imports import StartCold, in_words
+from .spare_process import ANSWER_S, Spare
 
 
 class Request(NamedTuple):
@@ -53,7 +54,7 @@ class Waiting:
         self._task, self._task_end = task, task_end
         self._options = options
         self._news, self._tell_news = os.pipe()
-        self._spare: spare.Spare | None = None
+        self._spare: Spare | None = None
         self._fault = ""  # why there is none
         self._guardian: Guardian | None = None
         self._got_sigterm = False
@@ -69,9 +70,9 @@ class Waiting:
         libc.adopt_orphans()
         try:
             more = {"stdin": subprocess.DEVNULL, "preexec_fn": libc.die_with_parent}
-            self._spare = spare.Spare("agent", self._options, os.environ, self._tell_news, **more)
+            self._spare = Spare("agent", self._options, os.environ, self._tell_news, **more)
         except Exception as error:
-            self._fault = spare.in_words(error)
+            self._fault = in_words(error)
         os.close(self._tell_news)
         request = self._next()
         if request is None:
@@ -110,13 +111,13 @@ class Waiting:
             asked |= {"workers": request.workers, "worker_env": request.worker_env}
             try:
                 if self._spare is None:
-                    raise spare.Refused(self._fault)
-                deadline = time.monotonic() + spare.ANSWER_S
+                    raise StartCold(self._fault)
+                deadline = time.monotonic() + ANSWER_S
                 return self._spare.become(asked, stdout, stderr, deadline, self._is_wanted)
             except Exception as error:
                 self._end_spares()
                 if self._is_wanted():
-                    self._say(Refused(spare.in_words(error)))
+                    self._say(Refused(in_words(error)))
             return start_program(command, stdout, stderr, cwd, request.env)
 
         return start

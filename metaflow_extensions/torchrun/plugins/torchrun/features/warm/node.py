@@ -16,9 +16,10 @@ from ...guardian.agent_events import Refused
 from ...guardian.guardian import Options
 from ...guardian.guardian_process import GuardianProcess
 from ...machine import libc
-from . import spare
 from .guardian import Request
+from .imports import StartCold, in_words
 from .inherited import difference, inherited, umask
+from .spare import AGENT
 
 _ADOPTS = (
     "this task adopts processes without a parent (it is the first of its container, or a subreaper), so the step's code, "
@@ -50,9 +51,9 @@ class WarmNode:
 
     def _start(self) -> None:
         if libc.adopts_orphans():
-            raise spare.Refused(_ADOPTS)
+            raise StartCold(_ADOPTS)
         options = {
-            "modules": [spare.AGENT],
+            "modules": [AGENT],
             "workers": self._workers,
             "worker_modules": ["torch.distributed", *self._preload],
         }
@@ -68,7 +69,7 @@ class WarmNode:
         changed = difference(self._inherited, inherited())
         if changed is not None:
             self.close()
-            raise spare.Refused(changed)
+            raise StartCold(changed)
         taken, self._waiting = self._waiting, None
         return taken
 
@@ -112,4 +113,4 @@ class WarmStart:
             guardian.close()
             return Refused("the guardian that waited with the spare has ended, or does not read")
         except Exception as error:  # a cold start needs nothing of what can go wrong here
-            return Refused(spare.in_words(error))
+            return Refused(in_words(error))

@@ -1,0 +1,151 @@
+"""What a spare has imported, and whether a program that starts now would find the same."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from importlib.machinery import PathFinder
+from typing import Any
+
+# Variables that count when something is loaded, by how they begin: the interpreter, libraries, torch's own modules.
+# From what Python code and getenv(3) looked up while torch 2.13 (CPU build) was imported, and the families of those.
+_READ_AT_START = (
+    *("PYTHON", "LD_", "GLIBC_", "MALLOC_", "LC_", "LANG", "TZ", "HOME", "OPENSSL_", "SSL_"),
+    *("LOGLEVEL", "TORCHDYNAMO_", "TORCHINDUCTOR_", "TORCHEXPORT_", "FX_", "COMPILE_STROBELIGHT_"),
+    *("TORCH_", "PYTORCH_", "C10_", "ATEN_", "KINETO_", "GLOG_", "NPY_", "NUMPY_", "GFORTRAN_", "INTEL_"),
+)
+# Only who computes reads these. An agent does not, and hands them to its workers.
+_READ_TO_COMPUTE = (
+    *("OMP_", "GOMP_", "KMP_", "MKL", "OPENBLAS_", "GOTO_", "BLIS_", "VECLIB_", "NUMEXPR_", "DNNL_", "ONEDNN_", "ACC_"),
+    *("CUDA_", "NVIDIA_", "CUBLAS_", "CUDNN_", "HIP_", "ROCR_", "HSA_", "XLA_", "NEURON_", "HABANA_"),
+    *("TMPDIR", "TEMP", "TMP", "XDG_", "USE_", "I_MPI_", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"),
+)
+# Packages whose variables do not begin with their names.
+_OTHER_PREFIXES = {"hf": "huggingface_hub", "mplbackend": "matplotlib", "mplconfigdir": "matplotlib"}
+# torch reads these when a process group is made (ProcessGroupNCCL.hpp, 2.13).
+_READ_LATER = ("TORCH_NCCL_", "TORCH_FR_", "TORCH_GLOO_")
+
+
+class StartCold(Exception):
+    """The spare can't become this program; the text says why."""
+
+
+def in_words(error: BaseException) -> str:
+    """Return why a spare could not be used."""
+    return str(error) if isinstance(error, StartCold) else f"{type(error).__name__}: {error}"
+
+
+class Imports:
+    """What this process has imported, and what that depends on: variables, files, and its search path."""
+
+    def __init__(self, modules: Sequence[str], folder: str, computes: bool) -> None:
+        self._folder = folder  # was first on the path
+        self._computes = computes
+        self._fault = ""  # why no program may run here
+        self._env = dict(os.environ)
+        try:
+            for name in modules:
+                importlib.import_module(name)
+        except BaseException as error:
+            self._fault = f"{name} could not be imported: {type(error).__name__}: {error}"
+        now = dict(os.environ)
+        self._set = {name: now.get(name) for name in {*now, *self._env} if now.get(name) != self._env.get(name)}
+        self._files = dict(_files_of_modules())
+        if computes:  # an optional package may come later, or a ``.pth`` file; an agent needs neither
+            installed = [entry for entry in sys.path if entry.endswith("-packages")]
+            self._files.update({entry: known for entry in installed if (known := _version(entry)) is not None})
+        fixed = {*sys.builtin_module_names, "__main__", "__mp_main__"}  # `import` finds these first, or not at all
+        self._modules = {name: module for name, module in sys.modules.items() if "." not in name and name not in fixed}
+
+    def check(self, argv: Sequence[str], env: Mapping[str, str], cwd: str) -> None:
+        """Raise `StartCold` if a program that starts now could import something else than is here."""
+        if self._fault:
+            raise StartCold(self._fault)
+        if argv[:2] != [sys.executable, "-u"] or (argv[2].startswith("-") and argv[2] != "-m"):
+            raise StartCold(f"it runs {' '.join(argv[:3])}, not {sys.executable} -u with a script or a module")
+        differing = [name for name in {*env, *self._env} if env.get(name) != self._env.get(name) and self.counts(name)]
+        if differing:
+            raise StartCold(f"{', '.join(sorted(differing))} had another value when torch was imported")
+        for file, known in self._files.items():
+            if _version(file) != known:
+                raise StartCold(f"{file} has changed since it was imported")
+        entries = env["PYTHONPATH"].split(os.pathsep) if env.get("PYTHONPATH") else []
+        relative = [entry or "an empty entry" for entry in entries if not os.path.isabs(entry)]
+        if relative and cwd != self._folder:  # the interpreter has made it absolute
+            raise StartCold(f"{relative[0]} in PYTHONPATH is relative to another working directory")
+        if not is_path_safe():
+            self._check_path(first_entry(argv, cwd))
+
+    def take_over(self, argv: Sequence[str], cwd: str) -> None:
+        """Have what the imports changed stand beside what the program begins with."""
+        if not is_path_safe():
+            sys.path[sys.path.index(self._folder)] = first_entry(argv, cwd)
+        for name, value in self._set.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+    def counts(self, name: str) -> bool:
+        """Tell whether a variable may have changed what was imported."""
+        if name in self._set:
+            return True
+        if name.startswith(_READ_LATER):
+            return False
+        families = _READ_AT_START + (_READ_TO_COMPUTE if self._computes else ())
+        # A package's own variables begin with its name, as those of transformers and tqdm.
+        prefix = name.partition("_")[0].lower()
+        package = _OTHER_PREFIXES.get(prefix, prefix)
+        return name.startswith(families) or (package in self._modules and package not in sys.stdlib_module_names)
+
+    def _check_path(self, folder: str) -> None:
+        """Compare the program's own folder, which comes first on its path, with the one that was there at the imports."""
+        own = self._folder
+        if own not in sys.path:
+            raise StartCold("an import has taken the program's folder off the path")
+        if folder != own and sys.path.count(own) == 1:
+            for name, module in self._modules.items():
+                if _folder_of(module) == own:
+                    raise StartCold(f"{name} was imported from {own}, which is not on the program's path")
+        with suppress(OSError):  # Python finds nothing in a folder that can't be listed
+            for name in sorted({entry.partition(".")[0] for entry in os.listdir(folder)} & set(self._modules)):
+                spec, file = PathFinder.find_spec(name, [folder]), getattr(self._modules[name], "__file__", None)
+                # A folder without ``__init__.py`` has no origin, and comes after all others.
+                if spec is not None and spec.origin is not None and spec.origin != file:
+                    raise StartCold(f"{spec.origin} would be imported instead of {file or name}")
+
+
+def first_entry(argv: Sequence[str], cwd: str) -> str:
+    """Return what Python puts first on the path for ``python -u SCRIPT`` and for ``python -u -m MODULE``."""
+    return cwd if argv[2] == "-m" else os.path.dirname(os.path.realpath(os.path.join(cwd, argv[2])))
+
+
+def is_path_safe() -> bool:
+    """Tell whether Python puts no folder of the program's on its path."""
+    return getattr(sys.flags, "safe_path", False)  # from Python 3.11 on
+
+
+def _folder_of(module: Any) -> str | None:
+    """Return in which folder of the path a module, or its package, was found."""
+    file = getattr(module, "__file__", None)
+    if not isinstance(file, str):
+        return None
+    return os.path.dirname(os.path.dirname(file) if hasattr(module, "__path__") else file)
+
+
+def _files_of_modules() -> Iterator[tuple[str, tuple[int, int]]]:
+    for module in list(sys.modules.values()):
+        file = getattr(module, "__file__", None)
+        if isinstance(file, str) and (version := _version(file)) is not None:
+            yield file, version
+
+
+def _version(file: str) -> tuple[int, int] | None:
+    try:
+        now = os.stat(file)
+    except OSError:  # torch has modules whose `__file__` names no file
+        return None
+    return now.st_mtime_ns, now.st_size

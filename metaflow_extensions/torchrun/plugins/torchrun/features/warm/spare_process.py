@@ -1,0 +1,123 @@
+"""A spare process, as its parent holds it: a guardian holds a spare agent, a spare agent its spare workers.
+
+A request travels over a socket: the length of the rest, with the two files for the program's output; then JSON. An
+empty line is the answer that the request is accepted. Any other line says why it is not; the spare has ended then.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from .imports import StartCold
+
+# Names the kind of a spare to ``worker_hooks/sitecustomize.py``.
+KIND = "TORCHRUN_SPARE"
+ANSWER_S = 60.0  # of all spares of a launch; most of it for imports that a cold start would have to make, too
+HEADER = 8  # bytes
+_PROGRAM = os.path.join(os.path.dirname(os.path.abspath(__file__)), "spare.py")
+_LOOK_S = 0.1
+
+
+class Spare:
+    """A spare process, as its parent holds it; belongs to one thread."""
+
+    def __init__(self, kind: str, options: Mapping[str, Any], env: Mapping[str, str], news: int | None, **more: Any):
+        self._modules = options["modules"]
+        self._server, theirs = socket.socketpair()
+        # What the imports write is shown when the program begins, as if the program had imported them.
+        with tempfile.TemporaryFile() as out, theirs:
+            self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed in `_let_go`
+            told = {**options, "kind": kind, "client": theirs.fileno(), "news": news}
+            self.process = subprocess.Popen(
+                [sys.executable, "-u", _PROGRAM, json.dumps(told)],
+                env={**env, KIND: kind},
+                stdout=out,
+                stderr=self._errors,
+                pass_fds=[theirs.fileno(), *([] if news is None else [news])],
+                start_new_session=True,
+                **more,
+            )
+
+    def become(
+        self,
+        request: Mapping[str, Any],
+        stdout: int,
+        stderr: int,
+        deadline: float,
+        is_wanted: Callable[[], bool] = lambda: True,
+    ) -> subprocess.Popen[bytes]:
+        """Have it become what `request` describes; return its process. Whatever goes wrong ends it.
+
+        `deadline` is of the monotonic clock.
+        """
+        try:
+            told = json.dumps({**request, "priority": os.getpriority(os.PRIO_PROCESS, 0)}).encode()
+            refusal = self._exchange(told, [stdout, stderr], deadline, is_wanted)
+            if refusal:
+                raise StartCold(refusal)
+        except ConnectionError as error:
+            last_words = self._last_words()
+            self.end()
+            raise StartCold(f"the spare process has ended{last_words}") from error
+        except BaseException:
+            self.end()
+            raise
+        self._let_go()
+        self.process.args = request["argv"]
+        return self.process
+
+    def _exchange(self, rest: bytes, files: Sequence[int], deadline: float, is_wanted: Callable[[], bool]) -> str:
+        """Send a request and return the answer; the spare may still import, and reads nothing then."""
+        answer = b""
+        self._server.setblocking(False)
+        socket.send_fds(self._server, [len(rest).to_bytes(HEADER, "big")], files)
+        with suppress(
+            OSError
+        ):  # it may be gone, or nobody may raise its priority; who lowers it later sees the request
+            os.setpriority(os.PRIO_PROCESS, self.process.pid, os.getpriority(os.PRIO_PROCESS, 0))
+        while not answer.endswith(b"\n"):
+            readable, writable, _ = select.select([self._server], [self._server] if rest else [], [], _LOOK_S)
+            if readable:
+                if not (part := self._server.recv(65536)):
+                    raise ConnectionError
+                answer += part
+            elif writable:
+                rest = rest[self._server.send(rest) :]
+            elif self.process.poll() is not None:  # what it has forked may hold the other end
+                raise ConnectionError
+            elif not is_wanted():
+                raise StartCold("the launch was stopped")
+            elif time.monotonic() > deadline:
+                what = ", ".join(self._modules)
+                raise StartCold(
+                    f"within {ANSWER_S:g} s it did not answer; it imports {what}, or somebody has stopped it"
+                )
+        return answer.decode(errors="replace").strip()
+
+    def _last_words(self) -> str:
+        """Return the last line that it has written to its stderr."""
+        self._errors.seek(0)
+        lines = [line for line in self._errors.read().decode(errors="replace").split("\n") if line.strip()]
+        return f": {lines[-1]}" if lines else ""
+
+    def _let_go(self) -> None:
+        self._server.close()
+        self._errors.close()
+
+    def end(self) -> None:
+        """End it, and what its imports have started; after it has become a program nobody must."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self._let_go()

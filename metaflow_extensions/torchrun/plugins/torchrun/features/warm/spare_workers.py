@@ -1,0 +1,92 @@
+"""The spare workers of a spare agent: how torchrun gets them for its workers."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import select
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from .imports import in_words
+from .spare_process import ANSWER_S, Spare
+
+AGENT_PID = "TORCHRUN_AGENT_PID"
+# Its `Popen` is what torchrun starts its workers with (torch 2.3 to 2.13: `SubprocessHandler._popen`).
+POPEN_OF_WORKERS = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
+
+
+class SpareWorkers:
+    """The spare workers of a spare agent."""
+
+    def __init__(self, options: Mapping[str, Any], client: socket.socket) -> None:
+        self._count = options["workers"]
+        self._options = {"modules": options["worker_modules"]}
+        self._news = options["news"]  # the guardian hears there of workers that were spares
+        self._client = client
+        self._spares: list[Spare] = []
+        self._deadline = 0.0  # when all must have become workers
+        self._fault = ""  # why some could not be started
+        self._said: set[str] = set()
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        if cores >= 2 * (self._count + 1):
+            self.start(has_imported=False)
+
+    def start(self, has_imported: bool) -> None:
+        """Start them, unless they are there, or a launch waits already: then torchrun is faster.
+
+        Where cores are few they would take them from the agent, which a launch needs first: there they start when it
+        has imported.
+        """
+        if has_imported and (self._spares or select.select([self._client], [], [], 0)[0]):
+            return
+        env = {**os.environ, AGENT_PID: str(os.getpid())}
+        try:
+            for _ in range(self._count):
+                self._spares.append(Spare("worker", self._options, env, None))
+        except OSError as error:  # no more processes or files: torchrun starts its workers
+            self._fault = in_words(error)
+
+    def keep(self, count: int) -> None:
+        """End all but so many."""
+        while len(self._spares) > count:
+            self._spares.pop().end()
+
+    def serve(self, more_env: Mapping[str, str], umask: int) -> None:
+        """Have torchrun use them for its workers, each with `more_env` besides."""
+        module = importlib.import_module(POPEN_OF_WORKERS)
+        start = module.Popen  # an AttributeError means that this torch starts its workers in another way
+
+        def popen(args: Sequence[str], env: Mapping[str, str], stdout: Any, stderr: Any, **options: Any) -> Any:
+            own_env = {**env, **more_env}
+            request = {"argv": list(args), "env": own_env, "cwd": os.getcwd(), "umask": umask}
+            worker = self._one(request, stdout, stderr)
+            return worker or start(args=args, env=own_env, stdout=stdout, stderr=stderr, **options)
+
+        module.Popen = popen  # type: ignore[attr-defined]
+        self._deadline = time.monotonic() + ANSWER_S
+
+    def _one(self, request: Mapping[str, Any], stdout: Any, stderr: Any) -> Any:
+        """Return a spare that has become a worker; None if none can."""
+        env = request["env"]
+        while self._spares:
+            try:
+                worker = self._spares.pop(0).become(request, stdout.fileno(), stderr.fileno(), self._deadline)
+            except Exception as error:
+                self._say(in_words(error))
+            else:
+                with suppress(OSError):  # the guardian is gone, and ends this process
+                    os.write(self._news, f"{worker.pid} {env['RANK']} {env['LOCAL_RANK']}\n".encode())
+                return worker
+        if self._fault or not self._said:
+            self._say(self._fault or "no spare was ready")
+        return None
+
+    def _say(self, why: str) -> None:
+        if why not in self._said:
+            self._said.add(why)
+            sys.stderr.write(f"A worker starts cold: {why}.\n")
