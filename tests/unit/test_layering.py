@@ -206,7 +206,7 @@ def test_the_guardians_can_start_without_metaflow():
         "guardian.agent_events",
         "guardian.workers",
     }
-    assert needed == {*own, "machine.processes", "machine.libc"}
+    assert needed == {*own, "machine.processes", "compat.linux"}
     assert {name for module in needed for name in IMPORTS[module][1]} <= set(sys.stdlib_module_names)
 
 

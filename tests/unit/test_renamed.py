@@ -1,15 +1,18 @@
 """What is left when a private name of Metaflow's is gone: its owner is the real one, and loses one name at a time."""
 
+import importlib.util
 import os
 import pickle
+import runpy
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import metaflow
 import pytest
 from flow_runs import RENAMING
-from metaflow import FlowSpec, current, flowspec, plugins, step, torchrun
+from metaflow import FlowSpec, current, flowspec, metaflow_config_funcs, plugins, step, torchrun
 from metaflow import datastore as metaflow_datastore
 from metaflow.datastore import FlowDataStore
 from metaflow.datastore.task_datastore import TaskDataStore
@@ -21,6 +24,7 @@ from metaflow.plugins.cards.card_creator import CardCreator, CardProcessManager
 from metaflow.plugins.cards.component_serializer import CardComponentCollector, CardComponentManager, ComponentStore
 from metaflow.plugins.datastores.local_storage import LocalStorage
 
+from metaflow_extensions.torchrun.plugins import torchrun as extension
 from metaflow_extensions.torchrun.plugins.torchrun import decorator as decorators
 from metaflow_extensions.torchrun.plugins.torchrun.channel.registry import Registry
 from metaflow_extensions.torchrun.plugins.torchrun.compat import renamed
@@ -350,3 +354,19 @@ def test_metaflow_can_be_imported_whatever_it_renames():
     done = subprocess.run([sys.executable, "-c", IMPORT], env=env, capture_output=True, text=True, check=True)
     assert done.stderr == ""
     assert "@torchrun needs metaflow.plugins.parallel_decorator.ParallelDecorator of Metaflow" in done.stdout
+
+
+REGISTERING = Path(extension.__file__).parents[2]
+
+
+def test_settings_that_are_read_in_another_way_stay(monkeypatch):
+    monkeypatch.setattr(metaflow_config_funcs, "from_conf", lambda name: None)
+    runpy.run_path(str(REGISTERING / "config" / "mfextinit_torchrun.py"))
+
+
+def test_without_metaflows_copies_of_packages_there_are_no_commands(monkeypatch):
+    def find_spec(name):
+        raise ModuleNotFoundError(name)
+
+    monkeypatch.setattr(importlib.util, "find_spec", find_spec)
+    assert runpy.run_path(str(REGISTERING / "plugins" / "mfextinit_torchrun.py"))["CLIS_DESC"] == []

@@ -22,7 +22,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
-from ..machine import libc, processes
+from ..compat import linux
+from ..machine import processes
 from ..machine.processes import living_descendants, send_signal
 from .agent_events import (
     AgentEnded,
@@ -96,7 +97,7 @@ def start_program(
         env=env,
         start_new_session=True,
         # If even the guardian is killed, the agent gets SIGTERM and stops its workers.
-        preexec_fn=libc.die_with_parent,
+        preexec_fn=linux.die_with_parent,
     )
 
 
@@ -135,7 +136,7 @@ class Guardian:
 
     def run(self, command: Sequence[str]) -> int:
         """Start the agent, watch, stop what must be stopped, and report the end."""
-        libc.adopt_orphans()
+        linux.adopt_orphans()
         try:
             self._start(command)
         except OSError as error:

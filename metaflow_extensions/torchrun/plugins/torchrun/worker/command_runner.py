@@ -8,7 +8,6 @@ and its seconds. Its output goes to a file where torchrun would put that of a wo
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import json
 import os
@@ -95,8 +94,13 @@ class Runner:
 
 
 def adopt_orphans() -> None:
-    """Become the parent of every descendant whose own parent ends; elsewhere than on Linux it does nothing."""
-    if sys.platform == "linux":
+    """Become the parent of every descendant whose own parent ends, as `compat/linux` does.
+
+    Where Python has no ctypes, or the system no prctl, a guardian that is killed leaves what commands have detached.
+    """
+    with suppress(ImportError, OSError, AttributeError, TypeError):
+        import ctypes
+
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 

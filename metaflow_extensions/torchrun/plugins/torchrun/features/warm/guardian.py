@@ -16,10 +16,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+from ...compat import linux
 from ...guardian.agent_events import Refused, Taken, as_line
 from ...guardian.guardian import Guardian, Options, have_default_signals, start_program
 from ...guardian.workers import WATCH_S
-from ...machine import libc
 from ...machine.processes import Other, await_or_kill, living_descendants
 from .imports import StartCold, in_words
 from .spare_process import ANSWER_S, Spare
@@ -67,9 +67,9 @@ class Waiting:
 
     def run(self) -> int:
         """Start the spare, wait, and be the guardian of the agent that is asked for."""
-        libc.adopt_orphans()
+        linux.adopt_orphans()
         try:
-            more = {"stdin": subprocess.DEVNULL, "preexec_fn": libc.die_with_parent}
+            more = {"stdin": subprocess.DEVNULL, "preexec_fn": linux.die_with_parent}
             self._spare = Spare("agent", self._options, os.environ, self._tell_news, **more)
         except Exception as error:
             self._fault = in_words(error)

@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+from ...compat import linux
 from ...guardian.agent_events import Refused
 from ...guardian.guardian import Options
 from ...guardian.guardian_process import GuardianProcess
-from ...machine import libc
 from .guardian import Request
 from .imports import StartCold, in_words
 from .inherited import difference, inherited, umask
@@ -50,7 +50,7 @@ class WarmNode:
                 self._start()
 
     def _start(self) -> None:
-        if libc.adopts_orphans():
+        if linux.adopts_orphans():
             raise StartCold(_ADOPTS)
         options = {
             "modules": [AGENT],

@@ -1,0 +1,44 @@
+"""What is left when a private name of torch, CPython or Linux is gone; of Metaflow's, see ``test_renamed.py``."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from metaflow_extensions.torchrun.plugins import torchrun as package
+
+FOLDER = Path(package.__file__).parent
+NO_CTYPES = "import sys; sys.modules['ctypes'] = None\n"
+NO_PRCTL = """\
+import ctypes
+class Library:
+    def __init__(self, name): pass
+ctypes.CDLL = Library
+"""
+
+
+def run_code(code, *words):
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+    return done.stdout.split()
+
+
+@pytest.mark.parametrize("gone", [NO_CTYPES, NO_PRCTL])
+@pytest.mark.parametrize(
+    ("module", "calls"),
+    [
+        ("compat/linux", "[linux.adopt_orphans(), linux.adopts_orphans(), linux.die_with_parent()]"),
+        ("worker/command_runner", "linux.adopt_orphans()"),
+    ],
+)
+def test_without_prctl_all_else_goes_on(module, calls, gone):
+    code = f"from importlib.util import *\nspec = spec_from_file_location('linux', {str(FOLDER / module) + '.py'!r})\n"
+    code += f"linux = module_from_spec(spec)\nspec.loader.exec_module(linux)\nprint(not any({calls} or []))"
+    assert run_code(gone + code) == ["True"]
+
+
+def test_linux_is_asked():
+    code = "from metaflow_extensions.torchrun.plugins.torchrun.compat import linux\n"
+    code += "print(linux.adopts_orphans(), linux.adopt_orphans(), linux.adopts_orphans())"
+    assert run_code(code) == ["False", "True", "True"]
