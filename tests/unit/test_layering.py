@@ -24,6 +24,7 @@ KNOW_METAFLOW = {
     "decorator",
     "gang_of_one",
     "errors",
+    "compat.cards",
     "compat.renamed",
     "tracebacks",
     "channel.registry",
@@ -40,7 +41,6 @@ KNOW_METAFLOW = {
     "task.task_gang",
     "logs.task_log",
     "card.gang_card",
-    "card.part",
 }
 # They alone know the one list of features.
 WIRE_FEATURES, LIST_OF_FEATURES = {"decorator", "gang_of_one"}, "features.listed"
@@ -53,6 +53,7 @@ IMPORTED_WITH_METAFLOW = {
     "settings",
     "stubs",
     "parsing",
+    "compat.cards",
     "compat.renamed",
     "tracebacks",
     "errors",

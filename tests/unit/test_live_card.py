@@ -12,6 +12,7 @@ from metaflow import current
 from metaflow.plugins.cards.card_creator import CardCreator, CardProcessManager
 from unit_helpers import eventually
 
+from metaflow_extensions.torchrun.plugins.torchrun.compat import cards
 from metaflow_extensions.torchrun.plugins.torchrun.machine.processes import children
 from metaflow_extensions.torchrun.plugins.torchrun.show import live_card
 from metaflow_extensions.torchrun.plugins.torchrun.show.live_card import LiveCard, pause_of_member_s, pause_s
@@ -180,8 +181,8 @@ def test_a_forked_child_leaves_the_card_alone(card):
 def test_the_processes_that_make_cards_are_no_children_of_the_task(tmp_path):
     """Its step may wait for all its children. Metaflow looks at them, and drops what comes too soon, as ever."""
     card = SimpleNamespace(_card_creator=CardCreator([], None))
-    live_card._detach(card)
-    live_card._detach(card)
+    cards.start_by(card, live_card._start_detached)
+    cards.start_by(card, live_card._start_detached)
     end = tmp_path / "the end"
     wait = f"import os, time\nprint(os.getppid())\nwhile not os.path.exists({str(end)!r}): time.sleep(0.01)"
 
@@ -211,7 +212,7 @@ def test_the_processes_that_make_cards_are_no_children_of_the_task(tmp_path):
 def test_where_nobody_takes_note_of_their_ends_they_are_started_as_metaflow_does(monkeypatch):
     """Else each leaves a dead process behind, as where a flow is a container's first process."""
     card = SimpleNamespace(_card_creator=CardCreator([], None))
-    live_card._detach(card)
+    cards.start_by(card, live_card._start_detached)
     run = partial(
         card._card_creator._run_command, [sys.executable, "-c", ""], "of another test", os.environ, wait=False
     )
@@ -314,7 +315,7 @@ def test_a_users_card_without_a_part_is_no_affair_of_ours(card, with_users_card)
     live = LiveCard(dict, lambda: 1)
     live.part(())
     assert with_users_card(object()).made == []
-    assert live_card.users_cards() == []
+    assert cards.with_component(live_card.GangPart) == []
     live.make_last()
 
 
@@ -333,4 +334,4 @@ def test_without_a_card_of_ours_nothing_runs():
     live.settle()
     live.make_last()
     current._update_env({"card": None})
-    assert live_card.cards() == []
+    assert cards.of_type("torchrun") == []

@@ -27,7 +27,7 @@ from metaflow.plugins.datastores.local_storage import LocalStorage
 from metaflow_extensions.torchrun.plugins import torchrun as extension
 from metaflow_extensions.torchrun.plugins.torchrun import decorator as decorators
 from metaflow_extensions.torchrun.plugins.torchrun.channel.registry import Registry
-from metaflow_extensions.torchrun.plugins.torchrun.compat import renamed
+from metaflow_extensions.torchrun.plugins.torchrun.compat import cards, renamed
 from metaflow_extensions.torchrun.plugins.torchrun.decorator import TorchrunDecorator
 from metaflow_extensions.torchrun.plugins.torchrun.errors import GangError, TorchrunError
 from metaflow_extensions.torchrun.plugins.torchrun.launch.outputs import Outputs
@@ -149,8 +149,8 @@ def run_step(gang, take, error):
         gang.join()
         current.card["own"].append(gang.live_card.part(("outcome",)))
         take()
-        live_card.cards()
-        gang.live_card._renew(live_card.users_cards())
+        cards.of_type("torchrun")
+        gang.live_card._renew(cards.with_component(live_card.GangPart))
         if error is not None:
             raise error
         gang.finish()

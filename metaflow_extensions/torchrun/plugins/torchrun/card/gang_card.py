@@ -6,18 +6,12 @@ is imported itself, so what takes time is imported where it is needed.
 
 from __future__ import annotations
 
-import base64
-import json
-import uuid
 from typing import Any
 
-from ..compat.renamed import known
-
-# Where it has another name, Metaflow knows no card of ours, and nothing else is lost.
-_MetaflowCard: Any = known("metaflow.plugins.cards.card_modules.card", "MetaflowCard", object)
+from ..compat import cards
 
 
-class GangCard(_MetaflowCard):  # type: ignore[misc]  # Metaflow is not typed
+class GangCard(cards.MetaflowCard):  # type: ignore[misc]  # Metaflow is not typed
     """Shows the gang on the control node's task, live and afterwards; on another node's task where that is.
 
     What it shows comes from `show.live_card`, or, where that has said nothing, from the datastore: so the card of a
@@ -26,7 +20,7 @@ class GangCard(_MetaflowCard):  # type: ignore[misc]  # Metaflow is not typed
 
     type = "torchrun"
     RUNTIME_UPDATABLE = True
-    RELOAD_POLICY = getattr(_MetaflowCard, "RELOAD_POLICY_ONCHANGE", "onchange")
+    RELOAD_POLICY = cards.RELOAD_POLICY
 
     def __init__(self, options: Any = None, components: Any = None, graph: Any = None, flow: Any = None) -> None:
         super().__init__()
@@ -55,7 +49,7 @@ class GangCard(_MetaflowCard):  # type: ignore[misc]  # Metaflow is not typed
 def _content(task: Any, given: dict[str, Any] | None) -> dict[str, Any]:
     """Return what there is to show, with the task's name."""
     content = given or _stored(task)
-    return {**content, "task": task.pathspec, "ui_url": _ui_url()}
+    return {**content, "task": task.pathspec, "ui_url": cards.ui_url()}
 
 
 def _stored(task: Any) -> dict[str, Any]:
@@ -100,30 +94,8 @@ def _gangs_of(graph: dict[str, Any]) -> list[str]:
     return [step for step, names in decorators.items() if "torchrun" in names]
 
 
-def _ui_url() -> str | None:
-    return known("metaflow.metaflow_config", "UI_URL", None) or None
-
-
 def _page(task: Any, given: dict[str, Any] | None, is_final: bool, graph: dict[str, Any] | None = None) -> str:
-    """Return the page in the frame of Metaflow's own cards (``card_modules/basic.py``, 2.19)."""
-    from metaflow.plugins.cards.card_modules import basic, chevron
-
     from .page import layout
     from .style import STYLE
 
-    shown = {
-        "metadata": {"pathspec": task.pathspec},
-        "components": [layout(_content(task, given), _gangs_of(graph or {}))],
-    }
-    page: str = chevron.render(
-        basic.read_file(basic.RENDER_TEMPLATE_PATH),
-        {
-            "task_data": base64.b64encode(json.dumps(shown).encode()).decode(),
-            "javascript": basic.read_file(basic.JS_PATH),
-            "css": basic.read_file(basic.CSS_PATH) + STYLE,
-            "title": task.pathspec,
-            "card_data_id": uuid.uuid4(),
-            "RENDER_COMPLETE": is_final,
-        },
-    )
-    return page
+    return cards.page(task.pathspec, layout(_content(task, given), _gangs_of(graph or {})), STYLE, is_final)

@@ -16,13 +16,13 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from metaflow import current
 
 from ..card.part import GangPart
-from ..compat.renamed import convenience, known
+from ..compat import cards
+from ..compat.renamed import convenience
 from ..machine import processes
 from ..machine.detached import PROGRAM, Detached
 
@@ -37,8 +37,6 @@ _LONGEST_AFTER_NEWS_S, _OF_AGE_AFTER_NEWS = 30.0, 0.01
 _OF_ALL_PER_S, _OF_ONE_MACHINE_PER_S = 2.0, 0.1
 # How long a failed task waits for its last card: so long where a card takes some seconds, and on a slow machine longer.
 _LAST_S, _LONGEST_LAST_S, _USUAL_CARD_S = 15.0, 60.0, 4.0
-# What is left out where Metaflow's cards are otherwise; nobody's success or error depends on it.
-_LIVE, _LAST = "what the gang's card shows while the step runs", "the last card of a step that has failed"
 
 
 def pause_s(age_s: float, has_news: bool, shortest_s: float) -> float:
@@ -77,33 +75,6 @@ def pause_of_member_s(num_nodes: int, is_local: bool) -> float:
     return max(_SHORTEST_S, num_nodes / (_OF_ONE_MACHINE_PER_S if is_local else _OF_ALL_PER_S))
 
 
-def cards() -> list[Any]:
-    """Return the task's cards of our type, each Metaflow's `CardComponentManager` (2.19)."""
-    with convenience(_LIVE):
-        collector = current.get("card")
-        return [] if collector is None else list(collector.get(_TYPE))
-    return []
-
-
-def users_cards() -> list[Any]:
-    """Return the task's other cards that show a part of the gang and can be renewed while the task runs (2.19)."""
-    with convenience(_LIVE):
-        collector = current.get("card")
-        managers = [] if collector is None else list(collector._card_component_store.values())
-        return [card for card in managers if card._card_creator_args["runtime_card"] and _has_part(card)]
-    return []
-
-
-def _has_part(card: Any) -> bool:
-    # The step's code may add components meanwhile; a copy is made in one go.
-    return any(isinstance(component, GangPart) for component in list(card.components.values()))
-
-
-def _give(card: Any, data: dict[str, Any]) -> None:
-    """Set what the card is made of, as `CardComponentManager.refresh` does, but make none now (2.19)."""
-    card._latest_user_data = data
-
-
 class LiveCard:
     """The cards of one task, from the gang's begin to its end."""
 
@@ -119,9 +90,9 @@ class LiveCard:
         self._count = count  # how many things have happened
         self._runs_own_code = runs_own_code  # whether the step's own code runs now
         self._shortest_pause_s = _SHORTEST_S if shortest_pause_s is None else shortest_pause_s
-        self._cards = cards() if with_ours else []  # of our type
+        self._cards = cards.of_type(_TYPE) if with_ours else []  # of our type
         for card in self._cards:
-            _detach(card)
+            cards.start_by(card, _start_detached)
         self._is_off = False  # whether none is made
         self._has_parts = False  # whether the step's code has asked for any
         self._began_at = time.monotonic()
@@ -155,27 +126,27 @@ class LiveCard:
 
     def _run(self) -> None:
         while not self._over.wait(_LOOKS_EVERY_S):
-            with convenience(_LIVE):
+            with convenience(cards.LIVE):
                 self._look()
 
     def _look(self) -> None:
-        if any(map(_is_busy, self._cards)):
+        if any(map(cards.is_busy, self._cards)):
             self._slowest_s = max(self._slowest_s, time.monotonic() - self._shown_at)
         elif self._is_due(time.monotonic()):
-            others = users_cards() if self._has_parts and not self._runs_own_code() else []
-            if not any(map(_is_busy, others)):
+            others = cards.with_component(GangPart) if self._has_parts and not self._runs_own_code() else []
+            if not any(map(cards.is_busy, others)):
                 self._renew(others)
 
     def _renew(self, others: list[Any]) -> None:
         self._shown, self._shown_at = self._count(), time.monotonic()
         content = self._now() if self._cards else {}
         for card in self._cards:
-            with convenience(_LIVE):  # also where a card's process can't be started
+            with convenience(cards.LIVE):  # also where a card's process can't be started
                 card.refresh(content)
         for card in others:
-            with convenience(_LIVE):
-                if _renew_users(card):
-                    self._shown = -1  # the next renewal is due soon
+            cards.start_by(card, _start_detached)
+            if cards.renew_users(card):
+                self._shown = -1  # the next renewal is due soon
 
     def _is_due(self, now: float) -> bool:
         has_news = self._count() != self._shown
@@ -198,8 +169,7 @@ class LiveCard:
         if self._thread.is_alive():
             self._thread.join(_LAST_S)
         for card in self._cards:
-            with convenience(_LIVE):
-                _give(card, self._content())
+            cards.give(card, self._content())
 
     def make_last(self, patience_s: float | None = None) -> None:
         """Make the last cards of a task that fails, which Metaflow would not, and wait so long for it; only once.
@@ -210,26 +180,26 @@ class LiveCard:
             return
         self.settle()
         own, self._cards = self._cards, []
-        others, self._has_parts = users_cards() if self._has_parts else [], False
+        others, self._has_parts = cards.with_component(GangPart) if self._has_parts else [], False
         # As for a task that ended well, Metaflow's `CardDecorator.task_finished`. Metaflow's own types can be made for
         # such a task alone, so a user's card is made once more as that of a task that runs.
         if patience_s is None:
             patience_s = last_patience_s(self._slowest_s, _load())
-        with convenience(_LAST):  # also where no thread can be started
+        with convenience(cards.LAST):  # also where no thread can be started
             _make_all([(card, "render") for card in own] + [(card, "render_runtime") for card in others], patience_s)
 
 
 def with_task(content: dict[str, Any]) -> dict[str, Any]:
     """Return what is to be shown with the name of this task."""
     pathspec = f"{current.flow_name}/{current.run_id}/{current.step_name}/{current.task_id}"
-    return {**content, "task": pathspec, "ui_url": known("metaflow.metaflow_config", "UI_URL", None) or None}
+    return {**content, "task": pathspec, "ui_url": cards.ui_url()}
 
 
 _REAP_S = 1.0  # that the first process of a system may take to reap one
 
 
 class _CardProcess(Detached):
-    """A process that makes a card, with what Metaflow asks its `Popen` (`CardProcessManager`, 2.19)."""
+    """A process that makes a card, with what Metaflow asks its `Popen`."""
 
     is_of_use = True  # until one was seen that nobody has reaped; of all of them
     _ended_at: float | None = None  # when its end was seen first
@@ -255,37 +225,12 @@ class _CardProcess(Detached):
         self.send_signal(signal.SIGKILL)
 
 
-def _detach(card: Any) -> None:
-    """Have the processes that make a card while the task runs be no children of the task: its step may wait for its own.
-
-    They are started by `CardCreator._run_command` (2.19). Without that name all stays as Metaflow has it.
-    """
-    creator: Any = getattr(card, "_card_creator", None)
-    run = getattr(creator, "_run_command", None)
-    if run is not None and not isinstance(run, partial):
-        creator._run_command = partial(_run_detached, run)
-
-
-def _run_detached(
-    run: Callable[..., tuple[bytes, bool]],
-    command: Sequence[str],
-    card_uuid: str,
-    env: Mapping[str, str],
-    wait: bool = True,
-    timeout: Any = None,
-) -> tuple[bytes, bool]:
-    try:
-        started = not wait and _start_detached(command, card_uuid, env)
-    except Exception:  # another Metaflow, or no more processes: as Metaflow has it
-        started = False
-    return (b"", False) if started else run(command, card_uuid, env, wait=wait, timeout=timeout)
-
-
 def _start_detached(command: Sequence[str], card_uuid: str, env: Mapping[str, str]) -> bool:
-    """Start the process, unless one makes this card already: then Metaflow drops this one, or ends that one."""
-    from metaflow.plugins.cards.card_creator import CardProcessManager
+    """Start the process, unless one makes this card already: then Metaflow drops this one, or ends that one.
 
-    process, _ = CardProcessManager._get_card_process(card_uuid)
+    It is no child of the task, whose step may wait for its own.
+    """
+    process = cards.process_of(card_uuid)
     if process is not None and process.poll() is None:
         return False
     if isinstance(process, _CardProcess) and not process.is_reaped:
@@ -294,24 +239,7 @@ def _start_detached(command: Sequence[str], card_uuid: str, env: Mapping[str, st
     if not _CardProcess.is_of_use:
         return False
     started = _CardProcess(PROGRAM, command, env, stderr=subprocess.DEVNULL)
-    CardProcessManager._register_card_process(card_uuid, started)
-    return True
-
-
-def _renew_users(card: Any) -> bool:
-    """Renew a card of the user's own, as its `refresh` would (2.19), and return whether its page is another one now.
-
-    Then the data has to follow, which tells a browser to load the page; Metaflow would wait for it here.
-    """
-    _detach(card)
-    changed_at = card.components.layout_last_changed_on
-    if card._last_layout_change == changed_at:
-        card._card_proc("refresh")
-        return False
-    card._render_seq += 1
-    card._last_render = time.time()
-    card._card_proc("render_runtime")
-    card._last_layout_change = changed_at
+    cards.name_process(card_uuid, started)
     return True
 
 
@@ -326,17 +254,7 @@ def _make_all(wanted: list[tuple[Any, str]], patience_s: float) -> None:
 
 
 def _make_last(card: Any, first: str) -> None:
-    with convenience(_LAST):
-        while _is_busy(card):  # Metaflow would wait, too, but without sleeping
-            time.sleep(0.05)
+    while cards.is_busy(card):  # Metaflow would wait, too, but without sleeping
+        time.sleep(0.05)
     for mode in (first, "refresh"):
-        with convenience(_LAST):
-            card._card_creator.create(**card._card_creator_args, mode=mode, final=True)
-
-
-def _is_busy(card: Any) -> bool:
-    """Tell whether the card's last process still runs: Metaflow would drop another refresh without a word (2.19)."""
-    from metaflow.plugins.cards.card_creator import CardProcessManager
-
-    process, _ = CardProcessManager._get_card_process(card._card_creator_args["card_uuid"])
-    return process is not None and process.poll() is None
+        cards.make_last(card, mode)

@@ -1,0 +1,180 @@
+"""Metaflow's cards: ``metaflow/plugins/cards``, read in 2.13 and 2.19.39.
+
+Nobody's success or error depends on a card. So where Metaflow has renamed something, a card shows less, and one line
+says what. `import metaflow` loads this module; what takes time is imported where it is needed.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from metaflow import current
+
+from .renamed import convenience, known
+
+LIVE, LAST = "what the gang's card shows while the step runs", "the last card of a step that has failed"
+_COMPONENTS = "metaflow.plugins.cards.card_modules.components"
+# Without the class Metaflow knows no card of ours.
+MetaflowCard: Any = known("metaflow.plugins.cards.card_modules.card", "MetaflowCard", object)
+RELOAD_POLICY = getattr(MetaflowCard, "RELOAD_POLICY_ONCHANGE", "onchange")
+Start = Callable[[Sequence[str], str, Mapping[str, str]], bool]
+
+
+# --- the cards of a task; each is a `CardComponentManager` ------------------------------------------
+
+
+def of_type(kind: str) -> list[Any]:
+    """Return the task's cards of a type; none where they can't be found."""
+    with convenience(LIVE):
+        collector = current.get("card")
+        return [] if collector is None else list(collector.get(kind))
+    return []
+
+
+def with_component(kind: type) -> list[Any]:
+    """Return the task's cards that have a component of a class and can be renewed while the task runs."""
+    with convenience(LIVE):
+        collector = current.get("card")
+        managers = [] if collector is None else list(collector._card_component_store.values())
+        return [card for card in managers if card._card_creator_args["runtime_card"] and _has(card, kind)]
+    return []
+
+
+def _has(card: Any, kind: type) -> bool:
+    # The step's code may add components meanwhile; a copy is made in one go.
+    return any(isinstance(component, kind) for component in list(card.components.values()))
+
+
+def give(card: Any, data: dict[str, Any]) -> None:
+    """Set what a card is made of, as its `refresh` does, but make none now."""
+    with convenience(LIVE):
+        card._latest_user_data = data
+
+
+def renew_users(card: Any) -> bool:
+    """Renew a card of the user's own, as its `refresh` would, and return whether its page is another one now.
+
+    Then the data has to follow, which tells a browser to load the page; Metaflow would wait for it here. What Metaflow
+    keeps of the user's last refresh stays: its data, and the time before which another one is dropped.
+    """
+    with convenience(LIVE):
+        changed_at = card.components.layout_last_changed_on
+        if card._last_layout_change == changed_at:
+            card._card_proc("refresh")
+            return False
+        card._render_seq += 1
+        card._last_render = time.time()
+        card._card_proc("render_runtime")
+        card._last_layout_change = changed_at
+        return True
+    return False
+
+
+def make_last(card: Any, mode: str) -> None:
+    """Make a card once more, and wait for it: Metaflow makes none at the end of a task that fails."""
+    with convenience(LAST):
+        card._card_creator.create(**card._card_creator_args, mode=mode, final=True)
+
+
+# --- the processes that make them -------------------------------------------------------------------
+
+
+def is_busy(card: Any) -> bool:
+    """Tell whether the card's last process still runs: Metaflow would drop another refresh without a word."""
+    with convenience(LIVE):
+        process = process_of(card._card_creator_args["card_uuid"])
+        return process is not None and process.poll() is None
+    return False
+
+
+def process_of(card_uuid: str) -> Any:
+    """Return the process that makes a card, or has made it last; what is asked of it is what `Popen` offers."""
+    from metaflow.plugins.cards.card_creator import CardProcessManager
+
+    process, _ = CardProcessManager._get_card_process(card_uuid)
+    return process
+
+
+def name_process(card_uuid: str, process: Any) -> None:
+    """Have Metaflow take a process for the one that makes a card."""
+    from metaflow.plugins.cards.card_creator import CardProcessManager
+
+    CardProcessManager._register_card_process(card_uuid, process)
+
+
+def start_by(card: Any, start: Start) -> None:
+    """Have `start` begin the processes that make a card and that nobody waits for; it gets command, uuid, environment.
+
+    Metaflow does it (`CardCreator._run_command`) where `start` returns False or fails, and where that has another name.
+    """
+    creator: Any = getattr(card, "_card_creator", None)
+    run = getattr(creator, "_run_command", None)
+    if run is not None and not isinstance(run, partial):
+        creator._run_command = partial(_run_command, run, start)
+
+
+def _run_command(
+    run: Callable[..., tuple[bytes, bool]],
+    start: Start,
+    command: Sequence[str],
+    card_uuid: str,
+    env: Mapping[str, str],
+    wait: bool = True,
+    timeout: Any = None,
+) -> tuple[bytes, bool]:
+    try:
+        is_started = not wait and start(command, card_uuid, env)
+    except Exception:  # another Metaflow, or no more processes
+        is_started = False
+    return (b"", False) if is_started else run(command, card_uuid, env, wait=wait, timeout=timeout)
+
+
+# --- pages and components ---------------------------------------------------------------------------
+
+
+def component_class() -> Any:
+    """Return the base of components of others; without it, Metaflow itself warns that a card can't show one."""
+    return known(_COMPONENTS, "UserComponent", object)
+
+
+def as_component(render: Any) -> Any:
+    """Decorate a component's `render` as Metaflow's own are: it has an id, and an error of it is shown in its place."""
+    safely = known("metaflow.plugins.cards.card_modules.renderer_tools", "render_safely", _as_it_is)
+    return known(_COMPONENTS, "with_default_component_id", _as_it_is)(safely(render))
+
+
+def _as_it_is(render: Any) -> Any:
+    return render
+
+
+def page(pathspec: str, layout: Any, style: str, is_final: bool) -> str:
+    """Return a page in the frame of Metaflow's own cards (``card_modules/basic.py``).
+
+    Without that, Metaflow shows the error instead of the card.
+    """
+    from metaflow.plugins.cards.card_modules import basic, chevron
+
+    shown = {"metadata": {"pathspec": pathspec}, "components": [layout]}
+    rendered: str = chevron.render(
+        basic.read_file(basic.RENDER_TEMPLATE_PATH),
+        {
+            "task_data": base64.b64encode(json.dumps(shown).encode()).decode(),
+            "javascript": basic.read_file(basic.JS_PATH),
+            "css": basic.read_file(basic.CSS_PATH) + style,
+            "title": pathspec,
+            "card_data_id": uuid.uuid4(),
+            "RENDER_COMPLETE": is_final,
+        },
+    )
+    return rendered
+
+
+def ui_url() -> str | None:
+    """Return where Metaflow's own pages are, if it has any."""
+    return known("metaflow.metaflow_config", "UI_URL", None) or None
