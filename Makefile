@@ -6,6 +6,7 @@
 #   BENCH=                options for `make bench`, such as --only NAME
 #   MATRIX=               options for `make test-matrix`, such as --only 3.12
 #   PYTHONS=              interpreters for it that are not on the PATH
+#   RERUNS=0             how often a failed test that starts other processes is run again; the summary names it
 #   RIGS=../shared/rigs   where `make test-remote` finds servers to test against
 
 PYTHON ?= python3
@@ -15,6 +16,7 @@ BIN := $(VENV)/bin
 # What was installed last; a sum, since a requirement may hold characters that a file's name or make does not take.
 INSTALLED := $(VENV)/.installed-$(shell printf %s '$(subst ','\'',$(TORCH))' | cksum | tr ' ' '-')
 RIGS ?= ../shared/rigs
+export RERUNS ?= 0
 REMOTE ?= kubernetes kubernetes-minutes batch storage
 DEMO_HOME ?= $(CURDIR)/.demo
 
@@ -82,8 +84,9 @@ lint: venv
 # share a flow say so with the marker xdist_group. In the chaos suite most tests measure seconds. Three of these at the
 # same time change little, and keep within the bounds easily; for the table, each has the machine for itself.
 UNIT = $(BIN)/python -m pytest -n 3 --dist worksteal tests/unit
-FLOWS = $(BIN)/python -m pytest -n 4 --dist loadgroup
-CHAOS_SUITE = $(BIN)/python -m pytest tests/chaos
+AGAIN = --reruns $(RERUNS) -r fER
+FLOWS = $(BIN)/python -m pytest $(AGAIN) -n 4 --dist loadgroup
+CHAOS_SUITE = $(BIN)/python -m pytest $(AGAIN) tests/chaos
 
 unit: venv
 	$(UNIT)
@@ -120,7 +123,7 @@ $(VENV)/.frameworks: $(INSTALLED)
 
 test-frameworks: $(VENV)/.frameworks
 	@status=0; \
-	$(BIN)/python -m pytest -n 2 --dist loadgroup tests/frameworks || status=1; \
+	$(BIN)/python -m pytest $(AGAIN) -n 2 --dist loadgroup tests/frameworks || status=1; \
 	$(FLOWS) -m long tests/integration || status=1; \
 	exit $$status
 

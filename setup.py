@@ -41,6 +41,7 @@ TEST = [
     *FUNCTIONS,
     *DEBUG,
     "pytest>=8",
+    "pytest-rerunfailures",
     "pytest-timeout",
     "pytest-xdist",
     "hypothesis",
