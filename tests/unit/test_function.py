@@ -15,6 +15,7 @@ from metaflow.metaflow_environment import MetaflowEnvironment
 from metaflow.plugins import DATASTORES
 from unit_helpers import write
 
+from metaflow_extensions.torchrun.plugins.torchrun.compat.datastore import DatastoreValues
 from metaflow_extensions.torchrun.plugins.torchrun.errors import (
     EntrypointError,
     LaunchFailed,
@@ -34,7 +35,6 @@ from metaflow_extensions.torchrun.plugins.torchrun.launch.function import (
 from metaflow_extensions.torchrun.plugins.torchrun.launch.outputs import Outputs
 from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec, Request
 from metaflow_extensions.torchrun.plugins.torchrun.launch.transfer import TransferFailed
-from metaflow_extensions.torchrun.plugins.torchrun.launch.value_store import DatastoreValues
 
 SPEC = LaunchSpec(FUNCTION_WORKER, ("folder",), False, nproc=2, num_nodes=2, node_index=1, python="python3")
 CAUSE = {"kind": "exception", "node": 1, "rank": 2, "local_rank": 0, "host": "host-1"}

@@ -25,10 +25,10 @@ KNOW_METAFLOW = {
     "gang_of_one",
     "errors",
     "compat.cards",
+    "compat.datastore",
     "compat.renamed",
     "tracebacks",
     "channel.registry",
-    "launch.outputs",
     "task.report",
     "show.commands",
     "task.run_calls",
@@ -39,7 +39,6 @@ KNOW_METAFLOW = {
     "show.run_end",
     "task.task_current",
     "task.task_gang",
-    "logs.task_log",
     "card.gang_card",
 }
 # They alone know the one list of features.

@@ -15,12 +15,12 @@ from metaflow.datastore import FlowDataStore
 from metaflow.plugins.datastores.local_storage import LocalStorage
 from unit_helpers import write
 
+from metaflow_extensions.torchrun.plugins.torchrun.compat.datastore import DatastoreValues
 from metaflow_extensions.torchrun.plugins.torchrun.errors import TorchrunError
 from metaflow_extensions.torchrun.plugins.torchrun.launch import output_pieces
 from metaflow_extensions.torchrun.plugins.torchrun.launch.output_pieces import OUTPUTS, OutputPieces
 from metaflow_extensions.torchrun.plugins.torchrun.launch.outputs import Outputs
 from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import OutputRequest
-from metaflow_extensions.torchrun.plugins.torchrun.launch.value_store import DatastoreValues
 
 KIB = 1024
 
@@ -141,7 +141,7 @@ def test_one_of_a_gigabyte_needs_little_memory(tmp_path):
 import os, resource, sys
 from metaflow.datastore import FlowDataStore
 from metaflow.plugins.datastores.local_storage import LocalStorage
-from metaflow_extensions.torchrun.plugins.torchrun.launch.value_store import DatastoreValues
+from metaflow_extensions.torchrun.plugins.torchrun.compat.datastore import DatastoreValues
 from metaflow_extensions.torchrun.plugins.torchrun.launch.output_pieces import OUTPUTS, OutputPieces
 from metaflow_extensions.torchrun.plugins.torchrun.launch.outputs import Outputs
 from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import OutputRequest

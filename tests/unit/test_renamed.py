@@ -6,6 +6,7 @@ import pickle
 import runpy
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,10 +29,10 @@ from metaflow_extensions.torchrun.plugins import torchrun as extension
 from metaflow_extensions.torchrun.plugins.torchrun import decorator as decorators
 from metaflow_extensions.torchrun.plugins.torchrun.channel.registry import Registry
 from metaflow_extensions.torchrun.plugins.torchrun.compat import cards, renamed
+from metaflow_extensions.torchrun.plugins.torchrun.compat.datastore import DatastoreValues, save_log
 from metaflow_extensions.torchrun.plugins.torchrun.decorator import TorchrunDecorator
 from metaflow_extensions.torchrun.plugins.torchrun.errors import GangError, TorchrunError
 from metaflow_extensions.torchrun.plugins.torchrun.launch.outputs import Outputs
-from metaflow_extensions.torchrun.plugins.torchrun.launch.value_store import DatastoreValues
 from metaflow_extensions.torchrun.plugins.torchrun.logs.task_log import TaskLog
 from metaflow_extensions.torchrun.plugins.torchrun.settings import DEFAULTS, parse_settings
 from metaflow_extensions.torchrun.plugins.torchrun.show import live_card
@@ -265,8 +266,7 @@ def test_without_its_log_a_task_goes_on(take_away, tmp_path, capfd):
     log.write_text("a line\n")
     store = FlowDataStore("GangFlow", storage_impl=LocalStorage, ds_root=str(tmp_path / "store"))
     take_away(TaskDataStore, "save_logs")
-    open_store = lambda: store.get_task_datastore("1", "train", "2", attempt=0, mode="w")  # noqa: E731
-    TaskLog(open_store, {"MFLOG_STDOUT": str(log)}).save(10)
+    TaskLog(partial(save_log, store, ("1", "train", "2", 0)), {"MFLOG_STDOUT": str(log)}).save(10)
     assert "the early upload of this task's log" in "".join(left_out(capfd))
 
 

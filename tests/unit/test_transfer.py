@@ -13,10 +13,10 @@ import pytest
 from botocore.config import Config
 from unit_helpers import eventually
 
+from metaflow_extensions.torchrun.plugins.torchrun.compat.datastore import DatastoreValues
 from metaflow_extensions.torchrun.plugins.torchrun.gang.texts import size_text
 from metaflow_extensions.torchrun.plugins.torchrun.launch import transfer
 from metaflow_extensions.torchrun.plugins.torchrun.launch.transfer import Step, Transfer, TransferFailed
-from metaflow_extensions.torchrun.plugins.torchrun.launch.value_store import DatastoreValues
 
 DEADLINE_S = 30.0
 KEY = {"region_name": "us-east-1", "aws_access_key_id": "id", "aws_secret_access_key": "key"}

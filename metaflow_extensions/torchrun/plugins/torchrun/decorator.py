@@ -122,12 +122,12 @@ class TorchrunDecorator(_ParallelDecorator):  # type: ignore[misc]  # Metaflow i
         self, flow: Any, graph: Any, step_name: str, decos: Any, environment: Any, flow_datastore: Any, logger: Any
     ) -> None:
         """Check everything that can be checked before anything is scheduled."""
+        from .compat.datastore import metadata_type
         from .machine.accelerators import requested_accelerators
         from .task.interrupts import heed_signals_to_job, remote_job
         from .task.local_nodes import SameInterpreter
         from .task.report import print_errors_ourselves
         from .task.submit_checks import SUBMISSION, Submission, ignored_by_with
-        from .task.task_gang import metadata_type
 
         print_errors_ourselves(in_task=False)
         super().step_init(flow, graph, step_name, decos, environment, flow_datastore, logger)
@@ -268,10 +268,10 @@ class TorchrunDecorator(_ParallelDecorator):  # type: ignore[misc]  # Metaflow i
 
     def setup_distributed_env(self, flow: Any) -> None:
         """Join the gang and offer ``current.torch``; called right before the step's code."""
+        from .compat.datastore import values_of
         from .executor import Context, TorchrunExecutor
         from .features.listed import FEATURES
         from .gang.protocol import CONTROL
-        from .launch.value_store import OUTPUTS, DatastoreValues
         from .machine.accelerators import this_machine
         from .machine.open_files import raise_limit
         from .node.watchers import starts_of
@@ -287,16 +287,13 @@ class TorchrunDecorator(_ParallelDecorator):  # type: ignore[misc]  # Metaflow i
         warm = starts_of(FEATURES, self._settings, machine, None if here else self._requested)
         self._gang.end_with_step(warm)
         member, main_addr = self._gang.join()
-        store = None
-        with convenience(OUTPUTS):
-            store = DatastoreValues(self._flow_datastore)
         context = Context(
             member,
             main_addr,
             machine,
             self._settings,
             requested=None if here else self._requested,
-            store=store,
+            store=values_of(self._flow_datastore),
             warm=warm,
             features=self._gang.features,
             live_card=self._gang.live_card,

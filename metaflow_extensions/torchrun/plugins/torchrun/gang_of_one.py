@@ -12,7 +12,7 @@ from metaflow import current
 
 from .card.part import GangPart
 from .channel.join import LOOPBACK, join_alone
-from .compat.renamed import convenience
+from .compat.datastore import values_of_running_flow
 from .errors import TorchrunError
 from .events import Event
 from .executor import Context, TorchrunExecutor
@@ -20,7 +20,6 @@ from .features.listed import FEATURES
 from .gang.cause import Cause
 from .gang.member import Member
 from .gang.state import Gang
-from .launch.value_store import OUTPUTS, DatastoreValues
 from .logs.console import to_log
 from .machine.accelerators import Machine, this_machine
 from .node.plan import WarmStarts
@@ -63,7 +62,9 @@ class GangOfOne:
         error: BaseException | None = None
         try:
             self._begin_warm(machine, options)
-            context = Context(member, LOOPBACK, machine, settings, store=_store(), warm=self._warm, features=FEATURES)
+            context = Context(
+                member, LOOPBACK, machine, settings, store=values_of_running_flow(), warm=self._warm, features=FEATURES
+            )
             executor = TorchrunExecutor(context)
             run: Callable[..., TorchrunResult[Any]] = executor.run  # which overload is the caller's to know
             return run(**options)
@@ -107,17 +108,6 @@ class GangOfOne:
             live_card.follow_parts()
         self._live_card = live_card
         return live_card
-
-
-def _store() -> DatastoreValues | None:
-    """Return what stores outputs in the datastore of the flow that runs; None if none does, as in a notebook's cell."""
-    with convenience(OUTPUTS):
-        from metaflow.datastore import FlowDataStore
-
-        # Metaflow's command line has set it for the process (``cli.start``, 2.19).
-        is_known = FlowDataStore.default_storage_impl is not None and current.get("task_id") is not None
-        return DatastoreValues(FlowDataStore(current.flow_name)) if is_known else None
-    return None
 
 
 def _log(about: dict[str, Any], event: Event) -> None:

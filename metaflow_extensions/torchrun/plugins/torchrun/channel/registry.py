@@ -1,9 +1,8 @@
 """What the control node leaves in Metaflow's datastore: its address record, and what has happened to the gang.
 
 Beside them lies what others tell of a control node that is gone without a word. All of it is metadata of the control
-node's task (`TaskDataStore.save_metadata`, Metaflow 2.19). That works alike on local disks, S3, Azure and Google Cloud
-Storage, and its names carry the attempt, so that a retry never reads what the attempt before has left. This is the only
-module that touches these internals.
+node's task (`compat.datastore.metadata_of`). That works alike on local disks, S3, Azure and Google Cloud Storage, and
+its names carry the attempt, so that a retry never reads what the attempt before has left.
 """
 
 from __future__ import annotations
@@ -13,7 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ..compat.renamed import known, need
+from ..compat.datastore import metadata_of
+from ..compat.renamed import known
 from ..errors import GangError, GangStartTimeout, TorchrunError
 from ..gang.policy import growing_pauses
 from ..gang.vanished import Word, told_by_others
@@ -48,13 +48,10 @@ class Registry:
 
     def __init__(self, flow_datastore: Any, run_id: str, step_name: str, control_task_id: str, attempt: int) -> None:
         self._where = f"{run_id}/{step_name}/{control_task_id}, attempt {attempt}"
-        # Opened for reading with data of its own, a task's store looks nothing up: no requests, and no
-        # complaint that the attempt is not finished.
-        task_datastore = need(flow_datastore, "get_task_datastore")
-        reader = task_datastore(run_id, step_name, control_task_id, attempt=attempt, data_metadata={}, mode="r")
-        writer = task_datastore(run_id, step_name, control_task_id, attempt=attempt, mode="w")
         # Looked up here, once: what fails later is the datastore, and is tried again.
-        self._load_metadata, self._save_metadata = need(reader, "load_metadata"), need(writer, "save_metadata")
+        self._load_metadata, self._save_metadata = metadata_of(
+            flow_datastore, run_id, step_name, control_task_id, attempt
+        )
 
     def publish(self, record: AddressRecord, patience_s: float = STORE_PATIENCE_S) -> None:
         """Write the record; raise GangError if the datastore fails `patience_s` seconds long."""

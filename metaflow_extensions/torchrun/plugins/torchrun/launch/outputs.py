@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
-from ..compat.renamed import known, need
+from ..compat.datastore import DatastoreValues, values_at
 from ..errors import TorchrunError
 from ..gang.texts import counted, first_values, names, size_text
 
@@ -63,7 +63,7 @@ class Outputs:
         self._datastore = dict(datastore)  # type, root and flow
         self._nodes = dict(nodes)  # node -> key of its list, number of files, bytes
         self._lists: dict[int, dict[str, Any]] | None = None  # by node, once somebody asks
-        self._opened: Any = None  # metaflow.datastore.FlowDataStore
+        self._opened: DatastoreValues | None = None
 
     @property
     def nodes(self) -> list[int]:
@@ -205,7 +205,7 @@ class Outputs:
         if self._opened is not None:
             return _loaded(self._opened, key)
         first: Exception | None = None
-        for store in self._datastores():
+        for store in values_at(self._datastore):
             try:
                 data = _loaded(store, key)
             except Exception as error:  # a missing object is a different error in each store (Metaflow 2.19)
@@ -216,15 +216,6 @@ class Outputs:
         where = "the {type} datastore {root}".format_map(self._datastore)
         problem = f"{type(first).__name__}: {first}"
         raise TorchrunError(f"Outputs could not be read from {where} ({problem}). Are they still there?") from first
-
-    def _datastores(self) -> Iterator[Any]:
-        flow_datastore, storages = known("metaflow.datastore", "FlowDataStore"), known("metaflow.plugins", "DATASTORES")
-        kind, root, flow = (self._datastore[name] for name in ("type", "root", "flow"))
-        storage = next(each for each in storages if kind == each.TYPE)
-        yield flow_datastore(flow, storage_impl=storage, ds_root=root)
-        here = need(storage, "get_datastore_root_from_config")(lambda *_: None, create_on_absent=False)
-        if here not in (None, root):  # the folder is elsewhere on this machine
-            yield flow_datastore(flow, storage_impl=storage, ds_root=here)
 
     def as_data(self) -> dict[str, Any]:
         """Return plain data, which are the arguments for an object that is equal."""
@@ -296,8 +287,8 @@ def _file(node: int, row: Mapping[str, Any]) -> OutputFile:
     return OutputFile(row["name"], row["size"], node, row["modified"], older, row["mode"], row["digest"], parts)
 
 
-def _loaded(store: Any, key: str) -> bytes:
-    ((_, data),) = need(store, "load_data")([key])
+def _loaded(store: DatastoreValues, key: str) -> bytes:
+    ((_, data),) = store.load([key])
     return bytes(data)
 
 

@@ -11,14 +11,12 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ..compat.renamed import convenience, known
 from ..events import Event
 from .console import to_log
-
-TASK_LOG_SOURCE = known("metaflow.mflog", "TASK_LOG_SOURCE", "task")
 
 # Where Metaflow's wrapper of the task keeps its output (`export_mflog_env_vars`, 2.19).
 _FILES = {"stdout": "MFLOG_STDOUT", "stderr": "MFLOG_STDERR"}
@@ -31,8 +29,8 @@ _URGENT = frozenset({"worker_failed", "stopping", "failed"})
 class TaskLog:
     """The log of this task, as Metaflow's datastore has it."""
 
-    def __init__(self, open_store: Callable[[], Any], environ: Mapping[str, str] = os.environ) -> None:
-        self._open_store = open_store  # returns the task's datastore, opened for writing
+    def __init__(self, upload: Callable[[dict[str, Any]], None], environ: Mapping[str, str] = os.environ) -> None:
+        self._upload = upload  # stores what it is given, by stream: bytes, or a path
         self._files = {stream: Path(environ[name]) for stream, name in _FILES.items() if environ.get(name)}
         self._uploading = threading.Lock()  # or an older state of the log could come last
 
@@ -54,7 +52,7 @@ class TaskLog:
 
     def _save(self) -> None:
         time.sleep(_TEE_S)
-        with self._uploading, convenience("the early upload of this task's log"):
+        with self._uploading, suppress(OSError):
             existing = {stream: path for stream, path in self._files.items() if path.exists()}
             data = {stream: p.read_bytes() if p.stat().st_size < _SMALL_BYTES else p for stream, p in existing.items()}
-            self._open_store().save_logs(TASK_LOG_SOURCE, data)
+            self._upload(data)

@@ -17,12 +17,12 @@ from typing import Any
 
 from metaflow._vendor import click
 
+from ..compat.datastore import DatastoreValues
 from ..compat.renamed import known, versions
 from ..errors import TorchrunError
 from ..gang.texts import size_text
 from ..gang.wire import finite
 from ..launch.outputs import Outputs
-from ..launch.value_store import DatastoreValues
 from ..views.log_lines import shown, wanted
 from ..views.page import as_data, as_text, failed_rank, is_cut, title
 from ..views.table import printable, table

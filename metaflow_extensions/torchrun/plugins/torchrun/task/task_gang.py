@@ -19,6 +19,7 @@ from metaflow import current
 from ..channel.control_channel import ControlChannel
 from ..channel.join import LOOPBACK, control_addresses, join_alone, join_as_control, join_as_member, refuse_second_run
 from ..channel.registry import Registry
+from ..compat.datastore import metadata_type, save_log, watch_storing
 from ..compat.renamed import convenience, need
 from ..errors import TorchrunPreempted
 from ..events import Event, Subscriber
@@ -62,12 +63,6 @@ def is_local() -> bool:
     return os.environ.get("METAFLOW_RUNTIME_ENVIRONMENT", "local") == "local"
 
 
-def metadata_type(flow_datastore: Any) -> str | None:
-    """Return the kind of a flow's metadata provider, for example "local"; None where Metaflow (2.19) has it otherwise."""
-    kind: str | None = getattr(getattr(flow_datastore, "metadata", None), "TYPE", None)
-    return kind
-
-
 class TaskGang:
     """The gang of one attempt of a step, as one of its tasks sees it."""
 
@@ -89,9 +84,7 @@ class TaskGang:
         self._flow_datastore = flow_datastore  # metaflow.datastore.FlowDataStore
         self._run_id, self._step_name, self._task_id, self._attempt = run_id, step_name, task_id, attempt
         self._is_local = is_local()
-        self._log = TaskLog(
-            lambda: flow_datastore.get_task_datastore(run_id, step_name, task_id, attempt=attempt, mode="w")
-        )
+        self._log = TaskLog(partial(save_log, flow_datastore, (run_id, step_name, task_id, attempt)))
         self._member: Member | None = None
         self._channel: ControlChannel | None = None  # on a control node of several
         self._events: EventStore | None = None  # on any control node
@@ -281,9 +274,7 @@ class TaskGang:
 
     def watch_storing(self, task_datastore: Any) -> None:
         """Tell the gang of artifacts that can't be stored: then Metaflow calls no decorator any more (task.py, 2.19)."""
-        for name in ("persist", "save_metadata", "done"):
-            with convenience("word to the gang of results that can't be stored"):
-                setattr(task_datastore, name, partial(self._or_fail, getattr(task_datastore, name)))
+        watch_storing(task_datastore, self._or_fail)
 
     def _or_fail(self, store: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:

@@ -1,0 +1,132 @@
+"""What a task stores through Metaflow's datastore: ``metaflow/datastore``, read in 2.13 and 2.19.39.
+
+`DatastoreValues` has values by their content, `metadata_of` what belongs to one attempt of a task. A gang needs both
+and fails without them, with the name in the error; all else is left out.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from types import FrameType
+from typing import Any
+
+from metaflow import current
+
+from .renamed import convenience, known, need
+
+# What is left out where the datastore can't be used.
+OUTPUTS = "the datastore: outputs can't be stored, nor values of functions sent from node to node"
+TASK_LOG_SOURCE = known("metaflow.mflog", "TASK_LOG_SOURCE", "task")
+
+
+class DatastoreValues:
+    """The content-addressed part of a flow's datastore, where artifacts lie, too."""
+
+    def __init__(self, flow_datastore: Any) -> None:
+        self._store = flow_datastore  # metaflow.datastore.FlowDataStore
+        kind, root = flow_datastore.TYPE, flow_datastore.datastore_root
+        self.where = f"the {kind} datastore {root}"
+        self.folder: str | None = root if kind == "local" else None
+        self.address: Mapping[str, str] = {"type": kind, "root": root, "flow": flow_datastore.flow_name}
+
+    def save(self, data: bytes) -> str:
+        """Store `data` and return its key, which is the same for the same data."""
+        ((_, key),) = need(self._store, "save_data")([data], len_hint=1)
+        return str(key)
+
+    def load(self, keys: Sequence[str]) -> Iterator[tuple[str, bytes]]:
+        """Yield each of `keys` with what was stored under it; a list, because some stores load many at once."""
+        yield from need(self._store, "load_data")(list(keys))
+
+    def trouble(self) -> str | None:
+        """Return the error of the S3 client's last try, if it tries again now.
+
+        It tries for over an hour and says nothing meanwhile: botocore in threads of its own
+        (``Endpoint._send_request``, 1.44), and Metaflow around it (``S3._one_boto_op``). The error
+        is in a variable of the functions that wait, so their frames are searched.
+        """
+        for innermost in sys._current_frames().values():
+            frame: FrameType | None = innermost
+            while frame is not None:
+                name, known = frame.f_code.co_name, frame.f_locals
+                if name == "_one_boto_op" and known.get("error"):
+                    return str(known["error"])
+                if name == "_send_request" and known.get("attempts", 0) > 1:
+                    return _answer(known.get("success_response"), known.get("exception"))
+                frame = frame.f_back
+        return None
+
+
+def values_of(flow_datastore: Any) -> DatastoreValues | None:
+    """Return what stores values; None where the datastore is otherwise."""
+    with convenience(OUTPUTS):
+        return DatastoreValues(flow_datastore)
+    return None
+
+
+def values_of_running_flow() -> DatastoreValues | None:
+    """Return what stores values in the datastore of the flow that runs; None if none does, as in a notebook's cell."""
+    with convenience(OUTPUTS):
+        from metaflow.datastore import FlowDataStore
+
+        # Metaflow's command line has set it for the process (``cli.start``).
+        is_known = FlowDataStore.default_storage_impl is not None and current.get("task_id") is not None
+        return DatastoreValues(FlowDataStore(current.flow_name)) if is_known else None
+    return None
+
+
+def values_at(address: Mapping[str, str]) -> Iterator[DatastoreValues]:
+    """Return what loads values that were stored at an address: there, or where this machine has such a datastore."""
+    flow_datastore, storages = known("metaflow.datastore", "FlowDataStore"), known("metaflow.plugins", "DATASTORES")
+    kind, root, flow = (address[name] for name in ("type", "root", "flow"))
+    storage = next(each for each in storages if kind == each.TYPE)
+    yield DatastoreValues(flow_datastore(flow, storage_impl=storage, ds_root=root))
+    here = need(storage, "get_datastore_root_from_config")(lambda *_: None, create_on_absent=False)
+    if here not in (None, root):  # the folder is elsewhere on this machine
+        yield DatastoreValues(flow_datastore(flow, storage_impl=storage, ds_root=here))
+
+
+def metadata_of(
+    flow_datastore: Any, run_id: str, step: str, task_id: str, attempt: int
+) -> tuple[Callable[[list[str]], dict[str, Any]], Callable[[dict[str, Any]], None]]:
+    """Return what loads and what saves metadata of one attempt of a task, by name; each raises what the store raises.
+
+    Opened for reading with data of its own, a task's store looks nothing up: no requests, and no complaint that the
+    attempt is not finished.
+    """
+    task_datastore = partial(need(flow_datastore, "get_task_datastore"), run_id, step, task_id, attempt=attempt)
+    reader, writer = task_datastore(data_metadata={}, mode="r"), task_datastore(mode="w")
+    return need(reader, "load_metadata"), need(writer, "save_metadata")
+
+
+def metadata_type(flow_datastore: Any) -> str | None:
+    """Return the kind of a flow's metadata provider, for example "local"; None where that can't be found."""
+    kind: str | None = getattr(getattr(flow_datastore, "metadata", None), "TYPE", None)
+    return kind
+
+
+def watch_storing(task_datastore: Any, around: Callable[..., Any]) -> None:
+    """Have `around` called in the place of each method that stores a task's results, with the method and its arguments."""
+    for name in ("persist", "save_metadata", "done"):
+        with convenience("word to the gang of results that can't be stored"):
+            setattr(task_datastore, name, partial(around, getattr(task_datastore, name)))
+
+
+def save_log(flow_datastore: Any, task: tuple[str, str, str, int], data: Mapping[str, Any]) -> None:
+    """Upload the log of a task (run, step, task, attempt), by stream, as bytes or as a path; a larger one needs a path."""
+    with convenience("the early upload of this task's log"):
+        *where, attempt = task
+        store = flow_datastore.get_task_datastore(*where, attempt=attempt, mode="w")
+        store.save_logs(TASK_LOG_SOURCE, data)
+
+
+def _answer(response: Any, exception: Any) -> str | None:
+    """Return the error in an answer as botocore has it."""
+    if exception is not None:
+        return f"{type(exception).__name__}: {exception}"
+    with suppress(TypeError, IndexError, KeyError):
+        return "{Code}: {Message}".format_map(response[1]["Error"])
+    return None
