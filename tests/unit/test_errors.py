@@ -4,11 +4,21 @@ import json
 import pickle
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from metaflow.exception import MetaflowException
 
-from metaflow_extensions.torchrun.plugins.torchrun.errors import CLASSES, LaunchFailed, TorchrunError
+from metaflow_extensions.torchrun.plugins.torchrun.errors import CLASSES, LaunchFailed, TorchrunError, WorkerFailed
+from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import (
+    Cause,
+    FailureText,
+    cause_of,
+    failed,
+    failure_of,
+    rename_node,
+    retold,
+)
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Abort
 from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import from_plain, to_plain
 
@@ -35,6 +45,34 @@ def test_every_error_is_caught_as_one_and_as_metaflows(cls):
     assert issubclass(cls, MetaflowException)
     assert cls.headline.startswith("@torchrun")
     assert TEXT in str(cls(TEXT))
+
+
+FAILURE = FailureText(Cause("exit", 0, "a", 3, 1, 7, detail=TEXT), before="vörher\n", after="\nafter")
+
+
+@pytest.mark.parametrize("failure", [FAILURE, replace(FAILURE, instead="other words")])
+def test_a_failure_travels_as_data_and_can_still_be_changed(failure):
+    error = from_plain(Abort, json.loads(json.dumps(to_plain(Abort(failed(LaunchFailed, failure))))), "abort").error
+    assert (error.message, error.cause) == (failure.text, failure.cause.as_dict())
+    assert failure_of(error) == failure
+    rename_node(error, 5)
+    assert (error.cause["node"], cause_of(error).rank) == (5, 3)
+    assert ("node 5 (host a)" in error.message) is (failure.instead is None)
+    told = retold(error, WorkerFailed, "It began.\n", "\nIt ended.")
+    assert str(told) == f"It began.\n{error.message}\nIt ended."
+    assert told.cause == error.cause
+
+
+def test_an_error_from_a_pickle_has_its_text_and_its_cause():
+    error = pickle.loads(pickle.dumps(failed(LaunchFailed, FAILURE)))
+    assert (error.message, error.cause) == (FAILURE.text, FAILURE.cause.as_dict())
+    assert failure_of(error) == FailureText(FAILURE.cause, instead=FAILURE.text)
+
+
+def test_a_message_can_be_replaced():
+    error = failed(LaunchFailed, FAILURE)
+    error.message = "mine"
+    assert (str(error), error.cause) == ("mine", FAILURE.cause.as_dict())
 
 
 @pytest.mark.parametrize(

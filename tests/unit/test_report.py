@@ -9,7 +9,7 @@ import pytest
 from metaflow.exception import MetaflowException
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import EntrypointError, LaunchFailed, TorchrunConfigError
-from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
+from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause, FailureText, failed
 from metaflow_extensions.torchrun.plugins.torchrun.gang.launch import Launch
 from metaflow_extensions.torchrun.plugins.torchrun.gang.member import Member
 from metaflow_extensions.torchrun.plugins.torchrun.task import report as module
@@ -93,6 +93,11 @@ def test_the_traceback_is_in_the_report_unless_it_stands_above(cause, where, is_
     assert ("File 'train.py', line 1" in report(verdict(cause), **where)) is is_whole
 
 
+def test_a_long_traceback_that_stands_above_is_left_out_as_well():
+    long = Cause("exception", 1, "b", 3, 1, 1, TEXT, f"{TRACE}\n" * 1000)
+    assert "File 'train.py', line 1" not in report(verdict(long), 1)
+
+
 @pytest.mark.parametrize("kind", ["lost", "timeout", "hang"])
 def test_the_control_node_tells_what_no_other_can(kind):
     error = verdict(Cause(kind, 1, "b", exception="why"))
@@ -109,7 +114,7 @@ def test_an_error_that_the_gang_does_not_know_is_told_where_it_is_and_metaflows_
 
 def test_a_failure_of_a_steps_own_code_is_named_by_the_others_without_its_traceback():
     cause = Cause("step", 1, "b", exception=TEXT, detail=TRACE)
-    pointer = report(LaunchFailed(f"{cause.describe()}\nIt happened outside.", cause.as_dict()), 0)
+    pointer = report(failed(LaunchFailed, FailureText(cause, after="\nIt happened outside.")), 0)
     assert "expected 2*3*4" in pointer
     assert "It happened outside." in pointer
     assert "See the report of node 1." in pointer

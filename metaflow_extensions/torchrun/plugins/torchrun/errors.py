@@ -19,11 +19,12 @@ The control node makes the error that stops a gang, and all nodes raise it with 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from .stubs import ForStubs
 
 if TYPE_CHECKING:
+    from .gang.cause import FailureText
     from .launch.outputs import Outputs
 
 try:
@@ -59,16 +60,30 @@ class TorchrunError(MetaflowException):  # type: ignore[misc]  # Metaflow is not
     """
 
     headline = "@torchrun"
-    message: str
-    cause: dict[str, Any] | None
     events: list[dict[str, Any]]
     outputs: Outputs | None
 
     def __init__(self, message: str = "", cause: dict[str, Any] | None = None) -> None:
+        # What it tells of, as data, of which `message` and `cause` are made. None: no node has failed, or it was pickled.
+        self._failure: FailureText | None = None
+        self._cause = cause
         super().__init__(message)
-        self.cause = cause
         self.events = []
         self.outputs = None
+
+    @property
+    def message(self) -> str:
+        """What happened, where, why, and what to change."""
+        return self._message if self._failure is None else self._failure.text
+
+    @message.setter
+    def message(self, text: str) -> None:
+        self._message, self._cause, self._failure = text, self.cause, None
+
+    @property
+    def cause(self) -> dict[str, Any] | None:
+        """The first failure of the gang, as plain data; None without one."""
+        return self._cause if self._failure is None else self._failure.cause.as_dict()
 
     def __reduce__(self) -> tuple[Any, ...]:
         # MetaflowException keeps its message out of `args`, so the default would lose it.
@@ -134,16 +149,6 @@ class TorchrunPreempted(LaunchFailed):
 
     headline = "@torchrun: preempted"
     remedy = "With Metaflow's @retry a new gang starts, and a script that loads its snapshot goes on."
-
-
-E = TypeVar("E", bound=TorchrunError)
-
-
-def retold(error: TorchrunError, cls: type[E], message: str) -> E:
-    """Return the same error as another class, or in other words; what it knows besides stays: cause, events, outputs."""
-    told = cls(message, error.cause)
-    told.events, told.outputs = error.events, error.outputs
-    return told
 
 
 CLASSES = {

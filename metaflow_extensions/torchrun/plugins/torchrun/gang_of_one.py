@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,7 +16,7 @@ from .errors import TorchrunError
 from .events import Event
 from .executor import Context, TorchrunExecutor
 from .features.listed import FEATURES
-from .gang.cause import Cause
+from .gang.cause import rename_node
 from .gang.member import Member
 from .gang.state import Gang
 from .logs.console import to_log
@@ -114,14 +113,3 @@ def _log(about: dict[str, Any], event: Event) -> None:
     if event.kind == "command":
         about["command"] = event.text.removeprefix("runs: ")
     to_log(event)
-
-
-def rename_node(error: TorchrunError, node: int) -> None:
-    """Have an error of a gang of one, whose node is 0, speak of the node that it is in the gang around it."""
-    if error.cause is None:
-        return
-    before = Cause.from_dict(error.cause)
-    after = replace(before, node=node)
-    # Without the first letter, which is large where a sentence begins.
-    error.message = error.message.replace(before.who[1:], after.who[1:])
-    error.cause = after.as_dict()

@@ -33,10 +33,13 @@ class ForStubs:
 
 
 def _show_attributes(cls: type) -> None:
-    """Make properties of the attributes that a class annotates."""
+    """Make properties of the attributes that a class annotates, and spell the types of its properties in full."""
     # Ours are annotated with one class that importing `metaflow` does not import.
     known = vars(import_module(".launch.outputs", __package__))
-    for name, annotation in typing.get_type_hints(cls, localns=known).items():
+    hints = typing.get_type_hints(cls, localns=known)
+    properties = {name: each.fget for name, each in vars(cls).items() if isinstance(each, property)}
+    hints |= {name: typing.get_type_hints(get, localns=known)["return"] for name, get in properties.items()}
+    for name, annotation in hints.items():
         if not name.startswith("_"):
             setattr(cls, name, _property(_spelled(annotation)))
 

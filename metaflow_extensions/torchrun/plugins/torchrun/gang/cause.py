@@ -1,6 +1,7 @@
-"""Why a launch failed, in words that can be shown, and which of several failures was the first.
+"""Why a launch failed, as data; how an error tells it; and which of several failures was the first.
 
-Each failure becomes a `Cause`; `first_failure` picks the one that started it all.
+Each failure becomes a `Cause`, and `first_failure` picks the one that started it all. An error has a `FailureText`: its
+cause, and the text around it. Who wants an error to say something else changes that, and never a finished text.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ import signal
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
+from ..errors import TorchrunError
 from .remedies import remedy
 
-# Far below the channel's limit of 1 MiB for a message, which has a text twice: as the cause and as the error.
+# Far below the channel's limit of 1 MiB for a message.
 _MAX_TEXT = 8 * 1024
 
 # What NCCL says of its own rank's call (`ncclResult_t` as torch 2.1 to 2.14 explain it, getNcclErrorDetailString in
@@ -100,9 +102,9 @@ class Cause:
         """Return the cause that `as_dict` described; unknown fields are ignored."""
         return Cause(**{each.name: data[each.name] for each in fields(Cause) if each.name in data})
 
-    def is_same_event(self, other: Mapping[str, Any]) -> bool:
-        """Tell whether `other`, as plain data, tells of this same failure, perhaps from another place in the code."""
-        return all(getattr(self, name) == other.get(name) for name in ("kind", "node", "rank", "exception"))
+    def is_same_event(self, other: Cause) -> bool:
+        """Tell whether `other` tells of this same failure, perhaps from another place in the code."""
+        return all(getattr(self, name) == getattr(other, name) for name in ("kind", "node", "rank", "exception"))
 
     @cached_property  # the look takes milliseconds in a long text
     def is_consequence(self) -> bool:
@@ -159,6 +161,74 @@ class Cause:
             # Metaflow's console strips leading spaces; behind the bar the indentation survives.
             lines += [f"  | {line}" for line in self.detail.splitlines()]
         return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class FailureText:
+    """What an error says: its cause, and the text around it."""
+
+    cause: Cause
+    before: str = ""
+    after: str = ""
+    instead: str | None = None  # of what the cause itself says
+
+    @property
+    def text(self) -> str:
+        """The whole text."""
+        return self._with(self.cause.describe())
+
+    def without_detail(self) -> str:
+        """Return the text for a place near which the cause's detail can be read."""
+        report = replace(self.cause, detail="").describe()
+        if self.cause.detail and self.cause.kind not in ("step", "call"):
+            report += " What it wrote itself stands above."
+        return self._with(report)
+
+    def without_report(self) -> str:
+        """Return the text for a place where all but the remedy has just been said."""
+        return self._with(self.cause.remedy).strip()
+
+    def _with(self, report: str) -> str:
+        return f"{self.before}{report if self.instead is None else self.instead}{self.after}"
+
+
+E = TypeVar("E", bound=TorchrunError)
+
+
+def failed(cls: type[E], failure: FailureText) -> E:
+    """Return the error that tells of a failure."""
+    error = cls()
+    error._failure = failure
+    return error
+
+
+def failure_of(error: TorchrunError) -> FailureText | None:
+    """Return what an error tells of; None where no node has failed. An error that was pickled has a text only."""
+    if error._failure is None and error.cause is not None:
+        return FailureText(Cause.from_dict(error.cause), instead=error.message)
+    return error._failure
+
+
+def cause_of(error: TorchrunError | None) -> Cause | None:
+    """Return the failure that an error names, or None."""
+    failure = None if error is None else failure_of(error)
+    return None if failure is None else failure.cause
+
+
+def retold(error: TorchrunError, cls: type[E], before: str = "", after: str = "") -> E:
+    """Return the same error as another class, with more text around it; its cause, events and outputs stay."""
+    if (failure := error._failure) is None:
+        told = cls(f"{before}{error.message}{after}", error.cause)
+    else:
+        told = failed(cls, replace(failure, before=f"{before}{failure.before}", after=f"{failure.after}{after}"))
+    told.events, told.outputs = error.events, error.outputs
+    return told
+
+
+def rename_node(error: TorchrunError, node: int) -> None:
+    """Have an error of a gang of one, whose node is 0, speak of the node that it is in the gang around it."""
+    if (failure := failure_of(error)) is not None:
+        error._failure = replace(failure, cause=replace(failure.cause, node=node))
 
 
 def describe_exit(code: int) -> str:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..errors import GangError, LaunchFailed, LaunchHung, LaunchTimeout, TorchrunError, TorchrunPreempted
-from .cause import Cause, Failure, first_failure
+from .cause import Cause, Failure, FailureText, cause_of, failed, first_failure
 from .policy import LaunchPolicy
 from .protocol import CONTROL, Ended, Ready, StoredOutputs
 from .texts import REMIND_S, counted, first_lines, first_values, headline, names, places, shortened
@@ -202,7 +202,8 @@ class Launch:
     def saved_by(self, error: TorchrunError) -> list[int]:
         """Return whose outputs are to be stored when the launch fails with `error`: of nodes whose workers have ended."""
         whose = self.policy.outputs_from
-        if whose is None or (error.cause or {}).get("kind") == "store":  # then the datastore is the failure
+        cause = cause_of(error)
+        if whose is None or (cause is not None and cause.kind == "store"):  # then the datastore is the failure
             return []
         # Who has ended well, has stored them.
         able = self.ended.keys() - self.dropped - self.given_up - self.outputs.keys()
@@ -256,8 +257,9 @@ class Launch:
         """Return the keys by rank: of what the cause has raised or, on the control node, of all returned values."""
         if error is None:
             return self.stored if node == CONTROL else {}
-        rank = (error.cause or {}).get("rank")
-        return {rank: self.stored[rank]} if rank in self.stored else {}
+        cause = cause_of(error)
+        rank = None if cause is None else cause.rank
+        return {} if rank is None or rank not in self.stored else {rank: self.stored[rank]}
 
     @property
     def alone(self) -> bool:
@@ -275,8 +277,8 @@ class Launch:
         quiet = f"\nNo word came from {names(silent)} about their end." if silent else ""
         if cause is None:
             return LaunchFailed(f"Launch {self.number} failed.{quiet}")
-        cls, text = self._class_and_text(cause)
-        return cls(text + quiet, cause.as_dict())
+        cls, failure = self._class_and_text(cause)
+        return failed(cls, replace(failure, after=failure.after + quiet))
 
     def dropped_error(self, node: int) -> LaunchFailed:
         """Return what a node raises that an elastic launch goes on without."""
@@ -286,31 +288,33 @@ class Launch:
             return LaunchFailed(f"Node {node} failed. {goes_on}")
         return error_of(cause, goes_on)
 
-    def _class_and_text(self, cause: Cause) -> tuple[type[LaunchFailed], str]:
-        report, stopped = cause.describe(), f"Launch {self.number} was stopped"
+    def _class_and_text(self, cause: Cause) -> tuple[type[LaunchFailed], FailureText]:
+        stopped = f"Launch {self.number} was stopped"
         if cause.kind == "timeout":
             remedy = "run(timeout_s=...) and the step's @timeout change how long it may run."
-            return LaunchTimeout, f"{stopped}: it ran {cause.exception}. {remedy}"
+            return LaunchTimeout, FailureText(cause, instead=f"{stopped}: it ran {cause.exception}. {remedy}")
         if cause.kind == "step_timeout":
-            return LaunchTimeout, f"{stopped}: {cause.who} {cause.what}."
+            return LaunchTimeout, FailureText(cause, instead=f"{stopped}: {cause.who} {cause.what}.")
         if cause.kind == "hang":
             remedy = "hang_timeout_s changes how long they may be silent."
-            return LaunchHung, f"{stopped}: {cause.exception}. {remedy}\n{cause.detail}"
+            return LaunchHung, FailureText(cause, instead=f"{stopped}: {cause.exception}. {remedy}\n{cause.detail}")
         if cause.kind == "store":
             remedy = (
                 "If the datastore is well, return less, or name less as outputs: a script can store results itself."
             )
-            return LaunchFailed, f"{report}\n{stopped} on all nodes; its workers had ended well. {remedy}"
+            more = f"\n{stopped} on all nodes; its workers had ended well. {remedy}"
+            return LaunchFailed, FailureText(cause, after=more)
         if cause.category == "preempted":
             codes = [pair for ended in self.ended.values() for pair in ended.exit_codes.items()]
             saved = sorted(rank for rank, code in codes if code == 0)
             ended = f"Ranks that exited with code 0 in time: {shortened(saved) or 'none'}."
-            return TorchrunPreempted, f"{report}\n{stopped} on all nodes. {ended}\n{TorchrunPreempted.remedy}"
+            more = f"\n{stopped} on all nodes. {ended}\n{TorchrunPreempted.remedy}"
+            return TorchrunPreempted, FailureText(cause, after=more)
         count = f" after {counted(self.restarts, 'restart')}" if self.restarts else ""
-        text = f"{report}\n{stopped} on all nodes{count} (class of the cause: {cause.category})."
+        more = f"\n{stopped} on all nodes{count} (class of the cause: {cause.category})."
         if self.preempted is not None:
-            text += f" Meanwhile {self.preempted.who} {self.preempted.what}."
-        return LaunchFailed, text
+            more += f" Meanwhile {self.preempted.who} {self.preempted.what}."
+        return LaunchFailed, FailureText(cause, after=more)
 
 
 def _accelerators_text(seen: str | None) -> str:
@@ -323,7 +327,7 @@ def _accelerators_text(seen: str | None) -> str:
 def error_of(cause: Cause, more: str) -> LaunchFailed:
     """Return the error for a node's failure that did not end a launch of all nodes; `more` goes on after the report."""
     cls = {"preempted": TorchrunPreempted, "timeout": LaunchTimeout}.get(cause.category, LaunchFailed)
-    return cls(f"{cause.describe()}\n{more}", cause.as_dict())
+    return failed(cls, FailureText(cause, after=f"\n{more}"))
 
 
 def teller(cause: Cause | None) -> int:

@@ -30,7 +30,7 @@ from typing import Any, Protocol
 from ..errors import GangError, LaunchFailed, LaunchTimeout, TorchrunError, TorchrunPreempted
 from ..events import Event, Subscriber
 from ..tracebacks import user_traceback, words_of
-from .cause import Cause
+from .cause import Cause, FailureText, cause_of, failed
 from .protocol import (
     CONTROL,
     Abort,
@@ -223,10 +223,8 @@ class Member:
         self._hear(ControlNode.GONE)
         if not said_bye:
             cause = Cause("lost", CONTROL, "the control node", exception=reason)
-            self._lost = LaunchFailed(
-                f"Node {CONTROL} (the control node) is lost: {reason}. Without it the gang can't go on; see its log.",
-                cause.as_dict(),
-            )
+            text = f"Node {CONTROL} (the control node) is lost: {reason}. Without it the gang can't go on; see its log."
+            self._lost = failed(LaunchFailed, FailureText(cause, instead=text))
             self._break(self._lost)
 
     def _hear(self, control: ControlNode) -> None:
@@ -312,13 +310,12 @@ class Member:
     def terminated(self) -> TorchrunPreempted:
         """Return the error for a task that was told to stop."""
         cause = Cause("terminated", self.node, self.host, exception=self._order or _SIGTERM_CAME)
-        who = cause.who[0].upper() + cause.who[1:]
-        return TorchrunPreempted(f"{who} {cause.what}. {TorchrunPreempted.remedy}", cause.as_dict())
+        return failed(TorchrunPreempted, FailureText(cause, after=f" {TorchrunPreempted.remedy}"))
 
     def timed_out(self, text: str) -> LaunchTimeout:
         """Return the error for a step whose time is up."""
         cause = Cause("step_timeout", self.node, self.host, exception=text)
-        return LaunchTimeout(cause.describe(), cause.as_dict())
+        return failed(LaunchTimeout, FailureText(cause))
 
     # --- called by the step's code --------------------------------------------------------------
 
@@ -460,8 +457,7 @@ class Member:
 
     def cause_of(self, error: BaseException) -> Cause:
         """Return an exception of this node's own step as a cause."""
-        if isinstance(error, TorchrunError) and error.cause is not None:
-            cause = Cause.from_dict(error.cause)
+        if isinstance(error, TorchrunError) and (cause := cause_of(error)) is not None:
             if error is not self._lost:
                 return cause
             text = f"it does not hear the control node any more: {cause.exception}"

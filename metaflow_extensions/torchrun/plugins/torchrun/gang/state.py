@@ -15,7 +15,7 @@ from typing import Any
 
 from ..errors import GangError, TorchrunError, TorchrunPreempted
 from . import obstacles
-from .cause import Cause, Failure, describe_exit, first_failure
+from .cause import Cause, Failure, cause_of, describe_exit, first_failure
 from .history import History, Kind, Record, of_the_gang
 from .keepers import Keepers, Where
 from .launch import LONGER, Launch, Phase, reason, summary, teller
@@ -568,8 +568,8 @@ class Gang:
         self._send(Save(*about, None, events), *(node for node in self.nodes.joined if node not in launch.stores))
 
     def _tell_cause(self, error: TorchrunError) -> None:
-        if error.cause is not None:
-            self._note_cause(Cause.from_dict(error.cause))
+        if (cause := cause_of(error)) is not None:
+            self._note_cause(cause)
         self._report(error, self._launch.number, self._launch.generation)
 
     def _finish(self, error: TorchrunError | None) -> None:
@@ -676,7 +676,7 @@ class Gang:
         launch = self._launch
         if launch.phase is Phase.OVER:
             last = self._launch.verdict
-            is_known = last is not None and last.cause is not None and cause.is_same_event(last.cause)
+            is_known = (known := cause_of(last)) is not None and cause.is_same_event(known)
             self._break(last if last is not None and is_known else obstacles.outside(cause, after_step))
         elif launch.phase is Phase.GATHERING:
             error = obstacles.too_early(cause, launch.number)

@@ -15,7 +15,7 @@ from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, Union
 
 from ..errors import CLASSES, TorchrunError
-from .cause import Cause
+from .cause import Cause, FailureText, failed
 
 _PLAIN = frozenset({str, int, float, bool, type(None)})
 
@@ -28,7 +28,9 @@ def to_plain(value: Any) -> Any:
     if cls in _PLAIN:  # most are
         return value
     if isinstance(value, TorchrunError):
-        return {"class": cls.__name__, "message": value.message, "cause": value.cause}
+        if value._failure is None:
+            return {"class": cls.__name__, "message": value.message, "cause": value.cause}
+        return {"class": cls.__name__, "failure": to_plain(value._failure)}
     if isinstance(value, Cause):
         value = value.bounded()
     names = _names(typing.cast("Hashable", cls))
@@ -129,6 +131,8 @@ def _read_error(value: Any) -> TorchrunError:
     if not isinstance(value, Mapping):
         raise _misfit(value)
     cls = CLASSES.get(str(value.get("class")), TorchrunError)
+    if "failure" in value:
+        return failed(cls, _reader(typing.cast("Hashable", FailureText))(value["failure"]))
     return cls(str(value.get("message", "")), value.get("cause"))
 
 

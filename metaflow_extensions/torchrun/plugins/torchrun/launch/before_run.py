@@ -10,7 +10,8 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ..errors import LaunchFailed, retold
+from ..errors import LaunchFailed
+from ..gang.cause import retold
 from .command import SCRIPTS
 from .commands import beside_flow
 from .spec import LaunchSpec
@@ -30,4 +31,4 @@ def before_spec(spec: LaunchSpec, commands: Sequence[tuple[str, ...]], flow_dir:
 
 def as_before_run(error: LaunchFailed) -> LaunchFailed:
     """Return the failure of that launch with words that say what it was; cause and events stay."""
-    return retold(error, type(error), f"before_run failed, so no worker was started on any node.\n{error.message}")
+    return retold(error, type(error), "before_run failed, so no worker was started on any node.\n")

@@ -19,7 +19,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..errors import EntrypointError, LaunchFailed, TorchrunConfigError, TorchrunError, WorkerFailed, retold
+from ..errors import EntrypointError, LaunchFailed, TorchrunConfigError, TorchrunError, WorkerFailed
+from ..gang.cause import cause_of, retold
 from ..gang.protocol import CONTROL
 from ..gang.texts import size_text
 from ..worker.function_worker import (
@@ -180,18 +181,18 @@ class FunctionCall:
 
     def original(self, error: LaunchFailed, stored: Mapping[int, str]) -> BaseException:
         """Return what `run` raises: the worker's exception, `WorkerFailed` if it can't be had, or `error` itself."""
-        cause = error.cause or {}
-        if type(error) is not LaunchFailed or cause.get("kind") not in _RAISING or cause.get("rank") is None:
+        cause = cause_of(error)
+        if type(error) is not LaunchFailed or cause is None or cause.kind not in _RAISING or cause.rank is None:
             return error
-        data = self._raised(cause["rank"], stored.get(cause["rank"]))
+        data = self._raised(cause.rank, stored.get(cause.rank))
         if data is None:
-            return retold(error, WorkerFailed, error.message) if cause["kind"] == "exception" else error
+            return retold(error, WorkerFailed) if cause.kind == "exception" else error
         report = pickle.loads(data)  # noqa: S301 - our own workers', through the run's datastore
         exception, why = _unpickled(report)
         if exception is None:
             because = f"\nIt is told in words because {why}." if why else ""
-            return retold(error, WorkerFailed, f"{report['text']}\n{error.message}{because}")
-        _add_note(exception, f"raised by rank {cause['rank']} on node {cause['node']} (host {cause['host']})")
+            return retold(error, WorkerFailed, f"{report['text']}\n", because)
+        _add_note(exception, f"raised by rank {cause.rank} on node {cause.node} (host {cause.host})")
         return exception
 
     def _raised(self, rank: int, key: str | None) -> bytes | None:

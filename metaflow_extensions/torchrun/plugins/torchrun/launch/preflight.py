@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from ..errors import LaunchFailed, retold
+from ..errors import LaunchFailed
+from ..gang.cause import retold
 from .command import SCRIPTS
 from .spec import LaunchSpec
 
@@ -36,7 +37,7 @@ def preflight_spec(spec: LaunchSpec, with_links: bool) -> LaunchSpec:
 def as_preflight(error: LaunchFailed) -> LaunchFailed:
     """Return the failure of that launch with words that say what it was; cause and events stay."""
     what = "The preflight failed (@torchrun(preflight=...)); the script was not started on any node."
-    return retold(error, type(error), f"{what}\n{error.message}")
+    return retold(error, type(error), f"{what}\n")
 
 
 def shm_bytes(path: str = "/dev/shm") -> int | None:  # noqa: S108 - it is looked at, nothing is written there

@@ -18,7 +18,7 @@ from typing import Any
 
 from ..errors import LaunchFailed, TorchrunError
 from ..events import Event, Kind
-from ..gang.cause import Cause, Failure
+from ..gang.cause import Cause, Failure, FailureText, cause_of, failed
 from ..gang.member import Interruption, Member, TimedOut
 from ..gang.protocol import (
     COMMANDS,
@@ -233,7 +233,8 @@ class Supervisor:
         if verdict.error is not None:
             verdict.error.events = self._events
             verdict.error.outputs = self._all_outputs()
-            self._last_lines.blame((verdict.error.cause or {}).get("node"))
+            cause = cause_of(verdict.error)
+            self._last_lines.blame(None if cause is None else cause.node)
 
     # --- what interrupts this node ----------------------------------------------------------------
 
@@ -463,7 +464,7 @@ class Supervisor:
             return call.returned(self._plan.ranks, self.stored, lambda line: self._emit("note", line))
         except TransferFailed as error:
             cause = Cause("store", self._member.node, self._member.host, exception=f"has no result: {error}")
-            text = f"{cause.describe()}\nThe workers of launch {self._launch} had ended well on all nodes."
-            failed = LaunchFailed(text, cause.as_dict())
-            failed.events, failed.outputs = self._events, self._all_outputs()
-            raise failed from error
+            more = f"\nThe workers of launch {self._launch} had ended well on all nodes."
+            told = failed(LaunchFailed, FailureText(cause, after=more))
+            told.events, told.outputs = self._events, self._all_outputs()
+            raise told from error

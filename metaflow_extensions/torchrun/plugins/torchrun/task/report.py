@@ -13,13 +13,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from ..compat.renamed import known
 from ..errors import TorchrunError
-from ..gang.cause import Cause
+from ..gang.cause import Cause, FailureText, cause_of, failure_of
 from ..gang.launch import teller
 from ..logs.console import write_text
 from ..tracebacks import user_traceback
@@ -39,15 +38,15 @@ def report(
     verdict = error if isinstance(error, TorchrunError) else error.__cause__
     if not isinstance(verdict, TorchrunError):
         return None if isinstance(error, MetaflowException) else _barred(user_traceback(error))
-    cause = None if verdict.cause is None else Cause.from_dict(verdict.cause)
+    failure, cause = failure_of(verdict), cause_of(verdict)
     if shared and known and teller(cause) != node:
-        return _pointer(verdict, cause)
+        return _pointer(verdict, failure)
     trace = "" if error is verdict else _barred(user_traceback(error, with_cause=False))
-    if cause is not None and _was_written(cause) and stands_above(cause):
+    if failure is not None and _was_written(failure.cause) and stands_above(failure.cause):
         if not trace:
-            return _headed(verdict, _without_detail(verdict, cause))
+            return _headed(verdict, failure.without_detail())
         # The traceback ends with what was raised, and by whom.
-        return f"{trace}\n{verdict.message.replace(cause.describe(), cause.remedy).strip()}"
+        return f"{trace}\n{failure.without_report()}"
     return f"{_headed(verdict, verdict.message)}\n{trace}".rstrip("\n")
 
 
@@ -56,21 +55,14 @@ def _was_written(cause: Cause) -> bool:
     return cause.kind in ("exception", "exit", "signal", "oom", "command") and not cause.is_consequence
 
 
-def _pointer(verdict: TorchrunError, cause: Cause | None) -> str:
+def _pointer(verdict: TorchrunError, failure: FailureText | None) -> str:
     """Return where the report stands that this node does not repeat."""
+    cause = None if failure is None else failure.cause
     place = f"see the report of node {teller(cause)}."
-    if cause is not None and cause.kind in ("step", "call"):
-        return _headed(verdict, f"{_without_detail(verdict, cause)}\n{place.capitalize()}")
+    if failure is not None and failure.cause.kind in ("step", "call"):
+        return _headed(verdict, f"{failure.without_detail()}\n{place.capitalize()}")
     who = "" if cause is None or cause.kind in ("hang", "timeout") else f"{cause.who}; "  # those are the launch's
     return f"{verdict.headline}: {who}{place}"
-
-
-def _without_detail(verdict: TorchrunError, cause: Cause) -> str:
-    brief = replace(cause, detail="").describe()
-    if cause.detail and cause.kind not in ("step", "call"):
-        brief += " What it wrote itself stands above."
-    message: str = verdict.message
-    return message.replace(cause.describe(), brief)
 
 
 def _headed(error: TorchrunError, message: str) -> str:
