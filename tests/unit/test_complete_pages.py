@@ -36,8 +36,12 @@ def messages() -> dict[str, str]:
     found = {}
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ERRORS and node.args:
-                found[template(node.args[0])] = f"{path.relative_to(PACKAGE)}:{node.lineno}"
+            name = getattr(node.func, "id", "") if isinstance(node, ast.Call) else ""
+            texts = node.args[:1] if name in ERRORS else []
+            if name == "FailureText":  # what begins with something filled in is in the pages' tables of causes
+                given = [each.value for each in node.keywords if each.arg == "instead"]
+                texts = [each for each in given if not template(each).startswith("…")]
+            found |= {template(each): f"{path.relative_to(PACKAGE)}:{node.lineno}" for each in texts}
     return {text: where for text, where in found.items() if re.search(r"\w", text)}
 
 

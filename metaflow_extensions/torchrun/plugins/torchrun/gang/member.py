@@ -223,8 +223,11 @@ class Member:
         self._hear(ControlNode.GONE)
         if not said_bye:
             cause = Cause("lost", CONTROL, "the control node", exception=reason)
-            text = f"Node {CONTROL} (the control node) is lost: {reason}. Without it the gang can't go on; see its log."
-            self._lost = failed(LaunchFailed, FailureText(cause, instead=text))
+            failure = FailureText(
+                cause,
+                instead=f"Node {CONTROL} (the control node) is lost: {reason}. Without it the gang can't go on; see its log.",
+            )
+            self._lost = failed(LaunchFailed, failure)
             self._break(self._lost)
 
     def _hear(self, control: ControlNode) -> None:
