@@ -30,6 +30,7 @@ from metaflow_extensions.torchrun.plugins.torchrun import decorator as decorator
 from metaflow_extensions.torchrun.plugins.torchrun.channel.registry import Registry
 from metaflow_extensions.torchrun.plugins.torchrun.compat import cards, renamed
 from metaflow_extensions.torchrun.plugins.torchrun.compat.datastore import DatastoreValues, save_log
+from metaflow_extensions.torchrun.plugins.torchrun.compat.steps import SameInterpreter
 from metaflow_extensions.torchrun.plugins.torchrun.decorator import TorchrunDecorator
 from metaflow_extensions.torchrun.plugins.torchrun.errors import GangError, TorchrunError
 from metaflow_extensions.torchrun.plugins.torchrun.launch.outputs import Outputs
@@ -38,7 +39,6 @@ from metaflow_extensions.torchrun.plugins.torchrun.settings import DEFAULTS, par
 from metaflow_extensions.torchrun.plugins.torchrun.show import live_card
 from metaflow_extensions.torchrun.plugins.torchrun.task import report as node_report
 from metaflow_extensions.torchrun.plugins.torchrun.task import submit_checks
-from metaflow_extensions.torchrun.plugins.torchrun.task.local_nodes import SameInterpreter
 from metaflow_extensions.torchrun.plugins.torchrun.task.task_gang import TaskGang
 from metaflow_extensions.torchrun.plugins.torchrun.worker import function_worker
 

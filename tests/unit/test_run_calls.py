@@ -7,6 +7,7 @@ import pytest
 from metaflow import lint
 from unit_helpers import write
 
+from metaflow_extensions.torchrun.plugins.torchrun.compat import graph
 from metaflow_extensions.torchrun.plugins.torchrun.task import run_calls
 
 FLOW = """
@@ -118,8 +119,8 @@ def test_it_is_not_missed_where_metaflow_is_another(told, monkeypatch, tmp_path)
     for taken in ("check", "ensure_static_graph"):
         monkeypatch.delattr(lint.FlowLinter, taken)
         before = list(lint.linter._checks)
-        run_calls.register()
+        graph.check_last(run_calls.check_arguments_of_run)
         monkeypatch.undo()
         lint.linter._checks[:] = before
     monkeypatch.setitem(__import__("sys").modules, "metaflow.lint", None)
-    run_calls.register()
+    graph.check_last(run_calls.check_arguments_of_run)

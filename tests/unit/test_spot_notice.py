@@ -10,7 +10,7 @@ import pytest
 from unit_helpers import eventually
 
 from metaflow_extensions.torchrun.plugins.torchrun.task import spot_notice as module
-from metaflow_extensions.torchrun.plugins.torchrun.task.spot_notice import pod_is_told_to_stop, pod_script, watch
+from metaflow_extensions.torchrun.plugins.torchrun.task.spot_notice import POD_SCRIPT, pod_is_told_to_stop, watch
 
 SPOT = "a spot notice says that its machine will be taken away (2026-11-21T10:00:00Z)"
 # As Metaflow's pods start (`Kubernetes._command` in kubernetes.py, 2.19), with commands that tell what became of them.
@@ -61,7 +61,7 @@ def test_nobody_looks_after_the_end(monkeypatch):
 
 
 def test_sigterm_to_a_pods_shell_is_seen_by_its_other_processes(pod):
-    script = pod_script("echo own script")
+    script = POD_SCRIPT + "echo own script"
     assert not {"$$", "$("} & {script[at : at + 2] for at in range(len(script))}  # Kubernetes would read them first
     shell = pod(script)
     assert shell.stdout.readline() == "own script\n"
@@ -79,7 +79,7 @@ def test_sigterm_to_a_pods_shell_is_seen_by_its_other_processes(pod):
 def test_a_pod_without_python_starts_as_it_did(pod, tmp_path):
     for name in ("cat", "grep", "bash"):
         (tmp_path / name).symlink_to(shutil.which(name))
-    shell = pod(pod_script(), PATH=str(tmp_path))
+    shell = pod(POD_SCRIPT + "true", PATH=str(tmp_path))
     assert shell.stdout.readline() == f"pid {shell.pid} shell none\n"
     shell.communicate("", timeout=20)
     assert shell.returncode == 5

@@ -9,14 +9,15 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from metaflow import current
 
-from .compat.renamed import convenience, known, need
+from .compat import steps
+from .compat.renamed import convenience
 from .settings import DEFAULTS, StepSettings, parse_settings, refuse_unknown
-from .task.spot_notice import heed_sigterm_in_pod, pod_script
+from .task.spot_notice import POD_SCRIPT, heed_sigterm_in_pod
 from .task.starters import name_as_starter
 from .tracebacks import cut_frames_around
 
@@ -25,21 +26,13 @@ if TYPE_CHECKING:
     from .task.submit_checks import Submission
     from .task.task_gang import TaskGang
 
-# `import metaflow` loads this module, and must not fail: what is missing is said where somebody writes @torchrun.
-_PARALLEL = ("metaflow.plugins.parallel_decorator", "ParallelDecorator")
-_ParallelDecorator: Any = known(*_PARALLEL, known("metaflow.decorators", "StepDecorator", object))
-UBF_CONTROL = known("metaflow.unbounded_foreach", "UBF_CONTROL", "ubf_control")
-UNPACK_KEY = known("metaflow.user_configs.config_parameters", "UNPACK_KEY", "_unpacked_delayed_")
-# What a pod's shell runs first (KUBERNETES_SANDBOX_INIT_SCRIPT in metaflow_config.py, 2.19).
-_OWN_SCRIPT = known("metaflow.metaflow_config", "KUBERNETES_SANDBOX_INIT_SCRIPT", None) or ""
-_POD_SCRIPT = "METAFLOW_KUBERNETES_SANDBOX_INIT_SCRIPT"
 # What is left out where Metaflow is otherwise.
 _LAST_WORDS = "what the submitting machine says last of a gang that has failed"
 
 heed_sigterm_in_pod()  # here, since Metaflow imports this before it starts any process
 
 
-class TorchrunDecorator(_ParallelDecorator):  # type: ignore[misc]  # Metaflow is not typed
+class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaflow is not typed
     """Turns the tasks of this step into the nodes of one PyTorch job.
 
     The step must be entered with ``self.next(self.train, num_parallel=N)``. In it,
@@ -113,9 +106,9 @@ class TorchrunDecorator(_ParallelDecorator):  # type: ignore[misc]  # Metaflow i
         from .task import submit_checks  # noqa: F401 - its lint check has to be there before Metaflow's lint, which
         # comes before `step_init`
 
-        need(known(*_PARALLEL), "setup_distributed_env")  # calls ours before the step's code
+        steps.check_parallel()
         given = attributes or {}
-        self._unknown = [key for key in given if key not in DEFAULTS and not key.startswith(UNPACK_KEY)]
+        self._unknown = [key for key in given if key not in DEFAULTS and not key.startswith(steps.UNPACK_KEY)]
         super().__init__({key: value for key, value in given.items() if key not in self._unknown}, *args, **kwargs)
 
     def step_init(
@@ -123,11 +116,11 @@ class TorchrunDecorator(_ParallelDecorator):  # type: ignore[misc]  # Metaflow i
     ) -> None:
         """Check everything that can be checked before anything is scheduled."""
         from .compat.datastore import metadata_type
+        from .compat.graph import ignored_by_with
         from .machine.accelerators import requested_accelerators
         from .task.interrupts import heed_signals_to_job, remote_job
-        from .task.local_nodes import SameInterpreter
         from .task.report import print_errors_ourselves
-        from .task.submit_checks import SUBMISSION, Submission, ignored_by_with
+        from .task.submit_checks import Submission
 
         print_errors_ourselves(in_task=False)
         super().step_init(flow, graph, step_name, decos, environment, flow_datastore, logger)
@@ -141,16 +134,13 @@ class TorchrunDecorator(_ParallelDecorator):  # type: ignore[misc]  # Metaflow i
         refuse_unknown([*self._unknown, *unknown], step_name)
         self._settings: StepSettings = parse_settings(self.attributes, step_name)
         self._requested: Nproc | None = requested_accelerators([(d.name, d.attributes) for d in decos])
-        self._timeout_s: float | None = None
-        with convenience("the order in which the step's @timeout ends its workers"):
-            self._timeout_s = next((float(d.secs) for d in decos if d.name == "timeout"), None)
+        self._timeout_s = steps.timeout_of(decos)
         self._siblings = decos
-        self.environment = SameInterpreter(environment)
-        _take_over_plain_parallel(decos)
+        self.environment = steps.SameInterpreter(environment)
+        steps.leave_nodes_to_us(decos)
         metadata = metadata_type(flow_datastore)
         self._is_spun = metadata == "spin"
-        with convenience(SUBMISSION):
-            self._submission = Submission(flow, graph, step_name, self._settings.master_port, metadata)
+        self._submission = Submission(flow, graph, step_name, self._settings.master_port, metadata)
         self._check("check_kubernetes")
         heed_signals_to_job()
         if remote_job() == step_name:
@@ -158,12 +148,9 @@ class TorchrunDecorator(_ParallelDecorator):  # type: ignore[misc]  # Metaflow i
                 _tell_of_job(flow_datastore, step_name)
 
     def _check(self, name: str, *args: Any) -> None:
-        """Have one of the checks of `Submission` made, if they could be prepared."""
-        from .task.submit_checks import SUBMISSION
-
-        with convenience(SUBMISSION):
-            if self._submission is not None:
-                getattr(self._submission, name)(*args)
+        """Have one of the checks of `Submission` made, if there are any."""
+        if self._submission is not None:
+            getattr(self._submission, name)(*args)
 
     def package_init(self, flow: Any, step_name: str, environment: Any) -> None:
         """Check again; `argo-workflows create` adds ``@kubernetes`` after `step_init` (Metaflow 2.19)."""
@@ -172,6 +159,7 @@ class TorchrunDecorator(_ParallelDecorator):  # type: ignore[misc]  # Metaflow i
 
     def runtime_init(self, flow: Any, graph: Any, package: Any, run_id: str) -> None:
         """Check what only a run can do; deployments, tasks and commands such as ``show`` don't come here."""
+        from .compat.graph import parallel_steps
         from .show.run_end import RunEnd, note_latest
         from .task.interrupts import heed_signals_to_run
         from .task.report import tell_after_errors
@@ -182,7 +170,7 @@ class TorchrunDecorator(_ParallelDecorator):  # type: ignore[misc]  # Metaflow i
         with convenience("which run `torchrun show` takes where none is named"):
             note_latest(flow.name, run_id)
         with convenience(_LAST_WORDS):
-            is_only_gang = sum(bool(getattr(node, "parallel_step", False)) for node in graph) == 1
+            is_only_gang = len(parallel_steps(graph)) == 1
             is_remote = any(deco.name in ("kubernetes", "batch") for deco in self._siblings)
             tell_after_errors(RunEnd(self._flow_datastore, run_id, self._step_name, is_only_gang, is_remote).tell)
 
@@ -191,24 +179,18 @@ class TorchrunDecorator(_ParallelDecorator):  # type: ignore[misc]  # Metaflow i
     ) -> None:
         """Check what depends on the number of nodes; called on the submitting machine, right before the start."""
         super().runtime_step_cli(cli_args, retry_count, max_user_code_retries, ubf_context)
-        if ubf_context == UBF_CONTROL:
-            with convenience("the check of how many nodes the run has told"):
-                self._check("check_batch", cli_args.task.ubf_iter.num_parallel)
+        if ubf_context == steps.UBF_CONTROL:
+            self._check("check_batch", steps.num_nodes_told(cli_args))
         if any(deco.name == "kubernetes" for deco in self._siblings):
-            with convenience("a gang of one node as an ordinary pod"):
-                # Metaflow 2.19 refuses to make a job set of one (kubernetes_cli.py).
-                if cli_args.command_options.get("num-parallel") == "1":
-                    del cli_args.command_options["num-parallel"]
-            with convenience("word to the workers that their pod is deleted"):
-                cli_args.env[_POD_SCRIPT] = pod_script(_OWN_SCRIPT)
-        with convenience("the end of the tasks when the process of a local run is gone"):
-            name_as_starter(cli_args.env, "run")
+            steps.start_one_node_as_pod(cli_args)
+            steps.run_first_in_pod(cli_args, POD_SCRIPT)
+        name_as_starter(steps.environment_of(cli_args), "run")
 
     def task_pre_step(self, *args: Any) -> None:
         """Note which gang this is."""
         from .features.listed import FEATURES
         from .task.report import print_errors_ourselves
-        from .task.task_gang import TaskGang, is_local
+        from .task.task_gang import TaskGang
 
         began_at = time.monotonic()
         step_name, task_datastore, _, run_id, task_id, flow, _, retry_count, _, ubf_context, *_ = args
@@ -217,17 +199,16 @@ class TorchrunDecorator(_ParallelDecorator):  # type: ignore[misc]  # Metaflow i
             # The inputs, whose names Metaflow tells other nodes, have none here (2.19).
             args = (*args[:10], [], *args[11:])
         super().task_pre_step(*args)
-        if ubf_context == UBF_CONTROL and is_local():
+        if ubf_context == steps.UBF_CONTROL and steps.is_local():
             # Elsewhere it is there from the beginning, here Metaflow sets it when all decorators have come by (2.19). Those
             # above this one look for it: without it, @checkpoint takes the nodes for tasks that have nothing in common.
             os.environ["MF_PARALLEL_CONTROL_TASK_ID"] = str(task_id)
-        if ubf_context is None and need(flow, "_parallel_ubf_iter").num_parallel == 1:
-            # An ordinary pod as the whole gang: say what Metaflow's join asks of a control task (2.19).
-            flow._control_mapper_tasks = [f"{run_id}/{step_name}/{task_id}"]
-            flow._control_task_is_mapper_zero = True
+        if ubf_context is None and steps.num_parallel(flow) == 1:
+            # An ordinary pod as the whole gang.
+            steps.set_tasks_of_one(flow, f"{run_id}/{step_name}/{task_id}")
         print_errors_ourselves(in_task=True)
         # Metaflow sets its alarm now, but on no control task: only with @parallel has one code of the user's (2.19).
-        is_ours = ubf_context == UBF_CONTROL and self._timeout_s is not None
+        is_ours = ubf_context == steps.UBF_CONTROL and self._timeout_s is not None
         deadline = began_at + (self._timeout_s or 0.0) if is_ours else None
         store, settings = self._flow_datastore, self._settings
         self._gang = TaskGang(settings, store, run_id, step_name, task_id, retry_count, deadline, FEATURES)
@@ -246,8 +227,8 @@ class TorchrunDecorator(_ParallelDecorator):  # type: ignore[misc]  # Metaflow i
             gang.finish()  # on a local run Metaflow waits in `inner` for the other nodes' tasks: they have to know before
 
         inner = super().task_decorate(step_to_its_end, *args)
-        if ubf_context == UBF_CONTROL:
-            gang.will_start_nodes(need(flow, "_parallel_ubf_iter").num_parallel)
+        if ubf_context == steps.UBF_CONTROL:
+            gang.will_start_nodes(steps.num_parallel(flow))
         return lambda: gang.run(inner)
 
     def task_exception(self, exception: BaseException, *args: Any) -> Any:
@@ -275,13 +256,12 @@ class TorchrunDecorator(_ParallelDecorator):  # type: ignore[misc]  # Metaflow i
         from .machine.accelerators import this_machine
         from .machine.open_files import raise_limit
         from .node.watchers import starts_of
-        from .task.task_gang import is_local
 
         super().setup_distributed_env(flow)
         assert self._gang is not None
-        parallel, here = current.parallel, is_local()
+        parallel, here = current.parallel, steps.is_local()
         machine = this_machine(parallel.num_nodes, parallel.node_index) if here else this_machine()
-        self._gang.name_tasks(getattr(flow, "_control_mapper_tasks", ()))
+        self._gang.name_tasks(steps.tasks_of(flow))
         if parallel.node_index == CONTROL:
             raise_limit(parallel.num_nodes - 1)  # before a process starts whose workers would have another one
         warm = starts_of(FEATURES, self._settings, machine, None if here else self._requested)
@@ -298,7 +278,7 @@ class TorchrunDecorator(_ParallelDecorator):  # type: ignore[misc]  # Metaflow i
             features=self._gang.features,
             live_card=self._gang.live_card,
         )
-        need(current, "_update_env")({"torch": TorchrunExecutor(context)})
+        steps.offer("torch", TorchrunExecutor(context))
 
 
 def _tell_of_job(flow_datastore: Any, step_name: str) -> None:
@@ -310,17 +290,10 @@ def _tell_of_job(flow_datastore: Any, step_name: str) -> None:
 
 
 def _make_gang_of_one(flow: Any) -> None:
-    """Make the task that `spin` starts the whole gang; it starts one task, with the number of nodes of the run (2.19)."""
+    """Make the task that `spin` starts the whole gang; it starts one task, with the number of nodes of the run."""
     from .events import Event
     from .logs.console import to_log
 
-    before = need(flow, "_parallel_ubf_iter").num_parallel
-    flow._parallel_ubf_iter = known("metaflow.flowspec", "ParallelUBF")(1)
+    before = steps.num_parallel(flow)
+    steps.make_gang_of_one(flow)
     to_log(Event("note", 0, f"spin runs this step as a gang of one node; in its run it had {before}"))
-
-
-def _take_over_plain_parallel(decos: Sequence[Any]) -> None:
-    """Keep a plain ``@parallel`` beside ``@torchrun`` from starting the nodes a second time."""
-    for deco in decos:
-        if type(deco) is _ParallelDecorator:
-            deco.task_decorate = lambda step_func, *_: step_func

@@ -13,14 +13,12 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ..compat.datastore import metadata_of
-from ..compat.renamed import known
+from ..compat.steps import TimeoutException
 from ..errors import GangError, GangStartTimeout, TorchrunError
 from ..gang.policy import growing_pauses
 from ..gang.vanished import Word, told_by_others
 from ..gang.wire import from_plain, to_plain
 
-# What Metaflow's @timeout raises (2.19); ours stands in its place from when a node joins.
-TimeoutException: Any = known("metaflow.plugins.timeout_decorator", "TimeoutException", TorchrunError)
 _RECORD = "torchrun_gang.json"
 _EVENTS = "torchrun_events.json"
 # Who tells that the control node is gone: the task that has come in its place, or the process that looks after the

@@ -11,12 +11,10 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any
 
 from ..gang.cause import describe_exit
 from ..machine.processes import (
@@ -34,26 +32,6 @@ _POLL_S = 0.25
 # Enough to start Python and Metaflow and read one record; less than the 5 s that Metaflow's runtime
 # leaves an interrupted task (`_killall` in runtime.py, 2.19).
 _LATECOMER_S = 3.0
-
-
-class SameInterpreter:
-    """A Metaflow environment that starts local tasks with the interpreter of this one."""
-
-    def __init__(self, environment: Any) -> None:
-        # Metaflow asks the base environment here, as the runtime does for every task.
-        self._environment = getattr(environment, "base_env", environment)
-
-    def executable(self, *args: Any, **options: Any) -> Any:
-        """Return the interpreter for a step; Metaflow's own method says what it takes (2.19)."""
-        # The real environment is asked first, since @conda and @pypi name interpreters of their own.
-        asked = self._environment.executable(*args, **options)
-        return sys.executable if asked in ("python", "python3") else asked
-
-    def __getattr__(self, name: str) -> Any:
-        # What else a later Metaflow asks for; the base environment is this one.
-        if name in ("_environment", "base_env"):
-            raise AttributeError(name)
-        return getattr(self._environment, name)
 
 
 class LocalNodes:

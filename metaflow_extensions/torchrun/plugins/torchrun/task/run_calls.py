@@ -12,43 +12,18 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
-from ..compat.renamed import convenience
+from ..compat.graph import LintWarn, sources_of_steps
 from ..run_arguments import NAMES, instead_of
 
-# What is left out where Metaflow is otherwise.
-_CHECK = "the check of the arguments of current.torch.run before anything is scheduled"
 _RUNS = frozenset({"metaflow.current.torch.run", "metaflow.metaflow_current.current.torch.run"})
-
-
-def register() -> None:
-    """Have Metaflow's lint look for such arguments; where it takes no check as in 2.19, only `run` tells."""
-    with convenience(_CHECK):
-        from metaflow.lint import linter
-
-        linter.ensure_static_graph(linter.check(check_arguments_of_run))
 
 
 def check_arguments_of_run(graph: Any) -> None:
     """Refuse a ``@torchrun`` step that calls ``current.torch.run`` with an argument that it does not have."""
-    found = None
-    with convenience(_CHECK):
-        found = next(_wrong_calls(graph), None)
-    if found is not None:
-        raise found
-
-
-def _wrong_calls(graph: Any) -> Iterator[Exception]:
-    """Yield an error for each such argument."""
-    from metaflow.lint import LintWarn
-
-    for node in graph:
-        if not any(deco.name == "torchrun" for deco in node.decorators):
-            continue
-        # Without them, in another Metaflow than 2.19, nothing is found.
-        path, first = getattr(node, "source_file", None), getattr(node, "func_lineno", None)
+    for step, path, first in sources_of_steps(graph):
         for name, line in unknown_arguments(path, first):
-            yield LintWarn(
-                f"Step *{node.name}* calls current.torch.run({name}=...), which has no argument {name}.{instead_of(name)}",
+            raise LintWarn(
+                f"Step *{step}* calls current.torch.run({name}=...), which has no argument {name}.{instead_of(name)}",
                 line,
                 path,
             )

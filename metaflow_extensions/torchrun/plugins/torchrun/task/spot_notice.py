@@ -19,9 +19,10 @@ from ..machine import processes
 
 _LOOK_S = 0.25  # Metaflow's pods have two seconds between SIGTERM and SIGKILL, unless who deletes them says more
 _SHELL = "TORCHRUN_POD_SHELL"  # pid of the shell in which SIGTERM is blocked
+# What a pod's shell has to run first so that `pod_is_told_to_stop` can see SIGTERM.
 # Read by the shell that Metaflow starts as `bash -c COMMANDS`. Without Python, or in another shell, all stays as it is.
 # In a pod's environment Kubernetes itself reads two dollars in a row, and one before a parenthesis.
-_BLOCK_SIGTERM = f"""\
+POD_SCRIPT = f"""\
 if [ -z "${{{_SHELL}:-}}" ] && [ -n "${{BASH_EXECUTION_STRING:-}}" ] && command -v python >/dev/null; then
 export {_SHELL}=$BASHPID
 exec python -c 'import os, signal, sys
@@ -29,11 +30,6 @@ signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
 os.execvp("bash", ["bash", "-c", sys.argv[1]])' "$BASH_EXECUTION_STRING"
 fi
 """
-
-
-def pod_script(own: str = "") -> str:
-    """Return what a pod's shell has to run first so that `pod_is_told_to_stop` can see SIGTERM; `own` comes after."""
-    return _BLOCK_SIGTERM + (own or "true")
 
 
 def heed_sigterm_in_pod(environ: Mapping[str, str] = os.environ) -> None:

@@ -5,18 +5,13 @@ What goes wrong is that of Metaflow 2.19. What Metaflow refuses itself is not ch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from ..compat.renamed import convenience, known
+from ..compat.graph import LintWarn, check_first, check_last, decorators_of, entry_of, first_plain_step
+from ..compat.steps import KUBERNETES_PORT
 from ..errors import TorchrunConfigError
-from .run_calls import register
-
-KUBERNETES_PORT = known("metaflow.metaflow_config", "KUBERNETES_PORT", None)
-LintWarn: Any = known("metaflow.lint", "LintWarn", known("metaflow.exception", "MetaflowException", Exception))
-# What is left out where Metaflow is otherwise than these checks know it.
-SUBMISSION = "the checks of what can't work on Kubernetes and AWS Batch"
-_LINT = "the check that a step with @torchrun is entered with num_parallel"
+from .run_calls import check_arguments_of_run
 
 
 class Submission:
@@ -27,24 +22,17 @@ class Submission:
         self._step = step
         self._master_port = master_port
         self._metadata_type = metadata_type  # Metaflow's metadata provider, for example "local"
-        callers = [node for node in graph if step in (node.out_funcs or ()) and node.parallel_foreach]
+        entry = entry_of(graph, step)
         # `spin` heeds no @kubernetes, @batch or @catch, and its gang has one node (2.19).
-        self._is_gang = bool(callers) and metadata_type != "spin"
-        # Only the run will tell of what is no literal: Metaflow's parser leaves it as None.
-        self._num_nodes = next((node.num_parallel for node in callers if isinstance(node.num_parallel, int)), None)
-        around = [graph[parent] for parent in graph[step].split_parents]
-        self._foreach = [node.name for node in around if node.type == "foreach" and not node.parallel_foreach]
-
-    def _decorators(self) -> dict[str, Any]:
-        """Return attributes by the decorator's name; read anew for each check, as some decorators come late."""
-        return {deco.name: deco.attributes for deco in getattr(self._flow, self._step).decorators}
+        self._is_gang = entry.is_parallel and metadata_type != "spin"
+        self._num_nodes, self._foreach = entry.num_nodes, entry.foreach
 
     def check_kubernetes(self) -> None:
         """Raise `TorchrunConfigError` for ``@catch`` on Kubernetes, and for a ``port`` there that is not `master_port`.
 
         Called for runs and deployments.
         """
-        decorators, master_port = self._decorators(), self._master_port
+        decorators, master_port = decorators_of(self._flow, self._step), self._master_port
         if not self._is_gang or "kubernetes" not in decorators:
             return
         if "catch" in decorators:
@@ -75,7 +63,7 @@ class Submission:
         as nodes, all finished; after 600 s it fails the task (`BatchDecorator._wait_for_mapper_tasks`). A gang
         of one does not wait. Only ``run`` and ``resume`` send gangs there. `num_nodes` is what the run has told.
         """
-        decorators, count = self._decorators(), num_nodes or self._num_nodes
+        decorators, count = decorators_of(self._flow, self._step), num_nodes or self._num_nodes
         if not self._is_gang or "batch" not in decorators or count is None or count < 2:
             return
         where = f"Step {self._step}, a gang of {count} nodes with {_shown('batch', decorators, 'queue')},"
@@ -101,27 +89,9 @@ def _shown(name: str, decorators: Mapping[str, Any], attribute: str) -> str:
     return f"@{name}" if value is None else f"@{name}({attribute}={value!r})"
 
 
-def ignored_by_with(name: str) -> list[str]:
-    """Return what ``--with`` says of the decorator `name`, which Metaflow drops where a step has it in its source (2.19)."""
-    specs: list[str] = []
-    with convenience("the word that --with is ignored where a step has its decorator in the source"):
-        from metaflow._vendor import click
-
-        context = click.get_current_context(silent=True)
-        while context is not None:  # an option of the command, and of the program before it
-            specs += context.params.get("decospecs") or ()
-            context = context.parent
-    return [f"--with {spec}" for spec in specs if spec.startswith(f"{name}:")]
-
-
 def check_entered_with_num_parallel(graph: Any) -> None:
-    """Say how to enter a ``@torchrun`` step; take it off steps that only ``--with torchrun`` gave it.
-
-    ``--with`` decorates every step of a flow, also those that are not parallel (`_attach_decorators`, Metaflow 2.19).
-    """
-    plain = None
-    with convenience(_LINT):
-        plain = _first_plain_step(graph)
+    """Say how to enter a ``@torchrun`` step; Metaflow's own checks would speak of @parallel and not say how."""
+    plain = first_plain_step(graph)
     if plain is not None:
         name, entered, *where = plain
         raise LintWarn(
@@ -132,29 +102,5 @@ def check_entered_with_num_parallel(graph: Any) -> None:
         )
 
 
-def _first_plain_step(graph: Any) -> tuple[Any, ...] | None:
-    """Return a step's name, the step before it, and line and file, where ``@torchrun`` stands at a step that is no gang."""
-    for node in graph:
-        for deco in [d for d in node.decorators if d.name == "torchrun"]:
-            callers = [caller for caller in graph if node.name in (caller.out_funcs or ())]
-            if callers and all(caller.parallel_foreach for caller in callers):
-                continue
-            if deco.statically_defined:
-                entered = callers[0].name if callers else "the step before it"
-                return node.name, entered, node.func_lineno, node.source_file
-            node.decorators.remove(deco)
-            node.parallel_step = any(getattr(d, "IS_PARALLEL", False) for d in node.decorators)
-    return None
-
-
-def _check_first(check: Callable[[Any], None]) -> None:
-    """Have `check` go before Metaflow's own checks (metaflow.lint, 2.19), which would speak of @parallel and not say how."""
-    from metaflow.lint import linter
-
-    linter.ensure_static_graph(linter.check(check))
-    linter._checks.insert(0, linter._checks.pop())
-
-
-with convenience(_LINT):
-    _check_first(check_entered_with_num_parallel)
-register()
+check_first(check_entered_with_num_parallel)
+check_last(check_arguments_of_run)

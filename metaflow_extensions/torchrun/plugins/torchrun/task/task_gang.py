@@ -20,7 +20,8 @@ from ..channel.control_channel import ControlChannel
 from ..channel.join import LOOPBACK, control_addresses, join_alone, join_as_control, join_as_member, refuse_second_run
 from ..channel.registry import Registry
 from ..compat.datastore import metadata_type, save_log, watch_storing
-from ..compat.renamed import convenience, need
+from ..compat.renamed import convenience
+from ..compat.steps import control_task_of, is_local
 from ..errors import TorchrunPreempted
 from ..events import Event, Subscriber
 from ..gang.cause import Cause
@@ -56,11 +57,6 @@ _PREEMPTED_CARD_S = 2.0
 def _news_of(gang: Gang) -> int:
     """Return how much the gang's card has to show soon: what has happened, and the first of all numbers."""
     return gang.history.count + gang.keepers.heard
-
-
-def is_local() -> bool:
-    """Tell whether all tasks run on this machine, as ``metaflow.plugins.parallel_decorator`` does (2.19)."""
-    return os.environ.get("METAFLOW_RUNTIME_ENVIRONMENT", "local") == "local"
 
 
 class TaskGang:
@@ -144,7 +140,7 @@ class TaskGang:
 
     def _join(self) -> tuple[Member, str]:
         parallel, settings = current.parallel, self._settings
-        control_task_id = need(parallel, "control_task_id") or self._task_id
+        control_task_id = control_task_of(parallel) or self._task_id
         emit = self._emit
         registry = Registry(self._flow_datastore, self._run_id, self._step_name, control_task_id, self._attempt)
         if parallel.num_nodes == 1:

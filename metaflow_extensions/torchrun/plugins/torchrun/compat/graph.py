@@ -1,0 +1,108 @@
+"""A flow's graph and its checks, before anything is scheduled: ``metaflow/graph.py``, ``lint.py`` and `--with`.
+
+Read in 2.13 and 2.19.39. The checks are a convenience: where something has another name, a flow is submitted unchecked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from .renamed import convenience, known
+
+LintWarn: Any = known("metaflow.lint", "LintWarn", known("metaflow.exception", "MetaflowException", Exception))
+# What is left out where Metaflow is otherwise than these checks know it.
+_SUBMISSION = "the checks of what can't work on Kubernetes and AWS Batch"
+_LINT = "the check that a step with @torchrun is entered with num_parallel"
+_ARGUMENTS = "the check of the arguments of current.torch.run before anything is scheduled"
+
+
+class Entry(NamedTuple):
+    """How a step is entered."""
+
+    is_parallel: bool = False  # whether with `num_parallel`
+    num_nodes: int | None = None  # None where that is no literal: only the run will tell
+    foreach: tuple[str, ...] = ()  # the steps whose foreach is around it
+
+
+def entry_of(graph: Any, step: str) -> Entry:
+    """Return how a step is entered."""
+    with convenience(_SUBMISSION):
+        callers = [node for node in graph if step in (node.out_funcs or ()) and node.parallel_foreach]
+        num_nodes = next((node.num_parallel for node in callers if isinstance(node.num_parallel, int)), None)
+        around = [graph[parent] for parent in graph[step].split_parents]
+        foreach = [node.name for node in around if node.type == "foreach" and not node.parallel_foreach]
+        return Entry(bool(callers), num_nodes, tuple(foreach))
+    return Entry()
+
+
+def decorators_of(flow: Any, step: str) -> dict[str, dict[str, Any]]:
+    """Return attributes by the decorator's name, as they are now: some decorators come late."""
+    with convenience(_SUBMISSION):
+        return {deco.name: deco.attributes for deco in getattr(flow, step).decorators}
+    return {}
+
+
+def parallel_steps(graph: Any) -> list[str]:
+    """Return the steps of a flow that are gangs."""
+    return [node.name for node in graph if getattr(node, "parallel_step", False)]
+
+
+# --- checks of ours among Metaflow's ------------------------------------------------------------------
+
+
+def check_first(check: Callable[[Any], None]) -> None:
+    """Have `check` look at each graph before Metaflow's own checks do."""
+    with convenience(_LINT):
+        from metaflow.lint import linter
+
+        linter.ensure_static_graph(linter.check(check))
+        linter._checks.insert(0, linter._checks.pop())
+
+
+def check_last(check: Callable[[Any], None]) -> None:
+    """Have `check` look at each graph after all others."""
+    with convenience(_ARGUMENTS):
+        from metaflow.lint import linter
+
+        linter.ensure_static_graph(linter.check(check))
+
+
+def first_plain_step(graph: Any) -> tuple[Any, ...] | None:
+    """Return a step's name, the step before it, and line and file, where ``@torchrun`` stands at a step that is no gang.
+
+    Take it off steps that only ``--with torchrun`` gave it: that decorates every step of a flow (`_attach_decorators`).
+    """
+    with convenience(_LINT):
+        for node in graph:
+            for deco in [d for d in node.decorators if d.name == "torchrun"]:
+                callers = [caller for caller in graph if node.name in (caller.out_funcs or ())]
+                if callers and all(caller.parallel_foreach for caller in callers):
+                    continue
+                if deco.statically_defined:
+                    entered = callers[0].name if callers else "the step before it"
+                    return node.name, entered, node.func_lineno, node.source_file
+                node.decorators.remove(deco)
+                node.parallel_step = any(getattr(d, "IS_PARALLEL", False) for d in node.decorators)
+    return None
+
+
+def sources_of_steps(graph: Any) -> Iterator[tuple[str, str | None, int | None]]:
+    """Yield the name of each ``@torchrun`` step, its file, and the line of its ``def``."""
+    with convenience(_ARGUMENTS):
+        for node in graph:
+            if any(deco.name == "torchrun" for deco in node.decorators):
+                yield node.name, getattr(node, "source_file", None), getattr(node, "func_lineno", None)
+
+
+def ignored_by_with(name: str) -> list[str]:
+    """Return what ``--with`` says of the decorator `name`, which Metaflow drops where a step has it in its source."""
+    specs: list[str] = []
+    with convenience("the word that --with is ignored where a step has its decorator in the source"):
+        from metaflow._vendor import click
+
+        context = click.get_current_context(silent=True)
+        while context is not None:  # an option of the command, and of the program before it
+            specs += context.params.get("decospecs") or ()
+            context = context.parent
+    return [f"--with {spec}" for spec in specs if spec.startswith(f"{name}:")]
