@@ -13,13 +13,17 @@ import psutil
 import pytest
 
 _UNIT = Path(__file__).parent / "unit"
-pytest_plugins = ["chromium", "flow_runs", "gangs", "hosts"]
+pytest_plugins = ["chromium", "flow_runs", "gangs", "golden", "hosts"]
 
 # How long what a test stopped has to be gone; a thread that was told to end needs a moment.
 _SETTLE_S = 3.0
 # Linux lists a thread's children here (CONFIG_PROC_CHILDREN). To read the table of all processes instead, three times
 # in each of two thousand tests, takes a minute.
 _HAS_LISTS = os.path.exists(f"/proc/self/task/{os.getpid()}/children")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--renew-golden", action="store_true", help="write the golden files anew, see tests/golden.py")
 
 
 @pytest.hookimpl(trylast=True)

@@ -46,11 +46,11 @@ def run(seen):
 def test_a_failure_is_shown_with_its_cause_first_its_nodes_and_its_restart(ask, run):
     lines = ask("show", f"{run}/hurt").splitlines()
     assert re.match(rf"Run {run}, step hurt, task \d+$", lines[0])
-    assert re.match(r"Failed after \d+ s, after 1 restart\.$", lines[1])
-    assert lines[2].startswith("2 nodes x 1, 1 restart, began ")
-    assert re.match(r"Rank 1 on node 1 \(host \S+\) exited with code 3\.$", lines[4])
-    assert "  | about to leave" in lines[5:8]
-    rows = [line.split() for line in lines if re.match(r" +[01]  ", line)][:2]
+    assert re.match(r"Failed after \d+ s, after 1 restart: Rank 1 on node 1 ", lines[2])
+    assert lines[4] == "Cause"
+    assert re.match(r"Rank 1 on node 1 \(host \S+\) exited with code 3\.$", lines[5])
+    assert "  | about to leave" in lines[6:9]
+    rows = [line.split() for line in lines[lines.index("Nodes") + 2 :]][:2]
     assert [(row[0], row[3], row[4], row[6]) for row in rows] == [
         ("0", "0", "failed", "SIGTERM"),
         ("1", "1", "failed", "3"),
@@ -59,10 +59,8 @@ def test_a_failure_is_shown_with_its_cause_first_its_nodes_and_its_restart(ask, 
     starts = [text.split(":")[0] for text in told if text.startswith(("start", "restart"))]
     assert re.fullmatch(r"start, restart 1 of 1 in [\d.]+ s, start again", ", ".join(starts)), starts
     assert lines[-1].endswith(f"torchrun logs {run}/hurt --rank 1")
-    (before,) = [
-        number for number, line in enumerate(lines) if line.endswith("all workers were started again after this")
-    ]
-    assert "exited with code 3" in lines[before + 1]
+    before = lines.index("All workers were started again after this.")
+    assert re.match(r"After \d+ s: Rank 1 on node 1 .* exited with code 3\.$", lines[before - 1])
 
 
 def test_the_gangs_of_a_foreach_are_shown_one_after_another_each_with_its_last_attempt(seen, ask, run):
@@ -76,7 +74,7 @@ def test_the_gangs_of_a_foreach_are_shown_one_after_another_each_with_its_last_a
 def test_an_attempt_before_is_shown_with_the_traceback_of_its_cause(seen, ask, run):
     task = seen.note("letter-b")
     text = ask("show", f"{run}/train/{task}", "--attempt", "0")
-    assert f"task {task}, attempt 0 (the latest is 1)\nFailed after " in text
+    assert f"task {task}, attempt 0 (the latest is 1)\n\nFailed after " in text
     assert "failed with ValueError: bad löss" in text
     assert '  |     raise ValueError("bad löss\\nsecond line")' in text
     assert f"torchrun logs {run}/train/{task} --attempt 0" in text

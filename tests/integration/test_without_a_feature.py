@@ -17,7 +17,7 @@ CORE = (
     *("cause", "history", "keepers", "node_records", "protocol", "remedies", "settings", "state", "summary"),
     *("backlog", "channel", "frames", "join", "line_sender", "registry", "relay"),
     *("before_run", "command", "exits", "generation", "headlines", "logs", "supervisor", "watchers"),
-    *("card", "event_store", "executor", "live_card", "result", "single_node", "story", "task_gang"),
+    *("card", "event_store", "executor", "live_card", "result", "single_node", "task_gang"),
 )
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]

@@ -13,10 +13,10 @@ from test_registry import EVENTS
 from metaflow_extensions.torchrun.plugins.torchrun.channel.registry import AddressRecord, Registry
 from metaflow_extensions.torchrun.plugins.torchrun.errors import GangError
 from metaflow_extensions.torchrun.plugins.torchrun.gang.history import Record
-from metaflow_extensions.torchrun.plugins.torchrun.records.summary import from_stored
+from metaflow_extensions.torchrun.plugins.torchrun.records.snapshot import Snapshot
+from metaflow_extensions.torchrun.plugins.torchrun.show.timeline import timeline
 from metaflow_extensions.torchrun.plugins.torchrun.task import interrupts
 from metaflow_extensions.torchrun.plugins.torchrun.task.jobs import Job
-from metaflow_extensions.torchrun.plugins.torchrun.views.timeline import timeline
 
 WHERE = ["--run-id", "7", "--task-id", "3", "--retry-count", "1", "--num-parallel", "2"]
 LEFT = Record("left", 9.0, 1009.0, node=0, text="its step has failed").as_dict()
@@ -101,7 +101,7 @@ def test_a_control_node_without_memory_is_named_and_its_record_gets_that_end(job
     )
     stored = registry.load_events()
     assert stored["error"] == "The control node's pod c-1 ended without a word: OOMKilled (exit code 137)."
-    assert from_stored(stored).outcome == "failed"
+    assert Snapshot.read(stored).summary.outcome == "failed"
 
 
 def test_another_node_without_memory_is_named_and_what_the_control_node_has_told_stays(job, registry):

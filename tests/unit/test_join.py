@@ -19,7 +19,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import ConnectPol
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Join, Replaced
 from metaflow_extensions.torchrun.plugins.torchrun.gang.state import Gang
 from metaflow_extensions.torchrun.plugins.torchrun.machine.network import pick_port, place
-from metaflow_extensions.torchrun.plugins.torchrun.records.summary import from_stored
+from metaflow_extensions.torchrun.plugins.torchrun.records.snapshot import Snapshot
 from metaflow_extensions.torchrun.plugins.torchrun.settings import DEFAULTS, parse_settings
 
 HOST = "127.0.0.1"
@@ -174,7 +174,7 @@ def test_a_control_node_does_not_take_the_place_of_one_whose_gang_had_begun(regi
     assert stored["events"][:-1] == events
     assert stored["outputs"], "all that the first has left is there"
     assert stored["reports"][-1]["text"] == str(here.value)
-    summary = from_stored(stored)
+    summary = Snapshot.read(stored).summary
     assert (summary.outcome, [node.state for node in summary.nodes]) == ("failed", ["lost", "lost"])
     assert "The control node's pod (or container) was deleted or replaced" in summary.sentence
 
@@ -192,7 +192,7 @@ def test_one_that_had_told_its_own_end_keeps_the_last_word(registry, policy):
         become_control(registry, here_only=False)
     stored = registry.load_events()
     assert (stored["events"][:-1], stored["events"][-1]["kind"]) == (events, "told")
-    assert from_stored(stored).sentence == "Failed after 2 s: ValueError: diverged."
+    assert Snapshot.read(stored).summary.sentence == "Failed after 2 s: ValueError: diverged."
 
 
 def test_a_control_node_that_can_not_see_whether_there_was_another_does_not_begin(monkeypatch):

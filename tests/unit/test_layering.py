@@ -39,10 +39,11 @@ KNOW_METAFLOW = {
     "show.run_end",
     "task.task_current",
     "task.task_gang",
-    "card.gang_card",
+    "show.gang_card",
 }
-# They alone know the one list of features.
-WIRE_FEATURES, LIST_OF_FEATURES = {"decorator", "gang_of_one"}, "features.listed"
+# They alone know the one list of features: two wire a gang, two make its page, for which features have parts.
+WIRE_FEATURES = {"decorator", "gang_of_one", "show.commands", "show.gang_card"}
+LIST_OF_FEATURES = "features.listed"
 # `metaflow` imports these whenever it is imported, whether or not a flow has a step of ours; all others wait for one.
 IMPORTED_WITH_METAFLOW = {
     "decorator",
@@ -60,7 +61,7 @@ IMPORTED_WITH_METAFLOW = {
     "task.spot_notice",
     "task.starters",
     "machine.processes",
-    "card.gang_card",
+    "show.gang_card",
 }
 
 

@@ -14,6 +14,7 @@ from unit_helpers import eventually
 
 from metaflow_extensions.torchrun.plugins.torchrun.compat import cards
 from metaflow_extensions.torchrun.plugins.torchrun.machine.processes import children
+from metaflow_extensions.torchrun.plugins.torchrun.records.snapshot import Snapshot
 from metaflow_extensions.torchrun.plugins.torchrun.show import live_card
 from metaflow_extensions.torchrun.plugins.torchrun.show.live_card import LiveCard, pause_of_member_s, pause_s
 
@@ -52,17 +53,17 @@ def card(monkeypatch):
 
 def test_the_card_follows_what_happens_and_ends_with_the_last(card, monkeypatch):
     seen = ["joined"]
-    live = LiveCard(lambda: {"events": list(seen)}, lambda: len(seen))
+    live = LiveCard(lambda: Snapshot(features={"seen": list(seen)}), lambda: len(seen))
     eventually(lambda: len(card.shown) == 1)
     assert card.shown[0]["now_s"] >= 0
     card.fails = True
     seen.append("go")
     eventually(lambda: len(card.shown) == 2)
-    assert card.shown[1]["events"] == ["joined", "go"]
+    assert card.shown[1]["seen"] == ["joined", "go"]
     seen.append("done")
     live.settle()
     live.settle()
-    assert card._latest_user_data == {"events": ["joined", "go", "done"]}
+    assert card._latest_user_data == {**Snapshot().stored(), "seen": ["joined", "go", "done"]}
     assert card.made == []  # Metaflow does it for a task that ends well
 
 
@@ -111,7 +112,7 @@ def test_members_on_one_machine_leave_its_cores_to_the_workers():
 
 
 def test_the_card_is_renewed_sooner_after_news(card):
-    live = LiveCard(dict, lambda: 1)
+    live = LiveCard(Snapshot, lambda: 1)
     eventually(lambda: card.shown)
     live._began_at -= 3600
     begin = live._shown_at
@@ -122,16 +123,16 @@ def test_the_card_is_renewed_sooner_after_news(card):
 
 
 def test_a_failed_task_makes_its_last_card_once(card):
-    live = LiveCard(lambda: {"events": ["failed"]}, lambda: 1)
+    live = LiveCard(lambda: Snapshot(error="failed"), lambda: 1)
     live.make_last()
     live.make_last()
-    assert card.made == [("render", {"events": ["failed"]}), ("refresh", {"events": ["failed"]})]
+    assert [(mode, shown["error"]) for mode, shown in card.made] == [("render", "failed"), ("refresh", "failed")]
 
 
 def test_a_slow_last_card_does_not_hold_the_task(card):
     free = threading.Event()
     card._card_creator.create = lambda **_: free.wait(10)
-    live = LiveCard(dict, lambda: 1)
+    live = LiveCard(Snapshot, lambda: 1)
     live.make_last(0.05)
     free.set()
     eventually(lambda: not [t for t in threading.enumerate() if t.name.startswith("torchrun-")])
@@ -141,7 +142,7 @@ def test_a_busy_card_is_not_asked(card, monkeypatch):
     asked = []
     process = SimpleNamespace(poll=lambda: asked.append(1))
     monkeypatch.setattr(CardProcessManager, "_get_card_process", lambda uuid: (process, 0.0))
-    live = LiveCard(dict, lambda: 1)
+    live = LiveCard(Snapshot, lambda: 1)
     eventually(lambda: len(asked) > 2)
     assert card.shown == []
     process.poll = lambda: 0
@@ -151,7 +152,7 @@ def test_a_busy_card_is_not_asked(card, monkeypatch):
 
 def test_how_long_a_card_takes_is_known_also_of_one_that_is_still_being_made(card, monkeypatch):
     process = SimpleNamespace(poll=lambda: None)
-    live = LiveCard(dict, lambda: 1)
+    live = LiveCard(Snapshot, lambda: 1)
     eventually(lambda: card.shown)
     monkeypatch.setattr(CardProcessManager, "_get_card_process", lambda uuid: (process, 0.0))
     live._shown_at -= 20
@@ -162,14 +163,14 @@ def test_how_long_a_card_takes_is_known_also_of_one_that_is_still_being_made(car
     monkeypatch.setattr(live_card, "last_patience_s", lambda slowest_s, load: waited.append((slowest_s, load)) or 0.05)
     live.make_last(2.0)
     assert waited == []
-    other = LiveCard(dict, lambda: 1)
+    other = LiveCard(Snapshot, lambda: 1)
     other._slowest_s = 20.0
     other.make_last()
     assert waited[0][0] == 20.0
 
 
 def test_a_forked_child_leaves_the_card_alone(card):
-    live = LiveCard(dict, lambda: 1)
+    live = LiveCard(Snapshot, lambda: 1)
     live._pid = os.getpid() + 1
     live.settle()
     live.make_last()
@@ -267,26 +268,26 @@ def with_users_card(card, monkeypatch):
 def test_a_users_card_follows_too_and_keeps_what_is_the_users(card, with_users_card):
     current._update_env({"card": SimpleNamespace(get=lambda name: [])})
     seen = ["joined"]
-    live = LiveCard(lambda: {"seen": list(seen)}, lambda: len(seen))
+    live = LiveCard(lambda: Snapshot(features={"seen": list(seen)}), lambda: len(seen))
     part = live.part(("outcome",))
-    part.render = lambda: part._content()
+    part.render = lambda: (part._place(), part._snapshot())
     mine = with_users_card(part)
     eventually(lambda: len(mine.made) > 1)
     assert [mode for mode, _ in mine.made[:2]] == ["render_runtime", "refresh"]
-    assert mine.made[1][1][0]["task"] == "Flow/1/train/2"
-    assert "now_s" in mine.made[1][1][0]
+    place, shown = mine.made[1][1][0]
+    assert (place.flow, place.control_task, shown.now_s >= 0) == ("Flow", "2", True)
     seen.append("go")
-    eventually(lambda: mine.made[-1][1][0]["seen"] == seen)
+    eventually(lambda: mine.made[-1][1][0][1].features["seen"] == seen)
     assert (mine._latest_user_data, mine._last_refresh) == ({"mine": 1}, 3.0)
     mine.components.layout_last_changed_on = 2.0
     eventually(lambda: [mode for mode, _ in mine.made].count("render_runtime") == 2)
     assert mine._render_seq == 2
     live.settle()
-    assert "now_s" not in part._content()
+    assert part._snapshot().now_s is None
 
 
 def test_after_a_new_page_of_a_users_card_its_data_follow_soon(card, with_users_card):
-    live = LiveCard(dict, lambda: 7, lambda: True)
+    live = LiveCard(Snapshot, lambda: 7, lambda: True)
     mine = with_users_card(live.part(()))
     live._renew([mine])
     assert live._shown != 7, "the next renewal is due as after news"
@@ -302,7 +303,7 @@ def test_a_users_card_is_left_alone_while_the_steps_own_code_runs(card, with_use
         asked.append(1)
         return own_code
 
-    live = LiveCard(dict, lambda: len(asked), runs_own_code)
+    live = LiveCard(Snapshot, lambda: len(asked), runs_own_code)
     mine = with_users_card(live.part(()))
     eventually(lambda: len(asked) > 3)
     assert mine.made == []
@@ -312,7 +313,7 @@ def test_a_users_card_is_left_alone_while_the_steps_own_code_runs(card, with_use
 
 
 def test_a_users_card_without_a_part_is_no_affair_of_ours(card, with_users_card):
-    live = LiveCard(dict, lambda: 1)
+    live = LiveCard(Snapshot, lambda: 1)
     live.part(())
     assert with_users_card(object()).made == []
     assert cards.with_component(live_card.GangPart) == []
@@ -320,7 +321,7 @@ def test_a_users_card_without_a_part_is_no_affair_of_ours(card, with_users_card)
 
 
 def test_a_failed_task_makes_the_last_of_a_users_card_as_of_a_task_that_runs(card, with_users_card):
-    live = LiveCard(dict, lambda: 1, lambda: True)
+    live = LiveCard(Snapshot, lambda: 1, lambda: True)
     mine = with_users_card(live.part(()))
     live.make_last()
     live.make_last()
@@ -329,7 +330,7 @@ def test_a_failed_task_makes_the_last_of_a_users_card_as_of_a_task_that_runs(car
 
 def test_without_a_card_of_ours_nothing_runs():
     current._update_env({"card": SimpleNamespace(get=lambda name: [])})
-    live = LiveCard(dict, lambda: 1)
+    live = LiveCard(Snapshot, lambda: 1)
     assert not live._thread.is_alive()
     live.settle()
     live.make_last()

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from metaflow_extensions.torchrun.plugins.torchrun.views.log_lines import (
+from metaflow_extensions.torchrun.plugins.torchrun.show.log_lines import (
     Line,
     Reader,
     Source,

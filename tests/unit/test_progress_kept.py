@@ -5,10 +5,10 @@ from itertools import pairwise
 
 import pytest
 
+from metaflow_extensions.torchrun.plugins.torchrun.features.progress import words
 from metaflow_extensions.torchrun.plugins.torchrun.features.progress.kept import MAX_POINTS, Progress, Series
 from metaflow_extensions.torchrun.plugins.torchrun.features.progress.told import MAX_KEYS, Metrics, Pace, Point
 from metaflow_extensions.torchrun.plugins.torchrun.gang.keepers import Where
-from metaflow_extensions.torchrun.plugins.torchrun.views import progress as words
 
 
 def series(points):

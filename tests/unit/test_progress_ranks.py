@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from metaflow_extensions.torchrun.plugins.torchrun.features.progress import words
 from metaflow_extensions.torchrun.plugins.torchrun.features.progress.kept import Progress
 from metaflow_extensions.torchrun.plugins.torchrun.features.progress.lines import Line
 from metaflow_extensions.torchrun.plugins.torchrun.features.progress.paces import RankPace
@@ -17,7 +18,6 @@ from metaflow_extensions.torchrun.plugins.torchrun.features.progress.ranks impor
     thinned,
 )
 from metaflow_extensions.torchrun.plugins.torchrun.features.progress.told import Pace, Point
-from metaflow_extensions.torchrun.plugins.torchrun.views import progress as words
 
 ROOT = Path(__file__).parents[2]
 

@@ -59,7 +59,9 @@ def test_a_launch_that_fails_makes_the_last_cards(runner, monkeypatch):
 
 def test_within_a_gang_the_tasks_cards_stay_the_gangs(runner, monkeypatch):
     given = []
-    monkeypatch.setattr(gang_of_one, "LiveCard", lambda *args, with_ours: given.append(with_ours) or FakeLiveCard())
+    monkeypatch.setattr(
+        gang_of_one, "LiveCard", lambda *args, with_ours, **_: given.append(with_ours) or FakeLiveCard()
+    )
     current._update_env({"torch": object()})
     runner.run(entrypoint="train.py")
     current._update_env({"torch": None})

@@ -55,7 +55,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
 )
 from metaflow_extensions.torchrun.plugins.torchrun.gang.state import Gang
 from metaflow_extensions.torchrun.plugins.torchrun.gang.texts import names
-from metaflow_extensions.torchrun.plugins.torchrun.records.event_store import gang_content
+from metaflow_extensions.torchrun.plugins.torchrun.records.snapshot import snapshot_of
 
 FIELDS = {"nproc": 2, "digest": "abc"}
 FACTS = {"torch": "2.13.0", "python": "3.11.7"}
@@ -1698,9 +1698,9 @@ def test_the_thousandth_launch_costs_what_the_first_does():
     first, late = (len(encode(told[number][1])) for number in (1, 2500))
     assert late < first + 60, "but for longer numbers"
     assert grown[1] < grown[0] * 1.01
-    content = gang_content(gang.state, {})
-    assert (len(content["outputs"]), content["launches_left_out"]) == (2000, 600)
-    assert "records are left out here" in " ".join(event["text"] for event in content["events"])
+    known = snapshot_of(gang.state, {})
+    assert (len(known.outputs), known.launches_left_out) == (2000, 600)
+    assert "records are left out here" in " ".join(event.text for event in known.events)
 
 
 def test_a_launch_that_goes_on_with_a_call_of_run_has_the_events_of_its_commands_too():

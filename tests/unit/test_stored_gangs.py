@@ -13,10 +13,10 @@ from metaflow.exception import CommandException
 from metaflow.plugins.datastores.local_storage import LocalStorage
 from test_registry import EVENTS
 
+from metaflow_extensions.torchrun.plugins.torchrun.records.snapshot import Snapshot
 from metaflow_extensions.torchrun.plugins.torchrun.show import commands, run_end, stored_gangs
 from metaflow_extensions.torchrun.plugins.torchrun.show.stored_gangs import StoredGangs, place_of
 from metaflow_extensions.torchrun.plugins.torchrun.show.stored_logs import _PIECE, StoredLogs
-from metaflow_extensions.torchrun.plugins.torchrun.views.page import title
 
 RUN = "100"
 
@@ -81,14 +81,14 @@ def test_attempts_and_their_ends_are_known_by_the_names_of_files(stored, root):
     write(root, "train/4/1.DONE.lock")
     (gang,) = stored.gangs(RUN, "train")
     assert gang.last_attempt == 1
-    assert (gang.facts(0).is_done, gang.facts(1).is_done, gang.facts(1).last_attempt) == (False, True, 1)
+    assert (gang.place(0).is_done, gang.place(1).is_done, gang.place(1).last_attempt) == (False, True, 1)
 
 
 def test_a_killed_task_has_ended_when_who_started_it_says_so(stored, root):
     begin(root, "train", "4")
     write(root, "train/4/0.runtime", "{}")
     (gang,) = stored.gangs(RUN, "train")
-    assert gang.facts(0).is_done
+    assert gang.place(0).is_done
     assert stored.told_by_metaflow(gang, 0) == {0: "was killed"}
 
 
@@ -96,8 +96,8 @@ def test_events_are_those_of_the_attempt(stored, root):
     begin(root, "train", "4")
     write(root, "train/4/1.torchrun_events.json", json.dumps({"version": 1}))
     (gang,) = stored.gangs(RUN, "train")
-    assert stored.events(gang, 0) is None
-    assert stored.events(gang, 1) == {"version": 1}
+    assert stored.snapshot(gang, 0) is None
+    assert stored.snapshot(gang, 1) == Snapshot()
     assert stored.told_by_metaflow(gang, 0) == {0: "has begun; no end is known"}
     assert stored.told_by_metaflow(gang, 2) == {0: "has no such attempt"}
 
@@ -131,8 +131,8 @@ def test_a_gang_that_resume_has_cloned_is_that_of_the_run_it_comes_from(stored, 
     (gang,) = stored.gangs("200", "train")
     assert (gang.run, gang.control_task, gang.tasks) == ("100", "5", {0: "5", 1: "5_node_1"})
     assert (gang.clone, gang.asked_run) == (("200", "3"), "200")
-    assert stored.events(gang, 0) == {"version": 1, "of": "5"}
-    assert "task 5, which run 200 has cloned as task 3" in title(gang.facts(0))
+    assert stored.snapshot(gang, 0).features == {"of": "5"}
+    assert "task 5, which run 200 has cloned as task 3" in gang.place(0).title
     for named in ("200", "200/train", "200/train/3", "200/train/5_node_1"):
         assert commands._find(obj, stored, named) == [gang]
 
@@ -160,7 +160,7 @@ def test_a_gang_without_its_control_nodes_end_is_shown_with_what_metaflow_knows(
     write(root, "train/4/0.runtime", '{"return_code": -9}')
     (gang,) = stored.gangs(RUN, "train")
     page = commands._page(stored, gang, 0, "100/train")
-    assert page[1].startswith("The control node's task has ended, but has not recorded how. Its last record, of ")
+    assert page[2].startswith("The control node's task has ended, but has not recorded how. Its last record, of ")
     at = page.index("This is what Metaflow knows:")
     assert [line.split(maxsplit=2)[2] for line in page[at + 3 : at + 5]] == [
         "was killed by SIGKILL: often the out-of-memory killer; try fewer processes, smaller batches or more memory",
@@ -326,9 +326,11 @@ SOME, NOTHING = {"key": "k", "files": 2, "size": 10}, {"key": "k", "files": 0, "
 )
 def test_outputs_are_those_of_the_last_launch_that_has_stored_a_file(obj, stored, by_launch, last):
     obj.flow_datastore = stored._datastore
-    content = {"outputs": {str(launch): {"0": {**kept, "key": f"k{launch}"}} for launch, kept in by_launch.items()}}
-    assert commands._outputs(obj, content, None)._nodes[0][0] == f"k{last}"
-    assert commands._outputs(obj, content, 0 if 0 in by_launch else 9)._nodes[0][0] in ("k0", "k9")
+    known = Snapshot.read(
+        {"outputs": {str(launch): {"0": {**kept, "key": f"k{launch}"}} for launch, kept in by_launch.items()}}
+    )
+    assert commands._outputs(obj, known, None)._nodes[0][0] == f"k{last}"
+    assert commands._outputs(obj, known, 0 if 0 in by_launch else 9)._nodes[0][0] in ("k0", "k9")
 
 
 @pytest.mark.parametrize(
@@ -343,7 +345,7 @@ def test_outputs_are_those_of_the_last_launch_that_has_stored_a_file(obj, stored
 )
 def test_why_there_are_no_outputs_is_said_and_the_command_is_not_blamed(obj, content, launch, said):
     with pytest.raises(CommandException, match=said) as info:
-        commands._outputs(obj, content, launch)
+        commands._outputs(obj, None if content is None else Snapshot.read(content), launch)
     assert info.value.headline == "No outputs"
 
 
@@ -354,6 +356,6 @@ def test_a_pattern_that_is_none_is_said():
 
 
 def test_outputs_of_launches_long_ago_are_said_to_be_known_to_their_results():
-    content = {"outputs": {"7": {}}, "launches_left_out": 2}
+    known = Snapshot(outputs={7: {}}, launches_left_out=2)
     with pytest.raises(CommandException, match="where those of 2 earlier launches are, their results alone know"):
-        commands._outputs(None, content, 3)
+        commands._outputs(None, known, 3)

@@ -1,5 +1,5 @@
 """Registers our card with Metaflow; nothing else happens here."""
 
-from ..torchrun.card.gang_card import GangCard
+from ..torchrun.show.gang_card import GangCard
 
 CARDS = [GangCard]

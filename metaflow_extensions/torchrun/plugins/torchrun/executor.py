@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
-from .card.part import GangPart
 from .errors import LaunchFailed, TorchrunConfigError, TorchrunPreempted
 from .events import Event
 from .gang.member import Member
@@ -32,6 +31,7 @@ from .node.watchers import Feature
 from .result import TorchrunResult
 from .run_arguments import IGNORED, RunOptions, checked
 from .settings import StepSettings, choose
+from .show.gang_part import GangPart
 from .show.live_card import LiveCard
 from .task.task_current import current_for_workers
 

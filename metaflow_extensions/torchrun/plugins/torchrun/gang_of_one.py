@@ -9,7 +9,6 @@ from typing import Any
 
 from metaflow import current
 
-from .card.part import GangPart
 from .channel.join import LOOPBACK, join_alone
 from .compat.datastore import values_of_running_flow
 from .errors import TorchrunError
@@ -23,14 +22,13 @@ from .logs.console import to_log
 from .machine.accelerators import Machine, this_machine
 from .node.plan import WarmStarts
 from .node.watchers import keepers_of, starts_of
-from .records.event_store import gang_content
+from .records.snapshot import Snapshot, snapshot_of
 from .result import TorchrunResult
 from .settings import DEFAULTS, parse_settings
-from .show.live_card import LiveCard, with_task
+from .show.gang_part import GangPart
+from .show.live_card import LiveCard, this_task
 from .task.report import end_with, print_errors_ourselves, report
 from .task.step_timeout import StepTimeout
-
-_NOTHING = {"said": "No launch has begun yet."}
 
 
 class GangOfOne:
@@ -44,10 +42,10 @@ class GangOfOne:
     def card(self, parts: tuple[str, ...]) -> GangPart:
         """Return parts of the gang's card, which show the last launch."""
         self._has_parts = True
-        return GangPart(parts, self._shown)
+        return GangPart(parts, self._shown, this_task, FEATURES)
 
-    def _shown(self) -> dict[str, Any]:
-        return with_task(_NOTHING) if self._live_card is None else self._live_card.for_part()
+    def _shown(self) -> Snapshot | None:
+        return None if self._live_card is None else self._live_card.for_part()
 
     def run(self, **options: Any) -> TorchrunResult[Any]:
         """Run a launch to its end; the arguments are those of `TorchrunExecutor.run`, all by name."""
@@ -98,10 +96,11 @@ class GangOfOne:
         """Show the launch on the task's cards; of a launch within a gang only where the step asks for it."""
         is_alone = current.get("torch") is None
         live_card = LiveCard(
-            partial(gang_content, gang, about),
+            partial(snapshot_of, gang, about),
             lambda: gang.history.count,
             lambda: member.runs_own_code,
             with_ours=is_alone,
+            features=FEATURES,
         )
         if is_alone and self._has_parts:
             live_card.follow_parts()

@@ -15,8 +15,8 @@ from .run_arguments import checked
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # in typing since Python 3.11
 
-    from .card.part import GangPart
     from .run_arguments import RunOptions
+    from .show.gang_part import GangPart
 
 T = TypeVar("T")
 # Metaflow's generator of stubs looks at what modules have imported, and at what they name here (2.19). This one is the

@@ -1,6 +1,6 @@
 """The one list of features: what is not in it, a launch does without.
 
-Only `decorator` and `gang_of_one`, which wire a gang, import it.
+Those that wire a gang import it (`decorator`, `gang_of_one`), and those that show one (`show.commands`, `show.gang_card`).
 """
 
 from __future__ import annotations

@@ -73,11 +73,11 @@ class Report:
     """All that is known of one failure; of what has happened, its record says it in one line."""
 
     at_s: float
-    launch: int | None
-    generation: int | None
-    error: str | None  # the class of what all nodes raise; None where they start their workers again
-    text: str  # with the traceback
-    cause: dict[str, Any] | None  # as `Cause.as_dict` has it
+    launch: int | None = None
+    generation: int | None = None
+    error: str | None = None  # the class of what all nodes raise; None where they start their workers again
+    text: str = ""  # with the traceback
+    cause: dict[str, Any] | None = None  # as `Cause.as_dict` has it
 
 
 class History:

@@ -11,13 +11,16 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from ..gang.keepers import Keeper, Keepers, Plain
 from ..gang.protocol import Told
 from ..logs.follower import LogFollower
 from ..machine.accelerators import Machine, Nproc
+from ..records.summary import Summary
 from ..settings import StepSettings
+from ..show.parts.model import Part
 from .plan import Plan, WarmStarts
 
 # Frames have a larger limit, and shorten what is over it; data would not survive that.
@@ -70,7 +73,10 @@ class Watcher:
 class Feature:
     """What a launch can do without."""
 
-    name = ""  # also where the stored record of a gang has what its keeper keeps
+    name = ""  # also where the stored record of a gang has what its keeper keeps, and of its section on the gang's page
+    after = ""  # the section of the page that comes before its own; empty where it has none
+    # How records of its kinds are told on the page of several ranks or nodes at once: with {ranks}, {nodes} and {text}.
+    together: Mapping[str, str] = MappingProxyType({})
 
     def starts(self, settings: StepSettings, machine: Machine, requested: Nproc | None) -> WarmStarts | None:
         """Return who starts the agents of a step faster than cold, from the step's begin on; most start none.
@@ -94,6 +100,13 @@ class Feature:
     def result(self, told: Plain) -> Mapping[str, Any]:
         """Return fields of `TorchrunResult`, from what the verdict tells."""
         return {}
+
+    def parts(self, kept: Any, summary: Summary) -> Sequence[Part]:
+        """Return its section of the gang's page, also years later: `kept` is its keeper's record, or None without one.
+
+        An older version may have made `kept`. What this raises stands in the section's place.
+        """
+        return ()
 
 
 def keepers_of(features: Iterable[Feature], num_nodes: int, of_all: bool = True) -> Keepers:

@@ -11,13 +11,13 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict
 from typing import Any
 
 from ..channel.registry import Registry
 from ..errors import GangError
 from ..gang.state import Gang
 from ..gang.vanished import has_begun
+from .snapshot import Snapshot, snapshot_of
 
 _EVERY_S = 5.0
 # Until the gang has begun: from then on a task that comes in this one's place must not run the step's code again, and
@@ -27,8 +27,6 @@ _SOON_S = 0.25
 # nothing is written more often than that.
 _NUMBERS_EVERY_S = 60.0
 _PATIENCE_S = 5.0  # for one writing, and for the last one at the step's end
-_MAX_MESSAGE = 8 * 1024
-_VERSION = 1  # of the form of what is stored
 
 
 class EventStore:
@@ -70,36 +68,12 @@ class EventStore:
         are_due = self._is_over or time.monotonic() > self._numbers_due_at
         if count > self._written or (numbers != self._numbers and are_due):
             with suppress(GangError):  # the next time tries again
-                content = self.content()
+                content = self.snapshot().stored()
                 self._registry.save_events(content, _PATIENCE_S)
                 self._pause_s = _EVERY_S if has_begun(content) else _SOON_S
                 self._written, self._numbers = count, numbers
                 self._numbers_due_at = time.monotonic() + _NUMBERS_EVERY_S
 
-    def content(self) -> dict[str, Any]:
-        """Return what is to be stored now."""
-        return gang_content(self._gang, self._about)
-
-
-def gang_content(gang: Gang, about: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all that has happened to a gang, and what is known of it, as plain data."""
-    error = gang.error
-    return {
-        "version": _VERSION,
-        "num_nodes": gang.num_nodes,
-        "nproc_per_node": gang.nproc,
-        "cause": None if error is None else error.cause,
-        "error": None if error is None else error.message[:_MAX_MESSAGE],
-        "facts": gang.facts,
-        **dict(about),
-        "events": [record.as_dict() for record in gang.history.records],
-        "reports": [asdict(report) for report in gang.history.reports],
-        **gang.keepers.record(),
-        "wants_outputs": gang.wants_outputs,
-        "outputs": {  # of copies: the channel's thread may add to them
-            launch: {node: asdict(each) for node, each in dict(of).items()}
-            for launch, of in dict(gang.outputs).items()
-            if of
-        },
-        "launches_left_out": gang.launches_left_out,
-    }
+    def snapshot(self) -> Snapshot:
+        """Return what is known of the gang now."""
+        return snapshot_of(self._gang, self._about)

@@ -1,13 +1,13 @@
-"""What has become of a gang, from its records: its outcome, every node and its times, every rank. Pure.
+"""The one fold of a gang's records: its outcome, every node and its times, every rank. Pure.
 
-A page or a table that shows a gang is made of it, while the gang runs or years later.
+Whatever shows a gang is made of it, while the gang runs or years later.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from ..gang.history import Record
 from ..gang.protocol import CONTROL
@@ -74,11 +74,18 @@ class Node:
     has_failed: bool = False  # its step
     # From the gang's begin to now; with a gap only where records are left out.
     spans: list[Span] = field(default_factory=list)
+    exits: dict[int, Record] = field(default_factory=dict)  # how its ranks have ended, in this generation
 
     @property
     def word(self) -> str:
         """What it does, or how it has ended, for people."""
         return "failed" if self.state == "left" and self.has_failed else _WORDS.get(self.state, self.state)
+
+    @property
+    def seconds(self) -> float | None:
+        """How long it was in the gang; None if it has not joined."""
+        spans = [span for span in self.spans if span.state != "missing"]
+        return round(sum(span.end_s - span.begin_s for span in spans), 3) if spans else None
 
     def enter(self, state: NodeState, at_s: float) -> None:
         """Go to another state."""
@@ -95,13 +102,12 @@ class Node:
 
 @dataclass(frozen=True)
 class Rank:
-    """One rank of the last launch."""
+    """One rank of the last launch, in its last generation."""
 
     rank: int
     node: int
     state: RankState
-    exit_code: int | None = None
-    text: str = ""  # how it ended
+    exit_code: int | None = None  # None: it is not known, or has not ended
 
 
 @dataclass(frozen=True)
@@ -115,8 +121,21 @@ class Summary:
     ranks: tuple[Rank, ...]  # empty before the first launch
     cause: Record | None  # why the last launch failed, or why it restarted last
     launch: int | None  # number of the last launch
+    has_started: bool  # whether its workers have, or its commands
     restarts: int  # in the last launch
+    all_restarts: int  # in all launches
     is_over: bool  # whether nothing more can come
+    nproc: int | None  # ranks on each node
+
+    def ranks_of(self, node: int) -> tuple[Rank, ...]:
+        """Return the ranks of a node."""
+        return tuple(rank for rank in self.ranks if rank.node == node)
+
+    def node_of(self, rank: int) -> int | None:
+        """Return the node of a rank; None where that is not known."""
+        known = next((each.node for each in self.ranks if each.rank == rank), None)
+        place = rank // self.nproc if known is None and self.nproc else known
+        return place if any(node.index == place for node in self.nodes) else None
 
 
 def summarize(
@@ -135,19 +154,20 @@ def summarize(
     until_s : float, optional
         Seconds since the gang's begin, for one that still runs. By default the time of the last record.
     first_node : int, default 0
-        Number of the first node; the records of one node alone (``gang/node_records``) count from 0.
+        Number of the first node: that of the one node where a member has recorded itself (``node_records``).
     """
-    fold = _Fold(num_nodes, first_node)
+    fold = _Fold(range(first_node, first_node + num_nodes))
     for record in records:
-        fold.take(record)
+        fold.add(record)
     return fold.summary(nproc, fold.at_s if until_s is None else max(until_s, fold.at_s))
 
 
 class _Fold:
     """The gang as of the last record."""
 
-    def __init__(self, num_nodes: int, first_node: int = 0) -> None:
-        self.nodes = [Node(first_node + index) for index in range(num_nodes)]
+    def __init__(self, nodes: range) -> None:
+        self.known = {index: Node(index) for index in nodes}
+        self.nodes = list(self.known.values())
         self.at_s = 0.0
         self.launch: int | None = None
         self.has_ranks = True  # whether that is no launch of before_run
@@ -156,31 +176,30 @@ class _Fold:
         self.why: Record | None = None  # that record
         self.cause: Record | None = None
         self.failures: list[Record] = []  # of launches, and of the gang
-        self.restarts = 0
-        self.exits: dict[int, Record] = {}  # of this generation, by rank
+        self.restarts = self.all_restarts = 0
 
-    def take(self, record: Record) -> None:
-        """Take the next record."""
+    def add(self, record: Record) -> None:
+        """Go on with the next record; one of a later version's kind changes nothing."""
         self.at_s = max(self.at_s, record.at_s)
         handler = getattr(self, f"_on_{record.kind}", None)
-        if handler is not None and (record.node is None or 0 <= record.node < len(self.nodes)):
+        if handler is not None and (record.node is None or record.node in self.known):
             handler(record)
 
     # --- what concerns one node
 
     def _enter(self, record: Record, state: NodeState) -> None:
         if record.node is not None:
-            self.nodes[record.node].enter(state, record.at_s)
+            self.known[record.node].enter(state, record.at_s)
 
     def _on_joined(self, record: Record) -> None:
         self._enter(record, "own code")
         if record.node is not None:
-            self.nodes[record.node].host = record.text
+            self.known[record.node].host = record.text
 
     def _on_ready(self, record: Record) -> None:
         if record.launch != self.launch:
             self.launch, self.restarts, self.went_s, self.cause = record.launch, 0, None, None
-            self.exits.clear()
+            self._forget_exits()
         self.phase = "ready"
         self._enter(record, "waiting")
 
@@ -188,12 +207,16 @@ class _Fold:
         self._on_started(record)  # in records of before there were `started`
 
     def _on_started(self, record: Record) -> None:
-        if record.node is not None and self.nodes[record.node].state == "starting":
+        if record.node is not None and self.known[record.node].state == "starting":
             self._enter(record, "running")
 
     def _on_exited(self, record: Record) -> None:
-        if record.rank is not None:
-            self.exits[record.rank] = record
+        if record.rank is not None and record.node is not None:
+            self.known[record.node].exits[record.rank] = record
+
+    def _forget_exits(self) -> None:
+        for node in self.nodes:
+            node.exits.clear()
 
     def _on_stopped(self, record: Record) -> None:
         self._enter(record, "stopped")
@@ -201,12 +224,12 @@ class _Fold:
     def _on_finished(self, record: Record) -> None:
         self._enter(record, "finished")
         if record.node is not None:
-            self.nodes[record.node].ended_well = True
+            self.known[record.node].ended_well = True
 
     def _on_left(self, record: Record) -> None:
         self._enter(record, "left")
         if record.node is not None:
-            self.nodes[record.node].has_failed = bool(record.text)
+            self.known[record.node].has_failed = bool(record.text)
 
     def _on_omitted(self, record: Record) -> None:
         for node in self.nodes:  # what they did until then is not known
@@ -214,7 +237,7 @@ class _Fold:
 
     def _on_lost(self, record: Record) -> None:
         self._enter(record, "lost")
-        if record.node == CONTROL and self.nodes[0].index == CONTROL:
+        if record.node == CONTROL:
             # Others have told so. What has become of the other nodes without it, nobody has recorded.
             self.failures.append(record)
             self.cause = record
@@ -239,7 +262,7 @@ class _Fold:
         self.has_ranks = has_ranks
         self.launch = record.launch
         self.went_s = record.at_s if self.went_s is None else self.went_s
-        self.exits.clear()
+        self._forget_exits()
         self._all(record, state)
 
     def _on_stopping(self, record: Record) -> None:
@@ -250,6 +273,7 @@ class _Fold:
 
     def _on_restart(self, record: Record) -> None:
         self.restarts += 1
+        self.all_restarts += 1
         self._all(record, "restarting")
 
     def _on_done(self, record: Record) -> None:
@@ -275,7 +299,7 @@ class _Fold:
             if not is_over and node.state not in ("left", "lost"):
                 node.close(until_s)
         outcome, sentence = self._told(until_s, nproc)
-        ranks = tuple(self._rank(number, nproc) for number in range(nproc * len(self.nodes))) if nproc else ()
+        ranks = tuple(self._rank(rank, node) for node in self.nodes for rank in _ranks_of(node, nproc))
         return Summary(
             outcome=outcome,
             sentence=sentence,
@@ -284,22 +308,24 @@ class _Fold:
             ranks=ranks,
             cause=self.cause,
             launch=self.launch,
+            has_started=self.went_s is not None,
             restarts=self.restarts,
+            all_restarts=self.all_restarts,
             is_over=is_over,
+            nproc=nproc,
         )
 
-    def _rank(self, own: int, nproc: int) -> Rank:
-        node, end = self.nodes[own // nproc], self.exits.get(own)
-        rank = own + self.nodes[0].index * nproc
+    def _rank(self, rank: int, node: Node) -> Rank:
+        end = node.exits.get(rank)
         if end is None or end.exit_code is None:
             has_begun = self.went_s is not None and self.has_ranks and node.state != "waiting"
             after = "stopped" if has_begun else "waiting"
             return Rank(rank, node.index, _RANK_STATES.get(node.state, after))  # type: ignore[arg-type]
         cause = self.cause
-        is_cause = cause is not None and (cause.rank, cause.generation) == (own, end.generation)
+        is_cause = cause is not None and (cause.rank, cause.generation) == (rank, end.generation)
         was_told = end.exit_code in _STOPPED_BY and not is_cause
         state: RankState = "done" if end.exit_code == 0 else "stopped" if was_told else "failed"
-        return Rank(rank, node.index, state, end.exit_code, end.text)
+        return Rank(rank, node.index, state, end.exit_code)
 
     def _told(self, until_s: float, nproc: int | None) -> tuple[Outcome, str]:
         """Return the outcome, and the same in one sentence."""
@@ -357,7 +383,7 @@ def _sentence(what: str, why: str) -> str:
     return text if text.endswith((".", "…", "!", "?")) else f"{text}."
 
 
-def from_stored(content: dict[str, Any], until_s: float | None = None) -> Summary:
-    """Return what has become of the gang of which the datastore has `content` (``records/event_store``)."""
-    records = [Record.from_dict(event) for event in content["events"]]
-    return summarize(records, content["num_nodes"], content["nproc_per_node"], until_s, content.get("node", 0))
+def _ranks_of(node: Node, nproc: int | None) -> list[int]:
+    """Return the ranks that a node should have; torchrun's own elasticity may have given it others."""
+    expected = range(node.index * (nproc or 0), (node.index + 1) * (nproc or 0))
+    return list(expected) if set(expected).issuperset(node.exits) else sorted(node.exits)

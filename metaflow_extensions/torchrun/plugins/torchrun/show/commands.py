@@ -21,11 +21,12 @@ from ..compat.datastore import DatastoreValues
 from ..compat.renamed import known, versions
 from ..errors import TorchrunError
 from ..gang.texts import size_text
-from ..gang.wire import finite
 from ..launch.outputs import Outputs
-from ..views.log_lines import shown, wanted
-from ..views.page import as_data, as_text, failed_rank, is_cut, title
-from ..views.table import printable, table
+from ..records.snapshot import Snapshot
+from .as_text import lines_of, printable, table
+from .data import as_data
+from .log_lines import shown, wanted
+from .page import failed_rank, page_of
 from .run_end import latest_run
 from .stored_gangs import StoredGang, StoredGangs
 from .stored_logs import StoredLogs
@@ -81,9 +82,12 @@ def show(obj: Any, gang: str, attempt: int | None, as_json: bool) -> None:
     stored = StoredGangs(obj.flow_datastore)
     found = [(each, _checked(each, attempt)) for each in _find(obj, stored, gang)]
     if as_json:
-        now = time.time()
-        gangs = [as_data(each.facts(which), stored.events(each, which), now) for each, which in found]
-        shown_run = finite({"run": found[0][0].asked_run, "step": found[0][0].step, "gangs": gangs})
+        from ..features.listed import FEATURES
+        from ..node.watchers import keepers_of
+
+        kept = keepers_of(FEATURES, 1).record()
+        gangs = [as_data(each.place(which), _now(stored, each, which), kept) for each, which in found]
+        shown_run = {"run": found[0][0].asked_run, "step": found[0][0].step, "gangs": gangs}
         click.echo(json.dumps(shown_run, indent=2, allow_nan=False))
         return
     for number, (each, which) in enumerate(found):
@@ -138,7 +142,7 @@ def outputs(obj: Any, gang: str, to: str | None, launch: int | None, node: int |
     _take_any_text()
     stored = StoredGangs(obj.flow_datastore)
     found = _find_one(obj, stored, gang)
-    kept = _outputs(obj, stored.events(found, _checked(found, attempt)), launch)
+    kept = _outputs(obj, stored.snapshot(found, _checked(found, attempt)), launch)
     if node not in (None, *kept.nodes):
         raise NoOutputs(f"Node {node} has stored none; nodes that have: {', '.join(map(str, kept.nodes))}.")
     try:
@@ -158,30 +162,30 @@ def outputs(obj: Any, gang: str, to: str | None, launch: int | None, node: int |
         click.echo(f"Left out: {printable(name)} {why}")
 
 
-def _outputs(obj: Any, content: dict[str, Any] | None, launch: int | None) -> Outputs:
+def _outputs(obj: Any, snapshot: Snapshot | None, launch: int | None) -> Outputs:
     """Return what a launch of a gang has stored; by default the last one that has stored a file."""
-    known = {int(number): nodes for number, nodes in (content or {}).get("outputs", {}).items()}
+    known = {} if snapshot is None else snapshot.outputs
     if launch is None:
-        with_files = [number for number, nodes in known.items() if any(each["files"] for each in nodes.values())]
+        with_files = [number for number, nodes in known.items() if any(each.files for each in nodes.values())]
         launch = max(with_files or known, default=None)
     if launch not in known:
-        raise _none(content, known, launch)
-    nodes = {int(node): (each["key"], each["files"], each["size"]) for node, each in known[launch].items()}
+        raise _none(snapshot, launch)
+    nodes = {node: (each.key, each.files, each.size) for node, each in known[launch].items()}
     return Outputs(DatastoreValues(obj.flow_datastore).address, nodes)
 
 
-def _none(content: dict[str, Any] | None, known: dict[int, Any], launch: int | None) -> NoOutputs:
+def _none(snapshot: Snapshot | None, launch: int | None) -> NoOutputs:
     """Say why a launch, or none of a gang, has stored outputs."""
-    if known:
-        said = ", ".join(map(str, known))
-        if left_out := (content or {}).get("launches_left_out"):
-            said += f"; where those of {left_out} earlier launches are, their results alone know"
-        return NoOutputs(f"Launch {launch} has stored no outputs; launches that have: {said}.")
-    if content is None:
+    if snapshot is None:
         return NoOutputs("Nothing is recorded of this gang, and so nothing of its outputs.")
-    if content.get("wants_outputs"):
+    if snapshot.outputs:
+        said = ", ".join(map(str, snapshot.outputs))
+        if snapshot.launches_left_out:
+            said += f"; where those of {snapshot.launches_left_out} earlier launches are, their results alone know"
+        return NoOutputs(f"Launch {launch} has stored no outputs; launches that have: {said}.")
+    if snapshot.wants_outputs:
         return NoOutputs("No launch of this gang has stored its outputs: that happens when all its workers have ended.")
-    is_known = "wants_outputs" in content  # older versions did not record it
+    is_known = snapshot.wants_outputs is not None  # older versions did not record it
     has_not = "was asked to store any" if is_known else "has stored any"
     return NoOutputs(f"No launch of this gang {has_not}: current.torch.run(outputs=[...]) names what to store.")
 
@@ -250,30 +254,37 @@ def _checked(gang: StoredGang, attempt: int | None) -> int:
     return attempt
 
 
+def _now(stored: StoredGangs, gang: StoredGang, attempt: int) -> Snapshot | None:
+    """Return what is stored of an attempt; of one that may still run as of now."""
+    snapshot = stored.snapshot(gang, attempt)
+    return None if snapshot is None else gang.place(attempt).now(snapshot, time.time())
+
+
 def _page(stored: StoredGangs, gang: StoredGang, attempt: int, where: str) -> list[str]:
-    content = stored.events(gang, attempt)
+    place, snapshot = gang.place(attempt), _now(stored, gang, attempt)
     which = f" --attempt {attempt}" if attempt < gang.last_attempt else ""
     program = f"{_program()} {'' if stored.is_default else f'--datastore {stored.kind} '}torchrun"
     ask = f"{program} logs {where}{which}"
     hints = ["", f"Logs of all nodes: {ask}"]
-    if content is not None:
-        if content.get("outputs"):
-            hints.append(f"Its outputs: {program} outputs {where}{which}")
-        rank = failed_rank(content)
-        if rank is not None:
-            hints.append(f"Of the rank that failed: {ask} --rank {rank}")
-        text = as_text(gang.facts(attempt), content, time.time())
-        if is_cut(gang.facts(attempt), content):
-            text += ["", "This is what Metaflow knows:", "", *_told_by_metaflow(stored, gang, attempt)]
-        return [*text, *hints]
-    return [
-        title(gang.facts(attempt)),
-        "Nothing is recorded of this gang: its control node has not joined yet, or this version of metaflow-torchrun did",
-        "not run there, or the step has no @torchrun. This is what Metaflow knows:",
-        "",
-        *_told_by_metaflow(stored, gang, attempt),
-        *hints,
-    ]
+    if snapshot is None:
+        return [
+            place.title,
+            "Nothing is recorded of this gang: its control node has not joined yet, or this version of metaflow-torchrun did",
+            "not run there, or the step has no @torchrun. This is what Metaflow knows:",
+            "",
+            *_told_by_metaflow(stored, gang, attempt),
+            *hints,
+        ]
+    from ..features.listed import FEATURES
+
+    if snapshot.outputs:
+        hints.append(f"Its outputs: {program} outputs {where}{which}")
+    if (rank := failed_rank(snapshot)) is not None:
+        hints.append(f"Of the rank that failed: {ask} --rank {rank}")
+    text = lines_of(page_of(snapshot, place, FEATURES))
+    if place.outcome(snapshot.summary) == "ended":
+        text += ["", "This is what Metaflow knows:", "", *_told_by_metaflow(stored, gang, attempt)]
+    return [*text, *hints]
 
 
 def _told_by_metaflow(stored: StoredGangs, gang: StoredGang, attempt: int) -> list[str]:

@@ -16,15 +16,20 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from metaflow import current
 
-from ..card.part import GangPart
 from ..compat import cards
 from ..compat.renamed import convenience
 from ..machine import processes
 from ..machine.detached import PROGRAM, Detached
+from ..records.snapshot import Snapshot
+from .gang_part import GangPart
+from .page import Place
+
+if TYPE_CHECKING:
+    from ..node.watchers import Feature
 
 _TYPE = "torchrun"  # of the card
 _LOOKS_EVERY_S = 1.0
@@ -80,13 +85,15 @@ class LiveCard:
 
     def __init__(
         self,
-        content: Callable[[], dict[str, Any]],
+        snapshot: Callable[[], Snapshot],
         count: Callable[[], int],
         runs_own_code: Callable[[], bool] = lambda: False,
         shortest_pause_s: float | None = None,
         with_ours: bool = True,
+        features: Sequence[Feature] = (),
     ) -> None:
-        self._content = content  # what to show now; any thread may ask
+        self._snapshot = snapshot  # what to show; any thread may ask
+        self._features = features
         self._count = count  # how many things have happened
         self._runs_own_code = runs_own_code  # whether the step's own code runs now
         self._shortest_pause_s = _SHORTEST_S if shortest_pause_s is None else shortest_pause_s
@@ -106,7 +113,7 @@ class LiveCard:
 
     def part(self, names: tuple[str, ...]) -> GangPart:
         """Return parts of the gang's page for a card of the user's own; called by the step's code."""
-        found = GangPart(names, self.for_part)
+        found = GangPart(names, self.for_part, this_task, self._features)
         self.follow_parts()
         return found
 
@@ -116,13 +123,12 @@ class LiveCard:
         if not (self._thread.is_alive() or self._over.is_set()):
             self._thread.start()
 
-    def for_part(self) -> dict[str, Any]:
+    def for_part(self) -> Snapshot:
         """Return what a part shows now; any thread may ask."""
-        content = self._content() if self._over.is_set() else self._now()
-        return with_task(content)
+        return self._snapshot() if self._over.is_set() else self._now()
 
-    def _now(self) -> dict[str, Any]:
-        return {**self._content(), "now_s": time.monotonic() - self._began_at}
+    def _now(self) -> Snapshot:
+        return self._snapshot().at(time.monotonic() - self._began_at)
 
     def _run(self) -> None:
         while not self._over.wait(_LOOKS_EVERY_S):
@@ -139,10 +145,10 @@ class LiveCard:
 
     def _renew(self, others: list[Any]) -> None:
         self._shown, self._shown_at = self._count(), time.monotonic()
-        content = self._now() if self._cards else {}
+        stored = self._now().stored() if self._cards else {}
         for card in self._cards:
             with convenience(cards.LIVE):  # also where a card's process can't be started
-                card.refresh(content)
+                card.refresh(stored)
         for card in others:
             cards.start_by(card, _start_detached)
             if cards.renew_users(card):
@@ -169,7 +175,7 @@ class LiveCard:
         if self._thread.is_alive():
             self._thread.join(_LAST_S)
         for card in self._cards:
-            cards.give(card, self._content())
+            cards.give(card, self._snapshot().stored())
 
     def make_last(self, patience_s: float | None = None) -> None:
         """Make the last cards of a task that fails, which Metaflow would not, and wait so long for it; only once.
@@ -189,10 +195,10 @@ class LiveCard:
             _make_all([(card, "render") for card in own] + [(card, "render_runtime") for card in others], patience_s)
 
 
-def with_task(content: dict[str, Any]) -> dict[str, Any]:
-    """Return what is to be shown with the name of this task."""
-    pathspec = f"{current.flow_name}/{current.run_id}/{current.step_name}/{current.task_id}"
-    return {**content, "task": pathspec, "ui_url": cards.ui_url()}
+def this_task() -> Place:
+    """Return where this task's gang is shown."""
+    flow, run, step, task = map(str, (current.flow_name, current.run_id, current.step_name, current.task_id))
+    return Place(flow, run, step, task, ui_url=cards.ui_url())
 
 
 _REAP_S = 1.0  # that the first process of a system may take to reap one

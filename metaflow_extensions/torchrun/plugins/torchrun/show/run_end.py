@@ -15,8 +15,7 @@ from contextlib import suppress
 from typing import Any
 
 from ..gang.texts import names
-from ..gang.vanished import has_ended
-from ..views.page import headline, is_cut
+from .as_text import printable
 from .stored_gangs import StoredGang, StoredGangs
 
 _LATEST = "latest_torchrun"  # beside Metaflow's own `latest_run`, which `resume` does not write (2.19)
@@ -48,12 +47,15 @@ class RunEnd:
 
     def _known(self, stored: StoredGangs, gang: StoredGang) -> Iterator[str]:
         attempt = gang.last_attempt
-        facts, content = gang.facts(attempt), stored.events(gang, attempt)
-        if not self._is_remote and has_ended(content):
-            return  # it stands above
-        if content is not None:
-            yield headline(facts, content, time.time())
-        if content is None or is_cut(facts, content):
+        place, snapshot = gang.place(attempt), stored.snapshot(gang, attempt)
+        is_cut = snapshot is None
+        if snapshot is not None:
+            if not self._is_remote and snapshot.summary.is_over:
+                return  # it stands above
+            snapshot = place.now(snapshot, time.time())
+            is_cut = place.outcome(snapshot.summary) == "ended"
+            yield printable(place.sentence(snapshot))
+        if is_cut:
             for node, state in stored.told_by_metaflow(gang, attempt, _NODES).items():
                 yield f"Metaflow says of {names([node])}: it {state}"
 

@@ -14,7 +14,8 @@ from typing import Any
 from ..channel.registry import Registry
 from ..compat.renamed import known
 from ..gang.cause import describe_exit
-from ..views.page import Facts
+from ..records.snapshot import Snapshot
+from .page import Place
 
 # How Metaflow names the task of another node after the control task's, and which node it counts as the first:
 # `_local_multinode_control_task_step_func`, `KubernetesDecorator.task_pre_step`, `BatchJob.execute`, and
@@ -55,6 +56,7 @@ def place_of(task: str, tasks: set[str]) -> tuple[str, int]:
 class StoredGang:
     """One gang of a step: its tasks, and the names of their files, by attempt."""
 
+    flow: str
     run: str
     step: str
     control_task: str
@@ -80,11 +82,11 @@ class StoredGang:
         """Tell whether a task has a file."""
         return name in self.files.get(task, {}).get(attempt, set())
 
-    def facts(self, attempt: int) -> Facts:
+    def place(self, attempt: int) -> Place:
         """Return what Metaflow has of an attempt."""
         is_done = any(self.has(self.control_task, attempt, name) for name in _ENDED)
-        names = (self.run, self.step, self.control_task, self.tasks)
-        return Facts(*names, attempt, self.last_attempt, is_done, self.clone)
+        names = (self.flow, self.run, self.step, self.control_task, self.tasks)
+        return Place(*names, attempt, self.last_attempt, is_done, self.clone)
 
 
 class StoredGangs:
@@ -155,13 +157,21 @@ class StoredGangs:
             control, node = place_of(task, tasks)
             found.setdefault(control, {})[node] = task
         return [
-            StoredGang(run, step, control, dict(sorted(nodes.items())), {task: files[task] for task in nodes.values()})
+            StoredGang(
+                self._datastore.flow_name,
+                run,
+                step,
+                control,
+                dict(sorted(nodes.items())),
+                {task: files[task] for task in nodes.values()},
+            )
             for control, nodes in sorted(found.items(), key=lambda item: _in_order(item[0]))
         ]
 
-    def events(self, gang: StoredGang, attempt: int) -> dict[str, Any] | None:
+    def snapshot(self, gang: StoredGang, attempt: int) -> Snapshot | None:
         """Return what the control node has stored of an attempt; None if there is nothing."""
-        return Registry(self._datastore, gang.run, gang.step, gang.control_task, attempt).load_events()
+        stored = Registry(self._datastore, gang.run, gang.step, gang.control_task, attempt).load_events()
+        return None if stored is None else Snapshot.read(stored)
 
     def told_by_metaflow(self, gang: StoredGang, attempt: int, at_most: int | None = None) -> dict[int, str]:
         """Return what Metaflow itself knows of each node's task, or of the first nodes, in a word or in the error's own."""

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from ..compat.renamed import known
 from ..gang.protocol import CONTROL
-from ..views.log_lines import Line, Reader, Source, is_of_worker
-from ..views.story import Story
+from ..records.snapshot import Snapshot
+from .log_lines import Line, Reader, Source, is_of_worker
 from .stored_gangs import StoredGang, StoredGangs
 
 LOG_SOURCES = known("metaflow.mflog", "LOG_SOURCES", ("runtime", "task"))
@@ -40,10 +40,10 @@ class StoredLogs:
         files = self._files()
         with self._stored.load(list(files)) as loaded:
             here = {path: Path(local) for path, local, _ in loaded if local is not None}
-            node_of = Story(self._stored.events(self._gang, self._attempt) or {}).node_of
+            snapshot = self._stored.snapshot(self._gang, self._attempt) or Snapshot()
             own = _own_logs([(*files[path][1:], local) for path, local in here.items()], is_growing)
             sources = [Source(*files[path], self._new(path, local, is_growing)) for path, local in here.items()]
-            yield from Reader(node_of, own).merged(sources)
+            yield from Reader(snapshot.summary.node_of, own).merged(sources)
 
     def follow(
         self, clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep
@@ -54,7 +54,7 @@ class StoredLogs:
             began = clock()
             gangs = self._stored.gangs(self._gang.run, self._gang.step)
             self._gang = next((each for each in gangs if each.control_task == self._gang.control_task), self._gang)
-            facts = self._gang.facts(self._attempt)
+            place = self._gang.place(self._attempt)
             is_last = began >= ends_at
             is_new = False
             for line in self.lines(is_growing=not is_last):
@@ -62,7 +62,7 @@ class StoredLogs:
                 yield line
             if is_last:
                 return
-            if facts.is_done or facts.last_attempt > self._attempt:
+            if place.is_done or place.last_attempt > self._attempt:
                 ends_at = clock() + _LAST_S if is_new or ends_at == math.inf else ends_at
             sleep(max(_PAUSE_S, _SHARE * (clock() - began)))
 

@@ -26,13 +26,13 @@ from ..errors import TorchrunPreempted
 from ..events import Event, Subscriber
 from ..gang.cause import Cause
 from ..gang.member import Member
-from ..gang.node_records import NodeRecords
 from ..gang.state import Gang
 from ..logs.console import to_log, write_text
 from ..logs.task_log import TaskLog
 from ..node.plan import WarmStarts
 from ..node.watchers import Feature, keepers_of
 from ..records.event_store import EventStore
+from ..records.node_records import NodeRecords
 from ..settings import StepSettings
 from ..show.live_card import LiveCard, pause_of_member_s
 from .local_nodes import LocalNodes
@@ -86,7 +86,7 @@ class TaskGang:
         self._events: EventStore | None = None  # on any control node
         self._records: NodeRecords | None = None  # on any other node
         self.live_card: LiveCard | None = None  # what shows the gang, or this node of it
-        self._about: dict[str, Any] = {}  # what the card shows besides what has happened
+        self._about: dict[str, Any] = {}  # more fields of `Snapshot`, as they become known
         self._local_nodes: LocalNodes | None = None  # on the control node of a local run
         self._warm: WarmStarts | None = None
         self._preemption_watch: threading.Event | None = None
@@ -124,7 +124,7 @@ class TaskGang:
 
     def name_tasks(self, tasks: Sequence[str]) -> None:
         """Take note of the tasks of all nodes, in order, each as run, step and task."""
-        self._about["tasks"] = list(tasks)
+        self._about["tasks"] = tuple(tasks)
 
     def join(self) -> tuple[Member, str]:
         """Join, and return this node as a member and the control node's address."""
@@ -171,7 +171,9 @@ class TaskGang:
             node, self._about, keepers=keepers_of(self.features, num_nodes, of_all=False)
         )
         shortest_s = pause_of_member_s(num_nodes, self._is_local)
-        self.live_card = LiveCard(records.content, lambda: records.count, self._runs_own_code, shortest_s)
+        self.live_card = LiveCard(
+            records.snapshot, lambda: records.count, self._runs_own_code, shortest_s, features=self.features
+        )
         if not self._finds_tasks():
             self.live_card.give_up()
         member, main_addr = join_as_member(registry, node, num_nodes, self._settings, self._emit)
@@ -192,7 +194,9 @@ class TaskGang:
         """Store and show what happens to the gang, on the control node."""
         self._events = EventStore(registry, channel.gang, self._about)
         gang = channel.gang
-        self.live_card = LiveCard(self._events.content, lambda: _news_of(gang), self._runs_own_code)
+        self.live_card = LiveCard(
+            self._events.snapshot, lambda: _news_of(gang), self._runs_own_code, features=self.features
+        )
         if not self._finds_tasks() and self.live_card.give_up():
             where = f"{self._run_id}/{self._step_name}/{self._task_id}"
             command = f"python {os.path.basename(sys.argv[0])} card create {where} --type torchrun"

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from types import MappingProxyType
 from typing import Any
 
 from ...gang.keepers import Happened, Keeper, Plain, Remarks, Where
 from ...gang.protocol import Told
 from ...gang.wire import from_plain, to_plain
 from ...node.watchers import Feature, Here, Variables, Watcher
+from ...records.summary import Summary
+from ...show.parts.model import Part
 from .kept import Progress as Kept
+from .page import progress_parts
 from .ranks import Ranks, metrics_file
 from .stragglers import lines
 from .told import Metrics, Pace
@@ -27,6 +31,13 @@ class Progress(Feature):
     """How far a launch is."""
 
     name = "progress"
+    after = "outcome"
+    together = MappingProxyType(
+        {
+            "straggler": "{ranks}: slower than half the median for a minute",
+            "recovered": "{ranks}: no longer slow",
+        }
+    )
 
     def keeper(self, num_nodes: int, of_all: bool) -> Keeper:
         """Return what keeps rank 0's values and all ranks' speeds, or the speeds of one node's ranks."""
@@ -44,6 +55,10 @@ class Progress(Feature):
     def result(self, told: Plain) -> Mapping[str, Any]:
         """Return rank 0's last values."""
         return {"metrics": {key: math.nan if value is None else value for key, value in told.items()}}
+
+    def parts(self, kept: Any, summary: Summary) -> Sequence[Part]:
+        """Return how far the launch is, where its scripts tell."""
+        return progress_parts(kept, summary) if kept else ()
 
 
 class ProgressWatcher(Watcher):

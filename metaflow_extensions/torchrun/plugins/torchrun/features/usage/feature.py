@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from ...gang.keepers import Keeper, Plain
 from ...gang.protocol import Told
 from ...gang.wire import from_plain, to_plain
 from ...node.watchers import Feature, Here, Watcher
+from ...records.summary import Summary
+from ...show.parts.model import Part
 from .meter import UsageMeter, Used
+from .page import usage_parts
 from .series import UsageHistory, step_s
 
 
@@ -14,6 +20,7 @@ class Usage(Feature):
     """What the nodes use."""
 
     name = "usage"
+    after = "timeline"
 
     def keeper(self, num_nodes: int, of_all: bool) -> Keeper:
         """Return what keeps the series."""
@@ -22,6 +29,10 @@ class Usage(Feature):
     def watcher(self, here: Here) -> Watcher:
         """Return what measures."""
         return UsageWatcher(here)
+
+    def parts(self, kept: Any, summary: Summary) -> Sequence[Part]:
+        """Return the charts; an old run has none."""
+        return usage_parts(kept) if kept else ()
 
 
 class UsageKeeper(Keeper):

@@ -1,0 +1,180 @@
+"""What each node uses over time, as small charts of the gang's page. Pure.
+
+Of few nodes each has a line. Of many, each chart has three: the node with the highest mean, the one in the middle, and
+the lowest. So a page has a bounded size, however large the gang is.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from typing import Any, NamedTuple, TypeAlias
+
+from ...gang.texts import counted, duration
+from ...show.parts.charts import GREY, LINES, frame
+from ...show.parts.model import Chart, Keys, Part, Sentence
+
+_Values: TypeAlias = list[float | None]
+
+_HEIGHT = 110
+_MOST_LINES = len(LINES)  # of more nodes three have a line
+_MOST_POINTS = 120  # of one line: a chart is hardly wider than that on a phone
+_BRIDGED = 2  # so many missing values in a row may be a late sample; more are a gap in the line
+_OF = {
+    "container": "CPU and memory are those of the node's container.",
+    "processes": "CPU and memory are those of the launch's processes: torchrun, the workers, and what they have started. "
+    "What there is of both is the machine's.",
+}
+_TIMES = ((3 * 3600.0, 3600.0, "hours"), (600.0, 60.0, "minutes"), (0.0, 1.0, "seconds"))
+
+
+class _Panel(NamedTuple):
+    """One chart: what it shows of which kind of values, as ``features/usage`` keeps them, and what they are divided by."""
+
+    kind: str
+    title: str
+    unit: str
+    divisor: float = 1.0
+    limit: str = ""  # which of the node's limits is told with it
+
+
+_PANELS = (
+    _Panel("cpus", "CPU", "cores", limit="cpus"),
+    _Panel("memory_mib", "Memory", "GiB", 1024.0, "memory_mib"),
+    _Panel("gpu_percent", "GPU utilisation", "%"),
+    _Panel("gpu_memory_mib", "GPU memory", "GiB", 1024.0, "gpu_memory_mib"),
+    _Panel("received_kib_s", "Network, received", "MiB/s", 1024.0),
+    _Panel("sent_kib_s", "Network, sent", "MiB/s", 1024.0),
+    _Panel("output_lines_s", "Output", "lines/s"),
+    _Panel("output_bytes_s", "Output", "KiB/s", 1024.0),
+)
+KINDS = tuple(panel.kind for panel in _PANELS)
+_MOST_COUNTS = ("memory_mib", "gpu_memory_mib")  # of two neighbours; of all others it is the mean
+
+
+def usage_parts(usage: Mapping[str, Any]) -> list[Part]:
+    """Return the words and the charts; `usage` is what ``series`` keeps of all nodes."""
+    nodes: dict[int, Mapping[str, Any]] = {int(node): series for node, series in usage["nodes"].items()}
+    if not nodes:
+        return [Sentence("Nothing has been measured.")]
+    step_s, series = _coarser(usage["step_s"], nodes)
+    return [*_words(step_s, nodes), *(_chart(panel, step_s, series, _title(panel, nodes)) for panel in _shown(nodes))]
+
+
+def _shown(nodes: Mapping[int, Any]) -> list[_Panel]:
+    """Return the charts of which something was measured; of the output its lines or, where they aren't known, bytes."""
+    found = [panel for panel in _PANELS if any(panel.kind in series for series in nodes.values())]
+    has_lines = any(panel.kind == "output_lines_s" for panel in found)
+    return [panel for panel in found if not (has_lines and panel.kind == "output_bytes_s")]
+
+
+def _coarser(step_s: float, nodes: Mapping[int, Mapping[str, Any]]) -> tuple[float, dict[int, dict[str, _Values]]]:
+    """Return the nodes' values with as many points as a chart shows, and how long one is."""
+    found = {node: {kind: series[kind] for kind in KINDS if kind in series} for node, series in nodes.items()}
+    while any(len(values) > _MOST_POINTS for series in found.values() for values in series.values()):
+        step_s *= 2
+        found = {node: {kind: coarser(kind, each) for kind, each in series.items()} for node, series in found.items()}
+    return step_s, found
+
+
+def coarser(kind: str, values: _Values) -> _Values:
+    """Return a series in which each two neighbours have become one."""
+    pairs = [[v for v in values[at : at + 2] if v is not None] for at in range(0, len(values), 2)]
+    merge = max if kind in _MOST_COUNTS else statistics.fmean
+    return [merge(pair) if pair else None for pair in pairs]
+
+
+# --- in words -------------------------------------------------------------------------------------
+
+
+def _words(step_s: float, nodes: Mapping[int, Mapping[str, Any]]) -> list[Part]:
+    said = [f"A point stands for {duration(step_s)}. Time runs as in the timeline."]
+    said += [_OF[of] for of in _OF if any(series.get("of") == of for series in nodes.values())]
+    if len(nodes) > _MOST_LINES:
+        said.append(f"Of {len(nodes)} nodes each chart shows three, by their means: highest, median and lowest.")
+    legend = [Keys(tuple((f"node {node}", f"line-{place}") for place, node in enumerate(sorted(nodes))))]
+    return [Sentence(" ".join(said)), *(legend if 1 < len(nodes) <= _MOST_LINES else [])]
+
+
+def _title(panel: _Panel, nodes: Mapping[int, Mapping[str, Any]]) -> str:
+    """Return what a chart shows, with what there is of it where all nodes have the same."""
+    limits = {series.get("limits", {}).get(panel.limit) for series in nodes.values()}
+    gpus = {series.get("limits", {}).get("gpus") for series in nodes.values()}
+    limit = limits.pop() if len(limits) == 1 else None
+    of = f" of {limit / panel.divisor:.4g}" if limit else ""
+    count = gpus.pop() if len(gpus) == 1 else None
+    whose = f", {counted(int(count), 'GPU')} a node" if panel.kind.startswith("gpu") and count else ""
+    return f"{panel.title}, {panel.unit}{of}{whose}" if not of else f"{panel.title}{of} {panel.unit}{whose}"
+
+
+# --- a chart --------------------------------------------------------------------------------------
+
+
+def _chart(panel: _Panel, step_s: float, nodes: Mapping[int, Mapping[str, Any]], title: str) -> Chart:
+    values = {
+        node: _divided(series[panel.kind], panel.divisor) for node, series in nodes.items() if panel.kind in series
+    }
+    length = max(map(len, values.values()))
+    unit_s, unit = next((each, name) for least, each, name in _TIMES if length * step_s >= least)
+    times = [round((number + 0.5) * step_s / unit_s, 3) for number in range(length)]
+    names = {node: f"node {node}" for node in values} if len(nodes) <= _MOST_LINES else picked(values)
+    rows = [_row(name, times, values[node]) for node, name in names.items()]
+    last = ", ".join(f"{row['node']} {row['v'][-1]:g}" for row in rows)
+    scale = {"domain": [0, 100]} if panel.unit == "%" else {"zero": True}
+    time = {"title": unit, "tickCount": 5, "grid": False, "titleAnchor": "end", "titlePadding": 0}
+    value = {"title": None, "tickCount": 4, "minExtent": 32}
+    spec = {
+        **frame(title, _HEIGHT),
+        "encoding": {
+            "x": {"type": "quantitative", "axis": time, "scale": {"zero": True, "nice": False}},
+            "y": {"type": "quantitative", "axis": value, "scale": scale},
+        },
+        "layer": [_layer(rows, len(nodes) > _MOST_LINES)],
+    }
+    return Chart(spec, f"{title}: {last}")
+
+
+def _divided(values: _Values, divisor: float) -> _Values:
+    return [None if value is None else float(f"{value / divisor:.3g}") for value in values]
+
+
+def picked(values: Mapping[int, _Values]) -> dict[int, str]:
+    """Return the nodes with the highest, the middle and the lowest mean, with their names; of fewer nodes fewer."""
+    means = {node: statistics.fmean(v for v in series if v is not None) for node, series in values.items()}
+    ranked = sorted(means, key=lambda node: -means[node])
+    shown = {ranked[0]: "highest", ranked[len(ranked) // 2]: "median", ranked[-1]: "lowest"}
+    return {node: f"{which}: node {node}" for node, which in shown.items()}
+
+
+def _row(name: str, times: list[float], values: _Values) -> dict[str, Any]:
+    """Return one line as columns, without the times of which nothing is known, unless they are many in a row."""
+    kept = [place for place, value in enumerate(values) if value is not None]
+    at: list[float] = []
+    found: _Values = []
+    for before, place in zip([kept[0], *kept], kept, strict=False):
+        if place - before > _BRIDGED + 1:
+            at.append(times[before + 1])
+            found.append(None)
+        at.append(times[place])
+        found.append(values[place])
+    return {"node": name, "t": at, "v": found}
+
+
+def _layer(rows: list[dict[str, Any]], with_legend: bool) -> dict[str, Any]:
+    """Return the lines of a chart; where all charts show the same nodes, the page has one legend for all."""
+    is_short = all(len(row["t"]) < 2 for row in rows)
+    legend = {"title": None, "orient": "bottom", "labelColor": GREY} if with_legend else None
+    scale = {"domain": [row["node"] for row in rows], "range": list(LINES)}
+    return {
+        "data": {"values": rows},
+        "transform": [{"flatten": ["t", "v"]}],
+        # Points carry the words that a mouse finds. They are seen only where there is no line between two yet.
+        "mark": {"type": "line", "strokeWidth": 1.5, "point": {"opacity": int(is_short), "size": 60}},
+        "encoding": {
+            "x": {"field": "t"},
+            "y": {"field": "v"},
+            "detail": {"field": "node"},
+            "tooltip": [{"field": "node"}, {"field": "t", "title": "time"}, {"field": "v", "title": "value"}],
+            "color": {"field": "node", "scale": scale, "legend": legend},
+        },
+    }

@@ -1,0 +1,105 @@
+"""All that is known of one attempt of a gang: what the datastore keeps, and what its pages are made of. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from typing import Any
+
+from ..gang.history import Record, Report
+from ..gang.protocol import StoredOutputs
+from ..gang.state import Gang
+from ..gang.wire import from_plain, to_plain
+from .summary import Summary, summarize
+
+VERSION = 1  # of the form of what is stored; a later one may add fields
+_MAX_MESSAGE = 8 * 1024
+# These are stored only where they are known; all others always, as null or empty.
+_WHERE_KNOWN = ("tasks", "command", "node", "control", "of_nodes", "now_s")
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A gang at one moment; a member makes one of its own node alone, for its own card."""
+
+    num_nodes: int = 0
+    nproc_per_node: int | None = None  # in the last launch
+    version: int = VERSION
+    cause: dict[str, Any] | None = None  # of the last launch's error, as `Cause.as_dict` has it
+    error: str | None = None  # its message
+    facts: dict[str, str] = field(default_factory=dict)  # versions and devices of the control node
+    events: tuple[Record, ...] = ()
+    reports: tuple[Report, ...] = ()
+    wants_outputs: bool | None = None  # whether any launch was asked to store some; None: an old record
+    outputs: dict[int, dict[int, StoredOutputs]] = field(default_factory=dict)  # by launch and node
+    launches_left_out: int = 0  # launches with outputs that are not in `outputs` any more
+    tasks: tuple[str, ...] | None = None  # of all nodes in order, each as run, step and task
+    command: str | None = None  # of torchrun, on the node that has made this
+    node: int | None = None  # the one node of which this is; None: of all
+    control: str | None = None  # of one node: the control node's task, as run, step and task
+    of_nodes: int | None = None  # of one node: how many the gang has
+    now_s: float | None = None  # seconds since the gang's begin, while it runs
+    features: dict[str, Any] = field(default_factory=dict)  # what the keeper of each feature keeps, as plain data
+
+    @cached_property
+    def summary(self) -> Summary:
+        """What has become of the gang."""
+        return summarize(self.events, self.num_nodes, self.nproc_per_node, self.now_s, self.node or 0)
+
+    @property
+    def began(self) -> float | None:
+        """When the gang began, in seconds since 1970."""
+        return self.events[0].time - self.events[0].at_s if self.events else None
+
+    def at(self, now_s: float) -> Snapshot:
+        """Return it as of a later moment, for a gang that still runs."""
+        return replace(self, now_s=now_s)
+
+    def stored(self) -> dict[str, Any]:
+        """Return it as the datastore has it: ``docs/events.md`` tells users the fields."""
+        plain: dict[str, Any] = to_plain(self)
+        features = plain.pop("features")
+        known = {name: value for name, value in plain.items() if value is not None or name not in _WHERE_KNOWN}
+        return {**known, **features}
+
+    @staticmethod
+    def read(stored: Mapping[str, Any]) -> Snapshot:
+        """Return what `stored` has described, also by an older or a later version; raise ValueError if it is none."""
+        plain = _known(Snapshot, stored)
+        for name, cls in (("events", Record), ("reports", Report)):
+            plain[name] = [_known(cls, each) for each in stored.get(name, ())]
+        # All that is no field of ours is a feature's, or of a later version.
+        plain["features"] = {name: value for name, value in stored.items() if name not in _FIELDS}
+        found: Snapshot = from_plain(Snapshot, plain, "the record of the gang")
+        return found
+
+
+_FIELDS = frozenset(each.name for each in fields(Snapshot)) - {"features"}
+
+
+def _known(cls: type[Any], plain: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields that we know; null stands for a field's default."""
+    return {each.name: plain[each.name] for each in fields(cls) if plain.get(each.name) is not None}
+
+
+def snapshot_of(gang: Gang, about: Mapping[str, Any]) -> Snapshot:
+    """Return all that has happened to a gang until now; `about` has more fields.
+
+    Any thread may call this: the gang's thread adds to what is copied here, and replaces the rest in one step.
+    """
+    error = gang.error
+    return Snapshot(
+        num_nodes=gang.num_nodes,
+        nproc_per_node=gang.nproc,
+        cause=None if error is None else error.cause,
+        error=None if error is None else error.message[:_MAX_MESSAGE],
+        facts=gang.facts,
+        events=gang.history.records,
+        reports=gang.history.reports,
+        wants_outputs=gang.wants_outputs,
+        outputs={launch: dict(of) for launch, of in dict(gang.outputs).items() if of},
+        launches_left_out=gang.launches_left_out,
+        features=gang.keepers.record(),
+        **dict(about),
+    )

@@ -1,0 +1,144 @@
+"""Writes a gang's page as components of Metaflow's cards (plain data). Pure.
+
+Metaflow has no component for HTML, but its Markdown lets a block of HTML through. Each block is one line, since a blank
+line would end it; so line breaks of texts are entities. Each section has an id. Metaflow replaces what has an id while
+the page is shown, and can add nothing to it (2.19): so a section without parts stands there, too, and is not seen.
+"""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Iterable, Iterator
+from itertools import groupby
+from typing import Any, TypeAlias
+
+from ..gang.wire import finite
+from .parts.model import Bar, Block, Cell, Cells, Chart, Code, Facts, Keys, Link, Page, Part, Section, Sentence, Table
+from .style import PARTS_STYLE
+
+Component: TypeAlias = dict[str, Any]
+_CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
+
+
+def layout(page: Page) -> Component:
+    """Return the whole page."""
+    return {"type": "page", "title": page.title, "contents": sections(page)}
+
+
+def sections(page: Page) -> list[Component]:
+    """Return the sections; each has an id, and may replace an older one."""
+    plain: list[Component] = finite([_section(section) for section in page.sections])
+    return plain
+
+
+def part(component_id: str, page: Page, names: Iterable[str]) -> Component:
+    """Return the sections with these names as one component, for a card of a user's own; it brings the style."""
+    wanted = set(names)
+    chosen = Page(page.title, tuple(each for each in page.sections if not wanted or each.name in wanted))
+    style = {"type": "markdown", "source": f"<style>{PARTS_STYLE}</style>"}
+    return {"type": "section", "id": component_id, "contents": [style, *sections(chosen)]}
+
+
+def said(text: str) -> Component:
+    """Return a section with one sentence, where there is no gang to show."""
+    return _section(Section("none", "", (Sentence(text),)))
+
+
+def _section(section: Section) -> Component:
+    title = {"title": section.title} if section.title and section.parts else {}
+    return {"type": "section", "id": f"gang-{section.name}", **title, "contents": [*_components(section)]}
+
+
+def _components(section: Section) -> Iterator[Component]:
+    """Return a section's contents: neighbours that are HTML become one component, and neighbouring charts a grid."""
+    for kind, group in groupby(section.parts, _kind):
+        parts = list(group)
+        if kind == "chart":
+            charts = [{"type": "vegaChart", "spec": part.spec, "options": {"actions": False}} for part in parts]  # type: ignore[union-attr]
+            yield from charts if len(charts) == 1 else [{"type": "section", "columns": 2, "contents": charts}]
+        elif kind == "table":
+            yield from map(_table, parts)
+        else:
+            source = "".join(map(_html, parts))
+            yield {"type": "markdown", "source": f'<div class="tr tr-{section.name}">{source}</div>'}
+
+
+def _kind(part: Part) -> str:
+    """Tell parts apart; folded ones stand by themselves, so that they stay open while others are renewed."""
+    if isinstance(part, Chart | Table):
+        return type(part).__name__.lower()
+    return "folded" if isinstance(part, Block) and part.is_folded else "html"
+
+
+def _table(part: Part) -> Component:
+    assert isinstance(part, Table)
+    rows = [[_in_table(cell) for cell in row] for row in part.rows]
+    return {"type": "table", "columns": list(part.header), "data": rows, "vertical": False}
+
+
+def _in_table(cell: str | Link) -> Any:
+    """Return a cell: Metaflow shows a string as a text, whatever is in it."""
+    if isinstance(cell, Link):
+        return {"type": "markdown", "source": f"[{cell.text}]({cell.url})"} if cell.url else cell.text
+    return cell or "–"
+
+
+def one_line(text: str) -> str:
+    """Return a text for HTML, whatever is in it, without a line break in the source."""
+    safe = html.escape(_CONTROL.sub("\N{REPLACEMENT CHARACTER}", text))
+    return safe.replace("\r", "&#13;").replace("\n", "&#10;")
+
+
+def _html(part: Part) -> str:
+    if isinstance(part, Sentence):
+        return _sentence(part)
+    if isinstance(part, Facts):
+        rows = ((one_line(name), one_line(value)) for name, value in part.rows if value)
+        listed = "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in rows)
+        return f'<dl class="tr-facts">{listed}</dl>'
+    if isinstance(part, Code):
+        title = f'<div class="tr-label">{one_line(part.title)}</div>' if part.title else ""
+        return f'{title}<pre class="tr-code">{one_line(part.text)}</pre>'
+    if isinstance(part, Keys):
+        return "".join(f'<span class="tr-key {_colour(name)}">{one_line(text)}</span>' for text, name in part.keys)
+    if isinstance(part, Cells):
+        write = _small_cell if part.is_small else _cell
+        return f'<ul class="tr-cells{" tr-small" * part.is_small}">{"".join(map(write, part.cells))}</ul>'
+    if isinstance(part, Bar):
+        # Metaflow's component can't be read in the dark: its colours are fixed (2.19).
+        return f'<progress class="tr-bar" max="100" value="{part.percent}">{part.percent} %</progress>'
+    assert isinstance(part, Block), f"{type(part).__name__} is no HTML"
+    inner, title = "".join(map(_html, part.parts)), one_line(part.title)
+    if part.is_folded:
+        return f'<details class="tr-restart"><summary>{title}</summary>{inner}</details>'
+    return f'<div class="tr-cause"><b>{title}</b>{inner}</div>'
+
+
+def _sentence(part: Sentence) -> str:
+    text = one_line(part.text)
+    if part.link is not None and part.link.url:
+        place = one_line(part.link.text)
+        text = text.replace(place, f'<a href="{one_line(part.link.url)}">{place}</a>')
+    if part.kind == "outcome":
+        word = f'<span class="tr-word">{one_line(part.word)}</span>'
+        return f'<div class="tr-verdict {_colour(part.word)}">{word}<span class="tr-sentence">{text}</span></div>'
+    return f'<div class="tr-slow"><p>{text}</p></div>' if part.kind == "warning" else f"<p>{text}</p>"
+
+
+def _cell(cell: Cell) -> str:
+    place = one_line(cell.place)
+    return (
+        f'<li class="tr-cell {_colour(cell.state)}" title="{place}"><b>{one_line(cell.title)}</b>'
+        f'<span class="tr-state">{one_line(cell.word)}</span><small>{place}</small></li>'
+    )
+
+
+def _small_cell(cell: Cell) -> str:
+    more = one_line(f"{cell.title}, {cell.place}: {cell.word}")
+    return f'<li class="tr-cell {_colour(cell.state)}" title="{more}">{one_line(cell.title.split()[-1])}</li>'
+
+
+def _colour(name: str) -> str:
+    """Return the class of a colour, see ``style``."""
+    return f"tr-{name.replace(' ', '-')}"

@@ -1,0 +1,73 @@
+"""Writes a gang's page as lines for a terminal. Pure."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Iterable, Sequence
+
+from .parts.model import Block, Chart, Code, Facts, Keys, Link, Page, Part, Sentence, Table
+
+
+def lines_of(page: Page) -> list[str]:
+    """Return the page, with what has nothing to show on a terminal left out."""
+    lines = [_printable(page.title)]
+    for section in page.sections:
+        body = _written(section.parts)
+        if body:
+            lines += ["", *([section.title] if section.title else []), *body]
+    return lines
+
+
+def _written(parts: Iterable[Part]) -> list[str]:
+    return [line for part in parts for line in _lines(part)]
+
+
+def _lines(part: Part) -> list[str]:
+    if isinstance(part, Sentence):
+        return [_printable(part.text)]
+    if isinstance(part, Facts):
+        known = [(name, _printable(value)) for name, value in part.rows if value]
+        width = max((len(name) for name, _ in known), default=0)
+        return [f"{name.ljust(width)}  {value}" for name, value in known]
+    if isinstance(part, Table):
+        rows = [[cell.text if isinstance(cell, Link) else cell for cell in row] for row in part.rows]
+        return table(part.header, rows, part.right)
+    if isinstance(part, Code):
+        return [*([part.title] if part.title else []), *printable(part.text).splitlines()]
+    if isinstance(part, Block):
+        return ["", part.title, *_written(part.parts)]
+    if isinstance(part, Keys | Chart):
+        return [_printable(part.said)] if part.said else []
+    return []
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str] = ()) -> list[str]:
+    """Return lines with columns one below the other; those named in `right` end at their right edge.
+
+    The last column may be as long as it likes.
+    """
+    cells = [tuple(header), *(tuple(_printable(cell) for cell in row) for row in rows)]
+    widths = [max(_width(row[column]) for row in cells) for column in range(len(header))]
+    lines = []
+    for row in cells:
+        padded = []
+        for name, cell, width in zip(header, row, widths, strict=True):
+            pad = " " * (width - _width(cell))
+            padded.append(pad + cell if name in right else cell + pad)
+        lines.append("  ".join(padded).rstrip())
+    return lines
+
+
+def printable(text: str) -> str:
+    """Return a text of several lines without what could steer a terminal."""
+    return "\n".join(_printable(line) for line in text.splitlines())
+
+
+def _printable(text: str) -> str:
+    return "".join(char if char == "\t" or unicodedata.category(char) != "Cc" else "?" for char in text)
+
+
+def _width(text: str) -> int:
+    """Return how many columns of a terminal a text takes."""
+    wide = sum(unicodedata.east_asian_width(char) in "WF" for char in text)
+    return len(text) + wide - sum(unicodedata.combining(char) != 0 for char in text)

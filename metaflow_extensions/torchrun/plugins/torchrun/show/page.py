@@ -1,0 +1,361 @@
+"""The page of a gang, made of its `Snapshot`; what it says is the same on a terminal and on a card. Pure."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ..gang.cause import Cause, signal_name
+from ..gang.history import Report
+from ..gang.texts import duration, names, shortened
+from ..records.snapshot import Snapshot
+from ..records.summary import Node, Rank, RankState, Summary
+from .parts.charts import COLOURS, frame
+from .parts.model import Block, Cell, Cells, Chart, Code, Facts, Keys, Link, Page, Part, Section, Sentence, Table
+from .timeline import timeline
+
+if TYPE_CHECKING:
+    from ..node.watchers import Feature
+
+# More ranks become a cell for each node, and more nodes one without words of its own.
+_MAX_CELLS = 64
+# A page that has little space lists so many nodes, those that need a look, and so many rows of what happened.
+_MAX_NODES, _FIRST_ROWS, _LAST_ROWS = 64, 20, 80
+_MAX_RESTARTS, _MAX_REPORT = 5, 6000  # reports of former failures, and characters of each
+_CODES = 4  # so many exit codes of a node are shown one by one
+# In which order states are told; the first that a node has gives its cell the colour.
+_ORDER: tuple[RankState, ...] = (
+    "failed", "lost", "stopping", "restarting", "starting", "waiting", "running", "stopped", "done",
+)  # fmt: skip
+_ENDED = ("done", "failed", "stopped", "lost")
+_FACTS = {"torch": "PyTorch", "cuda": "CUDA", "nccl": "NCCL", "python": "Python", "devices": "devices"}
+_FULL_STEP, _HEIGHT, _MIN_STEP = 24, 420, 2  # of a node's line in the chart of all times
+
+
+@dataclass(frozen=True)
+class Place:
+    """What Metaflow has of one attempt of one gang."""
+
+    flow: str
+    run: str
+    step: str
+    control_task: str
+    tasks: dict[int, str] = field(default_factory=dict)  # by node; a card has those of the snapshot
+    attempt: int = 0
+    last_attempt: int = 0
+    is_done: bool = False  # whether Metaflow knows of the attempt's end
+    clone: tuple[str, str] | None = None  # run and control task of the clone of it that was asked for
+    ui_url: str | None = None  # of Metaflow's UI
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the control node's task has ended."""
+        return self.is_done or self.attempt < self.last_attempt
+
+    @property
+    def title(self) -> str:
+        """Name the gang, and of what run's step it was cloned."""
+        tries = f", attempt {self.attempt}" if self.last_attempt else ""
+        latest = f" (the latest is {self.last_attempt})" if self.attempt < self.last_attempt else ""
+        clone = f", which run {self.clone[0]} has cloned as task {self.clone[1]}" if self.clone else ""
+        return f"Run {self.run}, step {self.step}, task {self.control_task}{tries}{latest}{clone}"
+
+    def task(self, pathspec: str) -> Link:
+        """Return the way to a task of this flow that is named as run, step and task."""
+        whole = f"{self.flow}/{pathspec}"
+        return Link(whole, f"{self.ui_url.rstrip('/')}/{whole}" if self.ui_url else None)
+
+    def now(self, snapshot: Snapshot, now: float) -> Snapshot:
+        """Return the snapshot as of now, in seconds since 1970, if the gang may still run."""
+        is_over = self.is_over or snapshot.began is None or snapshot.summary.is_over
+        return snapshot if is_over else snapshot.at(now - (snapshot.began or 0.0))
+
+    def outcome(self, summary: Summary) -> str:
+        """Return ``done`` or ``failed``, the same as the summary while the gang runs, or ``ended`` if none knows how."""
+        is_cut = self.is_over and not summary.is_over and summary.outcome != "failed"
+        return "ended" if is_cut else summary.outcome
+
+    def sentence(self, snapshot: Snapshot) -> str:
+        """Return what came of a gang, and why if it failed, in one line."""
+        sentence = snapshot.summary.sentence
+        if self.outcome(snapshot.summary) != "ended":
+            return sentence
+        # It records every few seconds, so the last of what has happened can be missing.
+        events = snapshot.events
+        last = _moment(events[-1].time) if events else ""
+        unknown = "The control node's task has ended, but has not recorded how."
+        return f"{unknown} Its last record{last and f', of {last}'}: {sentence}"
+
+
+@dataclass(frozen=True)
+class _Shown:
+    """What a section is made of."""
+
+    snapshot: Snapshot
+    place: Place
+    features: Sequence[Feature]
+    is_short: bool  # whether the page has little space
+
+    @property
+    def summary(self) -> Summary:
+        return self.snapshot.summary
+
+
+def section_names(features: Iterable[Feature] = ()) -> list[str]:
+    """Return the names of all sections, in their order on the page."""
+    found = list(_SECTIONS)
+    for feature in features:
+        if feature.after in found:
+            found.insert(found.index(feature.after) + 1, feature.name)
+    return found
+
+
+def page_of(snapshot: Snapshot, place: Place, features: Sequence[Feature] = (), is_short: bool = False) -> Page:
+    """Return the page of a gang; one that `is_short` leaves out what is more than a card should hold."""
+    shown = _Shown(snapshot, place, features, is_short)
+    by_name = {feature.name: feature for feature in features}
+    sections = [
+        _section_of(by_name[name], shown) if name in by_name else Section(name, *_SECTIONS[name](shown))
+        for name in section_names(features)
+    ]
+    return Page(place.title, tuple(sections))
+
+
+def _section_of(feature: Feature, shown: _Shown) -> Section:
+    try:
+        parts = tuple(feature.parts(shown.snapshot.features.get(feature.name), shown.summary))
+    except Exception as error:  # what an older version has kept may not fit; the rest of the page does
+        parts = (Sentence(f"This can't be shown: {type(error).__name__}: {error}"),)
+    return Section(feature.name, feature.name.capitalize(), parts)
+
+
+def failed_rank(snapshot: Snapshot) -> int | None:
+    """Return the rank that has failed last, if it was one."""
+    causes = [report.cause for report in snapshot.reports if report.cause is not None]
+    rank: int | None = causes[-1].get("rank") if causes else None
+    return rank
+
+
+# --- the outcome ------------------------------------------------------------------------------------
+
+
+def _outcome(shown: _Shown) -> tuple[str, tuple[Part, ...]]:
+    snapshot, summary = shown.snapshot, shown.summary
+    parts: list[Part] = [Sentence(shown.place.sentence(snapshot), "outcome", summary.outcome)]
+    if snapshot.control is not None:
+        control = shown.place.task(snapshot.control)
+        said = f"This is node {snapshot.node}. The gang's card is that of the control task, {control.text}."
+        parts.append(Sentence(said, link=control))
+    before = list(snapshot.reports)
+    is_failure = snapshot.error is not None or snapshot.cause is not None or summary.outcome == "failed"
+    if is_failure and before and before[-1].error is not None:
+        parts.append(Block("Cause", (Code(before.pop().text),)))
+    elif snapshot.error is not None or snapshot.cause is not None:
+        text = snapshot.error or Cause.from_dict(snapshot.cause or {}).describe()
+        parts.append(Block("Cause" if snapshot.cause is not None else "Error", (Code(text),)))
+    elif summary.cause is not None and not before:  # of before there were reports
+        parts.append(Block("Last restart because of", (Sentence(summary.cause.text),)))
+    most = _MAX_RESTARTS if shown.is_short else len(before)
+    parts += [_former(each, shown.is_short) for each in before[::-1][:most]]
+    if len(before) > most:
+        parts.append(Sentence(f"{len(before) - most} earlier failures are not shown here."))
+    return "", tuple(parts)
+
+
+def _former(report: Report, is_short: bool) -> Block:
+    """Return a failure that was not the end of it."""
+    what, _, text = report.text.partition("\n")
+    after = "All workers were started again after this." if report.error is None else f"run raised {report.error}."
+    more = len(text) - _MAX_REPORT
+    if is_short and more > 0:
+        text = f"… {more} characters are left out here\n{text[more:]}"
+    code = [Code(text)] if text else []
+    return Block(f"After {duration(report.at_s)}: {what}", (Sentence(after), *code), is_folded=True)
+
+
+# --- ranks and nodes --------------------------------------------------------------------------------
+
+
+def _tally(ranks: Iterable[Rank]) -> dict[RankState, str]:
+    """Return how many ranks are in which state, the worst first."""
+    found = Counter(rank.state for rank in ranks)
+    return {state: f"{found[state]} {state}" for state in _ORDER if found[state]}
+
+
+def _ranks(shown: _Shown) -> tuple[str, tuple[Part, ...]]:
+    summary = shown.summary
+    nodes, ranks = {node.index: node for node in summary.nodes}, summary.ranks
+    if not ranks:
+        cells = (Cell(f"node {node.index}", "waiting", node.word, _host(node)) for node in summary.nodes)
+        return "Ranks", (Sentence("No launch has begun yet, so there are no ranks."), Cells(tuple(cells)))
+    tally = _tally(ranks)
+    legend = Keys(tuple((text, state) for state, text in tally.items()), ", ".join(tally.values()))
+    if len(ranks) <= _MAX_CELLS:
+        return "Ranks", (legend, Cells(tuple(_rank_cell(rank, nodes[rank.node]) for rank in ranks)))
+    by_node: dict[int, list[Rank]] = {}
+    for rank in ranks:
+        by_node.setdefault(rank.node, []).append(rank)
+    cells = (_node_cell(nodes[node], of_node) for node, of_node in by_node.items())
+    return "Ranks", (legend, *_bad(ranks), Cells(tuple(cells), is_small=len(by_node) > _MAX_CELLS))
+
+
+def _host(node: Node) -> str:
+    return node.host or "no host yet"
+
+
+def _rank_cell(rank: Rank, node: Node) -> Cell:
+    code = rank.exit_code
+    end = "" if code is None else f", exit code {code}" if code >= 0 else f", {signal_name(-code)}"
+    return Cell(f"rank {rank.rank}", rank.state, rank.state + end, f"node {node.index}, {_host(node)}")
+
+
+def _node_cell(node: Node, ranks: list[Rank]) -> Cell:
+    tally = _tally(ranks)
+    return Cell(f"node {node.index}", next(iter(tally)), ", ".join(tally.values()), node.host)
+
+
+def _bad(ranks: Iterable[Rank]) -> list[Part]:
+    """Name the ranks that failed or were lost, which a small cell only colours."""
+    lines: list[Part] = []
+    for state in ("failed", "lost"):
+        found = [rank for rank in ranks if rank.state == state]
+        if found:
+            nodes = names(sorted({rank.node for rank in found}))
+            lines.append(Sentence(f"{state}: {names((rank.rank for rank in found), 'rank')} on {nodes}"))
+    return lines
+
+
+def _nodes(shown: _Shown) -> tuple[str, tuple[Part, ...]]:
+    summary = shown.summary
+    nodes, title = list(summary.nodes), "Node" if shown.snapshot.node is not None else "Nodes"
+    if shown.is_short and len(nodes) > _MAX_NODES:
+        title = "Node 0, and nodes that need a look"
+        odd = {rank.node for rank in summary.ranks if rank.state in ("failed", "lost")}
+        nodes = [node for node in nodes if node.index in {0, *odd} or node.state in ("missing", "lost")][:_MAX_NODES]
+    header = ("node", "host", "task", "ranks", "state", "seconds", "exit codes")
+    rows = tuple(_node_row(shown, node) for node in nodes)
+    return title, (Table(header, rows, right=("node", "seconds")),)
+
+
+def _node_row(shown: _Shown, node: Node) -> tuple[str | Link, ...]:
+    ranks = shown.summary.ranks_of(node.index)
+    codes = [rank.exit_code for rank in ranks]
+    has_ended = any(code is not None for code in codes) or (
+        shown.summary.has_started and all(rank.state in _ENDED for rank in ranks)
+    )
+    is_range = len(ranks) > 1 and ranks[-1].rank - ranks[0].rank == len(ranks) - 1
+    numbers = f"{ranks[0].rank}-{ranks[-1].rank}" if is_range else shortened(rank.rank for rank in ranks)
+    seconds = "" if node.seconds is None else f"{node.seconds:.1f}"
+    ends = exit_codes(codes) if has_ended else ""
+    return (str(node.index), node.host, _task(shown, node.index), numbers, node.word, seconds, ends)
+
+
+def _task(shown: _Shown, node: int) -> str | Link:
+    """Return the task of a node, as a link where Metaflow's UI is known."""
+    place, tasks = shown.place, shown.snapshot.tasks or ()
+    if shown.snapshot.node == node:
+        found = f"{place.run}/{place.step}/{place.control_task}"
+    elif node in place.tasks:
+        found = f"{place.run}/{place.step}/{place.tasks[node]}"
+    elif node < len(tasks):
+        found = tasks[node]
+    else:
+        return "-"
+    return Link(found.split("/")[-1], place.task(found).url)
+
+
+def exit_codes(codes: Sequence[int | None]) -> str:
+    """Return how the ranks of a node ended, in the order of ranks, or of many how many ended in which way."""
+    words = ["unknown" if code is None else str(code) if code >= 0 else signal_name(-code) for code in codes]
+    if len(words) <= _CODES:
+        return " ".join(words)
+    return ", ".join(f"{count} x {word}" for word, count in Counter(words).most_common())
+
+
+# --- what happened when -----------------------------------------------------------------------------
+
+
+def _timeline(shown: _Shown) -> tuple[str, tuple[Part, ...]]:
+    together = {kind: text for feature in shown.features for kind, text in feature.together.items()}
+    rows = timeline(shown.snapshot.events, together)
+    more = len(rows) - _FIRST_ROWS - _LAST_ROWS
+    if shown.is_short and more > 0:
+        rows = [*rows[:_FIRST_ROWS], ("", "", f"{more} lines are left out here"), *rows[-_LAST_ROWS:]]
+    table = Table(("seconds", "launch", "what happened"), tuple(rows), right=("seconds",))
+    return "Timeline", (Chart(_times(shown.summary)), table)
+
+
+def _times(summary: Summary) -> dict[str, Any]:
+    """Return the chart of all times: a line for each node, a colour for each state."""
+    rows = [
+        {
+            "node": node.index,
+            "host": node.host,
+            "state": span.state,
+            "from": round(span.begin_s, 1),
+            "to": round(span.end_s, 1),
+        }
+        for node in summary.nodes
+        for span in node.spans
+        if span.state != "left"
+    ]
+    states = [state for state in COLOURS if any(row["state"] == state for row in rows)]
+    nodes = [node.index for node in summary.nodes]
+    step = max(_MIN_STEP, min(_FULL_STEP, _HEIGHT // max(1, len(nodes))))
+    y_axis = {"title": "node", "labelOverlap": True, "ticks": False, "domain": False}
+    x_axis = {"title": f"seconds since the {'node' if nodes and nodes[0] else 'gang'}'s begin", "tickCount": 6}
+    return {
+        **frame(height={"step": step}),
+        "data": {"values": rows},
+        "mark": {"type": "bar", "height": {"band": 0.8 if step > 8 else 1.0}},
+        "encoding": {
+            "y": {"field": "node", "type": "ordinal", "scale": {"domain": nodes, "padding": 0}, "axis": y_axis},
+            "x": {"field": "from", "type": "quantitative", "axis": x_axis},
+            "x2": {"field": "to"},
+            "color": {
+                "field": "state",
+                "type": "nominal",
+                "scale": {"domain": states, "range": [COLOURS[state] for state in states]},
+                "legend": {"orient": "top", "title": None, "columns": 4},
+            },
+            "tooltip": [{"field": name} for name in ("node", "host", "state", "from", "to")],
+        },
+    }
+
+
+def _launch(shown: _Shown) -> tuple[str, tuple[Part, ...]]:
+    snapshot, summary = shown.snapshot, shown.summary
+    events, last = snapshot.events, ""
+    if events and not summary.is_over:
+        age = "" if snapshot.now_s is None else f", {duration(snapshot.now_s - events[-1].at_s)} ago"
+        last = _moment(events[-1].time) + age
+    rows = [
+        ("began", "" if snapshot.began is None else _moment(snapshot.began)),
+        ("took" if summary.is_over else "so far", duration(summary.seconds)),
+        ("last record", last),
+        ("nodes", str(snapshot.of_nodes or len(summary.nodes))),
+        ("ranks on each", str(snapshot.nproc_per_node or "")),
+        ("launch", "" if summary.launch is None else str(summary.launch)),
+        ("restarts", str(summary.all_restarts)),
+        ("left out", next((event.text for event in events if event.kind == "omitted"), "")),
+        *((title, snapshot.facts.get(name, "")) for name, title in _FACTS.items()),
+    ]
+    command = [Code(snapshot.command, f"Command on node {snapshot.node or 0}")] if snapshot.command else []
+    return "Launch", (Facts(tuple(rows)), *command)
+
+
+def _moment(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
+
+
+# The core's sections in their order: what makes each, as a title and parts. One without a title stands by itself.
+_SECTIONS: dict[str, Callable[[_Shown], tuple[str, tuple[Part, ...]]]] = {
+    "outcome": _outcome,
+    "ranks": _ranks,
+    "timeline": _timeline,
+    "nodes": _nodes,
+    "launch": _launch,
+}

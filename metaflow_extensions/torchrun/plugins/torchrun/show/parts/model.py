@@ -1,0 +1,121 @@
+"""The parts of a gang's page: what it says, whoever writes it. Pure.
+
+The core and the features make them; `as_text` writes them to a terminal, `as_card` as components of Metaflow's cards.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias, Union
+
+
+@dataclass(frozen=True)
+class Link:
+    """A text that leads to another page where a card can show that."""
+
+    text: str
+    url: str | None = None
+
+
+@dataclass(frozen=True)
+class Sentence:
+    """One sentence or more, as a paragraph."""
+
+    text: str
+    kind: Literal["", "outcome", "warning"] = ""
+    word: str = ""  # the outcome in a word; a key of `charts.COLOURS`
+    link: Link | None = None  # its text stands in `text`
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Names with values; those without a value are not shown."""
+
+    rows: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of cells; columns named in `right` end at their right edge on a terminal."""
+
+    header: tuple[str, ...]
+    rows: tuple[tuple[str | Link, ...], ...]
+    right: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Code:
+    """A text as it is, such as a traceback."""
+
+    text: str
+    title: str = ""
+
+
+@dataclass(frozen=True)
+class Keys:
+    """What each colour stands for: texts, each with a name that has a colour."""
+
+    keys: tuple[tuple[str, str], ...]
+    said: str = ""  # on a terminal
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One rank or node among many."""
+
+    title: str
+    state: str  # a key of `charts.COLOURS`
+    word: str = ""
+    place: str = ""
+
+
+@dataclass(frozen=True)
+class Cells:
+    """Cells side by side; a terminal shows none, since a table has them all."""
+
+    cells: tuple[Cell, ...]
+    is_small: bool = False  # only titles are shown
+
+
+@dataclass(frozen=True)
+class Bar:
+    """How much is done; a terminal shows none, since a sentence says it."""
+
+    percent: int
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A chart of Vega-Lite."""
+
+    spec: dict[str, Any]
+    said: str = ""  # the last values, for a terminal
+
+
+@dataclass(frozen=True)
+class Block:
+    """Parts under a title of their own."""
+
+    title: str
+    parts: tuple[Part, ...]
+    is_folded: bool = False  # shown when a reader opens it
+
+
+Part: TypeAlias = Union[Sentence, Facts, Table, Code, Keys, Cells, Bar, Chart, Block]  # noqa: UP007 - Python 3.10
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the page that users can ask for by its name."""
+
+    name: str
+    title: str
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True)
+class Page:
+    """A whole page."""
+
+    title: str
+    sections: tuple[Section, ...]

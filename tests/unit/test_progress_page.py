@@ -1,0 +1,147 @@
+"""How far a launch is, as the gang's card shows it."""
+
+import json
+import sys
+from dataclasses import replace
+
+import pytest
+from gang_snapshots import MARKUP, a_gang, failed
+
+from metaflow_extensions.torchrun.plugins.torchrun.features.progress.feature import Progress as Feature
+from metaflow_extensions.torchrun.plugins.torchrun.features.progress.kept import Progress
+from metaflow_extensions.torchrun.plugins.torchrun.features.progress.lines import parse_line
+from metaflow_extensions.torchrun.plugins.torchrun.features.progress.told import Metrics, Pace, Point
+from metaflow_extensions.torchrun.plugins.torchrun.gang.keepers import Where
+from metaflow_extensions.torchrun.plugins.torchrun.show.as_card import layout
+from metaflow_extensions.torchrun.plugins.torchrun.show.as_text import lines_of
+from metaflow_extensions.torchrun.plugins.torchrun.show.page import Place, page_of
+from metaflow_extensions.torchrun.plugins.torchrun.show.parts.model import Bar, Chart, Facts, Sentence
+
+
+def told_by(*steps, total=None, speed=None, slow=None):
+    """Return what is stored of the progress of a launch of 2 x 2; rank 3 is so fast."""
+    progress = Progress(0)
+    points = tuple(Point(step, values) for step, values in steps)
+    for now in range(0, 100, 5):
+        paces = {0: Pace(steps[-1][0], speed), 1: Pace(0, speed)}
+        progress.take(0, Metrics(paces, points, total), now)
+        progress.take(1, Metrics({2: Pace(0, speed), 3: Pace(0, slow or speed)}), now)
+        progress.look(now, lambda rank: Where(rank // 2, rank, "host"))
+    return json.loads(json.dumps(progress.as_dict()))
+
+
+def page_with(progress, gang=None):
+    known = replace(gang or a_gang(), features={"progress": progress})
+    return page_of(known, Place("Flow", "1", "train", "2"), [Feature()])
+
+
+def progress_of(progress, gang=None):
+    """Return the section's title, the bar, the sentences, the facts and the charts of a page."""
+    page = page_with(progress, gang)
+    json.dumps(layout(page), allow_nan=False)
+    (section,) = [each for each in page.sections if each.name == "progress"]
+
+    def of(kind):
+        return [part for part in section.parts if isinstance(part, kind)]
+
+    facts = dict(row for part in of(Facts) for row in part.rows if row[1])
+    return of(Bar), [part.text for part in of(Sentence)], facts, [chart.spec for chart in of(Chart)]
+
+
+def test_where_scripts_tell_nothing_there_is_a_place_for_what_they_may_tell_later():
+    assert progress_of(None) == ([], [], {}, [])
+    assert {"type": "section", "id": "gang-progress", "contents": []} in layout(page_with(None))["contents"]
+    assert "Progress" not in lines_of(page_with(None))
+
+
+def test_progress_has_a_bar_the_time_left_speeds_and_a_chart_for_each_key():
+    told = told_by((1, {"loss": 3.0, MARKUP: 1.0}), (30, {"loss": None}), total=200.0, speed=2.0)
+    bar, _, facts, charts = progress_of(told)
+    assert bar == [Bar(15)]
+    assert facts == {
+        "rank 0": "step 30 of 200 (15 %)",
+        "speed": "2 steps/s, 1 min 25 s left",
+        "all ranks": "median of 4 ranks: 2 steps/s; slowest: rank 0 (node 0), 2 steps/s",
+        "last values": f"loss not finite, {MARKUP} 1",
+    }
+    assert [chart["data"]["values"] for chart in charts] == [
+        [{"step": 1, "value": 3.0}, {"step": 30, "value": None}],
+        [{"step": 1, "value": 1.0}],
+    ]
+    assert charts[0]["title"]["text"] == "loss: not finite"
+    assert all(chart["width"] == "container" for chart in charts)
+
+
+@pytest.mark.parametrize(
+    ("values", "scale"),
+    [
+        ([0.5, 0.25], {"zero": False}),
+        ([0.5, 0.5], {"domain": [0.25, 0.75]}),
+        ([-2.0, None], {"domain": [-3.0, -1.0]}),
+        ([0.0, 0.0], {"zero": False}),
+        ([None, None], {"zero": False}),
+    ],
+)
+def test_a_value_that_never_changes_has_an_axis_around_it(values, scale):
+    told = Progress()
+    told.take(0, Metrics({0: Pace(2)}, tuple(Point(step, {"lr": each}) for step, each in enumerate(values))), 0.0)
+    *_, (chart,) = progress_of(told.as_dict())
+    assert chart["encoding"]["y"]["scale"] == scale
+
+
+MAX, TINY = sys.float_info.max, 5e-324
+
+
+@pytest.mark.parametrize(
+    ("values", "drawn"),
+    [
+        ([MAX, 2.5, 2.25], [None, 2.5, 2.25]),  # "best so far", before there is any
+        ([-MAX, MAX], [None, None]),
+        ([MAX], [None]),
+        ([float("inf"), float("-inf"), float("nan"), 10**400, 1.0], [None, None, None, None, 1.0]),
+        ([TINY], [0.0]),
+        ([0.0, TINY], [0.0, 0.0]),
+        ([1e300, -1e300], [1e300, -1e300]),
+        ([1e-300], [1e-300]),
+        ([10**300], [1e300]),
+    ],
+)
+@pytest.mark.parametrize("name", ["", "🙂", "</script><script>window.hit = 1</script>", "\ud800", "ste\u0000p\n"])
+def test_no_value_and_no_name_of_one_makes_a_page_that_no_browser_can_read(values, drawn, name):
+    progress = Progress(0)
+    lines = [parse_line(json.dumps({"step": step, name: each}).encode()) for step, each in enumerate(values)]
+    points = tuple(Point(line.step, line.values) for line in lines)
+    progress.take(0, Metrics({0: Pace(len(values), 1.0)}, points), 0.0)
+    *_, (chart,) = progress_of(progress.as_dict())
+    assert [row["value"] for row in chart["data"]["values"]] == drawn
+    assert all(line.isprintable() or "\ud800" in name for line in lines_of(page_with(progress.as_dict())))
+
+
+def test_what_is_stored_of_an_older_version_can_be_read_even_if_there_are_numbers_in_it_that_are_none():
+    told = told_by((30, {"loss": 1.0}), speed=2.0)
+    told["rates"]["median"], told["last"]["loss"], told["total"] = float("inf"), float("nan"), TINY
+    assert progress_of(told)[0] == [Bar(100)]
+
+
+def test_without_a_total_there_is_no_bar_and_what_is_not_known_is_left_out():
+    bar, _, facts, _ = progress_of(told_by((30, {"loss": 1.0}), speed=2.0))
+    assert (bar, facts["rank 0"]) == ([], "step 30")
+    told = told_by((2000, {"\x1b[31m": 1e-9}), total=1000.0, speed=2.0)
+    told["rates"].update(by="seconds", ranks=1)
+    bar, _, facts, _ = progress_of({**told, "steps_per_s": None, "left_s": None})
+    assert (bar, facts) == ([Bar(100)], {"rank 0": "step 2000 of 1000 (100 %)", "last values": "\x1b[31m 1e-09"})
+
+
+def test_stragglers_come_first_while_the_gang_runs():
+    told = told_by((30, {}), speed=2.0, slow=0.5)
+    _, (slow,), *_ = progress_of(told, a_gang(host="<b>h"))
+    assert slow == "rank 3 (node 1, host <b>h-1) is slow: 0.5 steps/s, the median is 2"
+    _, slow, of_failed, _ = progress_of({**told, "left_s": 5.0}, failed(a_gang(), 1, "no"))
+    assert (slow, of_failed["speed"]) == ([], "2 steps/s")
+
+
+def test_a_chart_of_a_long_run_is_small():
+    *_, (chart,) = progress_of(told_by(*((step, {"loss": 1.0}) for step in range(400))))
+    values = chart["data"]["values"]
+    assert len(values) <= 201
+    assert (values[0]["step"], values[-1]["step"]) == (0, 399)
