@@ -12,7 +12,7 @@ from unit_helpers import write
 
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
 from metaflow_extensions.torchrun.plugins.torchrun.guardian.agent_events import WorkerEnded
-from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec, Request, build_spec
+from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec, build_spec
 from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import Node as SpecNode
 from metaflow_extensions.torchrun.plugins.torchrun.node.exits import (
     Exits,
@@ -106,7 +106,12 @@ REFUSES = "import argparse as a; p = a.ArgumentParser(); p.add_argument('--amp',
 )
 def test_a_script_that_refuses_true_for_a_flag_has_the_remedy_beside_its_own_words(given, is_advised, tmp_path):
     script = write(tmp_path / "it's train.py", REFUSES)
-    spec = build_spec(Request(str(script), given, {}), 1, parse_settings({}, "train"), SpecNode(1, 0, "127.0.0.1"))
+    spec = build_spec(
+        {"entrypoint": str(script), "entrypoint_args": given},
+        1,
+        parse_settings({}, "train"),
+        SpecNode(1, 0, "127.0.0.1"),
+    )
     done = subprocess.run([sys.executable, spec.entrypoint, *spec.args], stderr=subprocess.PIPE, text=True)
     write(tmp_path / "run_x" / "attempt_0" / "0" / "stderr.log", done.stderr)
     exits = Exits(str(tmp_path), spec, "host")

@@ -33,8 +33,9 @@ from metaflow_extensions.torchrun.plugins.torchrun.launch.function import (
     refuse_for_scripts,
 )
 from metaflow_extensions.torchrun.plugins.torchrun.launch.outputs import Outputs
-from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec, Request
+from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec, Node, build_spec
 from metaflow_extensions.torchrun.plugins.torchrun.launch.transfer import TransferFailed
+from metaflow_extensions.torchrun.plugins.torchrun.settings import parse_settings
 
 SPEC = LaunchSpec(FUNCTION_WORKER, ("folder",), False, nproc=2, num_nodes=2, node_index=1, python="python3")
 CAUSE = {"kind": "exception", "node": 1, "rank": 2, "local_rank": 0, "host": "host-1"}
@@ -151,23 +152,30 @@ def test_a_call_that_can_not_be_written_leaves_no_file(argument, folder, error, 
 
 @pytest.mark.parametrize(("init", "gather", "named"), [("gloo", False, "init='gloo'"), (None, True, "gather=True")])
 def test_what_is_for_functions_is_refused_for_scripts(init, gather, named):
-    refuse_for_scripts(None, False)
+    refuse_for_scripts({"init": None, "gather": False})
     with pytest.raises(TorchrunConfigError, match=rf"run\({named}\) is for functions"):
-        refuse_for_scripts(init, gather)
+        refuse_for_scripts({"init": init, "gather": gather})
 
 
 @pytest.mark.parametrize(
     "given", [{"module": True}, {"torchrun_args": ["--module"]}, {"torchrun_args": {"no_python": None}}]
 )
 def test_what_is_for_scripts_is_refused_for_functions(given):
-    refuse_for_functions(Request(train, None, {"nproc_per_node": 2, "module": False}))
+    refuse_for_functions({"nproc_per_node": 2, "module": False})
     with pytest.raises(TorchrunConfigError, match="says how to run a script, but the entrypoint is a function"):
-        refuse_for_functions(Request(train, None, given))
+        refuse_for_functions(given)
+
+
+def spec_of(call, **given):
+    """Return the launch of a function whose own arguments no script could be given."""
+    node = Node(2, 1, "10.0.0.7")
+    given |= {"entrypoint": train, "entrypoint_args": {"net": object()}}
+    return build_spec(given, 2, parse_settings({}, "train"), node, call.spec)
 
 
 def test_torchruns_own_elasticity_is_refused(make):
     with pytest.raises(TorchrunConfigError, match="max_restarts"):
-        make().fit(replace(SPEC, min_nodes=1))
+        spec_of(make(), torchrun_args={"nnodes": "1:2", "rdzv_backend": "c10d"})
 
 
 # --- what the nodes compare -------------------------------------------------------------------------
@@ -185,17 +193,18 @@ def test_torchruns_own_elasticity_is_refused(make):
     ],
 )
 def test_name_and_file_of_a_function(function, name, make):
-    spec = make(function).fit(SPEC)
-    assert (spec.function, spec.source) == (name, __file__)
+    spec = spec_of(make(function))
+    assert (spec.function.name, spec.source, spec.bools) == (name, __file__, ())
+    assert (spec.entrypoint, spec.args) == (FUNCTION_WORKER, (spec.function.folder,))
 
 
 def test_functions_are_told_apart_by_name_and_source_and_not_by_their_folders(make, tmp_path):
-    one, other = (make(function).fit(SPEC) for function in (train, Trainer.fit))
+    one, other = (spec_of(make(function)) for function in (train, Trainer.fit))
     assert one.digest() != other.digest()
-    assert one.digest() == make(train).fit(replace(SPEC, entrypoint="/elsewhere/worker.py")).digest()
+    assert one.digest() == replace(spec_of(make(train)), entrypoint="/elsewhere/worker.py").digest()
     sources = [str(write(tmp_path / name / "flow.py", name)) for name in ("a", "b")]
     assert len({contents_digest(replace(one, source=source)) for source in sources}) == 2
-    builtin = make(len).fit(SPEC)
+    builtin = spec_of(make(len))
     assert contents_digest(builtin) == contents_digest(SPEC) != "unknown", "it has the contents of the worker's script"
 
 

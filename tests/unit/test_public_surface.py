@@ -1,15 +1,23 @@
 """What users may rely on stands here; a change of it is a decision."""
 
+import collections.abc
+import functools
 import inspect
+import operator
+import os
+import re
+import typing
 from pathlib import Path
 
 import metaflow
 import pytest
+from pages import read
 
 from metaflow_extensions.torchrun.plugins import mfextinit_torchrun
 from metaflow_extensions.torchrun.plugins.torchrun.decorator import TorchrunDecorator
 from metaflow_extensions.torchrun.plugins.torchrun.executor import TorchrunExecutor
-from metaflow_extensions.torchrun.plugins.torchrun.run_arguments import NAMES, RunOptions
+from metaflow_extensions.torchrun.plugins.torchrun.run_arguments import RunOptions
+from metaflow_extensions.torchrun.plugins.torchrun.settings import ARGUMENTS, DEFAULTS, FOR_0_2, SETTINGS
 from metaflow_extensions.torchrun.plugins.torchrun.single_node import TorchrunSingleNodeMultiGPU
 from metaflow_extensions.torchrun.plugins.torchrun_libs import exceptions
 from metaflow_extensions.torchrun.toplevel import toplevel
@@ -31,12 +39,12 @@ def test_run_takes_two_arguments_by_position_and_all_that_type_checkers_know_by_
     assert {parameter.kind for parameter in parameters[2:]} == {inspect.Parameter.KEYWORD_ONLY}
     assert all(parameter.default is not parameter.empty for parameter in parameters)
 
-    assert tuple(parameter.name for parameter in parameters) == NAMES
+    assert {parameter.name: parameter.default for parameter in parameters} == ARGUMENTS
 
 
 def test_the_single_node_class_takes_the_same():
     parameters = inspect.signature(TorchrunSingleNodeMultiGPU.run).parameters
-    assert tuple(parameters) == ("self", *NAMES[:2], "options")
+    assert tuple(parameters) == ("self", *[*ARGUMENTS][:2], "options")
 
 
 def test_the_exceptions_of_0_2_lead_to_todays():
@@ -52,9 +60,54 @@ def test_the_facts_are_these_and_read_only():
     assert all(vars(TorchrunExecutor)[name].fset is None for name in facts)
 
 
-@pytest.mark.parametrize("attribute", sorted(TorchrunDecorator.defaults))
-def test_every_attribute_is_documented(attribute):
-    assert f"\n    {attribute} : " in TorchrunDecorator.__doc__
+def parameters_in(docstring):
+    """Return the parameters that a docstring describes, in its order, each with what it says of type and default."""
+    section = inspect.cleandoc(docstring).split("Parameters\n----------\n")[1].split("\n\n")[0]
+    rows = re.findall(r"^(\S.*?) : (.*)$", section, re.MULTILINE)
+    return {name: kind for names, kind in rows for name in names.split(", ")}
+
+
+def types_in(kinds):
+    """Return the types that such words name, with None."""
+    known = {**vars(typing), **vars(collections.abc), "Path": Path, "os": os}
+    found = {name: re.sub(r"(, )?(optional)?(, default .*)?$", "", kind) for name, kind in kinds.items()}
+    return {name: wide(eval(kind, known)) for name, kind in found.items() if kind}
+
+
+def wide(hint):
+    """Return a type with None, and with the types of what a Literal allows."""
+    inner = [each for each in typing.get_args(hint) if each is not type(None)]
+    if len(inner) == 1 and type(None) in typing.get_args(hint):
+        return wide(inner[0])
+    if typing.get_origin(hint) is typing.Literal:
+        hint = functools.reduce(operator.or_, map(type, inner))
+    return hint | None
+
+
+def test_the_docstring_of_run_describes_the_arguments_and_no_others():
+    kinds = parameters_in(TorchrunExecutor.run.__doc__)
+    assert kinds.keys() == ARGUMENTS.keys()
+    defaults = {name: default for name, default in ARGUMENTS.items() if f"default {default}" in kinds[name]}
+    assert defaults == {name: default for name, default in ARGUMENTS.items() if default is not None}
+    types = {name: wide(hint) for name, hint in typing.get_type_hints(RunOptions).items()}
+    written = {name: given for name, given in types_in(kinds).items() if name in types}
+    assert written == {name: types[name] for name in written}
+
+
+def test_the_docstring_of_the_decorator_describes_the_attributes_and_no_others():
+    kinds = parameters_in(TorchrunDecorator.__doc__)
+    assert kinds.keys() == DEFAULTS.keys()
+    assert {name: kind.partition("default ")[2].replace('"', "'") for name, kind in kinds.items()} == {
+        name: repr(default) for name, default in DEFAULTS.items()
+    }
+    of_both = DEFAULTS.keys() & RunOptions.__annotations__.keys()
+    types, written = typing.get_type_hints(RunOptions), types_in(kinds)
+    assert {name: written[name] for name in of_both} == {name: wide(types[name]) for name in of_both}
+
+
+@pytest.mark.parametrize("setting", [each for each in SETTINGS.values() if each.group != FOR_0_2])
+def test_a_setting_is_told_of_in_its_page(setting):
+    assert re.search(rf"\b{setting.name}\b", read(f"docs/{setting.group}.md"))
 
 
 def test_the_package_says_that_it_is_typed():

@@ -8,10 +8,10 @@ from unit_helpers import write
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import EntrypointError, TorchrunConfigError
 from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import (
+    FunctionSpec,
     LaunchSpec,
     Node,
     OutputRequest,
-    Request,
     build_spec,
 )
 from metaflow_extensions.torchrun.plugins.torchrun.settings import parse_settings
@@ -27,7 +27,7 @@ def script(tmp_path):
 
 
 def build(entrypoint, entrypoint_args=None, node=NODE, **arguments):
-    return build_spec(Request(entrypoint, entrypoint_args, arguments), 2, SETTINGS, node)
+    return build_spec({**arguments, "entrypoint": entrypoint, "entrypoint_args": entrypoint_args}, 2, SETTINGS, node)
 
 
 def refusal(*args, **arguments):
@@ -260,7 +260,7 @@ def test_what_runs_before_may_still_make_the_entrypoint(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     def coming(*given, **arguments):
-        return build_spec(Request(given[0], None, arguments), 2, SETTINGS, NODE, may_come=True)
+        return build_spec({**arguments, "entrypoint": given[0]}, 2, SETTINGS, NODE, may_come=True)
 
     assert coming("train.py").entrypoint == str(tmp_path / "train.py")
     assert coming(["./run.sh"]).entrypoint == "./run.sh"
@@ -293,6 +293,7 @@ def test_the_fingerprint_ignores_what_may_differ_and_sees_what_may_not():
         {"entrypoint": "/another/place/train.py"},
         {"options": (("rdzv-id", "mine"),)},
     ]
-    others = [{"entrypoint": "/flow/other.py"}, {"module": True}, {"options": (("role", "x"),)}, {"function": "train"}]
+    others = [{"entrypoint": "/flow/other.py"}, {"module": True}, {"options": (("role", "x"),)}]
+    others.append({"function": FunctionSpec("train", "", "", None)})
     assert {replace(SPEC, **changes).digest() for changes in same} == {SPEC.digest()}
     assert len({replace(SPEC, **changes).digest() for changes in [{}, *others]}) == 1 + len(others)

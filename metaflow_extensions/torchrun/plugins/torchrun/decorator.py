@@ -46,9 +46,9 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
         ``@kubernetes``, ``@batch`` and ``@resources`` request, or those visible on this machine, or 1.
     all_nodes_started_timeout : float, default 600
         Seconds to wait until all nodes have started.
-    master_port : int, optional, default None
+    master_port : Union[int, str], optional, default None
         Port of the rendezvous on the control node. By default the kernel chooses a free one.
-    channel_port : int, optional, default None
+    channel_port : Union[int, str], optional, default None
         Port on the control node through which the nodes agree. By default the kernel chooses.
     heartbeat_timeout_s : float, default 30
         Seconds of silence after which a node counts as lost.

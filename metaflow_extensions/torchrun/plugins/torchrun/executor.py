@@ -5,23 +5,23 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from .errors import LaunchFailed, TorchrunConfigError, TorchrunPreempted
 from .events import Event
 from .gang.member import Member
 from .gang.policy import LaunchPolicy
 from .gang.texts import counted
+from .launch.arguments import torchrun_options
 from .launch.before_run import as_before_run, before_spec
 from .launch.commands import before_commands, foreign_python
 from .launch.facts import node_facts, too_few_warning
 from .launch.function import FunctionCall, refuse_for_functions, refuse_for_scripts
 from .launch.preflight import as_preflight, preflight_spec, shm_bytes, shm_warning
-from .launch.spec import LaunchSpec, Node, Request, build_spec
+from .launch.spec import LaunchSpec, Node, build_spec
 from .launch.transfer import ValueStore
 from .logs.console import write_output
 from .machine.accelerators import Machine, Nproc, choose_nproc
@@ -29,8 +29,8 @@ from .node.plan import Plan, WarmStarts
 from .node.supervisor import Supervisor
 from .node.watchers import Feature
 from .result import TorchrunResult
-from .run_arguments import IGNORED, RunOptions, checked
-from .settings import StepSettings, choose
+from .run_arguments import IGNORED, RunOptions, checked, spelled_out
+from .settings import ARGUMENTS, StepSettings, choose
 from .show.gang_part import GangPart
 from .show.live_card import LiveCard
 from .task.task_current import current_for_workers
@@ -77,7 +77,7 @@ class TorchrunExecutor:
     @property
     def nproc_per_node(self) -> int:
         """Processes per node, unless a call of `run` says otherwise."""
-        return self._choose_nproc({}, {}).value
+        return self._choose_nproc({}).value
 
     @property
     def world_size(self) -> int:
@@ -135,32 +135,13 @@ class TorchrunExecutor:
         **options: Unpack[RunOptions],
     ) -> TorchrunResult[None]: ...
 
+    @spelled_out
     @checked
     def run(
         self,
         entrypoint: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Callable[..., Any] | None = None,
         entrypoint_args: Mapping[str, Any] | Sequence[Any] | None = None,
-        *,
-        nproc_per_node: int | str | None = None,
-        torchrun_args: Mapping[str, Any] | Sequence[Any] | None = None,
-        module: bool = False,
-        env: Mapping[str, Any] | None = None,
-        cwd: Path | str | None = None,
-        before_run: Sequence[str | Sequence[Path | str]] | None = None,
-        timeout_s: float | None = None,
-        master_port: int | str | None = None,
-        max_restarts: int | None = None,
-        retry_on: str | Iterable[str] | None = None,
-        hang_timeout_s: float | None = None,
-        preemption_signal: str | int | None = None,
-        warm: Literal["agent", "workers", False] | None = None,
-        init: Literal["gloo", "nccl", "auto"] | None = None,
-        gather: bool = False,
-        outputs: Path | str | Sequence[Path | str] | None = None,
-        outputs_from: Literal["control", "all"] | None = None,
-        push_results_dir_to_cloud: Any = None,
-        local_output_dir: Any = None,
-        cloud_output_dir: Any = None,
+        **options: Any,
     ) -> TorchrunResult[Any]:
         """Run a script or a function under torchrun on all nodes and wait until all of them are done.
 
@@ -180,10 +161,8 @@ class TorchrunExecutor:
             ``true`` and ``false``, lists and dicts are JSON, everything else is its `str`. A list is
             passed as it is. For a function: a dict of its keyword arguments or a list of its positional ones,
             anything that can be pickled.
-        nproc_per_node : Union[int, str], optional
-            Processes on each node, or ``"auto"``, ``"cpu"`` or ``"gpu"``. Default: ``torchrun_args``, the
-            attribute of ``@torchrun``, the accelerators requested by ``@kubernetes`` or ``@batch``, those
-            visible on this machine, or 1.
+        nproc_per_node, master_port, max_restarts, retry_on, hang_timeout_s, preemption_signal, warm : optional
+            As the attributes of ``@torchrun``, for this launch. Default: what `torchrun_args` say, then the attribute.
         torchrun_args : Union[Mapping[str, Any], Sequence[Any]], optional
             Further options of torchrun, as in ``{"max_restarts": 3}`` or ``["--max-restarts=3"]``.
         module : bool, default False
@@ -199,25 +178,6 @@ class TorchrunExecutor:
         timeout_s : float, optional
             Seconds the launch may take once all nodes are ready, counted anew for each restart. Default: no
             limit of its own; the step's ``@timeout`` always bounds the whole.
-        master_port : Union[int, str], optional
-            Port of the rendezvous on the control node. Default: the kernel chooses.
-        max_restarts : int, optional
-            How often all workers of all nodes are started again after one failed. Default: the
-            attribute of ``@torchrun``.
-        retry_on : Union[str, Iterable[str]], optional
-            Which classes of causes restart the gang: ``"user"``, an error of the script; ``"killed"``, a
-            signal or lack of memory; ``"timeout"``, a launch over its time; ``"hang"``; ``"start"``, an
-            agent that could not start. Default: the attribute of ``@torchrun``.
-        hang_timeout_s : float, optional
-            Seconds without any output or exit of any rank after which the launch counts as hanging: the
-            stacks of all workers go to the logs and to files, then all is stopped. Default: the
-            attribute of ``@torchrun``.
-        preemption_signal : Union[int, str], optional
-            What the workers get, once, when a node is preempted. Default: the attribute of ``@torchrun``.
-        warm : Literal["agent", "workers", False], optional
-            What becomes of spares, which are processes that have imported torch before: ``"agent"``, torchrun
-            alone; ``"workers"``, the workers, too; False, nothing. Where a spare may not be what a new process
-            would be, the start is cold, and a line says why. Default: the attribute of ``@torchrun``.
         init : Literal["gloo", "nccl", "auto"], optional
             Of a function: make this process group before the call and end it after, with the rank's own device
             set; ``"auto"`` is nccl where each rank has a CUDA device, else gloo. Default: none is made.
@@ -256,37 +216,36 @@ class TorchrunExecutor:
         GangError
             If the nodes could not agree or not all of them came.
         """
-        arguments = dict(locals())  # before there are other variables
         self._context.member.refuse_in_child()  # before any lock, which a thread of the task may hold for ever here
-        ignored = ", ".join(name for name in IGNORED if arguments[name])
+        given = {**ARGUMENTS, **options, "entrypoint": entrypoint, "entrypoint_args": entrypoint_args}
+        ignored = ", ".join(name for name in IGNORED if given[name])
         if ignored:
             self._note_once(f"warning: run({ignored}) has no effect; name files to store with run(outputs=...) instead")
-        del arguments["self"], arguments["entrypoint"], arguments["entrypoint_args"]
-        request = Request(entrypoint, entrypoint_args, arguments)
         if not callable(entrypoint):
-            refuse_for_scripts(init, gather)
-            return self._run(request)
-        refuse_for_functions(request)
+            refuse_for_scripts(given)
+            return self._run(given)
+        refuse_for_functions(given)
         store = self._context.store if self.num_nodes > 1 else None  # a gang of one has its values itself
+        init, gather = given["init"], given["gather"]
         with closing(FunctionCall(entrypoint, entrypoint_args, init, gather, store, current_for_workers())) as call:
-            return self._run(call.request(request), call)
+            return self._run(given, call)
 
-    def _run(self, request: Request, call: FunctionCall | None = None) -> TorchrunResult[Any]:
+    def _run(self, given: Mapping[str, Any], call: FunctionCall | None = None) -> TorchrunResult[Any]:
         context = self._context
-        nproc = self._choose_nproc(request.arguments, request.torchrun_options)
-        commands = before_commands(request.arguments["before_run"])
-        spec = self._spec(request, nproc.value, call, may_come=commands is not None)
+        nproc = self._choose_nproc(given)
+        commands = before_commands(given["before_run"])
+        spec = self._spec(given, nproc.value, call, may_come=commands is not None)
         if spec.outputs is not None and context.store is None:
             raise TorchrunConfigError("run(outputs=...) needs a datastore, which only a step of a flow has.")
-        policy = self._policy(request, spec)
-        warm = self._warm(request, spec)
+        policy = self._policy(given, spec)
+        warm = self._warm(given, spec)
         for words in (*(commands or ()), spec.command) if self.is_control else ():
             if (warning := foreign_python(words, dict(spec.env))) is not None:
                 self._note_once(warning)
         goes_on = commands is not None
         if commands is not None:
             self._run_before(before_spec(spec, commands, _flow_folder()), policy, warm)
-            spec = self._spec(request, nproc.value, call)
+            spec = self._spec(given, nproc.value, call)
         facts = node_facts(spec, context.machine)
         context.member.emit(
             Event("chosen", self.node_index, f"processes per node: {nproc.value} ({nproc.why})", is_detail=True)
@@ -301,13 +260,14 @@ class TorchrunExecutor:
             self._preflight_due, goes_on = False, goes_on or spec.world_size > 1
         return self._launch(spec, facts, policy, call, nproc_why=nproc.why, warm=warm, goes_on=goes_on)
 
-    def _spec(self, request: Request, nproc: int, call: FunctionCall | None, may_come: bool = False) -> LaunchSpec:
+    def _spec(
+        self, given: Mapping[str, Any], nproc: int, call: FunctionCall | None, may_come: bool = False
+    ) -> LaunchSpec:
         node = Node(self.num_nodes, self.node_index, self.main_addr, _flow_folder())
-        spec = build_spec(request, nproc, self._context.settings, node, may_come)
-        return spec if call is None else call.fit(spec)
+        return build_spec(given, nproc, self._context.settings, node, None if call is None else call.spec, may_come)
 
-    def _warm(self, request: Request, spec: LaunchSpec) -> str:
-        warm: str = choose("warm", request.arguments, {}, self._context.settings).value
+    def _warm(self, given: Mapping[str, Any], spec: LaunchSpec) -> str:
+        warm: str = choose("warm", given, {}, self._context.settings).value
         others = {"no-python": "they run a command", "run-path": "torchrun runs them itself"}
         why = next((why for name, why in others.items() if name in dict(spec.options)), None)
         if warm == "workers" and self._context.warm is not None and why is not None:
@@ -402,15 +362,16 @@ class TorchrunExecutor:
             _warned.add(warning)
             self._note(warning)
 
-    def _policy(self, request: Request, spec: LaunchSpec) -> LaunchPolicy:
+    def _policy(self, given: Mapping[str, Any], spec: LaunchSpec) -> LaunchPolicy:
         settings = ("timeout_s", "hang_timeout_s", "retry_on", "preemption_signal")
-        chosen = {name: choose(name, request.arguments, {}, self._context.settings).value for name in settings}
+        chosen = {name: choose(name, given, {}, self._context.settings).value for name in settings}
         restarts = spec.max_restarts if spec.min_nodes is None else 0  # an elastic agent restarts by itself
         whose = None if spec.outputs is None else spec.outputs.whose
         return LaunchPolicy(max_restarts=restarts, min_nodes=spec.min_nodes, outputs_from=whose, **chosen)
 
-    def _choose_nproc(self, arguments: Mapping[str, Any], options: Mapping[str, str | None]) -> Nproc:
-        choice = choose("nproc_per_node", arguments, options, self._context.settings)
+    def _choose_nproc(self, given: Mapping[str, Any]) -> Nproc:
+        options = torchrun_options(given.get("torchrun_args"))
+        choice = choose("nproc_per_node", given, options, self._context.settings)
         return choose_nproc(*choice, self._context.requested, self._context.machine)
 
 

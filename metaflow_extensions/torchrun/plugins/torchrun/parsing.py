@@ -10,7 +10,7 @@ import math
 import os
 import re
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .errors import TorchrunConfigError
@@ -95,6 +95,11 @@ def parse_seconds(value: Any, setting: str, zero: bool = False) -> float:
     return number
 
 
+def parse_seconds_or_0(value: Any, setting: str) -> float:
+    """Return a time in seconds that may be 0."""
+    return parse_seconds(value, setting, zero=True)
+
+
 def parse_preflight(value: Any, setting: str) -> str:
     """Return ``"off"``, ``"on"`` or ``"links"``."""
     word = str(value).strip().lower()
@@ -155,6 +160,30 @@ def parse_outputs_from(value: Any, setting: str) -> str:
             f"{setting} is {value!r}, but it must be one of {', '.join(map(repr, OUTPUTS_FROM))}."
         )
     return str(value)
+
+
+def parse_env(value: Any, setting: str) -> dict[str, str]:
+    """Return variables of an environment."""
+    if not isinstance(value, Mapping):
+        raise TorchrunConfigError(f"run(env=...) must be a dict of variables, but is a {type(value).__name__}.")
+    for name, text in value.items():
+        if not isinstance(name, str) or not name or "=" in name or "\0" in f"{name}{text}":
+            # Its value may be a secret.
+            raise TorchrunConfigError(
+                f"run(env=...): {name!r} can't be an environment variable: a name is a text without '=', and neither "
+                "name nor value may have a NUL character."
+            )
+    return {name: str(text) for name, text in value.items()}
+
+
+def parse_folder(value: Any, setting: str) -> str:
+    """Return the absolute path of a folder that is there."""
+    if not isinstance(value, str | os.PathLike):
+        raise TorchrunConfigError(f"run(cwd={value!r}) must be the path of a folder.")
+    folder = os.path.abspath(os.fsdecode(value))
+    if not os.path.isdir(folder):
+        raise TorchrunConfigError(f"run(cwd={value!r}): {folder} is not a folder on this node.")
+    return folder
 
 
 def parse_warm(value: Any, setting: str) -> str:

@@ -1,25 +1,23 @@
-"""The arguments of `run`, of ``current.torch`` and of a single node: their names, order and types.
+"""How `run`, of ``current.torch`` and of a single node, is called: the arguments' types, and who may leave out names.
 
-`TorchrunExecutor.run` tells what they mean. Metaflow imports this whenever it is imported itself.
+`settings.SETTINGS` has the arguments. Metaflow imports this module whenever it is imported itself.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, cast
+from pathlib import Path
+from typing import Any, Literal, TypedDict, TypeVar, cast, get_type_hints
 
 from .errors import TorchrunConfigError
 from .parsing import did_you_mean
-from .settings import DEFAULTS
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from .settings import ARGUMENTS, DEFAULTS, FOR_0_2, SETTINGS
 
 F = TypeVar("F", bound=Callable[..., Any])
-# Arguments of metaflow-torchrun 0.2 that it took and ignored.
-IGNORED = ("push_results_dir_to_cloud", "local_output_dir", "cloud_output_dir")
+IGNORED = tuple(name for name, setting in SETTINGS.items() if setting.group == FOR_0_2)
 
 
 class RunOptions(TypedDict, total=False):
@@ -47,15 +45,12 @@ class RunOptions(TypedDict, total=False):
     cloud_output_dir: Any
 
 
-NAMES = ("entrypoint", "entrypoint_args", *RunOptions.__annotations__)
-
-
 _BY_POSITION = 2  # so many arguments need no name
 
 
 def instead_of(name: str) -> str:
     """Return what to write instead of an argument that `run` does not have."""
-    names = [known for known in NAMES if known not in IGNORED]
+    names = [known for known in ARGUMENTS if known not in IGNORED]
     hint = " It is an attribute of @torchrun." if name in DEFAULTS else did_you_mean(name, names)
     return f"{hint} It has {', '.join(names)}."
 
@@ -69,7 +64,7 @@ def checked(run: F) -> F:
 
     @functools.wraps(run)
     def either(self: Any, *args: Any, **options: Any) -> Any:
-        for name in options.keys() - set(NAMES):
+        for name in options.keys() - ARGUMENTS.keys():
             raise TorchrunConfigError(f"run() has no argument {name}.{instead_of(name)}")
         if args and _is_torchrun_args(args, options) and len(args) <= len(names):
             return run(self, **dict(zip(names, args, strict=False)), **options)
@@ -81,6 +76,19 @@ def checked(run: F) -> F:
         return run(self, *args, **options)
 
     return cast("F", either)
+
+
+def spelled_out(run: F) -> F:
+    """Have the signature of `run` show its ``**options`` one by one, with types and defaults."""
+    types = get_type_hints(RunOptions)
+    signature = inspect.signature(run)
+    options = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=ARGUMENTS[name], annotation=types[name])
+        for name in [*ARGUMENTS][_BY_POSITION:]
+    ]
+    own = [each for each in signature.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
+    run.__signature__ = signature.replace(parameters=[*own, *options])  # type: ignore[attr-defined]
+    return run
 
 
 def _is_torchrun_args(args: Sequence[Any], options: Mapping[str, Any]) -> bool:

@@ -14,7 +14,6 @@ import socket
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,9 +33,9 @@ from ..worker.function_worker import (
     path_of,
     words_of,
 )
-from .arguments import dict_or_list
+from .arguments import dict_or_list, torchrun_options
 from .command import SCRIPTS
-from .spec import LaunchSpec, Request
+from .spec import FunctionSpec
 from .transfer import (
     PATIENCE_S,
     RAISED_PATIENCE_S,
@@ -75,8 +74,7 @@ class FunctionCall:
         self.gather = gather  # whether the control node gets the values of all ranks
         self._store = store  # carries values between nodes; None for a gang of one
         inner = function.func if isinstance(function, partial) else function
-        self.name = str(getattr(inner, "__qualname__", type(inner).__qualname__))
-        self.source = _source_of(inner)
+        name = str(getattr(inner, "__qualname__", type(inner).__qualname__))
         self.folder = ""
         self._has_result = False  # which keeps the folder, with the values in it
         try:
@@ -85,16 +83,18 @@ class FunctionCall:
                 package = getattr(sys.modules.get("__main__"), "__package__", None)
                 header = {"path": _search_path(), "init": init, "main": main_file(), "package": package}
                 pickle.dump({**header, "current": current}, file)
-                _dump_call((function, args, kwargs), getattr(inner, "__self__", None), self.name, file)
+                _dump_call((function, args, kwargs), getattr(inner, "__self__", None), name, file)
         except BaseException as error:
             self.close()
             if not isinstance(error, OSError):
                 raise
             raise LaunchFailed(
-                f"{self.name} and its arguments could not be written on host {socket.gethostname()}: {error}. They go to "
+                f"{name} and its arguments could not be written on host {socket.gethostname()}: {error}. They go to "
                 "the folder for temporary files, which must exist, be writable and have room for them; TMPDIR says where "
                 "it is."
             ) from error
+
+        self.spec = FunctionSpec(name, FUNCTION_WORKER, self.folder, _source_of(inner))
 
     def close(self) -> None:
         """Remove the files, but for the values that a result has."""
@@ -103,19 +103,6 @@ class FunctionCall:
             return
         with suppress(OSError):
             os.unlink(os.path.join(self.folder, CALL))
-
-    def request(self, request: Request) -> Request:
-        """Return `request` as one of the script that makes the call in a worker."""
-        return replace(request, entrypoint=FUNCTION_WORKER, entrypoint_args=[self.folder])
-
-    def fit(self, spec: LaunchSpec) -> LaunchSpec:
-        """Return `spec` as the launch of this function; torchrun's own elasticity is refused."""
-        if spec.min_nodes is not None:
-            raise TorchrunConfigError(
-                "torchrun's own elasticity (nnodes='MIN:MAX') gives ranks out anew while it runs, so a function's values "
-                "would be nobody's. Launch a script with it, or the function with max_restarts."
-            )
-        return replace(spec, function=self.name, source=self.source)
 
     # --- called around each generation of workers -------------------------------------------------
 
@@ -208,19 +195,20 @@ class FunctionCall:
         return None
 
 
-def refuse_for_scripts(init: str | None, gather: bool) -> None:
+def refuse_for_scripts(given: Mapping[str, Any]) -> None:
     """Raise for arguments that only a function can be launched with."""
-    for name, value in (("init", init), ("gather", gather)):
-        if value:
+    for name in ("init", "gather"):
+        if value := given.get(name):
             raise TorchrunConfigError(
                 f"run({name}={value!r}) is for functions; a script makes its process group and stores its results itself."
             )
 
 
-def refuse_for_functions(request: Request) -> None:
+def refuse_for_functions(given: Mapping[str, Any]) -> None:
     """Raise for arguments that only a script can be launched with."""
+    options = torchrun_options(given.get("torchrun_args"))
     for name in ("module", "no-python", "run-path"):
-        if name in request.torchrun_options or request.arguments.get(name):
+        if name in options or given.get(name):
             raise TorchrunConfigError(f"{name} says how to run a script, but the entrypoint is a function; remove it.")
 
 

@@ -6,15 +6,14 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from ..errors import EntrypointError, TorchrunConfigError
 from ..gang.protocol import CONTROL
-from ..parsing import parse_int, parse_outputs, parse_outputs_from
-from ..settings import StepSettings, choose
+from ..parsing import parse_int
+from ..settings import StepSettings, argument, choose
 from .arguments import entrypoint_arguments, entrypoint_bools, torchrun_options
 from .commands import argv_of, find_program, source_of
 
@@ -39,6 +38,16 @@ class OutputRequest:
 
 
 @dataclass(frozen=True)
+class FunctionSpec:
+    """The function that workers call instead of a script."""
+
+    name: str
+    script: str  # that calls it in a worker
+    folder: str  # where the script finds the call, and leaves what became of it
+    source: str | None  # the file with its code
+
+
+@dataclass(frozen=True)
 class LaunchSpec:
     """One `run` call on one node, validated."""
 
@@ -58,7 +67,7 @@ class LaunchSpec:
     log_dir: str | None = None  # absolute path of where torchrun's log files are kept; None keeps none
     min_nodes: int | None = None  # how few torchrun's own elasticity may go on with; None without it
     elastic_timeout_s: int = 600  # how long elastic agents wait for each other
-    function: str | None = None  # name of the function that is called instead of a script
+    function: FunctionSpec | None = None  # what the entrypoint calls, where that is ours
     source: str | None = None  # the file that must be the same on all nodes; None is the entrypoint
     outputs: OutputRequest | None = None
     bools: tuple[tuple[str, bool], ...] = ()  # of `args`, those that were given as True or False, by their names
@@ -78,23 +87,10 @@ class LaunchSpec:
     def digest(self) -> str:
         """Return a fingerprint of what must be the same on every node."""
         options = [option for option in self.options if option[0] != "rdzv-id"]
-        what = [self.function or os.path.basename(self.entrypoint), self.module, options]
+        name = os.path.basename(self.entrypoint) if self.function is None else self.function.name
+        what = [name, self.module, options]
         what += [[os.path.basename(word) for word in self.command]] if self.command else []
         return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
-
-
-@dataclass(frozen=True)
-class Request:
-    """One call of `run`, before anything is decided."""
-
-    entrypoint: Any
-    entrypoint_args: Any
-    arguments: Mapping[str, Any]  # the keyword arguments of `run` by name; what is left out has its default
-
-    @cached_property
-    def torchrun_options(self) -> dict[str, str | None]:
-        """The ``torchrun_args``: hyphen spelling to value, None for a flag."""
-        return torchrun_options(self.arguments.get("torchrun_args"))
 
 
 @dataclass(frozen=True)
@@ -107,43 +103,72 @@ class Node:
     flow_dir: str | None = None  # the folder of the flow file, if there is one
 
 
-def build_spec(request: Request, nproc: int, settings: StepSettings, node: Node, may_come: bool = False) -> LaunchSpec:
-    """Check a request and return it as a launch; `may_come`: what runs before may still make the entrypoint."""
-    arguments, options = request.arguments, dict(request.torchrun_options)
+def build_spec(
+    given: Mapping[str, Any],
+    nproc: int,
+    settings: StepSettings,
+    node: Node,
+    function: FunctionSpec | None = None,
+    may_come: bool = False,
+) -> LaunchSpec:
+    """Check the arguments of `run`, by name, and return them as a launch.
+
+    `function` is what the workers call if the entrypoint is one. `may_come`: what runs before may still make the entrypoint.
+    """
+    options = torchrun_options(given.get("torchrun_args"))
     min_nodes = _take_min_nodes(options, node.num_nodes)
     _refuse_what_the_gang_decides(options, node)
-    module = bool(arguments.get("module")) | (options.pop("module", "absent") is None)
-    cwd, log_dir = _working_directory(arguments.get("cwd")), options.pop("log-dir", None)
-    command = _command(request.entrypoint, module, options)
-    env = _environment(arguments.get("env"))
-    if command:
-        entrypoint = find_program(command[0], cwd, node.flow_dir, dict(env), may_come)
+    module = bool(given.get("module")) | (options.pop("module", "absent") is None)
+    cwd, log_dir = argument("cwd", given), options.pop("log-dir", None)
+    command = _command(given.get("entrypoint"), module, options)
+    env: dict[str, str] = argument("env", given) or {}
+    args: tuple[str, ...]
+    source, bools = None, dict[str, bool]()
+    if function is not None:
+        _refuse_elastic(min_nodes)
+        entrypoint, args, source = function.script, (function.folder,), function.source
     else:
-        is_path = not module and "no-python" not in options
-        entrypoint = _find_entrypoint(request, node.flow_dir, is_path, may_come)
+        if command:
+            entrypoint = find_program(command[0], cwd, node.flow_dir, env, may_come)
+            source = source_of(entrypoint, command, cwd)
+        else:
+            is_path = not module and "no-python" not in options
+            folders = [cwd or os.getcwd(), *([node.flow_dir] if node.flow_dir else [])]
+            entrypoint = _find_entrypoint(given.get("entrypoint"), folders, is_path, may_come)
+        more = given.get("entrypoint_args")
+        args, bools = (*command[1:], *entrypoint_arguments(more)), entrypoint_bools(more)
     return LaunchSpec(
         entrypoint=entrypoint,
-        args=(*command[1:], *entrypoint_arguments(request.entrypoint_args)),
-        bools=tuple(entrypoint_bools(request.entrypoint_args).items()),
+        args=args,
+        bools=tuple(bools.items()),
+        source=source,
+        function=function,
+        command=command,
         module=module,
         nproc=nproc,
         num_nodes=node.num_nodes,
         node_index=node.node_index,
         python=sys.executable,
-        master_port=choose("master_port", arguments, options, settings).value,
-        max_restarts=choose("max_restarts", arguments, options, settings).value,
+        master_port=choose("master_port", given, options, settings).value,
+        max_restarts=choose("max_restarts", given, options, settings).value,
         shown_local_ranks=_local_ranks(options.pop("local-ranks-filter", None)),
         # As torchrun, which runs in `cwd`, would take this name; we run elsewhere and read there, too.
         log_dir=None if log_dir is None else os.path.abspath(os.path.join(cwd or "", log_dir)),
-        env=env,
+        env=tuple(env.items()),
         cwd=cwd,
-        outputs=_outputs(arguments, cwd),
+        outputs=_outputs(given, cwd),
         min_nodes=min_nodes,
         elastic_timeout_s=int(settings.all_nodes_started_timeout),
         options=tuple((name, value) for name, value in options.items() if name not in _DECIDED),
-        source=source_of(entrypoint, command, cwd) if command else None,
-        command=command,
     )
+
+
+def _refuse_elastic(min_nodes: int | None) -> None:
+    if min_nodes is not None:
+        raise TorchrunConfigError(
+            "torchrun's own elasticity (nnodes='MIN:MAX') gives ranks out anew while it runs, so a function's values "
+            "would be nobody's. Launch a script with it, or the function with max_restarts."
+        )
 
 
 def _command(entrypoint: Any, module: bool, options: dict[str, str | None]) -> tuple[str, ...]:
@@ -204,8 +229,7 @@ def _refuse_what_the_gang_decides(options: dict[str, str | None], node: Node) ->
             raise TorchrunConfigError(f"torchrun_args {said} contradicts {truth}; remove it.")
 
 
-def _find_entrypoint(request: Request, flow_dir: str | None, is_path: bool, may_come: bool) -> str:
-    entrypoint = request.entrypoint
+def _find_entrypoint(entrypoint: Any, folders: Sequence[str], is_path: bool, may_come: bool) -> str:
     if entrypoint is None or entrypoint == "":
         raise EntrypointError("run() got no entrypoint. Name the script to run: run(entrypoint='train.py').")
     if not isinstance(entrypoint, (str, os.PathLike)):
@@ -216,7 +240,6 @@ def _find_entrypoint(request: Request, flow_dir: str | None, is_path: bool, may_
     name = os.fsdecode(entrypoint)
     if not is_path:
         return name
-    folders = [request.arguments.get("cwd") or os.getcwd(), *([flow_dir] if flow_dir else [])]
     candidates = [os.path.abspath(os.path.join(folder, name)) for folder in folders]
     for candidate in candidates:
         if os.path.isfile(candidate):
@@ -241,44 +264,17 @@ def _local_ranks(value: str | None) -> frozenset[int] | None:
         ) from error
 
 
-def _environment(env: Mapping[str, Any] | None) -> tuple[tuple[str, str], ...]:
-    if env is None:
-        return ()
-    if not isinstance(env, Mapping):
-        raise TorchrunConfigError(f"run(env=...) must be a dict of variables, but is a {type(env).__name__}.")
-    for name, value in env.items():
-        if not isinstance(name, str) or not name or "=" in name or "\0" in f"{name}{value}":
-            # Its value may be a secret.
-            raise TorchrunConfigError(
-                f"run(env=...): {name!r} can't be an environment variable: a name is a text without '=', and neither "
-                "name nor value may have a NUL character."
-            )
-    return tuple((name, str(value)) for name, value in env.items())
-
-
-def _working_directory(cwd: str | None) -> str | None:
-    if cwd is None:
-        return None
-    if not isinstance(cwd, str | os.PathLike):
-        raise TorchrunConfigError(f"run(cwd={cwd!r}) must be the path of a folder.")
-    folder = os.path.abspath(os.fsdecode(cwd))
-    if not os.path.isdir(folder):
-        raise TorchrunConfigError(f"run(cwd={cwd!r}): {folder} is not a folder on this node.")
-    return folder
-
-
-def _outputs(arguments: Mapping[str, Any], cwd: str | None) -> OutputRequest | None:
+def _outputs(given: Mapping[str, Any], cwd: str | None) -> OutputRequest | None:
     """Return what is to be stored at the end; relative to where the workers run, even if the task goes elsewhere."""
-    patterns, whose = arguments.get("outputs"), arguments.get("outputs_from")
-    if patterns is None:
+    whose = given.get("outputs_from")
+    if given.get("outputs") is None:
         if whose is not None:
             raise TorchrunConfigError(
                 f"run(outputs_from={whose!r}) says whose outputs to store, but outputs names none."
             )
         return None
-    names = parse_outputs(patterns, "run(outputs)")
-    checked = parse_outputs_from("control" if whose is None else whose, "run(outputs_from)")
-    return OutputRequest(names, cwd or os.getcwd(), checked)
+    patterns, whose = argument("outputs", given), argument("outputs_from", given) or "control"
+    return OutputRequest(patterns, cwd or os.getcwd(), whose)
 
 
 def bracketed(addr: str) -> str:

@@ -13,7 +13,8 @@ from contextlib import suppress
 from typing import Any
 
 from ..compat.graph import LintWarn, sources_of_steps
-from ..run_arguments import NAMES, instead_of
+from ..run_arguments import instead_of
+from ..settings import ARGUMENTS
 
 _RUNS = frozenset({"metaflow.current.torch.run", "metaflow.metaflow_current.current.torch.run"})
 
@@ -39,7 +40,7 @@ def unknown_arguments(path: str | None, first: int | None) -> Iterator[tuple[str
     for function in (node for node in nodes if isinstance(node, ast.FunctionDef) and node.lineno == first):
         for call in (node for node in ast.walk(function) if isinstance(node, ast.Call)):
             if _resolved(_dotted(call.func), names) in _RUNS:
-                yield from ((each.arg, each.lineno) for each in call.keywords if each.arg and each.arg not in NAMES)
+                yield from ((each.arg, each.lineno) for each in call.keywords if each.arg and each.arg not in ARGUMENTS)
 
 
 def _hides(node: ast.AST) -> bool:
