@@ -352,9 +352,7 @@ def test_a_browser_shows_a_gang_of_256_nodes(cards, ended, chromium):
     flow = flows["finished"]
     run_id = cards.paths(flow)[0].split("/")[1]
     datastore = FlowDataStore("GangFlow", storage_impl=LocalStorage, ds_root=str(flow.home / ".metaflow"))
-    Registry(datastore, run_id, "start", "1", 0).save_events(
-        many_nodes().stored(), 5.0
-    )  # as if the first step had been one
+    Registry(datastore, run_id, "start", "1", 0).save_snapshot(many_nodes(), 5.0)  # as if the first step had been one
     made = cards.run("create", f"{run_id}/start/1", "--type", "torchrun", command="card")
     short = re.search(r"hash: (\w+)", made.text)[1]
     (page,) = made.home.parent.rglob(f"runs/{run_id}/steps/start/tasks/1/cards/torchrun-{short}*.html")

@@ -186,7 +186,7 @@ def a_flow(**steps):
     ],
 )
 def test_a_page_of_a_step_without_a_gang_says_so_and_where_the_gang_is(graph, step, said, monkeypatch):
-    monkeypatch.setattr(gang_card, "_stored", lambda task: {})
+    monkeypatch.setattr(gang_card, "_stored", lambda task: None)
     task = SimpleNamespace(pathspec=f"Flow/1/{step}/5")
     assert said in content_of(GangCard(graph=graph).render(task))
 
@@ -205,8 +205,8 @@ def test_what_is_stored_is_found_without_metadata_of_the_task_which_a_killed_pod
     datastore = FlowDataStore("Flow", storage_impl=LocalStorage, ds_root=str(tmp_path))
     for attempt in (0, 1):
         datastore.get_task_datastore("1", "train", "2", attempt=attempt, mode="w").init_task()
-    stored = failed(a_gang(), 3, "of the second attempt").stored()
-    Registry(datastore, "1", "train", "2", 1).save_events(stored, 5.0)
+    stored = failed(a_gang(), 3, "of the second attempt")
+    Registry(datastore, "1", "train", "2", 1).save_snapshot(stored, 5.0)
     datastore._storage_impl.datastore_root = str(tmp_path / "mf.cards")  # as Metaflow's commands for cards set it
     facts = {"ds-type": "local", "ds-root": str(tmp_path)} if is_known else {}
     task = SimpleNamespace(pathspec="Flow/1/train/2", metadata_dict=facts)

@@ -7,8 +7,8 @@ from metaflow_extensions.torchrun.plugins.torchrun.errors import GangError
 from metaflow_extensions.torchrun.plugins.torchrun.gang.keepers import Keeper, Keepers
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Join, Told
 from metaflow_extensions.torchrun.plugins.torchrun.gang.state import Gang
-from metaflow_extensions.torchrun.plugins.torchrun.records import event_store
-from metaflow_extensions.torchrun.plugins.torchrun.records.event_store import EventStore
+from metaflow_extensions.torchrun.plugins.torchrun.task import event_store
+from metaflow_extensions.torchrun.plugins.torchrun.task.event_store import EventStore
 
 TOLD = Told(0, 0, "counts", {"more": 1})
 
@@ -30,15 +30,15 @@ class FakeRegistry:
     def __init__(self):
         self.saved, self.fails = [], False
 
-    def save_events(self, events, patience_s):
-        self.saved.append(events)
+    def save_snapshot(self, snapshot, patience_s):
+        self.saved.append(snapshot)
         if self.fails:
             raise GangError("the datastore fails")
 
     @property
     def counts(self):
         """What was stored last of what a feature keeps."""
-        return self.saved[-1]["counts"]
+        return self.saved[-1].features["counts"]
 
 
 @pytest.fixture
@@ -102,6 +102,6 @@ def test_that_the_gang_has_begun_is_stored_at_once(gang, monkeypatch):
         gang.handle(0, Join(0, "host-0"))
         eventually(lambda: registry.saved)
         gang.handle(1, Join(1, "host-1"))
-        eventually(lambda: len(registry.saved[-1]["events"]) == 2)
+        eventually(lambda: len(registry.saved[-1].events) == 2)
     finally:
         store.close()

@@ -1,6 +1,7 @@
 """What the process that looks after a remote job tells of its end; the backends answer as theirs do."""
 
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -8,18 +9,17 @@ from metaflow.datastore import FlowDataStore
 from metaflow.plugins.aws.batch import batch
 from metaflow.plugins.datastores.local_storage import LocalStorage
 from metaflow.plugins.kubernetes import kubernetes
-from test_registry import EVENTS
+from test_registry import KNOWN
 
 from metaflow_extensions.torchrun.plugins.torchrun.channel.registry import AddressRecord, Registry
 from metaflow_extensions.torchrun.plugins.torchrun.errors import GangError
 from metaflow_extensions.torchrun.plugins.torchrun.gang.history import Record
-from metaflow_extensions.torchrun.plugins.torchrun.records.snapshot import Snapshot
 from metaflow_extensions.torchrun.plugins.torchrun.show.timeline import timeline
 from metaflow_extensions.torchrun.plugins.torchrun.task import interrupts
 from metaflow_extensions.torchrun.plugins.torchrun.task.jobs import Job
 
 WHERE = ["--run-id", "7", "--task-id", "3", "--retry-count", "1", "--num-parallel", "2"]
-LEFT = Record("left", 9.0, 1009.0, node=0, text="its step has failed").as_dict()
+LEFT = Record("left", 9.0, 1009.0, node=0, text="its step has failed")
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def datastore(tmp_path):
 @pytest.fixture
 def registry(datastore):
     registry = Registry(datastore, "7", "train", "3", 1)
-    registry.save_events(EVENTS, 1.0)
+    registry.save_snapshot(KNOWN, 1.0)
     return registry
 
 
@@ -99,20 +99,20 @@ def test_a_control_node_without_memory_is_named_and_its_record_gets_that_end(job
         job.tell(failing(pods))
         == "[torchrun] The control node's pod c-1 ended without a word: OOMKilled (exit code 137).\n"
     )
-    stored = registry.load_events()
-    assert stored["error"] == "The control node's pod c-1 ended without a word: OOMKilled (exit code 137)."
-    assert Snapshot.read(stored).summary.outcome == "failed"
+    stored = registry.load_snapshot()
+    assert stored.error == "The control node's pod c-1 ended without a word: OOMKilled (exit code 137)."
+    assert stored.summary.outcome == "failed"
 
 
 def test_another_node_without_memory_is_named_and_what_the_control_node_has_told_stays(job, registry):
-    registry.save_events({**EVENTS, "events": [*EVENTS["events"], LEFT]}, 1.0)
+    registry.save_snapshot(replace(KNOWN, events=(*KNOWN.events, LEFT)), 1.0)
     pods = Pods(pod(0, "c-1", state("terminated", **ERROR)), pod(1, "w-1", state("terminated", **OOM)))
     assert job.tell(failing(pods)) == "[torchrun] Kubernetes says of node 1's pod w-1: OOMKilled (exit code 137)\n"
-    stored = registry.load_events()
-    assert stored["events"][-2] == LEFT
-    last = stored["events"][-1]
-    assert (last["kind"], last["text"]) == ("told", "Kubernetes says of node 1's pod w-1: OOMKilled (exit code 137)")
-    assert [row[2] for row in timeline([Record.from_dict(last)])] == [last["text"]]
+    stored = registry.load_snapshot()
+    assert stored.events[-2] == LEFT
+    last = stored.events[-1]
+    assert (last.kind, last.text) == ("told", "Kubernetes says of node 1's pod w-1: OOMKilled (exit code 137)")
+    assert [row[2] for row in timeline([last])] == [last.text]
     assert job.tell(failing(Pods(pod(0, "c-1", state("terminated", **ERROR))))) == "", "that is the program's own end"
 
 
@@ -138,7 +138,7 @@ def test_another_node_without_memory_is_named_and_what_the_control_node_has_told
 )
 def test_what_the_cluster_knows_of_a_control_node_that_is_gone(job, registry, pods, told):
     job.tell(failing(Pods(*pods)))
-    assert told in registry.load_events()["error"]
+    assert told in registry.load_snapshot().error
 
 
 @pytest.mark.parametrize(
@@ -161,9 +161,9 @@ def test_what_the_cluster_knows_of_a_control_node_that_is_gone(job, registry, po
 def test_a_control_node_that_has_not_joined_is_not_told_to_have_ended_as_one_that_has(job, datastore, pods, told):
     registry = Registry(datastore, "7", "train", "3", 1)
     job.tell(failing(Pods(*pods)))
-    stored = registry.load_events()
-    assert stored["error"].partition("\n")[0] == told
-    assert stored["reports"][-1]["error"] == ("GangError" if pods else "TorchrunPreempted")
+    stored = registry.load_snapshot()
+    assert stored.error.partition("\n")[0] == told
+    assert stored.reports[-1].error == ("GangError" if pods else "TorchrunPreempted")
 
 
 def test_the_error_that_a_control_node_has_left_before_its_gang_had_a_record_is_told(job, datastore):
@@ -172,14 +172,14 @@ def test_the_error_that_a_control_node_has_left_before_its_gang_had_a_record_is_
     registry.publish(AddressRecord((), 0, "", closed=True, error=error))
     said = job.tell(failing(Pods(pod(0, "c-1", state("terminated", **ERROR)))))
     assert said == f"[torchrun] {error.message}\n"
-    stored = registry.load_events()
-    assert (stored["error"], stored["reports"][-1]["error"]) == (error.message, "GangError")
+    stored = registry.load_snapshot()
+    assert (stored.error, stored.reports[-1].error) == (error.message, "GangError")
 
 
 def test_a_job_of_which_nothing_is_there_did_not_start(job, datastore):
     job.tell(failing(Pods(first="")))
-    stored = Registry(datastore, "7", "train", "3", 1).load_events()
-    assert stored["error"] == "The control node's task did not start: the backend has nothing of it."
+    stored = Registry(datastore, "7", "train", "3", 1).load_snapshot()
+    assert stored.error == "The control node's task did not start: the backend has nothing of it."
 
 
 class Queue:
@@ -205,9 +205,9 @@ def test_batch_says_why_containers_ended_whatever_their_number(job, registry):
         "[torchrun] The control node's container ended without a word: Host EC2 (instance i-0) terminated.\n"
         f"[torchrun] AWS Batch says of node 151's container: {memory['reason']} (exit code 137)\n"
     )
-    stored = registry.load_events()
-    assert stored["error"].startswith("The control node's container ended without a word: Host EC2 (instance i-0)")
-    assert "node 151" in stored["reports"][-1]["text"]
+    stored = registry.load_snapshot()
+    assert stored.error.startswith("The control node's container ended without a word: Host EC2 (instance i-0)")
+    assert "node 151" in stored.reports[-1].text
 
 
 def test_a_container_that_was_killed_is_told_of_though_batch_gives_no_reason(job):
@@ -223,7 +223,7 @@ def test_without_a_private_name_of_metaflow_nothing_is_said(job, registry, missi
     jobs = Pods()
     delattr(jobs, missing)
     assert job.tell(failing(jobs)) == ""
-    assert registry.load_events() == EVENTS
+    assert registry.load_snapshot() == KNOWN
 
 
 def test_errors_without_a_job_are_not_looked_at(job):

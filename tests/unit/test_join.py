@@ -16,7 +16,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.channel.registry import Addre
 from metaflow_extensions.torchrun.plugins.torchrun.errors import GangError, TorchrunPreempted
 from metaflow_extensions.torchrun.plugins.torchrun.gang.history import Record
 from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import ConnectPolicy
-from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Join, Replaced
+from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Join, Replaced, StoredOutputs
 from metaflow_extensions.torchrun.plugins.torchrun.gang.state import Gang
 from metaflow_extensions.torchrun.plugins.torchrun.machine.network import pick_port, place
 from metaflow_extensions.torchrun.plugins.torchrun.records.snapshot import Snapshot
@@ -155,9 +155,10 @@ def begun(registry, *more):
     records = [
         Record(kind, at_s, 1000.0 + at_s, node=node, text=text) for at_s, (kind, node, text) in enumerate(events)
     ]
-    content = {"version": 1, "num_nodes": 2, "nproc_per_node": 2, "events": [each.as_dict() for each in records]}
-    registry.save_events({**content, "outputs": {"0": {"1": {"key": "k", "files": 3, "size": 9}}}}, 1.0)
-    return content["events"]
+    outputs = {0: {1: StoredOutputs("k", 3, 9)}}
+    known = Snapshot(2, 2, events=tuple(records), outputs=outputs, wants_outputs=True)
+    registry.save_snapshot(known, 1.0)
+    return known.events
 
 
 def test_a_control_node_does_not_take_the_place_of_one_whose_gang_had_begun(registry, policy):
@@ -170,11 +171,11 @@ def test_a_control_node_does_not_take_the_place_of_one_whose_gang_had_begun(regi
     )
     assert "is gone without a word" in str(here.value)
     assert "@retry" in str(here.value)
-    stored = registry.load_events()
-    assert stored["events"][:-1] == events
-    assert stored["outputs"], "all that the first has left is there"
-    assert stored["reports"][-1]["text"] == str(here.value)
-    summary = Snapshot.read(stored).summary
+    stored = registry.load_snapshot()
+    assert stored.events[:-1] == events
+    assert stored.outputs, "all that the first has left is there"
+    assert stored.reports[-1].text == str(here.value)
+    summary = stored.summary
     assert (summary.outcome, [node.state for node in summary.nodes]) == ("failed", ["lost", "lost"])
     assert "The control node's pod (or container) was deleted or replaced" in summary.sentence
 
@@ -190,9 +191,9 @@ def test_one_that_had_told_its_own_end_keeps_the_last_word(registry, policy):
     events = begun(registry, ("broken", None, "ValueError: diverged"), ("left", 0, "its step has failed"))
     with pytest.raises(TorchrunPreempted, match="had told its end"):
         become_control(registry, here_only=False)
-    stored = registry.load_events()
-    assert (stored["events"][:-1], stored["events"][-1]["kind"]) == (events, "told")
-    assert Snapshot.read(stored).summary.sentence == "Failed after 2 s: ValueError: diverged."
+    stored = registry.load_snapshot()
+    assert (stored.events[:-1], stored.events[-1].kind) == (events, "told")
+    assert stored.summary.sentence == "Failed after 2 s: ValueError: diverged."
 
 
 def test_a_control_node_that_can_not_see_whether_there_was_another_does_not_begin(monkeypatch):

@@ -13,7 +13,8 @@ from metaflow_extensions.torchrun.plugins.torchrun.errors import (
     TorchrunPreempted,
 )
 from metaflow_extensions.torchrun.plugins.torchrun.gang.history import Record
-from metaflow_extensions.torchrun.plugins.torchrun.gang.vanished import Word, has_begun
+from metaflow_extensions.torchrun.plugins.torchrun.records.snapshot import Snapshot
+from metaflow_extensions.torchrun.plugins.torchrun.records.vanished import Word, has_begun
 
 RECORD = AddressRecord(("10.0.0.7", "fd00::7"), 40123, "secret")
 
@@ -137,37 +138,28 @@ def test_what_a_signals_handler_raises_is_no_failure_of_the_datastore():
 
 # --- what others tell of a control node that is gone ----------------------------------------------
 
-EVENTS = {
-    "version": 1,
-    "num_nodes": 2,
-    "nproc_per_node": 1,
-    "reports": [],
-    "events": [
-        Record("joined", 0.5, 1000.5, node=0, text="a").as_dict(),
-        Record("go", 2.0, 1002.0, launch=3).as_dict(),
-    ],
-}
+KNOWN = Snapshot(2, 1, events=(Record("joined", 0.5, 1000.5, node=0, text="a"), Record("go", 2.0, 1002.0, launch=3)))
 
 
 def test_what_a_replacement_tells_counts_before_what_the_job_tells_and_neither_overwrites_anything(flow):
     registry = registry_of(flow)
-    registry.save_events(EVENTS, 1.0)
+    registry.save_snapshot(KNOWN, 1.0)
     registry.save_word(Word("the job's", 1010.0, 2), "job", 1.0)
-    assert registry.load_events()["error"] == "the job's"
+    assert registry.load_snapshot().error == "the job's"
     registry.save_word(Word("größe 🙂*\nmore", 1011.0, 2), "replacement", 1.0)
-    found = registry_of(flow).load_events()
-    assert found["events"][:-1] == EVENTS["events"]
-    last, report = found["events"][-1], found["reports"][-1]
-    assert (last["kind"], last["node"], last["launch"], last["text"]) == ("lost", 0, 3, "größe 🙂*")
-    assert (last["at_s"], report["text"], report["cause"]["host"]) == (11.0, "größe 🙂*\nmore", "a")
-    assert json.loads(flow.stored["7", "train", "3", 0, "torchrun_events.json"]) == EVENTS
+    found = registry_of(flow).load_snapshot()
+    assert found.events[:-1] == KNOWN.events
+    last, report = found.events[-1], found.reports[-1]
+    assert (last.kind, last.node, last.launch, last.text) == ("lost", 0, 3, "größe 🙂*")
+    assert (last.at_s, report.text, report.cause["host"]) == (11.0, "größe 🙂*\nmore", "a")
+    assert json.loads(flow.stored["7", "train", "3", 0, "torchrun_events.json"]) == KNOWN.stored()
 
 
 def test_where_the_control_node_has_stored_nothing_what_others_tell_is_all(flow):
     registry_of(flow).save_word(Word("gone", 1000.0, 3), "job", 1.0)
-    found = registry_of(flow).load_events()
-    assert (found["num_nodes"], [event["text"] for event in found["events"]]) == (3, ["gone"])
-    assert registry_of(flow, attempt=1).load_events() is None
+    found = registry_of(flow).load_snapshot()
+    assert (found.num_nodes, [event.text for event in found.events]) == (3, ["gone"])
+    assert registry_of(flow, attempt=1).load_snapshot() is None
 
 
 @pytest.mark.parametrize(
@@ -181,5 +173,4 @@ def test_where_the_control_node_has_stored_nothing_what_others_tell_is_all(flow)
     ],
 )
 def test_a_gang_has_begun_when_it_is_more_than_its_control_node_in_its_own_code(events, begun):
-    content = None if events is None else {"events": [event.as_dict() for event in events]}
-    assert has_begun(content) is begun
+    assert has_begun(None if events is None else Snapshot(2, events=tuple(events))) is begun

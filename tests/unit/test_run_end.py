@@ -1,6 +1,7 @@
 """What the process of a run says last when a gang has failed; the datastore is Metaflow's own, on this disk."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import metaflow.cli
@@ -9,17 +10,17 @@ from metaflow.datastore import FlowDataStore
 from metaflow.exception import MetaflowException
 from metaflow.plugins.datastores.local_storage import LocalStorage
 from metaflow.runtime import TaskFailed
-from test_registry import EVENTS
+from test_registry import KNOWN
 
 from metaflow_extensions.torchrun.plugins.torchrun.channel.registry import Registry
 from metaflow_extensions.torchrun.plugins.torchrun.gang.history import Record
-from metaflow_extensions.torchrun.plugins.torchrun.gang.vanished import Word
+from metaflow_extensions.torchrun.plugins.torchrun.records.vanished import Word
 from metaflow_extensions.torchrun.plugins.torchrun.show.run_end import RunEnd
 from metaflow_extensions.torchrun.plugins.torchrun.task import report
 
 LEFT = [
-    Record("broken", 8.0, 1008.0, text="Rank 1 failed with *größe* 🙂").as_dict(),
-    Record("left", 9.0, 1009.0, node=0, text="its step has failed").as_dict(),
+    Record("broken", 8.0, 1008.0, text="Rank 1 failed with *größe* 🙂"),
+    Record("left", 9.0, 1009.0, node=0, text="its step has failed"),
 ]
 
 
@@ -34,7 +35,8 @@ def begun(datastore, events=None, runtime=None, task="3"):
     store = datastore.get_task_datastore("7", "train", task, attempt=0, mode="w")
     store.init_task()
     if events is not None:
-        Registry(datastore, "7", "train", task, 0).save_events({**EVENTS, "events": [*EVENTS["events"], *events]}, 1.0)
+        known = replace(KNOWN, events=(*KNOWN.events, *events))
+        Registry(datastore, "7", "train", task, 0).save_snapshot(known, 1.0)
     if runtime is not None:
         store.save_metadata({"runtime": runtime})
 

@@ -11,7 +11,7 @@ from metaflow.clone_util import clone_task_helper
 from metaflow.datastore import FlowDataStore
 from metaflow.exception import CommandException
 from metaflow.plugins.datastores.local_storage import LocalStorage
-from test_registry import EVENTS
+from test_registry import KNOWN
 
 from metaflow_extensions.torchrun.plugins.torchrun.records.snapshot import Snapshot
 from metaflow_extensions.torchrun.plugins.torchrun.show import commands, run_end, stored_gangs
@@ -156,7 +156,7 @@ def test_a_clone_whose_origin_is_gone_is_shown_as_far_as_it_goes(stored, root):
 
 def test_a_gang_without_its_control_nodes_end_is_shown_with_what_metaflow_knows(stored, root):
     begin(root, "train", "4", "4_node_1")
-    write(root, "train/4/0.torchrun_events.json", json.dumps(EVENTS))
+    write(root, "train/4/0.torchrun_events.json", json.dumps(KNOWN.stored()))
     write(root, "train/4/0.runtime", '{"return_code": -9}')
     (gang,) = stored.gangs(RUN, "train")
     page = commands._page(stored, gang, 0, "100/train")

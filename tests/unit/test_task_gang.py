@@ -25,7 +25,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
 from metaflow_extensions.torchrun.plugins.torchrun.gang.launch import Launch
 from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import ConnectPolicy
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Lines
-from metaflow_extensions.torchrun.plugins.torchrun.gang.vanished import has_begun
+from metaflow_extensions.torchrun.plugins.torchrun.records.vanished import has_begun
 from metaflow_extensions.torchrun.plugins.torchrun.settings import DEFAULTS, parse_settings
 from metaflow_extensions.torchrun.plugins.torchrun.task.report import report
 from metaflow_extensions.torchrun.plugins.torchrun.task.starters import STARTED_BY
@@ -81,9 +81,9 @@ def test_what_has_happened_is_in_the_datastore_when_the_task_has_left(gang, data
     gang.join()
     gang.finish()
     gang.leave(None)
-    stored = Registry(datastore, "1", "train", "2", 0).load_events()
-    assert (stored["version"], stored["num_nodes"], stored["nproc_per_node"]) == (1, 1, None)
-    assert [(event["kind"], event["node"]) for event in stored["events"]] == [
+    stored = Registry(datastore, "1", "train", "2", 0).load_snapshot()
+    assert (stored.version, stored.num_nodes, stored.nproc_per_node) == (1, 1, None)
+    assert [(event.kind, event.node) for event in stored.events] == [
         ("joined", 0),
         ("finished", 0),
         ("left", 0),
@@ -234,15 +234,15 @@ def test_a_remote_task_in_the_place_of_one_that_was_killed_does_not_run_the_step
     first = subprocess.Popen([sys.executable, "-c", code, str(tmp_path), str(num_nodes)])
     registry = Registry(datastore, "1", "train", "2", 0)
     try:
-        eventually(lambda: has_begun(registry.load_events()), "the first task's record", 60.0)
+        eventually(lambda: has_begun(registry.load_snapshot()), "the first task's record", 60.0)
     finally:
         first.kill()
         first.wait()
-    before = registry.load_events()["events"]
+    before = registry.load_snapshot().events
     second, ran = TaskGang(parse_settings(DEFAULTS, "train"), datastore, "1", "train", "2", 0), []
     with pytest.raises(TorchrunPreempted, match=r"The control node's pod .* was deleted or replaced"):
         second.run(lambda: ran.append(second.join()))
     assert ran == []
-    stored = registry.load_events()
-    assert stored["events"][:-1] == before
-    assert stored["events"][-1]["kind"] == "lost"
+    stored = registry.load_snapshot()
+    assert stored.events[:-1] == before
+    assert stored.events[-1].kind == "lost"

@@ -18,8 +18,8 @@ from ..gang.policy import ConnectPolicy, growing_pauses
 from ..gang.protocol import CONTROL, Bye, Join
 from ..gang.state import Gang
 from ..gang.texts import QUIET_S, REMIND_S
-from ..gang.vanished import Word, has_begun, has_ended, host_of_control
 from ..machine.network import addresses_for_others, pick_port, place
+from ..records.vanished import Word, has_begun, has_ended, host_of_control
 from ..settings import StepSettings
 from .connection import new_token
 from .control_channel import ControlChannel
@@ -146,11 +146,11 @@ def _give_way_to_former(
 
 def refuse_second_run(registry: Registry, num_nodes: int, patience_s: float = STORE_PATIENCE_S) -> None:
     """Raise if a gang of this attempt had begun, whose control node is gone; tell all others so."""
-    content = registry.await_events(patience_s)
-    if not has_begun(content):
+    known = registry.await_snapshot(patience_s)
+    if not has_begun(known):
         return
-    here, there = socket.gethostname(), host_of_control(content)
-    before = "had told its end" if has_ended(content) else "is gone without a word"
+    here, there = socket.gethostname(), host_of_control(known)
+    before = "had told its end" if has_ended(known) else "is gone without a word"
     error = TorchrunPreempted(
         f"The control node's pod (or container) was deleted or replaced: node {CONTROL} (host {there}) {before}, and "
         f"this task (host {here}) has come in its place. It does not run the step's code, which has run already in "

@@ -16,8 +16,9 @@ from ..compat.datastore import metadata_of
 from ..compat.steps import TimeoutException
 from ..errors import GangError, GangStartTimeout, TorchrunError
 from ..gang.policy import growing_pauses
-from ..gang.vanished import Word, told_by_others
 from ..gang.wire import from_plain, to_plain
+from ..records.snapshot import Snapshot
+from ..records.vanished import Word, told_by_others
 
 _RECORD = "torchrun_gang.json"
 _EVENTS = "torchrun_events.json"
@@ -60,22 +61,23 @@ class Registry:
         found: AddressRecord | None = self._request(self._read, patience_s)
         return found
 
-    def save_events(self, events: dict[str, Any], patience_s: float) -> None:
+    def save_snapshot(self, snapshot: Snapshot, patience_s: float) -> None:
         """Write what has happened; raise GangError if the datastore fails `patience_s` seconds long."""
-        self._request(lambda: self._save_metadata({_EVENTS: events}), patience_s)
+        stored = snapshot.stored()
+        self._request(lambda: self._save_metadata({_EVENTS: stored}), patience_s)
 
-    def load_events(self) -> dict[str, Any] | None:
-        """Return what `save_events` wrote last, or None, with what others told of the control node's end.
+    def load_snapshot(self) -> Snapshot | None:
+        """Return what `save_snapshot` wrote last, or None, with what others told of the control node's end.
 
         Raises what the datastore raises.
         """
         found = self._load(_EVENTS, *_WORDS.values())
         words = [from_plain(Word, found[name], "the word") for name in _WORDS.values() if found[name] is not None]
-        return told_by_others(found[_EVENTS], words)
+        return told_by_others(None if found[_EVENTS] is None else Snapshot.read(found[_EVENTS]), words)
 
-    def await_events(self, patience_s: float) -> dict[str, Any] | None:
-        """Do the same as `load_events`, but raise GangError, and only if the datastore fails `patience_s` seconds long."""
-        found: dict[str, Any] | None = self._request(self.load_events, patience_s)
+    def await_snapshot(self, patience_s: float) -> Snapshot | None:
+        """Do the same as `load_snapshot`, but raise GangError, and only if the datastore fails `patience_s` seconds long."""
+        found: Snapshot | None = self._request(self.load_snapshot, patience_s)
         return found
 
     def save_word(self, word: Word, who: Literal["replacement", "job"], patience_s: float) -> None:

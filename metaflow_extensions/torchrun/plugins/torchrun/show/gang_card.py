@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ..compat import cards
 
 if TYPE_CHECKING:
+    from ..records.snapshot import Snapshot
     from .page import Place
 
 
@@ -56,9 +57,9 @@ def _layout(task: Any, given: dict[str, Any] | None, gangs: Sequence[str] = ()) 
 
     flow, run, step, task_id = task.pathspec.split("/")
     place = Place(flow, run, step, task_id, ui_url=cards.ui_url())
-    stored = given or _stored(task)
-    if stored:
-        return layout(page_of(Snapshot.read(stored), place, FEATURES, is_short=True))
+    snapshot = Snapshot.read(given) if given else _stored(task)
+    if snapshot is not None:
+        return layout(page_of(snapshot, place, FEATURES, is_short=True))
     none = "There are no records of a gang with this task."
     why = (
         f"{none} Its step has no @torchrun, or another task is the control node, or the run is older than such records."
@@ -74,8 +75,8 @@ def _elsewhere(place: Place, gangs: Sequence[str]) -> str:
     return f"Step {place.step} is no gang: it has no @torchrun, or is not entered with num_parallel. {where}"
 
 
-def _stored(task: Any) -> dict[str, Any]:
-    """Return what is stored with the task; nothing where nothing is, as with another node's task or an old run."""
+def _stored(task: Any) -> Snapshot | None:
+    """Return what is stored with the task; None where nothing is, as with another node's task or an old run."""
     from metaflow.datastore.exceptions import DataException
 
     from ..channel.registry import Registry
@@ -85,10 +86,8 @@ def _stored(task: Any) -> dict[str, Any]:
     try:
         attempt = datastore and datastore.get_task_datastore(run_id, step_name, task_id, allow_not_done=True).attempt
     except DataException:  # not one has begun
-        return {}
-    if attempt is None:
-        return {}
-    return Registry(datastore, run_id, step_name, task_id, attempt).load_events() or {}
+        return None
+    return None if attempt is None else Registry(datastore, run_id, step_name, task_id, attempt).load_snapshot()
 
 
 def _datastore(flow_name: str, facts: dict[str, str]) -> Any:

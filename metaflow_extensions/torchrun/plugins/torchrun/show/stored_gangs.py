@@ -170,8 +170,7 @@ class StoredGangs:
 
     def snapshot(self, gang: StoredGang, attempt: int) -> Snapshot | None:
         """Return what the control node has stored of an attempt; None if there is nothing."""
-        stored = Registry(self._datastore, gang.run, gang.step, gang.control_task, attempt).load_events()
-        return None if stored is None else Snapshot.read(stored)
+        return Registry(self._datastore, gang.run, gang.step, gang.control_task, attempt).load_snapshot()
 
     def told_by_metaflow(self, gang: StoredGang, attempt: int, at_most: int | None = None) -> dict[int, str]:
         """Return what Metaflow itself knows of each node's task, or of the first nodes, in a word or in the error's own."""

@@ -21,7 +21,7 @@ from typing import Any
 from ..channel.registry import Registry
 from ..errors import GangError, TorchrunPreempted
 from ..gang.protocol import CONTROL
-from ..gang.vanished import Word, has_ended
+from ..records.vanished import Word, has_ended
 
 _PATIENCE_S = 10.0  # for each request
 _BATCH_LIMIT = 100  # jobs in one request of DescribeJobs
@@ -61,7 +61,7 @@ class Job:
         options = self._options
         where = (options["--run-id"], self._step, options["--task-id"])
         registry = Registry(self._flow_datastore, *where, int(options["--retry-count"]))
-        recorded = registry.await_events(_PATIENCE_S)
+        recorded = registry.await_snapshot(_PATIENCE_S)
         is_known = has_ended(recorded)
         lines = [
             f"{name} says of node {each.node}'s {each.what}: {each.text}"

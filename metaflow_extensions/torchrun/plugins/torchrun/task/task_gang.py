@@ -31,10 +31,10 @@ from ..logs.console import to_log, write_text
 from ..logs.task_log import TaskLog
 from ..node.plan import WarmStarts
 from ..node.watchers import Feature, keepers_of
-from ..records.event_store import EventStore
 from ..records.node_records import NodeRecords
 from ..settings import StepSettings
 from ..show.live_card import LiveCard, pause_of_member_s
+from .event_store import EventStore
 from .local_nodes import LocalNodes
 from .pods import why_it_waits
 from .report import end_with, report

@@ -16,8 +16,8 @@ from typing import Any
 from ..channel.registry import Registry
 from ..errors import GangError
 from ..gang.state import Gang
-from ..gang.vanished import has_begun
-from .snapshot import Snapshot, snapshot_of
+from ..records.snapshot import Snapshot, snapshot_of
+from ..records.vanished import has_begun
 
 _EVERY_S = 5.0
 # Until the gang has begun: from then on a task that comes in this one's place must not run the step's code again, and
@@ -68,9 +68,9 @@ class EventStore:
         are_due = self._is_over or time.monotonic() > self._numbers_due_at
         if count > self._written or (numbers != self._numbers and are_due):
             with suppress(GangError):  # the next time tries again
-                content = self.snapshot().stored()
-                self._registry.save_events(content, _PATIENCE_S)
-                self._pause_s = _EVERY_S if has_begun(content) else _SOON_S
+                snapshot = self.snapshot()
+                self._registry.save_snapshot(snapshot, _PATIENCE_S)
+                self._pause_s = _EVERY_S if has_begun(snapshot) else _SOON_S
                 self._written, self._numbers = count, numbers
                 self._numbers_due_at = time.monotonic() + _NUMBERS_EVERY_S
 
