@@ -16,6 +16,7 @@ import time
 import urllib.request
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from metaflow.datastore import FlowDataStore
@@ -29,6 +30,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Active, 
 from metaflow_extensions.torchrun.plugins.torchrun.gang.state import Gang
 from metaflow_extensions.torchrun.plugins.torchrun.node.watchers import keepers_of
 from metaflow_extensions.torchrun.plugins.torchrun.records.snapshot import snapshot_of
+from metaflow_extensions.torchrun.plugins.torchrun.show.gang_card import GangCard
 
 pytestmark = pytest.mark.xdist_group("card")
 
@@ -303,6 +305,19 @@ def test_a_browser_shows_a_gang_that_has_ended(cards, ended, chromium, name, wor
         assert "raise RuntimeError(" not in chromium.text
         chromium.value_of("document.querySelector('.tr-restart summary').click()")
         assert "raise RuntimeError(" in chromium.text
+
+
+def test_what_a_reader_has_opened_stays_open_while_the_page_is_renewed(chromium, tmp_path):
+    stored = Path(__file__).parents[1] / "unit" / "records"
+    before, later = (json.loads((stored / f"{name}.json").read_text()) for name in ("restarting", "running"))
+    card, task = GangCard(), SimpleNamespace(pathspec="Flow/12/train/4")
+    page = tmp_path / "page.html"
+    page.write_text(card.render_runtime(task, {"user": before}))
+    chromium.open(page.as_uri(), "document.querySelector('.tr-restart')")
+    chromium.value_of("document.querySelector('.tr-restart summary').click()")
+    chromium.value_of(f"window.metaflow_card_update({json.dumps(card.refresh(task, {'user': later}))})")
+    chromium.wait_for("document.querySelectorAll('.tr-cell.tr-running').length === 4")
+    assert chromium.value_of("document.querySelector('.tr-restart').open")
 
 
 def many_nodes(num_nodes=256, nproc=8):

@@ -8,7 +8,6 @@ from metaflow_extensions.torchrun.plugins.torchrun.show.log_lines import (
     Line,
     Reader,
     Source,
-    is_of_worker,
     shown,
     wanted,
 )
@@ -19,8 +18,7 @@ def node_of(rank):
 
 
 def merged(*sources):
-    own = {(each.node, each.stream): any(is_of_worker(text) for _, text in each.lines) for each in sources}
-    return list(Reader(node_of, own).merged(sources))
+    return list(Reader(node_of, {each.node for each in sources}).merged(sources))
 
 
 def texts(lines):
@@ -63,31 +61,6 @@ def test_copies_of_the_lines_of_a_node_that_has_a_log_of_its_own_are_left_out():
     )
     killed = Source("4-worker-0", 1, "stdout", [("01", "[rank 2] copy")])
     assert texts(merged(control, killed)) == [("01", "[rank 2] copy")]
-
-
-def test_where_a_replaced_pod_was_killed_while_it_stored_its_log_the_stream_that_it_stored_hides_no_copies():
-    """It has stored its stdout, so that of the first pod is gone; stderr is still the first's."""
-    control = Source("4", 0, "stdout", [("02", "[rank 2] word 0"), ("03", "[rank 2] word 1")])
-    stdout = Source("4-worker-0", 1, "stdout", [("05", "Setting up task environment.")])
-    stderr = Source("4-worker-0", 1, "stderr", [("01", "[torchrun node 1] a note"), ("02", "[rank 2] warning")])
-    assert [text for _, text in texts(merged(control, stdout, stderr))] == [
-        "[torchrun node 1] a note",
-        "[rank 2] word 0",
-        "[rank 2] warning",
-        "[rank 2] word 1",
-        "Setting up task environment.",
-    ]
-
-
-def test_where_the_log_of_a_replacement_has_overwritten_a_pods_own_the_copies_are_shown():
-    control = Source("4", 0, "stdout", [("01", "[rank 2] a"), ("02", "[rank 2] b")])
-    replacement = Source("4-worker-0", 1, "stdout", [("03", "Setting up task environment."), ("06", "refused")])
-    assert [text for _, text in texts(merged(control, replacement))] == [
-        "[rank 2] a",
-        "[rank 2] b",
-        "Setting up task environment.",
-        "refused",
-    ]
 
 
 LINES = [

@@ -269,17 +269,6 @@ def test_each_line_of_a_node_comes_once_from_its_own_log(stored, root):
     assert {line.task for line in words} == {"4-worker-0"}
 
 
-def test_lines_come_from_the_control_nodes_log_where_a_replaced_pod_has_stored_one_stream_of_two(stored, root):
-    """It was killed meanwhile: stderr is still that of the first pod, and its times say nothing of stdout."""
-    begin(root, "train", "4", "4-worker-0")
-    write(root, "train/4/0.torchrun_events.json", json.dumps({"num_nodes": 2, "nproc_per_node": 1}))
-    write(root, "train/4/0.task_stdout.log", logged(*((at, f"[rank 1] word {at}") for at in range(10, 14))))
-    write(root, "train/4-worker-0/0.task_stdout.log", logged((20, "Setting up task environment.")))
-    write(root, "train/4-worker-0/0.task_stderr.log", logged((5, "[torchrun node 1] a note")))
-    words = [line.text for line in logs_of(stored).lines() if line.rank == 1]
-    assert words == [f"[rank 1] word {at}" for at in range(10, 14)]
-
-
 def test_following_ends_some_seconds_after_the_attempt_when_nothing_new_comes(stored, root):
     begin(root, "train", "4")
     write(root, "train/4/0.task_stdout.log", logged((1, "first")))

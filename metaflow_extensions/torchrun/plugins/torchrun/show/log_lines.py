@@ -1,10 +1,10 @@
-"""Whose is each line of the tasks' logs, and in which order are they? Pure."""
+"""The lines of all tasks' logs: whose each is, and in which order they come. Pure."""
 
 from __future__ import annotations
 
 import heapq
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -41,21 +41,18 @@ class Reader:
     """Tells whose a line is.
 
     On a local run the nodes' tasks have no logs of their own: all lines stand in the control task's. On a remote run
-    with ``logs="all"`` the control task's log has copies of other nodes' lines. They are left out, unless the node's own
-    log has no line of its workers: it is that of another pod, which came in the place of the node's and was refused.
+    with ``logs="all"`` the control task's log has copies of other nodes' lines. One rule leaves them out: a node that
+    has a log of its own is read there.
     """
 
-    def __init__(self, node_of: Callable[[int], int | None], own: Mapping[tuple[int, str], bool]) -> None:
+    def __init__(self, node_of: Callable[[int], int | None], nodes: Collection[int]) -> None:
         self._node_of = node_of
-        # Of each node that has a log, and each of its streams: whether lines of its workers stand there. A replacement
-        # that is killed while it stores its log has overwritten one stream alone.
-        self._own = own
-        self._has_many = len({node for node, _ in own}) > 1
+        self._nodes = nodes  # those that have a log
 
-    def take(self, source: Source, time: str, text: str) -> Line | None:
+    def line(self, source: Source, time: str, text: str) -> Line | None:
         """Return the line, or None for a copy."""
         node, rank = self._place(source, text)
-        if node is not None and node != source.node and self._own.get((node, source.stream)):
+        if node is not None and node != source.node and node in self._nodes:
             return None
         return Line(time, source.task, source.stream, node, rank, text)
 
@@ -65,7 +62,7 @@ class Reader:
         rank = None if label is None or label[1] is None else int(label[1])
         node = None if label is None else int(label[2] or label[3]) if rank is None else self._node_of(rank)
         if node is None:
-            node = source.node if self._has_many else None
+            node = source.node if len(self._nodes) > 1 else None
         return node, rank
 
     def merged(self, sources: Iterable[Source]) -> Iterator[Line]:
@@ -76,15 +73,9 @@ class Reader:
         latest = ""
         for time, text in source.lines:
             latest = max(latest, time)
-            line = self.take(source, latest, text)
+            line = self.line(source, latest, text)
             if line is not None:
                 yield line
-
-
-def is_of_worker(text: str) -> bool:
-    """Tell whether a worker, or a command of ``before_run``, has written a line."""
-    label = _LABEL.match(text)
-    return label is not None and label[2] is None
 
 
 def wanted(

@@ -13,9 +13,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ..compat.renamed import known
-from ..gang.protocol import CONTROL
 from ..records.snapshot import Snapshot
-from .log_lines import Line, Reader, Source, is_of_worker
+from .log_lines import Line, Reader, Source
 from .stored_gangs import StoredGang, StoredGangs
 
 LOG_SOURCES = known("metaflow.mflog", "LOG_SOURCES", ("runtime", "task"))
@@ -41,9 +40,9 @@ class StoredLogs:
         with self._stored.load(list(files)) as loaded:
             here = {path: Path(local) for path, local, _ in loaded if local is not None}
             snapshot = self._stored.snapshot(self._gang, self._attempt) or Snapshot()
-            own = _own_logs([(*files[path][1:], local) for path, local in here.items()], is_growing)
+            nodes = {node for _, node, _ in (files[path] for path in here)}
             sources = [Source(*files[path], self._new(path, local, is_growing)) for path, local in here.items()]
-            yield from Reader(snapshot.summary.node_of, own).merged(sources)
+            yield from Reader(snapshot.summary.node_of, nodes).merged(sources)
 
     def follow(
         self, clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep
@@ -99,18 +98,6 @@ def _piece(path: Path, offset: int) -> bytes:
     with path.open("rb") as file:
         file.seek(offset)
         return file.read(_PIECE)
-
-
-def _own_logs(files: list[tuple[int, str, Path]], is_growing: bool) -> dict[tuple[int, str], bool]:
-    """Return by node and stream whether its log has lines of its workers; one that grows will have them."""
-    found: dict[tuple[int, str], bool] = {}
-    for node, stream, path in files:
-        found[node, stream] = found.get((node, stream), is_growing or node == CONTROL) or _has_workers(path)
-    return found
-
-
-def _has_workers(path: Path) -> bool:
-    return any(is_of_worker(_parsed(line, "")[1]) for line in _whole_lines(path, 0, is_growing=False))
 
 
 def _parsed(line: bytes, before: str) -> tuple[str, str]:

@@ -58,6 +58,7 @@ aside { display: none !important; }
 .mf-card .tableContainer { overflow-x: auto; max-width: calc(100vw - 2rem); }
 .mf-card td { padding: .4rem .7rem !important; text-align: left !important; }
 .mf-card th { text-align: left !important; padding: .4rem .7rem !important; }
+.mf-card td:first-child { white-space: nowrap; }
 .mf-card section section .heading { display: none; }
 @media (min-width: 60rem) {
   .mf-card section.columns > .sectionItems { grid-template-columns: 1fr 1fr; grid-gap: .5rem 2rem; }
