@@ -24,7 +24,8 @@ from metaflow_extensions.torchrun.plugins.torchrun.executor import TorchrunExecu
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
 from metaflow_extensions.torchrun.plugins.torchrun.logs.lines import MAX_LINE_BYTES
 from metaflow_extensions.torchrun.plugins.torchrun.parsing import RETRY_CLASSES
-from metaflow_extensions.torchrun.plugins.torchrun.settings import DEFAULTS
+from metaflow_extensions.torchrun.plugins.torchrun.run_arguments import IGNORED
+from metaflow_extensions.torchrun.plugins.torchrun.settings import ARGUMENTS, DEFAULTS
 
 PACKAGE = Path(inspect.getfile(TorchrunExecutor)).parent
 EXAMPLE_TESTS = "tests/integration/test_examples.py"
@@ -298,9 +299,11 @@ def test_the_reference_names_every_attribute_and_argument():
     reference = read("docs/reference.md")
     attributes, arguments = reference.split("## `@torchrun`")[1].split("## `current.torch.run")
     assert [name for name in DEFAULTS if f"`{name}`" not in attributes] == []
-    taken_for_0_2 = {"self", "push_results_dir_to_cloud", "local_output_dir", "cloud_output_dir"}
-    options = set(inspect.signature(TorchrunExecutor.run).parameters) - taken_for_0_2
-    assert [name for name in sorted(options) if f"`{name}`" not in arguments] == []
+    assert [name for name in ARGUMENTS if f"`{name}`" not in arguments and name not in IGNORED] == []
+    defaults = dict(re.findall(r"^- `(\w+)` \(default `?([^`)]+)`?\)", attributes, re.MULTILINE))
+    assert defaults == {name: str(value) for name, value in DEFAULTS.items() if value is not None} | {
+        name: f'"{value}"' for name, value in DEFAULTS.items() if isinstance(value, str)
+    }
 
 
 def test_the_page_of_errors_names_every_class():

@@ -54,26 +54,24 @@ def agent_command(
         "rdzv-id": given.get("rdzv-id") or f"launch{go.launch}-{go.generation}-{go.gang}",
         **_gang_options(spec, given),
     }
-    command = [spec.python, "-m", TORCHRUN]
-    command += [f"--{name}" if value is None else f"--{name}={value}" for name, value in options.items()]
-    if go.max_restarts and spec.min_nodes is None and "run-path" not in given and sets_restarts:
-        return [*command, *_told_of_restarts(spec, go, own)]
+    words = [f"--{name}" if value is None else f"--{name}={value}" for name, value in options.items()]
+    restarts = restart_variables(spec, go) if sets_restarts else {}
+    return [spec.python, "-m", TORCHRUN, *words, *_worker_words(spec, restarts, own)]
+
+
+def _worker_words(spec: LaunchSpec, restarts: Mapping[str, str], own: Sequence[str]) -> list[str]:
+    """Return the words that say what torchrun starts as a worker."""
+    given = dict(spec.options)
+    if restarts and "run-path" not in given:
+        return _told_of_restarts(spec, restarts, own)
     if "no-python" in given and "run-path" not in given:
-        return [
-            *command,
-            "--",
-            system_program("env"),
-            *own,
-            *_program([spec.entrypoint, *spec.args]),
-        ]
-    if spec.module:
-        command.append("--module")
+        return ["--", system_program("env"), *own, *_program([spec.entrypoint, *spec.args])]
     # torchrun fills ${local_rank} into the arguments by string.Template (torch 2.13,
     # elastic/utils/api.py); a doubled dollar comes out as the one that the user wrote.
     # With --no-python the entrypoint itself is not among them.
     entrypoint = spec.entrypoint if "no-python" in given else spec.entrypoint.replace("$", "$$")
     # "--" keeps torchrun's argparse from taking a script's "--d" for an ambiguous option of its own.
-    return [*command, "--", entrypoint, *_escaped(spec.args)]
+    return [*(["--module"] if spec.module else []), "--", entrypoint, *_escaped(spec.args)]
 
 
 def _gang_options(spec: LaunchSpec, given: Mapping[str, str | None]) -> dict[str, str]:
@@ -98,12 +96,12 @@ def _gang_options(spec: LaunchSpec, given: Mapping[str, str | None]) -> dict[str
     }
 
 
-def _told_of_restarts(spec: LaunchSpec, go: Go, own: Sequence[str]) -> list[str]:
+def _told_of_restarts(spec: LaunchSpec, restarts: Mapping[str, str], own: Sequence[str]) -> list[str]:
     """Return the words that make workers see the gang's restarts in the variables that torchrun sets.
 
     ``env`` sets them anew, and what else is a rank's `own`, and becomes the worker.
     """
-    told = (f"{name}={value}" for name, value in restart_variables(spec, go).items())
+    told = (f"{name}={value}" for name, value in restarts.items())
     words = ["--", system_program("env"), *told]
     if "no-python" in dict(spec.options):
         return [*words, *own, *_program([spec.entrypoint, *spec.args])]

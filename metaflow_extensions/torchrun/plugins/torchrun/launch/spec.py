@@ -120,30 +120,11 @@ def build_spec(
     _refuse_what_the_gang_decides(options, node)
     module = bool(given.get("module")) | (options.pop("module", "absent") is None)
     cwd, log_dir = argument("cwd", given), options.pop("log-dir", None)
-    command = _command(given.get("entrypoint"), module, options)
     env: dict[str, str] = argument("env", given) or {}
-    args: tuple[str, ...]
-    source, bools = None, dict[str, bool]()
-    if function is not None:
-        _refuse_elastic(min_nodes)
-        entrypoint, args, source = function.script, (function.folder,), function.source
-    else:
-        if command:
-            entrypoint = find_program(command[0], cwd, node.flow_dir, env, may_come)
-            source = source_of(entrypoint, command, cwd)
-        else:
-            is_path = not module and "no-python" not in options
-            folders = [cwd or os.getcwd(), *([node.flow_dir] if node.flow_dir else [])]
-            entrypoint = _find_entrypoint(given.get("entrypoint"), folders, is_path, may_come)
-        more = given.get("entrypoint_args")
-        args, bools = (*command[1:], *entrypoint_arguments(more)), entrypoint_bools(more)
+    where = (cwd, env, node, may_come)
+    program = _program(given, options, module, *where) if function is None else _program_of(function, min_nodes)
     return LaunchSpec(
-        entrypoint=entrypoint,
-        args=args,
-        bools=tuple(bools.items()),
-        source=source,
-        function=function,
-        command=command,
+        **program,
         module=module,
         nproc=nproc,
         num_nodes=node.num_nodes,
@@ -163,12 +144,37 @@ def build_spec(
     )
 
 
-def _refuse_elastic(min_nodes: int | None) -> None:
+# What workers run, as fields of `LaunchSpec`. ------------------------------------------------------
+
+
+def _program_of(function: FunctionSpec, min_nodes: int | None) -> dict[str, Any]:
     if min_nodes is not None:
         raise TorchrunConfigError(
             "torchrun's own elasticity (nnodes='MIN:MAX') gives ranks out anew while it runs, so a function's values "
             "would be nobody's. Launch a script with it, or the function with max_restarts."
         )
+    return {"entrypoint": function.script, "args": (function.folder,), "source": function.source, "function": function}
+
+
+def _program(
+    given: Mapping[str, Any],
+    options: dict[str, str | None],
+    module: bool,
+    cwd: str | None,
+    env: Mapping[str, str],
+    node: Node,
+    may_come: bool,
+) -> dict[str, Any]:
+    """Return the script, module or command that the user names; for a command `options` get ``--no-python``."""
+    entrypoint, more = given.get("entrypoint"), given.get("entrypoint_args")
+    words = _command(entrypoint, module, options)
+    own = {"args": (*words[1:], *entrypoint_arguments(more)), "bools": tuple(entrypoint_bools(more).items())}
+    if words:
+        program = find_program(words[0], cwd, node.flow_dir, env, may_come)
+        return {**own, "entrypoint": program, "source": source_of(program, words, cwd), "command": words}
+    folders = [cwd or os.getcwd(), *([node.flow_dir] if node.flow_dir else [])]
+    is_path = not module and "no-python" not in options
+    return {**own, "entrypoint": _find_entrypoint(entrypoint, folders, is_path, may_come)}
 
 
 def _command(entrypoint: Any, module: bool, options: dict[str, str | None]) -> tuple[str, ...]:
