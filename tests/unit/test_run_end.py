@@ -59,7 +59,7 @@ def test_the_command_that_shows_the_gang_is_the_last_line(datastore):
 
 
 def test_a_datastore_that_is_not_the_default_is_named(datastore, monkeypatch):
-    monkeypatch.setattr("metaflow_extensions.torchrun.plugins.torchrun.show.stored_gangs.DEFAULT_DATASTORE", "s3")
+    monkeypatch.setattr("metaflow_extensions.torchrun.plugins.torchrun.compat.stored.DEFAULT_DATASTORE", "s3")
     assert told(datastore)[-1].endswith("python my flow.py --datastore local torchrun show 7")
 
 

@@ -13,8 +13,9 @@ from metaflow.exception import CommandException
 from metaflow.plugins.datastores.local_storage import LocalStorage
 from test_registry import KNOWN
 
+from metaflow_extensions.torchrun.plugins.torchrun.compat import stored as stored_files
 from metaflow_extensions.torchrun.plugins.torchrun.records.snapshot import Snapshot
-from metaflow_extensions.torchrun.plugins.torchrun.show import commands, run_end, stored_gangs
+from metaflow_extensions.torchrun.plugins.torchrun.show import commands, run_end
 from metaflow_extensions.torchrun.plugins.torchrun.show.stored_gangs import StoredGangs, place_of
 from metaflow_extensions.torchrun.plugins.torchrun.show.stored_logs import _PIECE, StoredLogs
 
@@ -291,7 +292,7 @@ def test_following_ends_some_seconds_after_the_attempt_when_nothing_new_comes(st
 @pytest.mark.parametrize(("kind", "option"), [("local", ""), ("s3", "--datastore s3 ")])
 def test_a_hint_names_the_datastore_where_it_is_not_the_default(stored, root, monkeypatch, kind, option):
     begin(root, "train", "4")
-    monkeypatch.setattr(stored_gangs, "DEFAULT_DATASTORE", "local")
+    monkeypatch.setattr(stored_files, "DEFAULT_DATASTORE", "local")
     monkeypatch.setattr(LocalStorage, "TYPE", kind)
     (gang,) = stored.gangs(RUN, "train")
     hint = commands._page(stored, gang, 0, "100/train")[-1]

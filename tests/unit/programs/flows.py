@@ -48,7 +48,7 @@ class CarelessFlow(FlowSpec):
         assert task.value_of(after) == "the worker has not come here"
 
     def tells(self, task):
-        from metaflow_extensions.torchrun.plugins.torchrun.task.task_current import current_for_workers
+        from metaflow_extensions.torchrun.plugins.torchrun.compat.current import current_for_workers
 
         class Trainer:
             pass

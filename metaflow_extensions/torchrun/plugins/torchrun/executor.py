@@ -10,6 +10,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
+from .compat.current import current_for_workers
 from .errors import LaunchFailed, TorchrunConfigError, TorchrunPreempted
 from .events import Event
 from .gang.member import Member
@@ -33,7 +34,6 @@ from .run_arguments import IGNORED, RunOptions, checked, spelled_out
 from .settings import ARGUMENTS, StepSettings, choose
 from .show.gang_part import GangPart
 from .show.live_card import LiveCard
-from .task.task_current import current_for_workers
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # in typing since Python 3.11

@@ -56,6 +56,12 @@ def timeout_of(decos: Sequence[Any]) -> float | None:
     return None
 
 
+def seconds_of_alarm(handler: Any) -> Any:
+    """Return the seconds of the ``@timeout`` whose handler of the alarm this is; None if it is another's."""
+    owner = getattr(handler, "__self__", None)
+    return getattr(owner, "secs", 0) if getattr(owner, "name", None) == "timeout" else None
+
+
 class SameInterpreter:
     """A Metaflow environment that starts local tasks with the interpreter of this one."""
 

@@ -15,10 +15,10 @@ from contextlib import suppress
 from datetime import datetime, timezone
 from typing import Any
 
-from metaflow._vendor import click
-
+from ..compat.cli import CommandException, click
 from ..compat.datastore import DatastoreValues
-from ..compat.renamed import known, versions
+from ..compat.graph import parallel_steps
+from ..compat.renamed import versions
 from ..errors import TorchrunError
 from ..gang.texts import size_text
 from ..launch.outputs import Outputs
@@ -30,9 +30,6 @@ from .page import failed_rank, page_of
 from .run_end import latest_run
 from .stored_gangs import StoredGang, StoredGangs
 from .stored_logs import StoredLogs
-
-# A command of every flow reads this module, with and without a step of ours, and must not fail for it.
-CommandException: Any = known("metaflow.exception", "CommandException", TorchrunError)
 
 
 class _Commands(click.Group):  # type: ignore[misc]  # Metaflow is not typed
@@ -236,7 +233,7 @@ def _latest_run(obj: Any) -> str:
 
 def _only_gang(obj: Any, run: str, steps: list[str]) -> str:
     """Return the one step of a run that is a gang."""
-    found: list[str] = [node.name for node in obj.graph if node.parallel_step and node.name in steps]
+    found = [name for name in parallel_steps(obj.graph) if name in steps]
     if len(found) == 1:
         return found[0]
     if found:

@@ -77,35 +77,13 @@ def _elsewhere(place: Place, gangs: Sequence[str]) -> str:
 
 def _stored(task: Any) -> Snapshot | None:
     """Return what is stored with the task; None where nothing is, as with another node's task or an old run."""
-    from metaflow.datastore.exceptions import DataException
-
     from ..channel.registry import Registry
+    from ..compat.stored import datastore_of_card, last_attempt
 
     flow_name, run_id, step_name, task_id = task.pathspec.split("/")
-    datastore = _datastore(flow_name, task.metadata_dict)
-    try:
-        attempt = datastore and datastore.get_task_datastore(run_id, step_name, task_id, allow_not_done=True).attempt
-    except DataException:  # not one has begun
-        return None
+    datastore = datastore_of_card(flow_name, task.metadata_dict)
+    attempt = datastore and last_attempt(datastore, (run_id, step_name, task_id))
     return None if attempt is None else Registry(datastore, run_id, step_name, task_id, attempt).load_snapshot()
-
-
-def _datastore(flow_name: str, facts: dict[str, str]) -> Any:
-    """Return the flow's datastore, as the task's metadata names it, or else as the command does.
-
-    A killed pod leaves no metadata where that is local: the pod's last act is to store it (Metaflow 2.19).
-    """
-    from metaflow._vendor import click
-    from metaflow.datastore import FlowDataStore
-    from metaflow.plugins import DATASTORES
-
-    storage = next((each for each in DATASTORES if facts.get("ds-type") == each.TYPE), None)
-    if storage is not None:
-        return FlowDataStore(flow_name, storage_impl=storage, ds_root=facts.get("ds-root"))
-    command = click.get_current_context(silent=True)
-    of_command = getattr(command and command.obj, "flow_datastore", None)
-    # A new one: in the command's own the root is by now that of the cards (`card` in ``card_cli.py``, 2.19).
-    return of_command and FlowDataStore(flow_name, storage_impl=type(of_command._storage_impl))
 
 
 def _gangs_of(graph: dict[str, Any]) -> list[str]:

@@ -7,13 +7,14 @@ log: on Kubernetes a replaced pod writes its log over the first one's (Metaflow 
 from __future__ import annotations
 
 import os
-import re
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
+from ..compat.cli import failed_task
+from ..compat.stored import local_folder
 from ..gang.texts import names
 from .as_text import printable
 from .stored_gangs import StoredGang, StoredGangs
@@ -32,7 +33,7 @@ class RunEnd:
 
     def tell(self, error: BaseException) -> str:
         """Return the lines that come after Metaflow's own, if it says that this step has failed."""
-        match = _failure(error)
+        match = failed_task(error)
         if match is None or match["step"] != self._step:
             return ""
         stored = StoredGangs(self._flow_datastore)
@@ -80,17 +81,5 @@ def latest_run(flow_name: str) -> str | None:
 
 
 def _place_of(name: str, flow_name: str) -> str | None:
-    """Return where Metaflow keeps such files of a flow on this machine (``metaflow.util.get_latest_run_id``, 2.19)."""
-    from metaflow.plugins.datastores.local_storage import LocalStorage
-
-    root = LocalStorage.datastore_root or LocalStorage.get_datastore_root_from_config(lambda *_, **__: None, False)
-    return os.path.join(root, flow_name, name) if root else None
-
-
-def _failure(error: BaseException) -> re.Match[str] | None:
-    """Read which step and task have failed: `TaskFailed` has no more than its text (``metaflow/runtime.py``, 2.19)."""
-    if type(error).__name__ != "TaskFailed":
-        return None
-    return re.match(
-        r"Step \*?(?P<step>\w+)\*?(?: \(task-id (?P<task>[^)\s]+)\))?", str(getattr(error, "message", error))
-    )
+    folder = local_folder(flow_name)
+    return folder and os.path.join(folder, name)

@@ -7,12 +7,11 @@ however many nodes it has. The names of tasks and files are those of Metaflow 2.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ..channel.registry import Registry
-from ..compat.renamed import known
+from ..compat.stored import Storage
 from ..gang.cause import describe_exit
 from ..records.snapshot import Snapshot
 from .page import Place
@@ -26,7 +25,6 @@ _NAMES = (
     (re.compile(r"(.+)-worker-(\d+)"), "{}", 1),
     (re.compile(r"(.+)-node-(\d+)"), "control-{}", 0),
 )
-DEFAULT_DATASTORE = known("metaflow.metaflow_config", "DEFAULT_DATASTORE", "local")
 # What is written at a task's end: by itself (`TaskDataStore.METADATA_DONE_SUFFIX`), or by who has started it and has
 # seen it end (`Worker.terminate`). A file's name begins with its attempt.
 _DONE, _RUNTIME = "DONE.lock", "runtime"
@@ -36,7 +34,6 @@ _ENDED = (_DONE, _RUNTIME)
 # nodes, each as run, step and task.
 _BEGUN = "task_begin"
 _OF_CLONE = {"data.json", _DONE}
-_TASKS = "_control_mapper_tasks"
 _ATTEMPT = re.compile(r"(\d+)\.(.+)")
 
 
@@ -94,26 +91,26 @@ class StoredGangs:
 
     def __init__(self, flow_datastore: Any) -> None:
         self._datastore = flow_datastore  # metaflow.datastore.FlowDataStore
-        self._storage = flow_datastore._storage_impl
+        self._storage = Storage(flow_datastore)
 
     @property
     def place(self) -> str:
         """Name the datastore, for messages."""
-        return f"{self.kind}: {self._datastore.datastore_root}"
+        return self._storage.place
 
     @property
     def kind(self) -> str:
         """Return what ``--datastore`` calls it."""
-        return str(self._storage.TYPE)
+        return self._storage.kind
 
     @property
     def is_default(self) -> bool:
         """Whether it is taken where ``--datastore`` is not given."""
-        return bool(self.kind == DEFAULT_DATASTORE)
+        return self._storage.is_default
 
     def steps(self, run: str) -> list[str]:
         """Return the steps of a run that have begun."""
-        return sorted(name for name, _ in self._names([self._path(run)]))
+        return sorted(name for name, _ in self._storage.names([self._storage.path(run)]))
 
     def gangs(self, run: str, step: str) -> list[StoredGang]:
         """Return the gangs of a step, several where it stands in a foreach; of what `resume` has cloned the origins."""
@@ -132,9 +129,8 @@ class StoredGangs:
         files = gang.files.get(gang.control_task, {}).get(0, set())
         if not files >= _OF_CLONE or _BEGUN in files:
             return []
-        stored = self._datastore.get_task_datastore(gang.run, gang.step, gang.control_task, attempt=0)
-        tasks = stored.get(_TASKS) or []
-        return [] if not tasks or tasks[0].split("/")[0] == gang.run else list(tasks)
+        tasks = self._storage.tasks_of((gang.run, gang.step, gang.control_task))
+        return [] if not tasks or tasks[0].split("/")[0] == gang.run else tasks
 
     def _origin_of(self, clone: StoredGang, tasks: list[str]) -> StoredGang:
         """Return the gang of which another is a clone; the clone itself where nothing is left of that."""
@@ -145,12 +141,12 @@ class StoredGangs:
 
     def _gangs(self, run: str, step: str) -> list[StoredGang]:
         """Return what a run has of the gangs of a step."""
-        tasks = {name for name, _ in self._names([self._path(run, step)])}
+        tasks = {name for name, _ in self._storage.names([self._storage.path(run, step)])}
         files: dict[str, dict[int, set[str]]] = {task: {} for task in tasks}
-        for name, path in self._names([self._path(run, step, task) for task in sorted(tasks)]):
+        for name, path in self._storage.names([self._storage.path(run, step, task) for task in sorted(tasks)]):
             match = _ATTEMPT.fullmatch(name)
             if match is not None:
-                task = self._storage.path_split(path)[-2]
+                task = self._storage.split(path)[-2]
                 files[task].setdefault(int(match[1]), set()).add(match[2])
         found: dict[str, dict[int, str]] = {}
         for task in tasks:
@@ -185,34 +181,22 @@ class StoredGangs:
             # Of a remote task, that is the end of the process which has looked after it.
             code = self._return_code(gang, task, attempt)
             return describe_exit(code) if code < 0 else "was killed"
-        stored = self._datastore.get_task_datastore(gang.run, gang.step, task, attempt=attempt, allow_not_done=True)
-        if stored.get("_task_ok"):
+        is_ok, error = self._storage.end_of((gang.run, gang.step, task), attempt)
+        if is_ok:
             return "succeeded"
-        error = stored.get("_exception")
         return "failed" if error is None else f"failed: {str(error).splitlines()[-1]}"
 
     def _return_code(self, gang: StoredGang, task: str, attempt: int) -> int:
-        where = (gang.run, gang.step, task)
-        stored = self._datastore.get_task_datastore(*where, attempt=attempt, data_metadata={}, mode="r")
-        found = stored.load_metadata([_RUNTIME])[_RUNTIME] or {}
+        found = self._storage.metadata((gang.run, gang.step, task), attempt, _RUNTIME)
         return int(found.get("return_code") or 0)
 
     def paths(self, gang: StoredGang, task: str, attempt: int, name: str) -> str:
         """Return where a file of a task is."""
-        return self._path(gang.run, gang.step, task, f"{attempt}.{name}")
+        return self._storage.path(gang.run, gang.step, task, f"{attempt}.{name}")
 
     def load(self, paths: list[str]) -> Any:
         """Return a context in which triples of a path, the local file with its content (None: missing), and more come."""
-        return self._storage.load_bytes(paths)
-
-    def _path(self, *parts: str) -> str:
-        path: str = self._storage.path_join(self._datastore.flow_name, *parts)
-        return path
-
-    def _names(self, paths: list[str]) -> Iterator[tuple[str, str]]:
-        for found in self._storage.list_content(paths) if paths else ():
-            path = found.path.rstrip("/")
-            yield self._storage.path_split(path)[-1], path
+        return self._storage.load(paths)
 
 
 def _in_order(task: str) -> tuple[int, str]:

@@ -7,19 +7,15 @@ so they are read piece by piece, and none is held open.
 from __future__ import annotations
 
 import math
-import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from ..compat.renamed import known
+from ..compat.stored import LINE_PARSER, LOG_SOURCES
 from ..records.snapshot import Snapshot
 from .log_lines import Line, Reader, Source
 from .stored_gangs import StoredGang, StoredGangs
 
-LOG_SOURCES = known("metaflow.mflog", "LOG_SOURCES", ("runtime", "task"))
-# Without it a line is shown as it is stored, and the logs stand one after another.
-LINE_PARSER = known("metaflow.mflog.mflog", "LINE_PARSER", re.compile(rb"(?!)"))
 _PIECE = 256 * 1024
 _STREAMS = ("stdout", "stderr")
 _PAUSE_S = 1.0  # at least, between two looks at logs that grow

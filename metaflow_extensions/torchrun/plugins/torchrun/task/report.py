@@ -10,20 +10,17 @@ there. Nobody repeats what a worker has written itself into the same log.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
-from ..compat.renamed import known
+from ..compat.cli import MetaflowException, print_errors_by
 from ..errors import TorchrunError
 from ..gang.cause import Cause, FailureText, cause_of, failure_of
 from ..gang.launch import teller
 from ..logs.console import write_text
 from ..tracebacks import user_traceback
 
-MetaflowException: type = known("metaflow.exception", "MetaflowException", TorchrunError)
 _INDENT = "    "  # as Metaflow has it
 
 
@@ -93,11 +90,7 @@ def print_errors_ourselves(in_task: bool) -> None:
     """Take the printing of our errors over from Metaflow; in a task of ours, of all errors. Can be called again."""
     global _in_task
     _in_task = _in_task or in_task
-    cli = sys.modules.get("metaflow.cli")
-    for name in ("print_metaflow_exception", "print_unknown_exception"):
-        printer = getattr(cli, name, None)
-        if printer is not None and not isinstance(printer, partial):
-            setattr(cli, name, partial(_print_error, printer))
+    print_errors_by(_print_error)
 
 
 def tell_after_errors(tell: Callable[[BaseException], str]) -> None:

@@ -10,6 +10,7 @@ import signal
 import threading
 from types import FrameType
 
+from ..compat.steps import seconds_of_alarm
 from ..errors import LaunchTimeout
 from ..gang.member import Member
 
@@ -22,9 +23,9 @@ class StepTimeout:
     def __init__(self) -> None:
         self._member: Member | None = None
         self._former = signal.getsignal(signal.SIGALRM)
-        owner = getattr(self._former, "__self__", None)
-        if getattr(owner, "name", None) == "timeout" and threading.current_thread() is threading.main_thread():
-            self._text = f"longer than the step's @timeout of {getattr(owner, 'secs', 0)} s allows"
+        seconds = seconds_of_alarm(self._former)
+        if seconds is not None and threading.current_thread() is threading.main_thread():
+            self._text = f"longer than the step's @timeout of {seconds} s allows"
             signal.signal(signal.SIGALRM, self._on_alarm)
 
     def tell(self, member: Member) -> None:

@@ -212,7 +212,7 @@ class CurrentFinder:
 
 
 def tell_current(module: Any, told: bytes) -> None:
-    """Have the `current` of Metaflow's `module` say what `task/task_current` has found in the task.
+    """Have the `current` of Metaflow's `module` say what `compat/current` has found in the task.
 
     Properties without a setter can't be written (2.13 to 2.19). Where `current` is otherwise, it says nothing here, and
     `import metaflow` goes on.

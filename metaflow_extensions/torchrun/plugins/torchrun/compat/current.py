@@ -1,6 +1,7 @@
 """What Metaflow's `current` says in this task, as data for the workers of a function.
 
-`worker/function_worker` has a worker's own `current` say the same.
+`worker/function_worker` has a worker's own `current` say the same. Read in ``metaflow/metaflow_current.py`` of 2.13 and
+2.19.39.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import Any
 
 from metaflow import current
 
-from ..compat.renamed import convenience, known
+from .renamed import convenience, known
 
 _PARALLEL = known("metaflow.metaflow_current", "Parallel", None)
 # They ask Metaflow's metadata when somebody looks at them. A worker's `current` makes them itself.

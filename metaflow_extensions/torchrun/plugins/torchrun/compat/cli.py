@@ -1,0 +1,46 @@
+"""Metaflow's command line: how it prints errors, and what commands are made with.
+
+Read in ``metaflow/cli.py``, ``exception.py`` and ``runtime.py`` of 2.13 and 2.19.39.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+from ..errors import TorchrunError
+from .renamed import convenience, known
+
+click: Any = None  # without it the extension registers no commands
+with suppress(ImportError):
+    click = import_module("metaflow._vendor.click")
+MetaflowException: type = known("metaflow.exception", "MetaflowException", TorchrunError)
+# A command of every flow reads our commands, with and without a step of ours, and must not fail for it.
+CommandException: Any = known("metaflow.exception", "CommandException", TorchrunError)
+
+
+def print_errors_by(show: Callable[..., None]) -> None:
+    """Have `show` called in the place of what prints the error that ends a program; can be called again.
+
+    It gets Metaflow's own function first, and then what that gets. Without the names Metaflow prints all itself.
+    """
+    cli = sys.modules.get("metaflow.cli")
+    for name in () if cli is None else ("print_metaflow_exception", "print_unknown_exception"):
+        with convenience("our own printing of errors, with what the submitting machine says last"):
+            printer = getattr(cli, name)
+            if not isinstance(printer, partial):
+                setattr(cli, name, partial(show, printer))
+
+
+def failed_task(error: BaseException) -> re.Match[str] | None:
+    """Read which ``step`` and ``task`` have failed, in the error of a run: `TaskFailed` has no more than its text."""
+    if type(error).__name__ != "TaskFailed":
+        return None
+    return re.match(
+        r"Step \*?(?P<step>\w+)\*?(?: \(task-id (?P<task>[^)\s]+)\))?", str(getattr(error, "message", error))
+    )

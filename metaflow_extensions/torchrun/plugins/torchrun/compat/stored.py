@@ -1,0 +1,116 @@
+"""What Metaflow has stored of tasks: files, logs and artifacts, read by another process than the task's.
+
+Read in ``metaflow/datastore``, ``mflog`` and ``plugins/datastores`` of 2.13 and 2.19.39. Who asks is a command or a
+card: where a name is gone, a command ends with an error that has it, and a card shows less.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from .datastore import metadata_of
+from .renamed import convenience, known, need
+
+LOG_SOURCES = known("metaflow.mflog", "LOG_SOURCES", ("runtime", "task"))
+# Without it a line is shown as it is stored, and the logs stand one after another.
+LINE_PARSER = known("metaflow.mflog.mflog", "LINE_PARSER", re.compile(rb"(?!)"))
+DEFAULT_DATASTORE = known("metaflow.metaflow_config", "DEFAULT_DATASTORE", "local")
+
+
+class Storage:
+    """The files of a flow's datastore."""
+
+    def __init__(self, flow_datastore: Any) -> None:
+        self._datastore = flow_datastore  # metaflow.datastore.FlowDataStore
+        self._storage = need(flow_datastore, "_storage_impl")
+
+    @property
+    def kind(self) -> str:
+        """What ``--datastore`` calls it."""
+        return str(self._storage.TYPE)
+
+    @property
+    def is_default(self) -> bool:
+        """Whether it is taken where ``--datastore`` is not given."""
+        return bool(self.kind == DEFAULT_DATASTORE)
+
+    @property
+    def place(self) -> str:
+        """Name the datastore, for messages."""
+        return f"{self.kind}: {self._datastore.datastore_root}"
+
+    def path(self, *parts: str) -> str:
+        """Return where a file or folder of the flow is."""
+        path: str = self._storage.path_join(self._datastore.flow_name, *parts)
+        return path
+
+    def split(self, path: str) -> list[str]:
+        """Return the parts of a path."""
+        return list(self._storage.path_split(path))
+
+    def names(self, folders: list[str]) -> Iterator[tuple[str, str]]:
+        """Yield name and path of all that lies in some folders."""
+        for found in self._storage.list_content(folders) if folders else ():
+            path = found.path.rstrip("/")
+            yield self.split(path)[-1], path
+
+    def load(self, paths: list[str]) -> Any:
+        """Return a context in which triples of a path, the local file with its content (None: missing), and more come."""
+        return self._storage.load_bytes(paths)
+
+    def tasks_of(self, task: tuple[str, str, str]) -> list[str]:
+        """Return the tasks of all nodes, each as run, step and task, which a control task (run, step, task) has named."""
+        stored = need(self._datastore, "get_task_datastore")(*task, attempt=0)
+        return list(stored.get("_control_mapper_tasks") or ())
+
+    def end_of(self, task: tuple[str, str, str], attempt: int) -> tuple[bool, Any]:
+        """Return whether an attempt of a task (run, step, task) has ended well, and its exception."""
+        stored = need(self._datastore, "get_task_datastore")(*task, attempt=attempt, allow_not_done=True)
+        return bool(stored.get("_task_ok")), stored.get("_exception")
+
+    def metadata(self, task: tuple[str, str, str], attempt: int, name: str) -> dict[str, Any]:
+        """Return metadata of an attempt of a task (run, step, task)."""
+        load, _ = metadata_of(self._datastore, *task, attempt)
+        return load([name])[name] or {}
+
+
+def local_folder(flow_name: str) -> str | None:
+    """Return where Metaflow keeps files of a flow on this machine (``metaflow.util.get_latest_run_id``), if it does."""
+    from metaflow.plugins.datastores.local_storage import LocalStorage
+
+    root = LocalStorage.datastore_root or LocalStorage.get_datastore_root_from_config(lambda *_, **__: None, False)
+    return os.path.join(root, flow_name) if root else None
+
+
+def datastore_of_card(flow_name: str, facts: Mapping[str, str]) -> Any:
+    """Return the flow's datastore as the metadata of a card's task names it, or else as the card's command does.
+
+    A killed pod leaves no metadata where that is local: the pod's last act is to store it. None where nothing is found.
+    """
+    with convenience("what the card of a gang that has ended shows"):
+        from metaflow._vendor import click
+        from metaflow.datastore import FlowDataStore
+        from metaflow.plugins import DATASTORES
+
+        storage = next((each for each in DATASTORES if facts.get("ds-type") == each.TYPE), None)
+        if storage is not None:
+            return FlowDataStore(flow_name, storage_impl=storage, ds_root=facts.get("ds-root"))
+        command = click.get_current_context(silent=True)
+        of_command = getattr(command and command.obj, "flow_datastore", None)
+        # A new one: in the command's own the root is by now that of the cards (`card` in ``card_cli.py``).
+        return of_command and FlowDataStore(flow_name, storage_impl=type(of_command._storage_impl))
+    return None
+
+
+def last_attempt(flow_datastore: Any, task: tuple[str, str, str]) -> int | None:
+    """Return the last attempt of a task (run, step, task); None if none has begun."""
+    from metaflow.datastore.exceptions import DataException
+
+    try:
+        attempt: int = need(flow_datastore, "get_task_datastore")(*task, allow_not_done=True).attempt
+    except DataException:
+        return None
+    return attempt
