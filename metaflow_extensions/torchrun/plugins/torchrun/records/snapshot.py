@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..gang.history import Record, Report
 from ..gang.protocol import StoredOutputs
-from ..gang.state import Gang
 from ..gang.wire import from_plain, to_plain
 from .summary import Summary, summarize
+
+if TYPE_CHECKING:
+    from ..gang.state import Gang
 
 VERSION = 1  # of the form of what is stored; a later one may add fields
 _MAX_MESSAGE = 8 * 1024

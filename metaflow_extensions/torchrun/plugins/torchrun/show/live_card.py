@@ -98,8 +98,6 @@ class LiveCard:
         self._runs_own_code = runs_own_code  # whether the step's own code runs now
         self._shortest_pause_s = _SHORTEST_S if shortest_pause_s is None else shortest_pause_s
         self._cards = cards.of_type(_TYPE) if with_ours else []  # of our type
-        for card in self._cards:
-            cards.start_by(card, _start_detached)
         self._is_off = False  # whether none is made
         self._has_parts = False  # whether the step's code has asked for any
         self._began_at = time.monotonic()
@@ -148,6 +146,7 @@ class LiveCard:
         stored = self._now().stored() if self._cards else {}
         for card in self._cards:
             with convenience(cards.LIVE):  # also where a card's process can't be started
+                cards.start_by(card, _start_detached)
                 card.refresh(stored)
         for card in others:
             cards.start_by(card, _start_detached)
