@@ -196,9 +196,9 @@ E = TypeVar("E", bound=TorchrunError)
 
 
 def failed(cls: type[E], failure: FailureText) -> E:
-    """Return the error that tells of a failure."""
+    """Return the error that tells of a failure, in texts of bounded size: here as on all nodes that it is sent to."""
     error = cls()
-    error._failure = failure
+    error._failure = replace(failure, cause=failure.cause.bounded())
     return error
 
 
