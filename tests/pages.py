@@ -51,59 +51,28 @@ def blocks_of(name: str) -> list[Block]:
     return [Block(name, match[2], match[3], text[: match.start()]) for match in found]
 
 
-# Python that a test runs elsewhere: page and first line -> that test's file, and what stands in it.
-DOCUMENTS, UNIT = "tests/integration/test_documents.py", "tests/unit/test_documents.py"
+# Python that does not stand in `flow_of_pages`, since a test of its own runs it or what it shows: page and first line.
 RUN_ELSEWHERE = {
-    ("README.md", "from metaflow import FlowSpec, current, step, torchrun"): (DOCUMENTS, "first_example_of_the_readme"),
-    ("README.md", "from metaflow import FlowSpec, batch, current, kubernetes, step, torchrun"): (
-        UNIT,
-        "test_the_flows_of_the_readme_can_be_defined",
-    ),
-    ("docs/before-run.md", "import sys"): ("tests/integration/test_before_run.py", "before_run"),
-    ("docs/before-run.md", "from metaflow import current"): ("tests/integration/test_before_run.py", '"-O"'),
-    ("docs/card.md", "from metaflow import FlowSpec, card, current, step, torchrun"): (
-        "tests/integration/test_card.py",
-        "class Cards",
-    ),
-    ("docs/checkpoints.md", "@retry(times=2)"): (
-        "examples/checkpoint/flow.py",
-        '@checkpoint(load_policy="none", show_card=False)',
-    ),
-    ("docs/checkpoints.md", "from metaflow import Checkpoint"): (
-        "examples/checkpoint/checkpoints.py",
-        "Checkpoint().list()",
-    ),
-    ("docs/elastic.md", "current.torch.run("): (
-        "tests/integration/test_supervision.py",
-        "test_an_elastic_launch_goes_on_when_a_node_is_lost",
-    ),
-    ("docs/frameworks.md", "import os"): (
-        "examples/frameworks/lightning_ddp.py",
-        "GROUP_WORLD_SIZE",
-    ),
-    ("docs/functions.md", "def train(epochs, lr):"): ("examples/function/flow.py", "init="),
-    ("docs/metrics.md", "import json, os"): (UNIT, "test_scripts_of_the_pages_run"),
-    ("docs/metrics.md", "import json, os, time"): (UNIT, "test_scripts_of_the_pages_run"),
-    ("docs/metrics.md", 'result = current.torch.run("train.py", outputs="runs/")'): (
-        "tests/integration/test_outputs.py",
-        "test_later_steps_read_the_outputs",
-    ),
-    ("docs/outputs.md", "from metaflow import FlowSpec, current, step, torchrun"): (
-        "tests/integration/test_outputs.py",
-        "test_later_steps_read_the_outputs",
-    ),
-    ("docs/outputs.md", "from metaflow import Run"): (
-        "tests/integration/test_outputs.py",
-        "test_the_client_reads_them_without_the_flow",
-    ),
-    ("docs/recipes/checkpoints.md", "import os"): (DOCUMENTS, "test_what_the_recipe_saves_is_loaded"),
-    ("docs/recipes/notebooks.md", "from metaflow import Runner"): ("tests/integration/test_functions.py", "Runner("),
-    ("docs/recipes/spot.md", "import signal"): (UNIT, "test_the_recipe_for_spot_instances_saves"),
-    ("docs/start.md", "import argparse"): (DOCUMENTS, "test_the_first_five_minutes"),
-    ("docs/start.md", "from metaflow import FlowSpec, Parameter, current, step, torchrun"): (
-        DOCUMENTS,
-        "test_the_first_five_minutes",
-    ),
+    ("README.md", "from metaflow import FlowSpec, current, step, torchrun"),
+    ("README.md", "from metaflow import FlowSpec, batch, current, kubernetes, step, torchrun"),
+    ("docs/before-run.md", "import sys"),
+    ("docs/before-run.md", "from metaflow import current"),
+    ("docs/card.md", "from metaflow import FlowSpec, card, current, step, torchrun"),
+    ("docs/checkpoints.md", "@retry(times=2)"),
+    ("docs/checkpoints.md", "from metaflow import Checkpoint"),
+    ("docs/elastic.md", "current.torch.run("),
+    ("docs/frameworks.md", "import os"),
+    ("docs/functions.md", "def train(epochs, lr):"),
+    ("docs/metrics.md", "import json, os"),
+    ("docs/metrics.md", "import json, os, time"),
+    ("docs/metrics.md", 'result = current.torch.run("train.py", outputs="runs/")'),
+    ("docs/outputs.md", "from metaflow import FlowSpec, current, step, torchrun"),
+    ("docs/outputs.md", "from metaflow import Run"),
+    ("docs/recipes/checkpoints.md", "import os"),
+    ("docs/recipes/notebooks.md", "from metaflow import Runner"),
+    ("docs/recipes/spot.md", "import signal"),
+    ("docs/start.md", "import argparse"),
+    ("docs/start.md", "from metaflow import FlowSpec, Parameter, current, step, torchrun"),
 }
 
 

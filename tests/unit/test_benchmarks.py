@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -99,12 +98,3 @@ def test_a_benchmark_that_fails_leaves_no_figures_of_an_earlier_run(tmp_path, mo
     monkeypatch.setattr(run_all, "HERE", tmp_path)
     assert run_all.run("broken.py", tmp_path) is None
     assert not (tmp_path / "broken.json").exists()
-
-
-@pytest.mark.parametrize("command", run_all.COMMANDS)
-def test_each_benchmark_writes_json(command, tmp_path):
-    """`make bench` adds the option."""
-    env = {"PATH": "/usr/bin:/bin", "METAFLOW_USER": "tester", "METAFLOW_DATASTORE_SYSROOT_LOCAL": str(tmp_path)}
-    words = [sys.executable, str(BENCHMARKS / command.split()[0]), "--help"]
-    asked = subprocess.run(words, env=env, capture_output=True, text=True)
-    assert "--json" in asked.stdout, asked.stderr

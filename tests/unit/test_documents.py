@@ -1,16 +1,18 @@
-"""The pages: narrow enough, links that lead somewhere, names that exist, and commands that some test runs."""
+"""The pages: narrow enough, links that lead somewhere, names that exist, and commands and options that exist."""
 
 from __future__ import annotations
 
 import ast
 import inspect
+import itertools
 import re
 import runpy
 import shlex
 import signal
 import subprocess
 import sys
-from functools import cache
+from collections import defaultdict
+from importlib.metadata import metadata
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,100 +30,6 @@ from metaflow_extensions.torchrun.plugins.torchrun.run_arguments import IGNORED
 from metaflow_extensions.torchrun.plugins.torchrun.settings import ARGUMENTS, DEFAULTS
 
 PACKAGE = Path(inspect.getfile(TorchrunExecutor)).parent
-EXAMPLE_TESTS = "tests/integration/test_examples.py"
-SEEING_TESTS = "tests/integration/test_seeing.py"
-FEATURES_TESTS = "tests/integration/test_metaflow_features.py"
-OUTPUT_TESTS = "tests/integration/test_outputs.py"
-DOCUMENT_TESTS = "tests/integration/test_documents.py"
-CHECKPOINT_TESTS = "tests/frameworks/test_checkpoints.py"
-FIRST_TESTS = (DOCUMENT_TESTS, "test_the_first_five_minutes")
-FRAMEWORK_TESTS = "tests/frameworks/test_frameworks.py"
-
-INSTALL = "pip install --editable ."
-GENERATE = 'python generate.py --prompt "A function " --length 300 --seed 1'
-CREATE = "python flow.py card create RUN/STEP/TASK --type torchrun"
-PLAIN = "torchrun --standalone --nproc-per-node=2 train.py --checkpoints kept --output weights.pt"
-STANDALONE = "torchrun --standalone --nproc-per-node=2 hello/train.py"
-TRAP = "python flow.py run --framework trainer --args=--forget-use-cpu"
-OVER_MPI = "python flow.py run --backend mpi --python /usr/bin/python3"
-BY_TORCHRUN = "torchrun --standalone --nproc-per-node=2"
-# Commands that a test runs: that test's file, and what stands there for the command.
-RUN_ELSEWHERE = {
-    ("README.md", "python flow.py run"): (DOCUMENT_TESTS, "test_the_first_example_of_the_readme_runs"),
-    ("README.md", INSTALL): ("tests/integration/test_shipping.py", INSTALL),
-    ("docs/start.md", "pip install -e '.[examples]'"): ("setup.py", '"examples": EXAMPLES'),
-    ("docs/start.md", "python flow.py run"): FIRST_TESTS,
-    ("docs/start.md", "python flow.py run --epochs 9"): FIRST_TESTS,
-    ("docs/start.md", "python flow.py torchrun show"): FIRST_TESTS,
-    ("docs/troubleshooting.md", "python flow.py torchrun show"): FIRST_TESTS,
-    ("docs/troubleshooting.md", "python flow.py torchrun logs 1234/train"): (SEEING_TESTS, '"logs", f"{run}/hurt"'),
-    ("docs/recipes/hang.md", "python flow.py torchrun show 1234/train"): (SEEING_TESTS, '"show", f"{run}/train"'),
-    ("docs/recipes/hang.md", "python flow.py torchrun logs 1234/train"): (SEEING_TESTS, '"logs", f"{run}/hurt"'),
-    ("docs/install.md", INSTALL): ("tests/integration/test_shipping.py", INSTALL),
-    ("docs/seeing.md", "python flow.py torchrun show 1234/train"): (SEEING_TESTS, '"show", f"{run}/train"'),
-    ("docs/seeing.md", "python flow.py torchrun show 1234/train --attempt 0"): (SEEING_TESTS, '"--attempt", "0"'),
-    ("docs/seeing.md", "python flow.py torchrun logs 1234/train"): (SEEING_TESTS, '"logs", f"{run}/hurt"'),
-    ("docs/seeing.md", "python flow.py torchrun logs 1234/train --rank 3"): (SEEING_TESTS, '"--rank", "1"'),
-    ("docs/seeing.md", "python flow.py torchrun logs 1234/train --node 1 --follow"): (
-        SEEING_TESTS,
-        '"--node", "1", "--follow"',
-    ),
-    ("docs/seeing.md", "python flow.py torchrun logs 1234/train --grep 'loss|lr'"): (SEEING_TESTS, '"--grep", "'),
-    ("docs/metaflow-features.md", "python flow.py run"): (FEATURES_TESTS, 'flow="features.py"'),
-    ("docs/metaflow-features.md", "python flow.py spin train"): (FEATURES_TESTS, 'command="spin"'),
-    ("docs/outputs.md", "python flow.py torchrun outputs 1234/train"): (OUTPUT_TESTS, '"outputs", f"{run}/train")'),
-    ("docs/outputs.md", "python flow.py torchrun outputs 1234/train --to folder"): (OUTPUT_TESTS, '"--to", '),
-    ("docs/card.md", "python flow.py card server"): ("tests/integration/test_card.py", '"server"'),
-    ("docs/card.md", CREATE): ("tests/integration/test_card.py", '"create"'),
-    ("examples/README.md", "pip install -e '.[examples]'"): ("setup.py", '"examples": EXAMPLES'),
-    ("examples/README.md", "export METAFLOW_USER=me"): ("tests/flow_runs.py", '"METAFLOW_USER": "tester"'),
-    ("examples/README.md", STANDALONE): (DOCUMENT_TESTS, STANDALONE),
-    ("examples/frameworks/README.md", "python flow.py run --framework lightning"): (FRAMEWORK_TESTS, '"--framework", '),
-    ("examples/frameworks/README.md", TRAP): (FRAMEWORK_TESTS, '"trainer": "--forget-use-cpu"'),
-    ("examples/frameworks/README.md", f"{BY_TORCHRUN} lightning_ddp.py"): (FRAMEWORK_TESTS, '["lightning_ddp.py"]'),
-    ("examples/frameworks/README.md", f"{BY_TORCHRUN} fsdp2_checkpoint.py --folder checkpoints"): (
-        FRAMEWORK_TESTS,
-        '"--folder", "checkpoints"',
-    ),
-    ("examples/from-shell/README.md", OVER_MPI): ("tests/integration/test_mpi.py", OVER_MPI),
-    ("examples/min-gpt/README.md", GENERATE): (EXAMPLE_TESTS, GENERATE),
-    ("examples/checkpoint/README.md", "pip install metaflow-checkpoint"): ("setup.py", '"metaflow-checkpoint"'),
-    **{
-        ("examples/checkpoint/README.md", command): (CHECKPOINT_TESTS, f'"{command}"')
-        for command in (
-            "python flow.py run --die-at 10",
-            "python flow.py run --die-at 10 --restarts 1",
-            "python flow.py run --pause 0.5",
-            "python flow.py run --sharded --die-at 10 --nproc-again 1",
-        )
-    },
-    ("examples/checkpoint/README.md", PLAIN): ("tests/checkpoint_example.py", f'"{PLAIN}"'),
-}
-# Commands that tests run with other numbers, because these would take minutes or tell nothing new. Here they are asked
-# for their help, which fails if an option does not exist.
-OTHER_NUMBERS = [
-    (
-        "benchmarks/README.md",
-        "python benchmarks/many_nodes.py --members 10 100 1000 4000 --rounds 3 --json members.json",
-    ),
-    ("benchmarks/README.md", "python benchmarks/logs_of_all.py --nodes 8 --lines 1 100 --seconds 20"),
-    ("benchmarks/README.md", "python benchmarks/output.py --rounds 7 --megabytes 500 --flow-megabytes 20"),
-    ("benchmarks/README.md", "python benchmarks/cost_of_supervision.py --nodes 1 2 8 --seconds 60 --json costs.json"),
-    ("benchmarks/README.md", "python benchmarks/cost_for_workers.py --rounds 5"),
-    ("benchmarks/README.md", "python benchmarks/import_time.py --rounds 41"),
-    ("benchmarks/README.md", "python benchmarks/failures.py --rounds 50 --others 3 --limit 60"),
-    ("benchmarks/README.md", "python benchmarks/datastore_requests.py --nodes 2 8 32 --others-up-to 8"),
-    ("benchmarks/README.md", "python benchmarks/launches.py --rounds 7 --shapes 2x2 1x4 --settle 6"),
-    ("benchmarks/README.md", "python benchmarks/whole_flow.py --rounds 7 --before 0 3"),
-    ("benchmarks/README.md", "python benchmarks/step_time.py --rounds 7 --shapes 2x1"),
-    ("examples/checkpoint/README.md", "python flow.py run"),
-    ("examples/min-gpt/README.md", "python flow.py run"),
-    ("examples/min-gpt/README.md", "python flow.py run --steps 3000"),
-    ("examples/single-node/README.md", "python flow.py run --nproc 4"),
-    ("examples/tensor-pass/README.md", "python flow.py run --nodes 3"),
-    ("examples/torch-ddp/README.md", "python flow.py run"),
-    ("examples/torch-ddp/README.md", "python flow.py run --epochs 3 --snapshot-dir snapshots"),
-]
 
 
 def commands_of(name: str) -> list[str]:
@@ -131,21 +39,31 @@ def commands_of(name: str) -> list[str]:
     return [line.strip() for line in joined.splitlines() if line.strip() and not line.startswith("#")]
 
 
-COMMANDS = [(name, command) for name in NAMES for command in commands_of(name)]
-MAKE = sorted({command for _, command in COMMANDS if command.startswith("make ")})
+COMMANDS = [(name, shlex.split(command)) for name in NAMES for command in commands_of(name)]
+MAKE = sorted({word for _, (program, *words) in COMMANDS if program == "make" for word in words})
 
 
-@cache
-def run_by_tests() -> set[tuple[str, str]]:
-    """Return the commands of the examples' pages that tests of examples name, as ``run(example, command)``."""
-    found = set()
-    for tests in (EXAMPLE_TESTS, DOCUMENT_TESTS):
-        for node in ast.walk(ast.parse(read(tests))):
-            if isinstance(node, ast.Call):
-                words = [arg.value for arg in node.args if isinstance(arg, ast.Constant)]
-                if len(words) >= 2 and all(isinstance(word, str) for word in words[:2]):
-                    found.add((f"examples/{words[0]}/README.md", words[1]))
-    return found
+def flow_of(name: str) -> str | None:
+    """Return the flow that a page shows, which its commands run."""
+    return next((block.text for block in blocks_of(name) if block.language == "python" and block.kind == "flow"), None)
+
+
+def folder_of(name: str, program: str) -> str:
+    """Return where a page's commands run: pages without a flow mean any flow."""
+    if name.startswith(("examples/", "benchmarks/")):
+        return "." if name.startswith("benchmarks") else str(Path(name).parent)
+    return name if program == "flow.py" and flow_of(name) else "examples/hello"
+
+
+def programs() -> list[tuple[tuple[str, ...], list[str]]]:
+    """Return the options that the pages give to each program of ours: its folder, its file, its subcommands."""
+    found = defaultdict[tuple[str, ...], set[str]](set)
+    for name, (first, *words) in COMMANDS:
+        if first == "python":
+            subcommands = itertools.takewhile(re.compile("[a-z]+").fullmatch, words[1:])
+            options = {word.partition("=")[0] for word in words if word.startswith("--")}
+            found[(folder_of(name, words[0]), words[0], *subcommands)] |= options
+    return [(program, sorted(options)) for program, options in sorted(found.items())]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -171,37 +89,42 @@ def test_links_to_files_and_headings_of_ours_lead_somewhere(name):
         assert not anchor or anchor in anchors_of(path.read_text(encoding="utf-8")), f"{name}: {target}#{anchor}"
 
 
-@pytest.mark.parametrize(("name", "command"), COMMANDS)
-def test_a_command_is_run_by_a_test_or_marked(name, command):
-    known = {*RUN_ELSEWHERE, *OTHER_NUMBERS, *run_by_tests(), *((name, make) for make in MAKE)}
-    assert (name, command) in known, f"{name}: no test runs {command!r}; see the tables in this file"
+def test_each_command_is_of_a_kind_that_is_checked_here():
+    assert {words[0] for _, words in COMMANDS} == {"export", "make", "pip", "python", "torchrun"}
 
 
 def test_make_knows_its_targets():
-    words = [word for command in MAKE for word in shlex.split(command)[1:]]
-    made = subprocess.run(["make", "--dry-run", *words], cwd=REPOSITORY, capture_output=True, text=True)
+    made = subprocess.run(["make", "--dry-run", *MAKE], cwd=REPOSITORY, capture_output=True, text=True)
     assert made.returncode == 0, made.stderr
 
 
-@pytest.mark.parametrize(("name", "command"), [entry for entry in OTHER_NUMBERS if "--" in entry[1]])
-def test_a_command_that_tests_run_with_other_numbers_has_these_options(name, command, tmp_path):
-    program, *words = shlex.split(command)
-    assert program == "python"
-    folder = REPOSITORY if name.startswith("benchmarks") else (REPOSITORY / name).parent
+@pytest.mark.parametrize(("program", "options"), programs(), ids=lambda it: " ".join(it))
+def test_a_program_has_the_options_that_the_pages_give_it(program, options, tmp_path):
+    """Its help fails if the subcommand does not exist. Those that train are run by the tests of examples."""
+    where, *words = program
+    folder = REPOSITORY / where
+    if folder.is_file():
+        folder = tmp_path
+        (tmp_path / "flow.py").write_text(flow_of(where))
+    (tmp_path / ".metaflow").mkdir()  # `card` looks there for runs
     env = {"PATH": "/usr/bin:/bin", "METAFLOW_USER": "tester", "METAFLOW_DATASTORE_SYSROOT_LOCAL": str(tmp_path)}
-    asked = subprocess.run(
-        [sys.executable, "-B", *words, "--help"], cwd=folder, env=env, capture_output=True, text=True
-    )
+    command = [sys.executable, "-B", *words, "--help"]
+    asked = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
     assert asked.returncode == 0, asked.stderr
-    options = {word for word in words if word.startswith("--")}
-    assert options <= set(re.findall(r"--[a-z-]+", asked.stdout)), asked.stdout
+    assert set(options) <= set(re.findall(r"--[a-z-]+", asked.stdout)), asked.stdout
 
 
-@pytest.mark.parametrize("command", [*RUN_ELSEWHERE, *OTHER_NUMBERS])
-def test_the_tables_of_commands_are_of_today(command):
-    assert command in COMMANDS, "no page says so any more"
-    file, words = RUN_ELSEWHERE.get(command, ("README.md", ""))
-    assert words in read(file)
+@pytest.mark.parametrize(("name", "words"), [entry for entry in COMMANDS if entry[1][0] == "torchrun"])
+def test_a_script_has_the_options_that_it_is_given_by_torchrun(name, words):
+    """Their help would import torch, and what is not installed everywhere."""
+    (at,) = (number for number, word in enumerate(words) if word.endswith(".py"))
+    script = (REPOSITORY / name).parent / words[at]
+    assert [word for word in words[at + 1 :] if word.startswith("--") and f'"{word}"' not in script.read_text()] == []
+
+
+def test_the_extras_that_pages_install_exist():
+    wanted = {extra for _, words in COMMANDS if words[0] == "pip" for extra in re.findall(r"\[(\w+)\]", words[-1])}
+    assert wanted <= set(metadata("metaflow-torchrun").get_all("Provides-Extra"))
 
 
 def test_the_report_in_the_readme_is_the_one_that_the_example_is_tested_for():
@@ -226,11 +149,8 @@ def test_python_of_a_page_is_run_by_a_test_or_marked(block):
     assert block in IN_ONE_FLOW or block in pages.RUN_ELSEWHERE, "see RUN_ELSEWHERE in tests/pages.py"
 
 
-@pytest.mark.parametrize("block", pages.RUN_ELSEWHERE)
-def test_the_table_of_python_that_is_run_elsewhere_is_of_today(block):
-    assert block in PYTHON, "no page says so any more"
-    file, words = pages.RUN_ELSEWHERE[block]
-    assert words in read(file)
+def test_the_table_of_python_that_is_run_elsewhere_is_of_today():
+    assert set(PYTHON) >= set(pages.RUN_ELSEWHERE)
 
 
 def script_of(name: str, first_line: str) -> str:

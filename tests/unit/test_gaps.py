@@ -42,10 +42,7 @@ def test_only_what_is_by_nature_so_leaves_tests_out_in_ci():
     assert found == {*BY_NATURE, "gaps.py"}
 
 
-@pytest.mark.parametrize(
-    ("ci", "outcome"),
-    [("true", "1 failed"), ("1", "1 failed"), ("", "1 skipped"), ("false", "1 skipped"), ("0", "1 skipped")],
-)
+@pytest.mark.parametrize(("ci", "outcome"), [("true", "1 failed"), ("", "1 skipped"), ("0", "1 skipped")])
 def test_a_gap_fails_in_ci_and_skips_elsewhere(ci, outcome, tmp_path):
     test = tmp_path / "test_gap.py"
     test.write_text("from gaps import gap\ndef test(): gap('No Python 3.12 on this machine.', 'Install it.')\n")
