@@ -210,7 +210,7 @@ def test_sigterm_of_a_task_lets_the_workers_save(start_flow):
     assert error["class"] == "TorchrunPreempted"
     assert error["cause"]["category"] == "preempted"
     assert "Node 0 (host" in error["message"]
-    assert "was preempted: its Metaflow task got SIGTERM" in error["message"]
+    assert "its Metaflow task got SIGTERM" in error["message"]
     assert "exited with code 0 in time: 0, 1, 2, 3" in error["message"]
     assert [note["signals"] for note in flow.notes("saved-*")] == [1, 1, 1, 1]
 
@@ -246,7 +246,7 @@ def test_metaflows_timeout_ends_the_own_code_of_a_control_node_that_is_alone(run
     """Metaflow sets no alarm there; it would sleep for 60 s."""
     flow = run_flow("--nodes", "1", expect=1, hook="before:0:sleep:timeout")
     assert "Node 0 (host " in flow.text
-    assert "ran longer than the step's @timeout allows." in flow.text
+    assert "longer than the step's @timeout" in flow.text
     assert not flow.notes("error-*"), "it was not in run"
 
 
@@ -272,7 +272,7 @@ def test_a_local_node_that_dies_before_joining_is_noticed_at_once(start_flow):
 def test_retry_sees_nothing_of_the_attempts_before(run_flow):
     """The first one ends by SIGKILL of the control task, before node 1, which it has started, can join it."""
     flow = run_flow(hook="before:0:kill:retry", do="1:once", timeout_s=60, stand_in=True)
-    assert re.search(r"node 1\] the control task \(pid \d+\), which has started this one, is gone", flow.text)
+    assert re.search(r"node 1\] the control task \(pid \d+\).* gone", flow.text)
     assert len(flow.errors()) == 2
     assert "only the first time" in flow.errors()[0]["message"]
     assert [task["attempt"] for task in flow.note("end")["tasks"]] == [2, 2]
@@ -306,7 +306,7 @@ def test_the_origin_is_named_although_others_fail_faster(run_flow):
 def test_wrong_attributes_are_refused_before_any_task(run_flow, attribute, value):
     """Which values are wrong is a matter of tests/unit/test_settings.py."""
     flow = run_flow("--with", "torchrun:nproc_per_node=1", expect=1, attrs={attribute: value})
-    assert "Step train: --with torchrun:nproc_per_node=1 is ignored" in flow.text
+    assert "torchrun:nproc_per_node=1 is ignored" in flow.text
     assert re.search(rf"[Ss]tep train: @torchrun.*{attribute}", flow.text), flow.text
     assert "Task is starting" not in flow.text
 
@@ -398,6 +398,6 @@ def test_what_a_pytorch_for_cpus_lacks_has_a_remedy():
 def test_a_failure_after_the_steps_code_is_the_cause_on_the_control_node(run_flow, hook, said):
     flow = run_flow(flow="ends.py", hook=hook, expect=1)
     assert said in flow.text
-    assert "after the step's code, before its results were stored" in flow.text
+    assert "before its results were stored" in flow.text
     assert "Subprocess failed" not in flow.text
     flow.await_gone(1)

@@ -29,7 +29,7 @@ def test_functions_of_a_flow_in_launches_of_different_widths(run_flow):
     assert end["same"] == [True] * 4, "a class of the flow is another one in the workers"
     assert (end["iterated"], end["lengths"]) == ([[0, 1, 2, 3], [2, 3]], [4, 2])
     assert end["local"] == [1, 3]
-    assert "of node 1, has the values of ranks 2, 3, not of 0" in end["missing"]
+    assert "values of ranks 2, 3, not of 0" in end["missing"]
 
     assert end["restarts"] == [1, 1]
     assert "restart 1 of 1" in flow.text
@@ -56,7 +56,7 @@ def test_different_sources_are_refused_and_what_a_function_raises_is_retried(run
     flow = run_flow(flow="functions_retried.py")
     refusals = [line.text for line in flow.lines if "refused: " in line.text]
     assert len(refusals) == 2
-    assert all("The nodes differ in the contents of the entrypoint (node 0: " in line for line in refusals)
+    assert all("contents of the entrypoint (node 0: " in line for line in refusals)
     assert "attempts: [1, 1]" in flow.text
     # The first attempt ended on both nodes by the function's own exception.
     assert len(re.findall(r"KeyError: 'only in the first attempt'", flow.text)) >= 2

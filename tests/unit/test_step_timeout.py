@@ -28,11 +28,11 @@ def metaflows():
 
 def test_the_gang_hears_of_the_alarm_and_a_node_that_waits_for_it_raises(metaflows):
     timeout, heard = StepTimeout(), []
-    with pytest.raises(LaunchTimeout, match="waited for its gang longer than the step's @timeout of 90 s allows"):
+    with pytest.raises(LaunchTimeout, match=r"waited for its gang .*@timeout of 90 s"):
         signal.raise_signal(signal.SIGALRM)
     timeout.tell(SimpleNamespace(time_out=heard.append))
     signal.raise_signal(signal.SIGALRM)
-    assert heard == ["longer than the step's @timeout of 90 s allows"]
+    assert "@timeout of 90 s" in "".join(heard)
     timeout.end()
     signal.raise_signal(signal.SIGALRM)
     assert (len(heard), metaflows.alarms) == (1, 1)

@@ -184,7 +184,8 @@ def test_what_can_not_be_measured_does_not_end_the_launch(tmp_path, monkeypatch)
     node.guardian = os.getpid()
     agent = node.running()
     eventually(lambda: node.texts("note"))
-    assert node.texts("note") == ["this node tells nothing more of its usage: ZeroDivisionError: division by zero"]
+    (line,) = node.texts("note")
+    assert "its usage: ZeroDivisionError" in line
     ended, _ = node.ends_well(agent)
     assert isinstance(ended, Ended)
 
@@ -194,4 +195,4 @@ def test_what_does_not_fit_ends_no_gang(data):
     kept = Keepers({"usage": Usage().keeper(2, of_all=True)})
     kept.take(1, Told(0, 0, "usage", data), 7.0)
     ((line,),) = [remarks.lines for remarks in kept.pop_remarks()]
-    assert line.startswith("warning: nothing more is kept of node 1's usage: ValueError: usage")
+    assert "node 1's usage: ValueError: usage" in line

@@ -103,7 +103,7 @@ def test_a_feature_that_raises_is_left_out_and_a_line_says_so_once(fails):
     watchers.close()
     watchers.close()
     assert Told(3, 4, "well", {"polls": 3}) in told
-    assert said == ["this node tells nothing more of its ill: OSError: gone"]
+    assert [line.endswith("its ill: OSError: gone") for line in said] == [True]
     assert [each.closed for each in [*ill.made, *well.made]] == [1] * (len(ill.made) + 1)
 
 
@@ -122,7 +122,7 @@ def test_the_variables_of_all_features_are_the_workers():
         {"a_node": "/logs", "b_node": "/logs"}, dict.fromkeys(["a_rank", "b_rank"], "${local_rank}")
     )
     assert found.names == {"a_node", "b_node", "a_rank", "b_rank"}
-    assert said == ["this node tells nothing more of its ill: OSError: gone"]
+    assert [line.endswith("its ill: OSError: gone") for line in said] == [True]
 
 
 def test_features_add_to_the_result_what_the_verdict_tells():
@@ -203,4 +203,5 @@ def test_a_feature_that_fails_ends_no_launch(tmp_path):
     eventually(lambda: node.texts("note"))
     ended, _ = node.ends_well(agent)
     assert ended.ok
-    assert node.texts("note") == ["this node tells nothing more of its counting: OSError: gone"]
+    (line,) = node.texts("note")
+    assert line.endswith("its counting: OSError: gone")
