@@ -146,90 +146,80 @@ HOSTILE = ["", "-x", "--nnodes=9", "a\tb", "$HOME ${local_rank} $$", "*", "--", 
 
 @pytest.fixture(scope="module")
 def seeing(start_shared_flow) -> Launches:
-    """Programs that note what they see."""
+    """Programs that note what they see, in gangs of two ranks.
+
+    A warm agent starts any program as torchrun does. So one that sees all that it can is enough for it.
+    """
+    restarts = {"entrypoint": "observed", "module": True, "entrypoint_args": HOSTILE, "max_restarts": 1}
     launches = [
         {"name": "script", "change": CHANGE, "run": {"entrypoint": "../a link.py", "entrypoint_args": HOSTILE}},
-        {"name": "module", "run": {"entrypoint": "observed", "module": True, "entrypoint_args": HOSTILE}},
-        {"name": "stopped", "run": {"entrypoint": "observed/stopped.py"}},
         {"name": "alone", "run": {"entrypoint": "observed/alone.py"}, "variants": ["workers"]},
-        {"name": "function alone", "run": {}, "variants": ["workers"]},
-        {"name": "function alone, gathered", "run": {"gather": True}, "variants": ["workers"]},
-        {
-            "name": "restarted",
-            "run": {"entrypoint": "observed/once.py", "max_restarts": 1, "nproc_per_node": 1, "cwd": "sub folder"},
-        },
-        {
-            "name": "program",
-            "change": CHANGE,
-            "run": {
-                "entrypoint": "../observed/program.sh",
-                "entrypoint_args": HOSTILE,
-                "nproc_per_node": 1,
-                "torchrun_args": {"no_python": True},
-            },
-        },
-        # Last, since nobody can take a process's niceness back.
-        {"name": "limited", "change": LIMITED, "run": {"entrypoint": "observed/plainly.py", "nproc_per_node": 1}},
+        {"name": "function", "run": {}, "variants": ["cold", "workers"]},
+        {"name": "module", "run": restarts, "variants": ["cold", "workers"]},
     ]
     return ran(start_shared_flow, launches, nproc_per_node=2, warm="workers", preload=["numpy.random"])
 
 
 @pytest.mark.xdist_group("warm: seen")
-def test_ranks_that_train_without_a_process_group_are_told_of_and_no_others(seeing: Launches):
-    """Others have had one and destroyed it, or never used torch, which is imported in each forked worker."""
-    told = re.findall(
-        r"warning: in launch (\d+) each of the 2 ranks has trained by itself.*(init[\w('=)]*)", seeing.text
-    )
-    wanted = [("alone", "init_process_group()"), ("function alone", "init='auto')")]
-    assert told == [(str(seeing.of(name, "workers").number), remedy) for name, remedy in wanted]
-
-
-@pytest.mark.xdist_group("warm: seen")
-@pytest.mark.parametrize("variant", VARIANTS)
 class TestSeen:
+    @pytest.mark.parametrize("variant", VARIANTS)
     def test_a_script_sees_the_same(self, seeing: Launches, variant: str):
         with_torch = WITH_TORCH if variant == "workers" else []
         assert differences(seeing.pairs("script", variant), [*ALLOWED[variant], *with_torch]) == []
 
-    def test_a_module_sees_the_same(self, seeing: Launches, variant: str):
-        assert differences(seeing.pairs("module", variant), ALLOWED[variant]) == []
+    def test_a_function_sees_the_same(self, seeing: Launches):
+        assert differences(seeing.pairs("function", "workers"), AT_BEGIN) == []
 
-    def test_what_a_process_has_from_its_begin_is_the_same(self, seeing: Launches, variant: str):
-        """So such a launch begins cold, and the next one, whose spares have begun with the same, begins warm."""
-        on_one_core = [each for each in AT_BEGIN if each.keys != "status: Threads"]
-        assert differences(seeing.pairs("limited", variant), on_one_core if variant == "workers" else []) == []
+    @pytest.mark.parametrize("generation", [0, 1], ids=["at first", "restarted"])
+    def test_a_module_sees_the_same(self, seeing: Launches, generation: int):
+        assert differences(seeing.pairs("module", "workers", generation=generation), AT_BEGIN) == []
 
-    def test_so_it_is_after_a_restart(self, seeing: Launches, variant: str):
-        pairs = seeing.pairs("restarted", variant, generation=1)
-        assert differences(pairs, ALLOWED[variant]) == []
+    def test_a_module_that_is_stopped_writes_the_same_and_ends_the_same(self, seeing: Launches):
+        same_ends(seeing, "module", {0: 21, 1: 1})
 
-    def test_no_random_state_is_shared(self, seeing: Launches, variant: str):
-        names = ("script", "module")
+    @pytest.mark.parametrize(
+        ("name", "generation", "variant"),
+        [("script", 0, "agent"), ("script", 0, "workers"), ("module", 0, "workers"), ("module", 1, "workers")],
+    )
+    def test_no_random_state_is_shared(self, seeing: Launches, name: str, generation: int, variant: str):
         cold, warm = (
-            [rank["random"] for name in names for rank in seeing.of(name, each).seen("seen").values()]
+            [rank["random"] for rank in seeing.of(name, each).seen("seen", generation).values()]
             for each in ("cold", variant)
         )
         assert shared(warm, cold) == []
 
-    @pytest.mark.parametrize("name", ["program", "stopped"])
-    def test_it_writes_the_same_and_ends_the_same(self, seeing: Launches, name: str, variant: str):
-        cold, warm = seeing.of(name, "cold"), seeing.of(name, variant)
-        assert warm.codes == cold.codes
-        assert sorted(cold.codes.values()) in ([-12], [1, 21])
-        for stream in ("stdout", "stderr"):
-            assert warm.written(stream) == cold.written(stream)
+    def test_ranks_that_train_without_a_process_group_are_told_of_and_no_others(self, seeing: Launches):
+        """Others have had one and destroyed it, or never used torch, which each spare worker has imported."""
+        told = re.findall(
+            r"warning: in launch (\d+) each of the 2 ranks has trained by itself.*(init[\w('=)]*)", seeing.text
+        )
+        wanted = [("alone", "workers", "init_process_group()")]
+        wanted += [("function", variant, "init='auto')") for variant in ("cold", "workers")]
+        assert told == [(str(seeing.of(name, variant).number), remedy) for name, variant, remedy in wanted]
 
 
-# --- processes of its own ---------------------------------------------------------------------------
+def same_ends(launches: Launches, name: str, codes: dict[int, int]) -> None:
+    """Check that the ranks have ended with these codes, cold and warm, and have written the same."""
+    cold, warm = launches.of(name, "cold"), launches.of(name, "workers")
+    assert warm.codes == cold.codes == codes
+    for stream in ("stdout", "stderr"):
+        assert warm.written(stream) == cold.written(stream)
+
+
+# --- processes of its own, and of the step ------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def starting(start_shared_flow) -> Launches:
-    """Programs that start processes, and a function."""
+    """Programs that start processes, one that is no Python, and one that is started with other limits."""
+    shell = {"entrypoint": "../observed/program.sh", "entrypoint_args": HOSTILE, "torchrun_args": {"no_python": True}}
+    few = ["cold", "workers"]
     launches = [
         {"name": "processes", "run": {"entrypoint": "observed/processes.py"}},
-        {"name": "loaders", "run": {"entrypoint": "observed/loaders.py"}, "variants": ["cold", "workers"]},
-        {"name": "function", "run": {}, "variants": ["cold", "workers"]},
+        {"name": "loaders", "run": {"entrypoint": "observed/loaders.py"}, "variants": few},
+        {"name": "program", "change": CHANGE, "run": shell, "variants": few},
+        # Last, since nobody can take a process's niceness back.
+        {"name": "limited", "change": LIMITED, "run": {"entrypoint": "observed/plainly.py", "cwd": "sub folder"}},
     ]
     return ran(start_shared_flow, launches, nproc_per_node=1, warm="workers")
 
@@ -246,8 +236,13 @@ class TestStarts:
         cold, warm = (starting.of("loaders", variant).seen("loaders")[0]["random"] for variant in ("cold", "workers"))
         assert not set(cold.values()) & set(warm.values())
 
-    def test_a_function_sees_the_same(self, starting: Launches):
-        assert differences(starting.pairs("function", "workers"), AT_BEGIN) == []
+    def test_what_is_no_python_writes_the_same_and_ends_the_same(self, starting: Launches):
+        same_ends(starting, "program", {0: -12})
+
+    def test_what_a_process_has_from_its_begin_is_the_same(self, starting: Launches):
+        """So such a launch begins cold, and the next one, whose spares have begun with the same, begins warm."""
+        on_one_core = [each for each in AT_BEGIN if each.keys != "status: Threads"]
+        assert differences(starting.pairs("limited", "workers"), on_one_core) == []
 
 
 # --- what counts ------------------------------------------------------------------------------------

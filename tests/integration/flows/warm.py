@@ -20,21 +20,17 @@ VARIANTS = json.loads(os.environ["WARM_VARIANTS"])
 
 
 def see():
-    """See all that a function can see."""
+    """See all that a function can see, and train as one that nobody has made a process group for."""
     from observed import interpreter, kernel
+    from observed.alone import train
     from observed.note import note
 
     note("seen", same={**interpreter.everything(), **kernel.everything()}, random=interpreter.of_randomness())
 
-
-def train_alone():
-    """Train as a function that nobody has made a process group for."""
-    from observed import alone
-
-    alone.train()
+    train()
 
 
-FUNCTIONS = {"function": see, "function alone": train_alone, "function alone, gathered": train_alone}
+FUNCTIONS = {"function": see}
 
 
 @contextmanager
@@ -73,16 +69,16 @@ def make_ready(variant, workers, next_workers):
 
 
 def launched(torch, number, run, change):
-    """Return what came of one launch."""
+    """Return what came of one launch; the exit codes are those of its first generation."""
     options = {**run.pop("torchrun_args", {}), "log_dir": os.path.join(os.environ["GANG_OUT"], "logs")}
     try:
         with changed(**change):
             result = torch.run(**run, torchrun_args=options)
     except TorchrunError as error:
-        ends = [event for event in error.events if event["kind"] == "exited" and event["launch"] == number]
-        codes = {event["rank"]: event["exit_code"] for event in ends}
-        return {"error": str(error), "cause": error.cause, "exit_codes": codes}
-    return {"error": None, "exit_codes": result.exit_codes, "restarts": result.restarts}
+        result = error
+    ends = [event for event in result.events if event["kind"] == "exited" and event["launch"] == number]
+    codes = {event["rank"]: event["exit_code"] for event in ends if event["generation"] == 0}
+    return {"error": str(getattr(result, "message", "")), "exit_codes": codes}
 
 
 class WarmFlow(FlowSpec):

@@ -5,6 +5,8 @@ import signal
 import sys
 import time
 
+from spares import await_spares
+
 READY = os.path.join(os.environ["GANG_OUT"], os.environ["TORCHELASTIC_RUN_ID"] + "-ready")
 DEADLINE_S = 60.0
 
@@ -29,7 +31,6 @@ def main() -> None:
         os.close(os.open(READY, os.O_CREAT))
         wait_for(lambda: False)
     wait_for(lambda: os.path.exists(READY))
+    with open(os.path.join(os.environ["GANG_OUT"], "spares")) as file:
+        await_spares(int(file.read()))
     raise ConnectionError("rank 1 fails")
-
-
-main()
