@@ -21,6 +21,7 @@ import pytest
 from hosts import Host
 
 NODE = Path(__file__).parent / "nodes" / "node.py"
+STAND_IN = Path(__file__).parent / "stand_in"
 MARK = "NODE_TEST_MARK"
 GRACE_S = 1.0
 START_S = 90.0  # a deadline for a machine that is busy with something else, too
@@ -107,6 +108,7 @@ class Gang:
         main_ip: str = "10.77.0.1",
         etc_hosts: str = ETC_HOSTS,
         entrypoint: str | list[str] = "worker.py",
+        stand_in: bool = False,
         **options: Any,
     ) -> None:
         """Start the nodes that are not `absent`.
@@ -114,6 +116,7 @@ class Gang:
         `late` says how many seconds after its begin a node joins; `step` what the step's own code does before it joins
         (see ``node.py``), `own_code` what it does before the launches (a node without launches waits), and who
         `fails_late` does so after all; `gang` is the control task's id; `wrap` is what stands before a node's command;
+        `stand_in` has a stand-in for torchrun start the workers, where torchrun has no part in what is tested;
         `main_ip` is the address of a control node with a host of its own, as Metaflow says it, ``own name`` what its
         name resolves to there; `etc_hosts` is for all hosts; `options` are those of ``run``, and `options_of` those of
         one node alone.
@@ -125,6 +128,7 @@ class Gang:
         env = {"CHAOS_OUT": str(self.out), "WORKER_DO": do, **agent_env}
         own = {"all_nodes_started_timeout": 60, "grace_s": GRACE_S, "nproc_per_node": nproc, "warm": self.warm}
         self._tasks, self._wrap = {}, wrap
+        self._stand_in = {"PYTHONPATH": str(STAND_IN)} if stand_in else {}
         for node in range(num_nodes):
             count = launches if isinstance(launches, int) else launches[node]
             self._tasks[node] = {
@@ -157,7 +161,13 @@ class Gang:
             self.processes[node] = subprocess.Popen(
                 command,
                 cwd=self.out,
-                env={**kept, "METAFLOW_USER": "tester", "TMPDIR": str(self.temporary), MARK: self.mark},
+                env={
+                    **kept,
+                    **self._stand_in,
+                    "METAFLOW_USER": "tester",
+                    "TMPDIR": str(self.temporary),
+                    MARK: self.mark,
+                },
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

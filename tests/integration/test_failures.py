@@ -167,7 +167,7 @@ def test_timeout_s_stops_the_launch(one_node):
 @pytest.mark.parametrize("node", [0, 1])
 def test_an_exception_in_the_steps_own_code(start_flow, node):
     """The other node waits inside of `run`; it is stopped there. The chaos suite has failures after `run`."""
-    flow = start_flow(hook=f"before:{node}:raise")
+    flow = start_flow(hook=f"before:{node}:raise", stand_in=True)
     assert flow.wait(60) == 1
     assert flow.lines[-1].at - flow.note("failed")["at"] < STOP_S
     flow.await_gone(1)
@@ -244,14 +244,14 @@ def test_metaflows_timeout_stops_the_gang(start_flow, hook):
 
 def test_metaflows_timeout_ends_the_own_code_of_a_control_node_that_is_alone(run_flow):
     """Metaflow sets no alarm there; it would sleep for 60 s."""
-    flow = run_flow("--nodes", "1", expect=1, hook="before:0:sleep:timeout")
+    flow = run_flow("--nodes", "1", expect=1, hook="before:0:sleep:timeout", stand_in=True)
     assert "Node 0 (host " in flow.text
     assert "longer than the step's @timeout" in flow.text
     assert not flow.notes("error-*"), "it was not in run"
 
 
 def test_a_node_that_never_arrives_is_named(start_flow):
-    flow = start_flow(hook="never-arrives", attrs={"all_nodes_started_timeout": 3})
+    flow = start_flow(hook="never-arrives", attrs={"all_nodes_started_timeout": 3}, stand_in=True)
     (error,) = flow.await_notes("error-*", 1)
     assert error["class"] == "GangStartTimeout"
     assert "node 1 of 2 did not arrive" in error["message"]
@@ -261,7 +261,7 @@ def test_a_node_that_never_arrives_is_named(start_flow):
 
 
 def test_a_local_node_that_dies_before_joining_is_noticed_at_once(start_flow):
-    flow = start_flow(hook="dies-early")
+    flow = start_flow(hook="dies-early", stand_in=True)
     assert flow.wait(40) == 1
     (error,) = flow.errors()
     assert "Node 1" in error["message"]
@@ -334,7 +334,7 @@ def test_wrong_calls_have_errors_of_their_own(run_flow):
             ["nnodes=5", "num_parallel=2"],
         ),
     ]
-    flow = run_flow(hook="go-on", runs_=[arguments for arguments, _, _ in wrong])
+    flow = run_flow(hook="go-on", runs_=[arguments for arguments, _, _ in wrong], stand_in=True)
     for number, (_, cls, words) in enumerate(wrong):
         error = same_errors(flow, f"error-*.{number}")
         assert error["class"] == cls
@@ -396,7 +396,7 @@ def test_what_a_pytorch_for_cpus_lacks_has_a_remedy():
     ],
 )
 def test_a_failure_after_the_steps_code_is_the_cause_on_the_control_node(run_flow, hook, said):
-    flow = run_flow(flow="ends.py", hook=hook, expect=1)
+    flow = run_flow(flow="ends.py", hook=hook, expect=1, stand_in=True)
     assert said in flow.text
     assert "before its results were stored" in flow.text
     assert "Subprocess failed" not in flow.text

@@ -53,7 +53,7 @@ def test_functions_of_a_flow_in_launches_of_different_widths(run_flow):
 
 
 def test_different_sources_are_refused_and_what_a_function_raises_is_retried(run_flow):
-    flow = run_flow(flow="functions_retried.py")
+    flow = run_flow(flow="functions_retried.py", stand_in=True)
     refusals = [line.text for line in flow.lines if "refused: " in line.text]
     assert len(refusals) == 2
     assert all("contents of the entrypoint (node 0: " in line for line in refusals)

@@ -25,7 +25,7 @@ def await_end(gang: Gang) -> None:
 
 
 def test_moderate_lines_of_all_nodes_are_complete(gang):
-    gang.start(3, nproc=2, do="150 100", entrypoint="writer.py", settings={"logs": "all"})
+    gang.start(3, nproc=2, do="150 100", entrypoint="writer.py", settings={"logs": "all"}, stand_in=True)
     await_end(gang)
     for rank in range(6):
         assert numbers(gang.log(0), rank) == list(range(150)), gang.told
@@ -41,7 +41,7 @@ def test_moderate_lines_of_all_nodes_are_complete(gang):
 def test_a_flood_is_cut_in_the_middle_and_counted_and_whole_in_its_nodes_own_log(gang):
     """20 MB of each of three nodes."""
     count = 200_000
-    gang.start(3, do=str(count), entrypoint="writer.py", settings={"logs": "all"})
+    gang.start(3, do=str(count), entrypoint="writer.py", settings={"logs": "all"}, stand_in=True)
     await_end(gang)
     log = gang.log(0)
     assert numbers(log, 0) == list(range(count))
@@ -58,7 +58,7 @@ def test_a_flood_is_cut_in_the_middle_and_counted_and_whole_in_its_nodes_own_log
 
 
 def test_where_rank_0_alone_is_shown_the_rank_that_fails_has_the_last_word(gang):
-    gang.start(2, nproc=2, do="300 1000 3", entrypoint="writer.py", settings={"logs": "rank0"})
+    gang.start(2, nproc=2, do="300 1000 3", entrypoint="writer.py", settings={"logs": "rank0"}, stand_in=True)
     await_end(gang)
     assert numbers(gang.log(0), 0)[:10] == list(range(10))
     assert numbers(gang.log(0), 1) == numbers(gang.log(0), 2) == numbers(gang.log(1), 2) == []

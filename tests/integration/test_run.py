@@ -110,10 +110,10 @@ def together(start_shared_flow, tmp_path_factory):
     elsewhere = {"entrypoint": "worker.py", "cwd": str(folder / "else where"), "torchrun_args": {"log_dir": "logs"}}
     elsewhere["env"] = {"WORKER_DO": "0:talk"}
     flows = {
-        "gpus": start_shared_flow(runs_=gpus, env={"CUDA_VISIBLE_DEVICES": "0,1,2,3,4"}),
+        "gpus": start_shared_flow(runs_=gpus, env={"CUDA_VISIBLE_DEVICES": "0,1,2,3,4"}, stand_in=True),
         "with": start_shared_flow("--with", "torchrun:nproc_per_node=2", flow="plain.py", stand_in=True),
         "legacy": start_shared_flow(flow="legacy.py", stand_in=True),
-        "single": start_shared_flow(flow="single.py"),
+        "single": start_shared_flow(flow="single.py", stand_in=True),
         "foreach": start_shared_flow(flow="foreach.py", stand_in=True),
         "one node": start_shared_flow("--nodes", "1", runs_=[arguments, elsewhere]),
     }
