@@ -196,7 +196,7 @@ def test_a_rank_whose_exit_code_nobody_knows_is_listed_all_the_same(missing):
 def test_the_ranks_that_torchruns_own_elasticity_has_moved_are_those_that_ended():
     told = [(at_s, kind, {**of, "rank": of["rank"] - 2} if of.get("node") == 1 and "rank" in of else of)
             for at_s, kind, of in FAILURE]  # fmt: skip
-    assert [rank.rank for rank in snapshot(told).summary.ranks_of(1)] == [0, 1]
+    assert [rank.rank for rank in snapshot(told).summary.by_node[1]] == [0, 1]
 
 
 def test_a_rank_has_the_node_of_its_end_or_else_by_the_number_of_processes():

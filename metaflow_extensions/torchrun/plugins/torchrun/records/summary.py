@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
 from ..gang.history import Record
@@ -127,15 +128,23 @@ class Summary:
     is_over: bool  # whether nothing more can come
     nproc: int | None  # ranks on each node
 
-    def ranks_of(self, node: int) -> tuple[Rank, ...]:
-        """Return the ranks of a node."""
-        return tuple(rank for rank in self.ranks if rank.node == node)
+    @cached_property
+    def by_node(self) -> dict[int, list[Rank]]:
+        """The ranks of each node."""
+        found: dict[int, list[Rank]] = {node.index: [] for node in self.nodes}
+        for rank in self.ranks:
+            found[rank.node].append(rank)
+        return found
+
+    @cached_property
+    def _nodes_of_ranks(self) -> dict[int, int]:
+        return {rank.rank: rank.node for rank in self.ranks[::-1]}
 
     def node_of(self, rank: int) -> int | None:
         """Return the node of a rank; None where that is not known."""
-        known = next((each.node for each in self.ranks if each.rank == rank), None)
-        place = rank // self.nproc if known is None and self.nproc else known
-        return place if any(node.index == place for node in self.nodes) else None
+        guess = rank // self.nproc if self.nproc else None
+        place = self._nodes_of_ranks.get(rank, guess)
+        return place if place in self.by_node else None
 
 
 def summarize(

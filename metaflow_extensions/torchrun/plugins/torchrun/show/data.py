@@ -39,7 +39,7 @@ def as_data(place: Place, snapshot: Snapshot | None, kept: Iterable[str] = ()) -
 
 
 def _node(place: Place, snapshot: Snapshot, number: int, node: Node | None) -> dict[str, Any]:
-    ranks = snapshot.summary.ranks_of(number)
+    ranks = snapshot.summary.by_node.get(number, [])
     return {
         "node": number,
         "host": None if node is None else node.host or None,

@@ -195,9 +195,7 @@ def _ranks(shown: _Shown) -> tuple[str, tuple[Part, ...]]:
     legend = Keys(tuple((text, state) for state, text in tally.items()), ", ".join(tally.values()))
     if len(ranks) <= _MAX_CELLS:
         return "Ranks", (legend, Cells(tuple(_rank_cell(rank, nodes[rank.node]) for rank in ranks)))
-    by_node: dict[int, list[Rank]] = {}
-    for rank in ranks:
-        by_node.setdefault(rank.node, []).append(rank)
+    by_node = {node: of_node for node, of_node in summary.by_node.items() if of_node}
     cells = (_node_cell(nodes[node], of_node) for node, of_node in by_node.items())
     return "Ranks", (legend, *_bad(ranks), Cells(tuple(cells), is_small=len(by_node) > _MAX_CELLS))
 
@@ -241,7 +239,7 @@ def _nodes(shown: _Shown) -> tuple[str, tuple[Part, ...]]:
 
 
 def _node_row(shown: _Shown, node: Node) -> tuple[str | Link, ...]:
-    ranks = shown.summary.ranks_of(node.index)
+    ranks = shown.summary.by_node[node.index]
     codes = [rank.exit_code for rank in ranks]
     has_ended = any(code is not None for code in codes) or (
         shown.summary.has_started and all(rank.state in _ENDED for rank in ranks)
