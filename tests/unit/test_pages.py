@@ -230,6 +230,12 @@ def test_a_card_has_bounded_lists_and_a_terminal_all():
     assert short.index("After 12 min 0 s: Rank 0 failed") < short.index("After 11 min 0 s: Rank 0 failed")
 
 
+def test_a_card_has_the_begin_of_a_long_error():
+    gang = snapshot(FAILURE, report(text="the error itself " + "a" * 100_000))
+    short, whole = ("\n".join(lines_of(page_of(gang, place(), is_short=is_short))) for is_short in (True, False))
+    assert ("the error itself" in short, len(short) < 40_000, len(whole) > 100_000) == (True, True, True)
+
+
 def test_of_many_ranks_their_ends_are_counted():
     assert exit_codes([*[-15] * 7, 1, None]) == "7 x SIGTERM, 1 x 1, 1 x unknown"
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _MAX_CELLS = 64
 # A page that has little space lists so many nodes, those that need a look, and so many rows of what happened.
 _MAX_NODES, _FIRST_ROWS, _LAST_ROWS = 64, 20, 80
-_MAX_RESTARTS, _MAX_REPORT = 5, 6000  # reports of former failures, and characters of each
+_MAX_RESTARTS, _MAX_REPORT, _MAX_CAUSE = 5, 6000, 32_000  # reports of former failures, characters of each, of the last
 _CODES = 4  # so many exit codes of a node are shown one by one
 # In which order states are told; the first that a node has gives its cell the colour.
 _ORDER: tuple[RankState, ...] = (
@@ -152,7 +152,10 @@ def _outcome(shown: _Shown) -> tuple[str, tuple[Part, ...]]:
     before = list(snapshot.reports)
     is_failure = snapshot.error is not None or snapshot.cause is not None or summary.outcome == "failed"
     if is_failure and before and before[-1].error is not None:
-        parts.append(Block("Cause", (Code(before.pop().text),)))
+        last = before.pop()
+        more = len(last.text) - _MAX_CAUSE if shown.is_short else 0
+        text = f"{last.text[:_MAX_CAUSE]}\n… {more} characters are left out here" if more > 0 else last.text
+        parts.append(Block("Cause" if last.cause is not None else "Error", (Code(text),)))
     elif snapshot.error is not None or snapshot.cause is not None:
         text = snapshot.error or Cause.from_dict(snapshot.cause or {}).describe()
         parts.append(Block("Cause" if snapshot.cause is not None else "Error", (Code(text),)))
