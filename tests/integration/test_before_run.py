@@ -213,7 +213,7 @@ class TestFlow:
         assert re.search(
             r"0 +nodes 0, 1: before_run 2/2 \(echo \$NAME .*\) exited with code 0, [\d.-]+ s", shown.stdout
         )
-        assert "start: commands on 2 nodes" in shown.stdout
+        assert "start: before_run on 2 nodes" in shown.stdout
 
 
 def test_a_retry_runs_them_again(run_flow, tmp_path):

@@ -22,10 +22,12 @@ from metaflow.plugins.datastores.local_storage import LocalStorage
 from metaflow_extensions.torchrun.plugins.torchrun.channel import join as joining
 from metaflow_extensions.torchrun.plugins.torchrun.channel.registry import Registry
 from metaflow_extensions.torchrun.plugins.torchrun.executor import Context, TorchrunExecutor
+from metaflow_extensions.torchrun.plugins.torchrun.features.listed import FEATURES
 from metaflow_extensions.torchrun.plugins.torchrun.features.warm.begin import begin_warm
 from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import to_plain
 from metaflow_extensions.torchrun.plugins.torchrun.logs.console import to_log, write_text
 from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import this_machine
+from metaflow_extensions.torchrun.plugins.torchrun.node.watchers import keepers_of
 from metaflow_extensions.torchrun.plugins.torchrun.settings import parse_settings
 
 # As the decorator has it, for tasks that are on machines of their own.
@@ -128,7 +130,8 @@ def join(task, registry, settings):
     main_ip, here_only = task.main_ip or "", task.main_ip is None
     if main_ip == "own name":  # what Metaflow 2.19 takes for the control node's address on AWS Batch
         main_ip = socket.gethostbyname_ex(socket.gethostname())[-1][0]
-    member, channel = joining.join_as_control(registry, task.num_nodes, main_ip, settings, to_log, here_only)
+    own = {"keepers": keepers_of(FEATURES, task.num_nodes)}
+    member, channel = joining.join_as_control(registry, task.num_nodes, main_ip, settings, to_log, here_only, **own)
     if task.main_ip is not None or settings.logs in ("all", "rank0"):  # as of tasks that are on machines of their own
         channel.relay.start(write_text)
     return member, channel, joining.control_addresses(main_ip, here_only)[0]
@@ -197,7 +200,7 @@ def main(task):
         registry = NotedRegistry(flow_datastore, "1", "train", task.gang, 0)
         member, channel, main_addr = join(task, registry, settings)
         notes.save(join_s=time.monotonic() - begun, main_addr=main_addr)
-        executor = TorchrunExecutor(Context(member, main_addr, machine, settings, warm=warm))
+        executor = TorchrunExecutor(Context(member, main_addr, machine, settings, warm=warm, features=FEATURES))
         run_own_code(task.node, task.own_code, task.out)
         run_all(executor, task, notes)
         if warm is not None:

@@ -29,7 +29,7 @@ def run_code(code, *words):
     ("module", "calls"),
     [
         ("compat/linux", "[linux.adopt_orphans(), linux.adopts_orphans(), linux.die_with_parent()]"),
-        ("worker/command_runner", "linux.adopt_orphans()"),
+        ("features/before_run/command_runner", "linux.adopt_orphans()"),
     ],
 )
 def test_without_prctl_all_else_goes_on(module, calls, gone):

@@ -1,76 +1,22 @@
-"""Commands of the user's: what is taken for one, how it is shown, and where its program is looked for."""
+"""Commands of the user's: where the program of one is looked for."""
 
 import os
 import sys
 from pathlib import Path
 
 import pytest
-from unit_helpers import HOSTILE, write
+from unit_helpers import write
 
-from metaflow_extensions.torchrun.plugins.torchrun.errors import EntrypointError, LaunchTimeout, TorchrunConfigError
-from metaflow_extensions.torchrun.plugins.torchrun.launch.before_run import as_before_run, before_spec
+from metaflow_extensions.torchrun.plugins.torchrun.errors import EntrypointError
 from metaflow_extensions.torchrun.plugins.torchrun.launch.commands import (
     argv_of,
-    before_commands,
     find_program,
     foreign_python,
-    shown,
     source_of,
 )
 from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec
 
 SPEC = LaunchSpec("/flow/train.py", ("x",), False, nproc=2, num_nodes=3, node_index=1, python="/usr/bin/python3")
-
-
-# --- what is a command ---------------------------------------------------------------------------
-
-
-def test_a_list_is_taken_as_it_is_and_a_text_by_a_shell():
-    assert before_commands([["pip", "install", *HOSTILE], (Path("/a b"), "c"), "make data && echo $HOME"]) == (
-        ("pip", "install", *HOSTILE),
-        ("/a b", "c"),
-        ("sh", "-ec", "make data && echo $HOME"),
-    )
-    assert before_commands(None) is None
-    assert before_commands([]) == ()
-
-
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        ("make data", ["before_run", "list of commands", "but is a str", "'make data'"]),
-        ({"a": 1}, ["list of commands", "dict"]),
-        ([["pip", 3]], ["before_run[0]", "list of texts and paths"]),
-        ([3], ["before_run[0] is 3"]),
-        ([b"make"], ["before_run[0] is b'make'"]),
-        (["make", []], ["before_run[1]", "names no program"]),
-        ([[""]], ["names no program"]),
-        (["  "], ["before_run[0] is an empty command"]),
-        (["pip", "install", "-r"], ["before_run[2] is '-r'", "a list of their own", "['pip', 'install'"]),
-        ([["--max-restarts=3"]], ["begins with '--max-restarts=3'", "torchrun_args"]),
-        ([["a", "b\0"]], ["NUL"]),
-        (["a\0b"], ["NUL"]),
-    ],
-)
-def test_what_is_none_is_refused_with_the_reason(given, words):
-    with pytest.raises(TorchrunConfigError) as caught:
-        before_commands(given)
-    assert all(word in str(caught.value) for word in words)
-
-
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        (["echo", "two words"], "echo 'two words'"),
-        (["sh", "-ec", "a &&\n  b"], "a && b"),
-        (["sh", "-ec", "a", "b"], "sh -ec a b"),
-        (["x", os.fsdecode(b"\xff")], r"x '\udcff'"),
-        (["x" * 300], "x" * 200 + "…"),
-    ],
-)
-def test_it_is_shown_in_one_line(words, line):
-    assert shown(words) == line
-    shown(words).encode()
 
 
 # --- its program ---------------------------------------------------------------------------------
@@ -153,32 +99,6 @@ def test_a_python_of_another_installation_is_told(places):
     for words in (["make"], ["sh", "-ec", "pipe"], ["pip9"], ["/usr/bin/python3"], [], ["sh", "-ec", " "]):
         assert foreign_python(words, elsewhere) is None
     assert foreign_python(["python"], here) is None
-
-
-# --- before the workers --------------------------------------------------------------------------
-
-
-def test_the_launch_of_commands_has_folder_and_variables_of_the_workers_and_nothing_else(places):
-    cwd, flow, _ = places
-    beside = program(flow / "get.sh")
-    given = {"env": (("A", "1"),), "cwd": str(cwd), "max_restarts": 3, "min_nodes": 1, "options": (("role", "x"),)}
-    whole = LaunchSpec(**{**vars(SPEC), **given})
-    spec = before_spec(whole, (("./get.sh", "./x"), ("./absent",), ("make",)), str(flow))
-    assert spec.commands == ((beside, "./x"), ("./absent",), ("make",))
-    assert (spec.env, spec.cwd, spec.nproc) == (whole.env, whole.cwd, 2)
-    assert (spec.args, spec.options, spec.max_restarts, spec.min_nodes) == ((), (), 0, None)
-    assert os.path.isfile(spec.entrypoint)
-    other = before_spec(LaunchSpec(**{**vars(SPEC), "command": ("python", "x.py")}), (), None)
-    assert spec.digest() == other.digest()  # nodes may have commands of their own
-
-
-def test_its_failure_says_what_it_was():
-    error = LaunchTimeout("it ran too long", {"kind": "timeout"})
-    error.events = [{"kind": "timeout"}]
-    told = as_before_run(error)
-    assert (type(told), told.cause, told.events) == (LaunchTimeout, error.cause, error.events)
-    assert str(told).startswith("before_run failed")
-    assert str(told).endswith("\nit ran too long")
 
 
 def test_a_command_takes_texts_and_paths():

@@ -19,7 +19,7 @@ class Counts(Keeper):
     def __init__(self):
         self.by_node = {}
 
-    def take(self, node, told, at_s):
+    def handle(self, node, told, at_s):
         self.by_node[str(node)] = self.by_node.get(str(node), 0) + told.data["more"]
 
     def record(self):
@@ -58,7 +58,7 @@ def store(gang, monkeypatch):
 
 def tell(gang, node):
     """Have a feature tell something of a node; before a launch a message would be late."""
-    gang.keepers.take(node, TOLD, 0.0)
+    gang.keepers.handle(node, TOLD, 0.0)
 
 
 def test_what_features_keep_is_written_with_what_has_happened_and_else_seldom(gang, store):

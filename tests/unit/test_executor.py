@@ -4,61 +4,26 @@ import signal
 from unittest.mock import Mock
 
 import pytest
+from recorded_calls import recorded_calls
 
 from metaflow_extensions.torchrun.plugins.torchrun import executor, gang_of_one
 from metaflow_extensions.torchrun.plugins.torchrun.errors import (
-    EntrypointError,
-    LaunchFailed,
     TorchrunConfigError,
     TorchrunError,
-    TorchrunPreempted,
 )
-from metaflow_extensions.torchrun.plugins.torchrun.events import Event
 from metaflow_extensions.torchrun.plugins.torchrun.executor import Context, TorchrunExecutor
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause, rename_node
 from metaflow_extensions.torchrun.plugins.torchrun.gang.launch import Launch
 from metaflow_extensions.torchrun.plugins.torchrun.gang.member import Member
 from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import LaunchPolicy
-from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import Machine, Nproc
-from metaflow_extensions.torchrun.plugins.torchrun.result import TorchrunResult
+from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import Machine
 from metaflow_extensions.torchrun.plugins.torchrun.settings import parse_settings
 from metaflow_extensions.torchrun.plugins.torchrun.single_node import TorchrunSingleNodeMultiGPU
 
 
 @pytest.fixture
 def launch_of(monkeypatch, tmp_path):
-    """Return a function that calls `run` and returns spec and policy of the launch, and what is said of it."""
-    (tmp_path / "train.py").touch()
-    monkeypatch.chdir(tmp_path)
-    launches, plans, outcomes = [], [], []
-
-    class Recorder:
-        def __init__(self, plan, member):
-            launches.append((plan.spec, plan.policy))
-            plans.append(plan)
-
-        def run(self):
-            if self_made := outcomes.pop(0) if outcomes else None:
-                raise self_made
-            return TorchrunResult(0, 2, 0, 4, 8, "", [], 1.5, {})
-
-    monkeypatch.setattr(executor, "Supervisor", Recorder)
-    monkeypatch.setattr(executor, "node_facts", lambda *_: {})
-    monkeypatch.setattr(executor, "shm_warning", lambda *_: None)
-    monkeypatch.setattr(executor, "_warned", set())
-
-    def call(attributes=None, positional=("train.py",), warm_node=None, **arguments):
-        said: list[Event] = []
-        member = Member(0, 2, said.append)
-        settings = parse_settings(attributes or {}, "train")
-        context = Context(
-            member, "127.0.0.1", Machine(8), settings, Nproc(4, "@kubernetes requests gpu=4"), warm=warm_node
-        )
-        TorchrunExecutor(context).run(*positional, **arguments)
-        return *launches[-1], [event.text for event in said]
-
-    call.plans, call.outcomes = plans, outcomes
-    return call
+    return recorded_calls(monkeypatch, tmp_path)
 
 
 def test_a_call_decides_what_it_says_and_leaves_the_rest_to_the_attributes(launch_of):
@@ -125,80 +90,6 @@ def test_a_command_has_no_spare_workers_and_a_line_says_so(launch_of):
     assert not [line for line in launch_of(positional=(["sh", "x"],))[2] if "the workers start cold" in line]
 
 
-# --- before the workers -------------------------------------------------------------------------------
-
-
-def test_what_runs_before_is_a_launch_of_its_own(launch_of, tmp_path):
-    env = {"A": "1"}
-    spec, _, said = launch_of(before_run=["make", ["true"]], env=env, hang_timeout_s=5, timeout_s=60, max_restarts=2)
-    before, then = launch_of.plans
-    assert before.spec.commands == (("sh", "-ec", "make"), ("true",))
-    assert (before.is_ours, before.warm, before.facts) == (True, "off", {})
-    assert before.policy == LaunchPolicy()  # the step's @timeout alone bounds it
-    assert before.spec.env == then.spec.env == (("A", "1"),)
-    assert (then.spec, then.spec.commands, then.is_ours) == (spec, None, False)
-    assert "before_run: 2 commands on 2 nodes, 1.5 s" in said
-
-
-def test_the_entrypoint_is_looked_for_after_it(launch_of, monkeypatch):
-    with pytest.raises(EntrypointError, match=r"made\.py"):
-        launch_of(positional=("made.py",), before_run=["true"])
-    assert len(launch_of.plans) == 1
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"before_run": "make"},
-        {"before_run": [[]]},
-        {"before_run": [], "cwd": "not there"},
-        {"before_run": [], "env": {"": 1}},
-        {"before_run": [], "timeout_s": "long"},
-        {"before_run": [], "warm": "maybe"},
-        {"before_run": [], "torchrun_args": {"nnodes": 7}},
-    ],
-)
-def test_bad_input_is_refused_before_anything_runs(wrong, launch_of):
-    with pytest.raises(TorchrunConfigError):
-        launch_of(**wrong)
-    assert launch_of.plans == []
-
-
-def test_its_failure_is_told_as_its_own_and_nothing_is_launched(launch_of):
-    launch_of.outcomes += [LaunchFailed("no", Cause("command", 1, "host", exit_code=1).as_dict())]
-    with pytest.raises(LaunchFailed, match="before_run failed, so no worker was started") as caught:
-        launch_of(before_run=["false"])
-    assert caught.value.cause["category"] == "before_run"
-    assert isinstance(caught.value.__cause__, LaunchFailed)  # by which the gang knows it
-    launch_of.outcomes += [TorchrunPreempted("it must end")]
-    with pytest.raises(TorchrunPreempted, match=r"^it must end"):
-        launch_of(before_run=["false"])
-    assert len(launch_of.plans) == 2
-
-
-@pytest.mark.parametrize(
-    ("warm", "commands", "renewed"), [("workers", ["true"], 1), ("workers", [], 0), ("agent", ["true"], 0)]
-)
-def test_no_worker_becomes_of_a_spare_that_has_imported_before(warm, commands, renewed, launch_of):
-    class Node:
-        renewals = 0
-
-        def renew(self):
-            Node.renewals += 1
-
-        def prepare(self):
-            pass
-
-    launch_of(before_run=commands, warm=warm, warm_node=Node())
-    assert Node.renewals == renewed
-
-
-def test_a_python_of_another_installation_is_told(launch_of, tmp_path):
-    (tmp_path / "pip").touch(mode=0o755)
-    said = launch_of(before_run=["pip install x"], env={"PATH": str(tmp_path)})[2]
-    assert [line for line in said if line.startswith(f"pip is {tmp_path}/pip, but this step runs under")]
-
-
 @pytest.mark.parametrize("rank", [0, None])
 def test_a_gang_of_one_in_a_gangs_step_speaks_of_the_node_that_it_is_there(rank):
     kind = "exit" if rank == 0 else "terminated"
@@ -263,3 +154,17 @@ def test_a_single_node_takes_positional_arguments_as_a_gang_does(positional, nam
     monkeypatch.setattr(gang_of_one.GangOfOne, "run", lambda self, **options: given.append(options))
     TorchrunSingleNodeMultiGPU().run(*positional)
     assert given == [{"entrypoint": "train.py" if "train.py" in positional else None, "entrypoint_args": None, **named}]
+
+
+@pytest.mark.parametrize(
+    "given", [{"before_run": ["make"]}, {"before_run": []}, {"attributes": {"preflight": "links"}}]
+)
+def test_what_only_a_feature_can_do_is_refused_without_it(given, launch_of):
+    with pytest.raises(TorchrunConfigError, match=r"needs the feature (before_run|preflight), which is not installed"):
+        launch_of(**given)
+
+
+def test_a_warning_is_given_once_in_a_task(launch_of, monkeypatch):
+    monkeypatch.setattr(executor, "shm_warning", lambda *_: "warning: /dev/shm is small")
+    assert "warning: /dev/shm is small" in launch_of()[2]
+    assert "warning: /dev/shm is small" not in launch_of()[2]

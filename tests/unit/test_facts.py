@@ -14,6 +14,8 @@ from metaflow_extensions.torchrun.plugins.torchrun.launch.facts import (
     contents_digest,
     device_kind,
     node_facts,
+    shm_bytes,
+    shm_warning,
     too_few_warning,
 )
 from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec
@@ -189,3 +191,39 @@ def test_every_fact_is_compared(fact, site):
     said = f"The nodes differ in the {NAMES[fact]} (node 0: {own[fact]}, node 1: other)"
     assert all(said in verdict.error.message for _, verdict in sent)
     assert [node for node, _ in sent] == [0, 1]
+
+
+# --- /dev/shm -------------------------------------------------------------------------------------
+
+
+MIB = 1024 * 1024
+KUBERNETES = {"METAFLOW_RUNTIME_ENVIRONMENT": "kubernetes"}
+
+
+@pytest.mark.parametrize(
+    ("size", "nproc", "accelerators"), [(1024 * MIB, 8, ("0",)), (64 * MIB, 1, ()), (None, 8, ("0",))]
+)
+def test_enough_shared_memory_or_nobody_to_share_it_is_fine(size, nproc, accelerators):
+    assert shm_warning(size, nproc, accelerators, KUBERNETES) is None
+
+
+@pytest.mark.parametrize(("size", "nproc", "accelerators"), [(64, 2, ()), (64, 1, ("0",)), (1023.9, 8, ("0",))])
+@pytest.mark.parametrize(
+    ("environ", "remedy"),
+    [
+        (KUBERNETES, "Write @kubernetes(shared_memory=1024) "),
+        ({"METAFLOW_RUNTIME_ENVIRONMENT": "aws-batch"}, "Write @batch(shared_memory=1024) "),
+        ({}, "mount -o remount,size=1G /dev/shm"),
+        ({"METAFLOW_RUNTIME_ENVIRONMENT": "local"}, "docker run --shm-size=1g"),
+    ],
+)
+def test_too_little_shared_memory_is_told_with_what_to_write(size, nproc, accelerators, environ, remedy):
+    warning = shm_warning(int(size * MIB), nproc, accelerators, environ)
+    assert warning.startswith(f"warning: /dev/shm has {int(size)} MiB. ")
+    assert remedy in warning
+    assert "\n" not in warning
+
+
+def test_a_machine_without_shared_memory_is_no_error(tmp_path):
+    assert shm_bytes(str(tmp_path / "none")) is None
+    assert shm_bytes(str(tmp_path)) > 0

@@ -22,15 +22,15 @@ class Notebook(Keeper):
     def begin(self):
         self._note("begin")
 
-    def take(self, node, told, at_s):
-        self._note("take", node, told.data, at_s)
+    def handle(self, node, told, at_s):
+        self._note("handle", node, told.data, at_s)
 
     def ended(self, node, ok):
         self._note("ended", node, ok)
 
     def tick(self, at_s, where):
         self._note("tick", at_s)
-        return Remarks(("a line",), (Happened("seen", where(3), "in a record"),))
+        return Remarks(("a line",), (Happened("seen", where(3).node, "in a record", 3),))
 
     def record(self):
         self._note("record")
@@ -52,9 +52,9 @@ def where(rank):
 def test_each_keeper_gets_what_is_told_of_its_feature():
     first, second = Notebook(), Notebook()
     keepers = Keepers({"first": first, "second": second})
-    keepers.take(1, told("first", a=1), 5.0)
-    keepers.take(1, told("third"), 6.0)
-    assert first.kept == [("take", 1, {"a": 1}, 5.0)]
+    keepers.handle(1, told("first", a=1), 5.0)
+    keepers.handle(1, told("third"), 6.0)
+    assert first.kept == [("handle", 1, {"a": 1}, 5.0)]
     assert second.kept == []
     assert (keepers.count, keepers.heard) == (1, 1)
 
@@ -77,7 +77,7 @@ def test_remarks_are_handed_out_once():
     keepers = Keepers({"first": Notebook(), "empty": Keeper()})
     keepers.tick(7.0, where)
     first, empty = keepers.pop_remarks()
-    assert first == Remarks(("a line",), (Happened("seen", Where(1, 3, "host-1"), "in a record"),))
+    assert first == Remarks(("a line",), (Happened("seen", 1, "in a record", 3),))
     assert empty == Remarks()
     assert keepers.pop_remarks() == []
 
@@ -85,7 +85,7 @@ def test_remarks_are_handed_out_once():
 def use(keepers):
     """Call everything; return what was said."""
     keepers.begin()
-    keepers.take(0, told("first"), 1.0)
+    keepers.handle(0, told("first"), 1.0)
     keepers.ended(0, ok=True)
     keepers.record()
     keepers.verdict(0)
@@ -106,14 +106,14 @@ def test_a_keeper_that_raises_is_silent_from_then_on_and_a_line_says_so_once(fai
 
 
 def test_a_message_that_does_not_fit_silences_its_node_alone():
-    ill = Notebook("take")
+    ill = Notebook("handle")
     keepers = Keepers({"first": ill})
-    keepers.take(1, Told(0, 0, "first", {}), 1.0)
+    keepers.handle(1, Told(0, 0, "first", {}), 1.0)
     ill.fails = ""
-    keepers.take(1, Told(0, 0, "first", {}), 2.0)
-    keepers.take(2, Told(0, 0, "first", {}), 3.0)
+    keepers.handle(1, Told(0, 0, "first", {}), 2.0)
+    keepers.handle(2, Told(0, 0, "first", {}), 3.0)
     (remarks,) = keepers.pop_remarks()
     (line,) = remarks.lines
     assert line.endswith("node 1's first: RuntimeError: torn")
-    assert [name for name, *_ in ill.kept] == ["take"]
+    assert [name for name, *_ in ill.kept] == ["handle"]
     assert keepers.record()["first"] is not None

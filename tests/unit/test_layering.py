@@ -19,6 +19,8 @@ SCRIPTS = "worker"
 IMPORTED_SCRIPTS = {
     "launch.function": {"worker.function_worker"},
 }
+# Those of a feature lie in its room; torchrun starts the second one, which has torch.
+SCRIPTS_OF_FEATURES = ("features.before_run.command_runner", "features.preflight.preflight_worker")
 # Besides `compat`, these may import Metaflow, and what it promises: `current` and the base of its exceptions.
 KNOW_METAFLOW = {"decorator", "gang_of_one", "errors", "tracebacks", "show.live_card", "task.task_gang"}
 # They alone know the one list of features: two wire a gang, two make its page, for which features have parts.
@@ -157,6 +159,7 @@ def test_only_the_border_knows_metaflow_and_nobody_knows_torch(module):
     allowed = set(sys.stdlib_module_names) | (
         {"metaflow"} if module in KNOW_METAFLOW or place_of(module) == "compat" else set()
     )
+    allowed |= {"torch"} if module == SCRIPTS_OF_FEATURES[1] else set()
     assert foreign <= allowed, f"{module} imports {sorted(foreign - allowed)}"
 
 
@@ -204,7 +207,12 @@ def test_a_spare_imports_only_what_lies_beside_it():
 def test_a_workers_script_imports_nothing_of_ours_and_they_alone_import_torch(script):
     ours, foreign = imports_in(script.read_text(encoding="utf-8"), f"worker.{script.stem}")
     assert ours == set()
-    assert foreign - set(sys.stdlib_module_names) == (set() if script.stem == "command_runner" else {"torch"})
+    assert foreign - set(sys.stdlib_module_names) == {"torch"}
+
+
+@pytest.mark.parametrize("script", SCRIPTS_OF_FEATURES)
+def test_a_features_script_imports_nothing_of_ours(script):
+    assert IMPORTS[script][0] == set()
 
 
 def test_a_workers_script_takes_no_module_of_ours_for_one_of_pythons():

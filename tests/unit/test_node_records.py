@@ -2,16 +2,14 @@
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import GangError, WorkerFailed
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
-from metaflow_extensions.torchrun.plugins.torchrun.gang.keepers import Keeper, Keepers
+from metaflow_extensions.torchrun.plugins.torchrun.gang.keepers import Happened, Keeper, Keepers, Remarks
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
-    COMMANDS,
     Abort,
     Active,
     Done,
     Ended,
     Go,
     Leave,
-    Ran,
     Ready,
     Restart,
     Started,
@@ -61,13 +59,23 @@ def test_a_node_that_runs_knows_its_own_ranks():
 
 
 def test_a_node_that_runs_commands_knows_them():
-    messages = (Ready(0, 2, "digest", runs=COMMANDS), GO, Ran(0, 0, "before_run 1/1 (make) exited with code 0", 0.5, 0))
+    messages = (Ready(0, 2, "digest", runs="before_run"), GO)
     summary = seen(*messages)
     assert summary.sentence.startswith("The commands of before_run run for ")
     assert [rank.state for rank in summary.ranks] == ["waiting", "waiting"]
-    (told,) = [each for each in node_3(*messages).snapshot().events if each.kind == "command"]
-    assert (told.text, told.seconds) == ("before_run 1/1 (make) exited with code 0", 0.5)
     assert seen(*messages, Ended(0, True, 0), Verdict(0), *RUNNING).outcome == "running"
+
+
+def test_what_a_feature_has_seen_happen_is_a_record_of_the_node():
+    class Records(Keeper):
+        def handle(self, node, told, at_s):
+            return Remarks(happened=(Happened("command", node, told.data["text"], exit_code=0, seconds=0.5),))
+
+    records = NodeRecords(3, {}, keepers=Keepers({"before_run": Records()}))
+    records.take(Told(1, 2, "before_run", {"text": "größe"}))
+    (record,) = records.snapshot().events
+    assert (record.kind, record.node, record.launch, record.generation) == ("command", 3, 1, 2)
+    assert (record.text, record.exit_code, record.seconds) == ("größe", 0, 0.5)
 
 
 def test_a_node_that_has_ended_well():
@@ -144,7 +152,7 @@ class Heard(Keeper):
     def begin(self):
         self.told.clear()
 
-    def take(self, node, told, at_s):
+    def handle(self, node, told, at_s):
         self.told.append([node, told.data, at_s])
 
     def record(self):

@@ -11,8 +11,12 @@ from contextlib import closing
 import pytest
 from unit_helpers import eventually, write
 
-from metaflow_extensions.torchrun.plugins.torchrun.worker import preflight_worker as preflight
-from metaflow_extensions.torchrun.plugins.torchrun.worker.preflight_worker import Figures, Place, PreflightError
+from metaflow_extensions.torchrun.plugins.torchrun.features.preflight import preflight_worker as preflight
+from metaflow_extensions.torchrun.plugins.torchrun.features.preflight.preflight_worker import (
+    Figures,
+    Place,
+    PreflightError,
+)
 
 HOSTS = [f"host-{letter}" for letter in "abcdefgh"]
 GOOD, SLOW = Figures(0.0001, 2e9), Figures(0.1, 2e7)

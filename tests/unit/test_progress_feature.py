@@ -152,8 +152,8 @@ def test_no_number_that_json_has_no_word_for_travels_or_is_stored(number):
 def test_a_node_keeps_how_fast_its_own_ranks_are():
     kept = Keepers({"progress": Progress().keeper(4, of_all=False)})
     assert kept.record() == {"progress": None}
-    kept.take(3, told({7: Pace(119), 6: Pace(120, 3.2)}), 1.0)
-    kept.take(3, told({}), 2.0)  # at the end of its workers
+    kept.handle(3, told({7: Pace(119), 6: Pace(120, 3.2)}), 1.0)
+    kept.handle(3, told({}), 2.0)  # at the end of its workers
     paces = {"6": {"step": 120, "steps_per_s": 3.2, "seconds": None}}
     paces["7"] = {"step": 119, "steps_per_s": None, "seconds": None}
     assert json.dumps(kept.record()) == json.dumps({"progress": {"paces": paces}})

@@ -10,14 +10,12 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang import wire
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause, Failure
 from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import LaunchPolicy
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
-    COMMANDS,
     Abort,
     Ack,
     Diagnostics,
     Ended,
     Go,
     Message,
-    Ran,
     Ready,
     Refused,
     Started,
@@ -46,8 +44,7 @@ SAMPLES = [
     ),
     Ended(0, True, 0, alone=True),
     Stored(0, 0, {3: "key"}),
-    Ran(0, 0, "before_run 1/2 (größe 🙂) exited with code 1", 0.25, 1),
-    Ready(0, 2, "abc", runs=COMMANDS),
+    Ready(0, 2, "abc", runs="before_run"),
     Told(0, 1, "usage", {"größe": [1, 2.5, None, {"a": True}]}),
     Verdict(0, features={"progress": {"loss": 1.0, "lr": None}}, alone=True),
     Stop(0, 0, "why", 1, 15, True),

@@ -8,7 +8,7 @@ from metaflow import current
 from unit_helpers import eventually
 
 from metaflow_extensions.torchrun.plugins.torchrun import gang_of_one
-from metaflow_extensions.torchrun.plugins.torchrun.errors import LaunchFailed, TorchrunConfigError
+from metaflow_extensions.torchrun.plugins.torchrun.errors import TorchrunConfigError
 from metaflow_extensions.torchrun.plugins.torchrun.events import Event
 from metaflow_extensions.torchrun.plugins.torchrun.single_node import TorchrunSingleNodeMultiGPU
 
@@ -128,13 +128,3 @@ def test_a_wrong_argument_is_named_as_one_of_run(wrong, monkeypatch, tmp_path):
         TorchrunSingleNodeMultiGPU().run(["true"], **{"warm": False, **wrong})
     ((name, value),) = wrong.items()
     assert caught.value.message.startswith(f"run({name}) is {value!r}, but ")
-
-
-def test_it_runs_what_goes_before_a_command(tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr(gang_of_one, "print_errors_ourselves", lambda **_: None)
-    monkeypatch.setattr(gang_of_one, "LiveCard", lambda *_, **__: FakeLiveCard())
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(LaunchFailed, match=r"Node 0 .* failed: before_run 2/2 \(false\) exited with code 1"):
-        TorchrunSingleNodeMultiGPU().run(entrypoint=["sh", "x.sh"], before_run=["echo one > made", ["false"]])
-    assert (tmp_path / "made").read_text() == "one\n"
-    assert "[node 0 before_run 1/2] ended well after " in capfd.readouterr().out

@@ -25,7 +25,6 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.keepers import Happened,
 from metaflow_extensions.torchrun.plugins.torchrun.gang.nodes import Nodes
 from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import LaunchPolicy
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
-    COMMANDS,
     Abort,
     Ack,
     Active,
@@ -39,7 +38,6 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
     Join,
     Leave,
     Note,
-    Ran,
     Ready,
     Replaced,
     Restart,
@@ -239,17 +237,21 @@ def test_messages_of_nodes_that_are_none_and_that_no_node_sends_are_ignored():
 
 
 def test_commands_run_on_all_nodes_and_are_taken_down_one_by_one():
-    gang = GangOf(2)
-    gang.all_ready(runs=COMMANDS)
-    gang.say(1, Ran(0, 0, "before_run 1/1 (make) exited with code 0", 0.5, 0))
-    gang.say(1, Ran(7, 0, "of another launch", 0.5, 0))
+    class Records(Keeper):
+        def handle(self, node, told, at_s):
+            return Remarks(happened=(Happened("command", node, told.data["text"], exit_code=0, seconds=0.5),))
+
+    gang = GangOf(2, keepers=Keepers({"before_run": Records()}))
+    gang.all_ready(runs="before_run")
+    gang.say(1, Told(0, 0, "before_run", {"text": "before_run 1/1 (make) exited with code 0"}))
+    gang.say(1, Told(7, 0, "before_run", {"text": "of another launch"}))
     gang.all_ended()
     assert gang.same_verdict() is None
     told = [
         (record.kind, record.node, record.exit_code, record.text, record.seconds)
         for record in gang.state.history.records
     ]
-    assert ("before_run", None, None, "commands on 2 nodes", None) in told
+    assert ("before_run", None, None, "before_run on 2 nodes", None) in told
     assert [each for each in told if each[0] == "command"] == [
         ("command", 1, 0, "before_run 1/1 (make) exited with code 0", 0.5)
     ]
@@ -261,7 +263,7 @@ def test_commands_run_on_all_nodes_and_are_taken_down_one_by_one():
 def test_a_command_that_fails_stops_all_nodes_and_nothing_restarts_it():
     cause = Cause("command", 1, "host-1", exit_code=1, exception="before_run 1/1 (make) exited with code 1")
     gang = GangOf(3)
-    gang.all_ready(runs=COMMANDS, max_restarts=3, retry_on=frozenset({"user", "killed", "start"}))
+    gang.all_ready(runs="before_run", max_restarts=3, retry_on=frozenset({"user", "killed", "start"}))
     gang.failed(1, cause)
     assert all(len(gang.got(node, Stop)) == 1 for node in range(3))
     gang.ended(1, cause)
@@ -274,12 +276,12 @@ def test_a_command_that_fails_stops_all_nodes_and_nothing_restarts_it():
 
 def test_nodes_that_have_commands_and_nodes_that_do_not_are_told_apart():
     gang = GangOf(3)
-    gang.ready(0, runs=COMMANDS, digest="another")
+    gang.ready(0, runs="before_run", digest="another")
     gang.ready(1)
     gang.ready(2)
     error = gang.same_verdict()
     assert isinstance(error, GangError)
-    said = "differ in the kind of launch (node 0: the commands of before_run, nodes 1, 2: the workers)"
+    said = "differ in the kind of launch (node 0: before_run, nodes 1, 2: the workers)"
     assert said in str(error)
     assert "before_run=[]" in str(error)
 
@@ -422,14 +424,14 @@ class Notebook(Keeper):
     def begin(self):
         self.kept.append("begin")
 
-    def take(self, node, told, at_s):
+    def handle(self, node, told, at_s):
         self.kept.append((node, told.data, at_s))
 
     def ended(self, node, ok):
         self.kept.append((node, ok))
 
     def tick(self, at_s, where):
-        return Remarks((f"at {at_s:g} s",), (Happened("seen", where(3), "in a record"),))
+        return Remarks((f"at {at_s:g} s",), (Happened("seen", where(3).node, "in a record", 3),))
 
     def verdict(self, launch):
         return {"launch": launch}
@@ -473,7 +475,7 @@ def test_what_a_feature_has_to_tell_comes_with_the_verdict_to_all_nodes(cause):
 
 def test_a_feature_that_fails_ends_no_launch():
     notebook, gang = with_notebook()
-    notebook.take = None
+    notebook.handle = None
     gang.say(1, Told(0, 0, "notes", {}))
     (line,) = gang.notes(0)
     assert line.startswith("warning: nothing more is kept of node 1's notes: TypeError: ")
@@ -1705,7 +1707,7 @@ def test_the_thousandth_launch_costs_what_the_first_does():
 
 def test_a_launch_that_goes_on_with_a_call_of_run_has_the_events_of_its_commands_too():
     gang = GangOf(2)
-    gang.all_ready(0, runs=COMMANDS)
+    gang.all_ready(0, runs="before_run")
     gang.all_ended(launch=0)
     gang.all_ready(1, goes_on=True)
     gang.all_ended(launch=1)

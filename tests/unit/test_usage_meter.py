@@ -171,7 +171,7 @@ def test_a_launch_tells_it_to_the_gang_which_keeps_it(tmp_path, monkeypatch):
     assert told.data["values"]["memory_mib"] > 1
     for num_nodes, of_all in ((2, True), (2, False)):
         kept = Keepers({"usage": Usage().keeper(num_nodes, of_all)})
-        kept.take(1, told, 7.0)
+        kept.handle(1, told, 7.0)
         (series,) = kept.record()["usage"]["nodes"].values()
         assert series["of"] == told.data["of"]
         assert len(series["memory_mib"]) == 2
@@ -193,6 +193,6 @@ def test_what_can_not_be_measured_does_not_end_the_launch(tmp_path, monkeypatch)
 @pytest.mark.parametrize("data", [{}, {"of": 3}, {"of": "container", "values": {"cpus": "1"}}])
 def test_what_does_not_fit_ends_no_gang(data):
     kept = Keepers({"usage": Usage().keeper(2, of_all=True)})
-    kept.take(1, Told(0, 0, "usage", data), 7.0)
+    kept.handle(1, Told(0, 0, "usage", data), 7.0)
     ((line,),) = [remarks.lines for remarks in kept.pop_remarks()]
     assert "node 1's usage: ValueError: usage" in line

@@ -168,6 +168,24 @@ def test_a_feature_that_has_heard_of_the_workers_tells_that_they_run(tmp_path):
     node.verdict()
 
 
+class Program:
+    """Runs in the place of torchrun and its workers, and says nothing."""
+
+    name = what = agent = "program"
+
+    def files(self):
+        return {"greeting.txt": "hello"}
+
+    def command(self, folder):
+        return ["cat", f"{folder}/greeting.txt"]
+
+    def label(self, node, number):
+        return f"[{node}, {number}] "
+
+    def cause(self, folder, node, host, how_ended):
+        return None
+
+
 class Named(Feature):
     """Has variables alone."""
 
@@ -175,15 +193,15 @@ class Named(Feature):
         return Counting("named").variables(folder)
 
 
-@pytest.mark.parametrize("commands", [None, (("true",),)])
+@pytest.mark.parametrize("program", [None, Program()])
 @pytest.mark.parametrize("own", [(), (("named_node", "mine"),)])
-def test_workers_get_the_variables_of_features_and_none_of_a_worker_around_them(commands, own, tmp_path, monkeypatch):
+def test_workers_get_the_variables_of_features_and_none_of_a_worker_around_them(program, own, tmp_path, monkeypatch):
     for name in ("named_node", "named_rank"):
         monkeypatch.setenv(name, "of another worker, which has started this task")
-    node = FakeNode(tmp_path, features=(Named(),), spec={"commands": commands, "env": own})
+    node = FakeNode(tmp_path, features=(Named(),), program=program, spec={"env": own})
     node.launch()
     agent = node.go()
-    made = str(node.agent_folder(agent)) if commands is None else None
+    made = str(node.agent_folder(agent)) if program is None else None
     assert agent.env.get("named_node") == dict(own).get("named_node", made)
     assert "named_rank" not in agent.env
     node.ends(agent)
@@ -205,3 +223,14 @@ def test_a_feature_that_fails_ends_no_launch(tmp_path):
     assert ended.ok
     (line,) = node.texts("note")
     assert line.endswith("its counting: OSError: gone")
+
+
+def test_a_program_of_a_feature_runs_in_the_place_of_torchrun(tmp_path):
+    node = FakeNode(tmp_path, program=Program())
+    assert node.launch().runs == "program"
+    agent = node.go()
+    folder = node.agent_folder(agent)
+    assert agent.command == ["cat", f"{folder}/greeting.txt"]
+    assert (folder / "greeting.txt").read_text() == "hello"
+    assert agent.options.workers == 0
+    assert node.ends(agent, 3).failures[0].cause.exception == "its program exited with code 3"

@@ -13,24 +13,23 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 from .compat.current import current_for_workers
 from .errors import LaunchFailed, TorchrunConfigError, TorchrunPreempted
 from .events import Event
+from .gang.cause import retold
 from .gang.member import Member
 from .gang.policy import LaunchPolicy
-from .gang.texts import counted
 from .launch.arguments import torchrun_options
-from .launch.before_run import as_before_run, before_spec
-from .launch.commands import before_commands, foreign_python
-from .launch.facts import node_facts, too_few_warning
+from .launch.commands import foreign_python
+from .launch.facts import node_facts, shm_bytes, shm_warning, too_few_warning
 from .launch.function import FunctionCall, refuse_for_functions, refuse_for_scripts
-from .launch.preflight import as_preflight, preflight_spec, shm_bytes, shm_warning
 from .launch.spec import LaunchSpec, Node, build_spec
 from .launch.transfer import ValueStore
 from .logs.console import write_output
 from .machine.accelerators import Machine, Nproc, choose_nproc
 from .node.plan import Plan, WarmStarts
+from .node.preludes import Asked, Prelude
 from .node.supervisor import Supervisor
 from .node.watchers import Feature
 from .result import TorchrunResult
-from .run_arguments import IGNORED, RunOptions, checked, spelled_out
+from .run_arguments import FEATURE_OF, IGNORED, RunOptions, checked, spelled_out
 from .settings import ARGUMENTS, StepSettings, choose
 from .show.gang_part import GangPart
 from .show.live_card import LiveCard
@@ -62,7 +61,7 @@ class TorchrunExecutor:
 
     def __init__(self, context: Context) -> None:
         self._context = context
-        self._preflight_due = context.settings.preflight != "off"
+        self._had_preludes: set[str] = set()  # features whose launches have come before one of the user's
 
     @property
     def num_nodes(self) -> int:
@@ -233,31 +232,22 @@ class TorchrunExecutor:
     def _run(self, given: Mapping[str, Any], call: FunctionCall | None = None) -> TorchrunResult[Any]:
         context = self._context
         nproc = self._choose_nproc(given)
-        commands = before_commands(given["before_run"])
-        spec = self._spec(given, nproc.value, call, may_come=commands is not None)
+        preludes = self._preludes(given)
+        prepares = any(prelude.prepares for prelude in preludes.values())
+        spec = self._spec(given, nproc.value, call, may_come=prepares)
         if spec.outputs is not None and context.store is None:
             raise TorchrunConfigError("run(outputs=...) needs a datastore, which only a step of a flow has.")
         policy = self._policy(given, spec)
         warm = self._warm(given, spec)
-        for words in (*(commands or ()), spec.command) if self.is_control else ():
-            if (warning := foreign_python(words, dict(spec.env))) is not None:
-                self._note_once(warning)
-        goes_on = commands is not None
-        if commands is not None:
-            self._run_before(before_spec(spec, commands, _flow_folder()), policy, warm)
-            spec = self._spec(given, nproc.value, call)
+        self._warn(spec)
+        text = f"processes per node: {nproc.value} ({nproc.why})"
+        context.member.emit(Event("chosen", self.node_index, text, is_detail=True))
+        goes_on = False
+        for name, prelude in preludes.items():
+            goes_on |= self._run_before(prelude, spec, policy, warm, goes_on)
+            self._had_preludes.add(name)
+            spec = self._spec(given, nproc.value, call) if prelude.prepares else spec
         facts = node_facts(spec, context.machine)
-        context.member.emit(
-            Event("chosen", self.node_index, f"processes per node: {nproc.value} ({nproc.why})", is_detail=True)
-        )
-        warning = shm_warning(shm_bytes(), nproc.value, context.machine.accelerators, os.environ)
-        if warning is not None:
-            self._note_once(warning)
-        if self.is_control and (warning := too_few_warning(spec, context.machine)) is not None:
-            self._note_once(warning)
-        if self._preflight_due:
-            self._preflight(spec, facts, policy, goes_on)
-            self._preflight_due, goes_on = False, goes_on or spec.world_size > 1
         return self._launch(spec, facts, policy, call, nproc_why=nproc.why, warm=warm, goes_on=goes_on)
 
     def _spec(
@@ -274,38 +264,61 @@ class TorchrunExecutor:
             self._note_once(f"warm='workers': torchrun starts warm, but the workers start cold, because {why}")
         return warm
 
-    def _run_before(self, spec: LaunchSpec, policy: LaunchPolicy, warm: str) -> None:
-        """Run what goes before the workers, on all nodes; a launch of its own, which nothing restarts."""
-        commands = spec.commands or ()
+    def _warn(self, spec: LaunchSpec) -> None:
+        """Say what may go wrong with `spec` on this machine."""
+        machine = self._context.machine
+        warnings = [shm_warning(shm_bytes(), spec.nproc, machine.accelerators, os.environ)]
+        if self.is_control:
+            warnings += [too_few_warning(spec, machine), foreign_python(spec.command, dict(spec.env))]
+        for warning in filter(None, warnings):
+            self._note_once(warning)
+
+    def _preludes(self, given: Mapping[str, Any]) -> dict[str, Prelude]:
+        """Return the launches that come before the user's own, by their features."""
+        self._refuse_without_feature(given)
+        found: dict[str, Prelude] = {}
+        for feature in self._context.features:
+            prelude = feature.prelude(
+                Asked(
+                    given,
+                    self._context.settings,
+                    _flow_folder(),
+                    self.num_nodes,
+                    self.is_control,
+                    feature.name in self._had_preludes,
+                    self._note,
+                    self._note_once,
+                )
+            )
+            found |= {} if prelude is None else {feature.name: prelude}
+        return found
+
+    def _refuse_without_feature(self, given: Mapping[str, Any]) -> None:
+        has = {feature.name for feature in self._context.features}
+        for name, feature in FEATURE_OF.items():
+            values = given.get(name), getattr(self._context.settings, name, None)
+            if feature not in has and any(each not in (None, "off") for each in values):
+                raise TorchrunConfigError(f"{name} needs the feature {feature}, which is not installed here.")
+
+    def _run_before(self, prelude: Prelude, of_run: LaunchSpec, policy: LaunchPolicy, warm: str, goes_on: bool) -> bool:
+        """Run what comes before `of_run` on all nodes; return whether there was anything."""
+        spec = prelude.spec(of_run)
+        if spec is None:
+            return False
         own = LaunchPolicy(preemption_signal=policy.preemption_signal)
+        facts = {} if prelude.prepares else node_facts(of_run, self._context.machine)
         try:
-            done = self._launch(spec, {}, own, is_ours=True)
+            done = self._launch(spec, facts, own, is_ours=True, goes_on=goes_on, program=prelude.program)
         except TorchrunPreempted:
             raise
         except LaunchFailed as error:
-            raise as_before_run(error) from error
-        if self.is_control:
-            on = counted(self.num_nodes, "node")
-            self._note(f"before_run: {counted(len(commands), 'command')} on {on}, {done.duration_s:.1f} s")
+            raise retold(error, type(error), f"{prelude.failed}\n") from error
+        prelude.ended(done)
         importlib.invalidate_caches()  # for what was installed
-        if commands and warm == "workers" and self._context.warm is not None:
+        if prelude.installs and warm == "workers" and self._context.warm is not None:
             # A spare worker would lack what is there now. A spare agent sees for itself whether torch has changed.
             self._context.warm.renew()
-
-    def _preflight(self, spec: LaunchSpec, facts: Mapping[str, Any], policy: LaunchPolicy, goes_on: bool) -> None:
-        """Try the network that `spec` will use; a launch of its own, which restarts nothing."""
-        if spec.world_size == 1:
-            self._note("preflight: one process in all, so there is nothing to measure")
-            return
-        self._note(f"preflight: measures the network between {spec.world_size} ranks before the script starts")
-        try:
-            own = LaunchPolicy(preemption_signal=policy.preemption_signal)
-            what = preflight_spec(spec, self._context.settings.preflight == "links")
-            self._launch(what, facts, own, is_ours=True, goes_on=goes_on)
-        except TorchrunPreempted:
-            raise
-        except LaunchFailed as error:
-            raise as_preflight(error) from error
+        return True
 
     def _launch(
         self,

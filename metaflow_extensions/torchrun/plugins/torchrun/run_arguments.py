@@ -19,6 +19,9 @@ from .settings import ARGUMENTS, DEFAULTS, FOR_0_2, SETTINGS
 F = TypeVar("F", bound=Callable[..., Any])
 IGNORED = tuple(name for name, setting in SETTINGS.items() if setting.group == FOR_0_2)
 
+# Arguments, and attributes of ``@torchrun``, that mean nothing where a feature is taken out: -> its name.
+FEATURE_OF = {"before_run": "before_run", "preflight": "preflight"}
+
 
 class RunOptions(TypedDict, total=False):
     """The arguments of `run` that are given by name, for type checkers."""

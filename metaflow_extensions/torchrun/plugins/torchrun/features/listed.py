@@ -6,11 +6,16 @@ Those that wire a gang import it (`decorator`, `gang_of_one`), and those that sh
 from __future__ import annotations
 
 from ..node.watchers import Feature
+from .before_run.feature import BeforeRun
+from .preflight.feature import Preflight
 from .progress.feature import Progress
 from .usage.feature import Usage
 from .warm.feature import Warm
 
+# Launches before the user's own come in this order.
 FEATURES: tuple[Feature, ...] = (
+    BeforeRun(),
+    Preflight(),
     Progress(),
     Usage(),
     Warm(),

@@ -33,11 +33,14 @@ class Where:
 
 @dataclass(frozen=True)
 class Happened:
-    """What a feature adds to the gang's records."""
+    """What a feature adds to the gang's records; all but `kind` are fields of `Record`."""
 
     kind: str
-    where: Where
+    node: int
     text: str
+    rank: int | None = None
+    exit_code: int | None = None
+    seconds: float | None = None
 
 
 @dataclass(frozen=True)
@@ -54,8 +57,8 @@ class Keeper:
     def begin(self) -> None:
         """Take note that all workers start, or start again."""
 
-    def take(self, node: int, told: Told, at_s: float) -> None:
-        """Take what a node tells; may raise where it does not fit."""
+    def handle(self, node: int, told: Told, at_s: float) -> Remarks | None:
+        """Keep what a node tells; may raise where it does not fit."""
 
     def ended(self, node: int, ok: bool) -> None:
         """Take note that all workers of a node have ended."""
@@ -96,11 +99,12 @@ class Keepers:
         """Tell all that workers start."""
         self._ask_all(lambda keeper: keeper.begin())
 
-    def take(self, node: int, told: Told, at_s: float) -> None:
+    def handle(self, node: int, told: Told, at_s: float) -> None:
         """Hand a message to the keeper of its feature; one that nobody keeps is dropped."""
         if told.feature in self._keepers:
             self._counts[told.feature] += 1
-            self._ask(told.feature, lambda keeper: keeper.take(node, told, at_s), node)
+            remarks = self._ask(told.feature, lambda keeper: keeper.handle(node, told, at_s), node)
+            self._remarks += [] if remarks is None else [remarks]
 
     def ended(self, node: int, ok: bool) -> None:
         """Tell all that a node's workers have ended."""

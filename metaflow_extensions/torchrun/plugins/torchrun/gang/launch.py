@@ -13,7 +13,7 @@ from typing import Any
 from ..errors import GangError, LaunchFailed, LaunchHung, LaunchTimeout, TorchrunError, TorchrunPreempted
 from .cause import Cause, Failure, FailureText, cause_of, failed, first_failure
 from .policy import LaunchPolicy
-from .protocol import CONTROL, Ended, Ready, StoredOutputs
+from .protocol import CONTROL, WORKERS, Ended, Ready, StoredOutputs
 from .texts import REMIND_S, counted, first_lines, first_values, headline, names, places, shortened
 
 # What must be the same on every node besides the launch's number, and how to call it. The first two are
@@ -32,7 +32,6 @@ _MUST_AGREE = {
 }
 # What else to say of one of these.
 _REMEDIES = {
-    "runs": " A node that has nothing to run before calls it with before_run=[].",
     "devices": " Without accelerators a node would compute on its CPU and hold up the others: look at what it was given, and "
     "at CUDA_VISIBLE_DEVICES there. run(env={'CUDA_VISIBLE_DEVICES': ''}) on every node lets all compute on CPUs.",
 }
@@ -168,9 +167,15 @@ class Launch:
                 listed = first_values([f"{names(nodes)}: {value}" for value, nodes in values.items()])
                 return GangError(
                     f"The nodes differ in the {name} ({listed}). Every node must call current.torch.run in the same order "
-                    "with the same settings, on the same software and kind of devices." + _REMEDIES.get(key, "")
+                    "with the same settings, on the same software and kind of devices." + self._remedy(key, values)
                 )
         return None
+
+    def _remedy(self, key: str, values: Iterable[Any]) -> str:
+        if key == "runs":
+            missing = ", ".join(f"{name}=[]" for name in values if name != WORKERS)
+            return f" A node that has nothing to run before calls it with {missing}."
+        return _REMEDIES.get(key, "")
 
     def _accelerators(self) -> dict[str | None, list[int]]:
         """Return the nodes by what their workers see: ``"8 nvidia"`` or ``"none"``; None: nobody has said."""

@@ -9,7 +9,7 @@ Node 0 is the control node and a node of its own gang: its own messages take the
                                         <──  Welcome, or Refused
     Ready: the step has called `run`    ──>
                                         <──  Go, when all nodes are ready and agree
-    Started, Active, Ran, Failed        ──>
+    Started, Active, Failed             ──>
     Lines, Told                         ──>
                                         <──  Stop, when a node has failed
     Ended, then Storing and Stored      ──>
@@ -45,8 +45,7 @@ CONTROL = 0
 """Index of the control node."""
 
 WORKERS = "the workers"
-COMMANDS = "the commands of before_run"
-"""What a launch runs, in words for an error."""
+"""What a launch runs, unless a feature's program runs in their place."""
 
 
 # --- from a node to the control node --------------------------------------------------------------
@@ -73,8 +72,8 @@ class Ready:
     facts: dict[str, str] = field(default_factory=dict)
     master_port: int | None = None  # the rendezvous' port if it is pinned; the control node's counts
     policy: LaunchPolicy | None = None  # limits and restarts; only the control node sends it
-    runs: str = WORKERS  # or `COMMANDS`
-    # Whether the same call of `run` has made the launch before, as one of before_run: then it has that one's events, too.
+    runs: str = WORKERS  # or the name of a program, which is the name of its argument of `run`, too
+    # Whether the same call of `run` has made the launch before: then it has that one's events, too.
     goes_on: bool = False
 
 
@@ -94,17 +93,6 @@ class Active:
     generation: int
     age_s: float
     first_output: bool = False  # whether it is the first that the workers of this generation write on this node
-
-
-@dataclass(frozen=True)
-class Ran:
-    """A command of ``before_run`` has ended on this node, or could not be started."""
-
-    launch: int
-    generation: int
-    text: str  # which one, and how
-    seconds: float
-    exit_code: int | None = None  # None: it could not be started
 
 
 @dataclass(frozen=True)
@@ -333,7 +321,7 @@ class Alone:
 
 
 Message: TypeAlias = (
-    Join | Ready | Started | Active | Ran | Failed | Lines | Told | Ended | Storing | Stored | Done | Leave | Beat
+    Join | Ready | Started | Active | Failed | Lines | Told | Ended | Storing | Stored | Done | Leave | Beat
     | Welcome | Refused | Go | Stop | Restart | Save | Verdict | Abort | Replaced | Note | Ack | Bye | Alone
 )  # fmt: skip
 _CLASSES: dict[str, type[Any]] = {cls.__name__.lower(): cls for cls in typing.get_args(Message)}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from ..errors import GangError, TorchrunError, TorchrunPreempted
@@ -22,8 +22,8 @@ from .launch import LONGER, Launch, Phase, reason, summary, teller
 from .nodes import Nodes, NodeState
 from .policy import LaunchPolicy
 from .protocol import (
-    COMMANDS,
     CONTROL,
+    WORKERS,
     Abort,
     Ack,
     Active,
@@ -37,7 +37,6 @@ from .protocol import (
     Leave,
     Message,
     Note,
-    Ran,
     Ready,
     Refused,
     Replaced,
@@ -118,7 +117,6 @@ class Gang:
             Ready: self._on_ready,
             Started: self._on_started,
             Active: self._on_active,
-            Ran: self._on_ran,
             Told: self._on_told,
             Failed: self._on_failed,
             Ended: self._on_ended,
@@ -166,7 +164,7 @@ class Gang:
 
     def _is_late(self, message: Message) -> bool:
         """Tell whether a message speaks of a launch that is over, or of another generation than the one that runs."""
-        if not isinstance(message, Started | Active | Ran | Told | Failed | Ended | Storing | Stored):
+        if not isinstance(message, Started | Active | Told | Failed | Ended | Storing | Stored):
             return False
         if self._is_early(message):
             return False
@@ -352,8 +350,8 @@ class Gang:
         launch.begin_generation(self._clock())
         self.keepers.begin()
         limit = launch.policy.max_restarts
-        if launch.ready[CONTROL].runs == COMMANDS:
-            self._note("before_run", text=f"commands on {counted(self.num_nodes, 'node')}")
+        if (runs := launch.ready[CONTROL].runs) != WORKERS:
+            self._note(runs, text=f"{runs} on {counted(self.num_nodes, 'node')}")
         else:
             nproc = launch.ready[CONTROL].nproc
             self._note("go", text=f"{counted(self.num_nodes, 'node')}, {nproc} process{'es' * (nproc != 1)} on each")
@@ -374,11 +372,8 @@ class Gang:
             self._note("output", node=node)
         self._launch.active_at = max(self._launch.active_at, self._clock() - active.age_s)
 
-    def _on_ran(self, node: int, ran: Ran) -> None:
-        self._note("command", node=node, exit_code=ran.exit_code, text=ran.text, seconds=ran.seconds)
-
     def _on_told(self, node: int, told: Told) -> None:
-        self.keepers.take(node, told, self._age_s)
+        self.keepers.handle(node, told, self._age_s)
 
     def _on_failed(self, node: int, failed: Failed) -> None:
         launch = self._launch
@@ -726,7 +721,7 @@ class Gang:
     def _take_remarks(self) -> None:
         for remarks in self.keepers.pop_remarks():
             for each in remarks.happened:
-                self._note(each.kind, node=each.where.node, rank=each.where.rank, text=each.text)
+                self._note(**asdict(each))
             for line in remarks.lines:
                 self._send(Note(line), CONTROL)
 

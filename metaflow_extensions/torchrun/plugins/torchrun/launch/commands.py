@@ -1,10 +1,9 @@
-"""Commands of the user's: those that run before the workers (``before_run``), and a command as entrypoint."""
+"""Commands of the user's, which are lists of words: one as entrypoint, and what features run."""
 
 from __future__ import annotations
 
 import os
 import re
-import shlex
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -12,32 +11,8 @@ from typing import Any
 
 from ..errors import EntrypointError, TorchrunConfigError
 
-_SHELL = ("sh", "-ec")
-_SHOWN_CHARS = 200
-_EXAMPLE = "before_run=[['pip', 'install', '-r', 'requirements.txt'], 'make data']"
-
-
-def before_commands(given: Any) -> tuple[tuple[str, ...], ...] | None:
-    """Return ``before_run`` as one argv for each command; None if there is none."""
-    if given is None:
-        return None
-    if not isinstance(given, list | tuple):
-        raise TorchrunConfigError(
-            f"run(before_run=...) must be a list of commands, but is a {type(given).__name__}. Write {_EXAMPLE}."
-        )
-    return tuple(_before_command(each, f"before_run[{number}]") for number, each in enumerate(given))
-
-
-def _before_command(given: Any, setting: str) -> tuple[str, ...]:
-    if not isinstance(given, str):
-        return argv_of(given, setting)
-    if not given.strip():
-        raise TorchrunConfigError(f"{setting} is an empty command.")
-    if given.lstrip().startswith("-"):
-        raise TorchrunConfigError(
-            f"{setting} is {given!r}, which is no command. The words of one command are a list of their own: {_EXAMPLE}."
-        )
-    return argv_of([*_SHELL, given], setting)
+SHELL = ("sh", "-ec")
+"""The words before a line that is a command."""
 
 
 def argv_of(given: Any, setting: str) -> tuple[str, ...]:
@@ -59,16 +34,9 @@ def argv_of(given: Any, setting: str) -> tuple[str, ...]:
     return words
 
 
-def shown(words: Sequence[str]) -> str:
-    """Return a command for a line of a log."""
-    text = words[2] if _is_by_shell(words) else shlex.join(words)
-    line = " ".join(text.encode("utf-8", "backslashreplace").decode().split())
-    return line if len(line) <= _SHOWN_CHARS else line[:_SHOWN_CHARS] + "…"
-
-
-def for_process(words: Sequence[str]) -> list[str]:
-    """Return the argv of a command for the process that runs it, whatever PATH that has."""
-    return [system_program(words[0]), *words[1:]] if _is_by_shell(words) else list(words)
+def is_by_shell(words: Sequence[str]) -> bool:
+    """Tell whether a command is a line for the shell."""
+    return len(words) == 3 and tuple(words[:2]) == SHELL
 
 
 def system_program(name: str) -> str:
@@ -77,13 +45,6 @@ def system_program(name: str) -> str:
     The user's variables are for the user's programs: a PATH among them need not lead to what we start these with.
     """
     return next(filter(None, (shutil.which(name, path=path) for path in (os.defpath, os.environ.get("PATH")))), name)
-
-
-def _is_by_shell(words: Sequence[str]) -> bool:
-    return len(words) == 3 and tuple(words[:2]) == _SHELL
-
-
-# --- as entrypoint --------------------------------------------------------------------------------
 
 
 def find_program(
@@ -132,7 +93,7 @@ def source_of(program: str, words: Sequence[str], cwd: str | None) -> str | None
 
 def foreign_python(words: Sequence[str], env: Mapping[str, str]) -> str | None:
     """Return what to say of a command whose ``python`` or ``pip`` is of another installation than the step's; else None."""
-    text = words[2] if _is_by_shell(words) else "".join(words[:1])
+    text = words[2] if is_by_shell(words) else "".join(words[:1])
     name = next(iter(text.split()), "")
     found = re.fullmatch(r"(python|pip)[0-9.]*", name) and shutil.which(name, path=_path_of(env))
     if not found or os.path.realpath(os.path.dirname(found)) == os.path.realpath(os.path.dirname(sys.executable)):

@@ -13,7 +13,7 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from ..errors import TorchNotFoundError
@@ -23,6 +23,13 @@ from .spec import LaunchSpec
 
 _NONE = "none"
 _UNKNOWN = "unknown"
+_MIB = 1024 * 1024
+# Docker and Kubernetes give a container 64 MiB. NCCL's buffers and the batches that a DataLoader's workers
+# hand over lie there.
+_ENOUGH_SHM_MIB = 1024
+# METAFLOW_RUNTIME_ENVIRONMENT -> the decorator whose shared_memory, in MiB, becomes the size of /dev/shm
+# (Metaflow 2.19: kubernetes_job.py, kubernetes_jobsets.py, argo_workflows.py, batch_client.py).
+_SHM_DECORATORS = {"kubernetes": "kubernetes", "aws-batch": "batch"}
 _DIGEST_CHARS = 16
 _DIGESTED_BYTES = 16 * 1024 * 1024  # a word of a command can name a file of any size
 
@@ -101,6 +108,33 @@ def too_few_warning(spec: LaunchSpec, machine: Machine) -> str | None:
     return (
         f"warning: {counted(found, 'accelerator')} can't be shared out among {machine.nodes_here} nodes on this machine, "
         "so no worker sees any, and all compute on the CPU. Run fewer nodes here"
+    )
+
+
+def shm_bytes(path: str = "/dev/shm") -> int | None:  # noqa: S108 - it is looked at, nothing is written there
+    """Return the size of the shared memory's file system, or None where there is none."""
+    with suppress(OSError):
+        status = os.statvfs(path)
+        return status.f_blocks * status.f_frsize
+    return None
+
+
+def shm_warning(
+    size_bytes: int | None, nproc: int, accelerators: Sequence[str], environ: Mapping[str, str]
+) -> str | None:
+    """Return what to say of a ``/dev/shm`` that is too small, or None; `environ`, the task's, says where it runs."""
+    # One process alone, without an accelerator, shares nothing.
+    if size_bytes is None or size_bytes >= _ENOUGH_SHM_MIB * _MIB or (nproc < 2 and not accelerators):
+        return None
+    decorator = _SHM_DECORATORS.get(environ.get("METAFLOW_RUNTIME_ENVIRONMENT", "local"))
+    remedy = (
+        f"Write @{decorator}(shared_memory={_ENOUGH_SHM_MIB}) (MiB, part of the step's memory)"
+        if decorator
+        else "Enlarge it (mount -o remount,size=1G /dev/shm; for a container, docker run --shm-size=1g)"
+    )
+    return (
+        f"warning: /dev/shm has {size_bytes // _MIB} MiB. NCCL and the workers of a DataLoader exchange data there, and a "
+        f"full one kills workers with SIGBUS. {remedy}."
     )
 
 

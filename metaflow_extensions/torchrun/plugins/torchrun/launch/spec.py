@@ -72,8 +72,6 @@ class LaunchSpec:
     outputs: OutputRequest | None = None
     bools: tuple[tuple[str, bool], ...] = ()  # of `args`, those that were given as True or False, by their names
     command: tuple[str, ...] = ()  # the words of a command as entrypoint, as they were given
-    # What each node runs in the place of torchrun and its workers: an argv each; None where there are workers.
-    commands: tuple[tuple[str, ...], ...] | None = None
 
     @property
     def world_size(self) -> int:

@@ -10,11 +10,12 @@ import enum
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from dataclasses import replace
 
 from ..errors import TorchrunError
 from ..gang.cause import Cause, Failure, describe_exit, first_failure, signal_name
-from ..gang.protocol import Diagnostics, Go, Ran
+from ..gang.protocol import Diagnostics, Go
 from ..gang.state import DIAGNOSTICS_S
 from ..guardian.agent_events import AgentEnded, AgentEvent, End, Frozen, Terminated, WorkerEnded, WorkerStarted
 from ..logs.follower import LogFollower
@@ -70,7 +71,7 @@ class Generation:
         self.number = go.generation
         self.command = command  # the agent's argv
         self.phase = Phase.STARTING
-        self.exits = Exits(folder, plan.spec, host)
+        self.exits = Exits(folder, replace(plan.spec, nproc=plan.nproc), host)
         self.diagnostics: Diagnostics | None = None  # what `diagnose` has found
         # torchrun may start an elastic launch's ranks again.
         has_ended = (lambda rank: False) if plan.is_elastic else self.exits.has_ended
@@ -160,10 +161,6 @@ class Generation:
         self.diagnostics = Diagnostics(self._host, found.file, found.where)
         return found.text
 
-    def ran(self) -> Iterable[Ran]:
-        """Return what is to be told of commands that have ended since the last time."""
-        return ()
-
     @property
     def all_run(self) -> bool:
         """Whether all its workers are known to have begun; where they are not seen, what they have written tells."""
@@ -235,7 +232,14 @@ class Generation:
         return f"rank {failed.rank} {self._machine.how_ended(failed.status)}"
 
     def _how_agent_failed(self, status: int) -> str:
-        return f"the {self._plan.agent} {describe_exit(status)}"
+        cause = self._program_cause()
+        return f"the {self._plan.agent} {describe_exit(status)}" if cause is None else str(cause.exception)
+
+    def _program_cause(self) -> Cause | None:
+        program = self._plan.program
+        if program is None:
+            return None
+        return program.cause(self._folder, self._node, self._host, self._machine.how_ended)
 
     def _on_end(self, event: End) -> None:
         if self._agent_exit is None:  # it has not ended by itself
@@ -264,6 +268,11 @@ class Generation:
         return cause
 
     def _agent_cause(self) -> Cause:
+        if (cause := self._program_cause()) is not None:
+            text = (
+                f"{cause.exception}, on {self._machine.full_disk}" if self._machine.is_disk_full() else cause.exception
+            )
+            return replace(cause, exception=text)
         report = read_agent_report(self._folder)
         error, guardian_gone = (None, False) if self._end is None else (self._end.error, self._end.guardian_gone)
         code, who = self._agent_exit, f"its {self._plan.agent}"

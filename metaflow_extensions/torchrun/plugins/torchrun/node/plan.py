@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from ..gang.cause import Cause
 from ..gang.policy import LaunchPolicy
+from ..gang.protocol import WORKERS
 from ..launch.function import FunctionCall
 from ..launch.spec import LaunchSpec
 from ..launch.transfer import ValueStore
@@ -31,6 +33,26 @@ class WarmStarts(Protocol):
 
     def close(self) -> None:
         """End what waits; safe to call more than once."""
+
+
+class Program(Protocol):
+    """What each node of a launch runs in the place of torchrun and its workers: a feature's own."""
+
+    name: str  # of the argument of `run` that asks for it, and of the record of its begin
+    what: str  # it runs, in the plural
+    agent: str  # what to call its process
+
+    def files(self) -> Mapping[str, str]:
+        """Return the files that it needs in its folder: name -> contents, ASCII."""
+
+    def command(self, folder: str) -> list[str]:
+        """Return its argv. Its output goes to files in `folder`, where torchrun would put those of workers."""
+
+    def label(self, node: int, number: int) -> str:
+        """Return what the log puts before the lines of the part `number`, from 0."""
+
+    def cause(self, folder: str, node: int, host: str, how_ended: Callable[[int], str]) -> Cause | None:
+        """Return why it has failed, where it knows; `how_ended` puts an exit code into words."""
 
 
 if TYPE_CHECKING:
@@ -58,6 +80,7 @@ class Plan:
     goes_on: bool = False  # whether the same call of `run` has made the launch before
     features: Sequence[Feature] = ()  # what the launch has besides
     is_ours: bool = False  # whether it goes before one of the user's, so that the log need not tell as much
+    program: Program | None = None  # what each node runs in the place of torchrun and its workers
 
     @property
     def ranks(self) -> list[int]:
@@ -70,9 +93,14 @@ class Plan:
         return self.spec.min_nodes is not None
 
     @property
-    def runs_commands(self) -> bool:
-        """Whether commands of ``before_run`` run, and no workers."""
-        return self.spec.commands is not None
+    def nproc(self) -> int:
+        """How many workers this node has."""
+        return self.spec.nproc if self.program is None else 0
+
+    @property
+    def runs(self) -> str:
+        """What the launch runs, for the gang: the workers, or the name of a program."""
+        return WORKERS if self.program is None else self.program.name
 
     @property
     def has_warm_workers(self) -> bool:
@@ -86,8 +114,8 @@ class Plan:
 
     @property
     def agent(self) -> str:
-        """What to call the process that starts the workers, or the commands."""
-        return "command runner" if self.runs_commands else "torchrun agent"
+        """What to call the process that starts the workers, or what runs in their place."""
+        return "torchrun agent" if self.program is None else self.program.agent
 
     @property
     def shares_machine(self) -> bool:
@@ -97,13 +125,14 @@ class Plan:
     @property
     def shows_failures(self) -> bool:
         """Whether all that a worker wrote of its failure is shown: where rank 0 alone is shown, its last lines are."""
-        return self.label(0) is not None if self.runs_commands else self.spec.shown_local_ranks is None
+        return self.spec.shown_local_ranks is None if self.program is None else self.label(0) is not None
 
     def label(self, local_rank: int) -> str | None:
         """Return what the log puts before the lines of a worker; None if they are not shown."""
         spec = self.spec
-        if spec.commands is not None:
-            return self._label_of_command(local_rank, len(spec.commands))
+        if self.program is not None:
+            is_hidden = self.logs == "rank0" and spec.node_index != 0
+            return None if is_hidden else self.program.label(spec.node_index, local_rank)
         if spec.shown_local_ranks is not None and local_rank not in spec.shown_local_ranks:
             return None
         if self.logs == "rank0" and spec.global_rank(local_rank) != 0:
@@ -111,7 +140,3 @@ class Plan:
         if self.is_elastic:  # torchrun gives ranks out anew at each restart
             return f"[node {spec.node_index} local rank {local_rank}] "
         return f"[rank {spec.global_rank(local_rank)}] "
-
-    def _label_of_command(self, number: int, count: int) -> str | None:
-        node = self.spec.node_index
-        return None if self.logs == "rank0" and node != 0 else f"[node {node} before_run {number + 1}/{count}] "

@@ -20,9 +20,8 @@ from ..logs.follower import LogFollower
 from ..machine.accelerators import Machine, omp_threads
 from ..machine.network import interface_of
 from .agent import AgentProcess, Warm
-from .commands import COMMANDS_FILE, CommandGeneration, runner_command
 from .generation import Generation, stacks_folder
-from .plan import Plan
+from .plan import Plan, Program
 from .stacks import hook_environment
 from .watchers import Variables, variables_of
 
@@ -43,7 +42,7 @@ def prepare(plan: Plan, go: Go, member: Member, new_agent: Callable[..., AgentPr
     try:
         return _prepare_in(folder, plan, go, member, new_agent)
     except BaseException:
-        _remove(folder)
+        _remove(folder, plan.program)
         raise
 
 
@@ -61,18 +60,20 @@ def _prepare_in(folder: str, plan: Plan, go: Go, member: Member, new_agent: Call
     env = _environment(plan, folder, member.own_address, variables)
     own_label = f"[torchrun node {plan.spec.node_index}] "
     # An elastic agent goes on after it has reported a failure.
-    hold_report = not (plan.is_elastic or plan.runs_commands)
+    hold_report = plan.program is None and not plan.is_elastic
     follower = LogFollower(folder, logs, plan.label, own_label, plan.write, hold_report)
     inbox = member.inbox  # this launch's; a later launch has another
     options = _options(plan, folder, logs)
     agent = new_agent(command, env, options, lambda event: inbox.put(AgentNews(go.generation, event)), warm)
-    kind = CommandGeneration if plan.runs_commands else Generation
-    return kind(plan, member.host, go, folder, command, agent, follower, say)
+    return Generation(plan, member.host, go, folder, command, agent, follower, say)
 
 
 def _command(plan: Plan, go: Go, folder: str, variables: Variables) -> list[str]:
-    if plan.runs_commands:
-        return runner_command(plan, folder)
+    if plan.program is not None:
+        for name, contents in plan.program.files().items():
+            with open(os.path.join(folder, name), "w", encoding="ascii") as file:
+                file.write(contents)
+        return plan.program.command(folder)
     return agent_command(plan.spec, go, plan.main_addr, folder, of_rank=variables.of_rank)
 
 
@@ -88,10 +89,10 @@ def _make_folder(plan: Plan, go: Go) -> str:
         raise OSError(f"the folder {where} is gone; make it again, or have TMPDIR name another") from None
 
 
-def _remove(folder: str) -> None:
+def _remove(folder: str, program: Program | None) -> None:
     """Remove a folder that no agent has had, also where too many files are open: then it can't be listed."""
     shutil.rmtree(folder, ignore_errors=True)
-    for name in ("agent.stdout", "agent.stderr", COMMANDS_FILE):
+    for name in ("agent.stdout", "agent.stderr", *(program.files() if program is not None else ())):
         with suppress(OSError):
             os.remove(os.path.join(folder, name))
     for each in (stacks_folder(folder), folder):
@@ -106,7 +107,7 @@ def _environment(plan: Plan, folder: str, own_address: str | None, variables: Va
     given, threads = dict(spec.env), omp_threads(machine, spec.nproc)
     share = share_of_machine(machine, given)
     inherited = {name: value for name, value in os.environ.items() if name not in variables.names}
-    if plan.runs_commands:
+    if plan.program is not None:
         return {**program_environment(given, inherited, threads, interface), **share}
     env = {**variables.of_node, **agent_environment(given, inherited, threads, interface), **share}
     if plan.shares_machine:
@@ -140,7 +141,7 @@ def _options(plan: Plan, folder: str, logs: dict[str, str]) -> Options:
         **logs,
         grace_s=plan.grace_s,
         silence_s=plan.silence_s,
-        workers=0 if plan.runs_commands else plan.spec.nproc,
+        workers=plan.nproc,
         restarts=plan.is_elastic,
         cwd=plan.spec.cwd,
         scratch=scratch,

@@ -21,9 +21,7 @@ from ..events import Event, Kind
 from ..gang.cause import Cause, Failure, FailureText, cause_of, failed
 from ..gang.member import Interruption, Member, TimedOut
 from ..gang.protocol import (
-    COMMANDS,
     CONTROL,
-    WORKERS,
     Active,
     Ended,
     Failed,
@@ -105,7 +103,6 @@ class Supervisor:
             self._member.send(self._ready())
             while self._verdict is None:
                 self._take(self._next())
-                self._tell_commands(self._generation)
                 self._tell_of_features()
             self._say_end(self._verdict.error)
             if self._verdict.error is not None:
@@ -122,19 +119,13 @@ class Supervisor:
     def _ready(self) -> Ready:
         spec, plan = self._plan.spec, self._plan
         policy = plan.policy if self._member.node == CONTROL else None
-        runs = COMMANDS if plan.runs_commands else WORKERS
         facts, port = dict(plan.facts), spec.master_port
-        return Ready(self._launch, spec.nproc, spec.digest(), facts, port, policy, runs, plan.goes_on)
+        return Ready(self._launch, spec.nproc, spec.digest(), facts, port, policy, plan.runs, plan.goes_on)
 
     def _next(self) -> Any:
         """Return what comes next, or None if nothing has come for a while."""
         with suppress(queue.Empty):
             return self._member.inbox.get(timeout=_LOOK_S)
-
-    def _tell_commands(self, generation: Generation | None) -> None:
-        """Tell the gang which commands have ended."""
-        for ran in () if generation is None else generation.ran():
-            self._member.send(ran)
 
     def _tell_of_features(self) -> None:
         """Tell the gang what the features have to tell, now and then."""
@@ -169,8 +160,8 @@ class Supervisor:
             self._could_not_start(go, error)
 
     def _say_begin(self, go: Go, generation: Generation) -> None:
-        if self._plan.runs_commands:
-            return  # their lines say it
+        if self._plan.program is not None:
+            return  # its own lines say it
         is_first = self._member.node == CONTROL and go.generation == 0 and not self._plan.is_ours
         if is_first:
             self._emit("facts", facts_line(self._plan, go))
@@ -299,8 +290,8 @@ class Supervisor:
         generation.stop()
 
     def _say_started(self, generation: Generation) -> None:
-        """Tell the gang, once, that all workers of this node run; of commands it hears one by one."""
-        if self._said_started_of != generation.number and not self._plan.runs_commands:
+        """Tell the gang, once, that all workers of this node run."""
+        if self._said_started_of != generation.number and self._plan.program is None:
             self._said_started_of = generation.number
             self._member.send(Started(self._launch, generation.number))
             if generation.go.restarts < generation.go.max_restarts:
@@ -324,13 +315,12 @@ class Supervisor:
     def _generation_ended(self, generation: Generation, end: End) -> None:
         told = generation.watchers.ended()
         generation.close()
-        self._tell_commands(generation)
         for each in told:
             self._member.send(each)
         if not generation.was_stopped:
             self._say_output(generation)
         if end.left:
-            who = "commands" if self._plan.runs_commands else "workers"
+            who = "workers" if self._plan.program is None else self._plan.program.what
             self._emit("left_behind", f"stopped what the {who} had left running: {', '.join(end.left)}")
         codes = self._exit_codes = generation.exits.codes
         frameworks = self._trained_alone(generation)

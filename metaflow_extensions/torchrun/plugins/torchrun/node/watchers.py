@@ -22,6 +22,7 @@ from ..records.summary import Summary
 from ..settings import StepSettings
 from ..show.parts.model import Part
 from .plan import Plan, WarmStarts
+from .preludes import Asked, Prelude
 
 # Frames have a larger limit, and shorten what is over it; data would not survive that.
 MAX_TOLD_BYTES = 512 * 1024
@@ -83,6 +84,10 @@ class Feature:
 
         `requested` is what the resources of a task amount to.
         """
+        return None
+
+    def prelude(self, asked: Asked) -> Prelude | None:
+        """Return what is launched before the user's own; raises TorchrunConfigError for what can't be."""
         return None
 
     def keeper(self, num_nodes: int, of_all: bool) -> Keeper | None:

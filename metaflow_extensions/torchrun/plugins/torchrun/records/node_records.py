@@ -8,13 +8,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from typing import Any
 
 from ..gang.cause import Cause, describe_exit
 from ..gang.history import History
 from ..gang.keepers import Keepers
 from ..gang.protocol import (
-    COMMANDS,
     WORKERS,
     Abort,
     Active,
@@ -23,7 +23,6 @@ from ..gang.protocol import (
     Go,
     Leave,
     Message,
-    Ran,
     Ready,
     Restart,
     Started,
@@ -111,8 +110,7 @@ class NodeRecords:
 
     def _on_go(self, go: Go) -> None:
         self._keepers.begin()
-        kind = "before_run" if self._runs == COMMANDS else "go"
-        self._note(kind, node=None, launch=go.launch, generation=go.generation)
+        self._note("go" if self._runs == WORKERS else self._runs, node=None, launch=go.launch, generation=go.generation)
 
     def _on_started(self, started: Started) -> None:
         self._note("started", launch=started.launch, generation=started.generation)
@@ -121,12 +119,11 @@ class NodeRecords:
         if active.first_output:
             self._note("output", launch=active.launch, generation=active.generation)
 
-    def _on_ran(self, ran: Ran) -> None:
-        here = {"launch": ran.launch, "generation": ran.generation}
-        self._note("command", exit_code=ran.exit_code, text=ran.text, seconds=ran.seconds, **here)
-
     def _on_told(self, told: Told) -> None:
-        self._keepers.take(self._node, told, self._clock() - self._began_at)
+        self._keepers.handle(self._node, told, self._clock() - self._began_at)
+        for remarks in self._keepers.pop_remarks():
+            for each in remarks.happened:
+                self._note(**asdict(each), launch=told.launch, generation=told.generation)
 
     def _on_stop(self, stop: Stop) -> None:
         self._note("stopping", node=None, launch=stop.launch, generation=stop.generation, text=stop.because)

@@ -97,8 +97,8 @@ class ProgressKeeper(Keeper):
         """Compare all ranks anew."""
         self._kept.begin()
 
-    def take(self, node: int, told: Told, at_s: float) -> None:
-        """Take what a node tells of its ranks."""
+    def handle(self, node: int, told: Told, at_s: float) -> None:
+        """Keep what a node tells of its ranks."""
         metrics = from_plain(Metrics, told.data, "progress")
         if told.launch != self._kept.launch:
             self._kept = Kept(told.launch)
@@ -112,7 +112,8 @@ class ProgressKeeper(Keeper):
         """Say which ranks have become slow, or are no longer."""
         changes = self._kept.look(at_s, where)
         happened = [
-            Happened("straggler" if each.is_slow else "recovered", where(each.rank), each.text) for each in changes
+            Happened("straggler" if each.is_slow else "recovered", where(each.rank).node, each.text, each.rank)
+            for each in changes
         ]
         return Remarks(tuple(lines(changes, where)), tuple(happened))
 
@@ -135,8 +136,8 @@ class OwnPaces(Keeper):
         """Forget what the workers before have told."""
         self._paces = {}
 
-    def take(self, node: int, told: Told, at_s: float) -> None:
-        """Take what the node tells; at the end of the workers the speeds are missing, and the last ones are kept."""
+    def handle(self, node: int, told: Told, at_s: float) -> None:
+        """Keep what the node tells; at the end of the workers the speeds are missing, and the last ones are kept."""
         self._paces = from_plain(Metrics, told.data, "progress").paces or self._paces
 
     def record(self) -> Plain | None:

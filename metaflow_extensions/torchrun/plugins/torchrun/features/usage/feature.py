@@ -41,8 +41,8 @@ class UsageKeeper(Keeper):
     def __init__(self, history: UsageHistory) -> None:
         self._history = history
 
-    def take(self, node: int, told: Told, at_s: float) -> None:
-        """Take what a node has used."""
+    def handle(self, node: int, told: Told, at_s: float) -> None:
+        """Keep what a node has used."""
         used = from_plain(Used, told.data, "usage")
         self._history.note(node, at_s, used.of, used.values, used.limits)
 

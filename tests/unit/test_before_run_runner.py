@@ -12,7 +12,7 @@ import psutil
 import pytest
 from unit_helpers import eventually, is_running
 
-from metaflow_extensions.torchrun.plugins.torchrun.launch.before_run import _RUNNER
+from metaflow_extensions.torchrun.plugins.torchrun.features.before_run.program import SCRIPT
 
 SH = ["sh", "-ec"]
 
@@ -28,7 +28,7 @@ class Run:
         described = [{"argv": argv, "shown": " ".join(argv)} for argv in commands]
         (folder / "commands.json").write_text(json.dumps(described))
         self.process = subprocess.Popen(
-            [sys.executable, "-I", "-S", _RUNNER, str(folder)],
+            [sys.executable, "-I", "-S", SCRIPT, str(folder)],
             cwd=self.cwd,
             env={**os.environ, **(env or {})},
             stdin=subprocess.PIPE,
@@ -150,7 +150,7 @@ def test_who_waits_for_the_folder_ends_at_sigterm(run):
 def test_a_command_that_starts_a_gang_of_its_own_there_does_not_wait_for_itself(run, tmp_path):
     (tmp_path / "inner").mkdir()
     (tmp_path / "inner" / "commands.json").write_text('[{"argv": ["true"], "shown": "true"}]')
-    assert run([sys.executable, "-I", _RUNNER, str(tmp_path / "inner")]).wait() == 0
+    assert run([sys.executable, "-I", SCRIPT, str(tmp_path / "inner")]).wait() == 0
     assert (tmp_path / "inner" / "ended.jsonl").exists()
 
 

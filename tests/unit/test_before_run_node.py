@@ -12,13 +12,14 @@ import pytest
 from fake_node import ERROR, FakeAgent, FakeNode
 from unit_helpers import eventually, is_running, write
 
-from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import COMMANDS, Active, Ended, Failed, Go, Ran
+from metaflow_extensions.torchrun.plugins.torchrun.features.before_run.feature import BeforeRun, before_spec
+from metaflow_extensions.torchrun.plugins.torchrun.features.before_run.program import Commands
+from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Active, Ended, Failed, Go, Told
 from metaflow_extensions.torchrun.plugins.torchrun.guardian.agent_events import AgentEnded, End
-from metaflow_extensions.torchrun.plugins.torchrun.launch.before_run import before_spec
 from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec
 from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import Machine
 from metaflow_extensions.torchrun.plugins.torchrun.node.agent import AgentProcess
-from metaflow_extensions.torchrun.plugins.torchrun.node.commands import CommandGeneration
+from metaflow_extensions.torchrun.plugins.torchrun.node.generation import Generation
 from metaflow_extensions.torchrun.plugins.torchrun.node.machine_faults import MachineFaults
 from metaflow_extensions.torchrun.plugins.torchrun.node.plan import Plan
 from metaflow_extensions.torchrun.plugins.torchrun.result import TorchrunResult
@@ -43,11 +44,11 @@ def node_with(tmp_path, monkeypatch):
     def make(*commands, number=1, real=True, env=(), **plan):
         whole = replace(SPEC, node_index=number)
         argvs = [("sh", "-ec", each) if isinstance(each, str) else tuple(each) for each in commands]
-        spec = vars(before_spec(whole, argvs, None))
-        own = {name: spec[name] for name in ("nproc", "num_nodes", "node_index", "python", "commands")}
-        node = FakeNode(
-            tmp_path, number, spec={**own, "cwd": str(tmp_path / "cwd"), "env": env, "log_dir": None}, **plan
-        )
+        spec = vars(before_spec(whole))
+        own = {name: spec[name] for name in ("nproc", "num_nodes", "node_index", "python")}
+        own |= {"cwd": str(tmp_path / "cwd"), "env": env, "log_dir": None}
+        program = Commands(argvs, sys.executable)
+        node = FakeNode(tmp_path, number, spec=own, program=program, features=(BeforeRun(),), **plan)
         vars(node.plan.spec)["entrypoint"] = spec["entrypoint"]
         if real:
             node.new_agent = AgentProcess
@@ -58,16 +59,20 @@ def node_with(tmp_path, monkeypatch):
 
 def begun(node):
     ready = node.launch()
-    assert ready.runs == COMMANDS
+    assert ready.runs == "before_run"
     node.say_go()
 
 
 def messages(node):
-    """Return what the node sends up to `Ended`, without news of output."""
+    """Return what the node sends up to `Ended`, without news of output, and of commands that ended one by one."""
     found = []
     while not found or not isinstance(found[-1], Ended):
         message = node.next_message()
-        found += [] if isinstance(message, Active) else [message]
+        if isinstance(message, Told):
+            assert (message.launch, message.generation, message.feature) == (0, 0, "before_run")
+            found += message.data["commands"]
+        else:
+            found += [] if isinstance(message, Active) else [message]
     return found
 
 
@@ -83,8 +88,9 @@ def test_each_command_is_told_and_shown_and_has_what_the_workers_will_have(node_
     )
     begun(node)
     first, second, ended = messages(node)
-    assert first == Ran(0, 0, "before_run 1/2 (env > seen) exited with code 0", first.seconds, 0)
-    assert second.text.startswith("before_run 2/2 (sh -c 'printf")
+    text = "before_run 1/2 (env > seen) exited with code 0"
+    assert first == {"text": text, "seconds": first["seconds"], "exit_code": 0}
+    assert second["text"].startswith("before_run 2/2 (sh -c 'printf")
     assert (ended.ok, ended.failures, ended.exit_codes) == (True, (), {})
     assert isinstance(node.verdict(), TorchrunResult)
     shown = "".join(node.output).splitlines()
@@ -121,7 +127,7 @@ def test_a_command_that_fails_is_the_cause_with_its_last_lines(command, code, ho
     begun(node)
     *told, ended = messages(node)
     (failed,) = [each for each in told if isinstance(each, Failed)]
-    assert [each.exit_code for each in told if isinstance(each, Ran)] == [0, code]
+    assert [each["exit_code"] for each in told if isinstance(each, dict)] == [0, code]
     (failure,) = ended.failures
     assert failed.failures[0].cause == failure.cause
     cause = failure.cause
@@ -223,9 +229,9 @@ def test_where_rank_0_alone_is_shown_so_are_the_commands_of_its_node(number, log
 def test_a_full_disk_is_told_with_the_command(tmp_path, monkeypatch):
     monkeypatch.setattr(MachineFaults, "is_disk_full", lambda self: True)
     write(tmp_path / "ended.jsonl", '{"number": 0, "status": 2, "error": null, "seconds": 0.1}\n')
-    plan = Plan(replace(SPEC, commands=(("make",),)), "127.0.0.1", Machine(1), lambda *_: True)
+    plan = Plan(SPEC, "127.0.0.1", Machine(1), lambda *_: True, program=Commands([("make",)], "python"))
     follower = types.SimpleNamespace(start=lambda: None, finish=lambda explained: None)
-    generation = CommandGeneration(
+    generation = Generation(
         plan, "host", Go(0, 0, 1, "gang", 0, 0), str(tmp_path), [], FakeAgent([], {}, None, print), follower
     )
     generation.start()
@@ -267,6 +273,6 @@ def test_a_commands_end_that_only_its_agent_tells(node_with, tmp_path):
     write(folder / "ended.jsonl", '{"number": 0, "status": 0, "error": null, "seconds": 0.1}\n{"number": 1, "sta')
     agent.say(End(1))
     told = messages(node)
-    assert [type(each) for each in told] == [Ran, Ended]
+    assert [type(each) for each in told] == [dict, Ended]
     assert told[-1].failures[0].cause.exception == "its command runner exited with code 1"
     node.verdict(ERROR)

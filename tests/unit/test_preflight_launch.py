@@ -1,4 +1,4 @@
-"""What happens between a call of `run` and its launch: the look at /dev/shm, and the preflight as a launch of its own."""
+"""The preflight as a launch of its own, before the first of the user's."""
 
 import os
 from functools import partial
@@ -16,50 +16,10 @@ from metaflow_extensions.torchrun.plugins.torchrun.errors import (
     TorchrunPreempted,
 )
 from metaflow_extensions.torchrun.plugins.torchrun.executor import Context, TorchrunExecutor
-from metaflow_extensions.torchrun.plugins.torchrun.launch.preflight import (
-    preflight_spec,
-    shm_bytes,
-    shm_warning,
-)
+from metaflow_extensions.torchrun.plugins.torchrun.features.preflight.feature import Preflight, preflight_spec
 from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec, OutputRequest
 from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import Machine
 from metaflow_extensions.torchrun.plugins.torchrun.settings import parse_settings
-
-MIB = 1024 * 1024
-KUBERNETES = {"METAFLOW_RUNTIME_ENVIRONMENT": "kubernetes"}
-
-
-# --- /dev/shm -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("size", "nproc", "accelerators"), [(1024 * MIB, 8, ("0",)), (64 * MIB, 1, ()), (None, 8, ("0",))]
-)
-def test_enough_shared_memory_or_nobody_to_share_it_is_fine(size, nproc, accelerators):
-    assert shm_warning(size, nproc, accelerators, KUBERNETES) is None
-
-
-@pytest.mark.parametrize(("size", "nproc", "accelerators"), [(64, 2, ()), (64, 1, ("0",)), (1023.9, 8, ("0",))])
-@pytest.mark.parametrize(
-    ("environ", "remedy"),
-    [
-        (KUBERNETES, "Write @kubernetes(shared_memory=1024) "),
-        ({"METAFLOW_RUNTIME_ENVIRONMENT": "aws-batch"}, "Write @batch(shared_memory=1024) "),
-        ({}, "mount -o remount,size=1G /dev/shm"),
-        ({"METAFLOW_RUNTIME_ENVIRONMENT": "local"}, "docker run --shm-size=1g"),
-    ],
-)
-def test_too_little_shared_memory_is_told_with_what_to_write(size, nproc, accelerators, environ, remedy):
-    warning = shm_warning(int(size * MIB), nproc, accelerators, environ)
-    assert warning.startswith(f"warning: /dev/shm has {int(size)} MiB. ")
-    assert remedy in warning
-    assert "\n" not in warning
-
-
-def test_a_machine_without_shared_memory_is_no_error(tmp_path):
-    assert shm_bytes(str(tmp_path / "none")) is None
-    assert shm_bytes(str(tmp_path)) > 0
-
 
 # --- the launch of its own ------------------------------------------------------------------------
 
@@ -90,7 +50,7 @@ class Step:
         monkeypatch.setattr(executor, "_warned", set())
         member = SimpleNamespace(num_nodes=num_nodes, node=0, refuse_in_child=lambda: None, emit=self.events.append)
         settings = parse_settings({"preflight": preflight, "max_restarts": 2, "preemption_signal": "SIGUSR1"}, "train")
-        context = Context(member, "10.0.0.1", Machine(2), settings)
+        context = Context(member, "10.0.0.1", Machine(2), settings, features=(Preflight(),))
         self.executor = TorchrunExecutor(context)
 
     def launch(self, plan, member):
@@ -174,14 +134,3 @@ def test_what_is_no_failure_of_its_own_keeps_its_words(error, make_step):
     with pytest.raises(type(error)) as caught:
         make_step(fail=error).run()
     assert caught.value is error
-
-
-def test_shared_memory_is_warned_of_once_in_a_task(make_step, monkeypatch):
-    step = make_step(preflight=False)
-    monkeypatch.setattr(executor, "shm_bytes", lambda: 64 * MIB)
-    step.run(nproc_per_node=1)
-    assert step.notes == []
-    step.run()
-    step.run()
-    assert len(step.notes) == 1
-    assert step.notes[0].startswith("warning: /dev/shm has 64 MiB")

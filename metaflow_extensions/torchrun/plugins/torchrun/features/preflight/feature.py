@@ -1,0 +1,51 @@
+"""What is checked before the first script starts: ``@torchrun(preflight=...)``, the gang's network.
+
+`preflight_worker` measures it, as a launch of its own.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+from ...launch.spec import LaunchSpec
+from ...node.preludes import Asked, Prelude
+from ...node.watchers import Feature
+
+_SCRIPT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "preflight_worker.py")
+
+
+class Preflight(Feature):
+    """A look at the network before the first launch."""
+
+    name = "preflight"
+
+    def prelude(self, asked: Asked) -> Prelude | None:
+        """Return the launch that measures, once in a step."""
+        return NetworkFirst(asked) if asked.settings.preflight != "off" and not asked.has_been else None
+
+
+class NetworkFirst(Prelude):
+    """The launch that measures the network."""
+
+    failed = "The preflight failed (@torchrun(preflight=...)); the script was not started on any node."
+
+    def __init__(self, asked: Asked) -> None:
+        self._asked = asked
+
+    def spec(self, of_run: LaunchSpec) -> LaunchSpec | None:
+        """Return the launch that measures for `of_run`, where there are ranks to measure between."""
+        if of_run.world_size == 1:
+            self._asked.say("preflight: one process in all, so there is nothing to measure")
+            return None
+        ranks = of_run.world_size
+        self._asked.say(f"preflight: measures the network between {ranks} ranks before the script starts")
+        return preflight_spec(of_run, self._asked.settings.preflight == "links")
+
+
+def preflight_spec(spec: LaunchSpec, with_links: bool) -> LaunchSpec:
+    """Return the launch that measures the network for `spec`: with the same nodes, processes, port and variables."""
+    args = ("links",) if with_links else ()
+    own = replace(spec, entrypoint=_SCRIPT, args=args, module=False, options=(), shown_local_ranks=None)
+    # All nodes take part and rank by their index, whatever torchrun's own elasticity is to do later.
+    return replace(own, max_restarts=0, min_nodes=None, outputs=None)

@@ -1,0 +1,102 @@
+"""The commands of `before_run`: what is taken for one, how it is shown, and the launch that they are."""
+
+import os
+from pathlib import Path
+
+import pytest
+from unit_helpers import HOSTILE, write
+
+from metaflow_extensions.torchrun.plugins.torchrun.errors import TorchrunConfigError
+from metaflow_extensions.torchrun.plugins.torchrun.features.before_run.commands import before_commands, shown
+from metaflow_extensions.torchrun.plugins.torchrun.features.before_run.feature import (
+    BeforeRun,
+    CommandRecords,
+    before_spec,
+)
+from metaflow_extensions.torchrun.plugins.torchrun.gang.keepers import Happened
+from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Told
+from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec
+from metaflow_extensions.torchrun.plugins.torchrun.node.preludes import Asked
+from metaflow_extensions.torchrun.plugins.torchrun.settings import parse_settings
+
+SPEC = LaunchSpec("/flow/train.py", ("x",), False, nproc=2, num_nodes=3, node_index=1, python="/usr/bin/python3")
+
+
+# --- what is a command ---------------------------------------------------------------------------
+
+
+def test_a_list_is_taken_as_it_is_and_a_text_by_a_shell():
+    assert before_commands([["pip", "install", *HOSTILE], (Path("/a b"), "c"), "make data && echo $HOME"]) == (
+        ("pip", "install", *HOSTILE),
+        ("/a b", "c"),
+        ("sh", "-ec", "make data && echo $HOME"),
+    )
+    assert before_commands(None) is None
+    assert before_commands([]) == ()
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("make data", ["before_run", "list of commands", "but is a str", "'make data'"]),
+        ({"a": 1}, ["list of commands", "dict"]),
+        ([["pip", 3]], ["before_run[0]", "list of texts and paths"]),
+        ([3], ["before_run[0] is 3"]),
+        ([b"make"], ["before_run[0] is b'make'"]),
+        (["make", []], ["before_run[1]", "names no program"]),
+        ([[""]], ["names no program"]),
+        (["  "], ["before_run[0] is an empty command"]),
+        (["pip", "install", "-r"], ["before_run[2] is '-r'", "a list of their own", "['pip', 'install'"]),
+        ([["--max-restarts=3"]], ["begins with '--max-restarts=3'", "torchrun_args"]),
+        ([["a", "b\0"]], ["NUL"]),
+        (["a\0b"], ["NUL"]),
+    ],
+)
+def test_what_is_none_is_refused_with_the_reason(given, words):
+    with pytest.raises(TorchrunConfigError) as caught:
+        before_commands(given)
+    assert all(word in str(caught.value) for word in words)
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["echo", "two words"], "echo 'two words'"),
+        (["sh", "-ec", "a &&\n  b"], "a && b"),
+        (["sh", "-ec", "a", "b"], "sh -ec a b"),
+        (["x", os.fsdecode(b"\xff")], r"x '\udcff'"),
+        (["x" * 300], "x" * 200 + "…"),
+    ],
+)
+def test_it_is_shown_in_one_line(words, line):
+    assert shown(words) == line
+    shown(words).encode()
+
+
+# --- the launch -----------------------------------------------------------------------------------
+
+
+def test_the_launch_of_commands_has_folder_and_variables_of_the_workers_and_nothing_else(tmp_path):
+    for name in ("cwd", "flow"):
+        (tmp_path / name).mkdir()
+    write(tmp_path / "flow" / "get.sh", "#!/bin/sh\n")
+    given = {"env": (("A", "1"),), "cwd": str(tmp_path / "cwd"), "max_restarts": 3, "min_nodes": 1}
+    whole = LaunchSpec(**{**vars(SPEC), **given, "options": (("role", "x"),)})
+    arguments = {"before_run": [["./get.sh", "./x"], ["./absent"], ["make"]]}
+    asked = Asked(arguments, parse_settings({}, "train"), str(tmp_path / "flow"), 3, True, False, print, print)
+    prelude = BeforeRun().prelude(asked)
+    spec = prelude.spec(whole)
+    assert prelude.program.commands == ((str(tmp_path / "flow" / "get.sh"), "./x"), ("./absent",), ("make",))
+    assert (spec.env, spec.cwd, spec.nproc) == (whole.env, whole.cwd, 2)
+    assert (spec.args, spec.options, spec.max_restarts, spec.min_nodes) == ((), (), 0, None)
+    assert os.path.isfile(spec.entrypoint)
+    other = before_spec(LaunchSpec(**{**vars(SPEC), "command": ("python", "x.py")}))
+    assert spec.digest() == other.digest()  # nodes may have commands of their own
+
+
+def test_each_command_that_has_ended_becomes_a_record():
+    data = {"commands": [{"text": "größe 🙂", "seconds": 0.25, "exit_code": None}] * 2}
+    remarks = CommandRecords().handle(3, Told(0, 0, "before_run", data), 7.0)
+    assert remarks.happened == (Happened("command", 3, "größe 🙂", None, None, 0.25),) * 2
+    with pytest.raises(ValueError, match="seconds"):
+        CommandRecords().handle(3, Told(0, 0, "before_run", {"commands": [{"text": "x"}]}), 7.0)
