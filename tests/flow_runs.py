@@ -23,6 +23,16 @@ import pytest
 FLOWS = Path(__file__).parent / "integration" / "flows"
 STAND_IN = Path(__file__).parent / "stand_in"
 RENAMING = Path(__file__).parent / "renamed"  # on PYTHONPATH, it renames what RENAMED says in all of Metaflow
+# All that a flow can do without; integration/test_other_metaflow.py renames them at the same time.
+LEFT_OUT_TOGETHER = """
+_card_component_store _card_creator_args _card_creator _latest_user_data _card_proc _last_layout_change _render_seq
+_last_render _get_card_process CardProcessManager UserComponent with_default_component_id render_safely UI_URL
+KUBERNETES_PORT KUBERNETES_SANDBOX_INIT_SCRIPT UBF_CONTROL UNPACK_KEY TimeoutException TASK_LOG_SOURCE LOG_SOURCES
+LINE_PARSER Parallel LintWarn _checks METADATA_DONE_SUFFIX metadata_name_for_attempt get_latest_run_id
+CommandException print_metaflow_exception print_unknown_exception default_storage_impl DEFAULT_DATASTORE
+SPIN_ALLOWED_DECORATORS from_conf persist ubf_iter command_options decospecs statically_defined split_parents
+parallel_foreach out_funcs func_lineno secs base_env
+"""
 MARK = "GANG_TEST_MARK"
 TESTED_BY = "TORCHRUN_TESTED_BY"  # see conftest.py
 

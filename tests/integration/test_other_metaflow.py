@@ -5,18 +5,9 @@
 
 from __future__ import annotations
 
-from flow_runs import RENAMING, STAND_IN
+from flow_runs import LEFT_OUT_TOGETHER, RENAMING, STAND_IN
 
-NAMES = """
-_card_component_store _card_creator_args _card_creator _latest_user_data _card_proc _last_layout_change _render_seq
-_last_render _get_card_process CardProcessManager UserComponent with_default_component_id render_safely UI_URL
-KUBERNETES_PORT KUBERNETES_SANDBOX_INIT_SCRIPT UBF_CONTROL UNPACK_KEY TimeoutException TASK_LOG_SOURCE LOG_SOURCES
-LINE_PARSER Parallel LintWarn _checks METADATA_DONE_SUFFIX metadata_name_for_attempt get_latest_run_id
-CommandException print_metaflow_exception print_unknown_exception default_storage_impl DEFAULT_DATASTORE
-SPIN_ALLOWED_DECORATORS from_conf persist ubf_iter command_options decospecs statically_defined split_parents
-parallel_foreach out_funcs func_lineno secs base_env
-"""
-RENAMED = {"PYTHONPATH": f"{RENAMING}:{STAND_IN}", "RENAMED": " ".join(NAMES.split())}
+RENAMED = {"PYTHONPATH": f"{RENAMING}:{STAND_IN}", "RENAMED": " ".join(LEFT_OUT_TOGETHER.split())}
 
 
 def test_a_gang_fails_with_its_cause_and_each_loss_has_a_line(run_flow):

@@ -1,39 +1,48 @@
 """What is left when a private name of Metaflow's is gone: its owner is the real one, and loses one name at a time."""
 
+import ast
 import importlib.util
 import os
 import pickle
+import re
 import runpy
 import subprocess
 import sys
+import threading
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import metaflow
 import pytest
-from flow_runs import RENAMING
-from metaflow import FlowSpec, current, flowspec, metaflow_config_funcs, plugins, step, torchrun
+from flow_runs import LEFT_OUT_TOGETHER, RENAMING
+from metaflow import FlowSpec, current, flowspec, lint, metaflow_config_funcs, plugins, step, torchrun
+from metaflow import cli as metaflow_cli
 from metaflow import datastore as metaflow_datastore
 from metaflow.datastore import FlowDataStore
+from metaflow.datastore import exceptions as datastore_exceptions
 from metaflow.datastore.task_datastore import TaskDataStore
 from metaflow.graph import DAGNode
 from metaflow.metaflow_current import Parallel
 from metaflow.plugins import parallel_decorator
-from metaflow.plugins.cards import card_creator
+from metaflow.plugins.cards import card_creator, card_modules
 from metaflow.plugins.cards.card_creator import CardCreator, CardProcessManager
 from metaflow.plugins.cards.component_serializer import CardComponentCollector, CardComponentManager, ComponentStore
+from metaflow.plugins.datastores import local_storage
 from metaflow.plugins.datastores.local_storage import LocalStorage
 
 from metaflow_extensions.torchrun.plugins import torchrun as extension
 from metaflow_extensions.torchrun.plugins.torchrun import decorator as decorators
 from metaflow_extensions.torchrun.plugins.torchrun.channel.registry import Registry
-from metaflow_extensions.torchrun.plugins.torchrun.compat import cards, renamed
-from metaflow_extensions.torchrun.plugins.torchrun.compat.datastore import DatastoreValues, save_log
+from metaflow_extensions.torchrun.plugins.torchrun.compat import cards, cli, graph, renamed, steps, stored
+from metaflow_extensions.torchrun.plugins.torchrun.compat.datastore import DatastoreValues, save_log, values_at
+from metaflow_extensions.torchrun.plugins.torchrun.compat.jobs import job_of
 from metaflow_extensions.torchrun.plugins.torchrun.compat.steps import SameInterpreter
 from metaflow_extensions.torchrun.plugins.torchrun.decorator import TorchrunDecorator
 from metaflow_extensions.torchrun.plugins.torchrun.errors import GangError, TorchrunError
+from metaflow_extensions.torchrun.plugins.torchrun.features.warm import spare
 from metaflow_extensions.torchrun.plugins.torchrun.launch.outputs import Outputs
+from metaflow_extensions.torchrun.plugins.torchrun.launch.transfer import Step, Transfer
 from metaflow_extensions.torchrun.plugins.torchrun.logs.task_log import TaskLog
 from metaflow_extensions.torchrun.plugins.torchrun.settings import DEFAULTS, parse_settings
 from metaflow_extensions.torchrun.plugins.torchrun.show import live_card
@@ -307,21 +316,56 @@ def join(datastore, tmp_path):
     gang.run(gang.join)
 
 
-@pytest.mark.parametrize(
-    ("owner", "name", "use"),
-    [
-        (FlowDataStore, "get_task_datastore", registry),
-        (TaskDataStore, "load_metadata", registry),
-        (TaskDataStore, "save_metadata", registry),
-        (FlowDataStore, "save_data", store_value),
-        (FlowDataStore, "load_data", store_value),
-        (metaflow_datastore, "FlowDataStore", read_outputs),
-        (plugins, "DATASTORES", read_outputs),
-        (parallel_decorator, "ParallelDecorator", decorate),
-        (parallel_decorator.ParallelDecorator, "setup_distributed_env", decorate),
-        (flowspec, "ParallelUBF", spin),
-    ],
-)
+class GangFlow:
+    _parallel_ubf_iter = flowspec.ParallelUBF(2)
+
+
+def count_nodes(datastore, tmp_path):
+    steps.num_parallel(GangFlow())
+
+
+def ask_control_task(datastore, tmp_path):
+    steps.control_task_of(Parallel("127.0.0.1", 1, 0, None))
+
+
+def offer_torch(datastore, tmp_path):
+    steps.offer("torch", None)
+
+
+def read_stored(datastore, tmp_path):
+    stored.Storage(datastore)
+
+
+def find_attempt(datastore, tmp_path):
+    assert stored.last_attempt(datastore, ("1", "train", "none")) is None
+
+
+def find_stores(datastore, tmp_path):
+    list(values_at(DatastoreValues(datastore).address))
+
+
+NEEDED = [
+    (FlowDataStore, "get_task_datastore", registry),
+    (TaskDataStore, "load_metadata", registry),
+    (TaskDataStore, "save_metadata", registry),
+    (FlowDataStore, "save_data", store_value),
+    (FlowDataStore, "load_data", store_value),
+    (metaflow_datastore, "FlowDataStore", read_outputs),
+    (plugins, "DATASTORES", read_outputs),
+    (parallel_decorator, "ParallelDecorator", decorate),
+    (parallel_decorator.ParallelDecorator, "setup_distributed_env", decorate),
+    (flowspec, "ParallelUBF", spin),
+    (FlowDataStore, "_storage_impl", read_stored),
+    (LocalStorage, "get_datastore_root_from_config", find_stores),
+    (datastore_exceptions, "DataException", find_attempt),
+    (GangFlow, "_parallel_ubf_iter", count_nodes),
+    (flowspec.ParallelUBF, "num_parallel", count_nodes),
+    (Parallel, "control_task_id", ask_control_task),
+    (type(current), "_update_env", offer_torch),
+]
+
+
+@pytest.mark.parametrize(("owner", "name", "use"), NEEDED)
 def test_what_a_gang_needs_is_named_with_the_version(owner, name, use, datastore, tmp_path, take_away, monkeypatch):
     use(datastore, tmp_path)
     if use is spin:
@@ -333,11 +377,118 @@ def test_what_a_gang_needs_is_named_with_the_version(owner, name, use, datastore
     assert f"this is {metaflow.__version__}. Install a newer metaflow-torchrun" in str(error.value)
 
 
+# --- what a command, a card or a check can do without -----------------------------------------------
+
+
+def datastore_of_card():
+    return stored.datastore_of_card("GangFlow", {})
+
+
+ALONE = [
+    (plugins, "DATASTORES", datastore_of_card),
+    (metaflow_datastore, "FlowDataStore", datastore_of_card),
+    (local_storage, "LocalStorage", lambda: stored.local_folder("GangFlow")),
+    (lint, "linter", lambda: graph.check_first(print)),
+    (lint.FlowLinter, "_checks", lambda: graph.check_last(print)),
+    (metaflow_cli, "print_metaflow_exception", lambda: cli.print_errors_by(print)),
+]
+
+
+@pytest.mark.parametrize(("owner", "name", "use"), ALONE)
+def test_what_is_left_out_alone_is_told_once(owner, name, use, take_away, capfd):
+    take_away(owner, name)
+    assert use() is use() is None
+    assert len(left_out(capfd)) == 1
+
+
+def test_without_metaflows_click_no_option_is_known(take_away, monkeypatch, capfd):
+    monkeypatch.setitem(sys.modules, "metaflow._vendor.click", None)
+    take_away(metaflow._vendor, "click")
+    assert graph.ignored_by_with("torchrun") == []
+    assert len(left_out(capfd)) == 1
+
+
+OF_STARTED_CARDS = [(CardCreator, "_run_command"), (CardProcessManager, "_register_card_process")]
+
+
+@pytest.mark.parametrize(("owner", "name"), OF_STARTED_CARDS)
+def test_without_a_name_of_their_processes_metaflow_starts_its_cards(owner, name, take_away):
+    card = SimpleNamespace(_card_creator=CardCreator([], None))
+    take_away(owner, name)
+    cards.start_by(card, pytest.fail)
+    assert "_run_command" not in vars(card._card_creator)
+
+
+OF_ERROR_CARDS = [(card_modules, "basic"), (card_modules, "chevron")]
+
+
+@pytest.mark.parametrize(("owner", "name"), OF_ERROR_CARDS)
+def test_without_the_frame_of_its_cards_metaflow_shows_the_error(owner, name, take_away, monkeypatch):
+    assert "Flow/1/train/2" in cards.page("Flow/1/train/2", {}, "", is_final=True)
+    monkeypatch.setitem(sys.modules, f"{owner.__name__}.{name}", None)
+    take_away(owner, name)
+    with pytest.raises((ImportError, AttributeError)):
+        cards.page("Flow/1/train/2", {}, "", is_final=True)
+
+
+class Jobs:
+    """Stands for a job of either backend, and for its client."""
+
+    _name = _namespace = _pod_name = _id = "a-job"
+
+    def get(self):
+        return self
+
+    def CoreV1Api(self):  # noqa: N802
+        return self
+
+
+class Kubernetes:
+    def wait(self):
+        raise RuntimeError("the job has failed")
+
+
+class Batch(Kubernetes):
+    pass
+
+
+Jobs._client = Kubernetes._job = Batch.job = Jobs()
+NAMES_OF_JOBS = [
+    *[(Kubernetes, Jobs, name) for name in ("_client", "_name", "_namespace", "_pod_name")],
+    *[(Kubernetes, Kubernetes, "_job"), (Batch, Batch, "job"), (Batch, Jobs, "_client"), (Batch, Jobs, "_id")],
+]
+
+
+@pytest.mark.parametrize(("kind", "owner", "name"), NAMES_OF_JOBS)
+def test_without_a_name_of_its_job_nothing_is_said_of_it(kind, owner, name, take_away):
+    with pytest.raises(RuntimeError) as error:
+        kind().wait()
+    assert job_of(error.value) is not None
+    take_away(owner, name)
+    assert job_of(error.value) is None
+
+
+# --- CPython --------------------------------------------------------------------------------------
+
+NAMES_OF_PYTHON = {"_current_frames", "_register_atexit", "_run_module_as_main"}
+
+
+def test_without_a_name_of_pythons_transfers_go_on_and_a_spare_refuses(datastore, take_away):
+    take_away(sys, "_current_frames")
+    take_away(threading, "_register_atexit")
+    take_away(runpy, "_run_module_as_main")
+    assert DatastoreValues(datastore).trouble() is None
+    Transfer(DatastoreValues(datastore), "stores", [Step("a value", dict, 1.0)]).give_up()
+    with pytest.raises(AttributeError):  # which `spare.main` tells as the reason for a cold start
+        spare._program([sys.executable, "-u", "-m", "json.tool"])
+
+
 # --- when Metaflow itself is imported -------------------------------------------------------------
 
 # All that our modules use which `import metaflow` loads, and two names that a gang can't do without.
 AT_IMPORT = [
     *["MetaflowException", "MetaflowCard", "ParallelDecorator", "StepDecorator", "UBF_CONTROL", "UNPACK_KEY"],
+    *["TimeoutException", "KUBERNETES_PORT"],
     *["KUBERNETES_SANDBOX_INIT_SCRIPT", "SPIN_ALLOWED_DECORATORS", "from_conf", "RELOAD_POLICY_ONCHANGE"],
 ]
 IMPORT = """
@@ -370,3 +521,53 @@ def test_without_metaflows_copies_of_packages_there_are_no_commands(monkeypatch)
 
     monkeypatch.setattr(importlib.util, "find_spec", find_spec)
     assert runpy.run_path(str(REGISTERING / "plugins" / "mfextinit_torchrun.py"))["CLIS_DESC"] == []
+
+
+# --- the table of all ------------------------------------------------------------------------------
+
+# Names in frames that are looked for, of artifacts that are read where there are any, and that are only set.
+HARMLESS = {"_one_boto_op", "_send_request", "_jobset", "_task_ok", "_exception"}
+HARMLESS |= {"_control_mapper_tasks", "_control_task_is_mapper_zero"}
+# ``test_worker_hooks.py`` takes these of torch and Accelerate away.
+ELSEWHERE = {"_default_pg_init_method", "_get_sequence_nr", "_shared_state"}
+TABLES = (NAMES_OF_CARDS, NAMES_OF_JOBS, NEEDED, ALONE, OF_STARTED_CARDS, OF_ERROR_CARDS)
+ROWS = {next(each for each in row if isinstance(each, str)) for table in TABLES for row in table}
+ROWS |= {*AT_IMPORT, *LEFT_OUT_TOGETHER.split(), *NAMES_OF_PYTHON, *HARMLESS, *ELSEWHERE, "click"}
+FOLDER = Path(extension.__file__).parent
+TREES = {path.relative_to(FOLDER): ast.parse(path.read_text(encoding="utf-8")) for path in FOLDER.rglob("*.py")}
+SCRIPTS = ("worker", "features", "launch/transfer.py")
+PROMISED = {"_asdict", "_replace", "_exit", "current"}
+
+
+def names_that_are_ours():
+    for node in (node for tree in TREES.values() for node in ast.walk(tree)):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            if isinstance(node, ast.Name):
+                yield node.id
+            elif isinstance(node.value, ast.Name) and node.value.id == "self":
+                yield node.attr
+
+
+OURS = {*names_that_are_ours()} | PROMISED
+
+
+def private_names(tree):
+    """Yield what a module uses that others have not promised: imported from inside Metaflow, or with a `_` before it."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.level == 0 and (node.module or "").startswith("metaflow."):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("known", "need"):
+            yield from (each.value for each in node.args[1:2] if isinstance(each, ast.Constant))
+        name = node.attr if isinstance(node, ast.Attribute) else getattr(node, "value", None)
+        if isinstance(name, str) and re.fullmatch(r"_[a-z]\w+(?<!_)", name):
+            yield name
+
+
+@pytest.mark.parametrize("path", sorted(TREES), ids=str)
+def test_a_private_name_stands_in_compat_and_in_a_table(path):
+    found = {name for name in private_names(TREES[path]) if name not in OURS}
+    if path.parts[0] != "compat" and not str(path).startswith(SCRIPTS):
+        assert found <= {"MetaflowException", "_open", "_first_to_open"}, "they belong into compat/"
+    assert found - {"_open", "_first_to_open"} <= ROWS, "take them away in a test"

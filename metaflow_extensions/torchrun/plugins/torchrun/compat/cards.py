@@ -111,11 +111,13 @@ def name_process(card_uuid: str, process: Any) -> None:
 def start_by(card: Any, start: Start) -> None:
     """Have `start` begin the processes that make a card and that nobody waits for; it gets command, uuid, environment.
 
-    Metaflow does it (`CardCreator._run_command`) where `start` returns False or fails, and where that has another name.
+    Metaflow does it (`CardCreator._run_command`) where `start` returns False or fails, and where that has another name, or
+    what `name_process` calls.
     """
+    manager = known("metaflow.plugins.cards.card_creator", "CardProcessManager", None)
     creator: Any = getattr(card, "_card_creator", None)
     run = getattr(creator, "_run_command", None)
-    if run is not None and not isinstance(run, partial):
+    if run is not None and hasattr(manager, "_register_card_process") and not isinstance(run, partial):
         creator._run_command = partial(_run_command, run, start)
 
 

@@ -48,7 +48,7 @@ class DatastoreValues:
         (``Endpoint._send_request``, 1.44), and Metaflow around it (``S3._one_boto_op``). The error
         is in a variable of the functions that wait, so their frames are searched.
         """
-        for innermost in sys._current_frames().values():
+        for innermost in getattr(sys, "_current_frames", dict)().values():
             frame: FrameType | None = innermost
             while frame is not None:
                 name, known = frame.f_code.co_name, frame.f_locals

@@ -79,10 +79,12 @@ class Storage:
 
 def local_folder(flow_name: str) -> str | None:
     """Return where Metaflow keeps files of a flow on this machine (``metaflow.util.get_latest_run_id``), if it does."""
-    from metaflow.plugins.datastores.local_storage import LocalStorage
+    with convenience("which run `torchrun show` takes where none is named"):
+        from metaflow.plugins.datastores.local_storage import LocalStorage
 
-    root = LocalStorage.datastore_root or LocalStorage.get_datastore_root_from_config(lambda *_, **__: None, False)
-    return os.path.join(root, flow_name) if root else None
+        root = LocalStorage.datastore_root or LocalStorage.get_datastore_root_from_config(lambda *_, **__: None, False)
+        return os.path.join(root, flow_name) if root else None
+    return None
 
 
 def datastore_of_card(flow_name: str, facts: Mapping[str, str]) -> Any:
@@ -107,10 +109,9 @@ def datastore_of_card(flow_name: str, facts: Mapping[str, str]) -> Any:
 
 def last_attempt(flow_datastore: Any, task: tuple[str, str, str]) -> int | None:
     """Return the last attempt of a task (run, step, task); None if none has begun."""
-    from metaflow.datastore.exceptions import DataException
-
+    none_has_begun = known("metaflow.datastore.exceptions", "DataException")
     try:
         attempt: int = need(flow_datastore, "get_task_datastore")(*task, allow_not_done=True).attempt
-    except DataException:
+    except none_has_begun:
         return None
     return attempt

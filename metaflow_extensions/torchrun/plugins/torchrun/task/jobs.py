@@ -1,9 +1,7 @@
 """What Kubernetes and AWS Batch say of a job that has failed, in the process that looks after it.
 
-That process is ``flow.py kubernetes step`` or ``batch step``, and it has the job as an object of Metaflow's. All that is
-used of it is private (2.19): `Kubernetes._job` and `Batch.job`, and of these `_client`, `_name`, `_namespace`,
-`_pod_name`, `_jobset` and `_id`. The objects are found in the frames of the error that is shown, and nothing is
-replaced. Where a name is missing, or the backend does not answer, nothing is said, and nothing else is lost.
+That process is ``flow.py kubernetes step`` or ``batch step``; `compat.jobs` finds the job. Where it is not found, or the
+backend does not answer, nothing is said, and nothing else is lost.
 """
 
 from __future__ import annotations
@@ -11,14 +9,13 @@ from __future__ import annotations
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 from ..channel.registry import Registry
+from ..compat.jobs import BatchJob, KubernetesJob, job_of
 from ..errors import GangError, TorchrunPreempted
 from ..gang.protocol import CONTROL
 from ..records.vanished import Word, has_ended
@@ -105,35 +102,19 @@ def _gone(ends: Sequence[End], has_joined: bool) -> tuple[list[str], str]:
 
 def told(error: BaseException) -> tuple[str, list[End]]:
     """Return the backend's name, and what it says of each node; an empty name where no job is found in the error."""
-    for owner in _owners(error):
-        with suppress(AttributeError):
-            job = owner._job
-            return "Kubernetes", list(_of_kubernetes(job))
-        with suppress(AttributeError):
-            job = owner.job
-            return "AWS Batch", list(_of_batch(job))
-    return "", []
-
-
-def _owners(error: BaseException | None) -> Iterator[Any]:
-    """Return the objects in whose methods an error was raised, or those before it that led to it."""
-    while error is not None:
-        for frame, _ in traceback.walk_tb(error.__traceback__):
-            if type(frame.f_locals.get("self")).__name__ in ("Kubernetes", "Batch"):
-                yield frame.f_locals["self"]
-        error = error.__cause__ or error.__context__
+    job = job_of(error)
+    if isinstance(job, KubernetesJob):
+        return "Kubernetes", list(_of_kubernetes(job))
+    return ("AWS Batch", list(_of_batch(job))) if isinstance(job, BatchJob) else ("", [])
 
 
 # --- Kubernetes -----------------------------------------------------------------------------------
 
 
-def _of_kubernetes(job: Any) -> Iterator[End]:
-    label = "jobset.sigs.k8s.io/jobset-name" if hasattr(job, "_jobset") else "job-name"
-    api = job._client.get().CoreV1Api()
-    pods = api.list_namespaced_pod(
-        job._namespace, label_selector=f"{label}={job._name}", _request_timeout=_PATIENCE_S
-    ).items
-    first, of_control = job._pod_name, [pod.metadata.name for pod in pods if _node_of(pod) == CONTROL]
+def _of_kubernetes(job: KubernetesJob) -> Iterator[End]:
+    found = job.api.list_namespaced_pod(job.namespace, label_selector=job.selector, _request_timeout=_PATIENCE_S)
+    pods = found.items
+    first, of_control = job.first_pod, [pod.metadata.name for pod in pods if _node_of(pod) == CONTROL]
     if first and first not in of_control:
         others = "".join(f", and pod {name} came in its place" for name in of_control)
         yield End(CONTROL, f"pod {first}", f"it was deleted or evicted{others}" if others else "")
@@ -178,13 +159,13 @@ def _exit_of(pod: Any) -> str:
 # --- AWS Batch ------------------------------------------------------------------------------------
 
 
-def _of_batch(job: Any) -> Iterator[End]:
-    (main,) = job._client.describe_jobs(jobs=[job._id])["jobs"]
+def _of_batch(job: BatchJob) -> Iterator[End]:
+    (main,) = job.client.describe_jobs(jobs=[job.id])["jobs"]
     num_nodes = main.get("nodeProperties", {}).get("numNodes", 1)
-    ids = [f"{job._id}#{node}" for node in range(num_nodes)] if num_nodes > 1 else [job._id]
+    ids = [f"{job.id}#{node}" for node in range(num_nodes)] if num_nodes > 1 else [job.id]
     for begin in range(0, num_nodes, _BATCH_LIMIT):
         found = {
-            each["jobId"]: each for each in job._client.describe_jobs(jobs=ids[begin : begin + _BATCH_LIMIT])["jobs"]
+            each["jobId"]: each for each in job.client.describe_jobs(jobs=ids[begin : begin + _BATCH_LIMIT])["jobs"]
         }
         for node, name in list(enumerate(ids))[begin : begin + _BATCH_LIMIT]:
             yield _end_of(node, found.get(name, {}))

@@ -1,0 +1,50 @@
+"""The remote job that ``flow.py kubernetes step`` or ``batch step`` looks after, as an object of Metaflow's.
+
+Read in ``plugins/kubernetes`` and ``plugins/aws/batch`` of 2.19.39. All that is used of it is private. It is found in the
+frames of the error that is shown, and nothing is replaced. Where a name is missing, nothing is said, and nothing else
+is lost: a job that could not be made looks the same.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+
+class KubernetesJob(NamedTuple):
+    """A job or a job set."""
+
+    api: Any  # Kubernetes' CoreV1Api
+    namespace: str
+    selector: str  # finds its pods
+    first_pod: str | None
+
+
+class BatchJob(NamedTuple):
+    """A job of AWS Batch."""
+
+    client: Any  # boto3's
+    id: str
+
+
+def job_of(error: BaseException | None) -> KubernetesJob | BatchJob | None:
+    """Return the job in whose methods an error was raised, or one before it that led to it."""
+    for owner in _owners(error):
+        with suppress(AttributeError):
+            if type(owner).__name__ == "Batch":
+                return BatchJob(owner.job._client, owner.job._id)
+            job = owner._job
+            label = "jobset.sigs.k8s.io/jobset-name" if hasattr(job, "_jobset") else "job-name"
+            api = job._client.get().CoreV1Api()
+            return KubernetesJob(api, job._namespace, f"{label}={job._name}", job._pod_name)
+    return None
+
+
+def _owners(error: BaseException | None) -> Iterator[Any]:
+    while error is not None:
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            if type(frame.f_locals.get("self")).__name__ in ("Kubernetes", "Batch"):
+                yield frame.f_locals["self"]
+        error = error.__cause__ or error.__context__
