@@ -12,7 +12,6 @@ import re
 import subprocess
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +21,7 @@ from sameness import Allowed, differences, shared
 VARIANTS = ("agent", "workers")
 THREADS = "2"  # the same in all launches, whatever their number of workers
 ENDINGS = "observed/endings.py"
-DEADLINE_S = 350  # for two dozen launches on a machine that is busy with others; alone they take half a minute
+DEADLINE_S = 350  # for ten launches on a machine that is busy with others; alone they take half a minute
 
 pytestmark = pytest.mark.timeout(DEADLINE_S + 30)
 
@@ -93,11 +92,6 @@ class Launch:
     def _stable(self, text: bytes) -> bytes:
         text = re.sub(rb"launch%d-\d-[0-9a-f]{8}(_\w{8})?" % self.number, b"<run>", text)
         return without_addresses(text)
-
-    @property
-    def folder(self) -> Path:
-        """Where the flow lies."""
-        return self.flow.out.parent / "flow folder"
 
     @property
     def codes(self) -> dict[int, int]:

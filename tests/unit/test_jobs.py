@@ -95,23 +95,23 @@ ERROR, OOM = {"reason": "Error", "exit_code": 1}, {"reason": "OOMKilled", "exit_
 
 def test_a_control_node_without_memory_is_named_and_its_record_gets_that_end(job, registry):
     pods = Pods(pod(0, "c-1", state("terminated", **OOM)), pod(1, "w-1", state("terminated", **ERROR)))
-    assert (
-        job.tell(failing(pods))
-        == "[torchrun] The control node's pod c-1 ended without a word: OOMKilled (exit code 137).\n"
-    )
+    said = job.tell(failing(pods))
     stored = registry.load_snapshot()
-    assert stored.error == "The control node's pod c-1 ended without a word: OOMKilled (exit code 137)."
+    assert said == f"[torchrun] {stored.error}\n"
+    assert "control node's pod c-1" in said
+    assert "OOMKilled (exit code 137)" in said
     assert stored.summary.outcome == "failed"
 
 
 def test_another_node_without_memory_is_named_and_what_the_control_node_has_told_stays(job, registry):
     registry.save_snapshot(replace(KNOWN, events=(*KNOWN.events, LEFT)), 1.0)
     pods = Pods(pod(0, "c-1", state("terminated", **ERROR)), pod(1, "w-1", state("terminated", **OOM)))
-    assert job.tell(failing(pods)) == "[torchrun] Kubernetes says of node 1's pod w-1: OOMKilled (exit code 137)\n"
+    said = job.tell(failing(pods))
+    assert said.endswith("node 1's pod w-1: OOMKilled (exit code 137)\n")
     stored = registry.load_snapshot()
     assert stored.events[-2] == LEFT
     last = stored.events[-1]
-    assert (last.kind, last.text) == ("told", "Kubernetes says of node 1's pod w-1: OOMKilled (exit code 137)")
+    assert (last.kind, f"[torchrun] {last.text}\n") == ("told", said)
     assert [row[2] for row in timeline([last])] == [last.text]
     assert job.tell(failing(Pods(pod(0, "c-1", state("terminated", **ERROR))))) == "", "that is the program's own end"
 
@@ -179,7 +179,7 @@ def test_the_error_that_a_control_node_has_left_before_its_gang_had_a_record_is_
 def test_a_job_of_which_nothing_is_there_did_not_start(job, datastore):
     job.tell(failing(Pods(first="")))
     stored = Registry(datastore, "7", "train", "3", 1).load_snapshot()
-    assert stored.error == "The control node's task did not start: the backend has nothing of it."
+    assert "task did not start" in stored.error
 
 
 class Queue:
@@ -201,12 +201,12 @@ def test_batch_says_why_containers_ended_whatever_their_number(job, registry):
     others = [{"status": "FAILED", "container": {"exitCode": 1}}] * 150
     queue = Queue(spot, *others, {"status": "FAILED", "container": memory})
     said = job.tell(failing(queue, batch.Batch, "job"))
-    assert said == (
-        "[torchrun] The control node's container ended without a word: Host EC2 (instance i-0) terminated.\n"
-        f"[torchrun] AWS Batch says of node 151's container: {memory['reason']} (exit code 137)\n"
-    )
+    first, second = said.splitlines()
+    assert "control node's container" in first
+    assert first.endswith(spot["statusReason"])
+    assert second.endswith(f"node 151's container: {memory['reason']} (exit code 137)")
     stored = registry.load_snapshot()
-    assert stored.error.startswith("The control node's container ended without a word: Host EC2 (instance i-0)")
+    assert f"[torchrun] {stored.error}".startswith(first)
     assert "node 151" in stored.reports[-1].text
 
 
@@ -215,7 +215,7 @@ def test_a_container_that_was_killed_is_told_of_though_batch_gives_no_reason(job
     queue = Queue(*({"status": "FAILED", "container": {"exitCode": code}} for code in (1, 1, 137)))
     said = job.tell(failing(queue, batch.Batch, "job"))
     assert "node 1" not in said
-    assert "AWS Batch says of node 2's container: it was killed by SIGKILL (exit code 137)\n" in said
+    assert "node 2's container: it was killed by SIGKILL" in said
 
 
 @pytest.mark.parametrize("missing", ["_client", "_name", "_namespace", "_pod_name"])
