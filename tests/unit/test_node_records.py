@@ -35,7 +35,7 @@ def node_3(*messages, keepers=None):
     records = NodeRecords(3, about, lambda: float(next(clock)), keepers)
     records.joined("host-3")
     for message in messages:
-        records.take(message)
+        records.handle(message)
     return records
 
 
@@ -72,7 +72,7 @@ def test_what_a_feature_has_seen_happen_is_a_record_of_the_node():
             return Remarks(happened=(Happened("command", node, told.data["text"], exit_code=0, seconds=0.5),))
 
     records = NodeRecords(3, {}, keepers=Keepers({"before_run": Records()}))
-    records.take(Told(1, 2, "before_run", {"text": "größe"}))
+    records.handle(Told(1, 2, "before_run", {"text": "größe"}))
     (record,) = records.snapshot().events
     assert (record.kind, record.node, record.launch, record.generation) == ("command", 3, 1, 2)
     assert (record.text, record.exit_code, record.seconds) == ("größe", 0, 0.5)

@@ -75,8 +75,8 @@ class NodeRecords:
                 text = str(error) or type(error).__name__
                 self._fail("broken", text, getattr(error, "cause", None))
 
-    def take(self, message: Message) -> None:
-        """Take a message that the node has sent or got."""
+    def handle(self, message: Message) -> None:
+        """Record a message that the node has sent or got."""
         handler = getattr(self, f"_on_{type(message).__name__.lower()}", None)
         if handler is not None:
             with self._lock:

@@ -1,4 +1,4 @@
-"""What does ``python flow.py torchrun`` offer? Commands of Metaflow's command line (``CLIS_DESC``, 2.19)."""
+"""``python flow.py torchrun``: commands that Metaflow takes into each flow's command line (``CLIS_DESC``, 2.19)."""
 
 # mypy: disable-error-code="untyped-decorator"
 # Metaflow's copy of click has no types.
@@ -75,7 +75,7 @@ _json = click.option("--json", "as_json", is_flag=True, default=False, help="Wri
 @click.pass_obj
 def show(obj: Any, gang: str, attempt: int | None, as_json: bool) -> None:
     """Show the gangs of a step."""
-    _take_any_text()
+    _allow_any_text()
     stored = StoredGangs(obj.flow_datastore)
     found = [(each, _checked(each, attempt)) for each in _find(obj, stored, gang)]
     if as_json:
@@ -112,7 +112,7 @@ def logs(
     as_json: bool,
 ) -> None:
     """Show the logs of one gang."""
-    _take_any_text()
+    _allow_any_text()
     pattern = _pattern(grep)
     stored = StoredGangs(obj.flow_datastore)
     found = _find_one(obj, stored, gang)
@@ -136,7 +136,7 @@ def logs(
 @click.pass_obj
 def outputs(obj: Any, gang: str, to: str | None, launch: int | None, node: int | None, attempt: int | None) -> None:
     """Show or fetch the outputs of one gang."""
-    _take_any_text()
+    _allow_any_text()
     stored = StoredGangs(obj.flow_datastore)
     found = _find_one(obj, stored, gang)
     kept = _outputs(obj, stored.snapshot(found, _checked(found, attempt)), launch)
@@ -301,7 +301,7 @@ def _program() -> str:
     return f"python {os.path.basename(sys.argv[0])}"
 
 
-def _take_any_text() -> None:
+def _allow_any_text() -> None:
     """Let what a terminal can't show, as an emoji in the C locale, be shown as an escape."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")

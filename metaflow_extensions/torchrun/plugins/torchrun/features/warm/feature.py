@@ -6,7 +6,6 @@ from ...machine.accelerators import Machine, Nproc
 from ...node.plan import WarmStarts
 from ...node.watchers import Feature
 from ...settings import StepSettings
-from .begin import begin_warm
 
 
 class Warm(Feature):
@@ -16,4 +15,6 @@ class Warm(Feature):
 
     def starts(self, settings: StepSettings, machine: Machine, requested: Nproc | None) -> WarmStarts | None:
         """Start the first spare of a step."""
+        from .begin import begin_warm  # who only shows a gang has no need of it: it imports all that starts a launch
+
         return begin_warm(settings, machine, requested)
