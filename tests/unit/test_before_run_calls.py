@@ -25,7 +25,7 @@ def launch_of(monkeypatch, tmp_path):
 
 def test_what_runs_before_is_a_launch_of_its_own(launch_of, tmp_path):
     env = {"A": "1"}
-    spec, _, said = launch_of(before_run=["make", ["true"]], env=env, hang_timeout_s=5, timeout_s=60, max_restarts=2)
+    spec, _, said = launch_of(before_run=["make", ["true"]], env=env, timeout_s=60, max_restarts=2)
     before, then = launch_of.plans
     assert before.program.commands == (("sh", "-ec", "make"), ("true",))
     assert (before.is_ours, before.warm, before.facts) == (True, "off", {})

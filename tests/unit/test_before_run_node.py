@@ -14,7 +14,7 @@ from unit_helpers import eventually, is_running, write
 
 from metaflow_extensions.torchrun.plugins.torchrun.features.before_run.feature import BeforeRun, before_spec
 from metaflow_extensions.torchrun.plugins.torchrun.features.before_run.program import Commands
-from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Active, Ended, Failed, Go, Told
+from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Ended, Failed, Go, Told, Wrote
 from metaflow_extensions.torchrun.plugins.torchrun.guardian.agent_events import AgentEnded, End
 from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec
 from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import Machine
@@ -72,7 +72,7 @@ def messages(node):
             assert (message.launch, message.generation, message.feature) == (0, 0, "before_run")
             found += message.data["commands"]
         else:
-            found += [] if isinstance(message, Active) else [message]
+            found += [] if isinstance(message, Wrote) else [message]
     return found
 
 

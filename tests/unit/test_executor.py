@@ -30,18 +30,17 @@ def test_a_call_decides_what_it_says_and_leaves_the_rest_to_the_attributes(launc
     attributes = {
         "nproc_per_node": 7,
         "max_restarts": "2",
-        "hang_timeout_s": 9,
         "retry_on": "hang",
         "master_port": 29500,
     }
     spec, policy, said = launch_of({**attributes, "preemption_signal": "USR1"})
     assert (spec.nproc, spec.max_restarts, spec.master_port) == (7, 2, 29500)
     assert said[0] == "processes per node: 7 (set by @torchrun(nproc_per_node))"
-    assert policy == LaunchPolicy(None, 9.0, 2, frozenset({"hang"}), signal.SIGUSR1, None)
-    own = {"max_restarts": 0, "hang_timeout_s": "5", "retry_on": ["user"], "timeout_s": 60, "preemption_signal": "INT"}
+    assert policy == LaunchPolicy(None, 2, frozenset({"hang"}), signal.SIGUSR1, None)
+    own = {"max_restarts": 0, "retry_on": ["user"], "timeout_s": 60, "preemption_signal": "INT"}
     spec, policy, said = launch_of(attributes, **own, torchrun_args={"nproc_per_node": 3, "master_port": 29501})
     assert (spec.nproc, spec.max_restarts, spec.master_port) == (3, 0, 29501)
-    assert policy == LaunchPolicy(60.0, 5.0, 0, frozenset({"user"}), signal.SIGINT, None)
+    assert policy == LaunchPolicy(60.0, 0, frozenset({"user"}), signal.SIGINT, None)
     assert launch_of()[2] == ["processes per node: 4 (@kubernetes requests gpu=4)"]
 
 
@@ -157,10 +156,12 @@ def test_a_single_node_takes_positional_arguments_as_a_gang_does(positional, nam
 
 
 @pytest.mark.parametrize(
-    "given", [{"before_run": ["make"]}, {"before_run": []}, {"attributes": {"preflight": "links"}}]
+    "given", [{"before_run": []}, {"hang_timeout_s": 5}, {"attributes": {"preflight": "links", "hang_timeout_s": 5}}]
 )
 def test_what_only_a_feature_can_do_is_refused_without_it(given, launch_of):
-    with pytest.raises(TorchrunConfigError, match=r"needs the feature (before_run|preflight), which is not installed"):
+    with pytest.raises(
+        TorchrunConfigError, match=r"needs the feature (before_run|preflight|hangs), which is not installed"
+    ):
         launch_of(**given)
 
 

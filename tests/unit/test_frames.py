@@ -16,12 +16,13 @@ from metaflow_extensions.torchrun.plugins.torchrun.errors import LaunchFailed
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause, Failure
 from metaflow_extensions.torchrun.plugins.torchrun.gang.history import Record
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
-    Active,
-    Diagnostics,
     Ended,
     Note,
+    Restart,
     Stored,
+    Told,
     Verdict,
+    to_wire,
 )
 
 
@@ -47,11 +48,9 @@ def test_a_report_of_eight_long_causes_needs_no_shortening(character):
 
 def test_what_is_too_long_is_shortened_and_still_says_what_it_is():
     long = "Traceback (most recent call last):\n" + "🙂" * 10**6 + "\nValueError: at the end"
-    arrived = sent(
-        Ended(0, False, 0, exit_codes=dict.fromkeys(range(1000), 0), diagnostics=Diagnostics("h", None, {3: long}))
-    )
-    assert len(arrived.exit_codes) == 1000
-    text = arrived.diagnostics.where[3]
+    arrived = sent(Told(0, 0, "any", {"codes": {str(code): 0 for code in range(1000)}, "where": {"3": long}}))
+    assert len(arrived.data["codes"]) == 1000
+    text = arrived.data["where"]["3"]
     assert text.startswith("Traceback (most recent call last):\n🙂")
     assert text.endswith("🙂\nValueError: at the end")
     assert "characters left out]" in text
@@ -83,9 +82,9 @@ def test_what_is_no_message_is_a_value_error(data):
 
 @pytest.mark.parametrize("number", [float("inf"), float("-inf"), float("nan")])
 def test_no_number_that_json_has_no_word_for_goes_into_a_frame_or_is_taken_from_one(number):
-    frame = encode(Active(0, 0, number))[LENGTH.size :]
+    frame = encode(Restart(0, 1, 2, number, Cause("exit", 1, "h")))[LENGTH.size :]
     json.loads(frame, parse_constant=pytest.fail)
-    written = json.dumps({"type": "active", "launch": 0, "generation": 0, "age_s": number})
+    written = json.dumps({**to_wire(Restart(0, 1, 2, 0.5, Cause("exit", 1, "h"))), "pause_s": number})
     for text in (written, written.replace("NaN", "1" + "0" * 400).replace("Infinity", "1" + "0" * 400)):
         with pytest.raises(ValueError, match="does not fit"):
             decode(text.encode())

@@ -19,8 +19,8 @@ class Notebook(Keeper):
             raise RuntimeError("torn")
         self.kept.append((name, *about))
 
-    def begin(self):
-        self._note("begin")
+    def begin(self, policy, at_s):
+        self._note("begin", policy, at_s)
 
     def handle(self, node, told, at_s):
         self._note("handle", node, told.data, at_s)
@@ -62,9 +62,10 @@ def test_each_keeper_gets_what_is_told_of_its_feature():
 def test_all_hear_what_happens_to_the_workers():
     first, second = Notebook(), Notebook()
     keepers = Keepers({"first": first, "second": second})
-    keepers.begin()
+    keepers.begin({"second": {"limit": 1}}, 4.0)
     keepers.ended(2, ok=False)
-    assert first.kept == second.kept == [("begin",), ("ended", 2, False)]
+    assert first.kept == [("begin", {}, 4.0), ("ended", 2, False)]
+    assert second.kept == [("begin", {"limit": 1}, 4.0), ("ended", 2, False)]
 
 
 def test_what_is_kept_can_be_stored_and_told():
@@ -84,7 +85,7 @@ def test_remarks_are_handed_out_once():
 
 def use(keepers):
     """Call everything; return what was said."""
-    keepers.begin()
+    keepers.begin({}, 0.0)
     keepers.handle(0, told("first"), 1.0)
     keepers.ended(0, ok=True)
     keepers.record()

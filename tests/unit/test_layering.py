@@ -20,7 +20,11 @@ IMPORTED_SCRIPTS = {
     "launch.function": {"worker.function_worker"},
 }
 # Those of a feature lie in its room; torchrun starts the second one, which has torch.
-SCRIPTS_OF_FEATURES = ("features.before_run.command_runner", "features.preflight.preflight_worker")
+SCRIPTS_OF_FEATURES = (
+    "features.before_run.command_runner",
+    "features.preflight.preflight_worker",
+    "features.hangs.hook",
+)
 # Besides `compat`, these may import Metaflow, and what it promises: `current` and the base of its exceptions.
 KNOW_METAFLOW = {"decorator", "gang_of_one", "errors", "tracebacks", "show.live_card", "task.task_gang"}
 # They alone know the one list of features: two wire a gang, two make its page, for which features have parts.

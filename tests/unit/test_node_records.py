@@ -5,7 +5,6 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
 from metaflow_extensions.torchrun.plugins.torchrun.gang.keepers import Happened, Keeper, Keepers, Remarks
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
     Abort,
-    Active,
     Done,
     Ended,
     Go,
@@ -16,6 +15,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
     Stop,
     Told,
     Verdict,
+    Wrote,
 )
 from metaflow_extensions.torchrun.plugins.torchrun.records.node_records import NodeRecords
 from metaflow_extensions.torchrun.plugins.torchrun.records.snapshot import Snapshot
@@ -24,7 +24,7 @@ CONTROL = "1/train/2"
 OWN = Cause("exception", 3, "host-3", 7, 1, 1, "ValueError: no", "Traceback: here")
 OTHER = Cause("exception", 1, "host-1", 2, 0, 1, "KeyError: 'x'", "Traceback: there")
 GO = Go(0, 0, 29500, "gang", 0, 1)
-RUNNING = (Ready(0, 2, "digest", {"torch": "2.9"}), GO, Active(0, 0, 0.0), Active(0, 0, 0.0, first_output=True))
+RUNNING = (Ready(0, 2, "digest", {"torch": "2.9"}), GO, Wrote(0, 0))
 ENDED = Ended(0, True, 0, exit_codes={6: 0, 7: 0})
 
 
@@ -50,7 +50,7 @@ def states(summary):
 def test_a_node_that_runs_knows_its_own_ranks():
     assert seen().sentence == "Node 3 has joined; its own code runs."
     assert seen(RUNNING[0]).sentence == "Node 3 waits until all nodes have called run."
-    assert [rank.state for rank in seen(*RUNNING[:3]).ranks] == ["starting", "starting"]
+    assert [rank.state for rank in seen(*RUNNING[:2]).ranks] == ["starting", "starting"]
     assert [rank.state for rank in seen(*RUNNING[:2], Started(0, 0)).ranks] == ["running", "running"]
     summary = seen(*RUNNING)
     assert states(summary) == [(6, 3, "running", None), (7, 3, "running", None)]
@@ -110,7 +110,7 @@ def test_a_restart_is_told_with_its_cause_and_then_its_ranks_run_again():
     before = (*RUNNING, Stop(0, 0, "rank 7 failed"), ended, Restart(0, 1, 1, 1.0, OWN))
     summary = seen(*before)
     assert (summary.outcome, [rank.state for rank in summary.ranks]) == ("restarting", ["stopped", "failed"])
-    records = node_3(*before, Go(0, 1, 29500, "gang", 1, 1), Active(0, 1, 0.0, first_output=True))
+    records = node_3(*before, Go(0, 1, 29500, "gang", 1, 1), Wrote(0, 1))
     assert [rank.state for rank in records.snapshot().summary.ranks] == ["running", "running"]
     (report,) = records.snapshot().reports
     assert (report.error, report.cause["detail"]) == (None, "Traceback: here")
@@ -149,7 +149,7 @@ class Heard(Keeper):
     def __init__(self):
         self.told = []
 
-    def begin(self):
+    def begin(self, policy, at_s):
         self.told.clear()
 
     def handle(self, node, told, at_s):

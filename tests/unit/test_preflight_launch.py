@@ -104,11 +104,11 @@ def test_it_comes_before_the_first_launch_only(attributes, nproc, scripts, notes
 
 def test_it_restarts_nothing_and_has_no_limits_of_the_script(make_step):
     step = make_step()
-    step.run(timeout_s=5, hang_timeout_s=3)
+    step.run(timeout_s=5)
     (spec, policy, facts), (script, own, _) = step.launches
-    assert (spec.max_restarts, policy.max_restarts, policy.timeout_s, policy.hang_timeout_s) == (0, 0, None, None)
+    assert (spec.max_restarts, policy.max_restarts, policy.timeout_s, policy.features) == (0, 0, None, {})
     assert policy.preemption_signal == own.preemption_signal
-    assert (script.max_restarts, own.max_restarts, own.timeout_s, own.hang_timeout_s) == (2, 2, 5, 3)
+    assert (script.max_restarts, own.max_restarts, own.timeout_s) == (2, 2, 5)
     assert facts["contents"] == step.script, "nodes with another script must be refused before it"
 
 

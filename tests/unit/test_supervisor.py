@@ -32,7 +32,6 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.member import Interrupti
 from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import LaunchPolicy
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
     Abort,
-    Active,
     Ended,
     Failed,
     Restart,
@@ -42,6 +41,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
     StoredOutputs,
     Storing,
     Verdict,
+    Wrote,
 )
 from metaflow_extensions.torchrun.plugins.torchrun.guardian.agent_events import (
     AgentEnded,
@@ -102,7 +102,7 @@ def test_the_output_is_shown_with_labels_and_kept_where_the_user_wants_it_alone(
     node.worker_writes(agent, "stdout", "hello\n")
     node.agent_stderr(agent, "a warning\n")
     node.all_end_well(agent)
-    assert node.expect(Active).first_output
+    assert node.expect(Wrote) == Wrote(0, 0)
     assert node.expect(Ended).ok
     node.verdict()
     assert sorted(node.output) == ["[rank 1] hello\n", "[torchrun node 0] a warning\n"]
@@ -121,7 +121,7 @@ def test_the_gang_hears_once_that_all_workers_run_however_that_is_known(seen, ho
         node.worker_writes(agent, "stdout", "löss 🙂\n")
     if how != "processes" or seen == 2:
         assert node.expect(Started) == Started(0, 0)
-        assert how == "processes" or isinstance(node.next_message(), Active)
+        assert how == "processes" or isinstance(node.next_message(), Wrote)
     node.all_end_well(agent)
     kinds = set()
     while not isinstance(message := node.next_message(), Ended):
@@ -508,24 +508,6 @@ def test_a_stop_that_meets_an_agent_that_ends_well(node):
     assert node.texts("left_behind") == ["stopped what the workers had left running: 17 sleep 100, 18 sleep 200"]
 
 
-@pytest.mark.parametrize("is_stopping", [False, True])
-def test_a_hang_is_looked_into_before_the_workers_are_stopped(is_stopping, tmp_path):
-    node = FakeNode(tmp_path, policy=LaunchPolicy(hang_timeout_s=5.0))
-    agent = node.running()
-    assert str(agent.env["TORCHRUN_STACKS_FOLDER"]).startswith(str(node.agent_folder(agent)))
-    if is_stopping:
-        node.worker_ended(agent, 0, 1)
-        node.expect(Failed)
-    node.stop(diagnostics=True)
-    found = node.ends(agent).diagnostics
-    assert len(node.texts("diagnostics")) == (not is_stopping)
-    if is_stopping:
-        assert found is None
-    else:
-        assert sorted(found.where) == [0, 1]
-        assert Path(found.file).parent.name.startswith("torchrun-hang-node0-launch0-0-")
-
-
 def test_a_restart_is_a_new_generation_and_stands_in_the_result(node):
     first = node.running()
     node.worker_ended(first, 1, 3)
@@ -629,27 +611,15 @@ def test_workers_that_do_not_end_are_given_up(tmp_path):
 # --- is anybody alive? ------------------------------------------------------------------------------
 
 
-def test_the_gang_hears_of_output_and_of_ends_now_and_then(tmp_path):
-    node = FakeNode(tmp_path, policy=LaunchPolicy(hang_timeout_s=1000.0))
-    agent = node.running()
-    now = time.monotonic()
-    node.worker_ended(agent, 0, 0, at=now)
-    node.worker_ended(agent, 1, 0, at=now + 99.0)
-    node.worker_ended(agent, 1, 0, at=now + 101.0)
-    assert node.expect(Active).age_s == pytest.approx(0.0, abs=DEADLINE_S)
-    assert node.expect(Active).age_s == pytest.approx(-101.0, abs=DEADLINE_S), "a tenth of the limit later"
-    node.ends(agent)
-
-
 def test_output_counts_where_nobody_reads_it(tmp_path):
-    node = FakeNode(tmp_path, policy=LaunchPolicy(hang_timeout_s=1e-9), spec={"shown_local_ranks": frozenset({0})})
+    node = FakeNode(tmp_path, spec={"shown_local_ranks": frozenset({0})})
     agent = node.running()
     log = node.worker_writes(agent, "stdout", "hello\n")
     deadline = time.monotonic() + DEADLINE_S
     while node.nothing_more_is_sent() and time.monotonic() < deadline:  # until the follower has found the file
         node.interrupt(None)
         time.sleep(0.01)
-    assert node.expect(Active).generation == 0
+    assert node.expect(Wrote).generation == 0
     node.stop()
     log.write_text("hello, and more\n")
     node.interrupt(None)

@@ -1,6 +1,7 @@
 """What features do on a node while a generation runs: what is told, and that one that fails harms nobody."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 from fake_node import FakeNode
@@ -60,7 +61,7 @@ class Counting(Feature):
         keeper.record = lambda: {"nodes": num_nodes, "all": of_all}
         return keeper
 
-    def variables(self, folder):
+    def variables(self, plan, folder):
         self._do("variables")
         return Variables({f"{self.name}_node": folder}, {f"{self.name}_rank": "${local_rank}"})
 
@@ -76,7 +77,7 @@ class Counting(Feature):
 
 def watchers_of(*features):
     said = []
-    here = Here(None, "/folder", None, lambda: None, lambda rank: False, said.append)
+    here = Here(None, "/folder", None, lambda: None, lambda rank: False, said.append, said.append, dict, lambda: None)
     return Watchers(features, here, 3, 4), said
 
 
@@ -117,11 +118,12 @@ def test_what_is_too_large_or_no_plain_data_is_not_told(data):
 
 def test_the_variables_of_all_features_are_the_workers():
     said = []
-    found = variables_of([Counting("a"), Counting("ill", "variables"), Counting("b")], "/logs", said.append)
+    features = [Counting("a"), Counting("ill", "variables"), Counting("b")]
+    found = variables_of(SimpleNamespace(features=features), "/logs", said.append)
     assert found == Variables(
         {"a_node": "/logs", "b_node": "/logs"}, dict.fromkeys(["a_rank", "b_rank"], "${local_rank}")
     )
-    assert found.names == {"a_node", "b_node", "a_rank", "b_rank"}
+    assert found.names == {"a_node", "b_node", "a_rank", "b_rank", "TORCHRUN_HOOKS"}
     assert [line.endswith("its ill: OSError: gone") for line in said] == [True]
 
 
@@ -189,8 +191,8 @@ class Program:
 class Named(Feature):
     """Has variables alone."""
 
-    def variables(self, folder):
-        return Counting("named").variables(folder)
+    def variables(self, plan, folder):
+        return Counting("named").variables(plan, folder)
 
 
 @pytest.mark.parametrize("program", [None, Program()])

@@ -16,7 +16,6 @@ Kind = Literal[
     "failed",
     "left_behind",
     "restart",
-    "diagnostics",
     "note",
 ]
 

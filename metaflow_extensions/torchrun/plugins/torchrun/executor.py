@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from .compat.current import current_for_workers
@@ -27,7 +27,7 @@ from .machine.accelerators import Machine, Nproc, choose_nproc
 from .node.plan import Plan, WarmStarts
 from .node.preludes import Asked, Prelude
 from .node.supervisor import Supervisor
-from .node.watchers import Feature
+from .node.watchers import Feature, policies_of
 from .result import TorchrunResult
 from .run_arguments import FEATURE_OF, IGNORED, RunOptions, checked, spelled_out
 from .settings import ARGUMENTS, StepSettings, choose
@@ -376,11 +376,13 @@ class TorchrunExecutor:
             self._note(warning)
 
     def _policy(self, given: Mapping[str, Any], spec: LaunchSpec) -> LaunchPolicy:
-        settings = ("timeout_s", "hang_timeout_s", "retry_on", "preemption_signal")
+        settings = ("timeout_s", "retry_on", "preemption_signal")
         chosen = {name: choose(name, given, {}, self._context.settings).value for name in settings}
         restarts = spec.max_restarts if spec.min_nodes is None else 0  # an elastic agent restarts by itself
         whose = None if spec.outputs is None else spec.outputs.whose
-        return LaunchPolicy(max_restarts=restarts, min_nodes=spec.min_nodes, outputs_from=whose, **chosen)
+        features = policies_of(self._context.features, given, self._context.settings)
+        own = LaunchPolicy(**chosen, max_restarts=restarts, min_nodes=spec.min_nodes)
+        return replace(own, outputs_from=whose, features=features)
 
     def _choose_nproc(self, given: Mapping[str, Any]) -> Nproc:
         options = torchrun_options(given.get("torchrun_args"))

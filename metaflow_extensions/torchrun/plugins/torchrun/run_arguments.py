@@ -20,7 +20,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 IGNORED = tuple(name for name, setting in SETTINGS.items() if setting.group == FOR_0_2)
 
 # Arguments, and attributes of ``@torchrun``, that mean nothing where a feature is taken out: -> its name.
-FEATURE_OF = {"before_run": "before_run", "preflight": "preflight"}
+FEATURE_OF = {"before_run": "before_run", "preflight": "preflight", "hang_timeout_s": "hangs"}
 
 
 class RunOptions(TypedDict, total=False):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from ..node.watchers import Feature
 from .before_run.feature import BeforeRun
+from .hangs.feature import Hangs
 from .preflight.feature import Preflight
 from .progress.feature import Progress
 from .usage.feature import Usage
@@ -16,6 +17,7 @@ from .warm.feature import Warm
 FEATURES: tuple[Feature, ...] = (
     BeforeRun(),
     Preflight(),
+    Hangs(),
     Progress(),
     Usage(),
     Warm(),

@@ -44,18 +44,27 @@ class Happened:
 
 
 @dataclass(frozen=True)
+class Failing:
+    """Why a keeper has the launch fail."""
+
+    kind: str  # of the cause, and of the record
+    text: str
+
+
+@dataclass(frozen=True)
 class Remarks:
     """What a keeper has to say."""
 
     lines: tuple[str, ...] = ()  # for the control node's log
     happened: tuple[Happened, ...] = ()
+    failing: Failing | None = None  # only of `tick`; the launch is stopped then
 
 
 class Keeper:
     """What one feature keeps: of a bounded size, without a clock. All times are seconds since the gang's begin."""
 
-    def begin(self) -> None:
-        """Take note that all workers start, or start again."""
+    def begin(self, policy: Plain, at_s: float) -> None:
+        """Take note that all workers start, or start again; `policy` is what its feature is to look after."""
 
     def handle(self, node: int, told: Told, at_s: float) -> Remarks | None:
         """Keep what a node tells; may raise where it does not fit."""
@@ -70,6 +79,14 @@ class Keeper:
     def record(self) -> Plain | None:
         """Return what is to be stored of it now; any thread may ask."""
         return None
+
+    def find_out_s(self, kind: str) -> float:
+        """Return how long the nodes may take to find out more before they stop for a cause of this kind."""
+        return 0.0
+
+    def detail(self, kind: str) -> str:
+        """Return what is known besides of a cause of this kind, for its report."""
+        return ""
 
     def verdict(self, launch: int) -> Plain:
         """Return what all nodes get to know at the end of a launch."""
@@ -95,9 +112,11 @@ class Keepers:
         """Of how many features one has come."""
         return sum(map(bool, self._counts.values()))
 
-    def begin(self) -> None:
-        """Tell all that workers start."""
-        self._ask_all(lambda keeper: keeper.begin())
+    def begin(self, policy: Mapping[str, Plain], at_s: float) -> None:
+        """Tell all that workers start; `policy` is that of each feature."""
+        for name in self._keepers:
+            own = policy.get(name, {})
+            self._ask(name, lambda keeper, own=own: keeper.begin(own, at_s))  # type: ignore[misc]
 
     def handle(self, node: int, told: Told, at_s: float) -> None:
         """Hand a message to the keeper of its feature; one that nobody keeps is dropped."""
@@ -118,6 +137,14 @@ class Keepers:
         """Return what is to be stored, by feature."""
         kept = self._ask_all(lambda keeper: finite(keeper.record()))
         return {name: kept.get(name) for name in self._keepers}
+
+    def find_out_s(self, kind: str) -> float:
+        """Return how long the nodes may take to find out more before they stop for a cause of this kind."""
+        return max(self._ask_all(lambda keeper: keeper.find_out_s(kind)).values(), default=0.0)
+
+    def detail(self, kind: str) -> str:
+        """Return what is known besides of a cause of this kind."""
+        return "\n".join(filter(None, self._ask_all(lambda keeper: keeper.detail(kind)).values()))
 
     def verdict(self, launch: int) -> dict[str, Plain]:
         """Return what all nodes get to know at the end of a launch, by feature."""

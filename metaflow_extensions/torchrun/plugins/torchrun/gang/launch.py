@@ -14,7 +14,7 @@ from ..errors import GangError, LaunchFailed, LaunchHung, LaunchTimeout, Torchru
 from .cause import Cause, Failure, FailureText, cause_of, failed, first_failure
 from .policy import LaunchPolicy
 from .protocol import CONTROL, WORKERS, Ended, Ready, StoredOutputs
-from .texts import REMIND_S, counted, first_lines, first_values, headline, names, places, shortened
+from .texts import REMIND_S, counted, first_values, headline, names, shortened
 
 # What must be the same on every node besides the launch's number, and how to call it. The first two are
 # fields of *ready*, the others its facts.
@@ -80,7 +80,6 @@ class Launch:
     given_up: set[int] = field(default_factory=set)  # nodes whose own code has ended their call of `run`
     policy: LaunchPolicy = field(default_factory=LaunchPolicy)
     went_at: float = 0.0
-    active_at: float = 0.0
     deadline: float = float("inf")
     until: float = float("inf")  # when to go on from STOPPING, PAUSING or SAVING, whatever is missing
     remind_at: float = float("inf")  # when to say next what the launch waits for
@@ -98,7 +97,7 @@ class Launch:
     def begin_generation(self, now: float) -> None:
         """All nodes start their workers; nothing of the generation before counts any more."""
         self.enter(Phase.RUNNING)
-        self.went_at = self.active_at = now
+        self.went_at = now
         for each in (self.ended, self.stores, self.stored, self.outputs, self.failures):
             each.clear()
 
@@ -219,37 +218,24 @@ class Launch:
         is_preempted = cause is not None and cause.category == "preempted"
         return self.policy.preemption_signal if is_preempted else None
 
-    def overrun(self, now: float) -> tuple[str, str] | None:
-        """Return kind and text of the limit that the workers, or what they have left, have passed; else None."""
+    def overrun(self, now: float) -> str | None:
+        """Return what limit the workers, or what they have left, have passed; else None."""
         policy = self.policy
         if self.phase not in (Phase.RUNNING, Phase.STORING):
             return None
         if now > self.deadline:
             stores = self.who_stores(now) if self.phase is Phase.STORING else ""
-            return "timeout", LONGER + (f"; {stores}" if stores else "")
+            return LONGER + (f"; {stores}" if stores else "")
         if self.phase is Phase.STORING:
-            return None  # no worker is left that could hang or take too long
+            return None  # no worker is left that could take too long
         if policy.timeout_s is not None and now - self.went_at > policy.timeout_s:
-            return "timeout", f"longer than {policy.timeout_s:g} s"
-        if policy.hang_timeout_s is not None and now - self.active_at > policy.hang_timeout_s:
-            return "hang", f"no rank wrote anything or exited for {policy.hang_timeout_s:g} s"
+            return f"longer than {policy.timeout_s:g} s"
         return None
 
     def first_cause(self) -> Cause | None:
-        """Return the failure that started it all; of a hang with what the nodes have found."""
+        """Return the failure that started it all."""
         first = first_failure(self.failures)
-        cause = None if first is None else first.cause
-        return replace(cause, detail=self._diagnostics()) if cause is not None and cause.kind == "hang" else cause
-
-    def _diagnostics(self) -> str:
-        """Return where every rank was when the launch hung, and where the stacks are."""
-        found = {node: ended.diagnostics for node, ended in sorted(self.ended.items()) if ended.diagnostics}
-        where = sorted((rank, place) for each in found.values() for rank, place in each.where.items())
-        files = [
-            f"Stacks of node {node} (host {each.host}): {each.file or 'in its log only'}"
-            for node, each in found.items()
-        ]
-        return "\n".join(first_lines(places(where)) + first_lines(files))
+        return None if first is None else first.cause
 
     def who_stores(self, now: float, besides: int | None = None) -> str:
         """Say which nodes store what."""

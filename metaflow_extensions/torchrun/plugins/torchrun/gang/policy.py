@@ -1,11 +1,12 @@
-"""What is done when: with a launch (time limits, restarts, hangs, preemptions), and to reach the control node."""
+"""What is done when: with a launch (time limits, restarts, preemptions), and to reach the control node."""
 
 from __future__ import annotations
 
 import random
 import signal
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from ..parsing import DEFAULT_RETRY_ON
 
@@ -17,13 +18,13 @@ class LaunchPolicy:
     # How long one generation may run, from *go* to its end. As Metaflow's ``@timeout`` counts for each attempt, so
     # does this for each restart.
     timeout_s: float | None = None
-    hang_timeout_s: float | None = None  # how long no rank may write or exit; None does not look
     max_restarts: int = 0  # how often the gang may be restarted
     retry_on: frozenset[str] = DEFAULT_RETRY_ON  # the classes of causes that restart it
     preemption_signal: int = signal.SIGTERM  # what workers get when a node is preempted
     # How many nodes must be left where torchrun's own elasticity is used; None: all, which is the rule.
     min_nodes: int | None = None
     outputs_from: str | None = None  # whose outputs are stored when it has failed, out of `parsing.OUTPUTS_FROM`
+    features: dict[str, dict[str, Any]] = field(default_factory=dict)  # what each has to look after, as plain data
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ Node 0 is the control node and a node of its own gang: its own messages take the
                                         <──  Welcome, or Refused
     Ready: the step has called `run`    ──>
                                         <──  Go, when all nodes are ready and agree
-    Started, Active, Failed             ──>
+    Started, Wrote, Failed              ──>
     Lines, Told                         ──>
                                         <──  Stop, when a node has failed
     Ended, then Storing and Stored      ──>
@@ -86,13 +86,11 @@ class Started:
 
 
 @dataclass(frozen=True)
-class Active:
-    """A worker has written something or ended, `age_s` seconds ago; sent at first, and where hangs are looked for."""
+class Wrote:
+    """A worker of this node has written something, which is the first of this generation."""
 
     launch: int
     generation: int
-    age_s: float
-    first_output: bool = False  # whether it is the first that the workers of this generation write on this node
 
 
 @dataclass(frozen=True)
@@ -120,21 +118,12 @@ class Lines:
 
 @dataclass(frozen=True)
 class Told:
-    """What a feature has to tell of this node, see `keepers`. Nobody waits for it, and nothing is decided by it."""
+    """What a feature has to tell of this node, see `keepers`; nobody waits for it."""
 
     launch: int
     generation: int
     feature: str  # its name
     data: dict[str, Any]  # plain data, of at most `watchers.MAX_TOLD_BYTES` as JSON
-
-
-@dataclass(frozen=True)
-class Diagnostics:
-    """What the workers of one node were doing when the launch hung."""
-
-    host: str  # the node's host name
-    file: str | None  # where all stacks are; None if they could not be written
-    where: dict[int, str]  # global rank -> where in its code it was, in a line
 
 
 @dataclass(frozen=True)
@@ -148,7 +137,6 @@ class Ended:
     exit_codes: dict[int, int] = field(default_factory=dict)  # by global rank, where they are known
     # What the node stores in the datastore now; `Stored` says when that is over.
     storing: str | None = None
-    diagnostics: Diagnostics | None = None  # of a hang
     alone: bool = False  # whether every worker has computed gradients and had no process group for them
 
 
@@ -238,7 +226,7 @@ class Stop:
     teller: int = CONTROL  # the node whose log says more
     # What the workers get first, so that they can save; None: SIGTERM for the whole tree at once.
     signal: int | None = None
-    diagnostics: bool = False  # whether to write down where every worker is before it is stopped
+    kind: str = ""  # of the cause: a feature may look at the workers once more before they are stopped
 
 
 @dataclass(frozen=True)
@@ -321,7 +309,7 @@ class Alone:
 
 
 Message: TypeAlias = (
-    Join | Ready | Started | Active | Failed | Lines | Told | Ended | Storing | Stored | Done | Leave | Beat
+    Join | Ready | Started | Wrote | Failed | Lines | Told | Ended | Storing | Stored | Done | Leave | Beat
     | Welcome | Refused | Go | Stop | Restart | Save | Verdict | Abort | Replaced | Note | Ack | Bye | Alone
 )  # fmt: skip
 _CLASSES: dict[str, type[Any]] = {cls.__name__.lower(): cls for cls in typing.get_args(Message)}

@@ -26,7 +26,6 @@ from .protocol import (
     WORKERS,
     Abort,
     Ack,
-    Active,
     Alone,
     Bye,
     Done,
@@ -50,6 +49,7 @@ from .protocol import (
     Told,
     Verdict,
     Welcome,
+    Wrote,
 )
 from .texts import QUIET_S, REMIND_S, counted, headline, names, size_text
 
@@ -62,8 +62,6 @@ _PORT_TAKEN = re.compile("EADDRINUSE|address already in use", re.IGNORECASE)
 _MAX_MOVES = 3
 # What a node needs beyond the workers' grace to kill, reap and read the last bytes.
 _STOP_MARGIN_S = 15.0
-# How long the nodes may take to write down what the workers of a hang are doing.
-DIAGNOSTICS_S = 15.0
 # How long the outputs of a launch that has failed may take, and the list of those that were stored in that time. The
 # nodes wait for it, and cost.
 SAVE_S = 120.0
@@ -116,7 +114,7 @@ class Gang:
             Join: self._on_join,
             Ready: self._on_ready,
             Started: self._on_started,
-            Active: self._on_active,
+            Wrote: self._on_wrote,
             Told: self._on_told,
             Failed: self._on_failed,
             Ended: self._on_ended,
@@ -164,7 +162,7 @@ class Gang:
 
     def _is_late(self, message: Message) -> bool:
         """Tell whether a message speaks of a launch that is over, or of another generation than the one that runs."""
-        if not isinstance(message, Started | Active | Told | Failed | Ended | Storing | Stored):
+        if not isinstance(message, Started | Wrote | Told | Failed | Ended | Storing | Stored):
             return False
         if self._is_early(message):
             return False
@@ -232,18 +230,21 @@ class Gang:
         launch = self._launch
         if now > self._deadline:
             self._time_is_up()
-        overrun = launch.overrun(now)
-        if overrun is not None:
-            kind, text = overrun
-            self._note("hang" if kind == "hang" else "timeout", text=text)
-            launch.note_failures([Failure(Cause(kind, CONTROL, self.nodes.host(CONTROL), exception=text))], now)
-            self._stop()
+        if (text := launch.overrun(now)) is not None:
+            self._fail_as_a_whole("timeout", text)
         if launch.phase is Phase.PAUSING and now >= launch.until:
             self._go()
         elif launch.phase is Phase.STOPPING and now > launch.until:
             self._decide()
         elif launch.phase is Phase.SAVING and now > launch.until:
             self._finish(launch.failing_with)
+
+    def _fail_as_a_whole(self, kind: str, text: str) -> None:
+        """Stop the launch because of something that is no node's failure."""
+        self._note(kind, text=text)
+        cause = Cause(kind, CONTROL, self.nodes.host(CONTROL), exception=text)
+        self._launch.note_failures([Failure(cause)], self._clock())
+        self._stop()
 
     def _time_is_up(self) -> None:
         """End what waits or runs beyond the step's ``@timeout``; workers, and what they store, `Launch.overrun` ends."""
@@ -348,7 +349,7 @@ class Gang:
             self._finish(obstacles.port_taken(pinned, self.nodes.host(CONTROL)))
             return
         launch.begin_generation(self._clock())
-        self.keepers.begin()
+        self.keepers.begin(launch.policy.features, self._age_s)
         limit = launch.policy.max_restarts
         if (runs := launch.ready[CONTROL].runs) != WORKERS:
             self._note(runs, text=f"{runs} on {counted(self.num_nodes, 'node')}")
@@ -367,10 +368,8 @@ class Gang:
     def _on_started(self, node: int, started: Started) -> None:
         self._note("started", node=node)
 
-    def _on_active(self, node: int, active: Active) -> None:
-        if active.first_output:
-            self._note("output", node=node)
-        self._launch.active_at = max(self._launch.active_at, self._clock() - active.age_s)
+    def _on_wrote(self, node: int, wrote: Wrote) -> None:
+        self._note("output", node=node)
 
     def _on_told(self, node: int, told: Told) -> None:
         self.keepers.handle(node, told, self._age_s)
@@ -456,7 +455,7 @@ class Gang:
         """Stop all because `node` fails; a launch with torchrun's own elasticity goes on while enough are left."""
         launch = self._launch
         if launch.phase is Phase.PAUSING:  # nothing runs, and nothing can start any more
-            self._fail(launch.error(launch.first_cause(), []))
+            self._fail(launch.error(self._first_cause(), []))
             return
         wanted = launch.policy.min_nodes
         if wanted is None:  # before all nodes are looked through
@@ -482,11 +481,11 @@ class Gang:
         for node in [node for node in launch.stores if launch.ended[node].ok]:
             del launch.stores[node]  # after a failure, only what was raised is wanted
         cause = launch.first_cause()
-        is_hang = cause is not None and cause.kind == "hang"
-        launch.until = self._clock() + self._stop_s + (DIAGNOSTICS_S if is_hang else 0.0)
+        kind = "" if cause is None else cause.kind
+        launch.until = self._clock() + self._stop_s + self.keepers.find_out_s(kind)
         number = launch.signal_for(cause)
         self._note("stopping", text="" if cause is None else summary(cause))
-        self._broadcast(Stop(launch.number, launch.generation, reason(cause), teller(cause), number, is_hang))
+        self._broadcast(Stop(launch.number, launch.generation, reason(cause), teller(cause), number, kind))
         self._decide_if_all_ended()  # no word of the workers' ends will come, if there are none
 
     def _decide_if_all_ended(self) -> None:
@@ -510,7 +509,7 @@ class Gang:
         """All nodes have ended, or their time is up: success, restart or failure."""
         launch = self._launch
         silent = [node for node in self.nodes.joined if node not in launch.ended]
-        cause = launch.first_cause()
+        cause = self._first_cause()
         all_well = all(ended.ok for node, ended in launch.ended.items() if node not in launch.dropped)
         if (cause is None or launch.dropped) and not silent and all_well:
             self._finish(None)
@@ -529,6 +528,12 @@ class Gang:
             self._broadcast(Restart(launch.number, launch.restarts, launch.policy.max_restarts, pause_s, cause))
         else:
             self._fail(launch.error(cause, silent))
+
+    def _first_cause(self) -> Cause | None:
+        """Return the failure that started it all, with what features have found out of it."""
+        cause = self._launch.first_cause()
+        detail = "" if cause is None else self.keepers.detail(cause.kind)
+        return replace(cause, detail=detail) if cause is not None and detail else cause
 
     def _can_start_again(self) -> bool:
         """Tell whether all nodes can go on; one that has given the launch up by itself does not listen to it."""
@@ -724,6 +729,8 @@ class Gang:
                 self._note(**asdict(each))
             for line in remarks.lines:
                 self._send(Note(line), CONTROL)
+            if remarks.failing is not None and self._launch.phase is Phase.RUNNING:
+                self._fail_as_a_whole(remarks.failing.kind, remarks.failing.text)
 
     # --- sending --------------------------------------------------------------------------------
 

@@ -9,7 +9,6 @@ QUIET_S = 10.0
 REMIND_S = 30.0
 
 _LISTED = 8  # numbers, ranges of numbers, or values
-_MAX_LINES = 64
 _HEADLINE_CHARS = 300
 
 
@@ -44,22 +43,6 @@ def first_values(values: list[str]) -> str:
     """Return the first of many values, and how many more there are."""
     more = f" and {len(values) - _LISTED} more values" if len(values) > _LISTED else ""
     return ", ".join(values[:_LISTED]) + more
-
-
-def places(where: list[tuple[int, str]]) -> list[str]:
-    """Say where each rank was; of many, those at the same place together."""
-    if len(where) <= _MAX_LINES:
-        return [f"Rank {rank} was at {place}." for rank, place in where]
-    at: dict[str, list[int]] = {}
-    for rank, place in where:
-        at.setdefault(place, []).append(rank)
-    return [f"{names(at[place], 'Rank')} {'was' if len(at[place]) == 1 else 'were'} at {place}." for place in at]
-
-
-def first_lines(lines: list[str]) -> list[str]:
-    """Return the first of many lines, and how many are left out."""
-    more = len(lines) - _MAX_LINES
-    return [*lines[:_MAX_LINES], f"{more} more such lines are left out."] if more > 0 else lines
 
 
 def headline(text: str) -> str:

@@ -26,7 +26,7 @@ from .policy import growing_pauses
 if TYPE_CHECKING:
     from .member import Member
 
-# A real-time signal, beside that of `node/stacks`; see there. SIGURG does no harm where there are none.
+# A real-time signal, beside that of `features/hangs/stacks`; see there. SIGURG does no harm where there are none.
 _WAKE = int(signal.SIGRTMAX) - 6 if hasattr(signal, "SIGRTMAX") else int(signal.SIGURG)
 
 

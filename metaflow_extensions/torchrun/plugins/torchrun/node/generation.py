@@ -7,23 +7,21 @@ A generation is in one `Phase` at a time, and it alone changes that. Everything 
 from __future__ import annotations
 
 import enum
-import os
 import shutil
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from ..errors import TorchrunError
 from ..gang.cause import Cause, Failure, describe_exit, first_failure, signal_name
-from ..gang.protocol import Diagnostics, Go
-from ..gang.state import DIAGNOSTICS_S
+from ..gang.protocol import Go
 from ..guardian.agent_events import AgentEnded, AgentEvent, End, Frozen, Terminated, WorkerEnded, WorkerStarted
 from ..logs.follower import LogFollower
 from .agent import AgentProcess
 from .exits import Exits, read_agent_report
 from .machine_faults import MachineFaults
 from .plan import Plan
-from .stacks import collect, find_py_spy
 from .watchers import Here, Watchers
 
 # How long all processes may take to end beyond their grace. SIGKILL ends all but what hangs in the kernel, and the
@@ -49,11 +47,6 @@ _NEXT = {
 }
 
 
-def stacks_folder(folder: str) -> str:
-    """Return where the workers whose logs lie in `folder` leave their stacks when asked for them."""
-    return os.path.join(folder, "stacks")
-
-
 class Generation:
     """The workers between one *go* and their end, on this node."""
 
@@ -66,13 +59,12 @@ class Generation:
         command: list[str],
         agent: AgentProcess,
         follower: LogFollower,
-        say: Callable[[str], None] = lambda text: None,  # takes a line for the log's details
+        say: Callable[..., None] = lambda text, is_detail=True: None,  # takes a line for the log, or for its details
     ) -> None:
         self.number = go.generation
         self.command = command  # the agent's argv
         self.phase = Phase.STARTING
         self.exits = Exits(folder, replace(plan.spec, nproc=plan.nproc), host)
-        self.diagnostics: Diagnostics | None = None  # what `diagnose` has found
         # torchrun may start an elastic launch's ranks again.
         has_ended = (lambda rank: False) if plan.is_elastic else self.exits.has_ended
         self._plan = plan
@@ -81,10 +73,23 @@ class Generation:
         self.log_dir = self._folder = folder  # torchrun's --log-dir
         self._agent = agent
         self._follower = follower
-        here = Here(plan, folder, follower, lambda: agent.pid, has_ended, say)
+        here = Here(
+            plan,
+            folder,
+            follower,
+            pid=lambda: agent.pid,
+            has_ended=has_ended,
+            say=say,
+            show=partial(say, is_detail=False),
+            running=self._running,
+            active_at=self._last_sign_of_life,
+            name=f"node{plan.spec.node_index}-launch{go.launch}-{go.generation}",
+            host=host,
+        )
         self.watchers = Watchers(plan.features, here, go.launch, go.generation)
         self._machine = MachineFaults(folder)
         self._pids: dict[int, int] = {}  # global rank -> pid
+        self._worker_ended_at: float | None = None  # the last one
         self._stopped_at = _NEVER
         self._fault: tuple[float, Cause] | None = None  # of what was frozen, or of the guardian
         self._agent_exit: int | None = None
@@ -151,16 +156,6 @@ class Generation:
         if self._plan.spec.log_dir is None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
-    def diagnose(self) -> str:
-        """Write down where every worker is, and return that for the log."""
-        running = {rank: pid for rank, pid in self._pids.items() if not self.exits.has_ended(rank)}
-        name = f"node{self._node}-launch{self.go.launch}-{self.number}"
-        found = collect(
-            running, stacks_folder(self._folder), self._plan.spec.log_dir, name, DIAGNOSTICS_S, find_py_spy()
-        )
-        self.diagnostics = Diagnostics(self._host, found.file, found.where)
-        return found.text
-
     @property
     def all_run(self) -> bool:
         """Whether all its workers are known to have begun; where they are not seen, what they have written tells."""
@@ -170,6 +165,12 @@ class Generation:
     def active_at(self) -> float | None:
         """When its workers were last found to have written."""
         return self._follower.last_output_at
+
+    def _running(self) -> dict[int, int]:
+        return {rank: pid for rank, pid in self._pids.items() if not self.exits.has_ended(rank)}
+
+    def _last_sign_of_life(self) -> float | None:
+        return max((at for at in (self.active_at, self._worker_ended_at) if at is not None), default=None)
 
     # --- what its agent tells -------------------------------------------------------------------
 
@@ -197,6 +198,7 @@ class Generation:
 
     def _on_worker_ended(self, event: WorkerEnded) -> str | None:
         failed = self.exits.note(event)
+        self._worker_ended_at = event.at
         if event.status is None:
             return None  # who was reaped before the others is not known yet
         if failed and self.phase is Phase.RUNNING and not self._plan.is_elastic:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -20,10 +20,9 @@ from ..logs.follower import LogFollower
 from ..machine.accelerators import Machine, omp_threads
 from ..machine.network import interface_of
 from .agent import AgentProcess, Warm
-from .generation import Generation, stacks_folder
-from .plan import Plan, Program
-from .stacks import hook_environment
-from .watchers import Variables, variables_of
+from .generation import Generation
+from .plan import Plan
+from .watchers import HOOKS, Variables, variables_of
 
 
 @dataclass(frozen=True)
@@ -39,22 +38,33 @@ def prepare(plan: Plan, go: Go, member: Member, new_agent: Callable[..., AgentPr
     if plan.call is not None:
         plan.call.begin()
     folder = _make_folder(plan, go)
+
+    def say(text: str, is_detail: bool = True) -> None:
+        member.emit(Event("note", member.node, text, is_detail))
+
+    variables = variables_of(plan, folder, say)
     try:
-        return _prepare_in(folder, plan, go, member, new_agent)
+        return _prepare_in(folder, plan, go, member, new_agent, variables, say)
     except BaseException:
-        _remove(folder, plan.program)
+        _remove(folder, () if plan.program is None else plan.program.files(), variables.folders)
         raise
 
 
-def _prepare_in(folder: str, plan: Plan, go: Go, member: Member, new_agent: Callable[..., AgentProcess]) -> Generation:
+def _prepare_in(
+    folder: str,
+    plan: Plan,
+    go: Go,
+    member: Member,
+    new_agent: Callable[..., AgentProcess],
+    variables: Variables,
+    say: Callable[..., None],
+) -> Generation:
     logs = {stream: os.path.join(folder, f"agent.{stream}") for stream in ("stdout", "stderr")}
     for path in logs.values():
         open(path, "wb").close()
 
-    def say(text: str) -> None:
-        member.emit(Event("note", member.node, text, is_detail=True))
-
-    variables = variables_of(plan.features, folder, say)
+    for name in variables.folders:
+        os.mkdir(os.path.join(folder, name))
     command = _command(plan, go, folder, variables)
     warm = _warm(plan, go, folder, command)
     env = _environment(plan, folder, member.own_address, variables)
@@ -89,13 +99,13 @@ def _make_folder(plan: Plan, go: Go) -> str:
         raise OSError(f"the folder {where} is gone; make it again, or have TMPDIR name another") from None
 
 
-def _remove(folder: str, program: Program | None) -> None:
+def _remove(folder: str, files: Iterable[str], folders: Iterable[str]) -> None:
     """Remove a folder that no agent has had, also where too many files are open: then it can't be listed."""
     shutil.rmtree(folder, ignore_errors=True)
-    for name in ("agent.stdout", "agent.stderr", *(program.files() if program is not None else ())):
+    for name in ("agent.stdout", "agent.stderr", *files):
         with suppress(OSError):
             os.remove(os.path.join(folder, name))
-    for each in (stacks_folder(folder), folder):
+    for each in (*(os.path.join(folder, name) for name in folders), folder):
         with suppress(OSError):
             os.rmdir(each)
 
@@ -112,9 +122,8 @@ def _environment(plan: Plan, folder: str, own_address: str | None, variables: Va
     env = {**variables.of_node, **agent_environment(given, inherited, threads, interface), **share}
     if plan.shares_machine:
         env.update(SHORT_PEER_ERRORS)
-    if plan.policy.hang_timeout_s is not None:
-        os.makedirs(stacks_folder(folder))
-        env.update(hook_environment(stacks_folder(folder)))
+    if variables.hooks:
+        env[HOOKS] = os.pathsep.join(variables.hooks)
     return env
 
 

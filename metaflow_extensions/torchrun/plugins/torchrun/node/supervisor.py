@@ -22,7 +22,6 @@ from ..gang.cause import Cause, Failure, FailureText, cause_of, failed
 from ..gang.member import Interruption, Member, TimedOut
 from ..gang.protocol import (
     CONTROL,
-    Active,
     Ended,
     Failed,
     Go,
@@ -34,8 +33,9 @@ from ..gang.protocol import (
     Stored,
     StoredOutputs,
     Verdict,
+    Wrote,
 )
-from ..guardian.agent_events import End, Refused, WorkerEnded
+from ..guardian.agent_events import End, Refused
 from ..launch.function import FunctionCall
 from ..launch.output_pieces import OutputPieces
 from ..launch.outputs import Outputs
@@ -52,8 +52,6 @@ from .watchers import results_of
 
 # How long to wait for news before looking around. Waking up now and then also lets Python run its signal handlers.
 _LOOK_S = 0.5
-# The gang hears of output once in this part of hang_timeout_s.
-_ACTIVE_PART = 0.1
 
 
 class Supervisor:
@@ -75,7 +73,6 @@ class Supervisor:
         self._is_preempted = False
         self._went_at: float | None = None
         self._last_lines = LastLines(member.node, self._show_last_lines)
-        self._said_active_at = 0.0
         self._said_started_of = -1  # the generation whose workers the gang knows to run
         self._said_output_of = -1  # the generation whose first output the gang has heard of
         self._command: list[str] = []
@@ -193,8 +190,9 @@ class Supervisor:
         is_told = stop.teller != CONTROL and self._plan.shares_machine  # another node has said why in this terminal
         if self._member.node == CONTROL and stop.because and not is_told:
             self._emit("stopping", f"{stop.because}; stopping all nodes")
-        if stop.diagnostics and generation.phase is Phase.RUNNING:
-            self._emit("diagnostics", f"what the workers were doing:\n{generation.diagnose()}")
+        if generation.phase is Phase.RUNNING:
+            for told in generation.watchers.before_stop(stop.kind):
+                self._member.send(told)
         generation.stop(stop.signal)
 
     def _on_restart(self, restart: Restart) -> None:
@@ -265,8 +263,6 @@ class Supervisor:
             self._emit("note", f"torchrun starts cold: {news.event.reason}")
         if generation.all_run:
             self._say_started(generation)
-        if isinstance(news.event, WorkerEnded):
-            self._say_active(generation, news.event.at)
         if failed is not None:
             self._fail(generation, failed)
         if isinstance(news.event, End):
@@ -300,17 +296,9 @@ class Supervisor:
     def _say_output(self, generation: Generation) -> None:
         if generation.active_at is not None:
             self._say_started(generation)
-            is_first = self._said_output_of != generation.number
-            self._said_output_of = generation.number
-            self._say_active(generation, generation.active_at, is_first)
-
-    def _say_active(self, generation: Generation, at: float, first_output: bool = False) -> None:
-        """Tell the gang that a worker has written or ended, unless it knows of something about as recent."""
-        limit_s = self._plan.policy.hang_timeout_s
-        is_due = limit_s is not None and at > self._said_active_at + limit_s * _ACTIVE_PART
-        if is_due or first_output:
-            self._said_active_at = at
-            self._member.send(Active(self._launch, generation.number, time.monotonic() - at, first_output))
+            if self._said_output_of != generation.number:
+                self._said_output_of = generation.number
+                self._member.send(Wrote(self._launch, generation.number))
 
     def _generation_ended(self, generation: Generation, end: End) -> None:
         told = generation.watchers.ended()
@@ -335,7 +323,6 @@ class Supervisor:
             generation.failures(),
             exit_codes=codes,
             storing=None if upload is None else upload.what,
-            diagnostics=generation.diagnostics,
             alone=frameworks is not None,
         )
         self._member.send(message)

@@ -26,6 +26,8 @@ from .preludes import Asked, Prelude
 
 # Frames have a larger limit, and shorten what is over it; data would not survive that.
 MAX_TOLD_BYTES = 512 * 1024
+# Has the paths of the hooks, for `worker_hooks`.
+HOOKS = "TORCHRUN_HOOKS"
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,11 @@ class Here:
     pid: Callable[[], int | None]  # of the guardian, once it runs
     has_ended: Callable[[int], bool]  # takes a global rank
     say: Callable[[str], None]  # takes a line for the log's details
+    show: Callable[[str], None]  # takes lines for the log
+    running: Callable[[], Mapping[int, int]]  # returns the workers that run: global rank -> pid
+    active_at: Callable[[], float | None]  # returns when a worker was last found to have written or ended
+    name: str = ""  # its own among the generations of the gang
+    host: str = ""
 
 
 @dataclass(frozen=True)
@@ -47,11 +54,13 @@ class Variables:
     of_node: Mapping[str, str] = field(default_factory=dict)
     # For programs that are no Python, so that no hook of ours runs there: torchrun fills ${local_rank} in.
     of_rank: Mapping[str, str] = field(default_factory=dict)
+    folders: tuple[str, ...] = ()  # that the workers need beside their logs
+    hooks: tuple[str, ...] = ()  # paths of Python programs that each worker runs before its own
 
     @property
     def names(self) -> set[str]:
         """The names of all; what a task has inherited under them is another worker's."""
-        return {*self.of_node, *self.of_rank}
+        return {*self.of_node, *self.of_rank, HOOKS}
 
 
 class Watcher:
@@ -61,6 +70,10 @@ class Watcher:
 
     def poll(self) -> Plain | None:
         """Return what is to be told now; called twice a second and more often, so mostly None."""
+        return None
+
+    def before_stop(self, kind: str) -> Plain | None:
+        """Look at the workers before they are stopped for a cause of this kind; return what is to be told."""
         return None
 
     def ended(self) -> Plain | None:
@@ -94,7 +107,11 @@ class Feature:
         """Return what keeps it: of all nodes on the control node, on another node of that one alone."""
         return None
 
-    def variables(self, folder: str) -> Variables:
+    def policy(self, given: Mapping[str, Any], settings: StepSettings) -> Plain:
+        """Return what its keeper is to look after in a launch, of the arguments of `run` and the attributes."""
+        return {}
+
+    def variables(self, plan: Plan, folder: str) -> Variables:
         """Return what workers whose logs lie in `folder` need to know."""
         return Variables()
 
@@ -130,16 +147,21 @@ def starts_of(
     return None
 
 
-def variables_of(features: Iterable[Feature], folder: str, say: Callable[[str], None]) -> Variables:
+def policies_of(features: Iterable[Feature], given: Mapping[str, Any], settings: StepSettings) -> dict[str, Plain]:
+    """Return what all features are to look after in a launch; raises TorchrunConfigError."""
+    found = {each.name: each.policy(given, settings) for each in features}
+    return {name: policy for name, policy in found.items() if policy}
+
+
+def variables_of(plan: Plan, folder: str, say: Callable[[str], None]) -> Variables:
     """Return the variables of all features."""
-    of_node: dict[str, str] = {}
-    of_rank: dict[str, str] = {}
-    for each in features:
+    all_of = Variables()
+    for each in plan.features:
         with _no_harm(each.name, say):
-            found = each.variables(folder)
-            of_node.update(found.of_node)
-            of_rank.update(found.of_rank)
-    return Variables(of_node, of_rank)
+            found = each.variables(plan, folder)
+            folders, hooks = (*all_of.folders, *found.folders), (*all_of.hooks, *found.hooks)
+            all_of = Variables({**all_of.of_node, **found.of_node}, {**all_of.of_rank, **found.of_rank}, folders, hooks)
+    return all_of
 
 
 def results_of(features: Iterable[Feature], told: Mapping[str, Plain], say: Callable[[str], None]) -> dict[str, Any]:
@@ -170,6 +192,10 @@ class Watchers:
     def poll(self) -> list[Told]:
         """Return what is to be told now."""
         return self._told(lambda watcher: watcher.poll())
+
+    def before_stop(self, kind: str) -> list[Told]:
+        """Have all look at the workers before they are stopped."""
+        return self._told(lambda watcher: watcher.before_stop(kind))
 
     def ended(self) -> list[Told]:
         """Return what is left to tell when all workers have ended."""

@@ -17,7 +17,6 @@ from ..gang.keepers import Keepers
 from ..gang.protocol import (
     WORKERS,
     Abort,
-    Active,
     Done,
     Ended,
     Go,
@@ -29,6 +28,7 @@ from ..gang.protocol import (
     Stop,
     Told,
     Verdict,
+    Wrote,
 )
 from .snapshot import Snapshot
 
@@ -109,15 +109,14 @@ class NodeRecords:
         self._note("ready", launch=ready.launch)
 
     def _on_go(self, go: Go) -> None:
-        self._keepers.begin()
+        self._keepers.begin({}, self._clock() - self._began_at)
         self._note("go" if self._runs == WORKERS else self._runs, node=None, launch=go.launch, generation=go.generation)
 
     def _on_started(self, started: Started) -> None:
         self._note("started", launch=started.launch, generation=started.generation)
 
-    def _on_active(self, active: Active) -> None:
-        if active.first_output:
-            self._note("output", launch=active.launch, generation=active.generation)
+    def _on_wrote(self, wrote: Wrote) -> None:
+        self._note("output", launch=wrote.launch, generation=wrote.generation)
 
     def _on_told(self, told: Told) -> None:
         self._keepers.handle(self._node, told, self._clock() - self._began_at)

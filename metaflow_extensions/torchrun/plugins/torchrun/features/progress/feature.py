@@ -12,6 +12,7 @@ from typing import Any
 from ...gang.keepers import Happened, Keeper, Plain, Remarks, Where
 from ...gang.protocol import Told
 from ...gang.wire import from_plain, to_plain
+from ...node.plan import Plan
 from ...node.watchers import Feature, Here, Variables, Watcher
 from ...records.summary import Summary
 from ...show.parts.model import Part
@@ -43,7 +44,7 @@ class Progress(Feature):
         """Return what keeps rank 0's values and all ranks' speeds, or the speeds of one node's ranks."""
         return ProgressKeeper() if of_all else OwnPaces()
 
-    def variables(self, folder: str) -> Variables:
+    def variables(self, plan: Plan, folder: str) -> Variables:
         """Return where a worker finds its file."""
         of_rank = metrics_file(folder.replace("$", "$$"), "${local_rank}")
         return Variables({FOLDER: os.path.dirname(metrics_file(folder, 0))}, {METRICS: of_rank})
@@ -93,7 +94,7 @@ class ProgressKeeper(Keeper):
     def __init__(self) -> None:
         self._kept = Kept()
 
-    def begin(self) -> None:
+    def begin(self, policy: Plain, at_s: float) -> None:
         """Compare all ranks anew."""
         self._kept.begin()
 
@@ -132,7 +133,7 @@ class OwnPaces(Keeper):
     def __init__(self) -> None:
         self._paces: Mapping[int, Pace] = {}
 
-    def begin(self) -> None:
+    def begin(self, policy: Plain, at_s: float) -> None:
         """Forget what the workers before have told."""
         self._paces = {}
 

@@ -1,11 +1,11 @@
-"""Lets a worker say which exception ended it, and where it is when a signal asks, even while it hangs.
+"""Lets a worker say which exception ended it, and runs what features have in workers.
 
 It also tells the worker where to write how far it is, and lets it say at its end that it has trained by itself.
 
 Python imports the first module of this name on its path before it runs a script; `launch.command` puts this folder
 first. Every Python process of a launch loads it, so it imports nothing that costs anything. It acts only in a worker,
 which is a child of the agent. What a worker starts has inherited the variables, but is no worker.
-`node.exits` reads ``exception.json`` and ``trained-alone``, `node.stacks` reads ``stacks-PID.txt``.
+`node.exits` reads ``exception.json`` and ``trained-alone``.
 """
 
 import os
@@ -271,19 +271,14 @@ def _accelerate_is_alone() -> bool:
     return state is not None and state.PartialState._shared_state.get("num_processes") == 1
 
 
-# --- where it hangs ---------------------------------------------------------------------------
+# --- what features have in workers ------------------------------------------------------------
 
 
-def _answer_with_stacks() -> None:
-    folder, number = os.environ.get("TORCHRUN_STACKS_FOLDER"), os.environ.get("TORCHRUN_STACKS_SIGNAL")
-    if not folder or not number:
-        return
-    import faulthandler  # built into the interpreter
-
-    # It must be open beforehand: the handler runs outside of the interpreter, which may be stuck.
-    path = os.path.join(folder, f"stacks-{os.getpid()}.txt")
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-    faulthandler.register(int(number), file=file, all_threads=True, chain=False)
+def _run_hooks() -> None:
+    """Run the hooks of features, as `node.watchers.Variables` names them: programs that define what they need."""
+    for path in filter(None, os.environ.get("TORCHRUN_HOOKS", "").split(os.pathsep)):
+        with open(path, encoding="utf-8") as file:
+            exec(compile(file.read(), path, "exec"), {"__name__": "torchrun_hook"})  # noqa: S102 - our own files
 
 
 # --- beginning --------------------------------------------------------------------------------
@@ -296,7 +291,7 @@ _is_spare = _kind == "worker"
 
 def _begin_worker() -> None:
     _find_folder()
-    _arrange(_name_its_metrics, _record_the_end, _tell_of_training_alone, _answer_with_stacks)
+    _arrange(_name_its_metrics, _record_the_end, _tell_of_training_alone, _run_hooks)
 
 
 def _begin_spare() -> None:
@@ -310,7 +305,7 @@ def _begin_program() -> None:
     """Arrange the rest when a spare has the environment of its worker."""
     if _is_worker():
         _find_folder()
-        _arrange(_name_its_metrics, _answer_with_stacks)
+        _arrange(_name_its_metrics, _run_hooks)
 
 
 def _arrange(*what: "Callable[[], None]") -> None:

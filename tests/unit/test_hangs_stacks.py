@@ -15,8 +15,10 @@ import pytest
 from setuptools import find_namespace_packages
 from unit_helpers import eventually, is_running, worker_environment, write
 
+from metaflow_extensions.torchrun.plugins.torchrun.features.hangs import stacks
 from metaflow_extensions.torchrun.plugins.torchrun.launch.command import WORKER_HOOKS
-from metaflow_extensions.torchrun.plugins.torchrun.node import stacks
+
+HOOK = str(Path(stacks.__file__).with_name("hook.py"))
 
 PY_SPY = shutil.which("py-spy", path=os.path.dirname(sys.executable))
 BY_SIGNAL = None  # what is found where py-spy is not installed
@@ -30,7 +32,7 @@ HANG = TRACEABLE + "print('ready', flush=True); import time; time.sleep(1000)"
 def start_worker(argv, folder, env=None):
     """Start a worker as the agent would, and return its process when it hangs."""
     inherited = {**os.environ, **(env or {})}
-    inherited |= stacks.hook_environment(str(folder))
+    inherited |= {**stacks.hook_environment(str(folder)), "TORCHRUN_HOOKS": HOOK}
     inherited = worker_environment(inherited, folder.parent)
     worker = subprocess.Popen(argv, env=inherited, start_new_session=True, stdout=subprocess.PIPE)
     assert worker.stdout.readline() == b"ready\n"
@@ -254,7 +256,7 @@ OUR_HANDLER = 1 << (stacks._SIGNAL - 1)
 def run_hooked(argv, folder, hooked=True, **env):
     env = {**os.environ, **env}
     if hooked:
-        hook = stacks.hook_environment(str(folder))
+        hook = {**stacks.hook_environment(str(folder)), "TORCHRUN_HOOKS": HOOK}
         env = {**worker_environment(env | hook, folder.parent), **({} if hooked is True else hooked)}
     return subprocess.run([sys.executable, *argv], env=env, capture_output=True, text=True, timeout=30)
 

@@ -1,6 +1,6 @@
 """What the workers of one node were doing when the gang was found to hang.
 
-Before the start, `hook_environment` arranges that the workers can be asked. Our ``sitecustomize`` (`worker_hooks`)
+Before the start, `hook_environment` arranges that the workers can be asked. Our hook in each worker (`hook`)
 registers a handler that writes their Python stacks. Later, `collect` asks all workers at once, each in a thread of its
 own: with py-spy where it is installed, else by the signal.
 
@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from ..machine import processes
+from ...machine import processes
 
 # A real-time signal: SIGUSR1 and SIGUSR2 belong to scripts, schedulers and torch itself (FatalSignalHandler in
 # c10/util/signal_handler.h, torch 2.13). Who needs any real-time signal counts up from SIGRTMIN, and Valgrind
