@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..errors import GangError, GangStartTimeout, TorchrunError
+from ..errors import GangError, GangStartTimeout, TorchrunError, TorchrunPreempted
 from .cause import Cause
 from .launch import error_of
+from .protocol import Join
 from .texts import names
 
 
@@ -58,3 +59,20 @@ def outside(cause: Cause, after_step: bool) -> TorchrunError:
     place = "in the call of" if cause.kind == "call" else "outside of"
     when = "after the step's code, before its results were stored" if after_step else f"{place} current.torch.run"
     return error_of(cause, f"It happened {when}; the other nodes were stopped.")
+
+
+def turned_away(join: Join, num_nodes: int, host: str | None) -> GangError:
+    """Return the error for a task whose node another one is, on `host`; None: the gang has no such node."""
+    why = f"another task of this attempt has the same node index (host {host})"
+    return GangError(f"{_turned_away(join)}: {why if host else f'there are {num_nodes} nodes in this gang'}.")
+
+
+def no_replacement(join: Join, host: str, is_member: bool) -> TorchrunPreempted:
+    """Return the error for a task that came in the place of another, which is on `host`."""
+    before = f"still runs (host {host}), and all ranks may save" if is_member else f"has ended (host {host})"
+    text = f"the task that it is to replace {before}. A gang takes no node twice. {TorchrunPreempted.remedy}"
+    return TorchrunPreempted(f"{_turned_away(join)}: {text}")
+
+
+def _turned_away(join: Join) -> str:
+    return f"Node {join.node} (host {join.host}) was turned away by the control node"

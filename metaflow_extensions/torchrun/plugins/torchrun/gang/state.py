@@ -7,15 +7,15 @@ one decision, and every node gets the same.
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 from typing import Any
 
-from ..errors import GangError, TorchrunError, TorchrunPreempted
+from ..errors import TorchrunError
 from . import obstacles
 from .cause import Cause, Failure, cause_of, describe_exit, first_failure
+from .decision import BACKOFF_LIMIT_S, Next, decide
 from .history import History, Kind, Record, of_the_gang
 from .keepers import Keepers, Where
 from .launch import LONGER, Launch, Phase, reason, summary, teller
@@ -52,14 +52,11 @@ from .protocol import (
     Wrote,
 )
 from .texts import QUIET_S, REMIND_S, counted, headline, names, size_text
+from .verdicts import events_for, verdicts
 
 Outgoing = tuple[int, Message]
 """A node's index and a message for it."""
 
-_BACKOFF_LIMIT_S = 30.0
-# What an agent says when its store can't listen (TCPStore, torch 2.13).
-_PORT_TAKEN = re.compile("EADDRINUSE|address already in use", re.IGNORECASE)
-_MAX_MOVES = 3
 # What a node needs beyond the workers' grace to kill, reap and read the last bytes.
 _STOP_MARGIN_S = 15.0
 # How long the outputs of a launch that has failed may take, and the list of those that were stored in that time. The
@@ -110,19 +107,6 @@ class Gang:
         self._early: dict[int, Ready] = {}  # of nodes that have given up the launch that still runs
         self._failed_with: TorchrunError | None = None  # a verdict that a member's step has ended with
         self._out: list[Outgoing] = []
-        self._handlers: dict[type, Callable[[int, Any], None]] = {
-            Join: self._on_join,
-            Ready: self._on_ready,
-            Started: self._on_started,
-            Wrote: self._on_wrote,
-            Told: self._on_told,
-            Failed: self._on_failed,
-            Ended: self._on_ended,
-            Storing: self._on_storing,
-            Stored: self._on_stored,
-            Done: self._on_done,
-            Leave: self._on_leave,
-        }
 
     @property
     def nproc(self) -> int | None:
@@ -155,9 +139,9 @@ class Gang:
 
     def handle(self, node: int, message: Message) -> list[Outgoing]:
         """Take a message of a node and return what is to be sent; what no node sends is ignored."""
-        handler = self._handlers.get(type(message))
+        handler = _HANDLERS.get(type(message))
         if handler is not None and self.nodes[node] is not None and not self._is_late(message):
-            handler(node, message)
+            handler(self, node, message)
         return self._flush()
 
     def _is_late(self, message: Message) -> bool:
@@ -284,11 +268,8 @@ class Gang:
         """
         node, host = join.node, self.nodes.host(join.node)
         state = self.nodes[node]
-        who = f"Node {node} (host {join.host}) was turned away by the control node"
         if state is None or self.nodes.is_same_place(join):
-            same = f"another task of this attempt has the same node index (host {host})"
-            why = same if state is not None else f"there are {self.num_nodes} nodes in this gang"
-            return Refused(GangError(f"{who}: {why}.")), []
+            return Refused(obstacles.turned_away(join, self.num_nodes, None if state is None else host)), []
         is_ending = self.broken is not None or self._launch.phase in (Phase.STOPPING, Phase.PAUSING, Phase.SAVING)
         is_member = state is NodeState.JOINED
         if is_member and not is_ending and node not in self.nodes.replaced:
@@ -298,9 +279,7 @@ class Gang:
             self._send(
                 Note(f"node {node} (host {host}) is being replaced: another task of this node has come"), CONTROL
             )
-        before = f"still runs (host {host}), and all ranks may save" if is_member else f"has ended (host {host})"
-        text = f"{who}: the task that it is to replace {before}. A gang takes no node twice. {TorchrunPreempted.remedy}"
-        return Refused(TorchrunPreempted(text), self._stop_s), self._flush()
+        return Refused(obstacles.no_replacement(join, host, is_member), self._stop_s), self._flush()
 
     # --- a launch: its start --------------------------------------------------------------------
 
@@ -507,48 +486,35 @@ class Gang:
 
     def _decide(self) -> None:
         """All nodes have ended, or their time is up: success, restart or failure."""
-        launch = self._launch
+        launch, now = self._launch, self._clock()
         silent = [node for node in self.nodes.joined if node not in launch.ended]
         cause = self._first_cause()
-        all_well = all(ended.ok for node, ended in launch.ended.items() if node not in launch.dropped)
-        if (cause is None or launch.dropped) and not silent and all_well:
+        follows = decide(launch, cause, silent, self.nodes.count(NodeState.JOINED) == self.num_nodes, now)
+        if follows is Next.FINISH:
             self._finish(None)
-        elif cause is None or silent or not self._can_start_again():
-            self._fail(launch.error(cause, silent))
-        elif self._may_move(cause):
+        elif follows is Next.MOVE:
             launch.generation += 1
             launch.moves += 1
             self._broadcast(Note("the port chosen for the rendezvous was taken meanwhile; starting on another"))
             self._go()
-        elif self._may_restart(cause):
-            self._note_cause(cause)
-            self.history.report(None, cause.describe(), cause.as_dict(), launch.number, launch.generation)
-            pause_s = launch.begin_pause(self._clock(), min(2.0**launch.restarts, _BACKOFF_LIMIT_S))
-            self._note("restart", text=f"restart {launch.restarts} of {launch.policy.max_restarts} in {pause_s:g} s")
-            self._broadcast(Restart(launch.number, launch.restarts, launch.policy.max_restarts, pause_s, cause))
+        elif follows is Next.RESTART and cause is not None:
+            self._restart(cause, now)
         else:
             self._fail(launch.error(cause, silent))
+
+    def _restart(self, cause: Cause, now: float) -> None:
+        launch = self._launch
+        self._note_cause(cause)
+        self.history.report(None, cause.describe(), cause.as_dict(), launch.number, launch.generation)
+        pause_s = launch.begin_pause(now, min(2.0**launch.restarts, BACKOFF_LIMIT_S))
+        self._note("restart", text=f"restart {launch.restarts} of {launch.policy.max_restarts} in {pause_s:g} s")
+        self._broadcast(Restart(launch.number, launch.restarts, launch.policy.max_restarts, pause_s, cause))
 
     def _first_cause(self) -> Cause | None:
         """Return the failure that started it all, with what features have found out of it."""
         cause = self._launch.first_cause()
         detail = "" if cause is None else self.keepers.detail(cause.kind)
         return replace(cause, detail=detail) if cause is not None and detail else cause
-
-    def _can_start_again(self) -> bool:
-        """Tell whether all nodes can go on; one that has given the launch up by itself does not listen to it."""
-        is_whole = self.nodes.count(NodeState.JOINED) == self.num_nodes
-        return is_whole and not self._launch.given_up and self._launch.preempted is None
-
-    def _may_move(self, cause: Cause) -> bool:
-        """Tell whether somebody took the chosen port before the agent did, and another may be chosen."""
-        taken = cause.kind == "agent" and _PORT_TAKEN.search(cause.detail) is not None
-        return taken and self._launch.ready[CONTROL].master_port is None and self._launch.moves < _MAX_MOVES
-
-    def _may_restart(self, cause: Cause) -> bool:
-        launch, policy = self._launch, self._launch.policy
-        over = cause.kind == "step_timeout" or self._clock() >= launch.deadline  # as one node's clock has it
-        return cause.category in policy.retry_on and launch.restarts < policy.max_restarts and not over
 
     def _fail(self, error: TorchrunError) -> None:
         """End the launch with an error, when what outputs there are is stored."""
@@ -597,34 +563,20 @@ class Gang:
                 self._on_ready(node, ready)
 
     def _send_verdict(self, nodes: Iterable[int], error: TorchrunError | None) -> None:
-        launch = self._launch
-        features = self.keepers.verdict(launch.number)
-        made: dict[tuple[int, bool], Verdict] = {}  # one message for all that get the same
-        for node in nodes:
-            if node in launch.ready:  # by the number the node itself gave it, which may be the contradiction
-                number = launch.ready[node].launch
-                key = (number, node == CONTROL)
-                if key not in made:
-                    events = self._events_for(node, self._events())
-                    alone = error is None and launch.alone
-                    stored, outputs = launch.stored_for(node, error), launch.outputs_for(node)
-                    made[key] = Verdict(number, error, stored, events, features, alone, outputs)
-                self._send(made[key], node)
+        features = self.keepers.verdict(self._launch.number)
+        for node, verdict in verdicts(self._launch, nodes, error, self._events(), features):
+            self._send(verdict, node)
 
     def _send_late_verdict(self, number: int, node: int, error: TorchrunError | None) -> None:
         """Send the end of a launch to a node that has come to it since, or that can't take part in it."""
         records = self._events()
         if number < self._launch.number:  # to which others have come meanwhile
             records = tuple(record for record in self.history.records if record.launch in (number, None))
-        self._send(Verdict(number, error, events=self._events_for(node, records)), node)
+        self._send(Verdict(number, error, events=events_for(node, records)), node)
 
     def _events(self) -> tuple[Record, ...]:
         """Return what has happened in the last launch and after it."""
         return self.history.since(self._launch.mark)
-
-    @staticmethod
-    def _events_for(node: int, records: tuple[Record, ...]) -> tuple[Record, ...]:
-        return records if node == CONTROL else of_the_gang(records)
 
     # --- leaving --------------------------------------------------------------------------------
 
@@ -744,3 +696,18 @@ class Gang:
         self._take_remarks()
         out, self._out = self._out, []
         return out
+
+
+_HANDLERS: dict[type, Callable[[Gang, int, Any], None]] = {
+    Join: Gang._on_join,
+    Ready: Gang._on_ready,
+    Started: Gang._on_started,
+    Wrote: Gang._on_wrote,
+    Told: Gang._on_told,
+    Failed: Gang._on_failed,
+    Ended: Gang._on_ended,
+    Storing: Gang._on_storing,
+    Stored: Gang._on_stored,
+    Done: Gang._on_done,
+    Leave: Gang._on_leave,
+}
