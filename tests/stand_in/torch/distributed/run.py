@@ -95,8 +95,9 @@ def main():
     stop(workers)
     if any(codes):
         report(workers, int(options.node_rank) * len(workers))
-    return 1 if any(codes) or _stopped_by else 0
+    if any(codes) or _stopped_by:
+        sys.exit(1)  # not returned: a spare agent calls this function, as torchrun's, which raises then
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
