@@ -144,6 +144,11 @@ def test_a_gang_without_records_as_data(golden):
     golden("no-records.json", json.dumps(data, indent=1) + "\n")
 
 
+def test_a_feature_that_keeps_nothing_is_not_in_the_data():
+    data = as_data(place(), a_gang(silent=None, usage={"nodes": {}}), ["progress", "usage"])
+    assert ("silent" in data, data["progress"], data["usage"]) == (False, None, {"nodes": {}})
+
+
 def test_each_golden_file_is_one_of_a_case():
     assert {path.stem for path in FOLDER.iterdir()} == {*CASES, "no-records"}
 

@@ -89,7 +89,7 @@ class Feature:
 
     name = ""  # also where the stored record of a gang has what its keeper keeps, and of its section on the gang's page
     after = ""  # the section of the page that comes before its own; empty where it has none
-    # How records of its kinds are told on the page of several ranks or nodes at once: with {ranks}, {nodes} and {text}.
+    # How records of its kinds are told on the page of several ranks or nodes at once: with {ranks}, {nodes}, {text}, {took}.
     together: Mapping[str, str] = MappingProxyType({})
 
     def starts(self, settings: StepSettings, machine: Machine, requested: Nproc | None) -> WarmStarts | None:

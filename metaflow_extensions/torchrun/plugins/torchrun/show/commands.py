@@ -80,9 +80,8 @@ def show(obj: Any, gang: str, attempt: int | None, as_json: bool) -> None:
     found = [(each, _checked(each, attempt)) for each in _find(obj, stored, gang)]
     if as_json:
         from ..features.listed import FEATURES
-        from ..node.watchers import keepers_of
 
-        kept = keepers_of(FEATURES, 1).record()
+        kept = [feature.name for feature in FEATURES if feature.after]
         gangs = [as_data(each.place(which), _now(stored, each, which), kept) for each, which in found]
         shown_run = {"run": found[0][0].asked_run, "step": found[0][0].step, "gangs": gangs}
         click.echo(json.dumps(shown_run, indent=2, allow_nan=False))

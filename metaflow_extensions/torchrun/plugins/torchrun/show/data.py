@@ -12,7 +12,7 @@ from .page import Place
 
 
 def as_data(place: Place, snapshot: Snapshot | None, kept: Iterable[str] = ()) -> dict[str, Any]:
-    """Return it; `kept` are the names of features that keep something, which are null where there is nothing."""
+    """Return it; `kept` are the names of features whose numbers are null where there are none."""
     known = snapshot or Snapshot()
     summary, stored = known.summary, known.stored()
     nodes = {node.index: node for node in summary.nodes}
@@ -32,7 +32,7 @@ def as_data(place: Place, snapshot: Snapshot | None, kept: Iterable[str] = ()) -
         **{name: stored.get(name) for name in ("reports", "events")},
         "outputs": None if snapshot is None else to_plain(known.outputs),
         **dict.fromkeys(kept),
-        **known.features,
+        **{name: kept for name, kept in known.features.items() if kept is not None},
     }
     plain: dict[str, Any] = finite(data)
     return plain

@@ -14,7 +14,6 @@ _TOGETHER = {
     "ready": "{nodes} called run",
     "started": "{nodes}: all workers run",
     "output": "{nodes}: first output",
-    "command": "{nodes}: {text}, {took}",
     "exited": "{ranks} {text}",
     "stopped": "{nodes}: all workers are gone",
     "stopped before": "{nodes}: all commands are gone",
@@ -99,7 +98,7 @@ def timeline(records: Iterable[Record], more: Mapping[str, str] | None = None) -
         is_before = each.kind == "before_run" or (is_before and each.kind != "go")
         record = replace(each, kind=f"{each.kind} before") if is_before and each.kind in _OF_WORKERS else each
         if record.kind in together:
-            _collect(groups, record)
+            _collect(groups, record, together[record.kind])
             continue
         flush()
         is_said = record.text.rstrip(".") == said
@@ -114,15 +113,15 @@ def timeline(records: Iterable[Record], more: Mapping[str, str] | None = None) -
 
 def _worth(groups: dict[tuple[str, int | None, str], _Group]) -> list[_Group]:
     """Leave out that all workers of nodes are gone, where the ends of their ranks, or of commands, are told."""
-    exited = {node for each in groups.values() if each.first.kind in ("exited", "command") for node in each.nodes}
+    exited = {node for each in groups.values() if each.first.exit_code is not None for node in each.nodes}
     gone = ("stopped", "stopped before")
     return [each for each in groups.values() if each.first.kind not in gone or not exited.issuperset(each.nodes)]
 
 
-def _collect(groups: dict[tuple[str, int | None, str], _Group], record: Record) -> None:
-    # A hint follows the colon, which the report has; the text of who joined is its host.
-    brief = record.text.split(":")[0] if record.kind in ("exited", "left") else ""
-    text = record.text if record.kind == "command" else brief
+def _collect(groups: dict[tuple[str, int | None, str], _Group], record: Record, template: str) -> None:
+    text = record.text if "{text}" in template else ""
+    if record.kind in ("exited", "left"):
+        text = record.text.split(":")[0]  # a hint follows the colon, which the report has
     groups.setdefault((record.kind, record.launch, text), _Group(record, record, text)).add(record)
 
 

@@ -7,6 +7,7 @@ worker starts before the last command has ended.
 from __future__ import annotations
 
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from ...gang.keepers import Happened, Keeper, Plain, Remarks
@@ -26,6 +27,7 @@ class BeforeRun(Feature):
     """Commands of the user's before the workers."""
 
     name = "before_run"
+    together = MappingProxyType({"command": "{nodes}: {text}, {took}"})
 
     def prelude(self, asked: Asked) -> Prelude | None:
         """Return the launch of the commands, where some are asked for."""
