@@ -235,7 +235,7 @@ def test_a_full_disk_is_told_with_the_command(tmp_path, monkeypatch):
         plan, "host", Go(0, 0, 1, "gang", 0, 0), str(tmp_path), [], FakeAgent([], {}, None, print), follower
     )
     generation.start()
-    generation.take(AgentEnded(1, 0.0))
+    generation.handle(AgentEnded(1, 0.0))
     (failure,) = generation.failures()
     assert failure.cause.exception.startswith("before_run 1/1 (make) exited with code 2, on a full disk: nothing more")
     assert not failure.cause.is_consequence

@@ -50,9 +50,9 @@ STARTING, RUNNING, STOPPING, ENDED = Phase
 )
 def test_the_way_of_a_generation(acts, phases, generation):
     can = {
-        "agent_fails": lambda: generation.take(AgentEnded(1, 0.0)),
-        "agent_ends": lambda: generation.take(AgentEnded(0, 0.0)),
-        "freeze": lambda: generation.take(Frozen(None, None, 7, 0.0)),
+        "agent_fails": lambda: generation.handle(AgentEnded(1, 0.0)),
+        "agent_ends": lambda: generation.handle(AgentEnded(0, 0.0)),
+        "freeze": lambda: generation.handle(Frozen(None, None, 7, 0.0)),
     }
     seen = [generation.phase]
     for act in acts.split():
@@ -97,6 +97,6 @@ def test_a_full_disk_explains_what_a_worker_could_not(tmp_path):
 def test_a_full_disk_explains_an_agents_end(tmp_path):
     generation = made_in("/proc")
     generation.start()
-    generation.take(AgentEnded(1, 0.0))
+    generation.handle(AgentEnded(1, 0.0))
     text = "its torchrun agent exited with code 1, on a full disk: nothing more can be written to /proc"
     assert [failure.cause.exception for failure in generation.failures()] == [text]

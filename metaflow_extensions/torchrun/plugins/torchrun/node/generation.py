@@ -65,28 +65,12 @@ class Generation:
         self.command = command  # the agent's argv
         self.phase = Phase.STARTING
         self.exits = Exits(folder, replace(plan.spec, nproc=plan.nproc), host)
-        # torchrun may start an elastic launch's ranks again.
-        has_ended = (lambda rank: False) if plan.is_elastic else self.exits.has_ended
         self._plan = plan
         self._node, self._host = plan.spec.node_index, host
         self.go = go
         self.log_dir = self._folder = folder  # torchrun's --log-dir
         self._agent = agent
         self._follower = follower
-        here = Here(
-            plan,
-            folder,
-            follower,
-            pid=lambda: agent.pid,
-            has_ended=has_ended,
-            say=say,
-            show=partial(say, is_detail=False),
-            running=self._running,
-            active_at=self._last_sign_of_life,
-            name=f"node{plan.spec.node_index}-launch{go.launch}-{go.generation}",
-            host=host,
-        )
-        self.watchers = Watchers(plan.features, here, go.launch, go.generation)
         self._machine = MachineFaults(folder)
         self._pids: dict[int, int] = {}  # global rank -> pid
         self._worker_ended_at: float | None = None  # the last one
@@ -95,6 +79,24 @@ class Generation:
         self._agent_exit: int | None = None
         self._agent_failed_at: float | None = None
         self._end: End | None = None
+        self.watchers = Watchers(plan.features, self._here(say), go.launch, go.generation)
+
+    def _here(self, say: Callable[..., None]) -> Here:
+        plan, go = self._plan, self.go
+        return Here(
+            plan,
+            self._folder,
+            self._follower,
+            pid=lambda: self._agent.pid,
+            # torchrun may start an elastic launch's ranks again.
+            has_ended=(lambda rank: False) if plan.is_elastic else self.exits.has_ended,
+            say=say,
+            show=partial(say, is_detail=False),
+            running=self._running,
+            active_at=self._last_sign_of_life,
+            name=f"node{self._node}-launch{go.launch}-{go.generation}",
+            host=self._host,
+        )
 
     # --- its life -------------------------------------------------------------------------------
 
@@ -174,8 +176,8 @@ class Generation:
 
     # --- what its agent tells -------------------------------------------------------------------
 
-    def take(self, event: AgentEvent) -> str | None:
-        """Take what the agent tells; return what has failed by that while it ran, in words for the log."""
+    def handle(self, event: AgentEvent) -> str | None:
+        """Handle what the agent tells; return what has failed by that while it ran, in words for the log."""
         match event:
             case WorkerStarted():
                 self._pids[event.rank] = event.pid
@@ -189,7 +191,7 @@ class Generation:
                 self._on_end(event)
         return None
 
-    def look(self) -> str | None:
+    def unseen_failure(self) -> str | None:
         """Return what has failed as torchrun alone has seen, in words for the log."""
         if self.phase is not Phase.RUNNING or self._plan.is_elastic:  # an elastic agent may start workers again
             return None
@@ -203,7 +205,7 @@ class Generation:
             return None  # who was reaped before the others is not known yet
         if failed and self.phase is Phase.RUNNING and not self._plan.is_elastic:
             return f"rank {event.rank} {self._machine.how_ended(event.status)}"
-        return self.look()
+        return self.unseen_failure()
 
     def _on_fault(self, event: Frozen | Terminated) -> str | None:
         if self.phase is not Phase.RUNNING:

@@ -99,8 +99,8 @@ class Supervisor:
         try:
             self._member.send(self._ready())
             while self._verdict is None:
-                self._take(self._next())
-                self._tell_of_features()
+                self._handle(self._next())
+                self._send_told()
             self._say_end(self._verdict.error)
             if self._verdict.error is not None:
                 raise self._verdict.error
@@ -124,7 +124,7 @@ class Supervisor:
         with suppress(queue.Empty):
             return self._member.inbox.get(timeout=_LOOK_S)
 
-    def _tell_of_features(self) -> None:
+    def _send_told(self) -> None:
         """Tell the gang what the features have to tell, now and then."""
         generation = self._generation
         if generation is None or generation.phase is not Phase.RUNNING:
@@ -135,7 +135,7 @@ class Supervisor:
         for each in told:
             self._member.send(each)
 
-    def _take(self, news: Any) -> None:
+    def _handle(self, news: Any) -> None:
         if isinstance(news, Go | Stop | Restart | Save | Verdict) and news.launch != self._launch:
             return  # late news of a launch that the step's code gave up
         self._handlers[type(news)](news)
@@ -238,15 +238,15 @@ class Supervisor:
         self._is_preempted = True
         what = self._member.cause_of(error).what
         self._emit("stopping", f"{what}; stopping all nodes")
-        self._tell(error)
+        self._report(error)
 
     def _on_timed_out(self, news: TimedOut) -> None:
         error = self._member.timed_out(news.text)
         if self._generation is None:
             raise error
-        self._tell(error)
+        self._report(error)
 
-    def _tell(self, error: BaseException, given_up: bool = False) -> None:
+    def _report(self, error: BaseException, given_up: bool = False) -> None:
         """Tell the gang what has happened to this node, unless it knows; a launch goes on until the verdict."""
         if not self._member.gang_knows(error):
             failure = Failure(self._member.cause_of(error))
@@ -258,7 +258,7 @@ class Supervisor:
         generation = self._generation
         if generation is None or generation.number != news.generation:
             return
-        failed = generation.take(news.event)
+        failed = generation.handle(news.event)
         if isinstance(news.event, Refused):
             self._emit("note", f"torchrun starts cold: {news.event.reason}")
         if generation.all_run:
@@ -274,7 +274,7 @@ class Supervisor:
         if (generation := self._generation) is None:
             return
         generation.raise_if_overdue()
-        if (failed := generation.look()) is not None:
+        if (failed := generation.unseen_failure()) is not None:
             self._fail(generation, failed)
         elif generation.phase is Phase.RUNNING:
             self._say_output(generation)
@@ -388,7 +388,7 @@ class Supervisor:
     def _give_up(self, error: BaseException) -> None:
         """Tell the gang first, unless it has decided, then stop everything here."""
         if self._verdict is None:
-            self._tell(error, given_up=True)
+            self._report(error, given_up=True)
         self._give_up_upload()
         self._close_generation(self._plan.grace_s)
         if self._verdict is None:
