@@ -65,13 +65,11 @@ class FakeNode:
         Where the workers' logs go.
     number : int
         The node's index; ranks begin at twice that.
-    call : FunctionCall, optional
-        What the ranks call.
     spec, plan : dict
         Fields of `LaunchSpec` and `Plan` that matter to the test.
     """
 
-    def __init__(self, folder, number=0, call=None, spec=None, **plan):
+    def __init__(self, folder, number=0, spec=None, **plan):
         self.number = number
         self.said, self.output, self.events = [], [], []
         self._sent, self._agents, self._came = queue.Queue(), queue.Queue(), queue.Queue()
@@ -89,7 +87,7 @@ class FakeNode:
             **(spec or {}),
         }
         launch = LaunchSpec("/flow/train.py", (), False, **spec)
-        self.plan = Plan(launch, "127.0.0.1", **{"machine": Machine(1), "write": self._write, "call": call, **plan})
+        self.plan = Plan(launch, "127.0.0.1", **{"machine": Machine(1), "write": self._write, **plan})
         self.new_agent = self._new_agent
 
     def send(self, message):
@@ -160,9 +158,9 @@ class FakeNode:
     def restart(self, cause, number=1):
         self.member.deliver(Restart(0, number, 3, 0.0, cause))
 
-    def verdict(self, error=None, stored=None, **more):
+    def verdict(self, error=None, **more):
         """Have the control node decide; return what `run` returns or raises."""
-        self.member.deliver(Verdict(0, error, stored or {}, **more))
+        self.member.deliver(Verdict(0, error, **more))
         return self.outcome()
 
     def interrupt(self, news):

@@ -1,6 +1,7 @@
 """Calls of `current.torch.run` whose launches are only written down."""
 
 from dataclasses import replace
+from typing import ClassVar
 
 from metaflow_extensions.torchrun.plugins.torchrun import executor
 from metaflow_extensions.torchrun.plugins.torchrun.executor import Context, TorchrunExecutor
@@ -20,6 +21,8 @@ def recorded_calls(monkeypatch, tmp_path, features=()):
     launches, plans, outcomes = [], [], []
 
     class Recorder:
+        told: ClassVar = {}
+
         def __init__(self, plan, member):
             launches.append((plan.spec, plan.policy))
             plans.append(plan)

@@ -42,7 +42,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
     Ready,
     Replaced,
     Stop,
-    Stored,
+    Told,
     Verdict,
     Welcome,
 )
@@ -688,8 +688,8 @@ def test_what_is_raised_in_the_control_nodes_loop_breaks_the_gang_with_its_text(
 def test_a_message_that_can_not_be_sent_is_told_to_all(start_control, join):
     control = start_control()
     member = join(control)
-    member.send(Stored(0, 0, dict.fromkeys(range(20000), "k" * 100)))
-    assert "a 'stored' message of" in member.inbox.expect(ControlLost, 5.0).reason
+    member.send(Told(0, 0, "some", dict.fromkeys(map(str, range(20000)), "k" * 100)))
+    assert "a 'told' message of" in member.inbox.expect(ControlLost, 5.0).reason
     assert "Node 1" in control.inbox.expect(Abort, 5.0).error.message
 
 

@@ -19,7 +19,6 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
     Ended,
     Note,
     Restart,
-    Stored,
     Told,
     Verdict,
     to_wire,
@@ -70,8 +69,8 @@ def test_of_too_many_records_the_first_and_the_last_are_kept_and_one_says_so():
 
 
 def test_what_can_not_be_shortened_is_refused_by_name():
-    with pytest.raises(ValueError, match=r"'stored' message of \d+ .* 1048576"):
-        encode(Stored(0, 0, dict.fromkeys(range(20000), "k" * 100)))
+    with pytest.raises(ValueError, match=r"'told' message of \d+ .* 1048576"):
+        encode(Told(0, 0, "some", dict.fromkeys(map(str, range(20000)), "k" * 100)))
 
 
 @pytest.mark.parametrize("data", [b"[]", b"", b"\xff\xfe{}", b"null", b"[" * 500_000, b'{"a": '])

@@ -35,9 +35,9 @@ def test_silence_of_all_ranks_is_a_hang():
     assert kept.tick(149.0, None) == Remarks()
     failing = Failing("hang", "no rank wrote anything or exited for 30 s")
     assert kept.tick(149.1, None) == Remarks(failing=failing)
-    kept.begin({"timeout_s": 30.0}, 149.1)
+    kept.begin(0, {"timeout_s": 30.0}, 149.1)
     assert kept.tick(179.0, None) == Remarks()
-    kept.begin({}, 200.0)
+    kept.begin(0, {}, 200.0)
     assert kept.tick(999.0, None) == Remarks(), "nobody asks for it"
 
 
@@ -53,7 +53,7 @@ def test_where_the_ranks_were_is_told():
         "Stacks of node 1 (host host-1): in its log only",
     ]
     assert (kept.detail("timeout"), kept.find_out_s("timeout"), kept.find_out_s("hang")) == ("", 0.0, 15.0)
-    kept.begin({}, 200.0)
+    kept.begin(0, {}, 200.0)
     assert kept.detail("hang") == ""
 
 

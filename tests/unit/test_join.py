@@ -16,7 +16,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.channel.registry import Addre
 from metaflow_extensions.torchrun.plugins.torchrun.errors import GangError, TorchrunPreempted
 from metaflow_extensions.torchrun.plugins.torchrun.gang.history import Record
 from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import ConnectPolicy
-from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Join, Replaced, StoredOutputs
+from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Join, Replaced
 from metaflow_extensions.torchrun.plugins.torchrun.gang.state import Gang
 from metaflow_extensions.torchrun.plugins.torchrun.machine.network import pick_port, place
 from metaflow_extensions.torchrun.plugins.torchrun.records.snapshot import Snapshot
@@ -155,8 +155,7 @@ def begun(registry, *more):
     records = [
         Record(kind, at_s, 1000.0 + at_s, node=node, text=text) for at_s, (kind, node, text) in enumerate(events)
     ]
-    outputs = {0: {1: StoredOutputs("k", 3, 9)}}
-    known = Snapshot(2, 2, events=tuple(records), outputs=outputs, wants_outputs=True)
+    known = Snapshot(2, 2, events=tuple(records), features={"outputs": {"0": {"1": {"key": "k", "files": 3}}}})
     registry.save_snapshot(known, 1.0)
     return known.events
 
@@ -173,7 +172,7 @@ def test_a_control_node_does_not_take_the_place_of_one_whose_gang_had_begun(regi
     assert "@retry" in str(here.value)
     stored = registry.load_snapshot()
     assert stored.events[:-1] == events
-    assert stored.outputs, "all that the first has left is there"
+    assert stored.features["outputs"], "all that the first has left is there"
     assert stored.reports[-1].text == str(here.value)
     summary = stored.summary
     assert (summary.outcome, [node.state for node in summary.nodes]) == ("failed", ["lost", "lost"])

@@ -19,8 +19,8 @@ class Notebook(Keeper):
             raise RuntimeError("torn")
         self.kept.append((name, *about))
 
-    def begin(self, policy, at_s):
-        self._note("begin", policy, at_s)
+    def begin(self, launch, policy, at_s):
+        self._note("begin", launch, policy, at_s)
 
     def handle(self, node, told, at_s):
         self._note("handle", node, told.data, at_s)
@@ -36,9 +36,13 @@ class Notebook(Keeper):
         self._note("record")
         return {"kept": len(self.kept), "none": math.inf}
 
-    def verdict(self, launch):
+    def besides(self):
+        self._note("besides")
+        return {"more": 3}
+
+    def verdict(self, launch, to_control, error):
         self._note("verdict", launch)
-        return {"last": launch}
+        return {"last": launch, "knows": to_control and error is None}
 
 
 def told(feature, **data):
@@ -62,16 +66,16 @@ def test_each_keeper_gets_what_is_told_of_its_feature():
 def test_all_hear_what_happens_to_the_workers():
     first, second = Notebook(), Notebook()
     keepers = Keepers({"first": first, "second": second})
-    keepers.begin({"second": {"limit": 1}}, 4.0)
+    keepers.begin(3, {"second": {"limit": 1}}, 4.0)
     keepers.ended(2, ok=False)
-    assert first.kept == [("begin", {}, 4.0), ("ended", 2, False)]
-    assert second.kept == [("begin", {"limit": 1}, 4.0), ("ended", 2, False)]
+    assert first.kept == [("begin", 3, {}, 4.0), ("ended", 2, False)]
+    assert second.kept == [("begin", 3, {"limit": 1}, 4.0), ("ended", 2, False)]
 
 
 def test_what_is_kept_can_be_stored_and_told():
     keepers = Keepers({"first": Notebook(), "empty": Keeper()})
-    assert keepers.verdict(4) == {"first": {"last": 4}}
-    assert keepers.record() == {"first": {"kept": 2, "none": None}, "empty": None}
+    assert keepers.verdict(4, True, None) == {"first": {"last": 4, "knows": True}}
+    assert keepers.record() == {"first": {"kept": 2, "none": None}, "more": 3}
 
 
 def test_remarks_are_handed_out_once():
@@ -85,16 +89,16 @@ def test_remarks_are_handed_out_once():
 
 def use(keepers):
     """Call everything; return what was said."""
-    keepers.begin({}, 0.0)
+    keepers.begin(0, {}, 0.0)
     keepers.handle(0, told("first"), 1.0)
     keepers.ended(0, ok=True)
     keepers.record()
-    keepers.verdict(0)
+    keepers.verdict(0, True, None)
     keepers.tick(2.0, where)
     return [line for remarks in keepers.pop_remarks() for line in remarks.lines]
 
 
-@pytest.mark.parametrize("fails", ["begin", "ended", "tick", "record", "verdict"])
+@pytest.mark.parametrize("fails", ["begin", "ended", "tick", "record", "besides", "verdict"])
 def test_a_keeper_that_raises_is_silent_from_then_on_and_a_line_says_so_once(fails):
     well, ill = Notebook(), Notebook(fails)
     keepers = Keepers({"first": ill, "second": well})
@@ -103,7 +107,7 @@ def test_a_keeper_that_raises_is_silent_from_then_on_and_a_line_says_so_once(fai
     before = list(ill.kept)
     assert use(keepers) == ["a line"]
     assert ill.kept == before
-    assert keepers.record() == {"first": None, "second": {"kept": len(well.kept), "none": None}}
+    assert keepers.record() == {"first": None, "second": {"kept": len(well.kept) - 1, "none": None}, "more": 3}
 
 
 def test_a_message_that_does_not_fit_silences_its_node_alone():

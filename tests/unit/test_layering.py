@@ -13,17 +13,14 @@ from metaflow_extensions.torchrun.plugins import torchrun as package
 FOLDER = Path(package.__file__).parent
 PICTURE = Path(__file__).parents[2] / "docs" / "architecture.md"
 
-# They run in processes of their own: they import none of ours. Some of ours import some of them, so that both sides
-# pickle alike, and ask and answer alike.
+# They run in processes of their own: they import none of ours.
 SCRIPTS = "worker"
-IMPORTED_SCRIPTS = {
-    "launch.function": {"worker.function_worker"},
-}
-# Those of a feature lie in its room; torchrun starts the second one, which has torch.
+# So do these, which are a feature's. The task imports function_worker, too, so that both sides pickle alike.
 SCRIPTS_OF_FEATURES = (
     "features.before_run.command_runner",
-    "features.preflight.preflight_worker",
     "features.hangs.hook",
+    "features.preflight.preflight_worker",
+    "features.functions.function_worker",
 )
 # Besides `compat`, these may import Metaflow, and what it promises: `current` and the base of its exceptions.
 KNOW_METAFLOW = {"decorator", "gang_of_one", "errors", "tracebacks", "show.live_card", "task.task_gang"}
@@ -99,11 +96,7 @@ def imports_in(source, module):
             assert node.level <= len(here) + 1, f"{module} reaches out of its package"
             base = [*here[: len(here) + 1 - node.level], *(node.module or "").split(".")]
             found = ".".join(part for part in base if part)
-            ours |= (
-                {found}
-                if found in {*MODULES, *(script for scripts in IMPORTED_SCRIPTS.values() for script in scripts)}
-                else {f"{found}.{alias.name}".lstrip(".") for alias in node.names}
-            )
+            ours |= {found} if found in MODULES else {f"{found}.{alias.name}".lstrip(".") for alias in node.names}
     words = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
     if "compat.renamed" in ours and any(word.startswith("metaflow.") for word in words):
         foreign.add("metaflow")
@@ -111,9 +104,6 @@ def imports_in(source, module):
 
 
 IMPORTS = {module: imports_in(source_of(module), module) for module in MODULES}
-for module, scripts in IMPORTED_SCRIPTS.items():
-    assert IMPORTS[module][0] >= scripts
-    IMPORTS[module][0].difference_update(scripts)
 
 
 def place_of(module):
@@ -163,7 +153,7 @@ def test_only_the_border_knows_metaflow_and_nobody_knows_torch(module):
     allowed = set(sys.stdlib_module_names) | (
         {"metaflow"} if module in KNOW_METAFLOW or place_of(module) == "compat" else set()
     )
-    allowed |= {"torch"} if module == SCRIPTS_OF_FEATURES[1] else set()
+    allowed |= {"torch"} if module in SCRIPTS_OF_FEATURES[2:] else set()
     assert foreign <= allowed, f"{module} imports {sorted(foreign - allowed)}"
 
 
@@ -207,13 +197,6 @@ def test_a_spare_imports_only_what_lies_beside_it():
     assert {name for module in (*needed, "features.warm.spare") for name in IMPORTS[module][0]} == needed
 
 
-@pytest.mark.parametrize("script", sorted((FOLDER / SCRIPTS).glob("*.py")), ids=lambda path: path.stem)
-def test_a_workers_script_imports_nothing_of_ours_and_they_alone_import_torch(script):
-    ours, foreign = imports_in(script.read_text(encoding="utf-8"), f"worker.{script.stem}")
-    assert ours == set()
-    assert foreign - set(sys.stdlib_module_names) == {"torch"}
-
-
 @pytest.mark.parametrize("script", SCRIPTS_OF_FEATURES)
 def test_a_features_script_imports_nothing_of_ours(script):
     assert IMPORTS[script][0] == set()
@@ -221,7 +204,8 @@ def test_a_features_script_imports_nothing_of_ours(script):
 
 def test_a_workers_script_takes_no_module_of_ours_for_one_of_pythons():
     """Its folder stands first on its ``sys.path`` while it imports what it needs itself."""
-    assert not {path.stem for path in (FOLDER / SCRIPTS).glob("*.py")} & set(sys.stdlib_module_names)
+    folders = [FOLDER / SCRIPTS, *(FOLDER / place_of(script) for script in SCRIPTS_OF_FEATURES)]
+    assert not {path.stem for folder in folders for path in folder.glob("*.py")} & set(sys.stdlib_module_names)
 
 
 def test_a_room_itself_holds_no_code():

@@ -149,7 +149,7 @@ class Heard(Keeper):
     def __init__(self):
         self.told = []
 
-    def begin(self, policy, at_s):
+    def begin(self, launch, policy, at_s):
         self.told.clear()
 
     def handle(self, node, told, at_s):

@@ -17,7 +17,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.errors import (
 )
 from metaflow_extensions.torchrun.plugins.torchrun.executor import Context, TorchrunExecutor
 from metaflow_extensions.torchrun.plugins.torchrun.features.preflight.feature import Preflight, preflight_spec
-from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec, OutputRequest
+from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec
 from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import Machine
 from metaflow_extensions.torchrun.plugins.torchrun.settings import parse_settings
 
@@ -28,7 +28,6 @@ def test_the_preflight_runs_where_the_script_will():
     same = {"nproc": 4, "num_nodes": 3, "node_index": 1, "python": "/usr/bin/python3", "master_port": 29500}
     same |= {"env": (("NCCL_SOCKET_IFNAME", "eth1"),), "cwd": "/somewhere"}
     own = {"options": (("role", "x"),), "shown_local_ranks": frozenset({1}), "max_restarts": 3, "min_nodes": 2}
-    own |= {"outputs": OutputRequest(("model",), "/somewhere", "all")}
     spec = LaunchSpec("train", ("--lr", "1"), module=True, **same, **own)
     found = preflight_spec(spec, with_links=False)
     assert found == LaunchSpec(found.entrypoint, (), module=False, **same)
@@ -56,7 +55,7 @@ class Step:
     def launch(self, plan, member):
         self.launches.append((plan.spec, plan.policy, plan.facts))
         self.goes_on.append(plan.goes_on)
-        return SimpleNamespace(run=self.end, stored={})
+        return SimpleNamespace(run=self.end, told={})
 
     def end(self):
         if self.fail is not None:

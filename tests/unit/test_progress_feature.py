@@ -157,7 +157,7 @@ def test_a_node_keeps_how_fast_its_own_ranks_are():
     paces = {"6": {"step": 120, "steps_per_s": 3.2, "seconds": None}}
     paces["7"] = {"step": 119, "steps_per_s": None, "seconds": None}
     assert json.dumps(kept.record()) == json.dumps({"progress": {"paces": paces}})
-    kept.begin({}, 2.0)
+    kept.begin(0, {}, 2.0)
     assert kept.record() == {"progress": None}
 
 

@@ -40,6 +40,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.compat.jobs import job_of
 from metaflow_extensions.torchrun.plugins.torchrun.compat.steps import SameInterpreter
 from metaflow_extensions.torchrun.plugins.torchrun.decorator import TorchrunDecorator
 from metaflow_extensions.torchrun.plugins.torchrun.errors import GangError, TorchrunError
+from metaflow_extensions.torchrun.plugins.torchrun.features.functions import function_worker
 from metaflow_extensions.torchrun.plugins.torchrun.features.warm import spare
 from metaflow_extensions.torchrun.plugins.torchrun.launch.outputs import Outputs
 from metaflow_extensions.torchrun.plugins.torchrun.launch.transfer import Step, Transfer
@@ -49,7 +50,6 @@ from metaflow_extensions.torchrun.plugins.torchrun.show import live_card
 from metaflow_extensions.torchrun.plugins.torchrun.task import report as node_report
 from metaflow_extensions.torchrun.plugins.torchrun.task import submit_checks
 from metaflow_extensions.torchrun.plugins.torchrun.task.task_gang import TaskGang
-from metaflow_extensions.torchrun.plugins.torchrun.worker import function_worker
 
 STORING = ("persist", "save_metadata", "done")
 

@@ -11,7 +11,6 @@ from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import (
     FunctionSpec,
     LaunchSpec,
     Node,
-    OutputRequest,
     build_spec,
 )
 from metaflow_extensions.torchrun.plugins.torchrun.settings import parse_settings
@@ -56,9 +55,6 @@ def refusal(*args, **arguments):
         *(({"cwd": wrong}, ["cwd=", "path of a folder"]) for wrong in (3, b"/", ["/"])),
         *(({"env": wrong}, ["can't be"]) for wrong in ({"A=B": 1}, {"": 1}, {"A": "x\0y"}, {"A\0": 1}, {3: 1})),
         ({"env": ["A=1"]}, ["env", "must be a dict"]),
-        ({"outputs_from": "all"}, ["outputs_from='all'", "outputs names none"]),
-        ({"outputs": ["model/"], "outputs_from": "rank0"}, ["run(outputs_from) is 'rank0'", "'control', 'all'"]),
-        ({"outputs": "../model"}, ["run(outputs) has '../model'", "out of the working directory"]),
         ({"cwd": "/no such folder"}, ["'/no such folder'", "is not a folder"]),
         *(({"entrypoint": missing}, ["entrypoint='train.py'"]) for missing in (None, "")),
         *(
@@ -162,16 +158,6 @@ def test_a_folder_for_logs_is_what_torchrun_would_take_it_for(script, tmp_path, 
         assert build(script, cwd=cwd, **asked).log_dir == str(tmp_path / "here" / "my logs")
     assert build(script, cwd="here", torchrun_args={"log_dir": "/logs"}).log_dir == "/logs"
     assert build(script).log_dir is None
-
-
-def test_outputs_lie_where_the_workers_run(script, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert build(script).outputs is None
-    assert build(script, outputs="model/").outputs == OutputRequest(("model",), str(tmp_path), "control")
-    everywhere = build(script, outputs=["*.json"], outputs_from="all", cwd="/tmp").outputs
-    assert everywhere == OutputRequest(("*.json",), "/tmp", "all")
-    assert [everywhere.is_of(node) for node in (0, 1)] == [True, True]
-    assert [build(script, outputs="a").outputs.is_of(node) for node in (0, 1)] == [True, False]
 
 
 # --- the entrypoint ------------------------------------------------------------------------------

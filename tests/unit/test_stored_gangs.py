@@ -346,6 +346,6 @@ def test_a_pattern_that_is_none_is_said():
 
 
 def test_outputs_of_launches_long_ago_are_said_to_be_known_to_their_results():
-    known = Snapshot(outputs={7: {}}, launches_left_out=2)
+    known = Snapshot(features={"outputs": {"7": {}}, "launches_left_out": 2})
     with pytest.raises(CommandException, match="where those of 2 earlier launches are, their results alone know"):
         commands._outputs(None, known, 3)

@@ -1,18 +1,16 @@
 """What one node does in one launch: which message follows on what its agent says and what its gang decides."""
 
+import functools
 import gc
 import itertools
-import json
 import os
-import pickle
 import queue
 import resource
 import signal
 import tempfile
 import threading
 import time
-from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -27,7 +25,6 @@ from metaflow_extensions.torchrun.plugins.torchrun.errors import (
     TorchrunPreempted,
 )
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
-from metaflow_extensions.torchrun.plugins.torchrun.gang.history import Record
 from metaflow_extensions.torchrun.plugins.torchrun.gang.member import Interruption, TimedOut
 from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import LaunchPolicy
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
@@ -38,8 +35,8 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
     Save,
     Started,
     Stored,
-    StoredOutputs,
     Storing,
+    Told,
     Verdict,
     Wrote,
 )
@@ -50,9 +47,12 @@ from metaflow_extensions.torchrun.plugins.torchrun.guardian.agent_events import 
     Terminated,
     WorkerStarted,
 )
-from metaflow_extensions.torchrun.plugins.torchrun.launch.function import FunctionCall
-from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import OutputRequest
+from metaflow_extensions.torchrun.plugins.torchrun.launch import transfer
+from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import FunctionSpec
+from metaflow_extensions.torchrun.plugins.torchrun.launch.transfer import Step, TransferFailed
 from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import Machine
+from metaflow_extensions.torchrun.plugins.torchrun.node.services import Service, Services, ToStore
+from metaflow_extensions.torchrun.plugins.torchrun.node.watchers import Feature
 
 REPORT = "Traceback (most recent call last):\nChildFailedError\n"  # of torchrun, when a worker has failed
 STOP, CLOSE = ("stop", 30.0), ("close", 0.0)
@@ -133,21 +133,10 @@ def test_the_gang_hears_once_that_all_workers_run_however_that_is_known(seen, ho
 # --- ranks that train alone -------------------------------------------------------------------------
 
 
-@dataclass
-class Call:
-    """A function's call, of which nothing is to be stored."""
+class MeansIt(Service):
+    """What wants each rank's own value."""
 
-    gather: bool = False
-    folder: str = "/none"
-
-    def begin(self):
-        pass
-
-    def upload(self, *_):
-        return None
-
-    def returned(self, *_):
-        return {}
+    may_train_alone = True
 
 
 @pytest.mark.parametrize(
@@ -156,8 +145,8 @@ class Call:
         ({}, [0, 1], True),
         ({}, [0], False),
         ({}, [], False),
-        ({"call": Call()}, [0, 1], True),
-        ({"call": Call(gather=True)}, [0, 1], False),  # who wants each rank's value has them work apart
+        ({"services": Services({"some": Service()})}, [0, 1], True),
+        ({"services": Services({"some": MeansIt()})}, [0, 1], False),
         ({"spec": {"nproc": 1, "num_nodes": 1}}, [0], False),
         ({"is_ours": True}, [0, 1], False),
     ],
@@ -183,13 +172,13 @@ def test_of_workers_that_fail_nobody_says_how_they_have_trained(node):
 TRAINER, ACCELERATE = "TrainingArguments(use_cpu=True)", "Accelerator(cpu=True)"
 
 
-@pytest.mark.parametrize(("number", "call"), [(0, None), (1, None), (0, Call())])
+@pytest.mark.parametrize(("number", "function"), [(0, None), (1, None), (0, FunctionSpec("train", "", "", None))])
 @pytest.mark.parametrize(
     ("imported", "named"),
     [("", []), ("accelerate.state", [ACCELERATE]), ("transformers.trainer accelerate.state", [TRAINER])],
 )
-def test_the_control_node_alone_warns_of_it_once(tmp_path, number, call, imported, named):
-    node = FakeNode(tmp_path, number, call)
+def test_the_control_node_alone_warns_of_it_once(tmp_path, number, function, imported, named):
+    node = FakeNode(tmp_path, number, spec={"function": function})
     agent = node.running()
     for local_rank in (0, 1):
         write(Path(node.worker_writes(agent, "stdout", "", local_rank)).parent / "trained-alone", imported)
@@ -204,8 +193,8 @@ def test_the_control_node_alone_warns_of_it_once(tmp_path, number, call, importe
         )
         assert [remedy for remedy in (TRAINER, ACCELERATE) if remedy in said[0]] == named
         assert ("'ACCELERATE_USE_CPU': 'true'" in said[0]) is bool(named)
-        assert ("run(init='auto')" in said[0]) is (call is not None)
-        assert ("init_process_group()" in said[0]) is (call is None)
+        assert ("run(init='auto')" in said[0]) is (function is not None)
+        assert ("init_process_group()" in said[0]) is (function is None)
         assert [kind for kind, _ in node.said][-2:] == ["ended", "note"]
 
 
@@ -627,7 +616,7 @@ def test_output_counts_where_nobody_reads_it(tmp_path):
     assert node.output == []
 
 
-# --- what other nodes need of this node's ranks -----------------------------------------------------
+# --- what features store at the end -------------------------------------------------------------------
 
 
 class Store:
@@ -646,12 +635,54 @@ class Store:
         self.data[f"key {len(self.data)}"] = data
         return f"key {len(self.data) - 1}"
 
-    def load(self, keys):
-        for key in keys:
-            yield key, self.data[key]
-
     def trouble(self):
         return self.last_error
+
+
+class Left(ToStore):
+    """Something of each of some ranks."""
+
+    def __init__(self, store, ranks):
+        self.store, self.ranks, self.keys = store, ranks, {}
+
+    def steps(self):
+        for rank in self.ranks:
+            yield Step(f"rank {rank}'s value", functools.partial(self.save, rank), transfer.PATIENCE_S, rank)
+
+    def save(self, rank):
+        self.keys[str(rank)] = self.store.save(b"")
+
+    def told(self):
+        return dict(self.keys) or None
+
+    def lines(self, problem, seconds):
+        return [f"stored {len(self.keys)}, {problem}"]
+
+
+class Files(Service):
+    """Stores what node 1 has: of both ranks, and after a failure of the first."""
+
+    folder, saves = "/folder of a service", "its files"
+
+    def __init__(self, store):
+        self.store, self.generations, self.fails = store, 0, False
+
+    def begin(self, spec):
+        self.generations += 1
+
+    def to_store(self, ok):
+        return Left(self.store, [2, 3] if ok else [2])
+
+    def to_save(self, within_s):
+        return Left(self.store, [2]) if self.saves else None
+
+    def result(self, told, say):
+        if self.fails:
+            raise TransferFailed("rank 2's value could not be loaded")
+        return {"values": told, "metrics": {"generations": self.generations}}
+
+    def failed(self, error, told):
+        error.outputs = told or None
 
 
 @pytest.fixture
@@ -663,61 +694,77 @@ def store():
 
 
 @pytest.fixture
-def call(store):
-    with closing(FunctionCall(print, None, None, True, store)) as call:
-        yield call
-
-
-def returns(call, *ranks, name="returned"):
-    for rank in ranks:
-        Path(call.folder, "values", f"{name}-{rank}.pkl").write_bytes(pickle.dumps(f"of rank {rank}"))
+def service(store):
+    return Files(store)
 
 
 @pytest.fixture
-def storing(tmp_path, call, store):
-    """Return a member whose ranks have returned; it stores the first of their values and waits for the store."""
-    node = FakeNode(tmp_path, number=1, call=call, store=store)
-    agent = node.running()
-    returns(call, 2, 3)
-    node.all_end_well(agent)
-    assert node.expect(Ended).storing.startswith("rank 2's value (")
-    assert node.expect(Storing).what.startswith("rank 2's value (")
+def with_service(tmp_path, service, store):
+    return FakeNode(tmp_path, number=1, services=Services({"files": service}), store=store)
+
+
+@pytest.fixture
+def storing(with_service, store):
+    """Return a member whose ranks have ended; it stores the first of their values and waits for the store."""
+    node = with_service
+    node.all_end_well(node.running())
+    ended = node.expect(Ended)
+    assert (ended.storing, ended.saves) == ("rank 2's value", "its files")
+    assert node.expect(Storing).what == "rank 2's value"
     assert store.saves.acquire(timeout=DEADLINE_S)
     return node
 
 
-def test_what_ranks_return_is_stored_one_by_one(storing, store):
-    store.words.put("go on")
-    assert storing.expect(Storing).what.startswith("rank 3's value (")
-    store.words.put("go on")
-    stored = storing.expect(Stored)
-    assert (stored.keys, stored.failures) == ({2: "key 0", 3: "key 1"}, ())
-    assert list(storing.verdict()) == ["of rank 2", "of rank 3"]
+def stored_of(node):
+    """Return what was told of the service, and *stored*."""
+    told = []
+    while not isinstance(message := node.next_message(), Stored):
+        told += [message] if isinstance(message, Told) else []
+    return [(each.feature, each.data) for each in told], message
 
 
-def test_a_value_that_can_not_be_stored_is_a_failure(storing, store):
+def test_what_is_left_is_stored_one_by_one_and_told_before_the_end(storing, store):
+    store.words.put("go on")
+    assert storing.expect(Storing).what == "rank 3's value"
+    store.words.put("go on")
+    told, stored = stored_of(storing)
+    assert (told, stored.failures) == ([("files", {"2": "key 0", "3": "key 1"})], ())
+    assert storing.texts("note") == ["stored 2, None"]
+    result = storing.verdict(features={"files": {"2": "key 0"}})
+    assert (result.values, result.metrics) == ({"2": "key 0"}, {"generations": 1})
+
+
+def test_parts_store_one_after_the_other(tmp_path, service, store):
+    node = FakeNode(tmp_path, number=1, services=Services({"files": service, "more": Files(store)}), store=store)
+    for _ in range(4):
+        store.words.put("go on")
+    node.all_end_well(node.running())
+    assert node.expect(Ended).saves == "its files and its files"
+    told, _ = stored_of(node)
+    assert told == [("files", {"2": "key 0", "3": "key 1"}), ("more", {"2": "key 2", "3": "key 3"})]
+    node.verdict(ERROR)
+
+
+def test_what_can_not_be_stored_is_a_failure(storing, store):
     store.words.put("fail")
-    cause = storing.expect(Stored).failures[0].cause
-    assert (cause.kind, cause.rank, cause.local_rank) == ("store", 2, 0)
+    told, stored = stored_of(storing)
+    cause = stored.failures[0].cause
+    assert (told, cause.kind, cause.rank, cause.local_rank) == ([], "store", 2, 0)
     assert "could not be stored in the s3 datastore s3://bucket after 0 s: RuntimeError: SlowDown" in cause.exception
     storing.verdict(ERROR)
     assert storing.texts("worker_failed") == [f"{cause.who} {cause.what}; stopping all nodes"]
 
 
-def test_an_upload_that_takes_too_long_is_a_failure(tmp_path, call, store, monkeypatch):
-    monkeypatch.setattr("metaflow_extensions.torchrun.plugins.torchrun.launch.transfer.PATIENCE_S", -1.0)
-    node = FakeNode(tmp_path, number=1, call=call, store=store)
-    agent = node.running()
-    returns(call, 2)
-    node.all_end_well(agent)
-    node.expect(Ended)
-    cause = node.expect(Stored).failures[0].cause
+def test_an_upload_that_takes_too_long_is_a_failure(with_service, monkeypatch):
+    monkeypatch.setattr(transfer, "PATIENCE_S", -1.0)
+    with_service.all_end_well(with_service.running())
+    cause = stored_of(with_service)[1].failures[0].cause
     assert cause.exception.endswith("after 0 s: it has not answered, or is too slow")
-    node.verdict(ERROR)
+    with_service.verdict(ERROR)
 
 
 def test_an_upload_that_takes_long_is_told(storing, store, monkeypatch):
-    monkeypatch.setattr("metaflow_extensions.torchrun.plugins.torchrun.launch.transfer.REMIND_S", 0.0)
+    monkeypatch.setattr(transfer, "REMIND_S", 0.0)
     store.last_error = "503"
     storing.interrupt(None)
     assert storing.expect(Storing).what.endswith("(the datastore fails: 503)")
@@ -726,7 +773,7 @@ def test_an_upload_that_takes_long_is_told(storing, store, monkeypatch):
 
 
 @pytest.mark.parametrize("news", ["stop", "go", "interruption"])
-def test_an_upload_is_given_up_for_what_is_more_urgent(news, storing, store):
+def test_an_upload_is_given_up_for_what_is_more_urgent(news, storing, store, service):
     if news == "interruption":
         storing.interrupt(Interruption.MUST_END)
         assert isinstance(storing.outcome(), TorchrunPreempted)
@@ -735,56 +782,108 @@ def test_an_upload_is_given_up_for_what_is_more_urgent(news, storing, store):
         storing.verdict(ERROR)
     else:
         agent = storing.go(generation=1)
+        assert service.generations == 2
     for _ in range(2):
         store.words.put("go on")
     eventually(lambda: "torchrun-values" not in {thread.name for thread in threading.enumerate()})
     assert store.words.qsize() == 1, "the second value is not begun"
     if news == "go":  # now there is news of the upload as well
-        assert storing.ends_well(agent, error=ERROR)[0].generation == 1
+        agent.say(End(1))
+        assert storing.expect(Ended).generation == 1
+        storing.verdict(ERROR)
     if news == "interruption":
         assert (storing.expect(Failed).given_up, storing.expect(Ended).generation) == (True, None)
-    assert storing.nothing_more_is_sent()
+    if news != "go":
+        assert storing.nothing_more_is_sent()
 
 
-def test_what_ranks_raised_is_stored_in_spite_of_a_stop_and_its_loss_is_no_failure(tmp_path, call, store):
-    node = FakeNode(tmp_path, call=call, store=store)
-    agent = node.running()
-    returns(call, 1, name="raised")
-    node.worker_ended(agent, 1, 1)
+def test_what_is_stored_of_a_failure_is_so_in_spite_of_a_stop_and_its_loss_is_no_failure(with_service, store):
+    agent = with_service.running()
+    with_service.worker_ended(agent, 1, 1)
     agent.say(End(1))
-    node.expect(Failed)
-    assert node.expect(Ended).storing.startswith("what its ranks raised (")
-    node.expect(Storing)
-    node.stop()
+    with_service.expect(Failed)
+    assert with_service.expect(Ended).storing == "rank 2's value"
+    with_service.expect(Storing)
+    with_service.stop()
     store.words.put("fail")
-    stored = node.expect(Stored)
-    assert (stored.keys, stored.failures) == ({}, ())
-    node.verdict(ERROR)
+    told, stored = stored_of(with_service)
+    assert (told, stored.failures) == ([], ())
+    with_service.verdict(ERROR)
 
 
-def test_a_node_that_was_stopped_while_it_ended_well_stores_nothing(tmp_path, call, store):
-    node = FakeNode(tmp_path, number=1, call=call, store=store)
+def test_a_node_that_was_stopped_while_it_ended_well_stores_nothing(with_service):
+    agent = with_service.running()
+    with_service.stop()
+    assert with_service.ends_well(agent, error=ERROR)[0].storing is None
+
+
+@pytest.mark.parametrize("saves", ["its files", None])
+def test_what_is_left_of_a_failed_launch_is_stored_when_the_gang_says_so(saves, with_service, service, store):
+    service.saves, service.to_store = saves, lambda ok: None
+    agent = with_service.running()
+    agent.say(End(1))
+    assert with_service.expect(Ended).saves == saves
+    with_service.member.deliver(Save(0, 3, ERROR, 60.0))  # of a generation that was to come
+    store.words.put("go on")
+    told, stored = stored_of(with_service)
+    assert (stored.generation, stored.failures) == (3, ())
+    assert told == ([("files", {"2": "key 0"})] if saves else [])
+    error = LaunchFailed(ERROR.message, ERROR.cause)
+    assert with_service.verdict(error, features={"files": {"2": "key"}}) is error
+    assert error.outputs == {"2": "key"}
+    assert ("stores its files, for 60 s at most" in with_service.texts("note")) is (saves is not None)
+
+
+def test_a_result_that_can_not_be_loaded_is_a_failure_of_a_launch_that_had_ended_well(tmp_path, service):
+    service.fails, service.to_store = True, lambda ok: None
+    node = FakeNode(tmp_path, services=Services({"files": service}))
+    ended, error = node.ends_well(node.running(), features={"files": {"2": "key"}})
+    assert ended.storing is None
+    assert error.cause["category"] == "store"
+    assert "The workers of launch 0 had ended well on all nodes." in str(error)
+    assert error.outputs == {"2": "key"}
+
+
+def test_a_node_that_has_nothing_to_store_says_so_at_once(node):
     agent = node.running()
-    returns(call, 2, 3)
-    node.stop()
-    assert node.ends_well(agent, error=ERROR)[0].storing is None
+    agent.say(End(1))
+    assert node.expect(Ended).saves is None
+    node.member.deliver(Save(0, 0, ERROR, 60.0))
+    node.expect(Stored)
+    assert node.verdict(ERROR).outputs is None
 
 
-@pytest.mark.parametrize("is_there", [True, False])
-def test_the_control_nodes_result_has_the_values_of_all_ranks(is_there, tmp_path, call, store):
-    node = FakeNode(tmp_path, call=call, store=store)
+def test_a_node_that_loses_the_control_node_while_that_stores_knows_what_has_failed(tmp_path):
+    node = FakeNode(tmp_path, number=1)
     agent = node.running()
-    returns(call, 0, 1)
-    store.data = {f"key {rank}": pickle.dumps(f"of rank {rank}") for rank in (2, 3) if is_there}
-    records = (Record("done", 1.0, 1001.0),)
-    ended, result = node.ends_well(agent, stored={2: "key 2", 3: "key 3"}, events=records)
-    assert ended.storing is None, "its own values need no way"
-    assert [event["kind"] for event in result.events] == ["done"]
-    if is_there:
-        assert list(result) == [f"of rank {rank}" for rank in range(4)]
-    else:
-        assert result.cause["category"] == "store"
-        assert "The workers of launch 0 had ended well on all nodes." in str(result)
+    agent.say(End(1))
+    node.expect(Ended)
+    node.member.deliver(Save(0, 0, ERROR))
+    node.member.lose_control("its connection has ended")
+    assert node.outcome() is ERROR
+
+
+def test_parts_are_closed_at_the_end_and_where_another_is_refused():
+    class Closes(Service):
+        closed = 0
+
+        def close(self):
+            self.closed += 1
+
+    class Gives(Feature):
+        def __init__(self, name, service):
+            self.name, self.service = name, service
+
+    def refuse(call):
+        raise TorchrunError("not so")
+
+    one, other = Closes(), Closes()
+    with Services.of([Gives("a", lambda call: one), Gives("b", lambda call: None)], None) as services:
+        assert ("a" in services, "b" in services, one.closed) == (True, False, 0)
+    assert one.closed == 1
+    with pytest.raises(TorchrunError, match="not so"):
+        Services.of([Gives("a", lambda call: other), Gives("b", refuse)], None)
+    assert other.closed == 1
 
 
 # --- how a launch becomes an agent ------------------------------------------------------------------
@@ -798,11 +897,11 @@ def test_nodes_that_share_a_machine_share_its_accelerators_and_its_terminal(tmp_
     node.verdict(ERROR)
 
 
-def test_the_guardian_is_told_what_to_expect_and_what_to_remove(tmp_path, call):
-    node = FakeNode(tmp_path, call=call, grace_s=7.0, silence_s=8.0, spec={"cwd": "/work"})
+def test_the_guardian_is_told_what_to_expect_and_what_to_remove(tmp_path, service):
+    node = FakeNode(tmp_path, services=Services({"files": service}), grace_s=7.0, silence_s=8.0, spec={"cwd": "/work"})
     options = node.running().options
     assert (options.grace_s, options.silence_s, options.workers, options.restarts) == (7.0, 8.0, 2, False)
-    assert (options.cwd, list(options.scratch)) == ("/work", [call.folder])
+    assert (options.cwd, list(options.scratch)) == ("/work", [service.folder])
     node.verdict(ERROR)
 
 
@@ -813,144 +912,3 @@ def test_a_second_call_in_another_thread_is_an_error_and_the_first_is_unharmed(n
     assert isinstance(error, GangError)
     assert "while launch 0 still ran there, in another thread" in str(error)
     assert node.ends_well(agent)[1].launch == 0
-
-
-# --- outputs ---------------------------------------------------------------------------------------
-
-
-class Keeper(Store):
-    """A datastore that keeps all at once; while `fails`, it fails."""
-
-    folder, address, fails = None, {"type": "s3", "root": "s3://bucket", "flow": "SomeFlow"}, False
-
-    def save(self, data):
-        if self.fails:
-            raise RuntimeError("SlowDown")
-        self.data[f"key {len(self.data)}"] = data
-        return f"key {len(self.data) - 1}"
-
-    def files(self, key):
-        return [row["name"] for row in json.loads(self.data[key])["files"]]
-
-
-@pytest.fixture
-def keeper():
-    return Keeper()
-
-
-@pytest.fixture
-def writing(tmp_path, keeper):
-    """Return a function that makes a running node, whose workers have written a file."""
-
-    def make(number=0, whose="control", **more):
-        (tmp_path / "work").mkdir()
-        (tmp_path / "work" / "model.pt").write_text("weights")
-        request = OutputRequest(("*.pt", "*.json"), str(tmp_path / "work"), whose)
-        return FakeNode(tmp_path, number=number, store=keeper, spec={"outputs": request}, **more)
-
-    return make
-
-
-def test_outputs_are_stored_when_all_workers_have_ended_well(writing, keeper):
-    node = writing()
-    node.all_end_well(node.running())
-    assert node.expect(Ended).storing == "its outputs"
-    stored = _await_stored(node)
-    assert (stored.keys, stored.failures, stored.outputs.files, stored.outputs.size) == ({}, (), 1, 7)
-    assert keeper.files(stored.outputs.key) == ["model.pt"]
-    result = node.verdict(outputs={0: stored.outputs})
-    assert (result.outputs.nodes, len(result.outputs)) == ([0], 1)
-    unmatched, told = (text for text in node.texts("note") if "outputs" in text)
-    assert "'*.json' of run(outputs=...) matches nothing" in unmatched
-    assert told.startswith("stored outputs: 1 file, 7 bytes, in ")
-
-
-def _await_stored(node):
-    while not isinstance(message := node.next_message(), Stored):
-        assert isinstance(message, Storing)
-    return message
-
-
-@pytest.mark.parametrize(("number", "whose", "stores"), [(1, "control", False), (1, "all", True), (0, "all", True)])
-def test_whose_outputs_are_stored(number, whose, stores, writing, keeper):
-    node = writing(number, whose)
-    node.all_end_well(node.running())
-    assert (node.expect(Ended).storing is not None) == stores
-    own = _await_stored(node).outputs if stores else None
-    of_all = {0: StoredOutputs("key of a list", 3, 9)}
-    result = node.verdict(outputs=of_all)
-    # A member has its own where each has some, and else knows the control node's.
-    assert result.outputs.nodes == [number if whose == "all" else 0]
-    assert len(result.outputs) == (own.files if number and own else 3)
-
-
-def test_outputs_that_can_not_be_stored_are_a_failure_of_a_launch_that_had_ended_well(writing, keeper):
-    keeper.fails = True
-    node = writing()
-    node.all_end_well(node.running())
-    node.expect(Ended)
-    cause = _await_stored(node).failures[0].cause
-    assert (cause.kind, cause.rank) == ("store", None)
-    assert cause.what.startswith(
-        "has ended well, but its outputs (0 bytes of 7 bytes so far, now 'model.pt') could not be"
-    )
-    node.verdict(ERROR)
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_after_a_failure_outputs_are_stored_when_the_gang_says_so(fails, writing, keeper):
-    keeper.fails = fails
-    node = writing()
-    agent = node.running()
-    node.worker_ended(agent, 1, 1)
-    agent.say(End(1))
-    node.expect(Failed)
-    assert node.expect(Ended).storing is None
-    node.member.deliver(Save(0, 3, ERROR, 60.0))  # of a generation that was to come
-    stored = _await_stored(node)
-    assert (stored.generation, stored.failures) == (3, ())
-    error = LaunchFailed(ERROR.message, ERROR.cause)
-    assert node.verdict(error, outputs={} if fails else {0: stored.outputs}) is error
-    begun, *told = (text for text in node.texts("note") if "outputs" in text)
-    assert begun == "stores what outputs there are, for 60 s at most"
-    if fails:
-        assert stored.outputs is None
-        assert told[0].startswith(
-            "what outputs there are could not be stored in the s3 datastore s3://bucket after 0 s: "
-        )
-        assert len(error.outputs) == 0
-    else:
-        assert keeper.files(stored.outputs.key) == ["model.pt"]
-        assert len(error.outputs) == 1
-
-
-def test_a_node_without_outputs_says_so_at_once(tmp_path):
-    node = FakeNode(tmp_path)
-    agent = node.running()
-    agent.say(End(1))
-    node.expect(Ended)
-    node.member.deliver(Save(0, 0, ERROR, 60.0))
-    assert node.expect(Stored).outputs is None
-    assert node.verdict(ERROR).outputs is None
-
-
-def test_a_node_that_loses_the_control_node_while_that_stores_outputs_knows_what_has_failed(tmp_path):
-    node = FakeNode(tmp_path, number=1)
-    agent = node.running()
-    agent.say(End(1))
-    node.expect(Ended)
-    node.member.deliver(Save(0, 0, ERROR))
-    node.member.lose_control("its connection has ended")
-    assert node.outcome() is ERROR
-
-
-def test_values_and_outputs_are_stored_one_after_the_other(writing, call, keeper):
-    call._store = keeper
-    node = writing(1, "all", call=call)
-    agent = node.running()
-    returns(call, 2, 3)
-    node.all_end_well(agent)
-    assert node.expect(Ended).storing.startswith("rank 2's value (")
-    stored = _await_stored(node)
-    assert (stored.keys, stored.outputs.files) == ({2: "key 0", 3: "key 1"}, 1)
-    node.verdict()

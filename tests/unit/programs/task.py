@@ -17,8 +17,8 @@ class Outcome:
     def __init__(self, call, done, rank, record):
         self.done, self.rank, self.record = done, rank, record
         verdict = LaunchFailed("the gang's words", {"kind": "exception", "node": 1, "rank": rank, "host": "h"})
-        self.values = call.returned([rank], {}, print)
         self.error = call.original(verdict, {})
+        self.values = call.result({}, print)["values"]
         self.went_wrong = self.error is not verdict and not isinstance(self.error, WorkerFailed)
 
     @property
@@ -30,7 +30,7 @@ class Outcome:
 def launch(function, arguments=None, rank=3, current=None):
     """Call a function in a worker; return its `Outcome`."""
     with closing(FunctionCall(function, arguments, None, False, None, current)) as call:
-        call.begin()
+        call.begin(LaunchSpec("", (), False, nproc=1, num_nodes=rank + 1, node_index=rank, python=""))
         path = os.pathsep.join(filter(None, [WORKER_HOOKS, os.environ.get("PYTHONPATH")]))
         own = {"RANK": str(rank), "PYTHONPATH": path, "TORCHRUN_AGENT_PID": str(os.getpid())}
         own["TORCHELASTIC_ERROR_FILE"] = os.path.join(call.folder, "error.json")
@@ -92,8 +92,9 @@ from metaflow_extensions.torchrun.plugins.torchrun.errors import (  # noqa: E402
     LaunchFailed,
     WorkerFailed,
 )
+from metaflow_extensions.torchrun.plugins.torchrun.features.functions.call import FUNCTION_WORKER, FunctionCall  # noqa: E402
 from metaflow_extensions.torchrun.plugins.torchrun.launch.command import WORKER_HOOKS  # noqa: E402
-from metaflow_extensions.torchrun.plugins.torchrun.launch.function import FUNCTION_WORKER, FunctionCall  # noqa: E402
+from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec  # noqa: E402
 from metaflow_extensions.torchrun.plugins.torchrun.node.exits import read_record  # noqa: E402
 
 if os.environ.get("NO_METAFLOW_IN_WORKERS"):

@@ -6,11 +6,9 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
-from .compat.current import current_for_workers
 from .errors import LaunchFailed, TorchrunConfigError, TorchrunPreempted
 from .events import Event
 from .gang.cause import retold
@@ -19,13 +17,13 @@ from .gang.policy import LaunchPolicy
 from .launch.arguments import torchrun_options
 from .launch.commands import foreign_python
 from .launch.facts import node_facts, shm_bytes, shm_warning, too_few_warning
-from .launch.function import FunctionCall, refuse_for_functions, refuse_for_scripts
 from .launch.spec import LaunchSpec, Node, build_spec
 from .launch.transfer import ValueStore
 from .logs.console import write_output
 from .machine.accelerators import Machine, Nproc, choose_nproc
 from .node.plan import Plan, WarmStarts
 from .node.preludes import Asked, Prelude
+from .node.services import RunCall, Services
 from .node.supervisor import Supervisor
 from .node.watchers import Feature, policies_of
 from .result import TorchrunResult
@@ -50,7 +48,7 @@ class Context:
     machine: Machine
     settings: StepSettings
     requested: Nproc | None = None  # what the resources of a remote task amount to
-    store: ValueStore | None = None  # takes outputs, and values of functions on their way; None: no flow runs
+    store: ValueStore | None = None  # takes what features store; None: no flow runs
     warm: WarmStarts | None = None  # what has imported torch already
     features: Sequence[Feature] = ()  # of each launch
     live_card: LiveCard | None = None  # has what the step's own cards can show of the gang
@@ -220,23 +218,18 @@ class TorchrunExecutor:
         ignored = ", ".join(name for name in IGNORED if given[name])
         if ignored:
             self._note_once(f"warning: run({ignored}) has no effect; name files to store with run(outputs=...) instead")
-        if not callable(entrypoint):
-            refuse_for_scripts(given)
-            return self._run(given)
-        refuse_for_functions(given)
-        store = self._context.store if self.num_nodes > 1 else None  # a gang of one has its values itself
-        init, gather = given["init"], given["gather"]
-        with closing(FunctionCall(entrypoint, entrypoint_args, init, gather, store, current_for_workers())) as call:
-            return self._run(given, call)
+        context = self._context
+        self._refuse_without_feature(given)
+        call = RunCall(given, self.num_nodes, self.node_index, context.store)
+        with Services.of(context.features, call) as services:
+            return self._run(given, services)
 
-    def _run(self, given: Mapping[str, Any], call: FunctionCall | None = None) -> TorchrunResult[Any]:
+    def _run(self, given: Mapping[str, Any], services: Services) -> TorchrunResult[Any]:
         context = self._context
         nproc = self._choose_nproc(given)
         preludes = self._preludes(given)
         prepares = any(prelude.prepares for prelude in preludes.values())
-        spec = self._spec(given, nproc.value, call, may_come=prepares)
-        if spec.outputs is not None and context.store is None:
-            raise TorchrunConfigError("run(outputs=...) needs a datastore, which only a step of a flow has.")
+        spec = self._spec(given, nproc.value, services, may_come=prepares)
         policy = self._policy(given, spec)
         warm = self._warm(given, spec)
         self._warn(spec)
@@ -246,15 +239,13 @@ class TorchrunExecutor:
         for name, prelude in preludes.items():
             goes_on |= self._run_before(prelude, spec, policy, warm, goes_on)
             self._had_preludes.add(name)
-            spec = self._spec(given, nproc.value, call) if prelude.prepares else spec
+            spec = self._spec(given, nproc.value, services) if prelude.prepares else spec
         facts = node_facts(spec, context.machine)
-        return self._launch(spec, facts, policy, call, nproc_why=nproc.why, warm=warm, goes_on=goes_on)
+        return self._launch(spec, facts, policy, services, nproc_why=nproc.why, warm=warm, goes_on=goes_on)
 
-    def _spec(
-        self, given: Mapping[str, Any], nproc: int, call: FunctionCall | None, may_come: bool = False
-    ) -> LaunchSpec:
+    def _spec(self, given: Mapping[str, Any], nproc: int, services: Services, may_come: bool = False) -> LaunchSpec:
         node = Node(self.num_nodes, self.node_index, self.main_addr, _flow_folder())
-        return build_spec(given, nproc, self._context.settings, node, None if call is None else call.spec, may_come)
+        return build_spec(given, nproc, self._context.settings, node, services.function, may_come)
 
     def _warm(self, given: Mapping[str, Any], spec: LaunchSpec) -> str:
         warm: str = choose("warm", given, {}, self._context.settings).value
@@ -275,7 +266,6 @@ class TorchrunExecutor:
 
     def _preludes(self, given: Mapping[str, Any]) -> dict[str, Prelude]:
         """Return the launches that come before the user's own, by their features."""
-        self._refuse_without_feature(given)
         found: dict[str, Prelude] = {}
         for feature in self._context.features:
             prelude = feature.prelude(
@@ -295,10 +285,11 @@ class TorchrunExecutor:
 
     def _refuse_without_feature(self, given: Mapping[str, Any]) -> None:
         has = {feature.name for feature in self._context.features}
+        given = {**given, "entrypoint": callable(given["entrypoint"])}  # of all entrypoints, a function needs one
         for name, feature in FEATURE_OF.items():
             values = given.get(name), getattr(self._context.settings, name, None)
-            if feature not in has and any(each not in (None, "off") for each in values):
-                raise TorchrunConfigError(f"{name} needs the feature {feature}, which is not installed here.")
+            if feature not in has and not all(value is None or value is False or value == "off" for value in values):
+                raise TorchrunConfigError(f"run({name}=...) needs the feature {feature}, which is not installed here.")
 
     def _run_before(self, prelude: Prelude, of_run: LaunchSpec, policy: LaunchPolicy, warm: str, goes_on: bool) -> bool:
         """Run what comes before `of_run` on all nodes; return whether there was anything."""
@@ -325,11 +316,11 @@ class TorchrunExecutor:
         spec: LaunchSpec,
         facts: Mapping[str, Any],
         policy: LaunchPolicy,
-        call: FunctionCall | None = None,
+        services: Services | None = None,
         **more: Any,
     ) -> TorchrunResult[Any]:
         """Run one launch; `more` are further fields of `Plan`."""
-        context = self._context
+        context, services = self._context, services or Services()
         plan = Plan(
             spec=spec,
             main_addr=self.main_addr,
@@ -339,7 +330,7 @@ class TorchrunExecutor:
             facts=facts,
             grace_s=context.settings.grace_s,
             silence_s=context.settings.heartbeat_timeout_s,
-            call=call,
+            services=services,
             store=context.store,
             logs=context.settings.logs_of(self.num_nodes),
             warm_node=context.warm,
@@ -354,7 +345,7 @@ class TorchrunExecutor:
         except LaunchFailed as error:
             if not isinstance(error, TorchrunPreempted):  # the step may go on
                 plan.prepare_warm()
-            original = error if call is None else call.original(error, supervisor.stored)
+            original = services.original(error, supervisor.told)
             if original is error:
                 raise
             raise original from error
@@ -379,10 +370,8 @@ class TorchrunExecutor:
         settings = ("timeout_s", "retry_on", "preemption_signal")
         chosen = {name: choose(name, given, {}, self._context.settings).value for name in settings}
         restarts = spec.max_restarts if spec.min_nodes is None else 0  # an elastic agent restarts by itself
-        whose = None if spec.outputs is None else spec.outputs.whose
         features = policies_of(self._context.features, given, self._context.settings)
-        own = LaunchPolicy(**chosen, max_restarts=restarts, min_nodes=spec.min_nodes)
-        return replace(own, outputs_from=whose, features=features)
+        return LaunchPolicy(**chosen, max_restarts=restarts, min_nodes=spec.min_nodes, features=features)
 
     def _choose_nproc(self, given: Mapping[str, Any]) -> Nproc:
         options = torchrun_options(given.get("torchrun_args"))

@@ -88,12 +88,11 @@ class TorchrunResult(Generic[_T]):
             If this result does not have it: it is of a script, or the rank is another node's and the values were
             not gathered.
         """
-        from .launch.values import ValuesOnDisk  # here, as Metaflow imports this module with every flow
-
         if rank not in self.values:
             raise LookupError(self._why_not(rank))
-        if isinstance(self.values, ValuesOnDisk):
-            with self.values.open(rank) as file:
+        in_files = getattr(self.values, "open", None)  # of the task that made them: then no copy is read into memory
+        if in_files is not None:
+            with in_files(rank) as file:
                 value: _T = pickle.load(file)  # noqa: S301 - what this task's own workers have left
         else:
             value = pickle.loads(self.values[rank])  # noqa: S301 - an artifact of the user's own run

@@ -19,8 +19,14 @@ from .settings import ARGUMENTS, DEFAULTS, FOR_0_2, SETTINGS
 F = TypeVar("F", bound=Callable[..., Any])
 IGNORED = tuple(name for name, setting in SETTINGS.items() if setting.group == FOR_0_2)
 
-# Arguments, and attributes of ``@torchrun``, that mean nothing where a feature is taken out: -> its name.
-FEATURE_OF = {"before_run": "before_run", "preflight": "preflight", "hang_timeout_s": "hangs"}
+# Arguments, and attributes of ``@torchrun``, that mean nothing where a feature is taken out: -> its name. Of the entrypoint
+# that holds for a function.
+FEATURE_OF = {
+    **{name: name for name in ("before_run", "preflight")},
+    **dict.fromkeys(("entrypoint", "init", "gather"), "functions"),
+    **dict.fromkeys(("outputs", "outputs_from"), "outputs"),
+    "hang_timeout_s": "hangs",
+}
 
 
 class RunOptions(TypedDict, total=False):

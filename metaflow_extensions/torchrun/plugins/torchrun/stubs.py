@@ -14,11 +14,13 @@ from contextlib import suppress
 from importlib import import_module
 from typing import Any, Generic
 
+_NAMED = ".launch.outputs"  # what has the classes that annotations name for type checkers alone
+
 
 class ForStubs:
     """Goes into a module as `_addl_stubgen_modules`; the generator iterates over it before it writes the module's stub.
 
-    Those are names of further modules, of which this has none.
+    Those are names of further modules: of the one that the annotations name, and nothing else imports so early.
     """
 
     def __init__(self, *classes: type) -> None:
@@ -29,13 +31,13 @@ class ForStubs:
             with suppress(Exception):  # then its stub has less
                 _show_attributes(cls)
                 _show_parameters(cls)
-        return iter(())
+        return iter([f"{__package__}{_NAMED}"])
 
 
 def _show_attributes(cls: type) -> None:
     """Make properties of the attributes that a class annotates, and spell the types of its properties in full."""
     # Ours are annotated with one class that importing `metaflow` does not import.
-    known = vars(import_module(".launch.outputs", __package__))
+    known = vars(import_module(_NAMED, __package__))
     hints = typing.get_type_hints(cls, localns=known)
     properties = {name: each.fget for name, each in vars(cls).items() if isinstance(each, property)}
     hints |= {name: typing.get_type_hints(get, localns=known)["return"] for name, get in properties.items()}

@@ -1,7 +1,7 @@
 """What Metaflow's `current` says in this task, as data for the workers of a function.
 
-`worker/function_worker` has a worker's own `current` say the same. Read in ``metaflow/metaflow_current.py`` of 2.13 and
-2.19.39.
+`features/functions/function_worker` has a worker's own `current` say the same. Read in
+``metaflow/metaflow_current.py`` of 2.13 and 2.19.39.
 """
 
 from __future__ import annotations

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from ..node.watchers import Feature
 from .before_run.feature import BeforeRun
+from .functions.feature import Functions
 from .hangs.feature import Hangs
+from .outputs.feature import Outputs
 from .preflight.feature import Preflight
 from .progress.feature import Progress
 from .usage.feature import Usage
@@ -17,6 +19,8 @@ from .warm.feature import Warm
 FEATURES: tuple[Feature, ...] = (
     BeforeRun(),
     Preflight(),
+    Functions(),
+    Outputs(),
     Hangs(),
     Progress(),
     Usage(),

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
+from ..errors import TorchrunError
 from .protocol import Told
 from .wire import finite
 
@@ -63,11 +64,11 @@ class Remarks:
 class Keeper:
     """What one feature keeps: of a bounded size, without a clock. All times are seconds since the gang's begin."""
 
-    def begin(self, policy: Plain, at_s: float) -> None:
-        """Take note that all workers start, or start again; `policy` is what its feature is to look after."""
+    def begin(self, launch: int, policy: Plain, at_s: float) -> None:
+        """Take note that all workers of a launch start, or start again; `policy` is what its feature is to look after."""
 
     def handle(self, node: int, told: Told, at_s: float) -> Remarks | None:
-        """Keep what a node tells; may raise where it does not fit."""
+        """Keep what a node tells; may raise where it does not fit. Return what there is to say of it."""
 
     def ended(self, node: int, ok: bool) -> None:
         """Take note that all workers of a node have ended."""
@@ -88,8 +89,12 @@ class Keeper:
         """Return what is known besides of a cause of this kind, for its report."""
         return ""
 
-    def verdict(self, launch: int) -> Plain:
-        """Return what all nodes get to know at the end of a launch."""
+    def besides(self) -> Plain:
+        """Return further fields of the record, by names of their own; any thread may ask."""
+        return {}
+
+    def verdict(self, launch: int, to_control: bool, error: TorchrunError | None) -> Plain:
+        """Return what the control node, or each other node, gets to know at the end of a launch; see `Verdict.error`."""
         return {}
 
 
@@ -112,11 +117,11 @@ class Keepers:
         """Of how many features one has come."""
         return sum(map(bool, self._counts.values()))
 
-    def begin(self, policy: Mapping[str, Plain], at_s: float) -> None:
-        """Tell all that workers start; `policy` is that of each feature."""
+    def begin(self, launch: int, policy: Mapping[str, Plain], at_s: float) -> None:
+        """Tell all that the workers of a launch start; `policy` is that of each feature."""
         for name in self._keepers:
             own = policy.get(name, {})
-            self._ask(name, lambda keeper, own=own: keeper.begin(own, at_s))  # type: ignore[misc]
+            self._ask(name, lambda keeper, own=own: keeper.begin(launch, own, at_s))  # type: ignore[misc]
 
     def handle(self, node: int, told: Told, at_s: float) -> None:
         """Hand a message to the keeper of its feature; one that nobody keeps is dropped."""
@@ -134,9 +139,16 @@ class Keepers:
         self._remarks += self._ask_all(lambda keeper: keeper.tick(at_s, where)).values()
 
     def record(self) -> Plain:
-        """Return what is to be stored, by feature."""
+        """Return what is to be stored, by feature, and further fields."""
         kept = self._ask_all(lambda keeper: finite(keeper.record()))
-        return {name: kept.get(name) for name in self._keepers}
+        besides = self._ask_all(lambda keeper: keeper.besides())
+        more = {name: value for fields in besides.values() for name, value in fields.items()}
+        # Null stands for what may be kept, and is not; a keeper that never has a record has no field.
+        has_none = {
+            name for name, each in self._keepers.items() if getattr(each.record, "__func__", 0) is Keeper.record
+        }
+        names = [name for name in self._keepers if name not in has_none]
+        return {**{name: kept.get(name) for name in names}, **more}
 
     def find_out_s(self, kind: str) -> float:
         """Return how long the nodes may take to find out more before they stop for a cause of this kind."""
@@ -146,9 +158,10 @@ class Keepers:
         """Return what is known besides of a cause of this kind."""
         return "\n".join(filter(None, self._ask_all(lambda keeper: keeper.detail(kind)).values()))
 
-    def verdict(self, launch: int) -> dict[str, Plain]:
-        """Return what all nodes get to know at the end of a launch, by feature."""
-        return {name: told for name, told in self._ask_all(lambda keeper: keeper.verdict(launch)).items() if told}
+    def verdict(self, launch: int, to_control: bool, error: TorchrunError | None) -> dict[str, Plain]:
+        """Return what the control node, or each other node, gets to know at the end of a launch, by feature."""
+        told = self._ask_all(lambda keeper: keeper.verdict(launch, to_control, error))
+        return {name: plain for name, plain in told.items() if plain}
 
     def pop_remarks(self) -> list[Remarks]:
         """Return what there is to say since the last time."""

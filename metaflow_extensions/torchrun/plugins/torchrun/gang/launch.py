@@ -13,7 +13,7 @@ from typing import Any
 from ..errors import GangError, LaunchFailed, LaunchHung, LaunchTimeout, TorchrunError, TorchrunPreempted
 from .cause import Cause, Failure, FailureText, cause_of, failed, first_failure
 from .policy import LaunchPolicy
-from .protocol import CONTROL, WORKERS, Ended, Ready, StoredOutputs
+from .protocol import CONTROL, WORKERS, Ended, Ready
 from .texts import REMIND_S, counted, first_values, headline, names, shortened
 
 # What must be the same on every node besides the launch's number, and how to call it. The first two are
@@ -48,7 +48,7 @@ class Phase(enum.Enum):
     STORING = "all workers have ended well, and what they have returned or written is being stored"
     STOPPING = "the workers are told to stop"
     PAUSING = "all workers are gone; a restart follows after a pause"
-    SAVING = "it has failed, all workers are gone, and what outputs there are is being stored"
+    SAVING = "it has failed, all workers are gone, and what they have left is being stored"
     OVER = "every node knows how it ended"
 
 
@@ -85,8 +85,6 @@ class Launch:
     remind_at: float = float("inf")  # when to say next what the launch waits for
     stores: dict[int, str] = field(default_factory=dict)  # nodes whose workers have ended -> what they store
     stores_since: float = 0.0
-    stored: dict[int, str] = field(default_factory=dict)  # global rank -> key in the datastore
-    outputs: dict[int, StoredOutputs] = field(default_factory=dict)  # by node
     failing_with: TorchrunError | None = None  # while SAVING: what it ends with then
 
     def enter(self, phase: Phase) -> None:
@@ -98,7 +96,7 @@ class Launch:
         """All nodes start their workers; nothing of the generation before counts any more."""
         self.enter(Phase.RUNNING)
         self.went_at = now
-        for each in (self.ended, self.stores, self.stored, self.outputs, self.failures):
+        for each in (self.ended, self.stores, self.failures):
             each.clear()
 
     def begin_pause(self, now: float, pause_s: float) -> float:
@@ -114,12 +112,12 @@ class Launch:
         return round(left_s, 1)
 
     def begin_saving(self, nodes: Iterable[int], error: TorchrunError, now: float, until: float) -> None:
-        """It will fail with `error` when `nodes` have stored their outputs, or when it is `until`."""
+        """It will fail with `error` when `nodes` have stored what they save, or when it is `until`."""
         self.enter(Phase.SAVING)
         self.failing_with, self.until = error, until
         self.stores.clear()
         for node in nodes:
-            self.note_storing(node, "its outputs", now)
+            self.note_storing(node, self.ended[node].saves or "", now)
 
     @property
     def restarts(self) -> int:
@@ -204,14 +202,12 @@ class Launch:
         return seen["none"] if len(seen) > 1 and "none" in seen else []
 
     def saved_by(self, error: TorchrunError) -> list[int]:
-        """Return whose outputs are to be stored when the launch fails with `error`: of nodes whose workers have ended."""
-        whose = self.policy.outputs_from
+        """Return which nodes have something to store when the launch fails with `error`: of those that have ended."""
         cause = cause_of(error)
-        if whose is None or (cause is not None and cause.kind == "store"):  # then the datastore is the failure
+        if cause is not None and cause.kind == "store":  # then the datastore is the failure
             return []
-        # Who has ended well, has stored them.
-        able = self.ended.keys() - self.dropped - self.given_up - self.outputs.keys()
-        return sorted(able if whose == "all" else able & {CONTROL})
+        able = self.ended.keys() - self.dropped - self.given_up
+        return sorted(node for node in able if self.ended[node].saves)
 
     def signal_for(self, cause: Cause | None) -> int | None:
         """Return what the workers get so that they can save, where `cause` leaves time for it."""
@@ -244,22 +240,10 @@ class Launch:
         since = f" (for {now - self.stores_since:.0f} s so far)"
         return "; ".join(said[:_NODES_SAID]) + more + since if said else ""
 
-    def stored_for(self, node: int, error: TorchrunError | None) -> dict[int, str]:
-        """Return the keys by rank: of what the cause has raised or, on the control node, of all returned values."""
-        if error is None:
-            return self.stored if node == CONTROL else {}
-        cause = cause_of(error)
-        rank = None if cause is None else cause.rank
-        return {} if rank is None or rank not in self.stored else {rank: self.stored[rank]}
-
     @property
     def alone(self) -> bool:
         """Whether each of all ranks has trained by itself."""
         return bool(self.ended) and all(ended.alone for ended in self.ended.values())
-
-    def outputs_for(self, node: int) -> dict[int, StoredOutputs]:
-        """Return what a node hears of stored outputs: the control node of all, others of the control node's."""
-        return {other: each for other, each in sorted(self.outputs.items()) if CONTROL in (node, other)}
 
     # --- what becomes an error ------------------------------------------------------------------
 

@@ -23,7 +23,6 @@ class LaunchPolicy:
     preemption_signal: int = signal.SIGTERM  # what workers get when a node is preempted
     # How many nodes must be left where torchrun's own elasticity is used; None: all, which is the rule.
     min_nodes: int | None = None
-    outputs_from: str | None = None  # whose outputs are stored when it has failed, out of `parsing.OUTPUTS_FROM`
     features: dict[str, dict[str, Any]] = field(default_factory=dict)  # what each has to look after, as plain data
 
 

@@ -137,6 +137,7 @@ class Ended:
     exit_codes: dict[int, int] = field(default_factory=dict)  # by global rank, where they are known
     # What the node stores in the datastore now; `Stored` says when that is over.
     storing: str | None = None
+    saves: str | None = None  # what it would store if the launch failed for good, see `Save`
     alone: bool = False  # whether every worker has computed gradients and had no process group for them
 
 
@@ -150,23 +151,15 @@ class Storing:
 
 
 @dataclass(frozen=True)
-class StoredOutputs:
-    """Where the list of a node's outputs is, and what it comes to."""
-
-    key: str  # of the list in the datastore
-    files: int
-    size: int  # bytes of all files
-
-
-@dataclass(frozen=True)
 class Stored:
-    """All that is wanted of this node is in the datastore, or can't be stored; also the answer to `Save`."""
+    """All that is wanted of this node is in the datastore, or can't be stored; also the answer to `Save`.
+
+    Where it is, the features have told before, each by a `Told`.
+    """
 
     launch: int
     generation: int
-    keys: dict[int, str] = field(default_factory=dict)  # global rank -> key in the datastore
     failures: tuple[Failure, ...] = ()  # why something could not be stored
-    outputs: StoredOutputs | None = None  # None: there are none
 
 
 @dataclass(frozen=True)
@@ -242,7 +235,7 @@ class Restart:
 
 @dataclass(frozen=True)
 class Save:
-    """The launch has failed for good, and no worker is left: store what outputs there are; `Stored` answers.
+    """The launch has failed for good, and no worker is left: store what `Ended.saves` says; `Stored` answers.
 
     All nodes get it, and so know what has failed, even if the control node is gone before they hear the verdict.
     """
@@ -250,7 +243,7 @@ class Save:
     launch: int
     generation: int
     error: TorchrunError  # what the verdict will be
-    within_s: float | None = None  # how long it may take; None: this node stores none, and does not answer
+    within_s: float | None = None  # how long it may take; None: this node stores nothing, and does not answer
     events: tuple[Record, ...] = ()  # as in `Verdict`
 
 
@@ -260,14 +253,10 @@ class Verdict:
 
     launch: int
     error: TorchrunError | None = None  # what every node raises; None: it has ended well
-    # Where this node finds values of a function, or what it has raised: global rank -> key in the datastore.
-    stored: dict[int, str] = field(default_factory=dict)
     # What has happened since the launch before: all for the control node, for others what concerns the gang.
     events: tuple[Record, ...] = ()
-    features: dict[str, dict[str, Any]] = field(default_factory=dict)  # what each has to tell of the launch
+    features: dict[str, dict[str, Any]] = field(default_factory=dict)  # what each tells this node of the launch
     alone: bool = False  # whether the launch has ended well and, on all nodes, as `Ended.alone` says
-    # By node: for the control node those of all that have stored any, for others the control node's alone.
-    outputs: dict[int, StoredOutputs] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

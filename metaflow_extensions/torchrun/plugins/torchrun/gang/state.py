@@ -44,14 +44,13 @@ from .protocol import (
     Started,
     Stop,
     Stored,
-    StoredOutputs,
     Storing,
     Told,
     Verdict,
     Welcome,
     Wrote,
 )
-from .texts import QUIET_S, REMIND_S, counted, headline, names, size_text
+from .texts import QUIET_S, REMIND_S, counted, headline, names
 from .verdicts import events_for, verdicts
 
 Outgoing = tuple[int, Message]
@@ -59,12 +58,10 @@ Outgoing = tuple[int, Message]
 
 # What a node needs beyond the workers' grace to kill, reap and read the last bytes.
 _STOP_MARGIN_S = 15.0
-# How long the outputs of a launch that has failed may take, and the list of those that were stored in that time. The
-# nodes wait for it, and cost.
+# How long it may take to store what a launch that has failed has left, and the list of what was stored in that time.
+# The nodes wait for it, and cost.
 SAVE_S = 120.0
 _LIST_S = 15.0
-# Of so many nodes of launches it is kept where their outputs are: some hundred kilobytes.
-_MAX_OUTPUTS = 4000
 
 
 class Gang:
@@ -97,9 +94,6 @@ class Gang:
         self._started_at = clock()
         self.history = History(clock)
         self.keepers = keepers or Keepers()
-        self.outputs: dict[int, dict[int, StoredOutputs]] = {}  # by launch and node; of very many the last
-        self.launches_left_out = 0  # launches with outputs that are not in `outputs` any more
-        self.wants_outputs = False  # whether any launch was asked to store some
         self._launch = Launch(-1, Phase.OVER)  # the last one
         self._mark = 0  # how many records there were when it ended
         # By the launch's number, of those only to which a node may still come.
@@ -317,7 +311,6 @@ class Gang:
                 return
             self._verdicts.clear()  # all nodes have left the launches before
             launch.policy = launch.ready[CONTROL].policy or LaunchPolicy()
-            self.wants_outputs |= launch.policy.outputs_from is not None
             self._go()
 
     def _go(self) -> None:
@@ -328,7 +321,7 @@ class Gang:
             self._finish(obstacles.port_taken(pinned, self.nodes.host(CONTROL)))
             return
         launch.begin_generation(self._clock())
-        self.keepers.begin(launch.policy.features, self._age_s)
+        self.keepers.begin(launch.number, launch.policy.features, self._age_s)
         limit = launch.policy.max_restarts
         if (runs := launch.ready[CONTROL].runs) != WORKERS:
             self._note(runs, text=f"{runs} on {counted(self.num_nodes, 'node')}")
@@ -407,26 +400,10 @@ class Gang:
 
     def _on_stored(self, node: int, stored: Stored) -> None:
         if self._launch.stores.pop(node, None) is not None:
-            self._launch.stored.update(stored.keys)
-            self._note_outputs(node, stored.outputs)
             self._note_failures(stored.failures)
             if stored.failures:
                 self._stop()
             self._decide_if_all_ended()
-
-    def _note_outputs(self, node: int, outputs: StoredOutputs | None) -> None:
-        if outputs is not None:
-            self._launch.outputs[node] = outputs
-            if self._launch.number not in self.outputs:
-                self._forget_outputs()
-            self.outputs[self._launch.number] = self._launch.outputs
-            self._note("stored", node=node, text=f"{counted(outputs.files, 'file')}, {size_text(outputs.size)}")
-
-    def _forget_outputs(self) -> None:
-        """Keep where the outputs of the last launches are, as many as fit. The files stay, and results know them."""
-        while sum(map(len, self.outputs.values())) >= _MAX_OUTPUTS:
-            del self.outputs[next(iter(self.outputs))]
-            self.launches_left_out += 1
 
     # --- a launch: its end ----------------------------------------------------------------------
 
@@ -517,7 +494,7 @@ class Gang:
         return replace(cause, detail=detail) if cause is not None and detail else cause
 
     def _fail(self, error: TorchrunError) -> None:
-        """End the launch with an error, when what outputs there are is stored."""
+        """End the launch with an error, when what the nodes save is stored."""
         launch = self._launch
         nodes = [node for node in launch.saved_by(error) if self.nodes[node] is NodeState.JOINED]
         now = self._clock()
@@ -563,8 +540,11 @@ class Gang:
                 self._on_ready(node, ready)
 
     def _send_verdict(self, nodes: Iterable[int], error: TorchrunError | None) -> None:
-        features = self.keepers.verdict(self._launch.number)
-        for node, verdict in verdicts(self._launch, nodes, error, self._events(), features):
+        told = self.keepers.verdict
+        number = self._launch.number
+        for node, verdict in verdicts(
+            self._launch, nodes, error, self._events(), lambda to_control: told(number, to_control, error)
+        ):
             self._send(verdict, node)
 
     def _send_late_verdict(self, number: int, node: int, error: TorchrunError | None) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from ..errors import TorchrunError
@@ -16,19 +16,20 @@ def verdicts(
     nodes: Iterable[int],
     error: TorchrunError | None,
     records: tuple[Record, ...],
-    features: Mapping[str, dict[str, Any]],
+    features: Callable[[bool], dict[str, dict[str, Any]]],
 ) -> Iterator[tuple[int, Verdict]]:
-    """Yield what each node gets: one message for all that get the same."""
+    """Yield what each node gets: one message for all that get the same.
+
+    `features` takes whether the control node is asked for, and returns what each feature tells.
+    """
     made: dict[tuple[int, bool], Verdict] = {}
     for node in nodes:
         if node in launch.ready:  # by the number the node itself gave it, which may be the contradiction
             number = launch.ready[node].launch
             key = (number, node == CONTROL)
             if key not in made:
-                alone = error is None and launch.alone
-                stored, outputs = launch.stored_for(node, error), launch.outputs_for(node)
-                events = events_for(node, records)
-                made[key] = Verdict(number, error, stored, events, dict(features), alone, outputs)
+                alone, is_control = error is None and launch.alone, node == CONTROL
+                made[key] = Verdict(number, error, events_for(node, records), features(is_control), alone)
             yield node, made[key]
 
 

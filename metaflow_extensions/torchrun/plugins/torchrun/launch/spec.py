@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import EntrypointError, TorchrunConfigError
-from ..gang.protocol import CONTROL
 from ..parsing import parse_int
 from ..settings import StepSettings, argument, choose
 from .arguments import entrypoint_arguments, entrypoint_bools, torchrun_options
@@ -22,19 +21,6 @@ STATIC_BACKEND = "static"
 ELASTIC_BACKEND = "c10d"
 # Options that the gang decides or does itself; torchrun gets its own value of them, or none.
 _DECIDED = frozenset({"nproc-per-node", "master-port", "max-restarts", "redirects", "tee"})
-
-
-@dataclass(frozen=True)
-class OutputRequest:
-    """Which files of which nodes are to be stored when the workers have ended."""
-
-    patterns: tuple[str, ...]  # relative to `folder`
-    folder: str  # absolute path of the workers' working directory
-    whose: str  # out of `parsing.OUTPUTS_FROM`
-
-    def is_of(self, node: int) -> bool:
-        """Tell whether files of a node are stored."""
-        return self.whose == "all" or node == CONTROL
 
 
 @dataclass(frozen=True)
@@ -69,7 +55,6 @@ class LaunchSpec:
     elastic_timeout_s: int = 600  # how long elastic agents wait for each other
     function: FunctionSpec | None = None  # what the entrypoint calls, where that is ours
     source: str | None = None  # the file that must be the same on all nodes; None is the entrypoint
-    outputs: OutputRequest | None = None
     bools: tuple[tuple[str, bool], ...] = ()  # of `args`, those that were given as True or False, by their names
     command: tuple[str, ...] = ()  # the words of a command as entrypoint, as they were given
 
@@ -135,7 +120,6 @@ def build_spec(
         log_dir=None if log_dir is None else os.path.abspath(os.path.join(cwd or "", log_dir)),
         env=tuple(env.items()),
         cwd=cwd,
-        outputs=_outputs(given, cwd),
         min_nodes=min_nodes,
         elastic_timeout_s=int(settings.all_nodes_started_timeout),
         options=tuple((name, value) for name, value in options.items() if name not in _DECIDED),
@@ -266,19 +250,6 @@ def _local_ranks(value: str | None) -> frozenset[int] | None:
         raise TorchrunConfigError(
             f"torchrun_args local-ranks-filter is {value!r}, but it must be local ranks with commas between, as in '0,1'."
         ) from error
-
-
-def _outputs(given: Mapping[str, Any], cwd: str | None) -> OutputRequest | None:
-    """Return what is to be stored at the end; relative to where the workers run, even if the task goes elsewhere."""
-    whose = given.get("outputs_from")
-    if given.get("outputs") is None:
-        if whose is not None:
-            raise TorchrunConfigError(
-                f"run(outputs_from={whose!r}) says whose outputs to store, but outputs names none."
-            )
-        return None
-    patterns, whose = argument("outputs", given), argument("outputs_from", given) or "control"
-    return OutputRequest(patterns, cwd or os.getcwd(), whose)
 
 
 def bracketed(addr: str) -> str:

@@ -1,4 +1,4 @@
-"""Values on their way to the datastore or from it, in a thread, so that the node goes on listening to its gang."""
+"""What is on its way to the datastore or from it, in a thread, so that the node goes on listening to its gang."""
 
 from __future__ import annotations
 
@@ -10,19 +10,17 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-# How long one value may take: a quarter of an hour, in which a store's service can restart, and the time that its size
+# How long one thing may take: a quarter of an hour, in which a store's service can restart, and the time that its size
 # needs at a rate that every network has. Metaflow's own S3 client would go on for over an hour (2.19).
 PATIENCE_S = 900.0
 _SLOWEST_BYTES_PER_S = 1e6
-# How long what a function has raised may take. Without it there is still its text, so nobody should wait long.
-RAISED_PATIENCE_S = 10.0
 # How often a node says what takes so long.
 REMIND_S = 30.0
 _TROUBLE_TEXT = 500
 
 
 class ValueStore(Protocol):
-    """What carries values from node to node."""
+    """Where things are stored, so that other nodes and later tasks find them."""
 
     where: str  # what to call it, and where it is
     folder: str | None  # where it is on this machine; None: elsewhere
@@ -47,7 +45,7 @@ class Step:
     """One thing to carry."""
 
     what: str
-    do: Callable[[], Mapping[Any, Any]]  # carries it and returns what is known then
+    do: Callable[[], object]  # carries it; what it returns counts for nothing
     patience_s: float
     rank: int | None = None  # whose it is, if it is one rank's
     is_news: bool = True  # whether the gang should hear of its begin
@@ -60,16 +58,14 @@ class Transfer:
     further step, and keeps no interpreter from its exit.
     """
 
-    # The transfer's own thread writes `step`, `results`, `_step_begun_at` and `_error`, and sets `_ended` last.
+    # The transfer's own thread writes `step`, `_step_begun_at` and `_error`, and sets `_ended` last.
     # Whoever has started it reads them, and writes `_given_up` and `_said_at`.
 
-    def __init__(self, store: ValueStore, doing: str, steps: Iterable[Step], vital: bool = True) -> None:
+    def __init__(self, store: ValueStore, doing: str, steps: Iterable[Step]) -> None:
         self._store = store
         self.where = store.where
         self._doing = doing  # as in "stores"
         self._steps = iter(steps)  # at least one; the others are made as they are needed
-        self.vital = vital  # the launch fails without it
-        self.results: dict[Any, Any] = {}  # what the steps have returned so far, together
         self.step = next(self._steps)  # what is being carried, or was last
         self._begun_at = self._step_begun_at = self._said_at = time.monotonic()
         self._error: BaseException | None = None
@@ -120,18 +116,17 @@ class Transfer:
             with suppress(AttributeError, RuntimeError):  # private; or the interpreter is at its exit already
                 threading._register_atexit(_do_not_wait_for_pools)  # type: ignore[attr-defined]
 
-    def wait(self, note: Callable[[str], None]) -> dict[Any, Any]:
-        """Start it and wait for its end, or raise TransferFailed; tell `note` now and then what takes so long."""
+    def wait(self, say: Callable[[str], None]) -> None:
+        """Start it and wait for its end, or raise TransferFailed; `say` now and then what takes so long."""
         self.start()
         try:
             while not self._ended.wait(0.5) and not self.over:  # signal handlers run meanwhile
                 if (line := self.line()) is not None:
-                    note(line)
+                    say(line)
         finally:
             self.give_up()
         if (problem := self.problem()) is not None:
             raise TransferFailed(f"{self.step.what} could not be loaded from {self.where} {problem}") from self._error
-        return self.results
 
     def _run(self, news: Callable[[], None]) -> None:
         try:
@@ -141,7 +136,7 @@ class Transfer:
                 self._step_begun_at, self.step = time.monotonic(), step  # in this order: see `over`
                 if step.is_news:
                     news()
-                self.results.update(step.do())
+                step.do()
         except BaseException as error:  # whatever a store's client raises
             self._error = error
         finally:
@@ -161,5 +156,5 @@ def _do_not_wait_for_pools() -> None:
 
 
 def patience_for(size: int) -> float:
-    """Return how many seconds a value of `size` bytes may take."""
+    """Return how many seconds `size` bytes may take."""
     return PATIENCE_S + size / _SLOWEST_BYTES_PER_S

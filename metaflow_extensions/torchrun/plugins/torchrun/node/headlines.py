@@ -42,7 +42,7 @@ def alone_line(launch: int, plan: Plan, frameworks: Collection[str] = ()) -> str
 
     A process group alone would change nothing but this warning. `frameworks` are modules that the ranks have imported.
     """
-    group = "after torch.distributed.init_process_group()" if plan.call is None else "with run(init='auto')"
+    group = "after torch.distributed.init_process_group()" if plan.spec.function is None else "with run(init='auto')"
     needs = next((text for name, text in _ON_CPUS.items() if name in frameworks), None)
     more = "" if needs is None else f". Where there are no GPUs, {needs}, or run(env={_CPU_ENV})"
     return (

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 from ..gang.cause import Cause
 from ..gang.policy import LaunchPolicy
 from ..gang.protocol import WORKERS
-from ..launch.function import FunctionCall
 from ..launch.spec import LaunchSpec
 from ..launch.transfer import ValueStore
 from ..logs.follower import Write
 from ..machine.accelerators import Machine
 from .agent import Warm
+from .services import Services
 
 
 class WarmStarts(Protocol):
@@ -71,8 +71,8 @@ class Plan:
     facts: Mapping[str, Any] = field(default_factory=dict)  # what must agree besides `spec`, as the torch version
     grace_s: float = 30.0  # that workers have between SIGTERM and SIGKILL
     silence_s: float = 30.0  # that a process of this node may be stopped by a signal
-    call: FunctionCall | None = None  # of the function that the workers call, where they do
-    store: ValueStore | None = None  # takes outputs and the values of functions; None where none is needed
+    services: Services = field(default_factory=Services)  # what the user has asked features for
+    store: ValueStore | None = None  # takes what they store; None where no flow runs
     logs: str = "node"  # whose lines are shown where, out of `parsing.LOGS`
     nproc_why: str = ""  # why there are so many processes on each node
     warm: str = "off"  # what starts faster than cold, out of `parsing.WARM`

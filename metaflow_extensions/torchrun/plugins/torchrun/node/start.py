@@ -35,8 +35,7 @@ class AgentNews:
 
 def prepare(plan: Plan, go: Go, member: Member, new_agent: Callable[..., AgentProcess]) -> Generation:
     """Make all that a generation needs, or raise what keeps it from starting; the inbox of `member` gets `AgentNews`."""
-    if plan.call is not None:
-        plan.call.begin()
+    plan.services.begin(plan.spec)
     folder = _make_folder(plan, go)
 
     def say(text: str, is_detail: bool = True) -> None:
@@ -144,8 +143,7 @@ def _warm(plan: Plan, go: Go, folder: str, command: list[str]) -> Warm | None:
 
 
 def _options(plan: Plan, folder: str, logs: dict[str, str]) -> Options:
-    scratch = [folder] if plan.spec.log_dir is None else []
-    scratch += [plan.call.folder] if plan.call is not None else []
+    scratch = [*([folder] if plan.spec.log_dir is None else []), *plan.services.folders]
     return Options(
         **logs,
         grace_s=plan.grace_s,

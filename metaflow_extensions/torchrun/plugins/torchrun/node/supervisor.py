@@ -8,17 +8,17 @@ into the inbox only; everything else here belongs to the thread that calls `run`
 
 from __future__ import annotations
 
-import itertools
 import queue
 import shlex
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
 from ..errors import LaunchFailed, TorchrunError
 from ..events import Event, Kind
 from ..gang.cause import Cause, Failure, FailureText, cause_of, failed
+from ..gang.keepers import Plain
 from ..gang.member import Interruption, Member, TimedOut
 from ..gang.protocol import (
     CONTROL,
@@ -31,21 +31,18 @@ from ..gang.protocol import (
     Started,
     Stop,
     Stored,
-    StoredOutputs,
     Verdict,
     Wrote,
 )
 from ..guardian.agent_events import End, Refused
-from ..launch.function import FunctionCall
-from ..launch.output_pieces import OutputPieces
-from ..launch.outputs import Outputs
-from ..launch.transfer import Step, Transfer, TransferFailed
+from ..launch.transfer import TransferFailed
 from ..result import TorchrunResult
 from .agent import AgentProcess
 from .generation import Generation, Phase
 from .headlines import alone_line, end_line, facts_line
 from .last_lines import LastLines
 from .plan import Plan
+from .services import ToStore
 from .start import AgentNews, prepare
 from .upload import Upload
 from .watchers import results_of
@@ -58,16 +55,12 @@ class Supervisor:
     """One launch on one node; an agent other than `AgentProcess` is for tests."""
 
     def __init__(self, plan: Plan, member: Member, new_agent: Callable[..., AgentProcess] = AgentProcess) -> None:
-        # Where the verdict says that values of the function, or what it has raised, lie: global rank -> key.
-        self.stored: dict[int, str] = {}
         self._plan = plan
         self._member = member
         self._new_agent = new_agent
         self._launch = -1
         self._generation: Generation | None = None  # the one that lives
         self._upload: Upload | None = None
-        self._outputs: StoredOutputs | None = None  # this node's own, once they are stored
-        self._began_at = time.time()  # outputs that are older were not written in this launch
         self._failing_with: TorchrunError | None = None  # what the verdict will be, once no worker is left
         self._verdict: Verdict | None = None
         self._is_preempted = False
@@ -113,6 +106,11 @@ class Supervisor:
         self._member.end_launch(None)
         return self._result()
 
+    @property
+    def told(self) -> Mapping[str, Plain]:
+        """What the verdict tells this node, by feature."""
+        return {} if self._verdict is None else self._verdict.features
+
     def _ready(self) -> Ready:
         spec, plan = self._plan.spec, self._plan
         policy = plan.policy if self._member.node == CONTROL else None
@@ -144,7 +142,6 @@ class Supervisor:
 
     def _on_go(self, go: Go) -> None:
         self._give_up_upload()
-        self._outputs = None  # what another generation has stored is not this one's
         self._last_lines.begin()
         if self._went_at is None:
             self._went_at = time.monotonic()
@@ -179,7 +176,7 @@ class Supervisor:
         text = f"its {self._plan.agent} could not be started: {reason}"
         self._emit("worker_failed", f"{text}; stopping all nodes")
         failure = Failure(Cause("agent", self._member.node, self._member.host, exception=text))
-        self._member.send(Ended(self._launch, False, go.generation, (failure,)))
+        self._member.send(Ended(self._launch, False, go.generation, (failure,), saves=self._plan.services.saves))
 
     def _on_stop(self, stop: Stop) -> None:
         if self._upload is not None and self._upload.is_vital:
@@ -208,20 +205,19 @@ class Supervisor:
         save.error.events = [record.as_dict() for record in save.events]
         if save.within_s is None:
             return
-        pieces = self._make_pieces(save.within_s)
-        if pieces is None:
+        self._upload = self._make_upload(self._plan.services.to_save(save.within_s), save, vital=False)
+        if self._upload is None:
             self._member.send(Stored(save.launch, save.generation))
             return
-        self._emit("note", f"stores what outputs there are, for {save.within_s:g} s at most")
-        self._upload = self._make_upload(pieces.steps(), save, pieces, vital=False)
+        self._emit("note", f"stores {self._plan.services.saves}, for {save.within_s:g} s at most")
         self._upload.start()
 
     def _on_verdict(self, verdict: Verdict) -> None:
-        self._verdict, self.stored = verdict, verdict.stored
+        self._verdict = verdict
         self._events = [record.as_dict() for record in verdict.events]
         if verdict.error is not None:
             verdict.error.events = self._events
-            verdict.error.outputs = self._all_outputs()
+            self._plan.services.failed(verdict.error, self.told)
             cause = cause_of(verdict.error)
             self._last_lines.blame(None if cause is None else cause.node)
 
@@ -323,6 +319,7 @@ class Supervisor:
             generation.failures(),
             exit_codes=codes,
             storing=None if upload is None else upload.what,
+            saves=self._plan.services.saves,
             alone=frameworks is not None,
         )
         self._member.send(message)
@@ -333,32 +330,21 @@ class Supervisor:
 
     def _trained_alone(self, generation: Generation) -> frozenset[str] | None:
         """Return what each of several ranks had imported that has trained by itself; who gathers values means them to."""
-        call, plan = self._plan.call, self._plan
-        means_it = call is not None and call.gather
+        plan, means_it = self._plan, self._plan.services.may_train_alone
         may_be = generation.ended_well and plan.spec.world_size > 1 and not means_it and not plan.is_ours
         return generation.exits.trained_alone() if may_be else None
 
     # --- what goes to the datastore -----------------------------------------------------------------
 
     def _upload_after(self, generation: Generation) -> Upload | None:
-        """Return what is to be stored when all workers of this node have ended: values for other nodes, and outputs."""
-        call, ok = self._plan.call, generation.ended_well
+        """Return what is to be stored when all workers of this node have ended."""
+        ok = generation.ended_well
         if ok and generation.was_stopped:
             return None
-        steps = [] if call is None else call.upload(self._plan.ranks, self._member.node, ok)
-        pieces = self._make_pieces() if ok else None  # of a launch that fails, when the gang says so
-        both = steps if pieces is None else itertools.chain(steps, pieces.steps())
-        return self._make_upload(both, generation.go, pieces, vital=ok) if steps or pieces is not None else None
+        return self._make_upload(self._plan.services.to_store(ok), generation.go, vital=ok)
 
-    def _make_pieces(self, within_s: float | None = None) -> OutputPieces | None:
-        request, store, node = self._plan.spec.outputs, self._plan.store, self._member.node
-        if request is None or store is None or not request.is_of(node):
-            return None
-        return OutputPieces(request, store, node, self._began_at, within_s)
-
-    def _make_upload(self, steps: Iterable[Step], about: Go | Save, pieces: OutputPieces | None, vital: bool) -> Upload:
-        assert self._plan.store is not None
-        return Upload(Transfer(self._plan.store, "stores", steps, vital), self._plan, about, self._member, pieces)
+    def _make_upload(self, to_store: Mapping[str, ToStore], about: Go | Save, vital: bool) -> Upload | None:
+        return Upload(to_store, self._plan, about, self._member, vital) if to_store else None
 
     def _on_upload_news(self, upload: Upload) -> None:
         if upload is self._upload:  # another one was given up
@@ -366,17 +352,7 @@ class Supervisor:
 
     def _look_at_upload(self, has_news: bool) -> None:
         if self._upload is not None and self._upload.look(has_news):
-            self._outputs, self._upload = self._upload.outputs, None
-
-    def _all_outputs(self) -> Outputs | None:
-        """Return the outputs that this node knows of; None if there are none."""
-        request, store = self._plan.spec.outputs, self._plan.store
-        if request is None or store is None:
-            return None
-        node, of = self._member.node, {} if self._verdict is None else self._verdict.outputs
-        if request.whose == "all" and node != CONTROL:
-            of = {} if self._outputs is None else {node: self._outputs}
-        return Outputs(store.address, {each: (kept.key, kept.files, kept.size) for each, kept in of.items()})
+            self._upload = None
 
     def _give_up_upload(self) -> None:
         if self._upload is not None:
@@ -413,8 +389,7 @@ class Supervisor:
         self._member.emit(Event(kind, self._member.node, text, is_detail))
 
     def _result(self) -> TorchrunResult[Any]:
-        spec, call = self._plan.spec, self._plan.call
-        values: Mapping[int, bytes] = {} if call is None else self._values(call)
+        spec, fields = self._plan.spec, self._fields()
         return TorchrunResult(
             launch=self._launch,
             num_nodes=spec.num_nodes,
@@ -425,23 +400,19 @@ class Supervisor:
             restarts=self._restarts,
             duration_s=0.0 if self._went_at is None else time.monotonic() - self._went_at,
             exit_codes=dict(sorted(self._exit_codes.items())),
-            values=values,
-            gathered=call is not None and call.gather and self._member.node == CONTROL,
             events=tuple(self._events),
-            outputs=self._all_outputs(),
-            **self._of_features(),
+            **fields,
         )
 
-    def _of_features(self) -> dict[str, Any]:
-        told = {} if self._verdict is None else self._verdict.features
-        return results_of(self._plan.features, told, lambda line: self._emit("note", line, is_detail=True))
-
-    def _values(self, call: FunctionCall) -> Mapping[int, bytes]:
+    def _fields(self) -> dict[str, Any]:
+        """Return what features add to the result; raises LaunchFailed where a part's can't be loaded."""
+        more = results_of(self._plan.features, self.told, lambda line: self._emit("note", line, is_detail=True))
         try:
-            return call.returned(self._plan.ranks, self.stored, lambda line: self._emit("note", line))
+            return {**more, **self._plan.services.result(self.told, lambda line: self._emit("note", line))}
         except TransferFailed as error:
             cause = Cause("store", self._member.node, self._member.host, exception=f"has no result: {error}")
-            more = f"\nThe workers of launch {self._launch} had ended well on all nodes."
-            told = failed(LaunchFailed, FailureText(cause, after=more))
-            told.events, told.outputs = self._events, self._all_outputs()
+            after = f"\nThe workers of launch {self._launch} had ended well on all nodes."
+            told = failed(LaunchFailed, FailureText(cause, after=after))
+            told.events = self._events
+            self._plan.services.failed(told, self.told)
             raise told from error

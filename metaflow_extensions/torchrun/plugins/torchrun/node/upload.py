@@ -1,15 +1,17 @@
-"""What is wanted of this node's ranks, on its way to the datastore: values for other nodes, and outputs."""
+"""What features store when all workers of this node have ended, on its way to the datastore."""
 
 from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
 
 from ..events import Event
 from ..gang.cause import Cause, Failure
 from ..gang.member import Member
-from ..gang.protocol import Go, Save, Stored, StoredOutputs, Storing
-from ..gang.texts import counted, size_text
-from ..launch.output_pieces import OUTPUTS, OutputPieces
+from ..gang.protocol import Go, Save, Stored, Storing, Told
 from ..launch.transfer import Transfer
 from .plan import Plan
+from .services import ToStore
 
 
 class Upload:
@@ -20,16 +22,17 @@ class Upload:
     """
 
     def __init__(
-        self, transfer: Transfer, plan: Plan, about: Go | Save, member: Member, outputs: OutputPieces | None = None
+        self, to_store: Mapping[str, ToStore], plan: Plan, about: Go | Save, member: Member, vital: bool
     ) -> None:
-        self._transfer = transfer
+        assert plan.store is not None
+        self._to_store = to_store  # by feature
         self._plan = plan
         self._about = (about.launch, about.generation)
         self._member = member
-        self._pieces = outputs
-        self.outputs: StoredOutputs | None = None  # once they are stored
-        self.what = transfer.step.what
-        self.is_vital = transfer.vital
+        steps = itertools.chain.from_iterable(each.steps() for each in to_store.values())
+        self._transfer = Transfer(plan.store, "stores", steps)
+        self.what = self._transfer.step.what
+        self.is_vital = vital  # the launch fails without it
 
     def start(self) -> None:
         """Begin."""
@@ -58,20 +61,12 @@ class Upload:
         for failure in failures:
             text = f"{failure.cause.who} {failure.cause.what}; stopping all nodes"
             self._member.emit(Event("worker_failed", self._member.node, text))
-        keys = dict(self._transfer.results)
-        self.outputs = keys.pop(OUTPUTS, None)
-        if self._pieces is not None and problem is None:
-            self._tell_outputs(self._pieces)
-        elif self._pieces is not None and not self.is_vital:
-            self._note(f"what outputs there are could not be stored in {self._transfer.where} {problem}")
-        self._member.send(Stored(*self._about, keys, failures, self.outputs))
-
-    def _tell_outputs(self, pieces: OutputPieces) -> None:
-        for line in pieces.lines():
-            self._note(line)
-        if self.outputs is not None:
-            stored = f"{counted(self.outputs.files, 'file')}, {size_text(self.outputs.size)}"
-            self._note(f"stored outputs: {stored}, in {self._transfer.seconds:.1f} s")
+        for name, each in self._to_store.items():
+            for line in () if failures else each.lines(problem, self._transfer.seconds):
+                self._note(line)
+            if (told := each.told()) is not None:
+                self._member.send(Told(*self._about, name, told))
+        self._member.send(Stored(*self._about, failures))
 
     def _note(self, text: str) -> None:
         self._member.emit(Event("note", self._member.node, text))

@@ -23,6 +23,7 @@ from ..settings import StepSettings
 from ..show.parts.model import Part
 from .plan import Plan, WarmStarts
 from .preludes import Asked, Prelude
+from .services import RunCall, Service
 
 # Frames have a larger limit, and shorten what is over it; data would not survive that.
 MAX_TOLD_BYTES = 512 * 1024
@@ -101,6 +102,10 @@ class Feature:
 
     def prelude(self, asked: Asked) -> Prelude | None:
         """Return what is launched before the user's own; raises TorchrunConfigError for what can't be."""
+        return None
+
+    def service(self, call: RunCall) -> Service | None:
+        """Return what it does for one call of `run`, if that asks for it; raises TorchrunConfigError."""
         return None
 
     def keeper(self, num_nodes: int, of_all: bool) -> Keeper | None:

@@ -109,7 +109,7 @@ class NodeRecords:
         self._note("ready", launch=ready.launch)
 
     def _on_go(self, go: Go) -> None:
-        self._keepers.begin({}, self._clock() - self._began_at)
+        self._keepers.begin(go.launch, {}, self._clock() - self._began_at)
         self._note("go" if self._runs == WORKERS else self._runs, node=None, launch=go.launch, generation=go.generation)
 
     def _on_started(self, started: Started) -> None:

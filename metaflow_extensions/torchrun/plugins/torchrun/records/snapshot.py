@@ -8,7 +8,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from ..gang.history import Record, Report
-from ..gang.protocol import StoredOutputs
 from ..gang.wire import from_plain, to_plain
 from .summary import Summary, summarize
 
@@ -33,9 +32,6 @@ class Snapshot:
     facts: dict[str, str] = field(default_factory=dict)  # versions and devices of the control node
     events: tuple[Record, ...] = ()
     reports: tuple[Report, ...] = ()
-    wants_outputs: bool | None = None  # whether any launch was asked to store some; None: an old record
-    outputs: dict[int, dict[int, StoredOutputs]] = field(default_factory=dict)  # by launch and node
-    launches_left_out: int = 0  # launches with outputs that are not in `outputs` any more
     tasks: tuple[str, ...] | None = None  # of all nodes in order, each as run, step and task
     command: str | None = None  # of torchrun, on the node that has made this
     node: int | None = None  # the one node of which this is; None: of all
@@ -99,9 +95,6 @@ def snapshot_of(gang: Gang, about: Mapping[str, Any]) -> Snapshot:
         facts=gang.facts,
         events=gang.history.records,
         reports=gang.history.reports,
-        wants_outputs=gang.wants_outputs,
-        outputs={launch: dict(of) for launch, of in dict(gang.outputs).items() if of},
-        launches_left_out=gang.launches_left_out,
         features=gang.keepers.record(),
         **dict(about),
     )

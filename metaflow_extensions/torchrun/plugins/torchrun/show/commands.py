@@ -11,6 +11,7 @@ import os
 import re
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import datetime, timezone
 from typing import Any
@@ -160,29 +161,33 @@ def outputs(obj: Any, gang: str, to: str | None, launch: int | None, node: int |
 
 def _outputs(obj: Any, snapshot: Snapshot | None, launch: int | None) -> Outputs:
     """Return what a launch of a gang has stored; by default the last one that has stored a file."""
-    known = {} if snapshot is None else snapshot.outputs
+    # What the keeper of outputs keeps, by launch and node: it came from JSON.
+    kept: dict[str, Any] = {} if snapshot is None else snapshot.features.get("outputs") or {}
+    known = {int(number): nodes for number, nodes in kept.items()}
     if launch is None:
-        with_files = [number for number, nodes in known.items() if any(each.files for each in nodes.values())]
+        with_files = [number for number, nodes in known.items() if any(each["files"] for each in nodes.values())]
         launch = max(with_files or known, default=None)
     if launch not in known:
-        raise _none(snapshot, launch)
-    nodes = {node: (each.key, each.files, each.size) for node, each in known[launch].items()}
+        raise _none(snapshot, launch, sorted(known))
+    nodes = {int(node): (each["key"], each["files"], each["size"]) for node, each in known[launch].items()}
     return Outputs(DatastoreValues(obj.flow_datastore).address, nodes)
 
 
-def _none(snapshot: Snapshot | None, launch: int | None) -> NoOutputs:
+def _none(snapshot: Snapshot | None, launch: int | None, launches: Sequence[int]) -> NoOutputs:
     """Say why a launch, or none of a gang, has stored outputs."""
     if snapshot is None:
         return NoOutputs("Nothing is recorded of this gang, and so nothing of its outputs.")
-    if snapshot.outputs:
-        said = ", ".join(map(str, snapshot.outputs))
-        if snapshot.launches_left_out:
-            said += f"; where those of {snapshot.launches_left_out} earlier launches are, their results alone know"
+    left_out, is_wanted = (snapshot.features.get(name) for name in ("launches_left_out", "wants_outputs"))
+    if launches:
+        said = ", ".join(map(str, launches))
+        if left_out:
+            said += f"; where those of {left_out} earlier launches are, their results alone know"
         return NoOutputs(f"Launch {launch} has stored no outputs; launches that have: {said}.")
-    if snapshot.wants_outputs:
+    if is_wanted:
         return NoOutputs("No launch of this gang has stored its outputs: that happens when all its workers have ended.")
-    is_known = snapshot.wants_outputs is not None  # older versions did not record it
-    has_not = "was asked to store any" if is_known else "has stored any"
+    has_not = (
+        "was asked to store any" if is_wanted is not None else "has stored any"
+    )  # older versions did not record it
     return NoOutputs(f"No launch of this gang {has_not}: current.torch.run(outputs=[...]) names what to store.")
 
 
@@ -273,7 +278,7 @@ def _page(stored: StoredGangs, gang: StoredGang, attempt: int, where: str) -> li
         ]
     from ..features.listed import FEATURES
 
-    if snapshot.outputs:
+    if snapshot.features.get("outputs"):
         hints.append(f"Its outputs: {program} outputs {where}{which}")
     if (rank := failed_rank(snapshot)) is not None:
         hints.append(f"Of the rank that failed: {ask} --rank {rank}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from ..gang.wire import finite, to_plain
+from ..gang.wire import finite
 from ..records.snapshot import Snapshot
 from ..records.summary import Node
 from .page import Place
@@ -30,7 +30,7 @@ def as_data(place: Place, snapshot: Snapshot | None, kept: Iterable[str] = ()) -
         **{name: stored.get(name) for name in ("nproc_per_node", "facts", "command")},
         "nodes": [_node(place, known, number, nodes.get(number)) for number in sorted({*place.tasks, *nodes})],
         **{name: stored.get(name) for name in ("reports", "events")},
-        "outputs": None if snapshot is None else to_plain(known.outputs),
+        "outputs": None if snapshot is None else known.features.get("outputs", {}),
         **dict.fromkeys(kept),
         **{name: kept for name, kept in known.features.items() if kept is not None},
     }

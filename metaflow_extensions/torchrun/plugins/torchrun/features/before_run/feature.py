@@ -76,7 +76,7 @@ def before_spec(spec: LaunchSpec) -> LaunchSpec:
     """Return the launch of what runs commands on each node, in the folder and with the variables of `spec`."""
     own = replace(spec, entrypoint=SCRIPT, args=(), module=False, options=(), command=(), source=None, function=None)
     # All nodes take part, whatever torchrun's own elasticity is to do later.
-    return replace(own, shown_local_ranks=None, outputs=None, max_restarts=0, min_nodes=None)
+    return replace(own, shown_local_ranks=None, max_restarts=0, min_nodes=None)
 
 
 class CommandWatcher(Watcher):

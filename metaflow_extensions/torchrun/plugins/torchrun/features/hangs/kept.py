@@ -41,7 +41,7 @@ class HangKeeper(Keeper):
         self._active_at = 0.0
         self._found: dict[int, Diagnostics] = {}  # by node
 
-    def begin(self, policy: Plain, at_s: float) -> None:
+    def begin(self, launch: int, policy: Plain, at_s: float) -> None:
         """Begin to look at the clock, where the launch has such a limit."""
         self._timeout_s, self._active_at = policy.get("timeout_s"), at_s
         self._found = {}

@@ -48,4 +48,4 @@ def preflight_spec(spec: LaunchSpec, with_links: bool) -> LaunchSpec:
     args = ("links",) if with_links else ()
     own = replace(spec, entrypoint=_SCRIPT, args=args, module=False, options=(), shown_local_ranks=None)
     # All nodes take part and rank by their index, whatever torchrun's own elasticity is to do later.
-    return replace(own, max_restarts=0, min_nodes=None, outputs=None)
+    return replace(own, max_restarts=0, min_nodes=None)

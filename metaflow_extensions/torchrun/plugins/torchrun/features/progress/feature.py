@@ -9,6 +9,7 @@ from dataclasses import asdict
 from types import MappingProxyType
 from typing import Any
 
+from ...errors import TorchrunError
 from ...gang.keepers import Happened, Keeper, Plain, Remarks, Where
 from ...gang.protocol import Told
 from ...gang.wire import from_plain, to_plain
@@ -94,7 +95,7 @@ class ProgressKeeper(Keeper):
     def __init__(self) -> None:
         self._kept = Kept()
 
-    def begin(self, policy: Plain, at_s: float) -> None:
+    def begin(self, launch: int, policy: Plain, at_s: float) -> None:
         """Compare all ranks anew."""
         self._kept.begin()
 
@@ -122,7 +123,7 @@ class ProgressKeeper(Keeper):
         """Return the progress, or None where no script has told any."""
         return self._kept.as_dict()
 
-    def verdict(self, launch: int) -> Plain:
+    def verdict(self, launch: int, to_control: bool, error: TorchrunError | None) -> Plain:
         """Return rank 0's last values."""
         return dict(self._kept.last) if self._kept.launch == launch else {}
 
@@ -133,7 +134,7 @@ class OwnPaces(Keeper):
     def __init__(self) -> None:
         self._paces: Mapping[int, Pace] = {}
 
-    def begin(self, policy: Plain, at_s: float) -> None:
+    def begin(self, launch: int, policy: Plain, at_s: float) -> None:
         """Forget what the workers before have told."""
         self._paces = {}
 

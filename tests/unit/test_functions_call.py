@@ -25,13 +25,13 @@ from metaflow_extensions.torchrun.plugins.torchrun.errors import (
     TorchrunPreempted,
     WorkerFailed,
 )
-from metaflow_extensions.torchrun.plugins.torchrun.launch.facts import contents_digest
-from metaflow_extensions.torchrun.plugins.torchrun.launch.function import (
+from metaflow_extensions.torchrun.plugins.torchrun.features.functions.call import (
     FUNCTION_WORKER,
     FunctionCall,
     refuse_for_functions,
     refuse_for_scripts,
 )
+from metaflow_extensions.torchrun.plugins.torchrun.launch.facts import contents_digest
 from metaflow_extensions.torchrun.plugins.torchrun.launch.outputs import Outputs
 from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec, Node, build_spec
 from metaflow_extensions.torchrun.plugins.torchrun.launch.transfer import TransferFailed
@@ -81,10 +81,10 @@ def make(monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     calls = []
 
-    def make(function=train, arguments=None, init=None, gather=False, store=None):
+    def make(function=train, arguments=None, init=None, gather=False, store=None, node=1):
         call = FunctionCall(function, arguments, init, gather, store)
         calls.append(call)
-        call.begin()
+        call.begin(replace(SPEC, node_index=node))
         return call
 
     yield make
@@ -170,7 +170,7 @@ def spec_of(call, **given):
     """Return the launch of a function whose own arguments no script could be given."""
     node = Node(2, 1, "10.0.0.7")
     given |= {"entrypoint": train, "entrypoint_args": {"net": object()}}
-    return build_spec(given, 2, parse_settings({}, "train"), node, call.spec)
+    return build_spec(given, 2, parse_settings({}, "train"), node, call.function)
 
 
 def test_torchruns_own_elasticity_is_refused(make):
@@ -211,32 +211,40 @@ def test_functions_are_told_apart_by_name_and_source_and_not_by_their_folders(ma
 # --- what goes to other nodes -------------------------------------------------------------------------
 
 
-def uploaded(call, ranks, node, ok):
-    """Return what the steps of an upload return, all together."""
-    return {rank: key for step in call.upload(ranks, node, ok) for rank, key in step.do().items()}
+def uploaded(call, ok):
+    """Store what other nodes need; return the keys by rank."""
+    to_store = call.to_store(ok)
+    for step in () if to_store is None else to_store.steps():
+        step.do()
+    return {} if to_store is None else to_store.told()
 
 
 @pytest.mark.parametrize(
     ("node", "gather", "ok", "stored"),
     [
-        (1, True, True, {2: "0"}),
+        (1, True, True, {"2": "0"}),
         (0, True, True, {}),  # the control node's own values are needed nowhere else
         (1, False, True, {}),
-        (1, False, False, {3: "0"}),
-        (0, False, False, {3: "0"}),
+        (1, False, False, {"3": "0"}),
+        (0, False, False, {"1": "0"}),
     ],
 )
 def test_what_other_nodes_need_is_stored(node, gather, ok, stored, make):
     store = Store()
-    call = make(gather=gather, store=store)
-    data = {"0": leave(call, "returned-2.pkl", "value") if ok else leave(call, "raised-3.pkl", raised())}
-    assert uploaded(call, [2, 3], node, ok) == stored
+    call = make(gather=gather, store=store, node=node)
+    assert call.to_store(ok) is None, "all have ended by sys.exit()"
+    leave(call, f"returned-{2 * node + 1}.pkl.part", "half a value")
+    data = {
+        "0": leave(call, f"returned-{2 * node}.pkl", "value")
+        if ok
+        else leave(call, f"raised-{2 * node + 1}.pkl", raised())
+    }
+    assert uploaded(call, ok) == stored
     assert store.data == (data if stored else {})
-    assert call.upload([7], node, ok) == [], "it has ended by sys.exit()"
-    alone = make(gather=gather)
-    leave(alone, "returned-2.pkl", "value")
-    leave(alone, "raised-3.pkl", raised())
-    assert alone.upload([2, 3], node, ok) == []
+    alone = make(gather=gather, node=node)
+    leave(alone, f"returned-{2 * node}.pkl", "value")
+    leave(alone, f"raised-{2 * node + 1}.pkl", raised())
+    assert alone.to_store(ok) is None
 
 
 def test_an_upload_says_what_it_carries(make):
@@ -244,48 +252,51 @@ def test_an_upload_says_what_it_carries(make):
     call = make(gather=True, store=store)
     data = leave(call, "returned-2.pkl", 1)
     leave(call, "raised-3.pkl", raised())
-    (value,) = call.upload([2, 3], 1, True)
+    (value,) = call.to_store(True).steps()
     assert (value.what, value.rank) == (f"rank 2's value ({len(data)} bytes)", 2)
-    (raising,) = call.upload([2, 3], 1, False)
+    (raising,) = call.to_store(False).steps()
     assert (raising.rank, raising.what.startswith("what its ranks raised (")) == (None, True)
 
 
 def test_values_are_this_nodes_and_the_gathered_ones_in_order(make):
     store = Store()
-    call = make(gather=True, store=store)
+    call = make(gather=True, store=store, node=0)
     own = {rank: leave(call, f"returned-{rank}.pkl", rank) for rank in (1, 0)}
-    keys = {rank: store.save(pickle.dumps(rank)) for rank in (3, 2)}
-    keys[4] = keys[2]  # what is the same has the same key
-    values = call.returned([0, 1], keys, print)
+    keys = {rank: store.save(pickle.dumps(rank)) for rank in ("3", "2")}
+    keys["4"] = keys["2"]  # what is the same has the same key
+    fields = call.result(keys, print)
+    assert fields["gathered"]
+    values = fields["values"]
     call.close()  # values outlive the files' names
     assert list(values) == [0, 1, 2, 3, 4]
     assert {rank: values[rank] for rank in own} == own
-    assert [pickle.loads(value) for value in values.values()] == [0, 1, 2, 3, 2]
-    assert store.loads == [[keys[3], keys[2]]], "one list, each key once"
-    assert make().returned([0, 1], {}, print) == {}
+    assert [pickle.loads(value) for value in values.values()] == [0, 1, "2", "3", "2"]
+    assert store.loads == [[keys["3"], keys["2"]]], "one list, each key once"
+    assert make(gather=True).result({}, print) == {"values": {}, "gathered": False}
 
 
 def test_many_values_are_loaded_in_a_few_lists(make):
     store = Store()
-    keys = {rank: store.save(bytes([rank])) for rank in range(150)}
-    assert dict(make(store=store).returned([], keys, print)) == {rank: bytes([rank]) for rank in range(150)}
+    keys = {str(rank): store.save(bytes([rank])) for rank in range(150)}
+    values = make(store=store).result(keys, print)["values"]
+    assert dict(values) == {rank: bytes([rank]) for rank in range(150)}
     assert [len(some) for some in store.loads] == [64, 64, 22]
 
 
 def test_values_that_can_not_be_loaded_say_where_they_should_be(make):
     words = "rank 2's value could not be loaded from the local datastore /home after 0 s: KeyError"
     with pytest.raises(TransferFailed, match=words):
-        make(store=Store()).returned([], {2: "no such key"}, print)
+        make(store=Store()).result({"2": "no such key"}, print)
 
 
 def test_a_new_generation_forgets_what_the_last_one_left(make):
-    call = make()
+    call = make(node=0)
     leave(call, "returned-0.pkl", 1)
     leave(call, "raised-1.pkl", raised(ValueError()))
-    call.begin()
-    assert call.returned([0, 1], {}, print) == {}
+    call.begin(SPEC)
     verdict = LaunchFailed("the gang's words", {**CAUSE, "rank": 1, "kind": "exit"})
     assert call.original(verdict, {}) is verdict
+    assert call.result({}, print)["values"] == {}
 
 
 def test_values_go_through_metaflows_own_datastore(tmp_path, monkeypatch):
@@ -312,13 +323,13 @@ def knowing(error):
     return error
 
 
-@pytest.mark.parametrize("stored", [{2: "0"}, {}, {2: "no such key"}, {3: "0"}])
+@pytest.mark.parametrize("stored", [{"2": "0"}, {}, {"2": "no such key"}, {"3": "0"}])
 def test_the_exception_of_another_nodes_rank_comes_through_the_store(stored, make):
     store = Store()
     store.save(pickle.dumps(raised(KeyError("lr"))))
     verdict = knowing(LaunchFailed("the gang's words", CAUSE))
     error = make(store=store).original(verdict, stored)
-    if stored == {2: "0"}:
+    if stored == {"2": "0"}:
         assert type(error) is KeyError
     else:
         assert (type(error), error.message, error.cause) == (WorkerFailed, "the gang's words", CAUSE)

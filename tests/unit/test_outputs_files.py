@@ -8,7 +8,7 @@ import subprocess
 import pytest
 from unit_helpers import HOSTILE, write
 
-from metaflow_extensions.torchrun.plugins.torchrun.launch.output_files import find, lines
+from metaflow_extensions.torchrun.plugins.torchrun.features.outputs.files import find, lines
 
 # What can be a file's name, in bytes that are no text, too.
 NAMES = [name for name in HOSTILE if name and name not in (".", "..")] + [os.fsdecode(b"\xff\xfe"), "[ab]", "**"]

@@ -11,26 +11,33 @@ import json
 import os
 import stat
 import time
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
-from ..gang.protocol import StoredOutputs
-from ..gang.texts import counted, size_text
-from .output_files import Found, Listing, find, lines
-from .spec import OutputRequest
-from .transfer import PATIENCE_S, Step, ValueStore, patience_for
+from ...gang.keepers import Plain
+from ...gang.texts import counted, size_text
+from ...launch.transfer import PATIENCE_S, Step, ValueStore, patience_for
+from ...node.services import ToStore
+from .files import Found, Listing, find, lines
 
 # Two are in memory at the same time: one that is stored, and the next one that is read. From 8 MiB on, boto3 (1.44)
 # would send each in parts, with copies of them in ten threads.
 PIECE_BYTES = 8_000_000
 _SMALL_BYTES = 1024 * 1024  # files up to this size share pieces: for each piece, the store is asked twice
-OUTPUTS = "outputs"
-"""Under what the last step of the transfer returns its `StoredOutputs`."""
 _VERSION = 1  # of the form of the list
 _TELL_EVERY_S = 5.0
 _SAID = 10  # so many names stand in a line
+
+
+@dataclass(frozen=True)
+class StoredOutputs:
+    """Where the list of a node's outputs is, and what it comes to."""
+
+    key: str  # of the list in the datastore
+    files: int
+    size: int  # bytes of all files
 
 
 @dataclass
@@ -42,60 +49,73 @@ class _Entry:
     size: int | None = None  # once all of it is read
     digest: str = ""  # of the content of a small file; of a large one, the keys are
 
-
-@dataclass
-class _Piece:
-    parts: list[tuple[_Entry, bytes]] = field(default_factory=list)
-    size: int = 0
-
-    def add(self, entry: _Entry, data: bytes) -> None:
-        self.parts.append((entry, data))
-        self.size += len(data)
+    @property
+    def is_stored(self) -> bool:
+        return self.size is not None and sum(size for _, _, size in self.parts) == self.size
 
 
-class OutputPieces:
-    """Stores what an `OutputRequest` names, in the steps of one transfer.
+_Piece = list[tuple[_Entry, bytes]]
 
-    Everything here belongs to the transfer's thread, until that has ended.
+
+class OutputPieces(ToStore):
+    """Stores the files of `folder` that patterns name; those older than `since` were not written in the launch.
+
+    `kept` belongs to whoever asks, and everything else to the transfer's thread, until that has ended.
     """
 
     def __init__(
-        self, request: OutputRequest, store: ValueStore, node: int, since: float, within_s: float | None = None
+        self,
+        patterns: tuple[str, ...],
+        folder: str,
+        store: ValueStore,
+        node: int,
+        since: float,  # in seconds since 1970
+        within_s: float | None = None,
     ) -> None:
-        self._request = request
+        self.kept: StoredOutputs | None = None  # once that is told
+        self._patterns, self._folder = patterns, folder
         self._store = store
         self._node = node
-        self._since = since  # when the launch began, in seconds since 1970
+        self._since = since
         # After a failure: those that are stored by then count, and the newest go first.
         self._deadline = None if within_s is None else time.monotonic() + within_s
         self._listing = Listing()
         self._entries: list[_Entry] = []
-        self._begun_at = self._told_at = time.monotonic()
+        self._list: StoredOutputs | None = None  # at the very end
+        self._told_at = time.monotonic()
         self._done_bytes = self._all_bytes = 0
 
     def steps(self) -> Iterator[Step]:
         """Yield what is to be done, one thing after the other."""
         yield Step("its outputs", self._find, PATIENCE_S)
         for piece in self._pieces():
-            if self._is_late():
+            if self._deadline is not None and time.monotonic() > self._deadline:
                 break
-            yield Step(self._what(piece), partial(self._save, piece), patience_for(piece.size), is_news=self._is_due())
+            do, size = partial(self._save, piece), sum(len(data) for _, data in piece)
+            yield Step(self._what(piece), do, patience_for(size), is_news=self._is_due())
         yield Step("the list of its outputs", self._save_list, PATIENCE_S)
 
-    def lines(self) -> list[str]:
-        """Return what is to be said of what was found and stored."""
+    def told(self) -> Plain | None:
+        """Return where the list is, if it was stored."""
+        self.kept = self._list
+        return None if self.kept is None else asdict(self.kept)
+
+    def lines(self, problem: str | None, seconds: float) -> list[str]:
+        """Return what was found and stored, and what was not."""
+        if problem is not None:
+            return [f"what outputs there are could not be stored in {self._store.where} {problem}"]
         said = list(lines(self._listing, _SAID))
         old = [entry.file.name for entry in self._stored() if self._is_older(entry)]
         if old:
             verb = "is" if len(old) == 1 else "are"
             said.append(f"{counted(len(old), 'output')} {verb} older than this launch: {_names(old)}")
+        if self._list is not None:
+            stored = f"{counted(self._list.files, 'file')}, {size_text(self._list.size)}"
+            said.append(f"stored outputs: {stored}, in {seconds:.1f} s")
         return said
 
     def _is_older(self, entry: _Entry) -> bool:
         return entry.file.changed < self._since
-
-    def _is_late(self) -> bool:
-        return self._deadline is not None and time.monotonic() > self._deadline
 
     def _is_due(self) -> bool:
         """Tell whether it is time to tell the gang again how far this is."""
@@ -106,26 +126,24 @@ class OutputPieces:
         return True
 
     def _what(self, piece: _Piece) -> str:
-        name = piece.parts[0][0].file.name
+        name = piece[0][0].file.name
         return f"its outputs ({size_text(self._done_bytes)} of {size_text(self._all_bytes)} so far, now {name!r})"
 
     # --- the steps --------------------------------------------------------------------------------
 
-    def _find(self) -> dict[Any, Any]:
-        self._listing = find(self._request.folder, self._request.patterns, self._store.folder)
+    def _find(self) -> None:
+        self._listing = find(self._folder, self._patterns, self._store.folder)
         self._all_bytes = sum(file.size for file in self._listing.files)
-        return {}
 
-    def _save(self, piece: _Piece) -> dict[Any, Any]:
-        key = self._store.save(b"".join(data for _, data in piece.parts) if len(piece.parts) > 1 else piece.parts[0][1])
+    def _save(self, piece: _Piece) -> None:
+        key = self._store.save(piece[0][1] if len(piece) == 1 else b"".join(data for _, data in piece))
         begin = 0
-        for entry, data in piece.parts:
+        for entry, data in piece:
             entry.parts.append((key, begin, len(data)))
             begin += len(data)
-        self._done_bytes += piece.size
-        return {}
+        self._done_bytes += begin
 
-    def _save_list(self) -> dict[Any, Any]:
+    def _save_list(self) -> None:
         stored = list(self._stored())
         known = {entry.file.name for entry in stored} | self._listing.left_out.keys()
         late = {file.name: "could not be stored in time" for file in self._listing.files if file.name not in known}
@@ -133,54 +151,49 @@ class OutputPieces:
         content = {
             "version": _VERSION,
             "node": self._node,
-            "files": [
-                {
-                    "name": entry.file.name,
-                    "size": entry.size,
-                    "modified": entry.file.modified,
-                    "older": self._is_older(entry),
-                    "mode": entry.file.mode,
-                    "digest": entry.digest or hashlib.sha256(repr(entry.parts).encode()).hexdigest(),
-                    "parts": entry.parts,
-                }
-                for entry in stored
-            ],
+            "files": [self._row(entry) for entry in stored],
             "left_out": dict(sorted(self._listing.left_out.items())),
         }
         key = self._store.save(json.dumps(content).encode())  # in ASCII, so that names may be of any bytes
-        return {OUTPUTS: StoredOutputs(key, len(stored), sum(entry.size or 0 for entry in stored))}
+        self._list = StoredOutputs(key, len(stored), sum(entry.size or 0 for entry in stored))
+
+    def _row(self, entry: _Entry) -> dict[str, Any]:
+        return {
+            "name": entry.file.name,
+            "size": entry.size,
+            "modified": entry.file.modified,
+            "older": self._is_older(entry),
+            "mode": entry.file.mode,
+            "digest": entry.digest or hashlib.sha256(repr(entry.parts).encode()).hexdigest(),
+            "parts": entry.parts,
+        }
 
     def _stored(self) -> Iterator[_Entry]:
-        for entry in sorted(self._entries, key=lambda entry: entry.file.name):
-            if entry.size is not None and sum(size for _, _, size in entry.parts) == entry.size:
-                yield entry
+        yield from sorted((entry for entry in self._entries if entry.is_stored), key=lambda entry: entry.file.name)
 
     # --- what is read -----------------------------------------------------------------------------
 
     def _pieces(self) -> Iterator[_Piece]:
         """Yield pieces: of small files together, then of each large one."""
-        large: list[_Entry] = []
-        shared = _Piece()
-        for entry in self._in_order():
-            if entry.file.size > _SMALL_BYTES:
-                large.append(entry)
-                continue
+        shared: _Piece = []
+        size = 0
+        for entry in self._in_order(are_large=False):
             for data in self._read(entry):
                 entry.digest = hashlib.sha256(entry.digest.encode() + data).hexdigest()
-                if shared.parts and shared.size + len(data) > PIECE_BYTES:
+                if shared and size + len(data) > PIECE_BYTES:
                     yield shared
-                    shared = _Piece()
-                shared.add(entry, data)
-        if shared.parts:
+                    shared, size = [], 0
+                shared.append((entry, data))
+                size += len(data)
+        if shared:
             yield shared
-        for entry in large:
+        for entry in self._in_order(are_large=True):
             for data in self._read(entry):
-                yield _Piece([(entry, data)], len(data))
+                yield [(entry, data)]
 
-    def _in_order(self) -> Iterable[_Entry]:
-        files = self._listing.files
-        ordered = files if self._deadline is None else sorted(files, key=lambda file: -file.modified)
-        for file in ordered:
+    def _in_order(self, are_large: bool) -> Iterator[_Entry]:
+        files = [file for file in self._listing.files if (file.size > _SMALL_BYTES) is are_large]
+        for file in files if self._deadline is None else sorted(files, key=lambda file: -file.modified):
             self._entries.append(_Entry(file))
             yield self._entries[-1]
 

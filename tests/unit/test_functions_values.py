@@ -13,7 +13,7 @@ import pytest
 from unit_helpers import OURS
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import TorchrunError
-from metaflow_extensions.torchrun.plugins.torchrun.launch.values import ValuesOnDisk, make_folder
+from metaflow_extensions.torchrun.plugins.torchrun.features.functions.values import ValuesOnDisk, make_folder
 from metaflow_extensions.torchrun.plugins.torchrun.machine import processes
 
 BIG = os.urandom(3 << 20)
@@ -30,13 +30,13 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.fixture
 def values(folder):
-    own = Path(make_folder())
-    values = ValuesOnDisk(str(own))
+    values = ValuesOnDisk()
+    own = Path(values.folder)
     (own / "returned-1.pkl").write_bytes(pickle.dumps(BIG))
-    values.take(1, str(own / "returned-1.pkl"))
-    values.take(2, str(own / "returned-2.pkl"))  # it ended by sys.exit(), so there is none
-    values.add([7, 3], pickle.dumps({"loss": 0.5}))
-    values.add([5], pickle.dumps(BIG[::-1]))
+    values.add(str(own / "returned-1.pkl"), 1)
+    values.add(str(own / "returned-2.pkl"), 2)  # it ended by sys.exit(), so there is none
+    values.add(values.write(pickle.dumps({"loss": 0.5})), 7, 3)
+    values.add(values.write(pickle.dumps(BIG[::-1])), 5)
     return values
 
 
@@ -59,8 +59,8 @@ def test_threads_read_beside_each_other(values):
 
 
 def test_no_file_stays_open_and_none_outlives_its_values(folder):
-    values = ValuesOnDisk(make_folder())
-    values.add([1], pickle.dumps("x"))
+    values = ValuesOnDisk()
+    values.add(values.write(pickle.dumps("x")), 1)
     assert read(values, 1) == "x"
     assert not [fd for fd in Path("/proc/self/fd").iterdir() if str(folder) in os.path.realpath(fd)]
     assert len(list(folder.glob("*/*"))) == 1
@@ -79,18 +79,19 @@ def test_a_value_whose_file_was_removed_is_said(values, folder):
 KEEP = f"""{OURS}
 import os, resource, signal
 from pathlib import Path
-from ours.launch.function import FunctionCall
+from ours.features.functions.call import FunctionCall
+from ours.launch.spec import LaunchSpec
 from ours.result import TorchrunResult
-from ours.worker.function_worker import path_of, store
+from ours.features.functions.function_worker import path_of, store
 
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
-kept = []
+kept, SPEC = [], LaunchSpec("x", (), False, nproc=4, num_nodes=1, node_index=0, python="")
 for launch in range(int(sys.argv[1])):
     call = FunctionCall(print, [launch], None, False, None)
-    call.begin()
+    call.begin(SPEC)
     for rank in range(4):
         store([launch, rank], rank, path_of(call.folder, "returned-{{}}.pkl", rank))
-    kept.append(TorchrunResult(launch, 1, 0, 4, 4, "", [], 0.0, {{}}, call.returned(range(4), {{}}, print)))
+    kept.append(TorchrunResult(launch, 1, 0, 4, 4, "", [], 0.0, {{}}, **call.result({{}}, print)))
     call.close()
 assert [list(result) for result in kept] == [[[launch, rank] for rank in range(4)] for launch in range(len(kept))]
 assert not list(Path(os.environ["TMPDIR"]).glob("*/call.pkl"))
@@ -137,14 +138,14 @@ def test_what_a_killed_process_has_left_is_removed_by_the_next_one(folder, monke
 MEASURE = """
 import sys
 from metaflow_extensions.torchrun.plugins.torchrun.result import TorchrunResult
-from metaflow_extensions.torchrun.plugins.torchrun.launch.values import ValuesOnDisk
+from metaflow_extensions.torchrun.plugins.torchrun.features.functions.values import ValuesOnDisk
 
 def peak():  # of this program alone; ru_maxrss knows what the process was before
     with open("/proc/self/status") as file:
         return int(file.read().split("VmHWM:")[1].split()[0]) / 1024
 
-before, values, size_mb = peak(), ValuesOnDisk("no folder"), int(sys.argv[2])
-values.take(0, sys.argv[1])
+before, values, size_mb = peak(), ValuesOnDisk(), int(sys.argv[2])
+values.add(sys.argv[1], 0)
 result = TorchrunResult(0, 1, 0, 1, 1, "", [], 0.0, {0: 0}, values)
 print((peak() - before) / size_mb)
 value = result.rank(0)

@@ -17,10 +17,9 @@ from unit_helpers import write
 
 from metaflow_extensions.torchrun.plugins.torchrun.compat.datastore import DatastoreValues
 from metaflow_extensions.torchrun.plugins.torchrun.errors import TorchrunError
-from metaflow_extensions.torchrun.plugins.torchrun.launch import output_pieces
-from metaflow_extensions.torchrun.plugins.torchrun.launch.output_pieces import OUTPUTS, OutputPieces
+from metaflow_extensions.torchrun.plugins.torchrun.features.outputs import pieces as output_pieces
+from metaflow_extensions.torchrun.plugins.torchrun.features.outputs.pieces import OutputPieces
 from metaflow_extensions.torchrun.plugins.torchrun.launch.outputs import Outputs
-from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import OutputRequest
 
 KIB = 1024
 
@@ -49,16 +48,19 @@ def small(monkeypatch):
 
 
 def pieces(root, store, *patterns, node=0, since=0.0, within_s=None):
-    return OutputPieces(OutputRequest(patterns, str(root), "all"), store, node, since, within_s)
+    return OutputPieces(patterns, str(root), store, node, since, within_s)
 
 
 def stored(root, store, *patterns, **more):
     """Store what patterns name; return the entry of the node in a result."""
-    results = {}
-    for step in pieces(root, store, *patterns, **more).steps():
-        results.update(step.do())
-    kept = results[OUTPUTS]
-    return kept.key, kept.files, kept.size
+    return entry_of(pieces(root, store, *patterns, **more))
+
+
+def entry_of(upload, steps=None):
+    for step in steps or upload.steps():
+        step.do()
+    told = upload.told()
+    return told["key"], told["files"], told["size"]
 
 
 def outputs(root, store, *patterns):
@@ -142,9 +144,8 @@ import os, resource, sys
 from metaflow.datastore import FlowDataStore
 from metaflow.plugins.datastores.local_storage import LocalStorage
 from metaflow_extensions.torchrun.plugins.torchrun.compat.datastore import DatastoreValues
-from metaflow_extensions.torchrun.plugins.torchrun.launch.output_pieces import OUTPUTS, OutputPieces
+from metaflow_extensions.torchrun.plugins.torchrun.features.outputs.pieces import OutputPieces
 from metaflow_extensions.torchrun.plugins.torchrun.launch.outputs import Outputs
-from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import OutputRequest
 root = sys.argv[1]
 with open(os.path.join(root, "large"), "wb") as file:
     file.truncate(1 << 30)
@@ -152,14 +153,14 @@ with open(os.path.join(root, "large"), "wb") as file:
         file.write(os.urandom(1 << 20))
 store = DatastoreValues(FlowDataStore("SomeFlow", storage_impl=LocalStorage, ds_root=os.path.join(root, "store")))
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-before, results = peak(), {}
-for step in OutputPieces(OutputRequest(("large",), root, "all"), store, 0, 0.0).steps():
-    results.update(step.do())
+before, pieces = peak(), OutputPieces(("large",), root, store, 0, 0.0)
+for step in pieces.steps():
+    step.do()
 after_storing = peak()
-kept = results[OUTPUTS]
-with Outputs(store.address, {0: (kept.key, kept.files, kept.size)}).open("large") as file:
+kept = pieces.told()
+with Outputs(store.address, {0: (kept["key"], kept["files"], kept["size"])}).open("large") as file:
     size = sum(len(file.read(1 << 20)) for _ in range(100))
-print(kept.size, size, (after_storing - before) // 1024, (peak() - before) // 1024)
+print(kept["size"], size, (after_storing - before) // 1024, (peak() - before) // 1024)
 """
     done = subprocess.run([sys.executable, "-c", program, tmp_path], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -244,16 +245,13 @@ def test_what_can_not_be_read_is_left_out_and_said(root, store):
     os.unlink(root / "gone")
     os.unlink(root / "pipe")
     os.mkfifo(root / "pipe")  # whose opening would wait for a writer
-    results = {}
-    for step in steps:
-        results.update(step.do())
-    kept = results[OUTPUTS]
-    assert Outputs(store.address, {0: (kept.key, kept.files, kept.size)}).left_out == {
+    entry = entry_of(upload, steps)
+    assert Outputs(store.address, {0: entry}).left_out == {
         "gone": "can't be read: No such file or directory",
         "pipe": "is no file any more",
     }
-    assert kept.files == 1
-    (line,) = upload.lines()
+    assert entry[1] == 1
+    line, _ = upload.lines(None, 0.0)
     assert "'gone' can't be read: No such file or directory; 'pipe' is no file any more" in line
 
 
@@ -269,14 +267,10 @@ def test_a_file_that_changes_while_it_is_read_is_said(root, store, small):
 
     store.save = save_while_they_change
     upload = pieces(root, store, "grows", "shrinks")
-    results = {}
-    for step in upload.steps():
-        results.update(step.do())
-    assert upload.lines() == [
+    found = {file.name: file.size for file in Outputs(store.address, {0: entry_of(upload)})}
+    assert upload.lines(None, 0.0)[:-1] == [
         f"warning: the output '{name}' changed while it was read" for name in ("grows", "shrinks")
     ]
-    kept = results[OUTPUTS]
-    found = {file.name: file.size for file in Outputs(store.address, {0: (kept.key, kept.files, kept.size)})}
     assert found == {"grows": 100 * KIB, "shrinks": 70 * KIB}, "as it was when it was opened, or what was left"
 
 
@@ -284,9 +278,8 @@ def test_what_an_earlier_launch_has_left_is_stored_and_said(root, store):
     write(root / "old", "x")
     since = time.time() + 1
     upload = pieces(root, store, "old", since=since)
-    for step in upload.steps():
-        step.do()
-    assert upload.lines() == ["1 output is older than this launch: 'old'"]
+    entry_of(upload)
+    assert upload.lines(None, 0.0)[0] == "1 output is older than this launch: 'old'"
 
 
 def test_after_a_failure_the_newest_are_stored_first_and_the_rest_is_named(root, store, small):
@@ -294,13 +287,11 @@ def test_after_a_failure_the_newest_are_stored_first_and_the_rest_is_named(root,
         os.utime(write(root / f"checkpoint {number}", str(number) * 100 * KIB), (number, number))
     write(root / "small", "x")
     upload = pieces(root, store, ".", within_s=1000.0)
-    results = {}
     for number, step in enumerate(upload.steps()):
         if number == 4:  # after the search, the small one, and two pieces of the newest; one more is begun
             upload._deadline = 0.0
-        results.update(step.do())
-    kept = results[OUTPUTS]
-    found = Outputs(store.address, {0: (kept.key, kept.files, kept.size)})
+        step.do()
+    found = Outputs(store.address, {0: tuple(upload.told().values())})
     assert [file.name for file in found] == ["checkpoint 2", "small"]
     assert found.left_out == dict.fromkeys(["checkpoint 0", "checkpoint 1"], "could not be stored in time")
 
@@ -308,10 +299,10 @@ def test_after_a_failure_the_newest_are_stored_first_and_the_rest_is_named(root,
 def test_the_gang_hears_now_and_then_how_far_it_is(root, store, small, monkeypatch):
     (root / "large").write_bytes(os.urandom(5 * 64 * KIB))
     upload = pieces(root, store, "large")
-    news = [step.is_news for step in upload.steps() if step.do() is not None]
+    news = [step.is_news for step in upload.steps() if step.do() is None]
     assert news == [True, False, False, False, False, False, True]
     monkeypatch.setattr(output_pieces, "_TELL_EVERY_S", 0.0)
-    told = [step.what for step in pieces(root, store, "large").steps() if step.do() is not None]
+    told = [step.what for step in pieces(root, store, "large").steps() if step.do() is None]
     assert told[:3] == [
         "its outputs",
         *(f"its outputs ({done} of 327.7 kB so far, now 'large')" for done in ("0 bytes", "65.5 kB")),

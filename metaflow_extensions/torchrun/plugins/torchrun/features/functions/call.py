@@ -1,63 +1,47 @@
 """A Python function as entrypoint, seen from the task: how it gets to the workers and what comes back.
 
-The function and its arguments go to the workers (`worker/function_worker`) through files in a folder of this call, and
-what each worker has returned or raised comes back through others. Between nodes, values go through Metaflow's datastore;
-the gang's channel carries their keys only.
+The function and its arguments go to the workers (`function_worker`) through files in a folder of this call, and what each
+worker has returned or raised comes back through others. Between nodes, values go through Metaflow's datastore; the gang's
+channel carries their keys only.
 """
 
 from __future__ import annotations
 
 import os
 import pickle
-import shutil
 import socket
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..errors import EntrypointError, LaunchFailed, TorchrunConfigError, TorchrunError, WorkerFailed
-from ..gang.cause import cause_of, retold
-from ..gang.protocol import CONTROL
-from ..gang.texts import size_text
-from ..worker.function_worker import (
-    CALL,
-    RAISED,
-    RETURNED,
-    VALUES,
-    dump,
-    find_cloud_pickler,
-    main_file,
-    path_of,
-    words_of,
-)
-from .arguments import dict_or_list, torchrun_options
-from .command import SCRIPTS
-from .spec import FunctionSpec
-from .transfer import (
-    PATIENCE_S,
-    RAISED_PATIENCE_S,
-    Step,
-    Transfer,
-    TransferFailed,
-    ValueStore,
-    patience_for,
-)
-from .values import ValuesOnDisk, make_folder
+from ...errors import EntrypointError, LaunchFailed, TorchrunConfigError, TorchrunError, WorkerFailed
+from ...gang.cause import cause_of, retold
+from ...gang.keepers import Plain
+from ...gang.protocol import CONTROL
+from ...gang.texts import size_text
+from ...launch.arguments import dict_or_list, torchrun_options
+from ...launch.spec import FunctionSpec, LaunchSpec
+from ...launch.transfer import PATIENCE_S, Step, Transfer, TransferFailed, ValueStore, patience_for
+from ...node.services import Service, ToStore
+from .function_worker import CALL, RAISED, RETURNED, dump, find_cloud_pickler, main_file, path_of, words_of
+from .values import ValuesOnDisk
 
 # What torchrun runs where the entrypoint is a function.
-FUNCTION_WORKER = os.path.join(SCRIPTS, "function_worker.py")
+FUNCTION_WORKER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "function_worker.py")
 INITS = ("gloo", "nccl", "auto")  # which process group the workers make before the call; None makes none
+# How long what a function has raised may take. Without it there is still its text, so nobody should wait long.
+RAISED_PATIENCE_S = 10.0
 # How many values a store may load at once. All at once would need twice the disk space.
 _LOADED_AT_ONCE = 64
 # How the end of a worker that has raised may look: if something disturbs its exit, as an exit code or a signal.
 _RAISING = frozenset({"exception", "exit", "signal"})
 
 
-class FunctionCall:
-    """One function launched on all nodes; `close` removes its files."""
+class FunctionCall(Service):
+    """One function launched on all nodes."""
 
     def __init__(
         self,
@@ -71,14 +55,16 @@ class FunctionCall:
         if init is not None and init not in INITS:
             raise TorchrunConfigError(f"run(init={init!r}) must be one of {', '.join(INITS)}, or left out.")
         args, kwargs = _as_call(arguments)
-        self.gather = gather  # whether the control node gets the values of all ranks
+        # Whether the control node gets the values of all ranks. Who gathers them means the ranks to train alone.
+        self._gather = self.may_train_alone = gather
         self._store = store  # carries values between nodes; None for a gang of one
         inner = function.func if isinstance(function, partial) else function
         name = str(getattr(inner, "__qualname__", type(inner).__qualname__))
-        self.folder = ""
-        self._has_result = False  # which keeps the folder, with the values in it
+        self._node, self._ranks = CONTROL, range(0)
+        self._values: ValuesOnDisk | None = None  # until a result has it
         try:
-            self.folder = make_folder()
+            self._values = ValuesOnDisk()
+            self.folder = self._values.folder
             with open(os.path.join(self.folder, CALL), "wb") as file:
                 package = getattr(sys.modules.get("__main__"), "__package__", None)
                 header = {"path": _search_path(), "init": init, "main": main_file(), "package": package}
@@ -94,84 +80,67 @@ class FunctionCall:
                 "it is."
             ) from error
 
-        self.spec = FunctionSpec(name, FUNCTION_WORKER, self.folder, _source_of(inner))
+        self.function = FunctionSpec(name, FUNCTION_WORKER, self.folder, _source_of(inner))
 
     def close(self) -> None:
         """Remove the files, but for the values that a result has."""
-        if not self._has_result:
-            shutil.rmtree(self.folder, ignore_errors=True)
-            return
-        with suppress(OSError):
-            os.unlink(os.path.join(self.folder, CALL))
+        if self._values is not None:
+            self._values.remove()
 
-    # --- called around each generation of workers -------------------------------------------------
-
-    def begin(self) -> None:
+    def begin(self, spec: LaunchSpec) -> None:
         """Forget what workers of a former generation have left."""
-        shutil.rmtree(os.path.join(self.folder, VALUES), ignore_errors=True)
-        os.makedirs(os.path.join(self.folder, VALUES))
+        assert self._values is not None
+        first = spec.global_rank(0)
+        self._node, self._ranks = spec.node_index, range(first, first + spec.nproc)
+        self._values.empty()
 
-    def upload(self, ranks: Sequence[int], node: int, ok: bool) -> list[Step]:
-        """Return the steps that store what other nodes need of `ranks` (rank -> key); none if that is nothing."""
-        store = self._store
-        if store is None or (ok and (node == CONTROL or not self.gather)):
-            return []
-        paths = {rank: path_of(self.folder, RETURNED if ok else RAISED, rank) for rank in ranks}
-        sizes = {rank: os.path.getsize(path) for rank, path in paths.items() if os.path.exists(path)}
-        if not sizes:
-            return []
+    def to_store(self, ok: bool) -> ToStore | None:
+        """Return what other nodes need of this node's ranks."""
+        if self._store is None or (ok and (self._node == CONTROL or not self._gather)):
+            return None
+        paths = {rank: self._path(RETURNED if ok else RAISED, rank) for rank in self._ranks}
+        there = {rank: path for rank, path in paths.items() if os.path.exists(path)}
+        return _ToStore(self._store, there, ok) if there else None
 
-        def save(some: Iterable[int]) -> dict[int, str]:
-            return {rank: store.save(Path(paths[rank]).read_bytes()) for rank in some}
+    def _path(self, name: str, rank: int) -> str:
+        return path_of(str(self.folder), name, rank)
 
-        if not ok:
-            what = f"what its ranks raised ({size_text(sum(sizes.values()))})"
-            return [Step(what, partial(save, sizes), RAISED_PATIENCE_S)]
-        return [
-            Step(f"rank {rank}'s value ({size_text(size)})", partial(save, [rank]), patience_for(size), rank)
-            for rank, size in sizes.items()
-        ]
+    # --- at the end -------------------------------------------------------------------------------
 
-    # --- called at the end ------------------------------------------------------------------------
+    def result(self, told: Plain, say: Callable[[str], None]) -> Mapping[str, Any]:
+        """Return the values of this node's ranks and of those that others have stored for it; they are the result's."""
+        values = self._values
+        assert values is not None
+        for rank in self._ranks:
+            values.add(self._path(RETURNED, rank), rank)
+        self._load(values, told, say)
+        with suppress(OSError):
+            os.unlink(os.path.join(values.folder, CALL))
+        self._values = None
+        return {"values": values, "gathered": self._gather and self._node == CONTROL}
 
-    def returned(
-        self, ranks: Sequence[int], uploaded: Mapping[int, str], note: Callable[[str], None]
-    ) -> Mapping[int, bytes]:
-        """Return the pickled values of this node's `ranks` and of those `uploaded` for it, or raise TransferFailed.
-
-        The folder is the result's then.
-        """
-        values = ValuesOnDisk(self.folder)
-        for rank in ranks:
-            values.take(rank, path_of(self.folder, RETURNED, rank))
-        self._load(values, uploaded, note)
-        self._has_result = True
-        return values
-
-    def _load(self, values: ValuesOnDisk, uploaded: Mapping[int, str], note: Callable[[str], None]) -> None:
+    def _load(self, values: ValuesOnDisk, told: Mapping[str, str], say: Callable[[str], None]) -> None:
         store, ranks_of = self._store, dict[str, list[int]]()
-        for rank, key in uploaded.items():
-            ranks_of.setdefault(key, []).append(rank)
+        for rank, key in told.items():
+            ranks_of.setdefault(key, []).append(int(rank))
         if store is None or not ranks_of:
             return
 
-        def load(keys: Sequence[str]) -> dict[str, str]:
+        def load(keys: Sequence[str]) -> None:
             for key, data in store.load(keys):
-                values.add(ranks_of[key], data)
-            return {}
+                values.add(values.write(data), *ranks_of[key])
 
         keys = list(ranks_of)
         lists = [keys[start : start + _LOADED_AT_ONCE] for start in range(0, len(keys), _LOADED_AT_ONCE)]
-        what = f"the values of {len(uploaded)} ranks" if len(uploaded) > 1 else f"rank {next(iter(uploaded))}'s value"
-        steps = [Step(what, partial(load, some), len(some) * PATIENCE_S) for some in lists]
-        Transfer(store, "loads", steps).wait(note)
+        what = f"the values of {len(told)} ranks" if len(told) > 1 else f"rank {next(iter(told))}'s value"
+        Transfer(store, "loads", [Step(what, partial(load, some), len(some) * PATIENCE_S) for some in lists]).wait(say)
 
-    def original(self, error: LaunchFailed, stored: Mapping[int, str]) -> BaseException:
+    def original(self, error: LaunchFailed, told: Plain) -> BaseException:
         """Return what `run` raises: the worker's exception, `WorkerFailed` if it can't be had, or `error` itself."""
         cause = cause_of(error)
         if type(error) is not LaunchFailed or cause is None or cause.kind not in _RAISING or cause.rank is None:
             return error
-        data = self._raised(cause.rank, stored.get(cause.rank))
+        data = self._raised(cause.rank, told.get(str(cause.rank)))
         if data is None:
             return retold(error, WorkerFailed) if cause.kind == "exception" else error
         report = pickle.loads(data)  # noqa: S301 - our own workers', through the run's datastore
@@ -185,14 +154,40 @@ class FunctionCall:
     def _raised(self, rank: int, key: str | None) -> bytes | None:
         """Return what a rank has left of what it raised: on this node, or in the store, unless that takes long."""
         with suppress(OSError):
-            return Path(path_of(self.folder, RAISED, rank)).read_bytes()
-        store = self._store
-        if store is None or key is None:
-            return None
-        step = Step("what a rank raised", lambda: dict(store.load([key])), RAISED_PATIENCE_S)
-        with suppress(TransferFailed):
-            return bytes(Transfer(store, "loads", [step]).wait(lambda line: None)[key])
-        return None
+            return Path(self._path(RAISED, rank)).read_bytes()
+        store, found = self._store, list[bytes]()
+        if store is not None and key is not None:
+            step = Step("what a rank raised", lambda: found.extend(dict(store.load([key])).values()), RAISED_PATIENCE_S)
+            with suppress(TransferFailed):
+                Transfer(store, "loads", [step]).wait(lambda line: None)
+        return found[0] if found else None
+
+
+class _ToStore(ToStore):
+    """Files of ranks, for other nodes."""
+
+    def __init__(self, store: ValueStore, paths: Mapping[int, str], ok: bool) -> None:
+        self._store, self._paths, self._ok = store, paths, ok
+        self._keys: dict[str, str] = {}  # by rank; the transfer's thread adds to it
+
+    def steps(self) -> Iterator[Step]:
+        """Yield one step for each value, and one for all exceptions."""
+        sizes = {rank: os.path.getsize(path) for rank, path in self._paths.items()}
+        if not self._ok:
+            what = f"what its ranks raised ({size_text(sum(sizes.values()))})"
+            yield Step(what, partial(self._save, sizes), RAISED_PATIENCE_S)
+            return
+        for rank, size in sizes.items():
+            what = f"rank {rank}'s value ({size_text(size)})"
+            yield Step(what, partial(self._save, [rank]), patience_for(size), rank)
+
+    def _save(self, ranks: Iterable[int]) -> None:
+        for rank in ranks:
+            self._keys[str(rank)] = self._store.save(Path(self._paths[rank]).read_bytes())
+
+    def told(self) -> Plain | None:
+        """Return the keys of what was stored, by rank."""
+        return dict(self._keys) or None
 
 
 def refuse_for_scripts(given: Mapping[str, Any]) -> None:

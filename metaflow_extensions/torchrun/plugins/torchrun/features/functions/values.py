@@ -8,12 +8,13 @@ import re
 import shutil
 import tempfile
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any, BinaryIO
 
-from ..errors import TorchrunError
-from ..machine import processes
+from ...errors import TorchrunError
+from ...machine import processes
+from .function_worker import VALUES
 
 # The machine since it was booted, with its pids; the process; when that began.
 _FOLDER = re.compile(r"torchrun-call-([0-9a-f]{8})_([0-9]+)_([0-9]+)_\w+")
@@ -21,7 +22,7 @@ _looked_through: set[str] = set()  # folders in which this process has removed w
 
 
 def make_folder() -> str:
-    """Make a folder for temporary files, which whoever asked for it has to remove.
+    """Make a folder for temporary files, which whoever has asked for it removes.
 
     Where a process is killed before it can, the next one that makes a folder here removes it: its name says whose it is.
     """
@@ -55,7 +56,7 @@ def _this_machine() -> str:
 
 
 class ValuesOnDisk(Mapping[int, bytes]):
-    """Global rank -> pickled value, in files of a folder.
+    """Global rank -> pickled value, in files of one temporary folder.
 
     In memory, each value would be there once more than its user wants it, as long as the result of its launch
     lives. A descriptor for each would end in too many open files. The folder ends with this object or, at the latest,
@@ -63,22 +64,31 @@ class ValuesOnDisk(Mapping[int, bytes]):
     never removes it.
     """
 
-    def __init__(self, folder: str) -> None:
-        self._folder = folder
+    def __init__(self) -> None:
+        self.folder = make_folder()
         self._paths: dict[int, str] = {}
-        weakref.finalize(self, _remove, folder, os.getpid())
+        self._end = weakref.finalize(self, _remove, self.folder, os.getpid())
 
-    def take(self, rank: int, path: str) -> None:
-        """Take a file in the folder as a rank's value; without that file there is no value."""
+    def remove(self) -> None:
+        """Remove the folder with all that is in it."""
+        self._end()
+
+    def empty(self) -> None:
+        """Remove what workers have left."""
+        shutil.rmtree(os.path.join(self.folder, VALUES), ignore_errors=True)
+        os.makedirs(os.path.join(self.folder, VALUES))
+
+    def add(self, path: str, *ranks: int) -> None:
+        """Have a file in the folder be the value of `ranks`; without that file there is no value."""
         if os.path.exists(path):
-            self._paths[rank] = path
+            self._paths.update(dict.fromkeys(ranks, path))
 
-    def add(self, ranks: Iterable[int], data: bytes) -> None:
-        """Write the value of `ranks`, which have all returned the same."""
-        fd, path = tempfile.mkstemp(prefix="gathered-", dir=self._folder)
+    def write(self, data: bytes) -> str:
+        """Write a value into a file, and return that."""
+        fd, path = tempfile.mkstemp(prefix="gathered-", dir=self.folder)
         with open(fd, "wb") as file:
             file.write(data)
-        self._paths.update(dict.fromkeys(ranks, path))
+        return path
 
     def open(self, rank: int) -> BinaryIO:
         """Return a file with a rank's value; any thread may have its own."""

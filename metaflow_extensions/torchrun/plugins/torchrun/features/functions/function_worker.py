@@ -4,7 +4,7 @@ Besides the standard library it needs torch, and only where a process group is a
 The file of the flow is imported only if the call needs something of it, under another name than ``__main__``, so
 that it does not run.
 
-`launch/function`, the task's side, imports this file, so that both sides pickle alike and name the files alike.
+`call`, the task's side, imports this file, so that both sides pickle alike and name the files alike.
 """
 
 from __future__ import annotations

@@ -1,0 +1,60 @@
+"""Python functions as entrypoints: every rank calls one, and what it returns or raises comes back."""
+
+from __future__ import annotations
+
+from ...compat.current import current_for_workers
+from ...errors import TorchrunError
+from ...gang.cause import cause_of
+from ...gang.keepers import Keeper, Plain
+from ...gang.protocol import Told
+from ...node.services import RunCall, Service
+from ...node.watchers import Feature
+from .call import FunctionCall, refuse_for_functions, refuse_for_scripts
+
+
+class Functions(Feature):
+    """Functions as entrypoints."""
+
+    name = "functions"
+
+    def service(self, call: RunCall) -> Service | None:
+        """Return the call, where the entrypoint is a function."""
+        given = call.given
+        function = given["entrypoint"]
+        if not callable(function):
+            refuse_for_scripts(given)
+            return None
+        refuse_for_functions(given)
+        store = call.store if call.num_nodes > 1 else None  # a gang of one has its values itself
+        arguments, init, gather = (given.get(name) for name in ("entrypoint_args", "init", "gather"))
+        return FunctionCall(function, arguments, init, bool(gather), store, current_for_workers())
+
+    def keeper(self, num_nodes: int, of_all: bool) -> Keeper | None:
+        """Return what keeps where values and exceptions are stored."""
+        return FunctionKeeper() if of_all else None
+
+
+class FunctionKeeper(Keeper):
+    """Keeps where the ranks of the last launch have stored what they returned or raised."""
+
+    def __init__(self) -> None:
+        self._launch = -1
+        self._keys: Plain = {}  # by rank
+
+    def begin(self, launch: int, policy: Plain, at_s: float) -> None:
+        """Forget what a generation before has stored."""
+        self._launch, self._keys = launch, {}
+
+    def handle(self, node: int, told: Told, at_s: float) -> None:
+        """Keep the keys of a node's ranks."""
+        self._keys.update(told.data)
+
+    def verdict(self, launch: int, to_control: bool, error: TorchrunError | None) -> Plain:
+        """Return, by rank, the key of what the cause has raised or, for the control node, of all returned values."""
+        if launch != self._launch:
+            return {}
+        if error is None:
+            return dict(self._keys) if to_control else {}
+        cause = cause_of(error)
+        rank = "" if cause is None else str(cause.rank)
+        return {rank: self._keys[rank]} if rank in self._keys else {}

@@ -1,0 +1,152 @@
+"""Files that a launch leaves, stored in Metaflow's datastore when its workers have ended."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from ...errors import TorchrunConfigError, TorchrunError
+from ...gang.keepers import Happened, Keeper, Plain, Remarks
+from ...gang.protocol import CONTROL, Told
+from ...gang.texts import counted, size_text
+from ...gang.wire import from_plain
+from ...launch.outputs import Outputs as Stored
+from ...launch.spec import LaunchSpec
+from ...launch.transfer import ValueStore
+from ...node.services import RunCall, Service, ToStore
+from ...node.watchers import Feature, Here, Watcher
+from .pieces import OutputPieces, StoredOutputs
+from .request import OutputRequest, output_request
+
+# Of so many nodes of launches it is kept where their outputs are: some hundred kilobytes.
+_MAX_KEPT = 4000
+_WANTED = {"wanted": True}  # told by the control node when a launch begins that is to store outputs
+
+
+class Outputs(Feature):
+    """Files that a launch leaves."""
+
+    name = "outputs"
+
+    def service(self, call: RunCall) -> Service | None:
+        """Return what stores the files that `run` names."""
+        request = output_request(call.given)
+        if request is None:
+            return None
+        if call.store is None:
+            raise TorchrunConfigError("run(outputs=...) needs a datastore, which only a step of a flow has.")
+        return OutputsService(request, call.node, call.store)
+
+    def keeper(self, num_nodes: int, of_all: bool) -> Keeper | None:
+        """Return what keeps where all nodes' files are."""
+        return OutputsKeeper() if of_all else None
+
+    def watcher(self, here: Here) -> Watcher:
+        """Return what tells the gang that there will be outputs."""
+        return Wanted() if self.name in here.plan.services and here.plan.spec.node_index == CONTROL else Watcher()
+
+
+class Wanted(Watcher):
+    """Tells once that a launch is to store outputs."""
+
+    def __init__(self) -> None:
+        self._is_told = False
+
+    def poll(self) -> Plain | None:
+        """Return that, the first time."""
+        told, self._is_told = None if self._is_told else _WANTED, True
+        return told
+
+
+class OutputsService(Service):
+    """The files of one launch on this node."""
+
+    def __init__(self, request: OutputRequest, node: int, store: ValueStore) -> None:
+        self.saves = "its outputs" if request.is_of(node) else None
+        self._request, self._node, self._store = request, node, store
+        self._folder = os.getcwd()
+        self._since: float | None = None  # when the first workers started; files that are older are not theirs
+        self._pieces: OutputPieces | None = None  # what this generation stores
+
+    def begin(self, spec: LaunchSpec) -> None:
+        """Forget what another generation has stored; remember where the workers run."""
+        self._pieces, self._folder = None, spec.cwd or os.getcwd()
+        self._since = time.time() if self._since is None else self._since
+
+    def to_store(self, ok: bool) -> ToStore | None:
+        """Return the files of a launch that has ended well; of one that fails they wait for `to_save`."""
+        return self._make() if ok else None
+
+    def to_save(self, within_s: float) -> ToStore | None:
+        """Return the files, unless they are stored."""
+        return None if self._pieces is not None and self._pieces.kept is not None else self._make(within_s)
+
+    def _make(self, within_s: float | None = None) -> ToStore | None:
+        if self.saves is None:
+            return None
+        since = time.time() if self._since is None else self._since
+        self._pieces = OutputPieces(self._request.patterns, self._folder, self._store, self._node, since, within_s)
+        return self._pieces
+
+    def result(self, told: Plain, say: Callable[[str], None]) -> Mapping[str, Any]:
+        """Return the files that this node knows of."""
+        return {"outputs": self._known(told)}
+
+    def failed(self, error: TorchrunError, told: Plain) -> None:
+        """Tell of the files that were stored in spite of a failure."""
+        error.outputs = self._known(told)
+
+    def _known(self, told: Plain) -> Stored:
+        of = {int(node): tuple(each) for node, each in told.get("nodes", {}).items()}
+        if self._request.whose == "all" and self._node != CONTROL:  # each node's result has its own
+            kept = None if self._pieces is None else self._pieces.kept
+            of = {} if kept is None else {self._node: (kept.key, kept.files, kept.size)}
+        return Stored(self._store.address, of)
+
+
+class OutputsKeeper(Keeper):
+    """Keeps where the outputs of the last launches are, as many as fit. The files stay, and results know them."""
+
+    def __init__(self) -> None:
+        self._launches: dict[int, dict[int, StoredOutputs]] = {}  # by launch and node
+        self._left_out = 0  # launches that are not there any more
+        self._is_wanted = False  # whether any launch was to store some
+
+    def begin(self, launch: int, policy: Plain, at_s: float) -> None:
+        """Forget what a generation before has stored."""
+        self._launches.pop(launch, None)
+
+    def handle(self, node: int, told: Told, at_s: float) -> Remarks | None:
+        """Keep where a node's files are."""
+        self._is_wanted = True
+        if told.data == _WANTED:
+            return None
+        kept = from_plain(StoredOutputs, told.data, "outputs")
+        if told.launch not in self._launches:
+            self._make_room()
+        self._launches.setdefault(told.launch, {})[node] = kept
+        text = f"{counted(kept.files, 'file')}, {size_text(kept.size)}"
+        return Remarks(happened=(Happened("stored", node, text),))
+
+    def _make_room(self) -> None:
+        while sum(map(len, self._launches.values())) >= _MAX_KEPT:
+            del self._launches[next(iter(self._launches))]
+            self._left_out += 1
+
+    def record(self) -> Plain:
+        """Return where the files are, by launch and node; of copies, as the gang's thread may add to them."""
+        launches = dict(self._launches).items()
+        return {str(launch): {str(node): asdict(kept) for node, kept in dict(of).items()} for launch, of in launches}
+
+    def besides(self) -> Plain:
+        """Return whether there should be any, and how many launches are left out."""
+        return {"wants_outputs": self._is_wanted, "launches_left_out": self._left_out}
+
+    def verdict(self, launch: int, to_control: bool, error: TorchrunError | None) -> Plain:
+        """Return where the files are: for the control node those of all nodes, for others the control node's."""
+        of = sorted(self._launches.get(launch, {}).items())
+        nodes = {str(node): [kept.key, kept.files, kept.size] for node, kept in of if to_control or node == CONTROL}
+        return {"nodes": nodes} if nodes else {}

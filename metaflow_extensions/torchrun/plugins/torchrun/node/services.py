@@ -1,0 +1,162 @@
+"""What features do for one launch because the user asks for it, as a function's values or outputs.
+
+What a `Watcher` does, a launch can do without, and so it ends none. A service is what was asked for: what it raises ends the
+launch. Everything here is called in the thread that calls `run`, but for the steps of a `ToStore`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ..errors import LaunchFailed, TorchrunError
+from ..gang.keepers import Plain
+from ..launch.spec import FunctionSpec, LaunchSpec
+from ..launch.transfer import Step, ValueStore
+
+if TYPE_CHECKING:
+    from .watchers import Feature
+
+
+@dataclass(frozen=True)
+class RunCall:
+    """One call of `run` on this node, before anything is decided."""
+
+    given: Mapping[str, Any]  # the arguments by name
+    num_nodes: int
+    node: int
+    store: ValueStore | None  # None: no flow runs
+
+
+class ToStore:
+    """What one service stores in the datastore when all workers of this node have ended."""
+
+    def steps(self) -> Iterator[Step]:
+        """Yield what is to be done; the transfer's thread asks for each step and does it, one after the other."""
+        yield from ()
+
+    def told(self) -> Plain | None:
+        """Return what is told of it at its end: what was stored by then."""
+        return None
+
+    def lines(self, problem: str | None, seconds: float) -> Iterable[str]:
+        """Return what to say at its end in this node's log; `problem` is why not all is stored."""
+        return ()
+
+
+class Service:
+    """One feature's service in one launch on this node."""
+
+    folder: str | None = None  # removed with the task, should that be killed
+    function: FunctionSpec | None = None  # what the workers call instead of a script
+    saves: str | None = None  # what it stores of a launch that fails for good
+    # Whether ranks that have trained without a process group are meant to.
+    may_train_alone = False
+
+    def begin(self, spec: LaunchSpec) -> None:
+        """Forget what workers of a former generation have left; those of `spec` start now."""
+
+    def to_store(self, ok: bool) -> ToStore | None:
+        """Return what is to be stored when all workers of this node have ended, well or not."""
+        return None
+
+    def to_save(self, within_s: float) -> ToStore | None:
+        """Return what is to be stored of a launch that has failed for good, as far as that goes in the time."""
+        return None
+
+    def result(self, told: Plain, say: Callable[[str], None]) -> Mapping[str, Any]:
+        """Return fields of `TorchrunResult`; `told` is what the verdict tells. Raises TransferFailed."""
+        return {}
+
+    def failed(self, error: TorchrunError, told: Plain) -> None:
+        """Add to what the launch has ended with."""
+
+    def original(self, error: LaunchFailed, told: Plain) -> BaseException:
+        """Return what `run` raises instead of `error`, or `error`."""
+        return error
+
+    def close(self) -> None:
+        """Let go of all that no result has."""
+
+
+class Services(AbstractContextManager["Services"]):
+    """The services of one launch, by the features' names; closes them at its end."""
+
+    def __init__(self, services: Mapping[str, Service] | None = None) -> None:
+        self._services = dict(services or {})
+        self._exit = ExitStack()
+        for service in self._services.values():
+            self._exit.callback(service.close)
+
+    @classmethod
+    def of(cls, features: Iterable[Feature], call: RunCall) -> Services:
+        """Return the services that a call of `run` asks for."""
+        with ExitStack() as made:  # which one that is refused closes
+            services = {}
+            for feature in features:
+                service = feature.service(call)
+                if service is not None:
+                    made.callback(service.close)
+                    services[feature.name] = service
+            made.pop_all()
+        return cls(services)
+
+    def __exit__(self, *_: object) -> None:
+        self._exit.close()
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._services
+
+    @property
+    def folders(self) -> list[str]:
+        """Folders that are removed with the task."""
+        return [service.folder for service in self._services.values() if service.folder is not None]
+
+    @property
+    def saves(self) -> str | None:
+        """What is stored of a launch that fails for good."""
+        return " and ".join(service.saves for service in self._services.values() if service.saves) or None
+
+    @property
+    def may_train_alone(self) -> bool:
+        """Whether ranks that have trained without a process group are meant to."""
+        return any(service.may_train_alone for service in self._services.values())
+
+    @property
+    def function(self) -> FunctionSpec | None:
+        """What the workers call instead of a script."""
+        return next((service.function for service in self._services.values() if service.function is not None), None)
+
+    def begin(self, spec: LaunchSpec) -> None:
+        """Forget what workers of a former generation have left."""
+        for service in self._services.values():
+            service.begin(spec)
+
+    def to_store(self, ok: bool) -> dict[str, ToStore]:
+        """Return what is to be stored when all workers of this node have ended."""
+        return self._all(lambda service: service.to_store(ok))
+
+    def to_save(self, within_s: float) -> dict[str, ToStore]:
+        """Return what is to be stored of a launch that has failed for good."""
+        return self._all(lambda service: service.to_save(within_s))
+
+    def result(self, told: Mapping[str, Plain], say: Callable[[str], None]) -> dict[str, Any]:
+        """Return the fields of the result; raises TransferFailed."""
+        found = [service.result(told.get(name, {}), say) for name, service in self._services.items()]
+        return {name: value for fields in found for name, value in fields.items()}
+
+    def failed(self, error: TorchrunError, told: Mapping[str, Plain]) -> None:
+        """Add to what the launch has ended with."""
+        for name, service in self._services.items():
+            service.failed(error, told.get(name, {}))
+
+    def original(self, error: LaunchFailed, told: Mapping[str, Plain]) -> BaseException:
+        """Return what `run` raises."""
+        found = (service.original(error, told.get(name, {})) for name, service in self._services.items())
+        return next((each for each in found if each is not error), error)
+
+    def _all(self, ask: Callable[[Service], ToStore | None]) -> dict[str, ToStore]:
+        found = {name: ask(service) for name, service in self._services.items()}
+        return {name: each for name, each in found.items() if each is not None}

@@ -1,0 +1,216 @@
+"""Outputs of one launch on one node, and what the control node keeps of them."""
+
+import json
+import os
+import time
+from types import SimpleNamespace
+
+import pytest
+from fake_node import ERROR, FakeNode
+
+from metaflow_extensions.torchrun.plugins.torchrun.errors import LaunchFailed, TorchrunConfigError
+from metaflow_extensions.torchrun.plugins.torchrun.features.outputs.feature import Outputs, OutputsKeeper
+from metaflow_extensions.torchrun.plugins.torchrun.gang.keepers import Keepers
+from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
+    Ended,
+    Failed,
+    Save,
+    Stored,
+    Storing,
+    Told,
+)
+from metaflow_extensions.torchrun.plugins.torchrun.guardian.agent_events import End
+from metaflow_extensions.torchrun.plugins.torchrun.node.services import RunCall, Services
+
+
+class Store:
+    """A datastore that keeps all at once; while `fails`, it fails."""
+
+    where, folder, fails = "the s3 datastore s3://bucket", None, False
+    address = {"type": "s3", "root": "s3://bucket", "flow": "SomeFlow"}
+
+    def __init__(self):
+        self.data = {}
+
+    def save(self, data):
+        if self.fails:
+            raise RuntimeError("SlowDown")
+        self.data[f"key {len(self.data)}"] = data
+        return f"key {len(self.data) - 1}"
+
+    def rows(self, key):
+        return [(row["name"], row["older"]) for row in json.loads(self.data[key])["files"]]
+
+    def trouble(self):
+        return None
+
+
+@pytest.fixture
+def store():
+    return Store()
+
+
+def services_of(store, number=0, **arguments):
+    return Services.of([Outputs()], RunCall(arguments, 2, number, store))
+
+
+@pytest.fixture
+def writing(tmp_path, store):
+    """Return a function that makes a node, whose workers write a file."""
+
+    def make(number=0, whose="control"):
+        work = tmp_path / "work"
+        work.mkdir()
+        (work / "old.pt").write_text("weights")
+        os.utime(work / "old.pt")
+        time.sleep(0.02)
+        services = services_of(store, number, outputs=["*.pt", "*.json"], outputs_from=whose)
+        node = FakeNode(tmp_path, number=number, store=store, services=services, spec={"cwd": str(work)})
+        node.agent = node.running()
+        time.sleep(0.02)
+        (work / "model.pt").write_text("weights")
+        return node
+
+    return make
+
+
+def stored_of(node):
+    """Return what is told of the outputs, once they are stored, and *stored*."""
+    told = None
+    while not isinstance(message := node.next_message(), Stored):
+        assert isinstance(message, Storing | Told)
+        told = message.data if isinstance(message, Told) else told
+    return told, message
+
+
+def test_outputs_are_stored_when_all_workers_have_ended_well(writing, store):
+    node = writing()
+    node.all_end_well(node.agent)
+    ended = node.expect(Ended)
+    assert (ended.storing, ended.saves) == ("its outputs", "its outputs")
+    told, stored = stored_of(node)
+    assert (stored.failures, told["files"], told["size"]) == ((), 2, 14)
+    assert store.rows(told["key"]) == [("model.pt", False), ("old.pt", True)]
+    result = node.verdict(features={"outputs": {"nodes": {"0": list(told.values())}}})
+    assert (result.outputs.nodes, len(result.outputs)) == ([0], 2)
+    unmatched, older, said = (text for text in node.texts("note") if "output" in text)
+    assert "'*.json' of run(outputs=...) matches nothing" in unmatched
+    assert older == "1 output is older than this launch: 'old.pt'"
+    assert said.startswith("stored outputs: 2 files, 14 bytes, in ")
+
+
+@pytest.mark.parametrize(("number", "whose", "stores"), [(1, "control", False), (1, "all", True), (0, "all", True)])
+def test_whose_outputs_are_stored(number, whose, stores, writing):
+    node = writing(number, whose)
+    node.all_end_well(node.agent)
+    ended = node.expect(Ended)
+    assert (ended.storing is not None, ended.saves is not None) == (stores, stores)
+    if stores:
+        stored_of(node)
+    result = node.verdict(features={"outputs": {"nodes": {"0": ["key of a list", 3, 9]}}})
+    # A member has its own where each has some, and else knows the control node's.
+    assert result.outputs.nodes == [number if whose == "all" else 0]
+    assert len(result.outputs) == (2 if number and stores else 3)
+
+
+def test_outputs_that_can_not_be_stored_are_a_failure_of_a_launch_that_had_ended_well(writing, store):
+    store.fails = True
+    node = writing()
+    node.all_end_well(node.agent)
+    node.expect(Ended)
+    told, stored = stored_of(node)
+    cause = stored.failures[0].cause
+    assert (told, cause.kind, cause.rank) == (None, "store", None)
+    assert cause.what.startswith("has ended well, but its outputs (0 bytes of 14 bytes so far, now 'model.pt') could")
+    node.verdict(ERROR)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_after_a_failure_outputs_are_stored_when_the_gang_says_so(fails, writing, store):
+    store.fails = fails
+    node = writing()
+    node.worker_ended(node.agent, 1, 1)
+    node.agent.say(End(1))
+    node.expect(Failed)
+    assert node.expect(Ended).storing is None
+    node.member.deliver(Save(0, 0, ERROR, 60.0))
+    told, stored = stored_of(node)
+    assert stored.failures == ()
+    error = LaunchFailed(ERROR.message, ERROR.cause)
+    assert node.verdict(error, features={"outputs": {"nodes": {} if fails else {"0": list(told.values())}}}) is error
+    begun, *said = (text for text in node.texts("note") if "outputs" in text)
+    assert begun == "stores its outputs, for 60 s at most"
+    if fails:
+        assert told is None
+        assert said[0].startswith("what outputs there are could not be stored in the s3 datastore s3://bucket after 0")
+    else:
+        assert store.rows(told["key"])[0] == ("model.pt", False)
+    assert len(error.outputs) == (0 if fails else 2)
+
+
+def test_what_is_stored_is_not_stored_again_where_another_node_fails(writing):
+    node = writing()
+    node.all_end_well(node.agent)
+    node.expect(Ended)
+    told, _ = stored_of(node)
+    node.member.deliver(Save(0, 0, ERROR, 60.0))
+    assert stored_of(node)[0] is None
+    assert "for 60 s at most" not in " ".join(node.texts("note"))
+    node.verdict(ERROR, features={"outputs": {"nodes": {"0": list(told.values())}}})
+
+
+@pytest.mark.parametrize(("number", "told"), [(0, {"wanted": True}), (1, None)])
+def test_the_control_node_tells_once_that_there_will_be_outputs(number, told, tmp_path, store):
+    node = FakeNode(tmp_path, number, services=services_of(store, outputs="a", outputs_from="all"))
+    watcher = Outputs().watcher(SimpleNamespace(plan=node.plan))
+    assert (watcher.poll(), watcher.poll()) == (told, None)
+    assert Outputs().watcher(SimpleNamespace(plan=FakeNode(tmp_path).plan)).poll() is None
+
+
+def test_outputs_need_a_datastore():
+    with pytest.raises(TorchrunConfigError, match="needs a datastore"):
+        services_of(None, outputs="a")
+
+
+# --- on the control node --------------------------------------------------------------------------
+
+ROW = {"key": "key of a list", "files": 2, "size": 3_000_000}
+
+
+def kept_of(*told, keeper=None):
+    keepers = Keepers({"outputs": keeper or OutputsKeeper()})
+    for node, launch, data in told:
+        keepers.handle(node, Told(launch, 0, "outputs", data), 0.0)
+    return keepers
+
+
+def test_where_outputs_are_is_recorded_and_told():
+    keepers = kept_of((0, 3, {"wanted": True}), (0, 3, ROW), (1, 3, {**ROW, "files": 1, "size": 5}))
+    assert keepers.record() == {
+        "outputs": {"3": {"0": ROW, "1": {**ROW, "files": 1, "size": 5}}},
+        "wants_outputs": True,
+        "launches_left_out": 0,
+    }
+    (first,), (second,) = (remarks.happened for remarks in keepers.pop_remarks())
+    assert (first.kind, first.node, first.text, second.text) == ("stored", 0, "2 files, 3.0 MB", "1 file, 5 bytes")
+    of_control = {"0": ["key of a list", 2, 3_000_000]}
+    of_all = {**of_control, "1": ["key of a list", 1, 5]}
+    for error in (None, ERROR):
+        assert keepers.verdict(3, True, error) == {"outputs": {"nodes": of_all}}
+        assert keepers.verdict(3, False, error) == {"outputs": {"nodes": of_control}}
+        assert keepers.verdict(4, True, error) == {}
+
+
+def test_a_restart_forgets_what_was_stored_before():
+    keepers = kept_of((0, 3, ROW))
+    keepers.begin(3, {}, 0.0)
+    assert (keepers.verdict(3, True, None), keepers.record()["outputs"]) == ({}, {})
+
+
+def test_it_is_recorded_whether_any_should_be_stored():
+    assert [kept_of(*told).record()["wants_outputs"] for told in ([], [(0, 0, {"wanted": True})])] == [False, True]
+
+
+def test_of_thousands_of_launches_the_last_are_kept():
+    content = kept_of(*((node, launch, ROW) for launch in range(2600) for node in (0, 1))).record()
+    assert (len(content["outputs"]), content["launches_left_out"]) == (2000, 600)
