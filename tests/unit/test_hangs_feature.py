@@ -17,7 +17,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.settings import parse_setting
 
 def keeper(**policy):
     found = HangKeeper()
-    found.begin(policy, 100.0)
+    found.begin(0, policy, 100.0)
     return found
 
 
