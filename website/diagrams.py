@@ -7,10 +7,12 @@ choice of light or dark, on a background of their own.
 
 from __future__ import annotations
 
+import ast
 from html import escape
 from pathlib import Path
 
 FOLDER = Path(__file__).parents[1] / "docs" / "images"
+PACKAGE = FOLDER.parents[1] / "metaflow_extensions" / "torchrun" / "plugins" / "torchrun"
 WIDTH = 480
 _LEFT, _RIGHT = 110, 370  # where the lanes of two nodes are
 _STYLE = """
@@ -220,7 +222,54 @@ def function() -> Drawing:
     return it
 
 
-PICTURES = {"gang": gang, "node": node, "launch": launch, "failure": failure, "function": function}
+def rooms() -> Drawing:
+    """Which folder imports which: each line goes down, to what its folder imports and no other line leads to."""
+    imports = _imports_of_rooms()
+    order = sorted(imports, key=lambda room: (-len(_all_below(room, imports)), room))
+    it = Drawing("The folders, and what each imports", 26 + 34 * len(order))
+    lanes: list[int] = []  # the row below which each lane is free
+    for row, room in enumerate(order):
+        y = 14 + 34 * row
+        it.label(10, y, 190, 26, room, "ours")
+        for below in sorted(_direct(room, imports), key=order.index):
+            end = order.index(below)
+            lane = next((number for number, free in enumerate(lanes) if free <= row), len(lanes))
+            lanes[lane : lane + 1] = [end]
+            x = 216 + 13 * lane
+            it.arrow((200, y + 16), (x, y + 16), (x, 14 + 34 * end + 9), (202, 14 + 34 * end + 9))
+    return it
+
+
+def _imports_of_rooms() -> dict[str, set[str]]:
+    """Return what each folder imports; the modules outside of all folders but the first and the last are left out."""
+    found: dict[str, set[str]] = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        room = path.parent.relative_to(PACKAGE).as_posix()
+        if room == "." or room.startswith("worker"):  # these run in other processes, and import nothing of ours
+            continue
+        known = found.setdefault(room, set())
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.level:
+                base = path.parents[node.level - 1].joinpath(*(node.module or "").split("."))
+                places = [base / alias.name for alias in node.names]
+                for place in [base, *places]:
+                    folder = place if place.is_dir() else place.parent
+                    if folder.is_relative_to(PACKAGE) and any(folder.glob("*.py")):
+                        known.add(folder.relative_to(PACKAGE).as_posix())
+    return {room: known & found.keys() - {room} for room, known in found.items()}
+
+
+def _all_below(room: str, imports: dict[str, set[str]]) -> set[str]:
+    below = set(imports[room])
+    return below.union(*(_all_below(each, imports) for each in below))
+
+
+def _direct(room: str, imports: dict[str, set[str]]) -> set[str]:
+    """Return what a folder imports, without what it would reach by way of another one."""
+    return {each for each in imports[room] if not any(each in _all_below(by, imports) for by in imports[room])}
+
+
+PICTURES = {"rooms": rooms, "gang": gang, "node": node, "launch": launch, "failure": failure, "function": function}
 
 
 def main() -> None:
