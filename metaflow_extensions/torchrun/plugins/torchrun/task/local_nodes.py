@@ -2,7 +2,8 @@
 
 On a local run Metaflow's control task starts them as its children (``_local_multinode_control_task_step_func`` in
 ``metaflow.plugins.parallel_decorator``, 2.19). They get the first ``python`` on the PATH. It does not look at
-them while its own step runs, and it does not stop them when that fails. This module corrects the three.
+them while its own step runs, and it does not stop them when that fails. `compat.steps.SameInterpreter` corrects the
+first, this module the others.
 A child is known as a node's task by its command line. Its environment does not tell: the children that make
 cards may have a node's. Its begin is kept, so that no process that gets its number later is taken for it.
 """
