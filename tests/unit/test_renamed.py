@@ -395,7 +395,9 @@ ALONE = [
 
 
 @pytest.mark.parametrize(("owner", "name", "use"), ALONE)
-def test_what_is_left_out_alone_is_told_once(owner, name, use, take_away, capfd):
+def test_what_is_left_out_alone_is_told_once(owner, name, use, take_away, monkeypatch, capfd):
+    # The other printer is replaced, and is given back to the tests that come after this one.
+    monkeypatch.setattr(metaflow_cli, "print_unknown_exception", metaflow_cli.print_unknown_exception)
     take_away(owner, name)
     assert use() is use() is None
     assert len(left_out(capfd)) == 1
