@@ -215,7 +215,7 @@ class Control:
     def __init__(self, count: int) -> None:
         self._inbox: queue.SimpleQueue[protocol.Message] = queue.SimpleQueue()
         keepers = keepers_of(FEATURES, count + 1)
-        gang = state.Gang(count + 1, lambda pinned: pinned or pick_port(), WAIT_S, keepers=keepers)
+        gang = state.Gang(count + 1, lambda pinned: pinned or pick_port(), state.Rules(WAIT_S), keepers)
         self.token = connection.new_token()
         self.channel = control_channel.ControlChannel(gang, self._inbox.put, self.token, HEARTBEAT_S)
         self.port = self.channel.listen(None, HOST)

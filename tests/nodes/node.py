@@ -130,7 +130,7 @@ def join(task, registry, settings):
     main_ip, here_only = task.main_ip or "", task.main_ip is None
     if main_ip == "own name":  # what Metaflow 2.19 takes for the control node's address on AWS Batch
         main_ip = socket.gethostbyname_ex(socket.gethostname())[-1][0]
-    own = {"keepers": keepers_of(FEATURES, task.num_nodes)}
+    own = {"rules": joining.rules_of(settings), "keepers": keepers_of(FEATURES, task.num_nodes)}
     member, channel = joining.join_as_control(registry, task.num_nodes, main_ip, settings, to_log, here_only, **own)
     if task.main_ip is not None or settings.logs in ("all", "rank0"):  # as of tasks that are on machines of their own
         channel.relay.start(write_text)

@@ -46,7 +46,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
     Verdict,
     Welcome,
 )
-from metaflow_extensions.torchrun.plugins.torchrun.gang.state import Gang
+from metaflow_extensions.torchrun.plugins.torchrun.gang.state import Gang, Rules
 from metaflow_extensions.torchrun.plugins.torchrun.machine.network import pick_port
 
 HOST = "127.0.0.1"
@@ -92,7 +92,7 @@ class Control:
 
     def __init__(self, num_nodes, heartbeat_s, started_timeout_s, host):
         self.inbox, self.token = Inbox(), new_token()
-        gang = Gang(num_nodes, lambda pinned: pinned or pick_port(), started_timeout_s, 1.0)
+        gang = Gang(num_nodes, lambda pinned: pinned or pick_port(), Rules(started_timeout_s, 1.0))
         self.channel = ControlChannel(gang, self.inbox, self.token, heartbeat_s)
         self.port = self.channel.listen(None, host)
         self.channel.send(Join(node=0, host="host-0"))

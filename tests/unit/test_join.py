@@ -17,7 +17,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.errors import GangError, Torc
 from metaflow_extensions.torchrun.plugins.torchrun.gang.history import Record
 from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import ConnectPolicy
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Join, Replaced
-from metaflow_extensions.torchrun.plugins.torchrun.gang.state import Gang
+from metaflow_extensions.torchrun.plugins.torchrun.gang.state import Gang, Rules
 from metaflow_extensions.torchrun.plugins.torchrun.machine.network import pick_port, place
 from metaflow_extensions.torchrun.plugins.torchrun.records.snapshot import Snapshot
 from metaflow_extensions.torchrun.plugins.torchrun.settings import DEFAULTS, parse_settings
@@ -44,7 +44,7 @@ def control():
 
     def start():
         token, inbox = new_token(), []
-        channel = ControlChannel(Gang(2, lambda pinned: pinned, 60.0, 1.0), inbox.append, token, 20.0)
+        channel = ControlChannel(Gang(2, lambda pinned: pinned, Rules(60.0, 1.0)), inbox.append, token, 20.0)
         open_[channel] = channel
         port = channel.listen(None, HOST)
         channel.send(Join(node=0, host="host-0", place=place()))
@@ -71,7 +71,8 @@ def join(registry, **attributes):
 
 
 def become_control(registry, main_ip=HOST, here_only=True, **attributes):
-    return joining.join_as_control(registry, 2, main_ip, settings(**attributes), lambda event: None, here_only)
+    own = settings(**attributes)
+    return joining.join_as_control(registry, 2, main_ip, own, lambda event: None, here_only, joining.rules_of(own))
 
 
 def test_a_control_node_that_has_ended_without_a_word_is_given_up(registry, policy):
@@ -121,7 +122,8 @@ def test_a_second_control_node_gives_way_to_the_first_while_that_lives(registry,
 
     def run():
         try:
-            joining.join_as_control(registry, 2, HOST, settings(grace_s=1), events.append, False)
+            own = settings(grace_s=1)
+            joining.join_as_control(registry, 2, HOST, own, events.append, False, joining.rules_of(own))
         except TorchrunPreempted as error:
             raised.append(error)
 
@@ -221,7 +223,7 @@ def test_a_gang_joins_over_the_loopback_address_where_all_nodes_are_on_one_machi
 
 def test_a_gang_of_one_neither_listens_nor_publishes(monkeypatch):
     monkeypatch.setattr(ControlChannel, "listen", None)
-    member, _ = joining.join_alone(settings(), lambda event: None)
+    member, _ = joining.join_alone(settings(), lambda event: None, joining.rules_of(settings()))
     member.leave()
 
 

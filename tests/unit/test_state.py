@@ -49,11 +49,12 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
     Welcome,
     Wrote,
 )
-from metaflow_extensions.torchrun.plugins.torchrun.gang.state import Gang
+from metaflow_extensions.torchrun.plugins.torchrun.gang.state import Gang, Rules
 from metaflow_extensions.torchrun.plugins.torchrun.gang.texts import names
 from metaflow_extensions.torchrun.plugins.torchrun.records.snapshot import snapshot_of
 
 FIELDS = {"nproc": 2, "digest": "abc"}
+FOREVER = float("inf")
 FACTS = {"torch": "2.13.0", "python": "3.11.7"}
 READY = {"nproc", "digest", "master_port", "runs", "goes_on"}
 POLICY = {field.name for field in fields(LaunchPolicy)}
@@ -87,12 +88,12 @@ class Silence(Keeper):
 class GangOf:
     """A gang, and what its nodes have been sent; the test holds its clock."""
 
-    def __init__(self, num_nodes=3, started_timeout_s=600.0, taken=(), join=True, **more):
+    def __init__(self, num_nodes=3, taken=(), join=True, keepers=None, **rules):
         self.now = 1000.0
         self.ports = iter(range(40001, 60000))
         self.taken = set(taken)
-        more["keepers"] = more.get("keepers") or Keepers({"hangs": Silence()})
-        self.state = Gang(num_nodes, self._pick, started_timeout_s, GRACE_S, clock=lambda: self.now, **more)
+        keepers = keepers or Keepers({"hangs": Silence()})
+        self.state = Gang(num_nodes, self._pick, Rules(grace_s=GRACE_S, **rules), keepers, lambda: self.now)
         self.num_nodes = num_nodes
         self.sent = {node: [] for node in range(num_nodes)}
         for node in range(num_nodes) if join else ():
@@ -174,7 +175,7 @@ class GangOf:
         return abort.error
 
 
-def running(num_nodes, taken=(), deadline=None, keepers=None, **facts):
+def running(num_nodes, taken=(), deadline=FOREVER, keepers=None, **facts):
     """Return a gang whose first launch runs; the clock is at 1000."""
     gang = GangOf(num_nodes, taken=taken, deadline=deadline, keepers=keepers)
     gang.all_ready(**facts)
@@ -905,7 +906,7 @@ def test_a_node_without_accelerators_beside_others_is_refused_unless_run_makes_t
     ],
 )
 def test_a_launch_that_takes_too_long_is_stopped_and_says_what_changes_that(limit, said):
-    gang = GangOf(2, deadline=limit.pop("deadline", None))
+    gang = GangOf(2, deadline=limit.pop("deadline", FOREVER))
     gang.pass_time(500.0)
     gang.all_ready(**limit)
     gang.pass_time(59.0)

@@ -9,7 +9,7 @@ from typing import Any
 
 from metaflow import current
 
-from .channel.join import LOOPBACK, join_alone
+from .channel.join import LOOPBACK, join_alone, rules_of
 from .compat.datastore import values_of_running_flow
 from .errors import TorchrunError
 from .events import Event
@@ -51,7 +51,9 @@ class GangOfOne:
         """Run a launch to its end; the arguments are those of `TorchrunExecutor.run`, all by name."""
         settings = parse_settings(DEFAULTS, None)
         about: dict[str, Any] = {}
-        member, channel = join_alone(settings, partial(_log, about), keepers=keepers_of(FEATURES, 1))
+        member, channel = join_alone(
+            settings, partial(_log, about), rules_of(settings), keepers=keepers_of(FEATURES, 1)
+        )
         live_card = self._follow(channel.gang, about, member)
         machine = this_machine()
         timeout = StepTimeout()

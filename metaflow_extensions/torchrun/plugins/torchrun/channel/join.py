@@ -16,7 +16,7 @@ from ..gang.keepers import Keepers
 from ..gang.member import Member
 from ..gang.policy import ConnectPolicy, growing_pauses
 from ..gang.protocol import CONTROL, Bye, Join
-from ..gang.state import Gang
+from ..gang.state import Gang, Rules
 from ..gang.texts import QUIET_S, REMIND_S
 from ..machine.network import addresses_for_others, pick_port, place
 from ..records.vanished import Word, has_begun, has_ended, host_of_control
@@ -41,11 +41,17 @@ def control_addresses(main_ip: str, here_only: bool) -> list[str]:
 # --- alone, and as the control node ---------------------------------------------------------------
 
 
+def rules_of(settings: StepSettings, deadline: float | None = None) -> Rules:
+    """Return what a gang goes by; `deadline` is the end of the step's ``@timeout`` in monotonic seconds."""
+    until = float("inf") if deadline is None else deadline
+    return Rules(settings.all_nodes_started_timeout, settings.grace_s, secrets.token_hex(4), until)
+
+
 def join_alone(
-    settings: StepSettings, emit: Subscriber, deadline: float | None = None, keepers: Keepers | None = None
+    settings: StepSettings, emit: Subscriber, rules: Rules, keepers: Keepers | None = None
 ) -> tuple[Member, ControlChannel]:
     """Return the only member of a gang of one node, and its channel: nothing listens, nothing is published."""
-    return _open_channel(1, settings, emit, "", lambda node: "", deadline, keepers)
+    return _open_channel(1, settings, emit, "", rules, keepers)
 
 
 def join_as_control(
@@ -55,22 +61,20 @@ def join_as_control(
     settings: StepSettings,
     emit: Subscriber,
     here_only: bool,
-    why_it_waits: Callable[[int], str] = lambda node: "",
-    deadline: float | None = None,
+    rules: Rules,
     keepers: Keepers | None = None,
 ) -> tuple[Member, ControlChannel]:
     """Open the gang's channel, publish where it is, and return it with the control node as a member.
 
     `main_ip` is the control node's address or name as Metaflow knows it. With `here_only` all nodes run on this
-    machine, and the channel listens to nobody else. `why_it_waits` returns a command that tells it of another node.
-    `deadline` is the end of the step's ``@timeout`` in monotonic seconds. `keepers` are those of the features.
+    machine, and the channel listens to nobody else. `keepers` are those of the features.
     """
     # Before the gang's own time is up, or the others' absence would be blamed for it.
     patience_s = min(STORE_PATIENCE_S, _PUBLISH_PART * settings.all_nodes_started_timeout)
     if not here_only:
         _give_way_to_former(registry, num_nodes, settings, emit, patience_s)
     token = new_token()
-    member, channel = _open_channel(num_nodes, settings, emit, token, why_it_waits, deadline, keepers)
+    member, channel = _open_channel(num_nodes, settings, emit, token, rules, keepers)
     try:
         port = _listen(registry, channel, settings, LOOPBACK if here_only else "", token)
         record = AddressRecord(tuple(control_addresses(main_ip, here_only)), port, token)
@@ -83,26 +87,10 @@ def join_as_control(
 
 
 def _open_channel(
-    num_nodes: int,
-    settings: StepSettings,
-    emit: Subscriber,
-    token: str,
-    why_it_waits: Callable[[int], str],
-    deadline: float | None,
-    keepers: Keepers | None,
+    num_nodes: int, settings: StepSettings, emit: Subscriber, token: str, rules: Rules, keepers: Keepers | None
 ) -> tuple[Member, ControlChannel]:
     member = Member(CONTROL, num_nodes, emit)
-    name, started_s = secrets.token_hex(4), settings.all_nodes_started_timeout
-    gang = Gang(
-        num_nodes,
-        pick_port,
-        started_s,
-        settings.grace_s,
-        name,
-        why_it_waits=why_it_waits,
-        deadline=deadline,
-        keepers=keepers,
-    )
+    gang = Gang(num_nodes, pick_port, rules, keepers)
     channel = ControlChannel(gang, member.deliver, token, settings.heartbeat_timeout_s)
     member.attach(channel)
     member.settle_lines = channel.relay.settle

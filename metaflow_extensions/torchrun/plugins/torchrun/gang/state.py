@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ..errors import TorchrunError
@@ -64,6 +64,22 @@ SAVE_S = 120.0
 _LIST_S = 15.0
 
 
+@dataclass(frozen=True)
+class Rules:
+    """What a gang goes by, whatever it launches."""
+
+    started_timeout_s: float = 600.0  # ``all_nodes_started_timeout``
+    grace_s: float = 30.0  # what workers have between SIGTERM and SIGKILL
+    name: str = "gang"  # its own in the world, so that two gangs with one pinned port can't meet in one store
+    deadline: float = float("inf")  # end of the step's ``@timeout`` by the clock, whatever the gang does then
+    why_it_waits: Callable[[int], str] = lambda node: ""  # returns a command that tells it of a node, or nothing
+
+    @property
+    def stop_s(self) -> float:
+        """How long the nodes may take to stop their workers."""
+        return self.grace_s + _STOP_MARGIN_S
+
+
 class Gang:
     """The gang's state machine."""
 
@@ -71,26 +87,17 @@ class Gang:
         self,
         num_nodes: int,
         pick_port: Callable[[int | None], int | None],  # returns the pinned port (None if taken), or else a free one
-        started_timeout_s: float = 600.0,  # ``all_nodes_started_timeout``
-        grace_s: float = 30.0,  # what workers have between SIGTERM and SIGKILL
-        name: str = "gang",  # its own in the world, so that two gangs with one pinned port can't meet in one store
-        clock: Callable[[], float] = time.monotonic,
-        why_it_waits: Callable[[int], str] = lambda node: "",  # returns a command that tells it of a node, or nothing
-        deadline: float | None = None,  # end of the step's ``@timeout`` by the clock, whatever the gang does then
+        rules: Rules | None = None,
         keepers: Keepers | None = None,  # of the features
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.num_nodes = num_nodes
         self.nodes = Nodes(num_nodes)
         self.broken: TorchrunError | None = None  # why nothing can be launched any more
         self._pick_port = pick_port
-        self._started_timeout_s = started_timeout_s
-        self._grace_s = grace_s
-        self._stop_s = grace_s + _STOP_MARGIN_S
-        self._deadline = float("inf") if deadline is None else deadline
+        self._rules = rules or Rules()
         self._is_time_up = False  # whether the control node's own code has had the time, or was told that it is over
-        self._name = name
         self._clock = clock
-        self._why_it_waits = why_it_waits
         self._started_at = clock()
         self.history = History(clock)
         self.keepers = keepers or Keepers()
@@ -174,10 +181,10 @@ class Gang:
     def tick(self) -> list[Outgoing]:
         """Look at the clock; call it once a second, and when it is `due_at`."""
         now = self._clock()
-        if self.nodes.count(NodeState.ABSENT) and now - self._started_at > self._started_timeout_s:
+        if self.nodes.count(NodeState.ABSENT) and now - self._started_at > self._rules.started_timeout_s:
             absent = self.nodes.absent
-            command = self._why_it_waits(absent[0])
-            self._break(obstacles.missing(absent, self.num_nodes, self._started_timeout_s, command))
+            command = self._rules.why_it_waits(absent[0])
+            self._break(obstacles.missing(absent, self.num_nodes, self._rules.started_timeout_s, command))
         if now >= self._launch.remind_at:
             self._remind(now)
         self._look_at_limits(now)
@@ -190,7 +197,7 @@ class Gang:
         launch.remind_at = now + REMIND_S
         if launch.phase is Phase.GATHERING:
             absent = self.nodes.absent
-            why = obstacles.to_see_why(absent[0], self._why_it_waits(absent[0])) if absent else ""
+            why = obstacles.to_see_why(absent[0], self._rules.why_it_waits(absent[0])) if absent else ""
             text = f"launch {launch.number} waits for {self._waits_for()}{why and '.' + why}"
             self._send(Note(text), CONTROL)  # whose log the terminal shows, even if it is the one that is late
             self._send(Note(text, is_detail=True), *(node for node in launch.ready if node != CONTROL))
@@ -206,7 +213,7 @@ class Gang:
 
     def _look_at_limits(self, now: float) -> None:
         launch = self._launch
-        if now > self._deadline:
+        if now > self._rules.deadline:
             self._time_is_up()
         if (text := launch.overrun(now)) is not None:
             self._fail_as_a_whole("timeout", text)
@@ -273,7 +280,7 @@ class Gang:
             self._send(
                 Note(f"node {node} (host {host}) is being replaced: another task of this node has come"), CONTROL
             )
-        return Refused(obstacles.no_replacement(join, host, is_member), self._stop_s), self._flush()
+        return Refused(obstacles.no_replacement(join, host, is_member), self._rules.stop_s), self._flush()
 
     # --- a launch: its start --------------------------------------------------------------------
 
@@ -288,7 +295,7 @@ class Gang:
         if self._launch.phase is Phase.OVER:
             mark = self._launch.mark if ready.goes_on else self._mark
             now = self._clock()
-            self._launch = Launch(number, mark=mark, deadline=self._deadline, remind_at=now + QUIET_S)
+            self._launch = Launch(number, mark=mark, deadline=self._rules.deadline, remind_at=now + QUIET_S)
         launch = self._launch
         if node in launch.dropped:
             self._send_late_verdict(number, node, obstacles.dropped_out(number, node, launch.number))
@@ -332,7 +339,7 @@ class Gang:
                 who = names(launch.without_devices)
                 text = f"warning: run(env=...) hides the accelerators on {who}: the workers there compute on the CPU"
                 self._send(Note(f"{text}, the others do not"), CONTROL)
-        go = Go(launch.number, launch.generation, port, self._name, launch.restarts, limit, launch.devices)
+        go = Go(launch.number, launch.generation, port, self._rules.name, launch.restarts, limit, launch.devices)
         self._broadcast(go)
 
     # --- a launch: what its nodes report --------------------------------------------------------
@@ -438,7 +445,7 @@ class Gang:
             del launch.stores[node]  # after a failure, only what was raised is wanted
         cause = launch.first_cause()
         kind = "" if cause is None else cause.kind
-        launch.until = self._clock() + self._stop_s + self.keepers.find_out_s(kind)
+        launch.until = self._clock() + self._rules.stop_s + self.keepers.find_out_s(kind)
         number = launch.signal_for(cause)
         self._note("stopping", text="" if cause is None else summary(cause))
         self._broadcast(Stop(launch.number, launch.generation, reason(cause), teller(cause), number, kind))
@@ -499,7 +506,7 @@ class Gang:
         nodes = [node for node in launch.saved_by(error) if self.nodes[node] is NodeState.JOINED]
         now = self._clock()
         # Workers have the grace to end after the step's time, and what they have written as long again.
-        within_s = min(SAVE_S, max(launch.deadline - now, self._grace_s))
+        within_s = min(SAVE_S, max(launch.deadline - now, self._rules.grace_s))
         if not nodes or within_s <= 0:
             self._finish(error)
             return

@@ -11,13 +11,22 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from metaflow import current
 
 from ..channel.control_channel import ControlChannel
-from ..channel.join import LOOPBACK, control_addresses, join_alone, join_as_control, join_as_member, refuse_second_run
+from ..channel.join import (
+    LOOPBACK,
+    control_addresses,
+    join_alone,
+    join_as_control,
+    join_as_member,
+    refuse_second_run,
+    rules_of,
+)
 from ..channel.registry import Registry
 from ..compat.datastore import metadata_type, save_log, watch_storing
 from ..compat.renamed import convenience
@@ -146,15 +155,18 @@ class TaskGang:
         if parallel.num_nodes == 1:
             if not self._is_local:  # there the same task can be run again by hand
                 refuse_second_run(registry, 1)
-            member, channel = join_alone(settings, emit, self._deadline, keepers_of(self.features, 1))
+            member, channel = join_alone(
+                settings, emit, rules_of(settings, self._deadline), keepers_of(self.features, 1)
+            )
             self._follow(registry, channel)
             return member, LOOPBACK
         if parallel.node_index > 0:
             return self._join_as_member(registry, f"{self._run_id}/{self._step_name}/{control_task_id}")
         main_ip, here_only = parallel.main_ip, self._is_local
+        rules = replace(rules_of(settings, self._deadline), why_it_waits=why_it_waits)
         keepers = keepers_of(self.features, parallel.num_nodes)
         member, self._channel = join_as_control(
-            registry, parallel.num_nodes, main_ip, settings, emit, here_only, why_it_waits, self._deadline, keepers
+            registry, parallel.num_nodes, main_ip, settings, emit, here_only, rules, keepers
         )
         self._follow(registry, self._channel)
         if self._local_nodes is not None:
