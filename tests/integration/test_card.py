@@ -26,7 +26,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.channel.registry import Regis
 from metaflow_extensions.torchrun.plugins.torchrun.features.listed import FEATURES
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause, Failure
 from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import LaunchPolicy
-from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Active, Ended, Failed, Join, Ready, Told
+from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Ended, Failed, Join, Ready, Told, Wrote
 from metaflow_extensions.torchrun.plugins.torchrun.gang.state import Gang
 from metaflow_extensions.torchrun.plugins.torchrun.node.watchers import keepers_of
 from metaflow_extensions.torchrun.plugins.torchrun.records.snapshot import snapshot_of
@@ -350,13 +350,13 @@ def many_nodes(num_nodes=256, nproc=8):
     each(lambda node: Join(node, HOSTILE_HOST if node == 7 else f"host-{node}"), 90)
     policy = LaunchPolicy(max_restarts=1)
     each(lambda node: Ready(0, nproc, "same", {"torch": "2.13.0"}, policy=policy if node == 0 else None), 20)
-    each(lambda node: Active(0, 0, 0.0, first_output=True), 30)
+    each(lambda node: Wrote(0, 0), 30)
     for _ in range(48):
         each(used, 5)
     end(0, 900, "RuntimeError: lost once")
     now[0] += 2
     gang.tick()
-    each(lambda node: Active(0, 1, 0.0, first_output=True), 30)
+    each(lambda node: Wrote(0, 1), 30)
     now[0] += 120
     end(1, 1234, f"ValueError: {HOSTILE_HOST}")
     return snapshot_of(gang, {})
