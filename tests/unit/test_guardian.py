@@ -442,6 +442,15 @@ def test_stop_before_the_workers_appear_leaves_nothing(tree):
     one.expect(End)
 
 
+def test_a_guardian_that_somebody_has_stopped_hears_that_all_is_to_end(tree):
+    one = tree(how="hang")
+    one.await_workers()
+    os.kill(one.process.pid, signal.SIGSTOP)
+    one.process.stop(1.0)
+    assert one.ended() == dict.fromkeys((0, 1), -signal.SIGTERM)
+    assert not one.running()
+
+
 def test_close_waits_for_the_end_and_may_be_called_again_and_before_the_start(tree):
     one = tree(STUBBORN)
     one.await_workers()

@@ -57,7 +57,11 @@ class GuardianProcess:
         return not self._process.has_ended
 
     def tell(self, line: str) -> bool:
-        """Send a command; tell whether somebody was there to take it."""
+        """Send a command; tell whether somebody was there to take it.
+
+        One that somebody has stopped (SIGSTOP) is continued: else it and all below it would outlive the task.
+        """
+        self._process.send_signal(signal.SIGCONT)
         return self._send(f"{line}\n".encode())
 
     def ask(self, request: bytes) -> bool:
