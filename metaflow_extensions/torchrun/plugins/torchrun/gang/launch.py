@@ -6,14 +6,15 @@ A launch is in one `Phase` at a time, and `Launch.enter` is the only way to anot
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..errors import GangError, LaunchFailed, LaunchHung, LaunchTimeout, TorchrunError, TorchrunPreempted
 from .cause import Cause, Failure, FailureText, cause_of, failed, first_failure
+from .history import Record, of_the_gang
 from .policy import LaunchPolicy
-from .protocol import CONTROL, WORKERS, Ended, Ready
+from .protocol import CONTROL, WORKERS, Ended, Ready, Verdict
 from .texts import REMIND_S, counted, first_values, headline, names, shortened
 
 # What must be the same on every node besides the launch's number, and how to call it. The first two are
@@ -320,3 +321,33 @@ def reason(cause: Cause | None) -> str:
 def summary(cause: Cause) -> str:
     """Return who failed and how in one line."""
     return headline(f"{cause.who} {cause.what}")
+
+
+# --- the messages that tell its end -------------------------------------------------------------
+
+
+def verdicts(
+    launch: Launch,
+    nodes: Iterable[int],
+    error: TorchrunError | None,
+    records: tuple[Record, ...],
+    features: Callable[[bool], dict[str, dict[str, Any]]],
+) -> Iterator[tuple[int, Verdict]]:
+    """Yield what each node gets: one message for all that get the same.
+
+    `features` takes whether the control node is asked for, and returns what each feature tells.
+    """
+    made: dict[tuple[int, bool], Verdict] = {}
+    for node in nodes:
+        if node in launch.ready:  # by the number the node itself gave it, which may be the contradiction
+            number = launch.ready[node].launch
+            key = (number, node == CONTROL)
+            if key not in made:
+                alone, is_control = error is None and launch.alone, node == CONTROL
+                made[key] = Verdict(number, error, events_for(node, records), features(is_control), alone)
+            yield node, made[key]
+
+
+def events_for(node: int, records: tuple[Record, ...]) -> tuple[Record, ...]:
+    """Return what a node gets to know of what has happened: the control node all, others what concerns the gang."""
+    return records if node == CONTROL else of_the_gang(records)

@@ -18,7 +18,7 @@ from .cause import Cause, Failure, cause_of, describe_exit, first_failure
 from .decision import BACKOFF_LIMIT_S, Next, decide
 from .history import History, Kind, Record, of_the_gang
 from .keepers import Keepers, Where
-from .launch import LONGER, Launch, Phase, reason, summary, teller
+from .launch import LONGER, Launch, Phase, events_for, reason, summary, teller, verdicts
 from .nodes import Nodes, NodeState
 from .policy import LaunchPolicy
 from .protocol import (
@@ -51,7 +51,6 @@ from .protocol import (
     Wrote,
 )
 from .texts import QUIET_S, REMIND_S, counted, headline, names
-from .verdicts import events_for, verdicts
 
 Outgoing = tuple[int, Message]
 """A node's index and a message for it."""
