@@ -98,7 +98,7 @@ def use(keepers):
     return [line for remarks in keepers.pop_remarks() for line in remarks.lines]
 
 
-@pytest.mark.parametrize("fails", ["begin", "ended", "tick", "record", "besides", "verdict"])
+@pytest.mark.parametrize("fails", ["begin", "ended", "tick", "verdict"])
 def test_a_keeper_that_raises_is_silent_from_then_on_and_a_line_says_so_once(fails):
     well, ill = Notebook(), Notebook(fails)
     keepers = Keepers({"first": ill, "second": well})
@@ -108,6 +108,18 @@ def test_a_keeper_that_raises_is_silent_from_then_on_and_a_line_says_so_once(fai
     assert use(keepers) == ["a line"]
     assert ill.kept == before
     assert keepers.record() == {"first": None, "second": {"kept": len(well.kept) - 1, "none": None}, "more": 3}
+
+
+@pytest.mark.parametrize("fails", ["record", "besides"])
+def test_a_record_that_can_not_be_read_costs_that_record_alone(fails):
+    """Threads of cards ask for it while the gang's thread changes what it is made of."""
+    ill = Notebook(fails)
+    keepers = Keepers({"first": ill})
+    assert use(keepers) == ["warning: the record of first could not be read: RuntimeError: torn", "a line"]
+    assert use(keepers) == ["a line"]
+    assert keepers.verdict(4, True, None)["first"]["knows"] is True
+    ill.fails = ""
+    assert keepers.record()["first"] is not None
 
 
 def test_a_message_that_does_not_fit_silences_its_node_alone():

@@ -1,5 +1,7 @@
 """What a member knows of itself, from its messages, and what its card makes of it."""
 
+import pytest
+
 from metaflow_extensions.torchrun.plugins.torchrun.errors import GangError, WorkerFailed
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
 from metaflow_extensions.torchrun.plugins.torchrun.gang.keepers import Happened, Keeper, Keepers, Remarks
@@ -130,6 +132,15 @@ def test_what_ends_a_node_besides_a_verdict_is_told_once():
     records.failed(ValueError("after run"))
     assert records.snapshot().summary.sentence.endswith("after run.")
     assert records.snapshot().error == "after run"
+
+
+@pytest.mark.parametrize("cause", [ConnectionError("refused"), "a text", {"node": 1}])
+def test_a_users_exception_may_have_a_cause_of_its_own(cause):
+    error = ValueError("the feature store is gone")
+    error.cause = cause
+    records = node_3(*RUNNING, ENDED, Verdict(0))
+    records.failed(error)
+    assert (records.snapshot().error, records.snapshot().cause) == ("the feature store is gone", None)
 
 
 def test_a_node_that_has_never_joined_can_say_why():

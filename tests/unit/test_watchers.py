@@ -4,9 +4,11 @@ import math
 from types import SimpleNamespace
 
 import pytest
-from fake_node import FakeNode
+from fake_node import ERROR, FakeNode
+from metaflow.plugins.timeout_decorator import TimeoutException
 from unit_helpers import eventually
 
+from metaflow_extensions.torchrun.plugins.torchrun.errors import LaunchFailed
 from metaflow_extensions.torchrun.plugins.torchrun.gang.keepers import Keeper
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Ended, Started, Told
 from metaflow_extensions.torchrun.plugins.torchrun.node.watchers import (
@@ -18,6 +20,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.node.watchers import (
     Watchers,
     keepers_of,
     results_of,
+    starts_of,
     variables_of,
 )
 
@@ -25,13 +28,13 @@ from metaflow_extensions.torchrun.plugins.torchrun.node.watchers import (
 class Counter(Watcher):
     """Tells how often it was asked, and fails where the test says so."""
 
-    def __init__(self, fails, data, saw_workers):
-        self.fails, self.data, self.saw_workers = fails, data, saw_workers
+    def __init__(self, fails, data, saw_workers, error):
+        self.fails, self.data, self.saw_workers, self.error = fails, data, saw_workers, error
         self.polls = self.closed = 0
 
     def _do(self, name):
         if name == self.fails:
-            raise OSError("gone")
+            raise self.error
 
     def poll(self):
         self._do("poll")
@@ -48,13 +51,17 @@ class Counter(Watcher):
 
 
 class Counting(Feature):
-    def __init__(self, name="counting", fails="", data=None, saw_workers=False):
+    def __init__(self, name="counting", fails="", data=None, saw_workers=False, error=None):
         self.name, self.fails, self.made = name, fails, []
-        self._facts = fails, {"it": 1} if data is None else data, saw_workers
+        self._error = error or OSError("gone")
+        self._facts = fails, {"it": 1} if data is None else data, saw_workers, self._error
+
+    def starts(self, settings, machine, requested):
+        self._do("starts")
 
     def _do(self, name):
         if name == self.fails:
-            raise OSError("gone")
+            raise self._error
 
     def keeper(self, num_nodes, of_all):
         keeper = Keeper()
@@ -108,6 +115,23 @@ def test_a_feature_that_raises_is_left_out_and_a_line_says_so_once(fails):
     assert [each.closed for each in [*ill.made, *well.made]] == [1] * (len(ill.made) + 1)
 
 
+@pytest.mark.parametrize("error", [LaunchFailed("node 3 is lost"), TimeoutException("@timeout")])
+@pytest.mark.parametrize("fails", ["watcher", "poll", "ended", "close", "starts"])
+def test_what_a_signals_handler_raises_in_a_feature_reaches_the_step(fails, error):
+    """As the news of a gang around this one, or Metaflow's @timeout."""
+    feature = Counting("ill", fails, error=error)
+
+    def live():
+        starts_of([feature], None, None, None)
+        watchers, _ = watchers_of(feature)
+        watchers.poll()
+        watchers.ended()
+        watchers.close()
+
+    with pytest.raises(type(error)):
+        live()
+
+
 @pytest.mark.parametrize("data", [{"x": "a" * MAX_TOLD_BYTES}, {"x": math.nan}, {"x": object()}])
 def test_what_is_too_large_or_no_plain_data_is_not_told(data):
     watchers, said = watchers_of(Counting("ill", data=data), Counting("well"))
@@ -155,6 +179,31 @@ def test_a_launch_polls_its_features_and_lets_go_of_them(tmp_path):
     assert node.expect(Ended).ok
     node.verdict()
     assert feature.made[0].closed
+
+
+class Warm:
+    """Notes whether the step's own code runs when a spare is started."""
+
+    def __init__(self):
+        self.states = []
+
+    def to_start(self, *_):
+        return None
+
+    def prepare(self):
+        self.states.append(self.node.member.runs_own_code)
+
+
+@pytest.mark.parametrize("error", [None, ERROR])
+def test_the_next_spare_is_started_before_the_launch_is_over(error, tmp_path):
+    """From its end on, a signal raises the gang's news in this thread."""
+    warm = Warm()
+    warm.node = node = FakeNode(tmp_path, warm_node=warm, warm="agent")
+    node.launch()
+    node.all_end_well(node.go())
+    node.expect(Ended)
+    node.verdict(error)
+    assert warm.states == [False]
 
 
 def test_a_feature_that_has_heard_of_the_workers_tells_that_they_run(tmp_path):

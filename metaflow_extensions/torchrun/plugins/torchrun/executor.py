@@ -339,12 +339,8 @@ class TorchrunExecutor:
         )
         supervisor = Supervisor(plan, context.member)
         try:
-            result = supervisor.run()
-            plan.prepare_warm()
-            return result
+            return supervisor.run()
         except LaunchFailed as error:
-            if not isinstance(error, TorchrunPreempted):  # the step may go on
-                plan.prepare_warm()
             original = services.original(error, supervisor.told)
             if original is error:
                 raise

@@ -7,7 +7,7 @@ error that has the name and Metaflow's version. ``tests/unit/test_renamed.py`` t
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from typing import Any
@@ -17,23 +17,42 @@ from ..errors import TorchrunError
 _KNOWN = "2.13 to 2.19"  # versions of Metaflow whose sources were read
 REMEDY = "Install a newer metaflow-torchrun, or an older Metaflow."
 _REQUIRED = object()
+# `TimeoutException` of ``metaflow/plugins/timeout_decorator.py`` (2.19). Without the name, ours stand in its place.
+_TIME_IS_UP = "TimeoutException"
 _said: set[str] = set()  # what was left out in this process; threads may add to it
 
 
 @contextmanager
-def convenience(what: str) -> Iterator[None]:
-    """Leave `what` out if it fails, and say so in one line, once in a process.
+def harmless(tell: Callable[[Exception], None] = lambda error: None) -> Iterator[None]:
+    """Leave out what fails, and tell of it.
 
-    It must neither end a flow nor stand in the place of the error that ends it. Only our own errors pass.
+    Our own errors pass, and that of Metaflow's ``@timeout``: handlers of signals raise them in the main thread, out of
+    whatever runs there. Who catches one has the gang wait for a node that knows nothing of the gang's end.
     """
     try:
         yield
     except TorchrunError:
         raise
     except Exception as error:
+        if type(error).__name__ == _TIME_IS_UP:
+            raise
+        tell(error)
+
+
+@contextmanager
+def convenience(what: str) -> Iterator[None]:
+    """Leave `what` out if it fails, and say so in one line, once in a process.
+
+    It must neither end a flow nor stand in the place of the error that ends it; see `harmless`.
+    """
+
+    def tell(error: Exception) -> None:
         if what not in _said:
             _said.add(what)
             _tell(f"[torchrun] Left out: {what}. {versions()} ({type(error).__name__}: {error}).")
+
+    with harmless(tell):
+        yield
 
 
 def known(module: str, name: str, instead: Any = _REQUIRED) -> Any:

@@ -105,6 +105,7 @@ class Keepers:
         self._keepers = dict(keepers or {})
         self._counts = dict.fromkeys(self._keepers, 0)
         self._silent: set[tuple[str, int | None]] = set()  # of one node, or of all
+        self._unread: set[str] = set()  # whose record could not be read, which was said
         self._remarks: deque[Remarks] = deque()
 
     @property
@@ -140,9 +141,9 @@ class Keepers:
 
     def record(self) -> Plain:
         """Return what is to be stored, by feature, and further fields."""
-        kept = self._ask_all(lambda keeper: finite(keeper.record()))
-        besides = self._ask_all(lambda keeper: keeper.besides())
-        more = {name: value for fields in besides.values() for name, value in fields.items()}
+        kept = {name: self._read(name, lambda keeper: finite(keeper.record())) for name in self._keepers}
+        besides = [self._read(name, lambda keeper: keeper.besides()) or {} for name in self._keepers]
+        more = {name: value for fields in besides for name, value in fields.items()}
         # Null stands for what may be kept, and is not; a keeper that never has a record has no field.
         has_none = {
             name for name, each in self._keepers.items() if getattr(each.record, "__func__", 0) is Keeper.record
@@ -170,6 +171,19 @@ class Keepers:
     def _ask_all(self, ask: Callable[[Keeper], _T]) -> dict[str, _T]:
         answers = {name: self._ask(name, ask) for name in self._keepers}
         return {name: answer for name, answer in answers.items() if answer is not None}
+
+    def _read(self, name: str, ask: Callable[[Keeper], _T]) -> _T | None:
+        """Ask one keeper for what it keeps, in any thread; what goes wrong costs that alone, and not its verdict."""
+        if (name, None) in self._silent:
+            return None
+        try:
+            return ask(self._keepers[name])
+        except Exception as error:
+            if name not in self._unread:
+                self._unread.add(name)
+                text = f"warning: the record of {name} could not be read: {type(error).__name__}: {error}"
+                self._remarks.append(Remarks((text,)))
+            return None
 
     def _ask(self, name: str, ask: Callable[[Keeper], _T], node: int | None = None) -> _T | None:
         """Ask one keeper; what goes wrong with what `node` tells keeps that node's messages from it, and no others."""

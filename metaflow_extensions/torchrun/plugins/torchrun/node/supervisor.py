@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from ..errors import LaunchFailed, TorchrunError
+from ..errors import LaunchFailed, TorchrunError, TorchrunPreempted
 from ..events import Event, Kind
 from ..gang.cause import Cause, Failure, FailureText, cause_of, failed
 from ..gang.keepers import Plain
@@ -100,9 +100,12 @@ class Supervisor:
         except BaseException as error:
             try:
                 self._give_up(error)
+                if isinstance(error, LaunchFailed) and not isinstance(error, TorchrunPreempted):  # the step may go on
+                    self._plan.prepare_warm()
             finally:
                 self._member.end_launch(None if self._verdict is None else self._verdict.error, failing=True)
             raise
+        self._plan.prepare_warm()  # before the launch's end: from there on, a signal raises news in this thread
         self._member.end_launch(None)
         return self._result()
 
@@ -150,6 +153,8 @@ class Supervisor:
             self._command = generation.command
             self._say_begin(go, generation)
             generation.start()
+        except TorchrunError:  # of a gang around this one: see `harmless`
+            raise
         except Exception as error:  # a full disk, no more processes, a zero byte in a variable
             self._could_not_start(go, error)
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+from ..compat.renamed import harmless
 from ..gang.keepers import Keeper, Keepers, Plain
 from ..gang.protocol import Told
 from ..logs.follower import LogFollower
@@ -146,7 +147,7 @@ def starts_of(
     features: Iterable[Feature], settings: StepSettings, machine: Machine, requested: Nproc | None
 ) -> WarmStarts | None:
     """Return who starts the agents of a step faster than cold; None if nobody does, or something went wrong."""
-    with suppress(Exception):  # then all starts are cold
+    with harmless():  # all starts are cold then
         found = (each.starts(settings, machine, requested) for each in features)
         return next((starts for starts in found if starts is not None), None)
     return None
@@ -241,7 +242,9 @@ def _checked(data: Plain) -> Plain:
 @contextmanager
 def _no_harm(name: str, say: Callable[[str], None]) -> Iterator[None]:
     """Have what a feature raises end in a line."""
-    try:
-        yield
-    except Exception as error:
+
+    def tell(error: Exception) -> None:
         say(f"this node tells nothing more of its {name}: {type(error).__name__}: {error}")
+
+    with harmless(tell):
+        yield

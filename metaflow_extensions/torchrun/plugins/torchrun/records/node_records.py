@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
+from ..errors import TorchrunError
 from ..gang.cause import Cause, describe_exit
 from ..gang.history import History
 from ..gang.keepers import Keepers
@@ -73,7 +74,7 @@ class NodeRecords:
         with self._lock:
             if self._error is None:
                 text = str(error) or type(error).__name__
-                self._fail("broken", text, getattr(error, "cause", None))
+                self._fail("broken", text, error.cause if isinstance(error, TorchrunError) else None)
 
     def handle(self, message: Message) -> None:
         """Record a message that the node has sent or got."""

@@ -121,9 +121,8 @@ class Progress:
     @property
     def left_s(self) -> float | None:
         """How long it will take at rank 0's speed; None where that can't be told."""
-        if self._total is None or self.done is None or not self._rate:
-            return None
-        return max(0.0, self._total - self.done) / self._rate
+        total, done, rate = self._total, self.done, self._rate  # the gang's thread may change them meanwhile
+        return None if total is None or done is None or not rate else max(0.0, total - done) / rate
 
     def as_dict(self) -> dict[str, Any] | None:
         """Return all of it as plain data; None where no script has told anything."""

@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 from ...compat import linux
+from ...compat.renamed import harmless
 from ...guardian.agent_events import Refused
 from ...guardian.guardian import Options
 from ...guardian.guardian_process import GuardianProcess
@@ -45,7 +45,7 @@ class WarmNode:
 
     def prepare(self) -> None:
         """Start a spare like the last one, unless one waits. What goes wrong is told when a launch asks for it."""
-        with suppress(Exception):
+        with harmless():
             if not (self._waiting is not None and self._waiting.is_alive):
                 self._start()
 
@@ -102,7 +102,8 @@ class WarmStart:
 
     def start(self, env: Mapping[str, str], options: Options) -> GuardianProcess | Refused:
         """Ask for the agent; return its guardian, or why nobody takes the request."""
-        try:
+        refused: list[Exception] = []
+        with harmless(refused.append):  # a cold start needs nothing of what can go wrong here
             told = options._replace(cwd=options.cwd or os.getcwd())._asdict()
             commands = [self.command[0], "-u", *self.command[1:]], self.cold_command
             request = Request(told, dict(env), umask(), self.workers, self.worker_env, *commands)
@@ -111,6 +112,5 @@ class WarmStart:
             if guardian.ask(data):
                 return guardian
             guardian.close()
-            return Refused("the guardian that waited with the spare has ended, or does not read")
-        except Exception as error:  # a cold start needs nothing of what can go wrong here
-            return Refused(in_words(error))
+            raise StartCold("the guardian that waited with the spare has ended, or does not read")
+        return Refused(in_words(refused[0]))
