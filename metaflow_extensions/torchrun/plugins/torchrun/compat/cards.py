@@ -16,7 +16,7 @@ from typing import Any
 
 from metaflow import current
 
-from .renamed import convenience, known
+from .renamed import convenience, harmless, known
 
 LIVE, LAST = "what the gang's card shows while the step runs", "the last card of a step that has failed"
 _COMPONENTS = "metaflow.plugins.cards.card_modules.components"
@@ -130,10 +130,9 @@ def _run_command(
     wait: bool = True,
     timeout: Any = None,
 ) -> tuple[bytes, bool]:
-    try:
+    is_started = False
+    with harmless():  # another Metaflow, or no more processes; a step may ask for this, too
         is_started = not wait and start(command, card_uuid, env)
-    except Exception:  # another Metaflow, or no more processes
-        is_started = False
     return (b"", False) if is_started else run(command, card_uuid, env, wait=wait, timeout=timeout)
 
 

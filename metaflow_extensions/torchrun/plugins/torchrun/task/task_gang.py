@@ -270,7 +270,8 @@ class TaskGang:
         if self._preemption_watch is not None:
             self._preemption_watch.set()
         if self._records is not None and error is not None:
-            self._records.failed(error)
+            with convenience("this node's record of the error"):
+                self._records.failed(error)
         if self._member is not None:
             self._member.leave(error, hold_s=0.0 if self._is_local or self._channel is not None else _HOLD_S)
         if self._events is not None:
