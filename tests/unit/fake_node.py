@@ -46,6 +46,9 @@ class FakeAgent:
     def start(self):
         self.orders.append("start")
 
+    def keep_going(self):
+        """Do nothing: nobody stops it."""
+
     def stop(self, grace_s):
         self.orders.append(("stop", grace_s))
 

@@ -442,6 +442,15 @@ def test_stop_before_the_workers_appear_leaves_nothing(tree):
     one.expect(End)
 
 
+def test_a_guardian_that_somebody_has_stopped_goes_on(tree):
+    one = tree(how="hang")
+    pids = one.await_workers()
+    os.kill(one.process.pid, signal.SIGSTOP)
+    one.process.keep_going()
+    os.kill(pids[0], signal.SIGKILL)
+    assert one.expect(WorkerEnded, 5.0).status == -signal.SIGKILL
+
+
 def test_a_guardian_that_somebody_has_stopped_hears_that_all_is_to_end(tree):
     one = tree(how="hang")
     one.await_workers()

@@ -76,6 +76,13 @@ def test_what_is_no_file_or_leads_elsewhere_is_left_out_and_said(root, tmp_path)
     (model / "nothing").symlink_to("gone")
     (model / "secret").symlink_to(outside)
     (model / "folder").symlink_to(outside.parent)
+    (root / "apart.json").symlink_to("/nowhere at all/x.json")
+    (root / "loop.json").symlink_to("loop.json/x")
+    (root / "own.json").write_text("{}")
+    patterns = find(str(root), ["*.json"])
+    assert [file.name for file in patterns.files] == ["own.json"]
+    assert patterns.left_out["apart.json"] == "is a link to nothing"
+    assert "loop.json" in patterns.left_out
     listing = find(str(root), ["model"])
     found = ["model/latest/weights", "model/shared/tokenizer", "model/step 5/weights"]
     assert [file.name for file in listing.files] == found

@@ -8,6 +8,7 @@ import pytest
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import TorchrunConfigError
 from metaflow_extensions.torchrun.plugins.torchrun.parsing import (
+    parse_flag,
     parse_nproc,
     parse_outputs,
     parse_outputs_from,
@@ -45,10 +46,10 @@ READ = [
     (parse_signal, [(term, signal.SIGTERM) for term in (signal.SIGTERM, int(signal.SIGTERM), "15")]),
 ]
 REFUSED = [
-    (parse_nproc, "'auto', 'cpu', 'gpu'", [0, -1, "0", "many", "", 1.5, True, False, [1], "gpus", "1e3"]),
+    (parse_nproc, "'auto', 'cpu', 'gpu'", [0, -1, "0", "many", "", 1.5, True, False, [1], "gpus", "1e3", "9" * 5000]),
     (parse_port, "a whole number from 1 to 65535", [0, -1, 65536, "many", 1.5, True, "29500 29501", [29500]]),
     (parse_restarts, "at least 0", [-1, "-1", "many", 1.5, True]),
-    (parse_seconds, "a number of seconds above 0", [None, 0, -1, "x", "nan", float("inf"), True, []]),
+    (parse_seconds, "a number of seconds above 0", [None, 0, -1, "x", "nan", float("inf"), True, [], 10**400]),
     (partial(parse_seconds, zero=True), "a number of seconds of at least 0", [-0.1, -1, "nan", None]),
     (parse_preflight, "True, False or 'links'", ["ja", 2, "10", 1.5, [True]]),
     (parse_retry_on, "no such class", ["often"]),
@@ -61,7 +62,8 @@ REFUSED = [
     (parse_outputs, "out of the working directory", ["..", "a/../b", "a/.."]),
     (parse_outputs, "a part of the path alone", ["**.json", "a/x**"]),
     (parse_outputs_from, "'control', 'all'", ["", "ALL", 0, True, ["all"]]),
-    (parse_signal, "a signal", ["SIGNOPE", "0", 999, True, -15]),
+    (parse_signal, "a signal", ["SIGNOPE", "0", 999, True, -15, "SIG_IGN", "BLOCK", "_BLOCK"]),
+    (parse_flag, "True or False", ["yes", "no", 1, 0, None]),
     (parse_signal, "heed", ["KILL", "STOP"]),
 ]
 

@@ -258,7 +258,11 @@ def test_what_runs_before_may_still_make_the_entrypoint(tmp_path, monkeypatch):
 
 
 def test_an_error_does_not_show_what_may_be_a_secret():
-    told = refusal("x.py", env={"A=B": "secret-1"}) + refusal("x.py", env={"TOKEN": "secret-2\0"})
+    told = (
+        refusal("x.py", env={"A=B": "secret-1"})
+        + refusal("x.py", env={"N": None})
+        + refusal("x.py", env={"TOKEN": "secret-2\0"})
+    )
     assert "'A=B'" in told
     assert "'TOKEN'" in told
     assert "secret" not in told

@@ -339,6 +339,16 @@ def test_why_there_are_no_outputs_is_said_and_the_command_is_not_blamed(obj, con
     assert info.value.headline == "No outputs"
 
 
+@pytest.mark.parametrize("error", [ValueError("events[0].kind is missing"), KeyError("files"), OverflowError("1e300")])
+def test_a_record_that_is_damaged_is_said_to_be(monkeypatch, error):
+    def invoke(group, ctx):
+        raise error
+
+    monkeypatch.setattr(commands.click.Group, "invoke", invoke)
+    with pytest.raises(CommandException, match="can't be read"):
+        commands.torchrun.invoke(None)
+
+
 def test_a_pattern_that_is_none_is_said():
     assert commands._pattern(None) is None
     with pytest.raises(CommandException, match="is no regular expression"):

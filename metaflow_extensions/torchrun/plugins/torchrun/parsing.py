@@ -46,7 +46,7 @@ def parse_int(value: Any) -> int | None:
         return value
     if isinstance(value, float) and value.is_integer():
         return int(value)
-    if isinstance(value, str) and re.fullmatch(r"\s*[+-]?\d+\s*", value):
+    if isinstance(value, str) and re.fullmatch(r"\s*[+-]?\d{1,18}\s*", value):
         return int(value)
     return None
 
@@ -86,7 +86,7 @@ def parse_seconds(value: Any, setting: str, zero: bool = False) -> float:
     """Return a time in seconds; `zero` says whether it may be 0."""
     try:
         number = math.nan if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not math.isfinite(number) or number < 0 or (number == 0 and not zero):
         if zero:
@@ -98,6 +98,13 @@ def parse_seconds(value: Any, setting: str, zero: bool = False) -> float:
 def parse_seconds_or_0(value: Any, setting: str) -> float:
     """Return a time in seconds that may be 0."""
     return parse_seconds(value, setting, zero=True)
+
+
+def parse_flag(value: Any, setting: str) -> bool:
+    """Return True or False."""
+    if value is not True and value is not False:
+        raise TorchrunConfigError(f"{setting} is {value!r}, but it must be True or False.")
+    return bool(value)
 
 
 def parse_preflight(value: Any, setting: str) -> str:
@@ -167,13 +174,21 @@ def parse_env(value: Any, setting: str) -> dict[str, str]:
     if not isinstance(value, Mapping):
         raise TorchrunConfigError(f"run(env=...) must be a dict of variables, but is a {type(value).__name__}.")
     for name, text in value.items():
-        if not isinstance(name, str) or not name or "=" in name or "\0" in f"{name}{text}":
+        if not isinstance(name, str) or not name or "=" in name or text is None or not _is_encodable(f"{name}{text}"):
             # Its value may be a secret.
             raise TorchrunConfigError(
-                f"run(env=...): {name!r} can't be an environment variable: a name is a text without '=', and neither "
-                "name nor value may have a NUL character."
+                f"run(env=...): {name!r} can't be an environment variable: a name is a text without '=', a value is "
+                "not None, and neither may have a NUL character or half of a surrogate pair."
             )
     return {name: str(text) for name, text in value.items()}
+
+
+def _is_encodable(text: str) -> bool:
+    """Tell whether the system takes a text as a variable or an argument."""
+    try:
+        return b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:
+        return False
 
 
 def parse_folder(value: Any, setting: str) -> str:
@@ -223,7 +238,9 @@ def parse_retry_on(value: Any, setting: str) -> frozenset[str]:
 def parse_signal(value: Any, setting: str) -> int:
     """Return a signal that a process can heed, given by name (``"SIGUSR1"``, ``"usr1"``) or number, as a number."""
     text = str(value).strip().upper()
-    number = int(text) if text.isdecimal() else getattr(signal, text if text.startswith("SIG") else f"SIG{text}", None)
+    named = getattr(signal, text if text.startswith("SIG") else f"SIG{text}", None)
+    # `signal` has numbers of other things, too, as SIG_IGN and SIG_BLOCK.
+    number = parse_int(text) if text.isdecimal() else named if isinstance(named, signal.Signals) else None
     if isinstance(value, bool) or number not in signal.valid_signals():
         raise TorchrunConfigError(f"{setting} is {value!r}, but it must be a signal, such as 'SIGUSR1'.")
     if number in (signal.SIGKILL, signal.SIGSTOP):

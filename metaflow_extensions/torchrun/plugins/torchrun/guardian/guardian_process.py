@@ -61,8 +61,12 @@ class GuardianProcess:
 
         One that somebody has stopped (SIGSTOP) is continued: else it and all below it would outlive the task.
         """
-        self._process.send_signal(signal.SIGCONT)
+        self.keep_going()
         return self._send(f"{line}\n".encode())
+
+    def keep_going(self) -> None:
+        """Continue it if somebody has stopped it; a process that runs does not notice this."""
+        self._process.send_signal(signal.SIGCONT)
 
     def ask(self, request: bytes) -> bool:
         """Send a request of any length, before any command; tell whether somebody was there to take it."""

@@ -74,6 +74,12 @@ class AgentProcess:
         """The guardian's, from which all processes of this node's launch descend; None before the start."""
         return None if self._guardian is None else self._guardian.pid
 
+    def keep_going(self) -> None:
+        """Continue the guardian if somebody has stopped it (SIGSTOP): it alone sees the ends of workers."""
+        with self._lock:
+            if self._guardian is not None and not self._has_ended:
+                self._guardian.keep_going()
+
     def stop(self, grace_s: float) -> None:
         """Ask for the end of the whole tree: SIGTERM, `grace_s` seconds, SIGKILL. Returns at once; can be repeated."""
         self._tell(f"stop {grace_s}")

@@ -121,6 +121,11 @@ class Generation:
         else:
             self._agent.preempt(self._plan.grace_s, first_signal)
 
+    def keep_going(self) -> None:
+        """Continue what watches the workers, if somebody has stopped it."""
+        if self.phase is Phase.RUNNING:
+            self._agent.keep_going()
+
     @property
     def was_stopped(self) -> bool:
         """Whether we had begun to stop it before its end."""

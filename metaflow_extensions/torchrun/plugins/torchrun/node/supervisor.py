@@ -274,6 +274,7 @@ class Supervisor:
         self._look_at_upload(has_news=False)
         if (generation := self._generation) is None:
             return
+        generation.keep_going()
         generation.raise_if_overdue()
         if (failed := generation.unseen_failure()) is not None:
             self._fail(generation, failed)

@@ -45,6 +45,11 @@ class _Commands(click.Group):  # type: ignore[misc]  # Metaflow is not typed
             raise CommandException(
                 f"The command does not work with this Metaflow ({problem}). {versions()}."
             ) from error
+        except (ValueError, LookupError, ArithmeticError, NotADirectoryError) as error:
+            raise CommandException(
+                f"What is stored of this gang can't be read ({type(error).__name__}: {error}). It is damaged, or another "
+                "version of metaflow-torchrun has written it."
+            ) from error
 
 
 class NoOutputs(CommandException):  # type: ignore[misc]  # Metaflow is not typed
@@ -280,7 +285,7 @@ def _page(stored: StoredGangs, gang: StoredGang, attempt: int, where: str) -> li
 
     if snapshot.features.get("outputs"):
         hints.append(f"Its outputs: {program} outputs {where}{which}")
-    if (rank := failed_rank(snapshot)) is not None:
+    if snapshot.cause is not None and (rank := failed_rank(snapshot)) is not None:
         hints.append(f"Of the rank that failed: {ask} --rank {rank}")
     text = lines_of(page_of(snapshot, place, FEATURES))
     if place.outcome(snapshot.summary) == "ended":

@@ -99,13 +99,14 @@ class _Search:
 
     def _add(self, name: str) -> None:
         """Add a file, or a folder with all that is in it, without recursion: a tree may be deep."""
-        waiting: list[tuple[str, frozenset[_Folder]]] = [(name, _folders_above(os.path.join(self._root, name)))]
+        waiting: list[tuple[str, frozenset[_Folder] | None]] = [(name, None)]
         top = name
         while waiting:
             name, above = waiting.pop()
             path = os.path.join(self._root, name)
             try:
                 status = os.stat(path)
+                above = _folders_above(path) if above is None else above
                 # What a pattern has found may lie behind a link. Below it, only links lead elsewhere.
                 real = self._real(name) if name == top or os.path.islink(path) else None
                 why = self._refusal(status, real, above)
