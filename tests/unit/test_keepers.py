@@ -72,8 +72,12 @@ def test_all_hear_what_happens_to_the_workers():
     assert second.kept == [("begin", 3, {"limit": 1}, 4.0), ("ended", 2, False)]
 
 
+class WithoutRecord(Keeper):
+    has_record = False
+
+
 def test_what_is_kept_can_be_stored_and_told():
-    keepers = Keepers({"first": Notebook(), "empty": Keeper()})
+    keepers = Keepers({"first": Notebook(), "none": WithoutRecord()})
     assert keepers.verdict(4, True, None) == {"first": {"last": 4, "knows": True}}
     assert keepers.record() == {"first": {"kept": 2, "none": None}, "more": 3}
 

@@ -21,11 +21,9 @@ IGNORED = tuple(name for name, setting in SETTINGS.items() if setting.group == F
 
 # Arguments, and attributes of ``@torchrun``, that mean nothing where a feature is taken out: -> its name. Of the entrypoint
 # that holds for a function.
-FEATURE_OF = {
-    **{name: name for name in ("before_run", "preflight")},
-    **dict.fromkeys(("entrypoint", "init", "gather"), "functions"),
-    **dict.fromkeys(("outputs", "outputs_from"), "outputs"),
-    "hang_timeout_s": "hangs",
+_FEATURES = ("before_run", "preflight", "functions", "outputs", "hangs")  # by the names of their pages, too
+FEATURE_OF = {"entrypoint": "functions"} | {
+    name: feature for name, each in SETTINGS.items() if (feature := each.group.replace("-", "_")) in _FEATURES
 }
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ..compat.datastore import metadata_of
-from ..compat.steps import TimeoutException
+from ..compat.renamed import TimeoutException
 from ..errors import GangError, GangStartTimeout, TorchrunError
 from ..gang.policy import growing_pauses
 from ..gang.wire import from_plain, to_plain

@@ -17,8 +17,6 @@ from ..errors import TorchrunError
 _KNOWN = "2.13 to 2.19"  # versions of Metaflow whose sources were read
 REMEDY = "Install a newer metaflow-torchrun, or an older Metaflow."
 _REQUIRED = object()
-# `TimeoutException` of ``metaflow/plugins/timeout_decorator.py`` (2.19). Without the name, ours stand in its place.
-_TIME_IS_UP = "TimeoutException"
 _said: set[str] = set()  # what was left out in this process; threads may add to it
 
 
@@ -31,11 +29,9 @@ def harmless(tell: Callable[[Exception], None] = lambda error: None) -> Iterator
     """
     try:
         yield
-    except TorchrunError:
+    except (TorchrunError, TimeoutException):
         raise
     except Exception as error:
-        if type(error).__name__ == _TIME_IS_UP:
-            raise
         tell(error)
 
 
@@ -65,6 +61,10 @@ def known(module: str, name: str, instead: Any = _REQUIRED) -> Any:
         raise TorchrunError(
             f"@torchrun needs {module}.{name} of Metaflow, which is not there. {versions()}. {REMEDY}"
         ) from error
+
+
+# What Metaflow's own ``@timeout`` raises (``plugins/timeout_decorator.py``, 2.19); without the name, ours alone pass.
+TimeoutException: Any = known("metaflow.plugins.timeout_decorator", "TimeoutException", TorchrunError)
 
 
 def need(thing: Any, name: str) -> Any:

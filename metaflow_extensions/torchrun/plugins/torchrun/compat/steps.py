@@ -14,7 +14,6 @@ from typing import Any
 
 from metaflow import current
 
-from ..errors import TorchrunError
 from .renamed import convenience, known, need
 
 _PARALLEL = ("metaflow.plugins.parallel_decorator", "ParallelDecorator")
@@ -22,7 +21,6 @@ ParallelDecorator: Any = known(*_PARALLEL, known("metaflow.decorators", "StepDec
 UBF_CONTROL = known("metaflow.unbounded_foreach", "UBF_CONTROL", "ubf_control")
 UNPACK_KEY = known("metaflow.user_configs.config_parameters", "UNPACK_KEY", "_unpacked_delayed_")
 # What @timeout raises; ours stands in its place from when a node joins.
-TimeoutException: Any = known("metaflow.plugins.timeout_decorator", "TimeoutException", TorchrunError)
 KUBERNETES_PORT = known("metaflow.metaflow_config", "KUBERNETES_PORT", None)
 # What a pod's shell runs first.
 _OWN_SCRIPT = known("metaflow.metaflow_config", "KUBERNETES_SANDBOX_INIT_SCRIPT", None) or ""

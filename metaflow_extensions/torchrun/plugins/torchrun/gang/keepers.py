@@ -64,6 +64,8 @@ class Remarks:
 class Keeper:
     """What one feature keeps: of a bounded size, without a clock. All times are seconds since the gang's begin."""
 
+    has_record = True  # whether the gang's record has a field for it, null where there is nothing yet
+
     def begin(self, launch: int, policy: Plain, at_s: float) -> None:
         """Take note that all workers of a launch start, or start again; `policy` is what its feature is to look after."""
 
@@ -141,15 +143,11 @@ class Keepers:
 
     def record(self) -> Plain:
         """Return what is to be stored, by feature, and further fields."""
-        kept = {name: self._read(name, lambda keeper: finite(keeper.record())) for name in self._keepers}
+        having = [name for name, keeper in self._keepers.items() if keeper.has_record]
+        kept = {name: self._read(name, lambda keeper: finite(keeper.record())) for name in having}
         besides = [self._read(name, lambda keeper: keeper.besides()) or {} for name in self._keepers]
         more = {name: value for fields in besides for name, value in fields.items()}
-        # Null stands for what may be kept, and is not; a keeper that never has a record has no field.
-        has_none = {
-            name for name, each in self._keepers.items() if getattr(each.record, "__func__", 0) is Keeper.record
-        }
-        names = [name for name in self._keepers if name not in has_none]
-        return {**{name: kept.get(name) for name in names}, **more}
+        return {**kept, **more}
 
     def find_out_s(self, kind: str) -> float:
         """Return how long the nodes may take to find out more before they stop for a cause of this kind."""

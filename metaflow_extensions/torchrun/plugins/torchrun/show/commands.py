@@ -48,7 +48,7 @@ class _Commands(click.Group):  # type: ignore[misc]  # Metaflow is not typed
         except (ValueError, LookupError, ArithmeticError, NotADirectoryError) as error:
             raise CommandException(
                 f"What is stored of this gang can't be read ({type(error).__name__}: {error}). It is damaged, or another "
-                "version of metaflow-torchrun has written it."
+                "version of metaflow-torchrun has written it. Metaflow's own `logs` shows what its tasks have written."
             ) from error
 
 

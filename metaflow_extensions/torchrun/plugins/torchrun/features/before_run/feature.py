@@ -101,6 +101,8 @@ class CommandWatcher(Watcher):
 class CommandRecords(Keeper):
     """Makes a record of each command that has ended, and keeps nothing."""
 
+    has_record = False
+
     def handle(self, node: int, told: Told, at_s: float) -> Remarks:
         """Return the records of a node's commands."""
         return Remarks(happened=tuple(_record(node, ran) for ran in from_plain(Rans, told.data, "before_run").commands))

@@ -37,6 +37,8 @@ class Functions(Feature):
 class FunctionKeeper(Keeper):
     """Keeps where the ranks of the last launch have stored what they returned or raised."""
 
+    has_record = False
+
     def __init__(self) -> None:
         self._launch = -1
         self._keys: Plain = {}  # by rank

@@ -36,6 +36,8 @@ class Diagnostics:
 class HangKeeper(Keeper):
     """Has a launch fail whose ranks are all silent for too long."""
 
+    has_record = False
+
     def __init__(self) -> None:
         self._timeout_s: float | None = None
         self._active_at = 0.0
