@@ -40,14 +40,14 @@ class FakeAgent:
 
     def __init__(self, command, env, options, on_event, warm=None):
         self.command, self.env, self.options, self.say = command, env, options, on_event
-        self.orders = []
+        self.orders, self.kept_going = [], 0
         self.pid = None
 
     def start(self):
         self.orders.append("start")
 
     def keep_going(self):
-        """Do nothing: nobody stops it."""
+        self.kept_going += 1
 
     def stop(self, grace_s):
         self.orders.append(("stop", grace_s))

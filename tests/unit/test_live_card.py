@@ -13,6 +13,7 @@ from metaflow.plugins.cards.card_creator import CardCreator, CardProcessManager
 from unit_helpers import eventually
 
 from metaflow_extensions.torchrun.plugins.torchrun.compat import cards
+from metaflow_extensions.torchrun.plugins.torchrun.errors import LaunchFailed
 from metaflow_extensions.torchrun.plugins.torchrun.machine.processes import children
 from metaflow_extensions.torchrun.plugins.torchrun.records.snapshot import Snapshot
 from metaflow_extensions.torchrun.plugins.torchrun.show import live_card
@@ -208,6 +209,28 @@ def test_the_processes_that_make_cards_are_no_children_of_the_task(tmp_path):
     eventually(lambda: other.poll() == 0)
     words = [sys.executable, "-c", "print('said')"]
     assert card._card_creator._run_command(words, "of a test", os.environ, wait=True) == (b"said\n", False)
+
+
+def card_started_by(error):
+    """Have a card of Metaflow's made where what starts its process fails; return how Metaflow was called."""
+
+    def start(*_):
+        raise error
+
+    called = []
+    creator = SimpleNamespace(_run_command=lambda *args, **options: called.append(options) or (b"", False))
+    cards.start_by(SimpleNamespace(_card_creator=creator), start)
+    creator._run_command([], "of a test", {}, wait=False)
+    return called
+
+
+def test_where_its_process_can_not_be_started_metaflow_starts_it():
+    assert card_started_by(OSError("no more processes")) == [{"wait": False, "timeout": None}]
+
+
+def test_the_gangs_news_reaches_a_step_that_asks_for_its_card():
+    with pytest.raises(LaunchFailed, match="node 3 is lost"):
+        card_started_by(LaunchFailed("node 3 is lost"))
 
 
 def test_where_nobody_takes_note_of_their_ends_they_are_started_as_metaflow_does(monkeypatch):

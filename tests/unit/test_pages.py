@@ -184,9 +184,10 @@ def test_a_feature_has_a_section_where_it_asks_for_one_and_harms_no_other():
 
 
 def test_the_rank_that_failed_is_known():
-    assert failed_rank(snapshot(FAILURE, report())) == 2
-    assert failed_rank(snapshot(SUCCESS)) is None
-    assert failed_rank(snapshot(FAILURE, replace(report(), cause=None))) is None
+    failed = snapshot(FAILURE, report())
+    assert failed_rank(replace(failed, cause=report().cause)) == 2
+    assert failed_rank(replace(failed, cause={"kind": "timeout"})) is None
+    assert failed_rank(failed) is None, "an earlier launch has failed, and the step has caught that"
 
 
 @pytest.mark.parametrize("missing", [{3}, {2, 3}])

@@ -912,3 +912,13 @@ def test_a_second_call_in_another_thread_is_an_error_and_the_first_is_unharmed(n
     assert isinstance(error, GangError)
     assert "while launch 0 still ran there, in another thread" in str(error)
     assert node.ends_well(agent)[1].launch == 0
+
+
+def test_a_guardian_that_somebody_stops_is_continued_while_the_workers_run(tmp_path):
+    node = FakeNode(tmp_path)
+    node.launch()
+    agent = node.go()
+    eventually(lambda: agent.kept_going > 0)
+    node.all_end_well(agent)
+    node.expect(Ended)
+    node.verdict()

@@ -285,7 +285,7 @@ def _page(stored: StoredGangs, gang: StoredGang, attempt: int, where: str) -> li
 
     if snapshot.features.get("outputs"):
         hints.append(f"Its outputs: {program} outputs {where}{which}")
-    if snapshot.cause is not None and (rank := failed_rank(snapshot)) is not None:
+    if (rank := failed_rank(snapshot)) is not None:
         hints.append(f"Of the rank that failed: {ask} --rank {rank}")
     text = lines_of(page_of(snapshot, place, FEATURES))
     if place.outcome(snapshot.summary) == "ended":

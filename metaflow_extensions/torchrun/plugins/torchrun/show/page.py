@@ -133,9 +133,8 @@ def _section_of(feature: Feature, shown: _Shown) -> Section:
 
 
 def failed_rank(snapshot: Snapshot) -> int | None:
-    """Return the rank that has failed last, if it was one."""
-    causes = [report.cause for report in snapshot.reports if report.cause is not None]
-    rank: int | None = causes[-1].get("rank") if causes else None
+    """Return the rank whose failure the last launch has ended with, if it was one."""
+    rank: int | None = (snapshot.cause or {}).get("rank")
     return rank
 
 
