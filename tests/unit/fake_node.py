@@ -40,14 +40,11 @@ class FakeAgent:
 
     def __init__(self, command, env, options, on_event, warm=None):
         self.command, self.env, self.options, self.say = command, env, options, on_event
-        self.orders, self.kept_going = [], 0
+        self.orders = []
         self.pid = None
 
     def start(self):
         self.orders.append("start")
-
-    def keep_going(self):
-        self.kept_going += 1
 
     def stop(self, grace_s):
         self.orders.append(("stop", grace_s))
@@ -203,6 +200,11 @@ class FakeNode:
     def worker_writes(self, agent, stream, text, local_rank=1):
         """Have a worker write; return its file."""
         return write(self.agent_folder(agent) / "run_x" / "attempt_0" / str(local_rank) / f"{stream}.log", text)
+
+    def trained_alone(self, agent, local_rank):
+        """Have a worker leave word that it has trained by itself."""
+        log = self.worker_writes(agent, "stdout", "", local_rank)
+        write(log.parent / "trained-alone", "")
 
     def agent_folder(self, agent):
         return Path(agent.options.stderr).parent

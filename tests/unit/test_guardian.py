@@ -281,7 +281,6 @@ for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
     signal.signal(number, signal.SIG_IGN)
 signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
 process.start()
-print(json.dumps({"event": "guardian", "pid": process._guardian.pid}), flush=True)
 process._reader.join()
 """
 # It has forked a child, as data loaders and preprocessing of a step's own do; that has our pipes as well.
@@ -385,17 +384,6 @@ def test_what_the_step_ignores_and_blocks_reaches_neither_guardian_nor_workers(t
     assert (ignored & ~own, blocked) == (0, 0)
 
 
-def test_a_guardian_whose_end_nobody_can_learn_is_not_said_to_have_ended_well(task, tmp_path):
-    events = {}
-    for line in task(INSENSITIVE, ENDLESS).stdout:
-        event = json.loads(line)
-        events[event["event"]] = event
-        if event["event"] == "WorkerStarted":
-            os.kill(events["guardian"]["pid"], signal.SIGKILL)
-    assert events["End"]["guardian_gone"]
-    assert not is_running(*noted(tmp_path, "0.pid"))
-
-
 # --- stopping --------------------------------------------------------------------------------------
 
 
@@ -442,15 +430,6 @@ def test_stop_before_the_workers_appear_leaves_nothing(tree):
     one.expect(End)
 
 
-def test_a_guardian_that_somebody_has_stopped_goes_on(tree):
-    one = tree(how="hang")
-    pids = one.await_workers()
-    os.kill(one.process.pid, signal.SIGSTOP)
-    one.process.keep_going()
-    os.kill(pids[0], signal.SIGKILL)
-    assert one.expect(WorkerEnded, 5.0).status == -signal.SIGKILL
-
-
 def test_a_guardian_that_somebody_has_stopped_hears_that_all_is_to_end(tree):
     one = tree(how="hang")
     one.await_workers()
@@ -460,15 +439,13 @@ def test_a_guardian_that_somebody_has_stopped_hears_that_all_is_to_end(tree):
     assert not one.running()
 
 
-def test_close_waits_for_the_end_and_may_be_called_again_and_before_the_start(tree):
+def test_close_waits_for_the_end_and_may_be_called_again(tree):
     one = tree(STUBBORN)
     one.await_workers()
     one.process.close(0.1)
     assert not one.running()
-    never = AgentProcess(["true"], {}, Options("out", "err", grace_s=1.0, silence_s=30.0, workers=1), print)
-    for process in (one.process, never):
-        process.close(0.1)
-        process.stop(0.1)
+    one.process.close(0.1)
+    one.process.stop(0.1)
 
 
 # --- sudden deaths -----------------------------------------------------------------------------------
@@ -480,7 +457,7 @@ def test_close_waits_for_the_end_and_may_be_called_again_and_before_the_start(tr
 def test_when_agent_or_guardian_is_told_to_end_it_is_said_and_the_workers_are_stopped(whose, number, told, tree):
     one = tree(how="hang")
     one.await_workers()
-    os.kill(one.agent_pid() if whose == "agent" else one.process._guardian.pid, number)
+    os.kill(one.agent_pid() if whose == "agent" else one.process.pid, number)
     one.expect(told)
     assert one.ended() == dict.fromkeys((0, 1), -signal.SIGTERM)
     assert one.seen[-1].status == -signal.SIGKILL
@@ -488,31 +465,20 @@ def test_when_agent_or_guardian_is_told_to_end_it_is_said_and_the_workers_are_st
 
 @pytest.mark.parametrize("has_pidfds", [True, False])
 def test_when_the_guardian_is_killed_the_task_cleans_up_and_says_so(has_pidfds, tree, monkeypatch):
-    """A child of the step's has its pipes, and another process the number of a worker that is gone."""
+    """A child of the step's has its pipe, and another process the number of a worker that is gone."""
     if has_pidfds:
         monkeypatch.setattr(guardian_process, "_LOOK_S", 600.0)  # nobody looks
     else:
         monkeypatch.setattr(guardian_process.processes, "open_pidfd", lambda pid: None)
-    get_handles, held = subprocess.Popen._get_handles, []
-
-    def get_and_hold(*args):
-        handles = get_handles(*args)
-        held.extend(os.dup(fd) for fd in handles[:4] if fd >= 0)
-        return handles
-
-    monkeypatch.setattr(subprocess.Popen, "_get_handles", get_and_hold)
     one = tree(STUBBORN, how="hang", grace_s=0.3)
-    monkeypatch.setattr(subprocess.Popen, "_get_handles", get_handles)
     one.await_workers()
-    with subprocess.Popen(["sleep", "600"]) as unrelated:
+    with open(f"/proc/{one.process.pid}/fd/1", "wb"), subprocess.Popen(["sleep", "600"]) as unrelated:
         one.process._tree[unrelated.pid] = "1"  # as if a worker had had it, in the first 10 ms of this machine
-        one.process._guardian.kill()
+        os.kill(one.process.pid, signal.SIGKILL)
         end = one.expect(End, 10.0)
         assert unrelated.poll() is None
         unrelated.kill()
     assert end == End(None, guardian_gone=True)
-    for fd in held:
-        os.close(fd)
 
 
 def test_when_the_task_is_killed_nothing_of_it_stays_but_what_its_step_forked(task, tmp_path):

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import pytest
 from fake_node import ERROR, FakeNode
 from metaflow.plugins.timeout_decorator import TimeoutException
-from unit_helpers import eventually
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import LaunchFailed
 from metaflow_extensions.torchrun.plugins.torchrun.gang.keepers import Keeper
@@ -93,12 +92,6 @@ def test_what_is_handed_out_is_told_of_its_feature_launch_and_generation():
     assert watchers.poll() == [Told(3, 4, "a", {"it": 1}), Told(3, 4, "b", {"it": 1})]
     assert watchers.ended() == [Told(3, 4, "a", {"polls": 1}), Told(3, 4, "b", {"polls": 1})]
     assert said == []
-
-
-def test_a_feature_that_does_nothing_tells_nothing():
-    watchers, _ = watchers_of(Feature())
-    assert (watchers.poll(), watchers.ended(), watchers.saw_workers) == ([], [], False)
-    watchers.close()
 
 
 @pytest.mark.parametrize("fails", ["watcher", "poll", "ended", "close"])
@@ -261,19 +254,8 @@ def test_workers_get_the_variables_of_features_and_none_of_a_worker_around_them(
 def test_a_program_that_is_no_python_gets_a_ranks_variables_by_its_command(tmp_path):
     node = FakeNode(tmp_path, features=(Named(),), spec={"options": (("no-python", None),)})
     node.launch()
-    agent = node.go()
-    assert "named_rank=${local_rank}" in agent.command
-    node.ends(agent)
-
-
-def test_a_feature_that_fails_ends_no_launch(tmp_path):
-    node = FakeNode(tmp_path, features=(Counting(fails="poll"),))
-    agent = node.running()
-    eventually(lambda: node.texts("note"))
-    ended, _ = node.ends_well(agent)
-    assert ended.ok
-    (line,) = node.texts("note")
-    assert line.endswith("its counting: OSError: gone")
+    assert "named_rank=${local_rank}" in node.go().command
+    node.verdict(ERROR)
 
 
 def test_a_program_of_a_feature_runs_in_the_place_of_torchrun(tmp_path):

@@ -54,8 +54,15 @@ class AgentProcess:
 
     def start(self) -> None:
         """Start the agent; what becomes of it arrives as events."""
-        self._guardian = self._ask_warm() or self._own_guardian()
-        self._reader.start()
+        guardian = self._ask_warm() or self._own_guardian()
+        try:
+            self._guardian = guardian
+            self._reader.start()
+        except RuntimeError:  # no more threads; its agent gets SIGTERM from the kernel when the guardian is gone
+            self._guardian = None
+            guardian.kill()
+            guardian.close()
+            raise
 
     def _ask_warm(self) -> GuardianProcess | None:
         """Return who starts the agent warm; None if nobody does, and then why was told."""
@@ -73,12 +80,6 @@ class AgentProcess:
     def pid(self) -> int | None:
         """The guardian's, from which all processes of this node's launch descend; None before the start."""
         return None if self._guardian is None else self._guardian.pid
-
-    def keep_going(self) -> None:
-        """Continue the guardian if somebody has stopped it (SIGSTOP): it alone sees the ends of workers."""
-        with self._lock:
-            if self._guardian is not None and not self._has_ended:
-                self._guardian.keep_going()
 
     def stop(self, grace_s: float) -> None:
         """Ask for the end of the whole tree: SIGTERM, `grace_s` seconds, SIGKILL. Returns at once; can be repeated."""
@@ -99,25 +100,24 @@ class AgentProcess:
         if self._guardian is None:
             return
         self.stop(grace_s)
-        if self._reader.ident is not None:  # else there was no thread to be had
-            self._reader.join(grace_s + _END_WAIT_S)
+        self._reader.join(grace_s + _END_WAIT_S)
         with self._lock:
             guardian = self._guardian
-        has_reader = self._reader.ident is not None
         try:
-            if not guardian.wait(_END_WAIT_S + (0.0 if has_reader else grace_s)):
+            if not guardian.wait(_END_WAIT_S):
                 guardian.kill()
         finally:
             guardian.close()
-            if has_reader:
-                self._reader.join(_END_WAIT_S)
+            self._reader.join(_END_WAIT_S)
 
     def _read(self) -> None:
         try:
             self._follow_all()
         except Exception as error:
             # As of a guardian of another version, where this package was replaced meanwhile. The launch must hear an end.
-            self._give_up(f"could not be followed: {type(error).__name__}: {error}")
+            assert self._guardian is not None
+            self._stop_in_its_place(self._guardian)
+            self._end(End(None, f"could not be followed: {type(error).__name__}: {error}"))
 
     def _follow_all(self) -> None:
         assert self._guardian is not None
@@ -143,7 +143,8 @@ class AgentProcess:
             self._on_event(event)
         if self._warm is not None and not self._tree:
             return False  # a spare ends with it
-        self._guardian_was_killed(guardian)
+        self._stop_in_its_place(guardian)
+        self._end(End(None, guardian_gone=True))
         return True
 
     def _start_cold(self) -> None:
@@ -153,19 +154,9 @@ class AgentProcess:
             for line in self._told:
                 self._guardian.tell(line)
 
-    def _give_up(self, why: str) -> None:
-        assert self._guardian is not None
-        self._guardian.kill()
-        self._stop_in_its_place()
-        self._end(End(None, why))
-
-    def _guardian_was_killed(self, guardian: GuardianProcess) -> None:
-        """Stop in the guardian's place what it had told of, then report the end."""
-        guardian.wait()
-        self._stop_in_its_place()
-        self._end(End(None, guardian_gone=True))
-
-    def _stop_in_its_place(self) -> None:
+    def _stop_in_its_place(self, guardian: GuardianProcess) -> None:
+        """Stop what a guardian that has ended, or is ended now, has told of."""
+        guardian.kill()
         # The agent's parent-death signal makes it stop its workers; what does not obey is killed.
         same = {pid for pid, began in self._tree.items() if processes.began(pid) == began}
         processes.await_or_kill(same, self._options.grace_s)

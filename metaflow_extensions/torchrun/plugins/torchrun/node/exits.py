@@ -90,20 +90,10 @@ class Exits:
             elif known.status is None:
                 self._ends[local_rank] = known._replace(status=code, stopped=code == -signal.SIGTERM)
 
-    def trained_alone(self) -> frozenset[str] | None:
-        """Return the frameworks that the workers had imported, if each left word that it has trained by itself.
-
-        That is: it computed gradients and had no process group for them. Else None.
-        """
+    def trained_alone(self) -> bool:
+        """Tell whether each worker left word that it computed gradients and had no process group for them."""
         folders = (worker_folder(self._folder, local_rank) for local_rank in range(self._spec.nproc))
-        names: set[str] = set()
-        try:
-            for folder in folders:
-                with open(os.path.join(folder, "trained-alone"), encoding="ascii", errors="replace") as file:
-                    names.update(file.read().split())
-        except OSError:
-            return None
-        return frozenset(names)
+        return all(os.path.exists(os.path.join(folder, "trained-alone")) for folder in folders)
 
     # --- why ------------------------------------------------------------------------------------
 

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from ..errors import TorchrunError
 from ..gang.cause import Cause, Failure, describe_exit, first_failure, signal_name
 from ..gang.protocol import Go
 from ..guardian.agent_events import AgentEnded, AgentEvent, End, Frozen, Terminated, WorkerEnded, WorkerStarted
@@ -24,9 +23,6 @@ from .machine_faults import MachineFaults
 from .plan import Plan
 from .watchers import Here, Watchers
 
-# How long all processes may take to end beyond their grace. SIGKILL ends all but what hangs in the kernel, and the
-# guardian waits 10 s for that.
-_END_MARGIN_S = 30.0
 _NEVER = float("inf")
 
 
@@ -61,14 +57,15 @@ class Generation:
         follower: LogFollower,
         say: Callable[..., None] = lambda text, is_detail=True: None,  # takes a line for the log, or for its details
     ) -> None:
+        self.go = go
         self.number = go.generation
         self.command = command  # the agent's argv
         self.phase = Phase.STARTING
+        self.said_started = self.said_output = False  # what the gang has heard of its workers
         self.exits = Exits(folder, replace(plan.spec, nproc=plan.nproc), host)
         self._plan = plan
         self._node, self._host = plan.spec.node_index, host
-        self.go = go
-        self.log_dir = self._folder = folder  # torchrun's --log-dir
+        self._folder = folder  # torchrun's --log-dir
         self._agent = agent
         self._follower = follower
         self._machine = MachineFaults(folder)
@@ -121,11 +118,6 @@ class Generation:
         else:
             self._agent.preempt(self._plan.grace_s, first_signal)
 
-    def keep_going(self) -> None:
-        """Continue what watches the workers, if somebody has stopped it."""
-        if self.phase is Phase.RUNNING:
-            self._agent.keep_going()
-
     @property
     def was_stopped(self) -> bool:
         """Whether we had begun to stop it before its end."""
@@ -135,15 +127,6 @@ class Generation:
     def ended_well(self) -> bool:
         """Whether the agent, and so all its workers, have ended well."""
         return self._agent_exit == 0
-
-    def raise_if_overdue(self) -> None:
-        """Raise TorchrunError if it was told to stop, but does not end."""
-        limit_s = self._plan.grace_s + _END_MARGIN_S
-        if self.phase is Phase.STOPPING and time.monotonic() > self._stopped_at + limit_s:
-            raise TorchrunError(
-                f"The workers of node {self._node} were told to stop but did not end within {limit_s:g} s; they may hang in "
-                "the kernel. Look at the node's devices."
-            )
 
     def close(self, grace_s: float = 0.0) -> None:
         """Stop what still runs, and show the last output; safe to call more than once."""
@@ -236,19 +219,10 @@ class Generation:
         self._enter(Phase.STOPPING)
         self._stopped_at = self._agent_failed_at = event.at
         failed = self.exits.first_failed()
-        if failed is None or failed.status is None:
-            return self._how_agent_failed(event.status)
-        return f"rank {failed.rank} {self._machine.how_ended(failed.status)}"
-
-    def _how_agent_failed(self, status: int) -> str:
+        if failed is not None and failed.status is not None:
+            return f"rank {failed.rank} {self._machine.how_ended(failed.status)}"
         cause = self._program_cause()
-        return f"the {self._plan.agent} {describe_exit(status)}" if cause is None else str(cause.exception)
-
-    def _program_cause(self) -> Cause | None:
-        program = self._plan.program
-        if program is None:
-            return None
-        return program.cause(self._folder, self._node, self._host, self._machine.how_ended)
+        return f"the {self._plan.agent} {describe_exit(event.status)}" if cause is None else str(cause.exception)
 
     def _on_end(self, event: End) -> None:
         if self._agent_exit is None:  # it has not ended by itself
@@ -269,29 +243,28 @@ class Generation:
         first = first_failure(Failure(cause, now - at) for at, cause in dated)
         return () if first is None else (first,)
 
-    def hidden_failure(self) -> Cause | None:
-        """Return what has failed first on this node if that is a rank whose lines are not shown."""
-        cause = next((failure.cause for failure in self.failures()), None)
-        if cause is None or cause.local_rank is None or self._plan.label(cause.local_rank) is not None:
-            return None
+    def _agent_cause(self) -> Cause:
+        cause = self._program_cause() or self._torchrun_cause()
+        if self._machine.is_disk_full():
+            cause = replace(cause, exception=f"{cause.exception}, on {self._machine.full_disk}")
         return cause
 
-    def _agent_cause(self) -> Cause:
-        if (cause := self._program_cause()) is not None:
-            text = (
-                f"{cause.exception}, on {self._machine.full_disk}" if self._machine.is_disk_full() else cause.exception
-            )
-            return replace(cause, exception=text)
-        report = read_agent_report(self._folder)
-        error, guardian_gone = (None, False) if self._end is None else (self._end.error, self._end.guardian_gone)
-        code, who = self._agent_exit, f"its {self._plan.agent}"
-        how = error or (self._machine.how_ended(code) if code is not None else "vanished")
+    def _program_cause(self) -> Cause | None:
+        if self._plan.program is None:
+            return None
+        return self._plan.program.cause(self._folder, self._node, self._host, self._machine.how_ended)
+
+    def _torchrun_cause(self) -> Cause:
+        report, code, who = read_agent_report(self._folder), self._agent_exit, f"its {self._plan.agent}"
+        guardian_gone = self._end is not None and self._end.guardian_gone
         if guardian_gone:
             code, who, how = None, "its guardian process", self._machine.how_vanished()
         elif report.got_signal is not None:  # without a guardian it gets SIGTERM from the kernel
             how = f"got {signal_name(report.got_signal)}, which nobody of the gang has sent, and gave up"
-        if self._machine.is_disk_full():
-            how = f"{how}, on {self._machine.full_disk}"
+        elif self._end is not None and self._end.error is not None:
+            how = self._end.error
+        else:
+            how = "vanished" if code is None else self._machine.how_ended(code)
         # One that has started its workers did start; it was ended, or lost its own connections.
         kind = "agent_ended" if self._pids or guardian_gone else "agent"
         return Cause(kind, self._node, self._host, None, None, code, f"{who} {how}", report.tail)

@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 from ..errors import TorchrunError
 from ..gang.protocol import Go
 from ..gang.texts import counted
 from ..launch.spec import LaunchSpec, bracketed
 from .plan import Plan
-
-# What frameworks need that take a process without a GPU for the only one, by the module that is then imported. Trainer
-# uses Accelerate, and comes first.
-_ON_CPUS = {
-    "transformers.trainer": "Hugging Face's Trainer needs TrainingArguments(use_cpu=True)",
-    "accelerate.state": "Accelerate needs Accelerator(cpu=True)",
-}
-_CPU_ENV = "{'ACCELERATE_USE_CPU': 'true'}"
 
 
 def facts_line(plan: Plan, go: Go) -> str:
@@ -37,19 +27,18 @@ def end_line(launch: int, spec: LaunchSpec, seconds: float, restarts: int, error
     return f"launch {launch} {how}: {_ranks(spec)}, {seconds:.1f} s, {again}"
 
 
-def alone_line(launch: int, plan: Plan, frameworks: Collection[str] = ()) -> str:
+def alone_line(launch: int, plan: Plan) -> str:
     """Return the warning for a launch whose ranks have trained without a process group, and what to change.
 
-    A process group alone would change nothing but this warning. `frameworks` are modules that the ranks have imported.
+    A process group alone would change nothing but this warning.
     """
     group = "after torch.distributed.init_process_group()" if plan.spec.function is None else "with run(init='auto')"
-    needs = next((text for name, text in _ON_CPUS.items() if name in frameworks), None)
-    more = "" if needs is None else f". Where there are no GPUs, {needs}, or run(env={_CPU_ENV})"
     return (
         f"warning: in launch {launch} each of the {plan.spec.world_size} ranks has trained by itself: gradients were "
         "computed, but no process group was made for them, so each has a model of its own. That is fine if you mean it. "
         f"If not: {group}, wrap the model in DistributedDataParallel (or FSDP), and give its DataLoader a "
-        f"DistributedSampler{more}"
+        "DistributedSampler. Without GPUs, Hugging Face's Trainer needs TrainingArguments(use_cpu=True), and Accelerate "
+        "needs Accelerator(cpu=True)"
     )
 
 

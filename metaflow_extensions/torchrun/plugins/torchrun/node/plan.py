@@ -124,8 +124,8 @@ class Plan:
 
     @property
     def shows_failures(self) -> bool:
-        """Whether all that a worker wrote of its failure is shown: where rank 0 alone is shown, its last lines are."""
-        return self.spec.shown_local_ranks is None if self.program is None else self.label(0) is not None
+        """Whether all that any worker of this node writes is shown, so also what it writes of its failure."""
+        return None not in map(self.label, range(max(1, self.nproc)))
 
     def label(self, local_rank: int) -> str | None:
         """Return what the log puts before the lines of a worker; None if they are not shown."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from ..events import Event
@@ -37,31 +36,21 @@ def prepare(plan: Plan, go: Go, member: Member, new_agent: Callable[..., AgentPr
     """Make all that a generation needs, or raise what keeps it from starting; the inbox of `member` gets `AgentNews`."""
     plan.services.begin(plan.spec)
     folder = _make_folder(plan, go)
-
-    def say(text: str, is_detail: bool = True) -> None:
-        member.emit(Event("note", member.node, text, is_detail))
-
-    variables = variables_of(plan, folder, say)
     try:
-        return _prepare_in(folder, plan, go, member, new_agent, variables, say)
+        return _prepare_in(folder, plan, go, member, new_agent)
     except BaseException:
-        _remove(folder, () if plan.program is None else plan.program.files(), variables.folders)
+        shutil.rmtree(folder, ignore_errors=True)
         raise
 
 
-def _prepare_in(
-    folder: str,
-    plan: Plan,
-    go: Go,
-    member: Member,
-    new_agent: Callable[..., AgentProcess],
-    variables: Variables,
-    say: Callable[..., None],
-) -> Generation:
+def _prepare_in(folder: str, plan: Plan, go: Go, member: Member, new_agent: Callable[..., AgentProcess]) -> Generation:
+    def say(text: str, is_detail: bool = True) -> None:
+        member.emit(Event("note", member.node, text, is_detail))
+
     logs = {stream: os.path.join(folder, f"agent.{stream}") for stream in ("stdout", "stderr")}
     for path in logs.values():
         open(path, "wb").close()
-
+    variables = variables_of(plan, folder, say)
     for name in variables.folders:
         os.mkdir(os.path.join(folder, name))
     command = _command(plan, go, folder, variables)
@@ -90,23 +79,8 @@ def _make_folder(plan: Plan, go: Go) -> str:
     name = f"torchrun-node{plan.spec.node_index}-launch{go.launch}-{go.generation}-"
     if plan.spec.log_dir is not None:
         os.makedirs(plan.spec.log_dir, exist_ok=True)
-    try:
-        # Relative where the system has no temporary folder but the working one, which can be another for the agent.
-        return os.path.abspath(tempfile.mkdtemp(prefix=name, dir=plan.spec.log_dir))
-    except FileNotFoundError:
-        where = plan.spec.log_dir or tempfile.gettempdir()
-        raise OSError(f"the folder {where} is gone; make it again, or have TMPDIR name another") from None
-
-
-def _remove(folder: str, files: Iterable[str], folders: Iterable[str]) -> None:
-    """Remove a folder that no agent has had, also where too many files are open: then it can't be listed."""
-    shutil.rmtree(folder, ignore_errors=True)
-    for name in ("agent.stdout", "agent.stderr", *files):
-        with suppress(OSError):
-            os.remove(os.path.join(folder, name))
-    for each in (*(os.path.join(folder, name) for name in folders), folder):
-        with suppress(OSError):
-            os.rmdir(each)
+    # Relative where the system has no temporary folder but the working one, which can be another for the agent.
+    return os.path.abspath(tempfile.mkdtemp(prefix=name, dir=plan.spec.log_dir))
 
 
 def _environment(plan: Plan, folder: str, own_address: str | None, variables: Variables) -> dict[str, str]:

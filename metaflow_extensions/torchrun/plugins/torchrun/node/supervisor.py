@@ -11,13 +11,14 @@ from __future__ import annotations
 import queue
 import shlex
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, ClassVar
 
 from ..errors import LaunchFailed, TorchrunError, TorchrunPreempted
 from ..events import Event, Kind
-from ..gang.cause import Cause, Failure, FailureText, cause_of, failed
+from ..gang.cause import Cause, Failure, FailureText, failed
+from ..gang.history import Record
 from ..gang.keepers import Plain
 from ..gang.member import Interruption, Member, TimedOut
 from ..gang.protocol import (
@@ -40,9 +41,7 @@ from ..result import TorchrunResult
 from .agent import AgentProcess
 from .generation import Generation, Phase
 from .headlines import alone_line, end_line, facts_line
-from .last_lines import LastLines
 from .plan import Plan
-from .services import ToStore
 from .start import AgentNews, prepare
 from .upload import Upload
 from .watchers import results_of
@@ -59,32 +58,13 @@ class Supervisor:
         self._member = member
         self._new_agent = new_agent
         self._launch = -1
-        self._generation: Generation | None = None  # the one that lives
+        self._generation: Generation | None = None  # the latest; see `_living`
         self._upload: Upload | None = None
         self._failing_with: TorchrunError | None = None  # what the verdict will be, once no worker is left
         self._verdict: Verdict | None = None
         self._is_preempted = False
         self._went_at: float | None = None
-        self._last_lines = LastLines(member.node, self._show_last_lines)
-        self._said_started_of = -1  # the generation whose workers the gang knows to run
-        self._said_output_of = -1  # the generation whose first output the gang has heard of
-        self._command: list[str] = []
-        self._exit_codes: dict[int, int] = {}
         self._restarts: list[dict[str, Any]] = []
-        self._events: list[dict[str, Any]] = []
-        self._frameworks: frozenset[str] = frozenset()  # that ranks had imported which have trained by themselves
-        self._handlers: dict[type, Callable[[Any], None]] = {
-            Go: self._on_go,
-            Stop: self._on_stop,
-            Restart: self._on_restart,
-            Save: self._on_save,
-            Verdict: self._on_verdict,
-            AgentNews: self._on_agent_news,
-            Upload: self._on_upload_news,
-            type(None): self._on_quiet,
-            Interruption: self._on_interruption,
-            TimedOut: self._on_timed_out,
-        }
 
     def run(self) -> TorchrunResult[Any]:
         """Run the launch to its end on all nodes. Raises the gang's verdict, the same TorchrunError on every node."""
@@ -127,7 +107,7 @@ class Supervisor:
 
     def _send_told(self) -> None:
         """Tell the gang what the features have to tell, now and then."""
-        generation = self._generation
+        generation = self._living
         if generation is None or generation.phase is not Phase.RUNNING:
             return
         told = generation.watchers.poll()
@@ -136,21 +116,25 @@ class Supervisor:
         for each in told:
             self._member.send(each)
 
+    @property
+    def _living(self) -> Generation | None:
+        """The generation that has begun and has not ended."""
+        generation = self._generation
+        return None if generation is None or generation.phase is Phase.ENDED else generation
+
     def _handle(self, news: Any) -> None:
         if isinstance(news, Go | Stop | Restart | Save | Verdict) and news.launch != self._launch:
             return  # late news of a launch that the step's code gave up
-        self._handlers[type(news)](news)
+        self._HANDLERS[type(news)](self, news)
 
     # --- what the gang decides --------------------------------------------------------------------
 
     def _on_go(self, go: Go) -> None:
         self._give_up_upload()
-        self._last_lines.begin()
         if self._went_at is None:
             self._went_at = time.monotonic()
         try:
             self._generation = generation = prepare(self._plan, go, self._member, self._new_agent)
-            self._command = generation.command
             self._say_begin(go, generation)
             generation.start()
         except TorchrunError:  # of a gang around this one: see `harmless`
@@ -173,7 +157,7 @@ class Supervisor:
             text = end_line(self._launch, self._plan.spec, seconds, len(self._restarts), error)
             self._emit("ended", text, is_detail=self._plan.is_ours)
             if self._verdict is not None and self._verdict.alone:
-                self._emit("note", alone_line(self._launch, self._plan, self._frameworks))
+                self._emit("note", alone_line(self._launch, self._plan))
 
     def _could_not_start(self, go: Go, error: Exception) -> None:
         self._close_generation(0.0)
@@ -186,8 +170,7 @@ class Supervisor:
     def _on_stop(self, stop: Stop) -> None:
         if self._upload is not None and self._upload.is_vital:
             self._give_up_upload()
-        self._last_lines.blame(stop.teller)
-        if (generation := self._generation) is None:
+        if (generation := self._living) is None:
             return
         is_told = stop.teller != CONTROL and self._plan.shares_machine  # another node has said why in this terminal
         if self._member.node == CONTROL and stop.because and not is_told:
@@ -200,31 +183,28 @@ class Supervisor:
     def _on_restart(self, restart: Restart) -> None:
         cause = restart.cause
         self._restarts.append({"generation": restart.number, "cause": cause.as_dict()})
-        self._last_lines.blame(cause.node)
         text = f"restart {restart.number} of {restart.of} in {restart.pause_s:g} s, because {cause.who} {cause.what}"
         self._emit("restart", text)
 
     def _on_save(self, save: Save) -> None:
         self._give_up_upload()
         self._failing_with = save.error
-        save.error.events = [record.as_dict() for record in save.events]
+        save.error.events = _as_dicts(save.events)
         if save.within_s is None:
             return
-        self._upload = self._make_upload(self._plan.services.to_save(save.within_s), save, vital=False)
-        if self._upload is None:
+        to_store = self._plan.services.to_save(save.within_s)
+        if not to_store:
             self._member.send(Stored(save.launch, save.generation))
             return
+        self._upload = Upload(to_store, self._plan, save, self._member, vital=False)
         self._emit("note", f"stores {self._plan.services.saves}, for {save.within_s:g} s at most")
         self._upload.start()
 
     def _on_verdict(self, verdict: Verdict) -> None:
         self._verdict = verdict
-        self._events = [record.as_dict() for record in verdict.events]
         if verdict.error is not None:
-            verdict.error.events = self._events
+            verdict.error.events = _as_dicts(verdict.events)
             self._plan.services.failed(verdict.error, self.told)
-            cause = cause_of(verdict.error)
-            self._last_lines.blame(None if cause is None else cause.node)
 
     # --- what interrupts this node ----------------------------------------------------------------
 
@@ -234,7 +214,7 @@ class Supervisor:
             # Where the control node is lost before its verdict, that was not what failed first.
             raise self._failing_with or self._member.broken or TorchrunError(text)
         error = self._member.terminated()
-        if self._generation is None or self._is_preempted:  # the second time means: at once
+        if self._living is None or self._is_preempted:  # the second time means: at once
             raise error
         self._is_preempted = True
         what = self._member.cause_of(error).what
@@ -243,7 +223,7 @@ class Supervisor:
 
     def _on_timed_out(self, news: TimedOut) -> None:
         error = self._member.timed_out(news.text)
-        if self._generation is None:
+        if self._living is None:
             raise error
         self._report(error)
 
@@ -256,7 +236,7 @@ class Supervisor:
     # --- what happens to the workers --------------------------------------------------------------
 
     def _on_agent_news(self, news: AgentNews) -> None:
-        generation = self._generation
+        generation = self._living
         if generation is None or generation.number != news.generation:
             return
         failed = generation.handle(news.event)
@@ -272,10 +252,8 @@ class Supervisor:
     def _on_quiet(self, _: None) -> None:
         """See what no event tells: an upload that takes long, failures that only torchrun saw, and output."""
         self._look_at_upload(has_news=False)
-        if (generation := self._generation) is None:
+        if (generation := self._living) is None:
             return
-        generation.keep_going()
-        generation.raise_if_overdue()
         if (failed := generation.unseen_failure()) is not None:
             self._fail(generation, failed)
         elif generation.phase is Phase.RUNNING:
@@ -289,17 +267,18 @@ class Supervisor:
 
     def _say_started(self, generation: Generation) -> None:
         """Tell the gang, once, that all workers of this node run."""
-        if self._said_started_of != generation.number and self._plan.program is None:
-            self._said_started_of = generation.number
+        if not generation.said_started and self._plan.program is None:
+            generation.said_started = True
             self._member.send(Started(self._launch, generation.number))
             if generation.go.restarts < generation.go.max_restarts:
                 self._plan.prepare_warm()
 
     def _say_output(self, generation: Generation) -> None:
+        """Tell the gang, once, that workers of this node have written."""
         if generation.active_at is not None:
             self._say_started(generation)
-            if self._said_output_of != generation.number:
-                self._said_output_of = generation.number
+            if not generation.said_output:
+                generation.said_output = True
                 self._member.send(Wrote(self._launch, generation.number))
 
     def _generation_ended(self, generation: Generation, end: End) -> None:
@@ -312,33 +291,27 @@ class Supervisor:
         if end.left:
             who = "workers" if self._plan.program is None else self._plan.program.what
             self._emit("left_behind", f"stopped what the {who} had left running: {', '.join(end.left)}")
-        codes = self._exit_codes = generation.exits.codes
-        frameworks = self._trained_alone(generation)
-        self._frameworks = frameworks or frozenset()
-        if self._plan.logs == "rank0":
-            self._last_lines.note(generation.log_dir, generation.hidden_failure())
-        upload = self._upload_after(generation)
+        self._upload = self._upload_after(generation)
         message = Ended(
             self._launch,
             generation.ended_well,
             generation.number,
             generation.failures(),
-            exit_codes=codes,
-            storing=None if upload is None else upload.what,
+            exit_codes=generation.exits.codes,
+            storing=None if self._upload is None else self._upload.what,
             saves=self._plan.services.saves,
-            alone=frameworks is not None,
+            alone=self._trained_alone(generation),
         )
         self._member.send(message)
         generation.remove_files()
-        self._generation, self._upload = None, upload
-        if upload is not None:
-            upload.start()
+        if self._upload is not None:
+            self._upload.start()
 
-    def _trained_alone(self, generation: Generation) -> frozenset[str] | None:
-        """Return what each of several ranks had imported that has trained by itself; who gathers values means them to."""
-        plan, means_it = self._plan, self._plan.services.may_train_alone
-        may_be = generation.ended_well and plan.spec.world_size > 1 and not means_it and not plan.is_ours
-        return generation.exits.trained_alone() if may_be else None
+    def _trained_alone(self, generation: Generation) -> bool:
+        """Tell whether each of several ranks has trained by itself; who gathers values means them to."""
+        plan = self._plan
+        is_meant = plan.is_ours or plan.services.may_train_alone or plan.spec.world_size == 1
+        return generation.ended_well and not is_meant and generation.exits.trained_alone()
 
     # --- what goes to the datastore -----------------------------------------------------------------
 
@@ -347,10 +320,8 @@ class Supervisor:
         ok = generation.ended_well
         if ok and generation.was_stopped:
             return None
-        return self._make_upload(self._plan.services.to_store(ok), generation.go, vital=ok)
-
-    def _make_upload(self, to_store: Mapping[str, ToStore], about: Go | Save, vital: bool) -> Upload | None:
-        return Upload(to_store, self._plan, about, self._member, vital) if to_store else None
+        to_store = self._plan.services.to_store(ok)
+        return Upload(to_store, self._plan, generation.go, self._member, vital=ok) if to_store else None
 
     def _on_upload_news(self, upload: Upload) -> None:
         if upload is self._upload:  # another one was given up
@@ -378,35 +349,28 @@ class Supervisor:
             self._member.send(Ended(self._launch, ok=False))
 
     def _close_generation(self, grace_s: float) -> None:
-        if self._generation is not None:
-            generation, self._generation = self._generation, None
+        if (generation := self._living) is not None:
             try:
                 generation.close(grace_s)
             finally:
                 generation.remove_files()
 
-    def _show_last_lines(self, text: str) -> None:
-        """Show lines of a rank whose lines are hidden, in this node's log and in the control node's."""
-        self._plan.write("stderr", text.encode(errors="replace"))
-        if not self._plan.shares_machine:
-            self._member.send_lines("stderr", text)
-
     def _emit(self, kind: Kind, text: str, is_detail: bool = False) -> None:
         self._member.emit(Event(kind, self._member.node, text, is_detail))
 
     def _result(self) -> TorchrunResult[Any]:
-        spec, fields = self._plan.spec, self._fields()
+        spec, generation, fields = self._plan.spec, self._generation, self._fields()
         return TorchrunResult(
             launch=self._launch,
             num_nodes=spec.num_nodes,
             node_index=spec.node_index,
             nproc_per_node=spec.nproc,
             world_size=spec.world_size,
-            command=shlex.join(self._command),
+            command="" if generation is None else shlex.join(generation.command),
             restarts=self._restarts,
             duration_s=0.0 if self._went_at is None else time.monotonic() - self._went_at,
-            exit_codes=dict(sorted(self._exit_codes.items())),
-            events=tuple(self._events),
+            exit_codes={} if generation is None else dict(sorted(generation.exits.codes.items())),
+            events=() if self._verdict is None else tuple(_as_dicts(self._verdict.events)),
             **fields,
         )
 
@@ -419,6 +383,23 @@ class Supervisor:
             cause = Cause("store", self._member.node, self._member.host, exception=f"has no result: {error}")
             after = f"\nThe workers of launch {self._launch} had ended well on all nodes."
             told = failed(LaunchFailed, FailureText(cause, after=after))
-            told.events = self._events
+            told.events = [] if self._verdict is None else _as_dicts(self._verdict.events)
             self._plan.services.failed(told, self.told)
             raise told from error
+
+    _HANDLERS: ClassVar[dict[type, Callable[[Supervisor, Any], None]]] = {
+        Go: _on_go,
+        Stop: _on_stop,
+        Restart: _on_restart,
+        Save: _on_save,
+        Verdict: _on_verdict,
+        AgentNews: _on_agent_news,
+        Upload: _on_upload_news,
+        type(None): _on_quiet,
+        Interruption: _on_interruption,
+        TimedOut: _on_timed_out,
+    }
+
+
+def _as_dicts(events: Iterable[Record]) -> list[dict[str, Any]]:
+    return [record.as_dict() for record in events]

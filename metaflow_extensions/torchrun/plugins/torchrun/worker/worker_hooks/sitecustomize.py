@@ -22,7 +22,6 @@ _PEER_GONE = "TORCHRUN_PEER_GONE"
 _RECORD = "exception.json"
 _ALONE = "trained-alone"
 _OTHER_WAYS = ("horovod", "mpi4py")  # for ranks to exchange gradients, without a process group of torch's
-_FRAMEWORKS = ("transformers.trainer", "accelerate.state")  # that take a process without a GPU for the only one
 _FEATURES = os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(__file__))), "features")
 _OURS = (
     os.path.join(_FEATURES, "functions", "function_worker.py"),
@@ -211,8 +210,8 @@ def _shortened(text: str, limit: int) -> str:
 def _tell_of_training_alone() -> None:
     """Leave a file at the end if gradients were computed here, and there has been no process group for them.
 
-    Then this rank has exchanged none with the others, which few want of several ranks. In the file stands which of the
-    frameworks it has imported whose users want to hear of them. Whatever can't be known leaves no file.
+    Then this rank has exchanged none with the others, which few want of several ranks. Whatever can't be known leaves
+    no file.
     """
     if _own_file(_ALONE) is None and not _is_spare:
         return
@@ -227,8 +226,7 @@ def _tell_of_training_alone() -> None:
             if path is None or os.environ.get("WORLD_SIZE") == "1" or getpid() != own:
                 return
             if _has_trained() and not _has_exchanged():
-                with open(path, "w", encoding="ascii") as file:
-                    file.write(" ".join(name for name in _FRAMEWORKS if name in sys.modules))
+                open(path, "w").close()
         except BaseException:  # noqa: S110 - another torch, a full disk
             pass
 
