@@ -11,14 +11,13 @@ from __future__ import annotations
 import queue
 import shlex
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, ClassVar
 
 from ..errors import LaunchFailed, TorchrunError, TorchrunPreempted
 from ..events import Event, Kind
-from ..gang.cause import Cause, Failure, FailureText, failed
-from ..gang.history import Record
+from ..gang.cause import Cause, Failure
 from ..gang.keepers import Plain
 from ..gang.member import Interruption, Member, TimedOut
 from ..gang.protocol import (
@@ -31,20 +30,18 @@ from ..gang.protocol import (
     Save,
     Started,
     Stop,
-    Stored,
     Verdict,
     Wrote,
 )
 from ..guardian.agent_events import End, Refused
-from ..launch.transfer import TransferFailed
 from ..result import TorchrunResult
 from .agent import AgentProcess
 from .generation import Generation, Phase
 from .headlines import alone_line, end_line, facts_line
+from .outcome import result_of
 from .plan import Plan
 from .start import AgentNews, prepare
-from .upload import Upload
-from .watchers import results_of
+from .upload import Upload, Uploads
 
 # How long to wait for news before looking around. Waking up now and then also lets Python run its signal handlers.
 _LOOK_S = 0.5
@@ -59,7 +56,7 @@ class Supervisor:
         self._new_agent = new_agent
         self._launch = -1
         self._generation: Generation | None = None  # the latest; see `_living`
-        self._upload: Upload | None = None
+        self._uploads = Uploads(plan, member)
         self._failing_with: TorchrunError | None = None  # what the verdict will be, once no worker is left
         self._verdict: Verdict | None = None
         self._is_preempted = False
@@ -87,7 +84,9 @@ class Supervisor:
             raise
         self._plan.prepare_warm()  # before the launch's end: from there on, a signal raises news in this thread
         self._member.end_launch(None)
-        return self._result()
+        assert self._generation is not None
+        duration_s = 0.0 if self._went_at is None else time.monotonic() - self._went_at
+        return result_of(self._plan, self._member, self._verdict, self._generation, self._restarts, duration_s)
 
     @property
     def told(self) -> Mapping[str, Plain]:
@@ -130,7 +129,7 @@ class Supervisor:
     # --- what the gang decides --------------------------------------------------------------------
 
     def _on_go(self, go: Go) -> None:
-        self._give_up_upload()
+        self._uploads.give_up()
         if self._went_at is None:
             self._went_at = time.monotonic()
         try:
@@ -168,8 +167,7 @@ class Supervisor:
         self._member.send(Ended(self._launch, False, go.generation, (failure,), saves=self._plan.services.saves))
 
     def _on_stop(self, stop: Stop) -> None:
-        if self._upload is not None and self._upload.is_vital:
-            self._give_up_upload()
+        self._uploads.give_up(only_vital=True)
         if (generation := self._living) is None:
             return
         is_told = stop.teller != CONTROL and self._plan.shares_machine  # another node has said why in this terminal
@@ -187,23 +185,14 @@ class Supervisor:
         self._emit("restart", text)
 
     def _on_save(self, save: Save) -> None:
-        self._give_up_upload()
         self._failing_with = save.error
-        save.error.events = _as_dicts(save.events)
-        if save.within_s is None:
-            return
-        to_store = self._plan.services.to_save(save.within_s)
-        if not to_store:
-            self._member.send(Stored(save.launch, save.generation))
-            return
-        self._upload = Upload(to_store, self._plan, save, self._member, vital=False)
-        self._emit("note", f"stores {self._plan.services.saves}, for {save.within_s:g} s at most")
-        self._upload.start()
+        save.error.events = [event.as_dict() for event in save.events]
+        self._uploads.save(save)
 
     def _on_verdict(self, verdict: Verdict) -> None:
         self._verdict = verdict
         if verdict.error is not None:
-            verdict.error.events = _as_dicts(verdict.events)
+            verdict.error.events = [event.as_dict() for event in verdict.events]
             self._plan.services.failed(verdict.error, self.told)
 
     # --- what interrupts this node ----------------------------------------------------------------
@@ -251,7 +240,7 @@ class Supervisor:
 
     def _on_quiet(self, _: None) -> None:
         """See what no event tells: an upload that takes long, failures that only torchrun saw, and output."""
-        self._look_at_upload(has_news=False)
+        self._uploads.look()
         if (generation := self._living) is None:
             return
         if (failed := generation.unseen_failure()) is not None:
@@ -291,21 +280,19 @@ class Supervisor:
         if end.left:
             who = "workers" if self._plan.program is None else self._plan.program.what
             self._emit("left_behind", f"stopped what the {who} had left running: {', '.join(end.left)}")
-        self._upload = self._upload_after(generation)
         message = Ended(
             self._launch,
             generation.ended_well,
             generation.number,
             generation.failures(),
             exit_codes=generation.exits.codes,
-            storing=None if self._upload is None else self._upload.what,
+            storing=self._uploads.prepare(generation),
             saves=self._plan.services.saves,
             alone=self._trained_alone(generation),
         )
         self._member.send(message)
         generation.remove_files()
-        if self._upload is not None:
-            self._upload.start()
+        self._uploads.start()
 
     def _trained_alone(self, generation: Generation) -> bool:
         """Tell whether each of several ranks has trained by itself; who gathers values means them to."""
@@ -313,36 +300,13 @@ class Supervisor:
         is_meant = plan.is_ours or plan.services.may_train_alone or plan.spec.world_size == 1
         return generation.ended_well and not is_meant and generation.exits.trained_alone()
 
-    # --- what goes to the datastore -----------------------------------------------------------------
-
-    def _upload_after(self, generation: Generation) -> Upload | None:
-        """Return what is to be stored when all workers of this node have ended."""
-        ok = generation.ended_well
-        if ok and generation.was_stopped:
-            return None
-        to_store = self._plan.services.to_store(ok)
-        return Upload(to_store, self._plan, generation.go, self._member, vital=ok) if to_store else None
-
-    def _on_upload_news(self, upload: Upload) -> None:
-        if upload is self._upload:  # another one was given up
-            self._look_at_upload(has_news=True)
-
-    def _look_at_upload(self, has_news: bool) -> None:
-        if self._upload is not None and self._upload.look(has_news):
-            self._upload = None
-
-    def _give_up_upload(self) -> None:
-        if self._upload is not None:
-            self._upload.give_up()
-            self._upload = None
-
     # --- the end ----------------------------------------------------------------------------------
 
     def _give_up(self, error: BaseException) -> None:
         """Tell the gang first, unless it has decided, then stop everything here."""
         if self._verdict is None:
             self._report(error, given_up=True)
-        self._give_up_upload()
+        self._uploads.give_up()
         self._close_generation(self._plan.grace_s)
         if self._verdict is None:
             # Of whatever generation: others may have begun, or wait for, one that this node knows nothing of.
@@ -358,35 +322,6 @@ class Supervisor:
     def _emit(self, kind: Kind, text: str, is_detail: bool = False) -> None:
         self._member.emit(Event(kind, self._member.node, text, is_detail))
 
-    def _result(self) -> TorchrunResult[Any]:
-        spec, generation, fields = self._plan.spec, self._generation, self._fields()
-        return TorchrunResult(
-            launch=self._launch,
-            num_nodes=spec.num_nodes,
-            node_index=spec.node_index,
-            nproc_per_node=spec.nproc,
-            world_size=spec.world_size,
-            command="" if generation is None else shlex.join(generation.command),
-            restarts=self._restarts,
-            duration_s=0.0 if self._went_at is None else time.monotonic() - self._went_at,
-            exit_codes={} if generation is None else dict(sorted(generation.exits.codes.items())),
-            events=() if self._verdict is None else tuple(_as_dicts(self._verdict.events)),
-            **fields,
-        )
-
-    def _fields(self) -> dict[str, Any]:
-        """Return what features add to the result; raises LaunchFailed where a part's can't be loaded."""
-        more = results_of(self._plan.features, self.told, lambda line: self._emit("note", line, is_detail=True))
-        try:
-            return {**more, **self._plan.services.result(self.told, lambda line: self._emit("note", line))}
-        except TransferFailed as error:
-            cause = Cause("store", self._member.node, self._member.host, exception=f"has no result: {error}")
-            after = f"\nThe workers of launch {self._launch} had ended well on all nodes."
-            told = failed(LaunchFailed, FailureText(cause, after=after))
-            told.events = [] if self._verdict is None else _as_dicts(self._verdict.events)
-            self._plan.services.failed(told, self.told)
-            raise told from error
-
     _HANDLERS: ClassVar[dict[type, Callable[[Supervisor, Any], None]]] = {
         Go: _on_go,
         Stop: _on_stop,
@@ -394,12 +329,8 @@ class Supervisor:
         Save: _on_save,
         Verdict: _on_verdict,
         AgentNews: _on_agent_news,
-        Upload: _on_upload_news,
+        Upload: lambda self, upload: self._uploads.look(upload),
         type(None): _on_quiet,
         Interruption: _on_interruption,
         TimedOut: _on_timed_out,
     }
-
-
-def _as_dicts(events: Iterable[Record]) -> list[dict[str, Any]]:
-    return [record.as_dict() for record in events]

@@ -10,6 +10,7 @@ from ..gang.cause import Cause, Failure
 from ..gang.member import Member
 from ..gang.protocol import Go, Save, Stored, Storing, Told
 from ..launch.transfer import Transfer
+from .generation import Generation
 from .plan import Plan
 from .services import ToStore
 
@@ -76,3 +77,48 @@ class Upload:
         local_rank = None if step.rank is None else step.rank - self._plan.ranks[0]
         text = f"has ended well, but {step.what} could not be stored in {self._transfer.where} {problem}"
         return Cause("store", member.node, member.host, step.rank, local_rank, exception=text)
+
+
+class Uploads:
+    """What this node stores of one launch: one upload at a time."""
+
+    def __init__(self, plan: Plan, member: Member) -> None:
+        self._plan, self._member = plan, member
+        self._current: Upload | None = None
+
+    def prepare(self, generation: Generation) -> str | None:
+        """Make the upload that follows the end of `generation`; return what it stores first, or None for nothing."""
+        ok, self._current = generation.ended_well, None
+        if not (ok and generation.was_stopped) and (to_store := self._plan.services.to_store(ok)):
+            self._current = Upload(to_store, self._plan, generation.go, self._member, vital=ok)
+        return None if self._current is None else self._current.what
+
+    def start(self) -> None:
+        """Begin what was prepared."""
+        if self._current is not None:
+            self._current.start()
+
+    def save(self, save: Save) -> None:
+        """Store what is left of a launch that has failed for good."""
+        self.give_up()
+        if save.within_s is None:
+            return
+        to_store = self._plan.services.to_save(save.within_s)
+        if not to_store:
+            self._member.send(Stored(save.launch, save.generation))
+            return
+        self._current = Upload(to_store, self._plan, save, self._member, vital=False)
+        text = f"stores {self._plan.services.saves}, for {save.within_s:g} s at most"
+        self._member.emit(Event("note", self._member.node, text))
+        self._current.start()
+
+    def look(self, news: Upload | None = None) -> None:
+        """See how the upload goes on; `news` is the one that has some, which may have been given up since."""
+        if self._current is not None and news in (None, self._current) and self._current.look(news is not None):
+            self._current = None
+
+    def give_up(self, only_vital: bool = False) -> None:
+        """Leave the upload to itself, if there is one; `only_vital`: if the launch fails without it."""
+        if self._current is not None and (self._current.is_vital or not only_vital):
+            self._current.give_up()
+            self._current = None

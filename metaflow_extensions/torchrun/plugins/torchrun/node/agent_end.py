@@ -1,0 +1,74 @@
+"""How the agent of one generation ended, and what failed besides the workers: the agent, its guardian, what was frozen."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..gang.cause import Cause, describe_exit, signal_name
+from ..guardian.agent_events import End, Frozen, Terminated
+from .exits import read_agent_report
+from .machine_faults import MachineFaults
+from .plan import Plan
+
+
+class AgentEnd:
+    """The end of one agent; belongs to its `Generation`. `folder` is torchrun's --log-dir."""
+
+    def __init__(self, plan: Plan, host: str, folder: str) -> None:
+        self._plan = plan
+        self._node, self._host = plan.spec.node_index, host
+        self._folder = folder
+        self.machine = MachineFaults(folder)
+        self.exit_code: int | None = None
+        self.failed_at: float | None = None
+        self.fault: tuple[float, Cause] | None = None  # of what was frozen, or of the guardian
+        self._end: End | None = None
+
+    def note_fault(self, event: Frozen | Terminated) -> str:
+        """Take in what somebody else did to a process; return it in words for the log."""
+        if isinstance(event, Terminated):
+            text = "its guardian process got SIGTERM, which nobody of the gang has sent"
+            cause = Cause("agent_ended", self._node, self._host, exception=text)
+        else:
+            whose = f"its {self._plan.agent} " if event.rank is None else ""
+            limit_s = self._plan.silence_s
+            text = f"{whose}was stopped by a signal (SIGSTOP or the like) and not continued for {limit_s:g} s"
+            cause = Cause("frozen", self._node, self._host, event.rank, event.local_rank, exception=text)
+        self.fault = (event.at, cause)
+        return f"{cause.who} {cause.what}"
+
+    def note(self, end: End) -> None:
+        """Take in an end that is not the agent's own."""
+        self.exit_code, self._end = end.status, end
+
+    def describe(self, status: int) -> str:
+        """Return, in words for the log, how it has failed by itself."""
+        cause = self._program_cause()
+        return f"the {self._plan.agent} {describe_exit(status)}" if cause is None else str(cause.exception)
+
+    def cause(self, has_workers: bool) -> Cause:
+        """Return why it failed; `has_workers`: it had started some."""
+        cause = self._program_cause() or self._torchrun_cause(has_workers)
+        if self.machine.is_disk_full():
+            cause = replace(cause, exception=f"{cause.exception}, on {self.machine.full_disk}")
+        return cause
+
+    def _program_cause(self) -> Cause | None:
+        if self._plan.program is None:
+            return None
+        return self._plan.program.cause(self._folder, self._node, self._host, self.machine.how_ended)
+
+    def _torchrun_cause(self, has_workers: bool) -> Cause:
+        report, code, who = read_agent_report(self._folder), self.exit_code, f"its {self._plan.agent}"
+        guardian_gone = self._end is not None and self._end.guardian_gone
+        if guardian_gone:
+            code, who, how = None, "its guardian process", self.machine.how_vanished()
+        elif report.got_signal is not None:  # without a guardian it gets SIGTERM from the kernel
+            how = f"got {signal_name(report.got_signal)}, which nobody of the gang has sent, and gave up"
+        elif self._end is not None and self._end.error is not None:
+            how = self._end.error
+        else:
+            how = "vanished" if code is None else self.machine.how_ended(code)
+        # One that has started its workers did start; it was ended, or lost its own connections.
+        kind = "agent_ended" if has_workers or guardian_gone else "agent"
+        return Cause(kind, self._node, self._host, None, None, code, f"{who} {how}", report.tail)
