@@ -74,38 +74,29 @@ def test_a_process_that_gets(number, victim, gang, recorder):
     assert outcome.error["cause"]["category"] == category
 
 
-@pytest.mark.parametrize(
-    ("victim", "said"),
-    [
-        ("worker", f"{RANK_2} was stopped by a signal (SIGSTOP or the like)"),
-        ("agent", f"{NODE_1} failed: its torchrun agent was stopped by a signal (SIGSTOP or the like)"),
-    ],
-    ids=_first,
-)
-def test_sigstop(victim, said, gang, recorder):
-    pid = start(gang, victim, heartbeat_timeout_s=HEARTBEAT_S)
-    outcome = gang.await_end(gang.send(pid, signal.SIGSTOP), gang.processes, WITHIN_S)
-    recorder.silent(f"SIGSTOP of {NAMES[victim]}", outcome, HEARTBEAT_S)
-    assert f"{said} and not continued for {HEARTBEAT_S} s" in outcome.error["text"]
-    assert outcome.error["cause"]["category"] == "hang"
+STOPPED = f"was stopped by a signal (SIGSTOP or the like) and not continued for {HEARTBEAT_S} s"
+SILENT = f"nothing was heard from it for {HEARTBEAT_S} s"
 
 
 @pytest.mark.parametrize(
-    ("victim", "said"),
+    ("victim", "category", "said"),
     [
-        ("task", f"{NODE_1} failed: nothing was heard from it for {HEARTBEAT_S} s"),
-        ("control task", f"Node 0 (the control node) is lost: nothing was heard from it for {HEARTBEAT_S} s"),
+        ("worker", "hang", f"{RANK_2} {STOPPED}"),
+        ("agent", "hang", f"{NODE_1} failed: its torchrun agent {STOPPED}"),
+        ("task", "node_lost", f"{NODE_1} failed: {SILENT}"),
+        ("control task", "node_lost", f"Node 0 (the control node) is lost: {SILENT}"),
     ],
     ids=_first,
 )
-def test_sigstop_of_a_task(victim, said, gang, recorder):
-    """Its workers must go without it: it can't stop them, and nobody else can reach them."""
+def test_sigstop(victim, category, said, gang, recorder):
+    """The workers of a task that is stopped must go without it: it can't stop them, and nobody else can reach them."""
     pid = start(gang, victim, heartbeat_timeout_s=HEARTBEAT_S)
-    outcome = gang.await_end(gang.send(pid, signal.SIGSTOP), others(gang, victim), WITHIN_S, ignore=[pid])
+    stays = {pid} if "task" in victim else set()  # stopped as it is, it holds nothing but itself
+    outcome = gang.await_end(gang.send(pid, signal.SIGSTOP), others(gang, victim), WITHIN_S, ignore=list(stays))
     recorder.silent(f"SIGSTOP of {NAMES[victim]}", outcome, HEARTBEAT_S)
-    assert gang.living() == {pid}  # stopped as it is, it holds nothing but itself
+    assert gang.living() == stays
     assert said in outcome.error["text"]
-    assert outcome.error["cause"]["category"] == "node_lost"
+    assert outcome.error["cause"]["category"] == category
 
 
 def test_a_stopped_worker_that_goes_on_in_time_is_no_failure(gang, recorder):

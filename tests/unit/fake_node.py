@@ -78,15 +78,8 @@ class FakeNode:
         self.member = Member(number, 2, self._hear)
         # In another thread, so that the handlers of the test's own process stay.
         self._in_thread(lambda: self.member.attach(self)).join(DEADLINE_S)
-        spec = {
-            "nproc": 2,
-            "num_nodes": 2,
-            "node_index": number,
-            "python": "python3",
-            "log_dir": str(folder),
-            **(spec or {}),
-        }
-        launch = LaunchSpec("/flow/train.py", (), False, **spec)
+        own = {"nproc": 2, "num_nodes": 2, "node_index": number, "python": "python3", "log_dir": str(folder)}
+        launch = LaunchSpec("/flow/train.py", (), False, **{**own, **(spec or {})})
         self.plan = Plan(launch, "127.0.0.1", **{"machine": Machine(1), "write": self._write, **plan})
         self.new_agent = self._new_agent
 

@@ -299,17 +299,8 @@ def task(tmp_path):
     started = []
 
     def start(code, worker, how="hang", silence_s=30.0):
-        command = [
-            *PYTHON,
-            "-c",
-            TASK + code,
-            str(tmp_path),
-            str(silence_s),
-            *PYTHON,
-            *program(tmp_path, worker),
-            "1",
-            how,
-        ]
+        agent = [*PYTHON, *program(tmp_path, worker), "1", how]
+        command = [*PYTHON, "-c", TASK + code, str(tmp_path), str(silence_s), *agent]
         started.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
         return started[-1]
 
@@ -355,10 +346,9 @@ def test_the_step_sees_no_child_but_its_own(task, tmp_path):
 def test_a_task_that_adopts_orphans_has_no_spare_and_its_launch_ends_with_it(task, tmp_path):
     """As the first process of a container does."""
     begin = "from ours.features.warm.node import WarmNode\nwarm = WarmNode(['json'], dict(os.environ), 0)\n"
-    begin += "warm.prepare()\nassert warm.pid is None\n"
-    begin += "try: warm.take({}, 0)\nexcept Exception as error: print(json.dumps(str(error)), flush=True)\n"
-    process = task(f"{SUBREAPER}{begin}process.start()\ntime.sleep(600)", STUBBORN)
-    assert "adopts processes without a parent" in process.stdout.readline()
+    tell = "warm.prepare()\nprint(warm.pid, flush=True)\n"
+    process = task(f"{SUBREAPER}{begin}{tell}process.start()\ntime.sleep(600)", STUBBORN)
+    assert process.stdout.readline() == "None\n"
     pids = noted(tmp_path, "agent.pid", "0.pid")
     process.kill()
     process.wait()
@@ -402,10 +392,8 @@ def test_every_worker_gets_sigterm_exactly_once_and_may_end_in_its_own_way(how, 
 
 
 def test_the_halted_and_the_detached_obey_too_and_the_stubborn_are_killed_after_the_grace(tree):
-    one = tree(
-        FAMILY.replace("ready()\nforever()", "if rank == '1': signal.signal(15, signal.SIG_IGN)\nready()\nforever()"),
-        how="hang",
-    )
+    stubborn = "if rank == '1': signal.signal(15, signal.SIG_IGN)\n"
+    one = tree(FAMILY.replace("ready()\nforever()", f"{stubborn}ready()\nforever()"), how="hang")
     pids = one.await_workers()
     os.kill(pids[0], signal.SIGSTOP)
     begun = time.monotonic()
@@ -543,20 +531,17 @@ def test_a_preemption_signals_the_workers_alone_and_gives_them_time(tree):
     assert [(one.root / f"{rank}.saved").read_text() for rank in (0, 1)] == ["state", "state"]
 
 
-def test_what_workers_leave_behind_after_a_preemption_does_not_use_up_the_grace(tree):
-    one = tree(FAMILY, count=1, how="hang")
+@pytest.mark.parametrize(
+    ("worker", "grace_s", "status"), [(FAMILY, 60.0, -signal.SIGTERM), (STUBBORN, 0.3, -signal.SIGKILL)]
+)
+def test_the_grace_of_a_preemption_is_the_workers_own(worker, grace_s, status, tree):
+    """What they leave behind does not use it up; who ignores the signal is killed after it."""
+    one = tree(worker, count=1, how="hang")
     one.await_workers()
     begun = time.monotonic()
-    one.process.preempt(60.0, signal.SIGTERM)
-    one.expect(End)
+    one.process.preempt(grace_s, signal.SIGTERM)
+    assert one.ended() == {0: status}
     assert time.monotonic() - begun < 10
-
-
-def test_workers_that_ignore_the_preemption_are_killed_after_the_grace(tree):
-    one = tree(STUBBORN, how="hang")
-    one.await_workers()
-    one.process.preempt(0.3, signal.SIGTERM)
-    assert one.ended() == dict.fromkeys((0, 1), -signal.SIGKILL)
 
 
 # --- an agent that restarts its workers ---------------------------------------------------------------

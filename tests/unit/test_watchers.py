@@ -234,7 +234,7 @@ class Named(Feature):
     """Has variables alone."""
 
     def variables(self, plan, folder):
-        return Counting("named").variables(plan, folder)
+        return Variables({"named_node": folder}, {"named_rank": "${local_rank}"})
 
 
 @pytest.mark.parametrize("program", [None, Program()])

@@ -230,10 +230,8 @@ def test_a_module_is_recorded_from_its_own_first_line(work, tmp_path):
 
 
 def test_a_worker_that_becomes_another_python_is_still_the_worker(work):
-    body = (
-        f"import os, sys\nif len(sys.argv) == 1: os.execv(sys.executable, [sys.executable, *sys.argv, 'x'])\n{RAISES}"
-    )
-    assert work(body)[1].exception == "ValueError: the end"
+    again = "if len(sys.argv) == 1: os.execv(sys.executable, [sys.executable, *sys.argv, 'x'])"
+    assert work(f"import os, sys\n{again}\n{RAISES}")[1].exception == "ValueError: the end"
     assert work(RAISES, ["env", "A=1", sys.executable, "-u"])[1].exception == "ValueError: the end"
 
 

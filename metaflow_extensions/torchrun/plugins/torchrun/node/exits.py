@@ -56,7 +56,7 @@ class Exits:
 
     def note(self, end: WorkerEnded) -> bool:
         """Take in that a worker has ended; return whether it is known to have failed by itself."""
-        if _failed(end) and end.pid in self._report().stopped:
+        if _failed(end) and end.pid in read_agent_report(self._folder).stopped:
             # If torchrun stopped this one, it has seen another fail that the guardian did not see.
             end = end._replace(stopped=True)
         self._ends[end.local_rank] = end
@@ -64,14 +64,11 @@ class Exits:
 
     # --- what torchrun says ---------------------------------------------------------------------
 
-    def _report(self) -> AgentReport:
-        return read_agent_report(self._folder)
-
     def failed_unseen(self) -> WorkerEnded | None:
         """Return the worker that has failed as torchrun alone has seen, and acts upon; None if there is none."""
         reaped = [end for end in self._ends.values() if end.status is None]
         if self._unseen_failure is None and reaped and self.first_failed() is None:
-            stopped = self._report().stopped
+            stopped = read_agent_report(self._folder).stopped
             # Ranks reaped before the last one ended well: torchrun stops the others at the first failure.
             own = [end for end in reaped if end.pid not in stopped]
             if stopped and own:
@@ -80,7 +77,9 @@ class Exits:
 
     def complete(self, agent_exit: int | None, stopping: bool) -> None:
         """Fill in the exit codes that torchrun alone tells; `stopping`: we had begun to stop the workers."""
-        codes = dict.fromkeys(range(self._spec.nproc), 0) if agent_exit == 0 else self._report().exit_codes
+        codes = (
+            dict.fromkeys(range(self._spec.nproc), 0) if agent_exit == 0 else read_agent_report(self._folder).exit_codes
+        )
         for local_rank, code in codes.items():
             known = self._ends.get(local_rank)
             if known is None:  # the guardian has never seen it
@@ -117,7 +116,7 @@ class Exits:
         torchrun does so, too, but not before a worker has failed.
         """
         failed = [*filter(_failed, self._ends.values()), *filter(None, [self._unseen_failure])]
-        return min([stopped_at, self._report().stopped_at, *(end.at for end in failed)])
+        return min([stopped_at, read_agent_report(self._folder).stopped_at, *(end.at for end in failed)])
 
     def _cause_of(self, end: WorkerEnded, told: float) -> tuple[float, Cause] | None:
         """Return when and why a worker failed; None if it did not fail by itself.
@@ -136,8 +135,8 @@ class Exits:
             return record.at, Cause("exception", *who, shown, record.exception, record.traceback)
         if end.stopped:
             return None  # it obeyed
-        advice = remedy_of_exit(code, self._spec.bools)
-        return end.at, Cause("signal" if is_signal else "exit", *who, code, None, stderr_tail(folder), advice)
+        advice, stderr = remedy_of_exit(code, self._spec.bools), read_end(os.path.join(folder, "stderr.log"))
+        return end.at, Cause("signal" if is_signal else "exit", *who, code, None, _last_lines(stderr), advice)
 
 
 # --- what a worker leaves -----------------------------------------------------------------------
@@ -183,11 +182,6 @@ def _read_json(path: str) -> Any:
 def _printable(text: str) -> str:
     """Escape lone surrogates, as Python's stderr does: no log could take them."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
-
-
-def stderr_tail(folder: str) -> str:
-    """Return the last lines of the stderr of the worker with this folder."""
-    return _last_lines(read_end(os.path.join(folder, "stderr.log")))
 
 
 # torch prefixes an uncaught exception with its rank once a process group exists
