@@ -142,16 +142,7 @@ def test_what_ended_the_worker_counts_more_than_what_was_recorded_before(node):
     assert read_record(both) == Record("E: \\udcff", "🙂 \\ud800", 7.5)
 
 
-BROKEN = [
-    "",
-    "{",
-    '{"message": {"mess',
-    "[]",
-    "null",
-    "3",
-    "{}",
-    *(f'{{"message": {text}}}' for text in ("null", "{}", 3)),
-]
+BROKEN = ["", '{"message": {"mess', "[]", "null", "{}", *(f'{{"message": {text}}}' for text in ("null", "{}", 3))]
 
 
 @pytest.mark.parametrize("text", [*BROKEN, '{"exception": 1, "traceback": 2, "at": 3}', '{"exception": "E", "at": 1}'])

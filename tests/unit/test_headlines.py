@@ -18,21 +18,21 @@ def spec_of(nproc, num_nodes):
     return LaunchSpec("train.py", (), False, nproc, num_nodes, 0, "python3")
 
 
-def test_a_gang_with_gpus():
-    machine = Machine(96, tuple("01234567"))
-    why = "@kubernetes requests gpu=8"
-    plan = Plan(spec_of(8, 4), "fd00::1", machine, lambda *_: True, nproc_why=why)
-    assert facts_line(plan, replace(GO, devices="8 nvidia accelerators on each node")) == (
-        "launch 2 starts on 4 nodes: ranks 0-31; processes per node: 8 (@kubernetes requests gpu=8); "
-        "8 nvidia accelerators on each node; rendezvous at [fd00::1]:29500"
-    )
-
-
-def test_what_nobody_has_told_is_left_out():
-    plan = Plan(spec_of(1, 1), "127.0.0.1", Machine(4, ("0",)), lambda *_: True)
-    assert facts_line(plan, GO) == (
-        "launch 2 starts on 1 node: rank 0; processes per node: 1; rendezvous at 127.0.0.1:29500"
-    )
+@pytest.mark.parametrize(
+    ("nproc", "num_nodes", "address", "devices", "line"),
+    [
+        (
+            *(8, 4, "fd00::1", "8 nvidia accelerators on each node"),
+            "4 nodes: ranks 0-31; processes per node: 8 (as requested); 8 nvidia accelerators on each node; "
+            "rendezvous at [fd00::1]:29500",
+        ),
+        (1, 1, "127.0.0.1", "", "1 node: rank 0; processes per node: 1; rendezvous at 127.0.0.1:29500"),
+    ],
+)
+def test_what_a_launch_starts_with(nproc, num_nodes, address, devices, line):
+    why = "as requested" if devices else ""
+    plan = Plan(spec_of(nproc, num_nodes), address, Machine(1), lambda *_: True, nproc_why=why)
+    assert facts_line(plan, replace(GO, devices=devices)) == f"launch 2 starts on {line}"
 
 
 def test_the_end_says_how_long_and_how_often():

@@ -26,7 +26,6 @@ OWN = {"proc/self/cgroup": "4:memory:/a/b\n0::/a/b\n"}
         ({f"{V1}/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\n"}, None),  # Linux before 4.13
         ({**OWN, f"{V2}/a/b/memory.events": "oom_kill 2\n", f"{V2}/a/memory.events": "oom_kill 7\n"}, 2),
         ({**OWN, f"{V1}/a/b/memory.oom_control": "oom_kill 2\n", f"{V1}/a/memory.oom_control": "oom_kill 7\n"}, 2),
-        ({**OWN, f"{V1}/a/b/memory.oom_control": "oom_kill 2\n", f"{V1}/memory.oom_control": "oom_kill 7\n"}, 2),
         ({**OWN, f"{V2}/a/memory.events": "oom_kill 7\n"}, 7),  # the process's own does not count
     ],
 )
@@ -63,7 +62,6 @@ def test_the_smallest_limit_of_all_cgroups_around_the_process_counts(tmp_path, l
         ({"proc/meminfo": "MemTotal:  1000 kB\nMemFree: 1 kB\n"}, 1024000),
         ({"proc/meminfo": "MemTotal:  1000 kB\n", f"{V2}/memory.max": "max\n"}, 1024000),
         ({"proc/meminfo": "MemTotal:  1000 kB\n", f"{V2}/memory.max": "4096\n"}, 4096),
-        ({f"{V1}/memory.limit_in_bytes": f"{2**63 - 4096}\n"}, None),
     ],
 )
 def test_the_memory_has_the_limit_that_binds(tmp_path, files, limit):

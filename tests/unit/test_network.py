@@ -53,7 +53,6 @@ def test_a_port_with_a_listener_of_either_family_is_not_picked(host, has_ipv6, m
     [
         ("127.0.0.1", "lo"),
         ("127.0.0.2", "lo"),
-        ("127.255.255.254", "lo"),
         ("192.0.2.1", None),
         ("2001:db8::1", None),
     ],
@@ -76,7 +75,6 @@ def test_own_addresses_are_real_and_reachable_from_elsewhere():
         ("10.0.0.7", "10.0.0.7"),
         ("::ffff:10.0.0.7", "10.0.0.7"),
         ("fd00::7", "fd00::7"),
-        ("::1", "::1"),
         ("fe80::7%eth0", "fe80::7%eth0"),
     ],
 )
