@@ -3,10 +3,10 @@
 import json
 import os
 import time
-from types import SimpleNamespace
 
 import pytest
 from fake_node import ERROR, FakeNode
+from unit_helpers import MemoryStore
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import LaunchFailed, TorchrunConfigError
 from metaflow_extensions.torchrun.plugins.torchrun.features.outputs.feature import Outputs, OutputsKeeper
@@ -23,31 +23,13 @@ from metaflow_extensions.torchrun.plugins.torchrun.guardian.agent_events import 
 from metaflow_extensions.torchrun.plugins.torchrun.node.services import RunCall, Services
 
 
-class Store:
-    """A datastore that keeps all at once; while `fails`, it fails."""
-
-    where, folder, fails = "the s3 datastore s3://bucket", None, False
-    address = {"type": "s3", "root": "s3://bucket", "flow": "SomeFlow"}
-
-    def __init__(self):
-        self.data = {}
-
-    def save(self, data):
-        if self.fails:
-            raise RuntimeError("SlowDown")
-        self.data[f"key {len(self.data)}"] = data
-        return f"key {len(self.data) - 1}"
-
-    def rows(self, key):
-        return [(row["name"], row["older"]) for row in json.loads(self.data[key])["files"]]
-
-    def trouble(self):
-        return None
+def rows(store, key):
+    return [(row["name"], row["older"]) for row in json.loads(store.data[key])["files"]]
 
 
 @pytest.fixture
 def store():
-    return Store()
+    return MemoryStore()
 
 
 def services_of(store, number=0, **arguments):
@@ -90,7 +72,7 @@ def test_outputs_are_stored_when_all_workers_have_ended_well(writing, store):
     assert (ended.storing, ended.saves) == ("its outputs", "its outputs")
     told, stored = stored_of(node)
     assert (stored.failures, told["files"], told["size"]) == ((), 2, 14)
-    assert store.rows(told["key"]) == [("model.pt", False), ("old.pt", True)]
+    assert rows(store, told["key"]) == [("model.pt", False), ("old.pt", True)]
     result = node.verdict(features={"outputs": {"nodes": {"0": list(told.values())}}})
     assert (result.outputs.nodes, len(result.outputs)) == ([0], 2)
     unmatched, older, said = (text for text in node.texts("note") if "output" in text)
@@ -144,7 +126,7 @@ def test_after_a_failure_outputs_are_stored_when_the_gang_says_so(fails, writing
         assert told is None
         assert said[0].startswith("what outputs there are could not be stored in the s3 datastore s3://bucket after 0")
     else:
-        assert store.rows(told["key"])[0] == ("model.pt", False)
+        assert rows(store, told["key"])[0] == ("model.pt", False)
     assert len(error.outputs) == (0 if fails else 2)
 
 
@@ -159,17 +141,23 @@ def test_what_is_stored_is_not_stored_again_where_another_node_fails(writing):
     node.verdict(ERROR, features={"outputs": {"nodes": {"0": list(told.values())}}})
 
 
-@pytest.mark.parametrize(("number", "told"), [(0, {"wanted": True}), (1, None)])
-def test_the_control_node_tells_once_that_there_will_be_outputs(number, told, tmp_path, store):
-    node = FakeNode(tmp_path, number, services=services_of(store, outputs="a", outputs_from="all"))
-    watcher = Outputs().watcher(SimpleNamespace(plan=node.plan))
-    assert (watcher.poll(), watcher.poll()) == (told, None)
-    assert Outputs().watcher(SimpleNamespace(plan=FakeNode(tmp_path).plan)).poll() is None
+def test_nothing_is_stored_unless_the_user_asks(store):
+    assert "outputs" not in services_of(store, outputs=None, outputs_from=None)
+    assert Outputs().policy({"outputs": None}, None) == {}
 
 
-def test_outputs_need_a_datastore():
-    with pytest.raises(TorchrunConfigError, match="needs a datastore"):
-        services_of(None, outputs="a")
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"outputs": ["../model"]}, r"run\(outputs\) has '../model'"),
+        ({"outputs": "a", "outputs_from": "rank0"}, r"run\(outputs_from\) is 'rank0'.*'control', 'all'"),
+        ({"outputs": None, "outputs_from": "all"}, "outputs_from='all'.*outputs names none"),
+        ({"outputs": "a", "store": None}, "needs a datastore"),
+    ],
+)
+def test_what_can_not_be_asked_for_is_refused(given, why, store):
+    with pytest.raises(TorchrunConfigError, match=why):
+        services_of(**{"store": store, **given})
 
 
 # --- on the control node --------------------------------------------------------------------------
@@ -177,20 +165,19 @@ def test_outputs_need_a_datastore():
 ROW = {"key": "key of a list", "files": 2, "size": 3_000_000}
 
 
-def kept_of(*told, keeper=None):
-    keepers = Keepers({"outputs": keeper or OutputsKeeper()})
-    for node, launch, data in told:
-        keepers.handle(node, Told(launch, 0, "outputs", data), 0.0)
-    return keepers
+@pytest.fixture
+def keepers():
+    return Keepers({"outputs": OutputsKeeper()})
 
 
-def test_where_outputs_are_is_recorded_and_told():
-    keepers = kept_of((0, 3, {"wanted": True}), (0, 3, ROW), (1, 3, {**ROW, "files": 1, "size": 5}))
-    assert keepers.record() == {
-        "outputs": {"3": {"0": ROW, "1": {**ROW, "files": 1, "size": 5}}},
-        "wants_outputs": True,
-        "launches_left_out": 0,
-    }
+def hear(keepers, node, launch, data):
+    keepers.handle(node, Told(launch, 0, "outputs", data), 0.0)
+
+
+def test_where_outputs_are_is_recorded_and_told(keepers):
+    hear(keepers, 0, 3, ROW)
+    hear(keepers, 1, 3, {**ROW, "files": 1, "size": 5})
+    assert keepers.record()["outputs"] == {"3": {"0": ROW, "1": {**ROW, "files": 1, "size": 5}}}
     (first,), (second,) = (remarks.happened for remarks in keepers.pop_remarks())
     assert (first.kind, first.node, first.text, second.text) == ("stored", 0, "2 files, 3.0 MB", "1 file, 5 bytes")
     of_control = {"0": ["key of a list", 2, 3_000_000]}
@@ -199,18 +186,19 @@ def test_where_outputs_are_is_recorded_and_told():
         assert keepers.verdict(3, True, error) == {"outputs": {"nodes": of_all}}
         assert keepers.verdict(3, False, error) == {"outputs": {"nodes": of_control}}
         assert keepers.verdict(4, True, error) == {}
-
-
-def test_a_restart_forgets_what_was_stored_before():
-    keepers = kept_of((0, 3, ROW))
-    keepers.begin(3, {}, 0.0)
+    keepers.begin(3, {}, 0.0)  # a restart
     assert (keepers.verdict(3, True, None), keepers.record()["outputs"]) == ({}, {})
 
 
-def test_it_is_recorded_whether_any_should_be_stored():
-    assert [kept_of(*told).record()["wants_outputs"] for told in ([], [(0, 0, {"wanted": True})])] == [False, True]
+def test_it_is_recorded_whether_any_should_be_stored(keepers):
+    for given, wanted in (({"outputs": None}, False), ({"outputs": "a"}, True), ({"outputs": None}, True)):
+        keepers.begin(0, {"outputs": Outputs().policy(given, None)}, 0.0)
+        assert keepers.record()["wants_outputs"] is wanted
 
 
-def test_of_thousands_of_launches_the_last_are_kept():
-    content = kept_of(*((node, launch, ROW) for launch in range(2600) for node in (0, 1))).record()
+def test_of_thousands_of_launches_the_last_are_kept(keepers):
+    for launch in range(2600):
+        hear(keepers, 0, launch, ROW)
+        hear(keepers, 1, launch, ROW)
+    content = keepers.record()
     assert (len(content["outputs"]), content["launches_left_out"]) == (2000, 600)

@@ -1,6 +1,5 @@
 """Files that go to a datastore and come back, here and elsewhere."""
 
-import io
 import itertools
 import json
 import os
@@ -8,7 +7,6 @@ import pickle
 import subprocess
 import sys
 import time
-import zipfile
 
 import pytest
 from metaflow.datastore import FlowDataStore
@@ -67,6 +65,11 @@ def outputs(root, store, *patterns):
     return Outputs(store.address, {0: stored(root, store, *patterns)})
 
 
+def read(found, name, **of):
+    with found.open(name, **of) as file:
+        return file.read()
+
+
 def content(folder):
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
@@ -74,15 +77,15 @@ def content(folder):
 # --- there and back -------------------------------------------------------------------------------
 
 
-def test_files_that_were_there_before_the_launch_are_marked(root, store):
+def test_files_that_were_there_before_the_launch_are_marked_and_said(root, store):
     write(root / "old", "x")
     since = os.stat(root / "old").st_ctime + 0.001
     time.sleep(0.01)
     write(root / "new 🙂", "x")
-    assert {file.name: file.older for file in Outputs(store.address, {0: stored(root, store, ".", since=since)})} == {
-        "old": True,
-        "new 🙂": False,
-    }
+    upload = pieces(root, store, ".", since=since)
+    found = Outputs(store.address, {0: entry_of(upload)})
+    assert {file.name: file.older for file in found} == {"old": True, "new 🙂": False}
+    assert next(upload.lines(None, 0.0)) == "1 output is older than this launch: 'old'"
 
 
 def test_files_come_back_as_they_were(root, store, small, tmp_path):
@@ -104,26 +107,10 @@ def test_files_come_back_as_they_were(root, store, small, tmp_path):
     status = os.stat(folder / "c")
     assert (status.st_mode & 0o777, status.st_mtime) == (0o750, 1e9)
     for name in sizes:
-        assert found.open(name).read() == (root / name).read_bytes()
+        assert read(found, name) == (root / name).read_bytes()
     # Small files share a piece: this one, two of "d", one of "e", four of "f", and the list.
     assert len(store.saved) == 1 + 1 + 1 + 4 + 1
     assert max(store.saved[:-1]) == 64 * KIB
-
-
-def test_a_file_can_be_searched_and_read_in_parts(root, store, small):
-    with zipfile.ZipFile(root / "z", "w") as made:
-        for number in range(40):
-            made.writestr(f"part {number}", os.urandom(20 * KIB))
-    with outputs(root, store, "z").open("z") as file, zipfile.ZipFile(file) as zipped:
-        assert (file.readable(), file.seekable(), file.writable()) == (True, True, False)
-        assert zipped.testzip() is None
-        with zipfile.ZipFile(root / "z") as made:
-            assert zipped.read("part 17") == made.read("part 17")
-        assert file.seek(-5, io.SEEK_END) == (root / "z").stat().st_size - 5
-        assert len(file.read(100)) == 5
-        assert file.read() == b""
-        with pytest.raises(ValueError, match="negative"):
-            file.seek(-1)
 
 
 def test_what_is_there_already_is_not_stored_again(root, store, small):
@@ -135,39 +122,6 @@ def test_what_is_there_already_is_not_stored_again(root, store, small):
     outputs(root, store, "b")
     after = sum(len(files) for _, _, files in os.walk(store.folder))
     assert after - before == 2 * 2, "its last piece and the list, each with its metadata"
-
-
-def test_one_of_a_gigabyte_needs_little_memory(tmp_path):
-    """In a process of its own, whose memory nobody else uses; a sparse file takes no disk."""
-    program = """
-import os, resource, sys
-from metaflow.datastore import FlowDataStore
-from metaflow.plugins.datastores.local_storage import LocalStorage
-from metaflow_extensions.torchrun.plugins.torchrun.compat.datastore import DatastoreValues
-from metaflow_extensions.torchrun.plugins.torchrun.features.outputs.pieces import OutputPieces
-from metaflow_extensions.torchrun.plugins.torchrun.launch.outputs import Outputs
-root = sys.argv[1]
-with open(os.path.join(root, "large"), "wb") as file:
-    file.truncate(1 << 30)
-    for _ in range(40):
-        file.write(os.urandom(1 << 20))
-store = DatastoreValues(FlowDataStore("SomeFlow", storage_impl=LocalStorage, ds_root=os.path.join(root, "store")))
-peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-before, pieces = peak(), OutputPieces(("large",), root, store, 0, 0.0)
-for step in pieces.steps():
-    step.do()
-after_storing = peak()
-kept = pieces.told()
-with Outputs(store.address, {0: (kept["key"], kept["files"], kept["size"])}).open("large") as file:
-    size = sum(len(file.read(1 << 20)) for _ in range(100))
-print(kept["size"], size, (after_storing - before) // 1024, (peak() - before) // 1024)
-"""
-    done = subprocess.run([sys.executable, "-c", program, tmp_path], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    size, read, storing_mib, reading_mib = map(int, done.stdout.split())
-    assert (size, read) == (1 << 30, 100 << 20)
-    assert storing_mib < 100
-    assert reading_mib < 100
 
 
 # --- several nodes --------------------------------------------------------------------------------
@@ -186,73 +140,63 @@ def of_two(root, tmp_path, store, small):
 
 def test_files_of_several_nodes_are_told_apart(of_two, tmp_path):
     assert of_two.nodes == [0, 1]
-    assert [(file.name, file.node) for file in of_two] == [
-        *itertools.product(["config.json", "log"], [0, 1]),
-        ("shard 0", 0),
-        ("shard 1", 1),
-    ]
-    assert of_two.open("config.json").read() == b"{}"
-    assert of_two.open("shard 1").read() == b"1" * 10_000
+    both = itertools.product(["config.json", "log"], [0, 1])
+    assert [(file.name, file.node) for file in of_two] == [*both, ("shard 0", 0), ("shard 1", 1)]
+    assert read(of_two, "config.json") == b"{}"
+    assert read(of_two, "shard 1") == b"1" * 10_000
+    assert read(of_two, "log", node=1) == b"of node 1"
     with pytest.raises(LookupError, match=r"Nodes 0, 1 have stored 'log', and they differ. Say which: .*node="):
         of_two.open("log")
-    assert of_two.open("log", node=1).read() == b"of node 1"
-    with pytest.raises(LookupError, match="'log'"):
-        of_two.download(tmp_path / "both")
-    assert not (tmp_path / "both").exists()
+    with pytest.raises(FileNotFoundError, match=r"'shard 2'; there are 'config.json', 'log', 'shard 0'"):
+        of_two.open("shard 2")
+    with pytest.raises(FileNotFoundError, match="no output of node 1 'shard 0'"):
+        of_two.open("shard 0", node=1)
     assert sorted(content(of_two.download(tmp_path / "one", node=1))) == ["config.json", "log", "shard 1"]
 
 
-def test_a_nodes_file_that_is_another_nodes_folder_is_told_before_anything_is_written(root, store, tmp_path):
-    write(root / "a" / "model *" / "x", "1")
-    write(root / "first", "1")
-    write(tmp_path / "other" / "a" / "model *", "2")
-    both = Outputs(
-        store.address,
-        {0: stored(root, store, "a", "first"), 1: stored(tmp_path / "other", store, ".", node=1)},
-    )
-    with pytest.raises(
-        LookupError, match=r"names that are folders of other nodes: 'a/model \*'\. .*download\(folder, node="
+def test_files_of_several_nodes_are_put_together_where_they_do_not_clash(root, store, tmp_path):
+    def both(name, of_other):
+        other = tmp_path / name
+        write(root / "a" / "model *", "1")
+        write(other / of_other, "2")
+        return Outputs(store.address, {0: stored(root, store, "."), 1: stored(other, store, ".", node=1)})
+
+    for number, (of_other, why) in enumerate(
+        [("a/model *", "the same name: 'a/model"), ("a/model */x", r"folders of other nodes: 'a/model \*'")]
     ):
-        both.download(tmp_path / "both")
-    assert not (tmp_path / "both").exists()
-    assert list(content(both.download(tmp_path / "one", node=1))) == ["a/model *"]
-
-
-def test_files_of_several_nodes_are_put_together_where_they_do_not_clash(of_two, root, tmp_path, store):
-    os.unlink(root / "log")
-    together = Outputs(store.address, {0: stored(root, store, "."), 1: of_two._nodes[1]})
-    assert sorted(content(together.download(tmp_path / "both"))) == ["config.json", "log", "shard 0", "shard 1"]
-
-
-def test_a_file_that_is_not_there_is_not_found(of_two):
-    with pytest.raises(
-        FileNotFoundError, match=r"There is no output 'shard 2'; there are 'config.json', 'log', 'shard 0'"
-    ):
-        of_two.open("shard 2")
-    with pytest.raises(FileNotFoundError, match="There is no output of node 1 'shard 0'"):
-        of_two.open("shard 0", node=1)
+        with pytest.raises(LookupError, match=rf"{why}.*download\(folder, node="):
+            both(f"other {number}", of_other).download(tmp_path / "there")
+    assert not (tmp_path / "there").exists(), "it is told before anything is written"
+    assert list(content(both("third", "a/y").download(tmp_path / "there"))) == ["a/model *", "a/y"]
 
 
 # --- what goes wrong ------------------------------------------------------------------------------
 
 
 def test_what_can_not_be_read_is_left_out_and_said(root, store):
-    for name in ("gone", "pipe", "left"):
-        write(root / name, "x")
+    write(root / "gone", "x")
+    write(root / "left", "x")
     upload = pieces(root, store, ".")
     steps = upload.steps()
     next(steps).do()
     os.unlink(root / "gone")
-    os.unlink(root / "pipe")
-    os.mkfifo(root / "pipe")  # whose opening would wait for a writer
     entry = entry_of(upload, steps)
-    assert Outputs(store.address, {0: entry}).left_out == {
-        "gone": "can't be read: No such file or directory",
-        "pipe": "is no file any more",
-    }
+    assert Outputs(store.address, {0: entry}).left_out == {"gone": "can't be read: No such file or directory"}
     assert entry[1] == 1
-    line, _ = upload.lines(None, 0.0)
-    assert "'gone' can't be read: No such file or directory; 'pipe' is no file any more" in line
+    assert next(upload.lines(None, 0.0)).endswith(
+        "left out of the outputs: 'gone' can't be read: No such file or directory"
+    )
+
+
+def test_of_many_that_are_left_out_the_first_are_said(root, store):
+    for number in range(13):
+        (root / f"link {number:02}").symlink_to("nowhere")
+    upload = pieces(root, store, ".")
+    entry_of(upload)
+    line, said = upload.lines(None, 0.0)
+    assert line.count("is a link to nothing") == 10
+    assert line.endswith("; and 3 more")
+    assert said.startswith("stored outputs: 0 files")
 
 
 def test_a_file_that_changes_while_it_is_read_is_said(root, store, small):
@@ -268,45 +212,32 @@ def test_a_file_that_changes_while_it_is_read_is_said(root, store, small):
     store.save = save_while_they_change
     upload = pieces(root, store, "grows", "shrinks")
     found = {file.name: file.size for file in Outputs(store.address, {0: entry_of(upload)})}
-    assert upload.lines(None, 0.0)[:-1] == [
+    assert list(upload.lines(None, 0.0))[:-1] == [
         f"warning: the output '{name}' changed while it was read" for name in ("grows", "shrinks")
     ]
     assert found == {"grows": 100 * KIB, "shrinks": 70 * KIB}, "as it was when it was opened, or what was left"
 
 
-def test_what_an_earlier_launch_has_left_is_stored_and_said(root, store):
-    write(root / "old", "x")
-    since = time.time() + 1
-    upload = pieces(root, store, "old", since=since)
-    entry_of(upload)
-    assert upload.lines(None, 0.0)[0] == "1 output is older than this launch: 'old'"
-
-
-def test_after_a_failure_the_newest_are_stored_first_and_the_rest_is_named(root, store, small):
+def test_after_a_failure_the_newest_are_stored_first_and_the_rest_is_named(root, store, small, monkeypatch):
     for number in range(3):
         os.utime(write(root / f"checkpoint {number}", str(number) * 100 * KIB), (number, number))
     write(root / "small", "x")
     upload = pieces(root, store, ".", within_s=1000.0)
     for number, step in enumerate(upload.steps()):
         if number == 4:  # after the search, the small one, and two pieces of the newest; one more is begun
-            upload._deadline = 0.0
+            monkeypatch.setattr(time, "monotonic", lambda: 1e12)
         step.do()
     found = Outputs(store.address, {0: tuple(upload.told().values())})
     assert [file.name for file in found] == ["checkpoint 2", "small"]
     assert found.left_out == dict.fromkeys(["checkpoint 0", "checkpoint 1"], "could not be stored in time")
 
 
-def test_the_gang_hears_now_and_then_how_far_it_is(root, store, small, monkeypatch):
-    (root / "large").write_bytes(os.urandom(5 * 64 * KIB))
-    upload = pieces(root, store, "large")
-    news = [step.is_news for step in upload.steps() if step.do() is None]
-    assert news == [True, False, False, False, False, False, True]
-    monkeypatch.setattr(output_pieces, "_TELL_EVERY_S", 0.0)
-    told = [step.what for step in pieces(root, store, "large").steps() if step.do() is None]
-    assert told[:3] == [
-        "its outputs",
-        *(f"its outputs ({done} of 327.7 kB so far, now 'large')" for done in ("0 bytes", "65.5 kB")),
-    ]
+def test_a_step_says_how_far_it_is(root, store, small):
+    (root / "large").write_bytes(os.urandom(3 * 64 * KIB))
+    steps = [step for step in pieces(root, store, "large").steps() if step.do() is None]
+    assert steps[0].what == "its outputs"
+    assert steps[2].what == "its outputs (65.5 kB of 196.6 kB so far, now 'large')"
+    assert [step.is_news for step in steps] == [True, False, False, False, True], "there may be very many"
 
 
 def test_what_is_gone_from_the_datastore_is_said(root, store):

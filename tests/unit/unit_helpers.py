@@ -80,3 +80,28 @@ def write(path: Path, text: str) -> Path:
     os.makedirs(path.parent, exist_ok=True)
     path.write_text(text, encoding="utf-8")
     return path
+
+
+class MemoryStore:
+    """A datastore that keeps all in memory, under the keys "0", "1" and so on; while `fails`, it takes nothing."""
+
+    where, folder, fails = "the s3 datastore s3://bucket", None, False
+    address = {"type": "s3", "root": "s3://bucket", "flow": "SomeFlow"}
+
+    def __init__(self):
+        self.data, self.loads = {}, []
+
+    def save(self, data):
+        if self.fails:
+            raise RuntimeError("SlowDown")
+        key = str(len(self.data))
+        self.data[key] = data
+        return key
+
+    def load(self, keys):
+        self.loads.append(list(keys))
+        for key in reversed(keys):
+            yield key, self.data[key]
+
+    def trouble(self):
+        return None

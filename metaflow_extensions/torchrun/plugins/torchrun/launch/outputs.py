@@ -6,13 +6,12 @@ A result has the keys of lists, which are in the datastore as well. So it stays 
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import os
 import tempfile
-from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
@@ -20,8 +19,7 @@ from ..compat.datastore import DatastoreValues, values_at
 from ..errors import TorchrunError
 from ..gang.texts import counted, first_values, names, size_text
 
-# So many pieces are kept while files are read: what reads a zip file, as `torch.load` does, goes to and fro.
-_PIECES_KEPT = 2
+_PIECES_KEPT = 2  # while files are fetched: small ones share pieces
 
 
 @dataclass(frozen=True)
@@ -98,15 +96,14 @@ class Outputs:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Outputs) and (self._datastore, self._nodes) == (other._datastore, other._nodes)
 
-    def __hash__(self) -> int:
-        return hash(tuple(sorted(self._nodes.items())))
-
     def __repr__(self) -> str:
         of = f" of {names(self.nodes)}" if self._nodes else ""
         return f"<Outputs: {counted(len(self), 'file')}, {size_text(self.size)}{of}>"
 
     def open(self, name: str, node: int | None = None) -> BinaryIO:
-        """Open a stored file to read its bytes; only the parts that are read come from the datastore.
+        """Fetch a stored file into a temporary one, and open that to read its bytes.
+
+        It lies where Python puts temporary files (``TMPDIR``), and goes when it is closed.
 
         Parameters
         ----------
@@ -129,7 +126,15 @@ class Outputs:
         TorchrunError
             If the datastore does not have it any more.
         """
-        return io.BufferedReader(_Reader(self._one(str(name), node), _Pieces(self._load)))
+        file = self._one(str(name), node)
+        copy = tempfile.TemporaryFile(prefix="torchrun-output-")  # noqa: SIM115 - whoever has asked closes it
+        try:
+            copy.writelines(_contents(file, self._load))
+            copy.seek(0)
+        except BaseException:
+            copy.close()
+            raise
+        return copy
 
     def download(self, to: str | os.PathLike[str], node: int | None = None) -> Path:
         """Write all files below a folder, under their names, and return that folder.
@@ -157,10 +162,10 @@ class Outputs:
             If the datastore does not have them any more.
         """
         wanted = self._without_clashes([file for file in self if node in (None, file.node)])
-        folder, pieces = Path(to), _Pieces(self._load)
+        folder, load = Path(to), lru_cache(_PIECES_KEPT)(self._load)
         folder.mkdir(parents=True, exist_ok=True)
         for file in wanted.values():
-            _write(file, pieces, folder)
+            _write(file, _contents(file, load), folder)
         return folder
 
     def _without_clashes(self, files: list[OutputFile]) -> dict[str, OutputFile]:
@@ -202,17 +207,15 @@ class Outputs:
 
     def _load(self, key: str) -> bytes:
         """Return what is stored under a key: where it was stored, or else where this machine has its datastore."""
-        if self._opened is not None:
-            return _loaded(self._opened, key)
         first: Exception | None = None
-        for store in values_at(self._datastore):
+        for store in values_at(self._datastore) if self._opened is None else [self._opened]:
             try:
-                data = _loaded(store, key)
+                ((_, data),) = store.load([key])
             except Exception as error:  # a missing object is a different error in each store (Metaflow 2.19)
                 first = first or error
             else:
                 self._opened = store
-                return data
+                return bytes(data)
         where = "the {type} datastore {root}".format_map(self._datastore)
         problem = f"{type(first).__name__}: {first}"
         raise TorchrunError(f"Outputs could not be read from {where} ({problem}). Are they still there?") from first
@@ -225,74 +228,21 @@ class Outputs:
         return type(self), tuple(self.as_data().values())
 
 
-class _Pieces:
-    """Loads pieces, and keeps the last ones."""
-
-    def __init__(self, load: Any) -> None:
-        self._load = load
-        self._kept: OrderedDict[str, bytes] = OrderedDict()
-
-    def part(self, key: str, begin: int, size: int) -> memoryview:
-        """Return a part of a piece."""
-        if key not in self._kept:
-            while len(self._kept) >= _PIECES_KEPT:
-                self._kept.popitem(last=False)
-            self._kept[key] = self._load(key)
-        self._kept.move_to_end(key)
-        found = memoryview(self._kept[key])[begin : begin + size]
-        if len(found) != size:
-            raise TorchrunError(f"The datastore has less under {key} than was stored there.")
-        return found
-
-
-class _Reader(io.RawIOBase):
-    """Reads one stored file."""
-
-    def __init__(self, file: OutputFile, pieces: _Pieces) -> None:
-        self._file, self._pieces, self._at = file, pieces, 0
-        self.name = file.name
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._file.size}[whence]
-        if base + offset < 0:
-            raise ValueError(f"negative seek position {base + offset}")
-        self._at = base + offset
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        begin = 0  # of the part, in the file
-        for key, offset, size in self._file._parts:
-            if begin <= self._at < begin + size:
-                skip = self._at - begin
-                data = self._pieces.part(key, offset + skip, min(size - skip, len(buffer)))
-                buffer[: len(data)] = data
-                self._at += len(data)
-                return len(data)
-            begin += size
-        return 0
-
-
 def _file(node: int, row: Mapping[str, Any]) -> OutputFile:
     parts = tuple((key, begin, size) for key, begin, size in row["parts"])
     older = row.get("older", False)  # not in lists of older versions
     return OutputFile(row["name"], row["size"], node, row["modified"], older, row["mode"], row["digest"], parts)
 
 
-def _loaded(store: DatastoreValues, key: str) -> bytes:
-    ((_, data),) = store.load([key])
-    return bytes(data)
+def _contents(file: OutputFile, load: Callable[[str], bytes]) -> Iterator[memoryview]:
+    for key, begin, size in file._parts:
+        data = memoryview(load(key))[begin : begin + size]
+        if len(data) != size:
+            raise TorchrunError(f"The datastore has less under {key} than was stored there.")
+        yield data
 
 
-def _write(file: OutputFile, pieces: _Pieces, folder: Path) -> None:
+def _write(file: OutputFile, contents: Iterator[memoryview], folder: Path) -> None:
     """Write a file beside its place, and move it there when it is whole."""
     name = PurePosixPath(file.name)
     if name.is_absolute() or ".." in name.parts:
@@ -302,8 +252,7 @@ def _write(file: OutputFile, pieces: _Pieces, folder: Path) -> None:
     fd, beside = tempfile.mkstemp(prefix=".torchrun-output-", dir=place.parent)
     try:
         with open(fd, "wb") as target:
-            for part in file._parts:
-                target.write(pieces.part(*part))
+            target.writelines(contents)
         os.chmod(beside, file._mode)
         os.utime(beside, (file.modified, file.modified))
         os.replace(beside, place)

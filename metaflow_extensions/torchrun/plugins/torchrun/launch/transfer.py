@@ -14,8 +14,7 @@ from typing import Any, Protocol
 # needs at a rate that every network has. Metaflow's own S3 client would go on for over an hour (2.19).
 PATIENCE_S = 900.0
 _SLOWEST_BYTES_PER_S = 1e6
-# How often a node says what takes so long.
-REMIND_S = 30.0
+REMIND_S = 30.0  # how often a node's log says what takes so long
 _TROUBLE_TEXT = 500
 
 

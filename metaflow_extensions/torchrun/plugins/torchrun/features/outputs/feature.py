@@ -17,13 +17,12 @@ from ...launch.outputs import Outputs as Stored
 from ...launch.spec import LaunchSpec
 from ...launch.transfer import ValueStore
 from ...node.services import RunCall, Service, ToStore
-from ...node.watchers import Feature, Here, Watcher
+from ...node.watchers import Feature
+from ...settings import StepSettings, argument
 from .pieces import OutputPieces, StoredOutputs
-from .request import OutputRequest, output_request
 
 # Of so many nodes of launches it is kept where their outputs are: some hundred kilobytes.
 _MAX_KEPT = 4000
-_WANTED = {"wanted": True}  # told by the control node when a launch begins that is to store outputs
 
 
 class Outputs(Feature):
@@ -31,42 +30,36 @@ class Outputs(Feature):
 
     name = "outputs"
 
+    def policy(self, given: Mapping[str, Any], settings: StepSettings) -> Plain:
+        """Return that a launch is to store some, where it is."""
+        return {} if given.get("outputs") is None else {"wanted": True}
+
     def service(self, call: RunCall) -> Service | None:
         """Return what stores the files that `run` names."""
-        request = output_request(call.given)
-        if request is None:
-            return None
+        whose = argument("outputs_from", call.given)
+        if call.given.get("outputs") is None:
+            if whose is None:
+                return None
+            raise TorchrunConfigError(
+                f"run(outputs_from={whose!r}) says whose outputs to store, but outputs names none."
+            )
+        patterns = argument("outputs", call.given)
         if call.store is None:
             raise TorchrunConfigError("run(outputs=...) needs a datastore, which only a step of a flow has.")
-        return OutputsService(request, call.node, call.store)
+        return OutputsService(patterns, whose == "all", call.node, call.store)
 
     def keeper(self, num_nodes: int, of_all: bool) -> Keeper | None:
         """Return what keeps where all nodes' files are."""
         return OutputsKeeper() if of_all else None
 
-    def watcher(self, here: Here) -> Watcher:
-        """Return what tells the gang that there will be outputs."""
-        return Wanted() if self.name in here.plan.services and here.plan.spec.node_index == CONTROL else Watcher()
-
-
-class Wanted(Watcher):
-    """Tells once that a launch is to store outputs."""
-
-    def __init__(self) -> None:
-        self._is_told = False
-
-    def poll(self) -> Plain | None:
-        """Return that, the first time."""
-        told, self._is_told = None if self._is_told else _WANTED, True
-        return told
-
 
 class OutputsService(Service):
-    """The files of one launch on this node."""
+    """The files of one launch on this node; `patterns` are relative to the workers' working directory."""
 
-    def __init__(self, request: OutputRequest, node: int, store: ValueStore) -> None:
-        self.saves = "its outputs" if request.is_of(node) else None
-        self._request, self._node, self._store = request, node, store
+    def __init__(self, patterns: tuple[str, ...], of_all: bool, node: int, store: ValueStore) -> None:
+        self.saves = "its outputs" if of_all or node == CONTROL else None
+        self._patterns, self._of_all = patterns, of_all
+        self._node, self._store = node, store
         self._folder = os.getcwd()
         self._since: float | None = None  # when the first workers started; files that are older are not theirs
         self._pieces: OutputPieces | None = None  # what this generation stores
@@ -82,14 +75,17 @@ class OutputsService(Service):
 
     def to_save(self, within_s: float) -> ToStore | None:
         """Return the files, unless they are stored."""
-        return None if self._pieces is not None and self._pieces.kept is not None else self._make(within_s)
+        return None if self._kept() is not None else self._make(within_s)
 
     def _make(self, within_s: float | None = None) -> ToStore | None:
         if self.saves is None:
             return None
         since = time.time() if self._since is None else self._since
-        self._pieces = OutputPieces(self._request.patterns, self._folder, self._store, self._node, since, within_s)
+        self._pieces = OutputPieces(self._patterns, self._folder, self._store, self._node, since, within_s)
         return self._pieces
+
+    def _kept(self) -> StoredOutputs | None:
+        return None if self._pieces is None else self._pieces.kept
 
     def result(self, told: Plain, say: Callable[[str], None]) -> Mapping[str, Any]:
         """Return the files that this node knows of."""
@@ -100,9 +96,10 @@ class OutputsService(Service):
         error.outputs = self._known(told)
 
     def _known(self, told: Plain) -> Stored:
+        """Return the control node's files, or those of all nodes on it; another node's own, where each has some."""
         of = {int(node): tuple(each) for node, each in told.get("nodes", {}).items()}
-        if self._request.whose == "all" and self._node != CONTROL:  # each node's result has its own
-            kept = None if self._pieces is None else self._pieces.kept
+        if self._of_all and self._node != CONTROL:
+            kept = self._kept()
             of = {} if kept is None else {self._node: (kept.key, kept.files, kept.size)}
         return Stored(self._store.address, of)
 
@@ -118,23 +115,17 @@ class OutputsKeeper(Keeper):
     def begin(self, launch: int, policy: Plain, at_s: float) -> None:
         """Forget what a generation before has stored."""
         self._launches.pop(launch, None)
+        self._is_wanted |= bool(policy)
 
     def handle(self, node: int, told: Told, at_s: float) -> Remarks | None:
         """Keep where a node's files are."""
-        self._is_wanted = True
-        if told.data == _WANTED:
-            return None
         kept = from_plain(StoredOutputs, told.data, "outputs")
-        if told.launch not in self._launches:
-            self._make_room()
         self._launches.setdefault(told.launch, {})[node] = kept
-        text = f"{counted(kept.files, 'file')}, {size_text(kept.size)}"
-        return Remarks(happened=(Happened("stored", node, text),))
-
-    def _make_room(self) -> None:
-        while sum(map(len, self._launches.values())) >= _MAX_KEPT:
+        while len(self._launches) > 1 and sum(map(len, self._launches.values())) > _MAX_KEPT:
             del self._launches[next(iter(self._launches))]
             self._left_out += 1
+        text = f"{counted(kept.files, 'file')}, {size_text(kept.size)}"
+        return Remarks(happened=(Happened("stored", node, text),))
 
     def record(self) -> Plain:
         """Return where the files are, by launch and node; of copies, as the gang's thread may add to them."""

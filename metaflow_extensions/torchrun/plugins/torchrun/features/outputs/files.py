@@ -8,38 +8,34 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-_KINDS = {
-    stat.S_IFSOCK: "is a socket",
-    stat.S_IFIFO: "is a named pipe",
-    stat.S_IFCHR: "is a device",
-    stat.S_IFBLK: "is a device",
-}
-_Folder = tuple[int, int]
-"""Device and inode of a folder, by which it is known whatever path leads to it."""
 
-
-@dataclass(frozen=True)
-class Found:
-    """One file."""
+@dataclass
+class File:
+    """One file, and what of it is stored."""
 
     name: str  # relative to the folder that was searched
     path: str
-    size: int
-    modified: float  # when its content was written, as it says itself; in seconds since 1970
-    changed: float  # when the file system saw the last change of it
-    mode: int  # its permissions
+    status: os.stat_result  # when it was found
+    parts: list[tuple[str, int, int]] = field(default_factory=list)  # key of the piece, begin in it, size
+    size: int | None = None  # once all of it is read
+    digest: str = ""  # of the content of a small file; of a large one, the keys are
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether all of it is."""
+        return self.size is not None and sum(size for _, _, size in self.parts) == self.size
 
 
 @dataclass
 class Listing:
     """What the patterns name."""
 
-    files: list[Found] = field(default_factory=list)  # sorted by name, each once
-    left_out: dict[str, str] = field(default_factory=dict)  # name -> why, as in "is a socket"
+    files: list[File] = field(default_factory=list)  # sorted by name, each once
+    left_out: dict[str, str] = field(default_factory=dict)  # name -> why, as in "is no file"
     remarks: list[str] = field(default_factory=list)  # what else the user should know
 
 
@@ -47,22 +43,20 @@ def find(root: str, patterns: Sequence[str], apart: str | None = None) -> Listin
     """Search `root`, a folder; the folder `apart` is none of the outputs wherever it lies."""
     search = _Search(root, apart)
     for pattern in patterns:
-        search.take(pattern)
-    listing = search.listing
-    listing.files.sort(key=lambda file: file.name)
-    return listing
+        search.add(pattern)
+    search.listing.files = sorted(search.files.values(), key=lambda file: file.name)
+    return search.listing
 
 
 class _Search:
     def __init__(self, root: str, apart: str | None) -> None:
         self.listing = Listing()
+        self.files: dict[str, File] = {}  # by name
         self._root = root
         self._inside = [os.path.realpath(root)]  # where links may lead
         self._apart = None if apart is None else os.path.realpath(apart)
-        self._apart_id = _id_of(os.stat(apart)) if apart is not None and os.path.exists(apart) else None
-        self._known: set[str] = set()
 
-    def take(self, pattern: str) -> None:
+    def add(self, pattern: str) -> None:
         """Add what a pattern names: a path that is there, or else what fits."""
         if os.path.lexists(os.path.join(self._root, pattern)):
             self._allow(pattern)
@@ -72,7 +66,7 @@ class _Search:
         if not names:
             self.listing.remarks.append(f"warning: {pattern!r} of run(outputs=...) matches nothing in {self._root}")
         for name in names:
-            self._add("" if name == os.curdir else name)
+            self._add_tree("" if name == os.curdir else name)
 
     def _matches(self, pattern: str) -> list[str]:
         try:
@@ -88,6 +82,44 @@ class _Search:
             self._inside.append(real)
             self.listing.remarks.append(f"{name!r} of run(outputs=...) leads to {real}, out of the working directory")
 
+    def _add_tree(self, top: str) -> None:
+        """Add a file, or a folder with all that is in it."""
+        is_link = os.path.islink(os.path.join(self._root, top))
+        led_from = (self._real(os.path.dirname(top)),) if is_link else ()
+        waiting = [(top, self._real(top), led_from)]  # with where it is, and the folders from which links led there
+        while waiting:
+            name, real, led_from = waiting.pop()
+            try:
+                status = os.stat(os.path.join(self._root, name))
+                why = self._refusal(status, real, led_from)
+                if why is not None:
+                    self.listing.left_out[name or os.curdir] = why
+                elif stat.S_ISDIR(status.st_mode):
+                    with os.scandir(os.path.join(self._root, name)) as entries:
+                        for entry in entries:
+                            below = os.path.join(name, entry.name)
+                            if entry.is_symlink():
+                                waiting.append((below, self._real(below), (*led_from, real)))
+                            else:
+                                waiting.append((below, os.path.join(real, entry.name), led_from))
+                else:
+                    self.files.setdefault(name, File(name, os.path.join(self._root, name), status))
+            except FileNotFoundError:
+                self.listing.left_out[name] = "is a link to nothing, or gone"
+            except OSError as error:
+                self.listing.left_out[name] = cant_be_read(error)
+
+    def _refusal(self, status: os.stat_result, real: str, led_from: Sequence[str]) -> str | None:
+        """Return why something is left out; None if it is not."""
+        if not self._is_inside(real):
+            return f"leads to {real}, out of the working directory"
+        if self._is_apart(real):
+            return "is Metaflow's own datastore"
+        if stat.S_ISDIR(status.st_mode):
+            is_around = any(_lies_in(folder, real) for folder in led_from)
+            return "is a link to a folder that it lies in" if is_around else None
+        return None if stat.S_ISREG(status.st_mode) else "is no file"
+
     def _real(self, name: str) -> str:
         return os.path.realpath(os.path.join(self._root, name))
 
@@ -97,69 +129,11 @@ class _Search:
     def _is_apart(self, real: str) -> bool:
         return self._apart is not None and _lies_in(real, self._apart)
 
-    def _add(self, name: str) -> None:
-        """Add a file, or a folder with all that is in it, without recursion: a tree may be deep."""
-        waiting: list[tuple[str, frozenset[_Folder] | None]] = [(name, None)]
-        top = name
-        while waiting:
-            name, above = waiting.pop()
-            path = os.path.join(self._root, name)
-            try:
-                status = os.stat(path)
-                above = _folders_above(path) if above is None else above
-                # What a pattern has found may lie behind a link. Below it, only links lead elsewhere.
-                real = self._real(name) if name == top or os.path.islink(path) else None
-                why = self._refusal(status, real, above)
-                if why is not None:
-                    self.listing.left_out[name or os.curdir] = why
-                elif stat.S_ISDIR(status.st_mode):
-                    below = above | {_id_of(status)}
-                    waiting += [(os.path.join(name, entry), below) for entry in os.listdir(path)]
-                elif name not in self._known:
-                    self._known.add(name)
-                    self.listing.files.append(_found(name, path, status))
-            except OSError as error:
-                is_dangling = isinstance(error, FileNotFoundError) and os.path.islink(path)
-                self.listing.left_out[name] = "is a link to nothing" if is_dangling else _words(error)
-
-    def _refusal(self, status: os.stat_result, real: str | None, above: frozenset[_Folder]) -> str | None:
-        """Return why something is left out; None if it is not. `real` is where it is, if that needs to be asked."""
-        if real is not None and not self._is_inside(real):
-            return f"leads to {real}, out of the working directory"
-        if (real is not None and self._is_apart(real)) or _id_of(status) == self._apart_id:
-            return "is Metaflow's own datastore"
-        if stat.S_ISDIR(status.st_mode):
-            if _id_of(status) in above:
-                return "is a link to a folder that it lies in"
-            return None
-        return None if stat.S_ISREG(status.st_mode) else _KINDS.get(stat.S_IFMT(status.st_mode), "is no file")
-
 
 def _lies_in(real: str, folder: str) -> bool:
     return real == folder or real.startswith(os.path.join(folder, ""))
 
 
-def _folders_above(path: str) -> frozenset[_Folder]:
-    """Return the folders that a path lies in, wherever links lead on the way."""
-    return frozenset(_id_of(folder.stat()) for folder in Path(os.path.realpath(path)).parents)
-
-
-def _id_of(status: os.stat_result) -> _Folder:
-    return status.st_dev, status.st_ino
-
-
-def _found(name: str, path: str, status: os.stat_result) -> Found:
-    return Found(name, path, status.st_size, status.st_mtime, status.st_ctime, stat.S_IMODE(status.st_mode))
-
-
-def _words(error: OSError) -> str:
+def cant_be_read(error: OSError) -> str:
+    """Return why a file is left out that the system does not let read."""
     return f"can't be read: {error.strerror or error}"
-
-
-def lines(listing: Listing, most: int) -> Iterator[str]:
-    """Yield what is to be said of a listing, in few lines."""
-    yield from listing.remarks[:most]
-    left_out = [f"{name!r} {why}" for name, why in sorted(listing.left_out.items())]
-    if left_out:
-        more = f"; and {len(left_out) - most} more" if len(left_out) > most else ""
-        yield f"warning: left out of the outputs: {'; '.join(left_out[:most])}{more}"

@@ -12,7 +12,7 @@ import os
 import stat
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -20,14 +20,13 @@ from ...gang.keepers import Plain
 from ...gang.texts import counted, size_text
 from ...launch.transfer import PATIENCE_S, Step, ValueStore, patience_for
 from ...node.services import ToStore
-from .files import Found, Listing, find, lines
+from .files import File, Listing, cant_be_read, find
 
 # Two are in memory at the same time: one that is stored, and the next one that is read. From 8 MiB on, boto3 (1.44)
 # would send each in parts, with copies of them in ten threads.
 PIECE_BYTES = 8_000_000
 _SMALL_BYTES = 1024 * 1024  # files up to this size share pieces: for each piece, the store is asked twice
 _VERSION = 1  # of the form of the list
-_TELL_EVERY_S = 5.0
 _SAID = 10  # so many names stand in a line
 
 
@@ -40,21 +39,7 @@ class StoredOutputs:
     size: int  # bytes of all files
 
 
-@dataclass
-class _Entry:
-    """A file on its way."""
-
-    file: Found
-    parts: list[tuple[str, int, int]] = field(default_factory=list)  # key of the piece, begin in it, size
-    size: int | None = None  # once all of it is read
-    digest: str = ""  # of the content of a small file; of a large one, the keys are
-
-    @property
-    def is_stored(self) -> bool:
-        return self.size is not None and sum(size for _, _, size in self.parts) == self.size
-
-
-_Piece = list[tuple[_Entry, bytes]]
+_Piece = list[tuple[File, bytes]]
 
 
 class OutputPieces(ToStore):
@@ -80,9 +65,7 @@ class OutputPieces(ToStore):
         # After a failure: those that are stored by then count, and the newest go first.
         self._deadline = None if within_s is None else time.monotonic() + within_s
         self._listing = Listing()
-        self._entries: list[_Entry] = []
         self._list: StoredOutputs | None = None  # at the very end
-        self._told_at = time.monotonic()
         self._done_bytes = self._all_bytes = 0
 
     def steps(self) -> Iterator[Step]:
@@ -91,8 +74,10 @@ class OutputPieces(ToStore):
         for piece in self._pieces():
             if self._deadline is not None and time.monotonic() > self._deadline:
                 break
-            do, size = partial(self._save, piece), sum(len(data) for _, data in piece)
-            yield Step(self._what(piece), do, patience_for(size), is_news=self._is_due())
+            so_far = f"{size_text(self._done_bytes)} of {size_text(self._all_bytes)} so far"
+            what = f"its outputs ({so_far}, now {piece[0][0].name!r})"
+            patience_s = patience_for(sum(len(data) for _, data in piece))
+            yield Step(what, partial(self._save, piece), patience_s, is_news=False)  # there may be very many
         yield Step("the list of its outputs", self._save_list, PATIENCE_S)
 
     def told(self) -> Plain | None:
@@ -100,126 +85,109 @@ class OutputPieces(ToStore):
         self.kept = self._list
         return None if self.kept is None else asdict(self.kept)
 
-    def lines(self, problem: str | None, seconds: float) -> list[str]:
-        """Return what was found and stored, and what was not."""
+    def lines(self, problem: str | None, seconds: float) -> Iterator[str]:
+        """Yield what was found and stored, and what was not, in few lines."""
         if problem is not None:
-            return [f"what outputs there are could not be stored in {self._store.where} {problem}"]
-        said = list(lines(self._listing, _SAID))
-        old = [entry.file.name for entry in self._stored() if self._is_older(entry)]
+            yield f"what outputs there are could not be stored in {self._store.where} {problem}"
+            return
+        yield from self._listing.remarks[:_SAID]
+        if self._listing.left_out:
+            left_out = [f"{name!r} {why}" for name, why in sorted(self._listing.left_out.items())]
+            yield f"warning: left out of the outputs: {_first(left_out, '; ')}"
+        old = [repr(file.name) for file in self._stored() if self._is_older(file)]
         if old:
-            verb = "is" if len(old) == 1 else "are"
-            said.append(f"{counted(len(old), 'output')} {verb} older than this launch: {_names(old)}")
+            yield f"{counted(len(old), 'output')} {'is' if len(old) == 1 else 'are'} older than this launch: {_first(old)}"
         if self._list is not None:
             stored = f"{counted(self._list.files, 'file')}, {size_text(self._list.size)}"
-            said.append(f"stored outputs: {stored}, in {seconds:.1f} s")
-        return said
+            yield f"stored outputs: {stored}, in {seconds:.1f} s"
 
-    def _is_older(self, entry: _Entry) -> bool:
-        return entry.file.changed < self._since
-
-    def _is_due(self) -> bool:
-        """Tell whether it is time to tell the gang again how far this is."""
-        now = time.monotonic()
-        if now - self._told_at < _TELL_EVERY_S:
-            return False
-        self._told_at = now
-        return True
-
-    def _what(self, piece: _Piece) -> str:
-        name = piece[0][0].file.name
-        return f"its outputs ({size_text(self._done_bytes)} of {size_text(self._all_bytes)} so far, now {name!r})"
+    def _is_older(self, file: File) -> bool:
+        return file.status.st_ctime < self._since
 
     # --- the steps --------------------------------------------------------------------------------
 
     def _find(self) -> None:
         self._listing = find(self._folder, self._patterns, self._store.folder)
-        self._all_bytes = sum(file.size for file in self._listing.files)
+        self._all_bytes = sum(file.status.st_size for file in self._listing.files)
 
     def _save(self, piece: _Piece) -> None:
-        key = self._store.save(piece[0][1] if len(piece) == 1 else b"".join(data for _, data in piece))
+        key = self._store.save(b"".join(data for _, data in piece) if len(piece) > 1 else piece[0][1])
         begin = 0
-        for entry, data in piece:
-            entry.parts.append((key, begin, len(data)))
+        for file, data in piece:
+            file.parts.append((key, begin, len(data)))
             begin += len(data)
         self._done_bytes += begin
 
     def _save_list(self) -> None:
-        stored = list(self._stored())
-        known = {entry.file.name for entry in stored} | self._listing.left_out.keys()
-        late = {file.name: "could not be stored in time" for file in self._listing.files if file.name not in known}
-        self._listing.left_out.update(late)
+        stored, left_out = self._stored(), self._listing.left_out
+        for file in self._listing.files:
+            if not file.is_stored:
+                left_out.setdefault(file.name, "could not be stored in time")
         content = {
             "version": _VERSION,
             "node": self._node,
-            "files": [self._row(entry) for entry in stored],
-            "left_out": dict(sorted(self._listing.left_out.items())),
+            "files": [self._row(file) for file in stored],
+            "left_out": dict(sorted(left_out.items())),
         }
         key = self._store.save(json.dumps(content).encode())  # in ASCII, so that names may be of any bytes
-        self._list = StoredOutputs(key, len(stored), sum(entry.size or 0 for entry in stored))
+        self._list = StoredOutputs(key, len(stored), sum(file.size or 0 for file in stored))
 
-    def _row(self, entry: _Entry) -> dict[str, Any]:
+    def _row(self, file: File) -> dict[str, Any]:
         return {
-            "name": entry.file.name,
-            "size": entry.size,
-            "modified": entry.file.modified,
-            "older": self._is_older(entry),
-            "mode": entry.file.mode,
-            "digest": entry.digest or hashlib.sha256(repr(entry.parts).encode()).hexdigest(),
-            "parts": entry.parts,
+            "name": file.name,
+            "size": file.size,
+            "modified": file.status.st_mtime,
+            "older": self._is_older(file),
+            "mode": stat.S_IMODE(file.status.st_mode),
+            "digest": file.digest or hashlib.sha256(repr(file.parts).encode()).hexdigest(),
+            "parts": file.parts,
         }
 
-    def _stored(self) -> Iterator[_Entry]:
-        yield from sorted((entry for entry in self._entries if entry.is_stored), key=lambda entry: entry.file.name)
+    def _stored(self) -> list[File]:
+        return [file for file in self._listing.files if file.is_stored]
 
     # --- what is read -----------------------------------------------------------------------------
 
     def _pieces(self) -> Iterator[_Piece]:
-        """Yield pieces: of small files together, then of each large one."""
+        """Yield pieces: of small files together, then of each large one; after a failure, of the newest first."""
+        newest_first = self._deadline is not None
+        files = sorted(self._listing.files, key=lambda file: -file.status.st_mtime if newest_first else 0)
+        small = [file for file in files if file.status.st_size <= _SMALL_BYTES]
+        large = [file for file in files if file.status.st_size > _SMALL_BYTES]
         shared: _Piece = []
         size = 0
-        for entry in self._in_order(are_large=False):
-            for data in self._read(entry):
-                entry.digest = hashlib.sha256(entry.digest.encode() + data).hexdigest()
+        for file in small:
+            for data in self._read(file):
+                file.digest = hashlib.sha256(file.digest.encode() + data).hexdigest()
                 if shared and size + len(data) > PIECE_BYTES:
                     yield shared
                     shared, size = [], 0
-                shared.append((entry, data))
+                shared.append((file, data))
                 size += len(data)
         if shared:
             yield shared
-        for entry in self._in_order(are_large=True):
-            for data in self._read(entry):
-                yield [(entry, data)]
+        for file in large:
+            for data in self._read(file):
+                yield [(file, data)]
 
-    def _in_order(self, are_large: bool) -> Iterator[_Entry]:
-        files = [file for file in self._listing.files if (file.size > _SMALL_BYTES) is are_large]
-        for file in files if self._deadline is None else sorted(files, key=lambda file: -file.modified):
-            self._entries.append(_Entry(file))
-            yield self._entries[-1]
-
-    def _read(self, entry: _Entry) -> Iterator[bytes]:
+    def _read(self, file: File) -> Iterator[bytes]:
         """Yield what is in a file, as long as it was when it was opened."""
         try:
-            # Without waiting: what was a file may have become a named pipe.
-            fd = os.open(entry.file.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-            with open(fd, "rb", buffering=0) as source:
-                before = os.fstat(fd)
-                if not stat.S_ISREG(before.st_mode):
-                    self._listing.left_out[entry.file.name] = "is no file any more"
-                    return
+            with open(file.path, "rb", buffering=0) as source:
+                before = os.fstat(source.fileno())
                 done = 0
                 while data := source.read(min(PIECE_BYTES, before.st_size - done)):
                     done += len(data)
                     yield data
-                after = os.fstat(fd)
-                entry.size = done
+                after = os.fstat(source.fileno())
         except OSError as error:
-            self._listing.left_out[entry.file.name] = f"can't be read: {error.strerror or error}"
+            self._listing.left_out[file.name] = cant_be_read(error)
             return
+        file.size = done
         if (before.st_size, before.st_mtime_ns) != (done, after.st_mtime_ns) or after.st_size != done:
-            self._listing.remarks.append(f"warning: the output {entry.file.name!r} changed while it was read")
+            self._listing.remarks.append(f"warning: the output {file.name!r} changed while it was read")
 
 
-def _names(names: list[str]) -> str:
-    more = f" and {len(names) - _SAID} more" if len(names) > _SAID else ""
-    return ", ".join(map(repr, names[:_SAID])) + more
+def _first(said: list[str], between: str = ", ") -> str:
+    more = f"{between}and {len(said) - _SAID} more" if len(said) > _SAID else ""
+    return between.join(said[:_SAID]) + more
