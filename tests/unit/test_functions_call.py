@@ -6,16 +6,13 @@ import pickle
 import tempfile
 import threading
 from collections import OrderedDict
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from metaflow.datastore import FlowDataStore
-from metaflow.metaflow_environment import MetaflowEnvironment
-from metaflow.plugins import DATASTORES
-from unit_helpers import write
+from unit_helpers import MemoryStore, write
 
-from metaflow_extensions.torchrun.plugins.torchrun.compat.datastore import DatastoreValues
 from metaflow_extensions.torchrun.plugins.torchrun.errors import (
     EntrypointError,
     LaunchFailed,
@@ -28,13 +25,13 @@ from metaflow_extensions.torchrun.plugins.torchrun.errors import (
 from metaflow_extensions.torchrun.plugins.torchrun.features.functions.call import (
     FUNCTION_WORKER,
     FunctionCall,
-    refuse_for_functions,
-    refuse_for_scripts,
 )
+from metaflow_extensions.torchrun.plugins.torchrun.features.functions.feature import Functions
 from metaflow_extensions.torchrun.plugins.torchrun.launch.facts import contents_digest
 from metaflow_extensions.torchrun.plugins.torchrun.launch.outputs import Outputs
 from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec, Node, build_spec
 from metaflow_extensions.torchrun.plugins.torchrun.launch.transfer import TransferFailed
+from metaflow_extensions.torchrun.plugins.torchrun.node.services import RunCall
 from metaflow_extensions.torchrun.plugins.torchrun.settings import parse_settings
 
 SPEC = LaunchSpec(FUNCTION_WORKER, ("folder",), False, nproc=2, num_nodes=2, node_index=1, python="python3")
@@ -51,28 +48,6 @@ class Trainer:
 
     def __call__(self):
         pass
-
-
-class Store:
-    """A datastore in a dict."""
-
-    where = "the local datastore /home"
-
-    def __init__(self):
-        self.data, self.loads = {}, []
-
-    def save(self, data):
-        key = str(len(self.data))
-        self.data[key] = data
-        return key
-
-    def load(self, keys):
-        self.loads.append(list(keys))
-        for key in reversed(keys):
-            yield key, self.data[key]
-
-    def trouble(self):
-        return None
 
 
 @pytest.fixture
@@ -111,7 +86,6 @@ def raised(error=None, text="ValueError: nan"):
     ("wrong", "why"),
     [
         *(({"arguments": wrong}, r"dict \(keyword arguments\) or a list") for wrong in ("--epochs 3", b"x", 3, {1, 2})),
-        ({"arguments": {"epochs": 1, 3: 4}}, "3 is no name"),
         *(({"init": wrong}, "must be one of gloo, nccl, auto") for wrong in ("mpi", "cuda", "GLOO", True, "")),
     ],
 )
@@ -150,20 +124,31 @@ def test_a_call_that_can_not_be_written_leaves_no_file(argument, folder, error, 
     assert not list(tmp_path.glob("torchrun-call-*"))
 
 
-@pytest.mark.parametrize(("init", "gather", "named"), [("gloo", False, "init='gloo'"), (None, True, "gather=True")])
-def test_what_is_for_functions_is_refused_for_scripts(init, gather, named):
-    refuse_for_scripts({"init": None, "gather": False})
-    with pytest.raises(TorchrunConfigError, match=rf"run\({named}\) is for functions"):
-        refuse_for_scripts({"init": init, "gather": gather})
-
-
 @pytest.mark.parametrize(
-    "given", [{"module": True}, {"torchrun_args": ["--module"]}, {"torchrun_args": {"no_python": None}}]
+    ("entrypoint", "given", "why"),
+    [
+        ("x.py", {"init": "gloo"}, r"run\(init='gloo'\) is for functions"),
+        ("x.py", {"gather": True}, r"run\(gather=True\) is for functions"),
+        *(
+            (train, given, f"{name} says how to run a script, but the entrypoint is a function")
+            for given, name in (
+                ({"module": True}, "module"),
+                ({"torchrun_args": ["--module"]}, "module"),
+                ({"torchrun_args": {"no_python": None}}, "no-python"),
+            )
+        ),
+    ],
 )
-def test_what_is_for_scripts_is_refused_for_functions(given):
-    refuse_for_functions({"nproc_per_node": 2, "module": False})
-    with pytest.raises(TorchrunConfigError, match="says how to run a script, but the entrypoint is a function"):
-        refuse_for_functions(given)
+def test_what_is_for_functions_is_refused_for_scripts_and_the_reverse(entrypoint, given, why):
+    with pytest.raises(TorchrunConfigError, match=why):
+        Functions().service(RunCall({"entrypoint": entrypoint, **given}, 2, 0, None))
+
+
+def test_only_a_function_makes_a_call():
+    given = {"init": None, "gather": False, "module": False}
+    assert Functions().service(RunCall({"entrypoint": "x.py", **given}, 2, 0, None)) is None
+    with closing(Functions().service(RunCall({"entrypoint": train, **given, "gather": True}, 2, 0, None))) as call:
+        assert call.may_train_alone
 
 
 def spec_of(call, **given):
@@ -230,36 +215,20 @@ def uploaded(call, ok):
     ],
 )
 def test_what_other_nodes_need_is_stored(node, gather, ok, stored, make):
-    store = Store()
-    call = make(gather=gather, store=store, node=node)
+    store = MemoryStore()
+    call, alone = make(gather=gather, store=store, node=node), make(gather=gather, node=node)
     assert call.to_store(ok) is None, "all have ended by sys.exit()"
-    leave(call, f"returned-{2 * node + 1}.pkl.part", "half a value")
-    data = {
-        "0": leave(call, f"returned-{2 * node}.pkl", "value")
-        if ok
-        else leave(call, f"raised-{2 * node + 1}.pkl", raised())
-    }
+    for each in (call, alone):
+        value = leave(each, f"returned-{2 * node}.pkl", "value")
+        leave(each, f"returned-{2 * node + 1}.pkl.part", "half a value")
+        error = leave(each, f"raised-{2 * node + 1}.pkl", raised())
     assert uploaded(call, ok) == stored
-    assert store.data == (data if stored else {})
-    alone = make(gather=gather, node=node)
-    leave(alone, f"returned-{2 * node}.pkl", "value")
-    leave(alone, f"raised-{2 * node + 1}.pkl", raised())
-    assert alone.to_store(ok) is None
-
-
-def test_an_upload_says_what_it_carries(make):
-    store = Store()
-    call = make(gather=True, store=store)
-    data = leave(call, "returned-2.pkl", 1)
-    leave(call, "raised-3.pkl", raised())
-    (value,) = call.to_store(True).steps()
-    assert (value.what, value.rank) == (f"rank 2's value ({len(data)} bytes)", 2)
-    (raising,) = call.to_store(False).steps()
-    assert (raising.rank, raising.what.startswith("what its ranks raised (")) == (None, True)
+    assert store.data == ({"0": value if ok else error} if stored else {})
+    assert alone.to_store(ok) is None, "without a store"
 
 
 def test_values_are_this_nodes_and_the_gathered_ones_in_order(make):
-    store = Store()
+    store = MemoryStore()
     call = make(gather=True, store=store, node=0)
     own = {rank: leave(call, f"returned-{rank}.pkl", rank) for rank in (1, 0)}
     keys = {rank: store.save(pickle.dumps(rank)) for rank in ("3", "2")}
@@ -276,7 +245,7 @@ def test_values_are_this_nodes_and_the_gathered_ones_in_order(make):
 
 
 def test_many_values_are_loaded_in_a_few_lists(make):
-    store = Store()
+    store = MemoryStore()
     keys = {str(rank): store.save(bytes([rank])) for rank in range(150)}
     values = make(store=store).result(keys, print)["values"]
     assert dict(values) == {rank: bytes([rank]) for rank in range(150)}
@@ -284,9 +253,9 @@ def test_many_values_are_loaded_in_a_few_lists(make):
 
 
 def test_values_that_can_not_be_loaded_say_where_they_should_be(make):
-    words = "rank 2's value could not be loaded from the local datastore /home after 0 s: KeyError"
+    words = "rank 2's value could not be loaded from the s3 datastore s3://bucket after 0 s: KeyError"
     with pytest.raises(TransferFailed, match=words):
-        make(store=Store()).result({"2": "no such key"}, print)
+        make(store=MemoryStore()).result({"2": "no such key"}, print)
 
 
 def test_a_new_generation_forgets_what_the_last_one_left(make):
@@ -297,21 +266,6 @@ def test_a_new_generation_forgets_what_the_last_one_left(make):
     verdict = LaunchFailed("the gang's words", {**CAUSE, "rank": 1, "kind": "exit"})
     assert call.original(verdict, {}) is verdict
     assert call.result({}, print)["values"] == {}
-
-
-def test_values_go_through_metaflows_own_datastore(tmp_path, monkeypatch):
-    """Metaflow's local one, as it is."""
-    local = {datastore.TYPE: datastore for datastore in DATASTORES}["local"]
-    monkeypatch.chdir(tmp_path)
-    flow = FlowDataStore("SomeFlow", MetaflowEnvironment(None), storage_impl=local, ds_root=str(tmp_path / "store"))
-    values = DatastoreValues(flow)
-    data = [b"", b"\x1f\x8b not gzip", os.urandom(1 << 20), bytes(1 << 22)]
-    keys = [values.save(one) for one in data]
-    assert all(type(key) is str and len(key) == 40 for key in keys)
-    assert values.save(data[2]) == keys[2]
-    assert dict(values.load(keys)) == dict(zip(keys, data, strict=True))
-    assert values.where == f"the local datastore {tmp_path / 'store'}"
-    assert list((tmp_path / "store").glob("SomeFlow/data/*/*"))
 
 
 # --- what an error becomes ------------------------------------------------------------------------------
@@ -325,15 +279,16 @@ def knowing(error):
 
 @pytest.mark.parametrize("stored", [{"2": "0"}, {}, {"2": "no such key"}, {"3": "0"}])
 def test_the_exception_of_another_nodes_rank_comes_through_the_store(stored, make):
-    store = Store()
+    store = MemoryStore()
     store.save(pickle.dumps(raised(KeyError("lr"))))
     verdict = knowing(LaunchFailed("the gang's words", CAUSE))
     error = make(store=store).original(verdict, stored)
-    if stored == {"2": "0"}:
-        assert type(error) is KeyError
-    else:
-        assert (type(error), error.message, error.cause) == (WorkerFailed, "the gang's words", CAUSE)
-        assert (error.events, error.outputs) == (verdict.events, verdict.outputs)
+    assert type(error) is (KeyError if stored == {"2": "0"} else WorkerFailed)
+    if type(error) is WorkerFailed:
+        assert (error.message, error.cause, error.events, error.outputs) == (
+            *("the gang's words", CAUSE),
+            *(verdict.events, verdict.outputs),
+        )
 
 
 # How the gang has seen the end of the worker, and whether that may have been the exception that it has left.
@@ -365,8 +320,6 @@ def test_what_can_not_be_unpickled_comes_in_words(data, make):
     leave(call, "raised-2.pkl", {"exception": data, "text": "Custom: 42"})
     verdict = knowing(LaunchFailed("the gang's words", CAUSE))
     error = call.original(verdict, {})
-    assert type(error) is WorkerFailed
-    assert (error.events, error.outputs) == (verdict.events, verdict.outputs)
+    assert (type(error), error.cause, error.events) == (WorkerFailed, CAUSE, verdict.events)
     assert error.message.startswith("Custom: 42\nthe gang's words")
     assert ("told in words because" in error.message) is (data is not None)
-    assert error.cause == CAUSE

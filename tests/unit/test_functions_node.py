@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 from fake_node import ERROR, FakeNode
+from unit_helpers import MemoryStore
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import LaunchFailed
 from metaflow_extensions.torchrun.plugins.torchrun.features.functions.call import FunctionCall
-from metaflow_extensions.torchrun.plugins.torchrun.features.functions.feature import FunctionKeeper, Functions
+from metaflow_extensions.torchrun.plugins.torchrun.features.functions.feature import FunctionKeeper
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
 from metaflow_extensions.torchrun.plugins.torchrun.gang.keepers import Keepers
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
@@ -20,32 +21,12 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
     Told,
 )
 from metaflow_extensions.torchrun.plugins.torchrun.guardian.agent_events import End
-from metaflow_extensions.torchrun.plugins.torchrun.node.services import RunCall, Services
-
-
-class Store:
-    """A datastore that keeps all at once."""
-
-    where = "the s3 datastore s3://bucket"
-
-    def __init__(self):
-        self.data = {}
-
-    def save(self, data):
-        self.data[f"key {len(self.data)}"] = data
-        return f"key {len(self.data) - 1}"
-
-    def load(self, keys):
-        for key in keys:
-            yield key, self.data[key]
-
-    def trouble(self):
-        return None
+from metaflow_extensions.torchrun.plugins.torchrun.node.services import Services
 
 
 @pytest.fixture
 def store():
-    return Store()
+    return MemoryStore()
 
 
 @pytest.fixture
@@ -80,7 +61,7 @@ def test_a_members_values_go_to_the_control_node(tmp_path, call, store):
     ended = node.expect(Ended)
     assert ended.storing.startswith("rank 2's value (")
     assert (ended.saves, ended.alone) == (None, False)
-    assert told_by(node) == {"2": "key 0", "3": "key 1"}
+    assert told_by(node) == {"2": "0", "3": "1"}
     assert list(node.verdict()) == ["of rank 2", "of rank 3"]
 
 
@@ -92,7 +73,7 @@ def test_what_ranks_raised_goes_to_all_nodes(tmp_path, call, store):
     agent.say(End(1))
     node.expect(Failed)
     assert node.expect(Ended).storing.startswith("what its ranks raised (")
-    assert told_by(node) == {"1": "key 0"}
+    assert told_by(node) == {"1": "0"}
     node.verdict(ERROR)
 
 
@@ -101,22 +82,13 @@ def test_the_control_nodes_result_has_the_values_of_all_ranks(is_there, tmp_path
     node = node_of(tmp_path, 0, call, store)
     agent = node.running()
     leaves(call, 0, 1)
-    store.data = {f"key {rank}": pickle.dumps(f"of rank {rank}") for rank in (2, 3) if is_there}
-    ended, result = node.ends_well(agent, features={"functions": {"2": "key 2", "3": "key 3"}})
+    store.data = {str(rank): pickle.dumps(f"of rank {rank}") for rank in (2, 3) if is_there}
+    ended, result = node.ends_well(agent, features={"functions": {"2": "2", "3": "3"}})
     assert ended.storing is None, "its own values need no way"
     if is_there:
         assert list(result) == [f"of rank {rank}" for rank in range(4)]
     else:
         assert result.cause["category"] == "store"
-
-
-def test_only_a_function_makes_a_call(store):
-    def service(entrypoint, **given):
-        return Functions().service(RunCall({"entrypoint": entrypoint, **given}, 2, 0, store))
-
-    assert service("train.py") is None
-    with closing(service(print, gather=True)) as call:
-        assert call.may_train_alone
 
 
 # --- on the control node --------------------------------------------------------------------------
@@ -135,6 +107,8 @@ def test_the_control_node_alone_hears_where_the_gathered_values_lie(keepers):
     of_all = {"2": "key of 2", "3": "key of 3", "4": "key of 4"}
     assert keepers.verdict(0, True, None) == {"functions": of_all}
     assert keepers.verdict(0, False, None) == keepers.verdict(1, True, None) == {}
+    keepers.begin(0, {}, 0.0)  # a restart
+    assert keepers.verdict(0, True, None) == {}
 
 
 @pytest.mark.parametrize(("rank", "told"), [(3, {"functions": {"3": "key of 3"}}), (7, {}), (None, {})])
@@ -142,8 +116,3 @@ def test_all_nodes_hear_where_the_causes_exception_lies_and_of_no_other(rank, to
     error = LaunchFailed("", Cause("exception", 1, "host", rank, None).as_dict())
     assert keepers.verdict(0, True, error) == keepers.verdict(0, False, error) == told
     assert keepers.verdict(0, True, LaunchFailed("")) == {}
-
-
-def test_a_restart_forgets_what_the_last_generation_stored(keepers):
-    keepers.begin(0, {}, 0.0)
-    assert keepers.verdict(0, True, None) == {}

@@ -11,8 +11,9 @@ import os
 import pickle
 import socket
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from ...gang.cause import cause_of, retold
 from ...gang.keepers import Plain
 from ...gang.protocol import CONTROL
 from ...gang.texts import size_text
-from ...launch.arguments import dict_or_list, torchrun_options
+from ...launch.arguments import dict_or_list
 from ...launch.spec import FunctionSpec, LaunchSpec
 from ...launch.transfer import PATIENCE_S, Step, Transfer, TransferFailed, ValueStore, patience_for
 from ...node.services import Service, ToStore
@@ -54,36 +55,19 @@ class FunctionCall(Service):
     ) -> None:
         if init is not None and init not in INITS:
             raise TorchrunConfigError(f"run(init={init!r}) must be one of {', '.join(INITS)}, or left out.")
-        args, kwargs = _as_call(arguments)
+        call = (function, *_as_call(arguments))
+        inner = function.func if isinstance(function, partial) else function
+        name = str(getattr(inner, "__qualname__", type(inner).__qualname__))
         # Whether the control node gets the values of all ranks. Who gathers them means the ranks to train alone.
         self._gather = self.may_train_alone = gather
         self._store = store  # carries values between nodes; None for a gang of one
-        inner = function.func if isinstance(function, partial) else function
-        name = str(getattr(inner, "__qualname__", type(inner).__qualname__))
         self._node, self._ranks = CONTROL, range(0)
-        self._values: ValuesOnDisk | None = None  # until a result has it
-        try:
-            self._values = ValuesOnDisk()
-            self.folder = self._values.folder
-            with open(os.path.join(self.folder, CALL), "wb") as file:
-                package = getattr(sys.modules.get("__main__"), "__package__", None)
-                header = {"path": _search_path(), "init": init, "main": main_file(), "package": package}
-                pickle.dump({**header, "current": current}, file)
-                _dump_call((function, args, kwargs), getattr(inner, "__self__", None), name, file)
-        except BaseException as error:
-            self.close()
-            if not isinstance(error, OSError):
-                raise
-            raise LaunchFailed(
-                f"{name} and its arguments could not be written on host {socket.gethostname()}: {error}. They go to "
-                "the folder for temporary files, which must exist, be writable and have room for them; TMPDIR says where "
-                "it is."
-            ) from error
-
+        self._values: ValuesOnDisk | None = _written(call, inner, name, {"init": init, "current": current})
+        self.folder = self._values.folder
         self.function = FunctionSpec(name, FUNCTION_WORKER, self.folder, _source_of(inner))
 
     def close(self) -> None:
-        """Remove the files, but for the values that a result has."""
+        """Remove the files, but for those of values that a result has."""
         if self._values is not None:
             self._values.remove()
 
@@ -113,18 +97,19 @@ class FunctionCall(Service):
         assert values is not None
         for rank in self._ranks:
             values.add(self._path(RETURNED, rank), rank)
-        self._load(values, told, say)
+        if told and self._store is not None:
+            self._load(self._store, values, told, say)
         with suppress(OSError):
             os.unlink(os.path.join(values.folder, CALL))
         self._values = None
         return {"values": values, "gathered": self._gather and self._node == CONTROL}
 
-    def _load(self, values: ValuesOnDisk, told: Mapping[str, str], say: Callable[[str], None]) -> None:
-        store, ranks_of = self._store, dict[str, list[int]]()
+    def _load(
+        self, store: ValueStore, values: ValuesOnDisk, told: Mapping[str, str], say: Callable[[str], None]
+    ) -> None:
+        ranks_of = defaultdict[str, list[int]](list)
         for rank, key in told.items():
-            ranks_of.setdefault(key, []).append(int(rank))
-        if store is None or not ranks_of:
-            return
+            ranks_of[key].append(int(rank))
 
         def load(keys: Sequence[str]) -> None:
             for key, data in store.load(keys):
@@ -190,34 +175,10 @@ class _ToStore(ToStore):
         return dict(self._keys) or None
 
 
-def refuse_for_scripts(given: Mapping[str, Any]) -> None:
-    """Raise for arguments that only a function can be launched with."""
-    for name in ("init", "gather"):
-        if value := given.get(name):
-            raise TorchrunConfigError(
-                f"run({name}={value!r}) is for functions; a script makes its process group and stores its results itself."
-            )
-
-
-def refuse_for_functions(given: Mapping[str, Any]) -> None:
-    """Raise for arguments that only a script can be launched with."""
-    options = torchrun_options(given.get("torchrun_args"))
-    for name in ("module", "no-python", "run-path"):
-        if name in options or given.get(name):
-            raise TorchrunConfigError(f"{name} says how to run a script, but the entrypoint is a function; remove it.")
-
-
-def _as_call(arguments: Any) -> tuple[list[Any], dict[str, Any]]:
+def _as_call(arguments: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
     forms = "for a function it must be a dict (keyword arguments) or a list (positional ones)"
     given = dict_or_list(arguments, "entrypoint_args", forms)
-    if not isinstance(given, Mapping):
-        return given, {}
-    for key in given:
-        if not isinstance(key, str):
-            raise TorchrunConfigError(
-                f"entrypoint_args of a function are its keyword arguments, but {key!r} is no name."
-            )
-    return [], dict(given)
+    return ([], dict(given)) if isinstance(given, Mapping) else (given, {})
 
 
 def _source_of(inner: Any) -> str | None:
@@ -235,14 +196,35 @@ def _search_path() -> list[str]:
     return [os.path.abspath(entry) if os.path.exists(entry or os.curdir) else entry for entry in sys.path]
 
 
-def _dump_call(call: tuple[Any, ...], owner: Any, name: str, file: Any) -> None:
-    """Pickle the call, by reference where that goes: a worker then imports what the task has imported."""
+def _written(call: tuple[Any, ...], inner: Any, name: str, header: Mapping[str, Any]) -> ValuesOnDisk:
+    """Return the folder of a call, with the call in it."""
+    owner = getattr(inner, "__self__", None)
     is_flow = any(base.__module__ == "metaflow.flowspec" for base in type(owner).__mro__)
     if is_flow and not isinstance(owner, type):
         raise EntrypointError(
             f"{name} is a method of the flow, and a flow can't be sent to the workers. Make it a function at "
             "the top level of the flow file, or a @staticmethod, and pass what it needs of self as arguments."
         )
+    package = getattr(sys.modules.get("__main__"), "__package__", None)
+    with ExitStack() as failed:
+        try:
+            values = ValuesOnDisk()
+            failed.callback(values.remove)
+            with open(os.path.join(values.folder, CALL), "wb") as file:
+                pickle.dump({**header, "path": _search_path(), "main": main_file(), "package": package}, file)
+                _dump(call, name, file)
+        except OSError as error:
+            raise LaunchFailed(
+                f"{name} and its arguments could not be written on host {socket.gethostname()}: {error}. They go to "
+                "the folder for temporary files, which must exist, be writable and have room for them; TMPDIR says where "
+                "it is."
+            ) from error
+        failed.pop_all()
+    return values
+
+
+def _dump(call: tuple[Any, ...], name: str, file: Any) -> None:
+    """Pickle the call, by reference where that goes: a worker then imports what the task has imported."""
     try:
         dump(call, file)
     except (OSError, KeyboardInterrupt, TorchrunError):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from ...compat.current import current_for_workers
-from ...errors import TorchrunError
+from ...errors import TorchrunConfigError, TorchrunError
 from ...gang.cause import cause_of
 from ...gang.keepers import Keeper, Plain
 from ...gang.protocol import Told
+from ...launch.arguments import torchrun_options
 from ...node.services import RunCall, Service
 from ...node.watchers import Feature
-from .call import FunctionCall, refuse_for_functions, refuse_for_scripts
+from .call import FunctionCall
 
 
 class Functions(Feature):
@@ -19,14 +20,22 @@ class Functions(Feature):
 
     def service(self, call: RunCall) -> Service | None:
         """Return the call, where the entrypoint is a function."""
-        given = call.given
-        function = given["entrypoint"]
-        if not callable(function):
-            refuse_for_scripts(given)
-            return None
-        refuse_for_functions(given)
-        store = call.store if call.num_nodes > 1 else None  # a gang of one has its values itself
+        given, function = call.given, call.given["entrypoint"]
         arguments, init, gather = (given.get(name) for name in ("entrypoint_args", "init", "gather"))
+        if not callable(function):
+            if init or gather:
+                said = f"init={init!r}" if init else f"gather={gather!r}"
+                raise TorchrunConfigError(
+                    f"run({said}) is for functions; a script makes its process group and stores its results itself."
+                )
+            return None
+        options = torchrun_options(given.get("torchrun_args"))
+        for name in ("module", "no-python", "run-path"):
+            if name in options or given.get(name):
+                raise TorchrunConfigError(
+                    f"{name} says how to run a script, but the entrypoint is a function; remove it."
+                )
+        store = call.store if call.num_nodes > 1 else None  # a gang of one has its values itself
         return FunctionCall(function, arguments, init, bool(gather), store, current_for_workers())
 
     def keeper(self, num_nodes: int, of_all: bool) -> Keeper | None:

@@ -10,6 +10,7 @@ import tempfile
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from functools import cache
 from typing import Any, BinaryIO
 
 from ...errors import TorchrunError
@@ -18,7 +19,6 @@ from .function_worker import VALUES
 
 # The machine since it was booted, with its pids; the process; when that began.
 _FOLDER = re.compile(r"torchrun-call-([0-9a-f]{8})_([0-9]+)_([0-9]+)_\w+")
-_looked_through: set[str] = set()  # folders in which this process has removed what dead ones had left
 
 
 def make_folder() -> str:
@@ -26,22 +26,19 @@ def make_folder() -> str:
 
     Where a process is killed before it can, the next one that makes a folder here removes it: its name says whose it is.
     """
-    among, machine = os.path.abspath(tempfile.gettempdir()), _this_machine()
-    if machine and among not in _looked_through:
-        _looked_through.add(among)
+    among, machine, pid = os.path.abspath(tempfile.gettempdir()), _this_machine(), os.getpid()
+    if machine:
         _remove_what_is_left(among, machine)
-    pid = os.getpid()
     return tempfile.mkdtemp(prefix=f"torchrun-call-{machine}_{pid}_{processes.began(pid)}_", dir=among)
 
 
+@cache  # once a process
 def _remove_what_is_left(among: str, machine: str) -> None:
-    names: list[str] = []
     with suppress(OSError):  # not there, or nobody may list it
-        names = os.listdir(among)
-    for name in names:
-        owner = _FOLDER.fullmatch(name)
-        if owner is not None and owner[1] == machine and not processes.is_alive(int(owner[2]), since=owner[3]):
-            shutil.rmtree(os.path.join(among, name), ignore_errors=True)  # another user's stays
+        for name in os.listdir(among):
+            owner = _FOLDER.fullmatch(name)
+            if owner is not None and owner[1] == machine and not processes.is_alive(int(owner[2]), since=owner[3]):
+                shutil.rmtree(os.path.join(among, name), ignore_errors=True)  # another user's stays
 
 
 def _this_machine() -> str:
