@@ -14,12 +14,6 @@ from metaflow_extensions.torchrun.plugins.torchrun.launch.commands import (
     foreign_python,
     source_of,
 )
-from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec
-
-SPEC = LaunchSpec("/flow/train.py", ("x",), False, nproc=2, num_nodes=3, node_index=1, python="/usr/bin/python3")
-
-
-# --- its program ---------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -44,15 +38,13 @@ def test_a_bare_name_is_looked_for_in_the_path_that_the_workers_have(places):
         find_program("mytool", str(cwd), str(flow), {"PATH": "/nowhere"})
     assert "PATH of this node (/nowhere)" in str(caught.value)
     assert "write './mytool'" in str(caught.value)
-    assert find_program("mytool", str(cwd), str(flow), {"PATH": "/nowhere"}, may_come=True) == "mytool"
     assert find_program("sh", None, None, {}) == "sh"
 
 
 def test_a_path_is_looked_for_in_the_working_directory_and_then_beside_the_flow(places):
     cwd, flow, _ = places
     beside = program(flow / "run me.sh")
-    for may_come in (False, True):
-        assert find_program("./run me.sh", str(cwd), str(flow), {}, may_come) == beside
+    assert find_program("./run me.sh", str(cwd), str(flow), {}) == beside
     program(cwd / "run me.sh")
     assert find_program("./run me.sh", str(cwd), str(flow), {}) == "./run me.sh"  # as a shell there would run it
     assert find_program(beside, str(cwd), str(flow), {}) == beside
@@ -64,7 +56,6 @@ def test_a_path_that_leads_nowhere_names_every_place_looked_at(places):
         find_program("./run.sh", str(cwd), str(flow), {})
     assert str(cwd / "run.sh") in str(caught.value)
     assert str(flow / "run.sh") in str(caught.value)
-    assert find_program("./run.sh", str(cwd), str(flow), {}, may_come=True) == "./run.sh"
     write(cwd / "run.sh", "")
     with pytest.raises(EntrypointError, match="chmod"):
         find_program("./run.sh", str(cwd), None, {})

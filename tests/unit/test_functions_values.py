@@ -1,4 +1,4 @@
-"""Pickled values on disk: no descriptors, read from any thread and fork, and gone with their result or its process."""
+"""Pickled values on disk: no descriptors, read from any fork, and gone with their result or its process."""
 
 import gc
 import os
@@ -6,7 +6,6 @@ import pickle
 import subprocess
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -40,22 +39,17 @@ def values(folder):
     return values
 
 
+def read(values, rank):
+    with values.open(rank) as file:
+        return pickle.load(file)
+
+
 def test_values_are_in_the_order_of_ranks_and_pickled_as_a_dict_of_bytes(values):
     assert list(values) == [1, 3, 5, 7], "rank 2 has none"
     assert [pickle.loads(value) for value in values.values()] == [BIG, {"loss": 0.5}, BIG[::-1], {"loss": 0.5}]
     loaded = pickle.loads(pickle.dumps(values))
     assert type(loaded) is dict
     assert loaded == dict(values)
-
-
-def read(values, rank):
-    with values.open(rank) as file:
-        return pickle.load(file)
-
-
-def test_threads_read_beside_each_other(values):
-    with ThreadPoolExecutor(4) as pool:
-        assert list(pool.map(lambda rank: read(values, rank), [1, 5, 3] * 10)) == [BIG, BIG[::-1], {"loss": 0.5}] * 10
 
 
 def test_no_file_stays_open_and_none_outlives_its_values(folder):
@@ -140,26 +134,24 @@ import sys
 from metaflow_extensions.torchrun.plugins.torchrun.result import TorchrunResult
 from metaflow_extensions.torchrun.plugins.torchrun.features.functions.values import ValuesOnDisk
 
-def peak():  # of this program alone; ru_maxrss knows what the process was before
+def peak_mb():  # of this program alone; ru_maxrss knows what the process was before
     with open("/proc/self/status") as file:
         return int(file.read().split("VmHWM:")[1].split()[0]) / 1024
 
-before, values, size_mb = peak(), ValuesOnDisk(), int(sys.argv[2])
+before, values = peak_mb(), ValuesOnDisk()
 values.add(sys.argv[1], 0)
 result = TorchrunResult(0, 1, 0, 1, 1, "", [], 0.0, {0: 0}, values)
-print((peak() - before) / size_mb)
-value = result.rank(0)
-assert len(value) == size_mb << 20
-print((peak() - before) / size_mb)
+print(peak_mb() - before)
+assert len(result.rank(0)) == 64 << 20
+print(peak_mb() - before)
 """
 
 
 def test_a_value_is_in_memory_once_and_only_when_it_is_looked_at(tmp_path):
     path = tmp_path / "returned-0.pkl"
     path.write_bytes(pickle.dumps(bytes(64 << 20)))
-    command = [sys.executable, "-c", MEASURE, str(path), "64"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", MEASURE, path], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    held, looked_at = map(float, done.stdout.split())
-    assert held < 0.1
-    assert looked_at < 1.1
+    held_mb, looked_at_mb = map(float, done.stdout.split())
+    assert held_mb < 7
+    assert looked_at_mb < 70

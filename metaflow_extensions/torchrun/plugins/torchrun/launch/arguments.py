@@ -36,15 +36,6 @@ def entrypoint_arguments(given: Mapping[str, Any] | Sequence[Any] | None) -> tup
     return tuple(words)
 
 
-def entrypoint_bools(given: Mapping[str, Any] | Sequence[Any] | None) -> dict[str, bool]:
-    """Return those of ``entrypoint_args`` that a script which wants a bare flag would refuse."""
-    return (
-        {str(key): value for key, value in given.items() if isinstance(value, bool)}
-        if isinstance(given, Mapping)
-        else {}
-    )
-
-
 def dict_or_list(given: Any, name: str, forms: str) -> Mapping[str, Any] | list[Any]:
     """Return `given` as a mapping or a list, None as an empty one; what is neither is refused, with its `forms`."""
     if given is None:
@@ -74,9 +65,8 @@ def _is_absent(value: Any) -> bool:
 
 def torchrun_options(given: Mapping[str, Any] | Sequence[Any] | None) -> dict[str, str | None]:
     """Return ``torchrun_args`` as a dict: hyphen spelling to value, None for a flag."""
-    given = dict_or_list(
-        given, "torchrun_args", "it must be a dict ({'max_restarts': 3}) or a list (['--max-restarts=3'])"
-    )
+    forms = "it must be a dict ({'max_restarts': 3}) or a list (['--max-restarts=3'])"
+    given = dict_or_list(given, "torchrun_args", forms)
     pairs = _mapping_pairs(given) if isinstance(given, Mapping) else _list_pairs(given)
     options: dict[str, str | None] = {}
     for name, value in pairs:

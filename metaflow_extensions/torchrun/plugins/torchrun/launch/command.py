@@ -37,9 +37,8 @@ def agent_command(
 ) -> list[str]:
     """Return the argv of this node's agent: torchrun, with a static rendezvous unless the user wants its elasticity.
 
-    Without `sets_restarts` somebody else gives the workers the `restart_variables`. `of_rank` are
-    variables of each rank, with ``${local_rank}`` in them, for programs in which no hook of ours runs: they may be no
-    Python.
+    Without `sets_restarts` somebody else gives the workers the `restart_variables`. `of_rank` are variables of each
+    rank, with ``${local_rank}`` in them, for programs that are no Python: no hook of ours runs there.
     """
     own = [f"{name}={value}" for name, value in (of_rank or {}).items() if name not in dict(spec.env)]
     given = dict(spec.options)
@@ -60,18 +59,26 @@ def agent_command(
 
 
 def _worker_words(spec: LaunchSpec, restarts: Mapping[str, str], own: Sequence[str]) -> list[str]:
-    """Return the words that say what torchrun starts as a worker."""
-    given = dict(spec.options)
-    if restarts and "run-path" not in given:
-        return _told_of_restarts(spec, restarts, own)
-    if "no-python" in given and "run-path" not in given:
-        return ["--", system_program("env"), *own, *_program([spec.entrypoint, *spec.args])]
+    """Return the words that say what torchrun starts as a worker.
+
+    Torchrun sets the variables of `restarts` to other values. So ``env`` sets them anew, and becomes the worker; of a
+    program that is no Python, it also sets what is a rank's `own`.
+    """
+    options = dict(spec.options)
+    told = [system_program("env"), *(f"{name}={value}" for name, value in restarts.items())]
+    if "run-path" not in options:
+        if "no-python" in options:
+            return ["--", *told, *own, *_program([spec.entrypoint, *spec.args])]
+        if restarts:
+            # As torchrun starts a script (config_from_args in torch/distributed/run.py, 2.13).
+            started = [spec.python, "-u", *(["-m"] if spec.module else []), spec.entrypoint, *spec.args]
+            return ["--no-python", "--", *told, *_program(started)]
     # torchrun fills ${local_rank} into the arguments by string.Template (torch 2.13,
     # elastic/utils/api.py); a doubled dollar comes out as the one that the user wrote.
     # With --no-python the entrypoint itself is not among them.
-    entrypoint = spec.entrypoint if "no-python" in given else spec.entrypoint.replace("$", "$$")
+    entrypoint = [spec.entrypoint] if "no-python" in options else _escaped([spec.entrypoint])
     # "--" keeps torchrun's argparse from taking a script's "--d" for an ambiguous option of its own.
-    return [*(["--module"] if spec.module else []), "--", entrypoint, *_escaped(spec.args)]
+    return [*(["--module"] if spec.module else []), "--", *entrypoint, *_escaped(spec.args)]
 
 
 def _gang_options(spec: LaunchSpec, given: Mapping[str, str | None]) -> dict[str, str]:
@@ -94,20 +101,6 @@ def _gang_options(spec: LaunchSpec, given: Mapping[str, str | None]) -> dict[str
         "rdzv-conf": ",".join(f"{key}={value}" for key, value in conf.items()),
         "max-restarts": str(spec.max_restarts),
     }
-
-
-def _told_of_restarts(spec: LaunchSpec, restarts: Mapping[str, str], own: Sequence[str]) -> list[str]:
-    """Return the words that make workers see the gang's restarts in the variables that torchrun sets.
-
-    ``env`` sets them anew, and what else is a rank's `own`, and becomes the worker.
-    """
-    told = (f"{name}={value}" for name, value in restarts.items())
-    words = ["--", system_program("env"), *told]
-    if "no-python" in dict(spec.options):
-        return [*words, *own, *_program([spec.entrypoint, *spec.args])]
-    # As torchrun starts a script (config_from_args in torch/distributed/run.py, 2.13).
-    started = [spec.python, "-u", *(["-m"] if spec.module else []), spec.entrypoint, *spec.args]
-    return ["--no-python", *words, *_program(started)]
 
 
 def restart_variables(spec: LaunchSpec, go: Go) -> dict[str, str]:

@@ -47,23 +47,19 @@ def system_program(name: str) -> str:
     return next(filter(None, (shutil.which(name, path=path) for path in (os.defpath, os.environ.get("PATH")))), name)
 
 
-def find_program(
-    name: str, cwd: str | None, flow_dir: str | None, env: Mapping[str, str], may_come: bool = False
-) -> str:
+def find_program(name: str, cwd: str | None, flow_dir: str | None, env: Mapping[str, str]) -> str:
     """Return the program of a command as its process is to be given it; raises EntrypointError without one.
 
     A path is looked for in the working directory, then beside the flow file, as scripts are; a bare name in the PATH of
-    `env`. `may_come`: something that runs before may still make it.
+    `env`.
     """
     if os.sep not in name:
         path = _path_of(env)
-        if shutil.which(name, path=path) is None and not may_come:
+        if shutil.which(name, path=path) is None:
             hint = f" To run the file of that name, write './{name}'." if os.path.isfile(_join(cwd, name)) else ""
             raise EntrypointError(f"There is no program {name!r} in the PATH of this node ({path}).{hint}")
         return name
     found = beside_flow(name, cwd, flow_dir)
-    if may_come:
-        return found
     full = _join(cwd, found)
     if not os.path.isfile(full):
         looked = dict.fromkeys([full, *([] if flow_dir is None else [_join(flow_dir, name)])])
@@ -77,12 +73,11 @@ def find_program(
 
 
 def beside_flow(name: str, cwd: str | None, flow_dir: str | None) -> str:
-    """Return a program's path beside the flow file if it is there and not in the working directory."""
-    is_path = os.sep in name and not os.path.isabs(name)
-    if is_path and flow_dir is not None and not os.path.exists(_join(cwd, name)):
-        beside = _join(flow_dir, name)
-        return beside if os.path.exists(beside) else name
-    return name
+    """Return a relative path beside the flow file if the program is there and not in the working directory."""
+    if os.sep not in name or flow_dir is None or os.path.exists(_join(cwd, name)):
+        return name
+    beside = _join(flow_dir, name)
+    return beside if os.path.exists(beside) else name
 
 
 def source_of(program: str, words: Sequence[str], cwd: str | None) -> str | None:

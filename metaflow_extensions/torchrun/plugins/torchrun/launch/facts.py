@@ -38,6 +38,7 @@ def node_facts(spec: LaunchSpec, machine: Machine) -> dict[str, str]:
     """Return what this node's *ready* says besides the launch itself; raises TorchNotFoundError without PyTorch."""
     folder = _torch_folder()
     built_with = _read_version_file(os.path.join(folder, "version.py"))
+    seen = machine.seen_by(dict(spec.env))
     cuda = f"ROCm {built_with['hip']}" if "hip" in built_with else built_with.get("cuda")
     return {
         "torch": _version_of("torch") or built_with.get("__version__") or _UNKNOWN,
@@ -46,7 +47,7 @@ def node_facts(spec: LaunchSpec, machine: Machine) -> dict[str, str]:
         "python": ".".join(platform.python_version_tuple()[:2]),
         # Not their number, which may differ. What `run` itself hides from its workers, it hides on purpose.
         "devices": device_kind(machine.seen_by({})),
-        "accelerators": accelerators(machine.seen_by(dict(spec.env))),
+        "accelerators": f"{len(seen)} {device_kind(seen)}" if seen else _NONE,
         "contents": contents_digest(spec),
     }
 
@@ -93,18 +94,12 @@ def device_kind(accelerators: Sequence[str], root: str = "/") -> str:
     return "amd" if os.path.exists(os.path.join(root, "dev/kfd")) else _UNKNOWN
 
 
-def accelerators(seen: Sequence[str]) -> str:
-    """Return how many accelerators workers see, and of which kind: ``"8 nvidia"`` or ``"none"``."""
-    return f"{len(seen)} {device_kind(seen)}" if seen else _NONE
-
-
 def too_few_warning(spec: LaunchSpec, machine: Machine) -> str | None:
     """Return what to say of a machine with fewer accelerators than nodes, or None."""
-    found = len(machine.accelerators)
-    if not found or machine.seen_by(dict(spec.env)) or "CUDA_VISIBLE_DEVICES" in dict(spec.env):
+    found, env = len(machine.accelerators), dict(spec.env)
+    # On a machine of its own, the step's code has hidden them.
+    if not found or machine.nodes_here == 1 or machine.seen_by(env) or "CUDA_VISIBLE_DEVICES" in env:
         return None
-    if machine.nodes_here == 1:
-        return None  # the step's code has hidden them
     return (
         f"warning: {counted(found, 'accelerator')} can't be shared out among {machine.nodes_here} nodes on this machine, "
         "so no worker sees any, and all compute on the CPU. Run fewer nodes here"
@@ -127,11 +122,9 @@ def shm_warning(
     if size_bytes is None or size_bytes >= _ENOUGH_SHM_MIB * _MIB or (nproc < 2 and not accelerators):
         return None
     decorator = _SHM_DECORATORS.get(environ.get("METAFLOW_RUNTIME_ENVIRONMENT", "local"))
-    remedy = (
-        f"Write @{decorator}(shared_memory={_ENOUGH_SHM_MIB}) (MiB, part of the step's memory)"
-        if decorator
-        else "Enlarge it (mount -o remount,size=1G /dev/shm; for a container, docker run --shm-size=1g)"
-    )
+    remedy = "Enlarge it (mount -o remount,size=1G /dev/shm; for a container, docker run --shm-size=1g)"
+    if decorator:
+        remedy = f"Write @{decorator}(shared_memory={_ENOUGH_SHM_MIB}) (MiB, part of the step's memory)"
     return (
         f"warning: /dev/shm has {size_bytes // _MIB} MiB. NCCL and the workers of a DataLoader exchange data there, and a "
         f"full one kills workers with SIGBUS. {remedy}."

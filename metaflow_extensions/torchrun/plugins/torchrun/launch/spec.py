@@ -13,8 +13,8 @@ from typing import Any
 from ..errors import EntrypointError, TorchrunConfigError
 from ..parsing import parse_int
 from ..settings import StepSettings, argument, choose
-from .arguments import entrypoint_arguments, entrypoint_bools, torchrun_options
-from .commands import argv_of, find_program, source_of
+from .arguments import entrypoint_arguments, torchrun_options
+from .commands import argv_of, beside_flow, find_program, source_of
 
 STATIC_BACKEND = "static"
 # torchrun's own elasticity.
@@ -104,8 +104,14 @@ def build_spec(
     module = bool(given.get("module")) | (options.pop("module", "absent") is None)
     cwd, log_dir = argument("cwd", given), options.pop("log-dir", None)
     env: dict[str, str] = argument("env", given) or {}
-    where = (cwd, env, node, may_come)
-    program = _program(given, options, module, *where) if function is None else _program_of(function, min_nodes)
+    if function is not None:
+        program = _function(function, min_nodes)
+    elif isinstance(given.get("entrypoint"), list | tuple):
+        program = _command(given, options, module, cwd, env, node.flow_dir, may_come)
+    else:
+        is_path = not module and "no-python" not in options
+        found = _find_entrypoint(given.get("entrypoint"), is_path, (cwd or os.getcwd(), node.flow_dir), may_come)
+        program = {"entrypoint": found, **_arguments(given)}
     return LaunchSpec(
         **program,
         module=module,
@@ -129,7 +135,7 @@ def build_spec(
 # What workers run, as fields of `LaunchSpec`. ------------------------------------------------------
 
 
-def _program_of(function: FunctionSpec, min_nodes: int | None) -> dict[str, Any]:
+def _function(function: FunctionSpec, min_nodes: int | None) -> dict[str, Any]:
     if min_nodes is not None:
         raise TorchrunConfigError(
             "torchrun's own elasticity (nnodes='MIN:MAX') gives ranks out anew while it runs, so a function's values "
@@ -138,39 +144,36 @@ def _program_of(function: FunctionSpec, min_nodes: int | None) -> dict[str, Any]
     return {"entrypoint": function.script, "args": (function.folder,), "source": function.source, "function": function}
 
 
-def _program(
+def _command(
     given: Mapping[str, Any],
     options: dict[str, str | None],
     module: bool,
     cwd: str | None,
     env: Mapping[str, str],
-    node: Node,
+    flow_dir: str | None,
     may_come: bool,
 ) -> dict[str, Any]:
-    """Return the script, module or command that the user names; for a command `options` get ``--no-python``."""
-    entrypoint, more = given.get("entrypoint"), given.get("entrypoint_args")
-    words = _command(entrypoint, module, options)
-    own = {"args": (*words[1:], *entrypoint_arguments(more)), "bools": tuple(entrypoint_bools(more).items())}
-    if words:
-        program = find_program(words[0], cwd, node.flow_dir, env, may_come)
-        return {**own, "entrypoint": program, "source": source_of(program, words, cwd), "command": words}
-    folders = [cwd or os.getcwd(), *([node.flow_dir] if node.flow_dir else [])]
-    is_path = not module and "no-python" not in options
-    return {**own, "entrypoint": _find_entrypoint(entrypoint, folders, is_path, may_come)}
-
-
-def _command(entrypoint: Any, module: bool, options: dict[str, str | None]) -> tuple[str, ...]:
-    """Return the words of a command as entrypoint, for which `options` get ``--no-python``; none of anything else."""
-    if not isinstance(entrypoint, list | tuple):
-        return ()
-    words = argv_of(entrypoint, "the entrypoint")
+    """Return a command; its `options` get ``--no-python``."""
+    words = argv_of(given["entrypoint"], "the entrypoint")
     for name, is_given in (("module", module), ("run-path", "run-path" in options)):
         if is_given:
             raise TorchrunConfigError(
                 f"{name} says how Python runs a script, but the entrypoint {list(words)} is a command; remove it."
             )
     options["no-python"] = None
-    return words
+    program = beside_flow(words[0], cwd, flow_dir) if may_come else find_program(words[0], cwd, flow_dir, env)
+    source = source_of(program, words, cwd)
+    return {"entrypoint": program, "source": source, "command": words, **_arguments(given, words[1:])}
+
+
+def _arguments(given: Mapping[str, Any], first: Sequence[str] = ()) -> dict[str, Any]:
+    more = given.get("entrypoint_args")
+    bools = (
+        [(str(key), value) for key, value in more.items() if isinstance(value, bool)]
+        if isinstance(more, Mapping)
+        else []
+    )
+    return {"args": (*first, *entrypoint_arguments(more)), "bools": tuple(bools)}
 
 
 def _take_min_nodes(options: dict[str, str | None], num_nodes: int) -> int | None:
@@ -217,7 +220,8 @@ def _refuse_what_the_gang_decides(options: dict[str, str | None], node: Node) ->
             raise TorchrunConfigError(f"torchrun_args {said} contradicts {truth}; remove it.")
 
 
-def _find_entrypoint(entrypoint: Any, folders: Sequence[str], is_path: bool, may_come: bool) -> str:
+def _find_entrypoint(entrypoint: Any, is_path: bool, folders: Sequence[str | None], may_come: bool) -> str:
+    """Return the path of a script, or the name of what torchrun finds itself: a module or, with no-python, a program."""
     if entrypoint is None or entrypoint == "":
         raise EntrypointError("run() got no entrypoint. Name the script to run: run(entrypoint='train.py').")
     if not isinstance(entrypoint, (str, os.PathLike)):
@@ -228,12 +232,10 @@ def _find_entrypoint(entrypoint: Any, folders: Sequence[str], is_path: bool, may
     name = os.fsdecode(entrypoint)
     if not is_path:
         return name
-    candidates = [os.path.abspath(os.path.join(folder, name)) for folder in folders]
-    for candidate in candidates:
-        if os.path.isfile(candidate):
-            return candidate
-    if may_come:
-        return candidates[0]
+    candidates = [os.path.abspath(os.path.join(folder, name)) for folder in folders if folder]
+    found = next(filter(os.path.isfile, candidates), candidates[0] if may_come else None)
+    if found is not None:
+        return found
     looked = " and ".join(dict.fromkeys(candidates))
     raise EntrypointError(
         f"The entrypoint {name!r} does not exist; looked for {looked}. Check the spelling; for a remote task, check that "
