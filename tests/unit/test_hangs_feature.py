@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 from fake_node import DEADLINE_S, FakeNode
 
-from metaflow_extensions.torchrun.plugins.torchrun.features.hangs.feature import Hangs
-from metaflow_extensions.torchrun.plugins.torchrun.features.hangs.kept import Diagnostics, HangKeeper
+from metaflow_extensions.torchrun.plugins.torchrun.features.hangs.feature import Diagnostics, HangKeeper, Hangs
 from metaflow_extensions.torchrun.plugins.torchrun.gang.keepers import Failing, Remarks
 from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import LaunchPolicy
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Failed, Told
@@ -84,29 +83,22 @@ def node_with(tmp_path, timeout_s, **more):
     return FakeNode(tmp_path, policy=policy, features=(Hangs(),), **more)
 
 
-@pytest.mark.parametrize("is_stopping", [False, True])
-def test_a_hang_is_looked_into_before_the_workers_are_stopped(is_stopping, tmp_path):
+@pytest.mark.parametrize(("kind", "has_failed"), [("hang", False), ("hang", True), ("timeout", False)])
+def test_a_hang_is_looked_into_before_the_workers_are_stopped(kind, has_failed, tmp_path):
     node = node_with(tmp_path, 5.0)
     agent = node.running()
     assert str(agent.env["TORCHRUN_STACKS_FOLDER"]).startswith(str(node.agent_folder(agent)))
-    if is_stopping:
+    if has_failed:
         node.worker_ended(agent, 0, 1)
         node.expect(Failed)
-    node.stop(kind="hang")
-    if not is_stopping:
+    node.stop(kind=kind)
+    is_looked_into = kind == "hang" and not has_failed
+    if is_looked_into:
         found = node.expect(Told).data
         assert sorted(found["where"]) == ["0", "1"]
         assert Path(found["file"]).parent.name.startswith("torchrun-hang-node0-launch0-0-")
     node.ends(agent)
-    assert len([text for text in node.texts("note") if "what the workers were doing" in text]) == (not is_stopping)
-
-
-def test_of_another_failure_nobody_looks_at_the_workers(tmp_path):
-    node = node_with(tmp_path, 5.0)
-    agent = node.running()
-    node.stop(kind="timeout")
-    node.ends(agent)
-    assert not [text for text in node.texts("note") if "what the workers were doing" in text]
+    assert len([text for text in node.texts("note") if "what the workers were doing" in text]) == is_looked_into
 
 
 def test_the_gang_hears_of_output_and_of_ends_now_and_then(tmp_path):

@@ -2,7 +2,6 @@
 
 import json
 import os
-import resource
 import shutil
 import signal
 import subprocess
@@ -12,11 +11,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from setuptools import find_namespace_packages
 from unit_helpers import eventually, is_running, worker_environment, write
 
 from metaflow_extensions.torchrun.plugins.torchrun.features.hangs import stacks
-from metaflow_extensions.torchrun.plugins.torchrun.launch.command import WORKER_HOOKS
 
 HOOK = str(Path(stacks.__file__).with_name("hook.py"))
 
@@ -101,8 +98,6 @@ HERE = "train.py:4 in train"
 IN_TORCH = "trainer.py:3 in loop (in all_reduce)"
 WORKERS = {
     "sleeps": (script("time.sleep(1000)"), HERE, HERE),
-    "waits for a lock": (script("lock = threading.Lock(); lock.acquire(); lock.acquire()"), HERE, HERE),
-    "reads": (script("read, _ = os.pipe(); os.read(read, 1)"), HERE, HERE),
     "has another thread": (script("time.sleep(1000)", f"{ANOTHER_THREAD}.start()"), HERE, HERE),
     "waits for its fork": (script("os.fork() or time.sleep(1000); os.wait()"), HERE, HERE),
     # py-spy guesses the class.
@@ -115,18 +110,12 @@ WORKERS = {
         HERE,
         "of 100 threads none is the main one; install py-spy to see all",
     ),
-    "is stopped": (
-        script("time.sleep(1000)"),
-        HERE,
-        "no Python stack: it is in state T (stopped), so it runs no handler; install py-spy to see it anyway",
-    ),
     "is no Python": (NO_PYTHON, NO_HANDLER, NO_HANDLER),
     # Our hook ran, but of the process that it ran in, the handler is gone.
     "became no Python": ([sys.executable, "-c", f"import os; os.execvp('sh', {NO_PYTHON})"], NO_HANDLER, NO_HANDLER),
     "has -I": ([sys.executable, "-I", "-c", HANG], "<string>:1 in <module>", NO_HANDLER),
     "has its own handler": ([sys.executable, "-I", "-c", OWN_HANDLER + HANG], "<string>:1 in <module>", NO_HANDLER),
 }
-RANKS = {name: rank for rank, name in enumerate(WORKERS)}
 
 
 @pytest.fixture(scope="module")
@@ -146,36 +135,33 @@ def hanging(tmp_path_factory):
             argv = [sys.executable, str(write(root / f"{rank}" / "train.py", runs))] if isinstance(runs, str) else runs
             started.append(start_worker(argv, folder, {"PYTHONPATH": str(site)}))
         pids = {rank: worker.pid for rank, worker in enumerate(started)}
-        stopped = pids[RANKS["is stopped"]]
-        os.kill(stopped, signal.SIGSTOP)
-        until(stopped, "T")
         by_py_spy = collect(pids, folder, PY_SPY, within_s=60.0)
         signalled = {path.name for path in folder.glob("stacks-*.txt") if path.stat().st_size}
         by_signal = collect(pids, folder, BY_SIGNAL, within_s=60.0)
-        yield SimpleNamespace(folder=folder, pids=pids, by_py_spy=by_py_spy, by_signal=by_signal, signalled=signalled)
+        yield SimpleNamespace(folder=folder, pids=pids, found=(by_py_spy, by_signal), signalled=signalled)
     finally:
         end(started)
 
 
-@pytest.mark.parametrize("name", WORKERS)
-def test_a_hanging_worker_tells_where_and_lives_on(name, hanging):
-    rank, (_, by_py_spy, by_signal) = RANKS[name], WORKERS[name]
-    assert hanging.by_py_spy.where[rank] == by_py_spy
-    assert hanging.by_signal.where[rank] == by_signal
-    assert is_running(hanging.pids[rank])
+def test_hanging_workers_tell_where_and_live_on(hanging):
+    by_py_spy, by_signal = (dict(zip(WORKERS, found.where.values(), strict=True)) for found in hanging.found)
+    assert by_py_spy == {name: told for name, (_, told, _) in WORKERS.items()}
+    assert by_signal == {name: told for name, (_, _, told) in WORKERS.items()}
+    assert all(map(is_running, hanging.pids.values()))
 
 
 def test_all_stacks_stand_under_their_ranks_in_log_and_file(hanging):
-    for found in (hanging.by_py_spy, hanging.by_signal):
+    for found in hanging.found:
         headings = [line for line in found.text.splitlines() if line.startswith("---")]
         assert headings == [f"--- rank {rank}, pid {pid}: {found.where[rank]}" for rank, pid in hanging.pids.items()]
         assert found.text.count("train.py") > len(headings), "the stacks themselves"
 
 
 def test_whom_py_spy_has_seen_is_not_signalled(hanging):
-    assert f"Thread {hanging.pids[0]} (idle)" in hanging.by_py_spy.text
+    by_py_spy, _ = hanging.found
+    assert f"Thread {hanging.pids[0]} (idle)" in by_py_spy.text
     assert hanging.signalled == set()
-    assert hanging.by_py_spy.text.count("(py-spy failed: Error: ") == 2, "of what is no Python"
+    assert by_py_spy.text.count("(py-spy failed: Error: ") == 2, "of what is no Python"
 
 
 def test_asked_twice_a_worker_tells_its_new_stack_only(hanging):
@@ -199,7 +185,7 @@ def test_py_spy_is_looked_for_beside_python_then_on_the_path(tmp_path, monkeypat
 @pytest.mark.parametrize(
     ("does", "said"),
     [
-        ("printf 'Error: Denied\n\nStack backtrace: 0: x\n' >&2; exit 1", "(py-spy failed: Error: Denied)"),
+        ("printf 'Error:\nDenied\n' >&2; exit 1", "(py-spy failed: Error: Denied)"),
         ("exit 3", "(py-spy failed: exit code 3)"),
         ("echo 'Process 1: python'", "(py-spy failed: exit code 0)"),
         ("exec sleep 1000", "(py-spy gave no answer within 1.2 s)"),
@@ -209,11 +195,10 @@ def test_py_spy_is_looked_for_beside_python_then_on_the_path(tmp_path, monkeypat
 def test_when_py_spy_fails_the_signal_helps(does, said, hanging, tmp_path):
     fake = "/none/py-spy" if does is None else fake_py_spy(tmp_path, f"#!/bin/sh\n{does}\n")
     began = time.monotonic()
-    found = collect({rank: hanging.pids[rank] for rank in range(4)}, hanging.folder, fake, within_s=2.0)
-    assert time.monotonic() - began < 2 * 2.0, "one after the other would take 4 x 1.2 s for a silent py-spy alone"
-    assert found.where == dict.fromkeys(range(4), HERE)
-    assert found.text.count(said) == 4
-    assert "backtrace" not in found.text
+    found = collect({rank: hanging.pids[rank] for rank in range(3)}, hanging.folder, fake, within_s=2.0)
+    assert time.monotonic() - began < 2 * 2.0, "one after the other would take 3 x 1.2 s for a silent py-spy alone"
+    assert found.where == dict.fromkeys(range(3), HERE)
+    assert found.text.count(said) == 3
 
 
 # --- workers that can't answer ----------------------------------------------------------------
@@ -221,12 +206,14 @@ def test_when_py_spy_fails_the_signal_helps(does, said, hanging, tmp_path):
 
 def test_a_worker_that_does_not_answer_is_said_so_in_time(start, folder):
     blocks = f"import signal; signal.pthread_sigmask(signal.SIG_BLOCK, [{stacks._SIGNAL}]);"
-    workers = {0: start([sys.executable, "-c", blocks + HANG]), 1: start([sys.executable, "-c", HANG])}
+    workers = {rank: start([sys.executable, "-c", code]) for rank, code in enumerate((blocks + HANG, HANG, HANG))}
+    os.kill(workers[1], signal.SIGSTOP)
+    until(workers[1], "T")
     began = time.monotonic()
     found = collect(workers, folder, within_s=1.0)
     assert 1.0 <= time.monotonic() - began < 4.0
-    assert found.where[0] == "no Python stack: it did not answer in time; it is in state S (sleeping)"
-    assert found.where[1] == "<string>:1 in <module>"
+    late = "no Python stack: it did not answer in time; it is in state"
+    assert found.where == {0: f"{late} S (sleeping)", 1: f"{late} T (stopped)", 2: "<string>:1 in <module>"}
 
 
 def test_workers_that_have_ended_are_said_so_and_none_is_no_error(folder):
@@ -261,7 +248,7 @@ def run_hooked(argv, folder, hooked=True, **env):
     return subprocess.run([sys.executable, *argv], env=env, capture_output=True, text=True, timeout=30)
 
 
-@pytest.mark.parametrize("env", [{}, {"PYTHONPATH": "{own}"}, {"PYTHONPATH": ":{own}::"}, {"PYTHONPATH": ""}])
+@pytest.mark.parametrize("env", [{}, {"PYTHONPATH": ":{own}::"}, {"PYTHONPATH": ""}])
 def test_a_script_finds_everything_as_it_would_without_us(env, folder, tmp_path):
     own = tmp_path / "own"
     write(own / "sitecustomize.py", "import os; os.environ['MARK'] = 'own'\n")
@@ -276,7 +263,7 @@ def test_a_script_finds_everything_as_it_would_without_us(env, folder, tmp_path)
     assert (after["mark"] == "own") is ("own" in env.get("PYTHONPATH", ""))
 
 
-@pytest.mark.parametrize("body", ["raise ValueError('mine')", "import no_such_module", "raise SystemExit(3)", "x = ("])
+@pytest.mark.parametrize("body", ["raise ValueError('mine')", "raise SystemExit(3)", "x = ("])
 def test_errors_of_the_users_own_sitecustomize_are_as_they_would_be(body, folder, tmp_path):
     write(tmp_path / "own" / "sitecustomize.py", body)
     env = {"PYTHONPATH": str(tmp_path / "own")}
@@ -287,23 +274,11 @@ def test_errors_of_the_users_own_sitecustomize_are_as_they_would_be(body, folder
     assert len(list(folder.glob("stacks-*"))) == 1, "ours ran, too"
 
 
-@pytest.mark.parametrize(("place", "number"), [("none", "58"), ("", "no number"), ("", "9"), ("", "1000")])
+@pytest.mark.parametrize(("place", "number"), [("none", "58"), ("", "no number"), ("", "9")])
 def test_a_worker_starts_whatever_becomes_of_the_hook(place, number, folder):
     env = {"TORCHRUN_STACKS_FOLDER": str(folder / place), "TORCHRUN_STACKS_SIGNAL": number}
     done = run_hooked(["-c", "print('ran')"], folder, hooked=env)
     assert (done.returncode, done.stdout, done.stderr) == (0, "ran\n", "")
-
-
-def test_the_hooks_folder_is_shipped_and_holds_nothing_else(tmp_path):
-    hooks = Path(WORKER_HOOKS)
-    assert [path.name for path in hooks.iterdir() if path.name != "__pycache__"] == ["sitecustomize.py"]
-    in_wheel = find_namespace_packages(str(hooks.parents[5]), include=["metaflow_extensions.*"])
-    assert "metaflow_extensions.torchrun.plugins.torchrun.worker.worker_hooks" in in_wheel
-    # Elsewhere than here, where Metaflow would take the list of files from a build's old egg-info.
-    listing = "import metaflow.extension_support as e; print(*(inside for _, inside in e.package_mfext_all()))"
-    done = subprocess.run([sys.executable, "-c", listing], cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    in_code_package = done.stdout.split()
-    assert "metaflow_extensions/torchrun/plugins/torchrun/worker/worker_hooks/sitecustomize.py" in in_code_package
 
 
 # --- keeping ----------------------------------------------------------------------------------
@@ -311,33 +286,24 @@ def test_the_hooks_folder_is_shipped_and_holds_nothing_else(tmp_path):
 
 def test_everything_is_in_a_fresh_folder_of_that_name(folder, tmp_path):
     place = tmp_path / "a" / "b"
-    files = {Path(collect(OURSELVES, folder, keep_in=place, name="../Flow/1 ü*").file) for _ in range(2)}
-    assert files == set(place.glob("torchrun-hang-.._Flow_1_ü_-*/stacks.txt"))
+    files = {Path(collect(OURSELVES, folder, keep_in=place, name="node1").file) for _ in range(2)}
+    assert files == set(place.glob("torchrun-hang-node1-*/stacks.txt"))
     assert len(files) == 2
 
 
 def test_without_a_place_it_goes_to_the_temporary_folder(folder, tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    for place in (None, str(write(tmp_path / "a file", "")), "/proc/none"):
-        found = stacks.collect(OURSELVES, str(folder), place, "launch0", 10.0, BY_SIGNAL)
-        assert Path(found.file).parent.parent == tmp_path
-        assert "rank 0" in Path(found.file).read_text()
+    found = stacks.collect(OURSELVES, str(folder), None, "launch0", 10.0, BY_SIGNAL)
+    assert Path(found.file).parent.parent == tmp_path
+    assert "rank 0" in Path(found.file).read_text()
 
 
-def test_a_full_disk_does_not_lose_the_text(folder, tmp_path, monkeypatch):
-    """No file may grow, which is how it is on a full disk."""
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temp"))
-    (tmp_path / "temp").mkdir()
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
-    try:
-        found = collect(OURSELVES, folder, keep_in=tmp_path / "kept")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert found.file is None
-    assert found.where == {0: NO_HANDLER}
+@pytest.mark.parametrize("place", ["a file", "/proc/none"])
+def test_a_place_that_can_not_be_written_to_does_not_lose_the_text(place, folder, tmp_path):
+    write(tmp_path / "a file", "")
+    found = collect(OURSELVES, folder, keep_in=tmp_path / place)
+    assert (found.file, found.where) == (None, {0: NO_HANDLER})
     assert NO_HANDLER in found.text
-    assert [*(tmp_path / "temp").iterdir(), *(tmp_path / "kept").iterdir()] == [], "nothing half is left"
 
 
 def test_long_stacks_are_whole_in_the_file_and_bounded_in_the_log(folder, tmp_path):

@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from ...gang.keepers import Keeper, Plain
-from ...gang.wire import to_plain
+from ...gang.keepers import Failing, Keeper, Plain, Remarks, Where
+from ...gang.protocol import Told
+from ...gang.texts import names
+from ...gang.wire import from_plain, to_plain
 from ...node.plan import Plan
 from ...node.watchers import Feature, Here, Variables, Watcher
 from ...settings import StepSettings, choose
-from .kept import DIAGNOSTICS_S, KIND, Active, Diagnostics, HangKeeper
 from .stacks import collect, find_py_spy, hook_environment
 
+_KIND = "hang"  # of the cause
+# How long the nodes may take to write down what the workers of a hang are doing.
+_DIAGNOSTICS_S = 15.0
 _HOOK = os.path.join(os.path.dirname(os.path.abspath(__file__)), "hook.py")
 # Where workers leave their stacks when asked for them, in the folder of their logs.
 _STACKS = "stacks"
 # The gang hears of output once in this part of hang_timeout_s.
 _ACTIVE_PART = 0.1
+_MAX_LINES = 64
 
 
 class Hangs(Feature):
@@ -54,6 +60,25 @@ def limit_s(plan: Plan) -> float | None:
     return found
 
 
+@dataclass(frozen=True)
+class Active:
+    """A worker of this node has written something or ended, `age_s` seconds ago."""
+
+    age_s: float
+
+
+@dataclass(frozen=True)
+class Diagnostics:
+    """What the workers of one node were doing when the launch hung."""
+
+    host: str  # the node's host name
+    file: str | None  # where all stacks are; None if they could not be written
+    where: dict[int, str]  # global rank -> where in its code it was, in a line
+
+
+# --- on each node -----------------------------------------------------------------------------
+
+
 class HangWatcher(Watcher):
     """Tells when workers of this node have written or ended, and where they are when all hang."""
 
@@ -73,11 +98,73 @@ class HangWatcher(Watcher):
 
     def before_stop(self, kind: str) -> Plain | None:
         """Write down where every worker is if the launch hangs."""
-        if kind != KIND:
+        if kind != _KIND:
             return None
         here = self._here
         folder, keep_in = os.path.join(here.folder, _STACKS), here.plan.spec.log_dir
-        found = collect(here.running(), folder, keep_in, here.name, DIAGNOSTICS_S, find_py_spy())
+        found = collect(here.running(), folder, keep_in, here.name, _DIAGNOSTICS_S, find_py_spy())
         here.show(f"what the workers were doing:\n{found.text}")
         told: Plain = to_plain(Diagnostics(here.host, found.file, found.where))
         return told
+
+
+# --- on the control node ----------------------------------------------------------------------
+
+
+class HangKeeper(Keeper):
+    """Has a launch fail whose ranks are all silent for too long."""
+
+    has_record = False
+
+    def __init__(self) -> None:
+        self._timeout_s: float | None = None
+        self._active_at = 0.0
+        self._found: dict[int, Diagnostics] = {}  # by node
+
+    def begin(self, launch: int, policy: Plain, at_s: float) -> None:
+        """Begin to look at the clock, where the launch has such a limit."""
+        self._timeout_s, self._active_at = policy.get("timeout_s"), at_s
+        self._found = {}
+
+    def handle(self, node: int, told: Told, at_s: float) -> None:
+        """Keep when a worker has done something, or where it was when it did nothing."""
+        if "age_s" in told.data:
+            self._active_at = max(self._active_at, at_s - from_plain(Active, told.data, "hangs").age_s)
+        else:
+            self._found[node] = from_plain(Diagnostics, told.data, "hangs")
+
+    def tick(self, at_s: float, where: Callable[[int], Where]) -> Remarks:
+        """Have the launch fail if nothing has come for too long."""
+        limit_s = self._timeout_s
+        if limit_s is None or at_s - self._active_at <= limit_s:
+            return Remarks()
+        return Remarks(failing=Failing(_KIND, f"no rank wrote anything or exited for {limit_s:g} s"))
+
+    def find_out_s(self, kind: str) -> float:
+        """Return how long the nodes may take to ask their workers."""
+        return _DIAGNOSTICS_S if kind == _KIND else 0.0
+
+    def detail(self, kind: str) -> str:
+        """Return where every rank was when the launch hung, and where the stacks are."""
+        if kind != _KIND:
+            return ""
+        found = sorted(self._found.items())
+        where = sorted((rank, place) for _, each in found for rank, place in each.where.items())
+        files = [f"Stacks of node {node} (host {each.host}): {each.file or 'in its log only'}" for node, each in found]
+        return "\n".join(_first(_places(where)) + _first(files))
+
+
+def _places(where: list[tuple[int, str]]) -> list[str]:
+    """Say where each rank was; of many, those at the same place together."""
+    if len(where) <= _MAX_LINES:
+        return [f"Rank {rank} was at {place}." for rank, place in where]
+    at: dict[str, list[int]] = {}
+    for rank, place in where:
+        at.setdefault(place, []).append(rank)
+    return [f"{names(at[place], 'Rank')} {'was' if len(at[place]) == 1 else 'were'} at {place}." for place in at]
+
+
+def _first(lines: list[str]) -> list[str]:
+    """Return the first of many lines, and how many are left out."""
+    more = len(lines) - _MAX_LINES
+    return [*lines[:_MAX_LINES], f"{more} more such lines are left out."] if more > 0 else lines

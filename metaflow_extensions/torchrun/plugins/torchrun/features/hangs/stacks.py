@@ -28,15 +28,12 @@ from ...machine import processes
 # c10/util/signal_handler.h, torch 2.13). Who needs any real-time signal counts up from SIGRTMIN, and Valgrind
 # takes SIGRTMAX, so this one is far from both. Counted from the top since C libraries differ in SIGRTMIN.
 _SIGNAL = int(signal.SIGRTMAX) - 7 if hasattr(signal, "SIGRTMAX") else None
-_FOLDER_VARIABLE = "TORCHRUN_STACKS_FOLDER"
-_SIGNAL_VARIABLE = "TORCHRUN_STACKS_SIGNAL"
 
 _MAX_LOG_CHARS = 200_000
 _PY_SPY_SHARE = 0.6  # of the time; the rest is for the signal
 _MARGIN_S = 0.5  # for threads that end at the deadline to say so
 _SETTLED_S = 0.3  # a file that has not grown for so long is complete
 _POLL_S = 0.05
-_NONE = "no Python stack: "
 
 
 @dataclass(frozen=True)
@@ -49,11 +46,8 @@ class Findings:
 
 
 def hook_environment(folder: str) -> dict[str, str]:
-    """Return the variables that let workers be asked what they do.
-
-    The stacks go to `folder`. It must exist already, and as long as the workers do.
-    """
-    return {} if _SIGNAL is None else {_FOLDER_VARIABLE: folder, _SIGNAL_VARIABLE: str(_SIGNAL)}
+    """Return the variables that let workers be asked; their stacks go to `folder`, which must exist as long as they."""
+    return {} if _SIGNAL is None else {"TORCHRUN_STACKS_FOLDER": folder, "TORCHRUN_STACKS_SIGNAL": str(_SIGNAL)}
 
 
 def find_py_spy() -> str | None:
@@ -67,15 +61,38 @@ def collect(
     """Ask all workers at once what they do, and keep the answers where they survive the launch.
 
     `workers` has a pid for each global rank; `folder` is that of `hook_environment`. The file lies in a fresh folder
-    below `keep_in`; if that is None or can't be written to, below the system's temporary folder. A worker without our
-    hook is never signalled. Never raises for what workers, py-spy or the disk do.
+    below `keep_in`, or below the system's temporary folder. A worker without our hook is never signalled. Never raises
+    for what workers, py-spy or the disk do.
     """
     answers = _ask_all(workers, folder, within_s, py_spy)
     where = {rank: _where(answer, workers[rank]) for rank, answer in answers.items()}
-    sections = [_section(rank, workers[rank], where[rank], answer) for rank, answer in answers.items()]
+    sections = []
+    for rank, answer in answers.items():
+        heading = f"--- rank {rank}, pid {workers[rank]}: {where[rank]}"
+        sections.append("\n".join(filter(None, [heading, answer.note, answer.stacks])) + "\n")
     file = _keep("\n".join(sections), keep_in, name)
     share = _MAX_LOG_CHARS // max(1, len(sections))
     return Findings(file, "\n".join(_shortened(section, share) for section in sections), where)
+
+
+def _keep(text: str, keep_in: str | None, name: str) -> str | None:
+    try:
+        if keep_in is not None:
+            os.makedirs(keep_in, exist_ok=True)
+        path = os.path.join(tempfile.mkdtemp(prefix=f"torchrun-hang-{name}-", dir=keep_in), "stacks.txt")
+        with open(path, "w", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(f"{text}\n")
+    except OSError:  # no such place, or the disk is full
+        return None
+    return path
+
+
+def _shortened(text: str, limit: int) -> str:
+    """Leave out the middle: py-spy has the main thread first, faulthandler has it last."""
+    if len(text) <= limit:
+        return text
+    half = limit // 2
+    return f"{text[:half]}\n[… {len(text) - 2 * half} characters left out …]\n{text[-half:]}"
 
 
 # --- asking -------------------------------------------------------------------------------------
@@ -93,44 +110,42 @@ class _Answer:
 def _ask_all(workers: Mapping[int, int], folder: str, within_s: float, py_spy: str | None) -> dict[int, _Answer]:
     """Ask every worker in a thread of its own: even reading /proc can block on a process that the kernel holds."""
     deadline = time.monotonic() + within_s
-    answers: dict[int, _Answer] = {}
+    answers: dict[int, _Answer] = {}  # each thread sets its own rank's, and one that is late is not looked at
 
     def ask(rank: int, pid: int) -> None:
         try:
             answers[rank] = _ask(pid, folder, deadline, within_s * _PY_SPY_SHARE, py_spy)
         except Exception as error:
-            answers.setdefault(rank, _Answer(problem=f"it could not be asked ({type(error).__name__}: {error})"))
+            answers[rank] = _Answer(problem=f"it could not be asked ({type(error).__name__}: {error})")
 
+    # Daemons: one that the kernel holds must not keep the task from ending.
     threads = [threading.Thread(target=ask, args=each, name="torchrun-stacks", daemon=True) for each in workers.items()]
-    with suppress(RuntimeError):  # no thread or process is to be had any more
-        for thread in threads:
-            thread.start()
     for thread in threads:
-        if thread.ident is not None:
-            thread.join(max(0.0, deadline + _MARGIN_S - time.monotonic()))
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, deadline + _MARGIN_S - time.monotonic()))
+    found = dict(answers)
     for rank, pid in workers.items():
-        if rank not in answers:
+        if rank not in found:
             text = f"nothing could be learned within {within_s:g} s; it is in state {_state(pid)}"
-            answers[rank] = _Answer(problem=text)
-    return {rank: answers[rank] for rank in sorted(workers)}
+            found[rank] = _Answer(problem=text)
+    return dict(sorted(found.items()))
 
 
 def _ask(pid: int, folder: str, deadline: float, py_spy_s: float, py_spy: str | None) -> _Answer:
-    if _is_gone(pid):
+    process = processes.find(pid)
+    if sys.platform == "linux" and (process is None or not process.is_alive):
         return _Answer(problem="the process has ended")
     first = _Answer() if py_spy is None else _by_py_spy(py_spy, pid, py_spy_s)
     if first.stacks:
         return first
-    return replace(_by_signal(pid, folder, deadline), note=first.problem)
+    return replace(_by_signal(pid, folder, deadline), note=f"({first.problem})" if first.problem else "")
 
 
 def _by_py_spy(py_spy: str, pid: int, within_s: float) -> _Answer:
     argv = [py_spy, "dump", "--full-filenames", "--pid", str(pid)]
-    if _state(pid)[:1] in ("T", "t"):
-        argv.append("--nonblocking")  # py-spy 0.4.3 fails to pause what is stopped already
     try:
-        env = {**os.environ, "CLICOLOR_FORCE": "0"}
-        done = subprocess.run(argv, env=env, stdin=subprocess.DEVNULL, capture_output=True, timeout=within_s)
+        done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=within_s)
     except subprocess.TimeoutExpired:
         return _Answer(problem=f"py-spy gave no answer within {within_s:g} s")
     except OSError as error:
@@ -138,8 +153,8 @@ def _by_py_spy(py_spy: str, pid: int, within_s: float) -> _Answer:
     stacks = done.stdout.decode("utf-8", "replace").strip()
     if done.returncode == 0 and _PY_SPY_FRAME.search(stacks):
         return _Answer(stacks)
-    said = done.stderr.decode("utf-8", "replace").split("Stack backtrace:")[0]
-    return _Answer(problem=f"py-spy failed: {' '.join(said.split())[:500] or f'exit code {done.returncode}'}")
+    said = " ".join(done.stderr.decode("utf-8", "replace").split())
+    return _Answer(problem=f"py-spy failed: {said[:200] or f'exit code {done.returncode}'}")
 
 
 def _by_signal(pid: int, folder: str, deadline: float) -> _Answer:
@@ -147,13 +162,9 @@ def _by_signal(pid: int, folder: str, deadline: float) -> _Answer:
     # Without a handler the signal would kill it. The file says that ours ran in this process.
     if _SIGNAL is None or not os.path.exists(path) or not _catches(pid, _SIGNAL):
         return _Answer(problem="it has no handler of ours (no Python, or one started with -I, -E or -S)")
-    if _state(pid)[:1] in ("T", "t"):
-        return _Answer(problem=f"it is in state {_state(pid)}, so it runs no handler; install py-spy to see it anyway")
     former_size = os.path.getsize(path)
-    try:
+    with suppress(ProcessLookupError):
         os.kill(pid, _SIGNAL)
-    except OSError as error:
-        return _Answer(problem=f"it could not be signalled ({error})")
     _wait_for_growth(path, former_size, deadline)
     with open(path, encoding="utf-8", errors="replace") as file:
         file.seek(former_size)
@@ -176,43 +187,8 @@ def _state(pid: int) -> str:
     return processes.status(pid).get("State", "unknown")
 
 
-def _is_gone(pid: int) -> bool:
-    with suppress(PermissionError):
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return True
-    process = processes.find(pid)
-    return process is not None and not process.is_alive
-
-
 def _catches(pid: int, number: int) -> bool:
     return bool(int(processes.status(pid).get("SigCgt", "0"), 16) >> (number - 1) & 1)
-
-
-# --- keeping ------------------------------------------------------------------------------------
-
-
-def _keep(text: str, keep_in: str | None, name: str) -> str | None:
-    """Write the text to a file in a fresh folder, and return the file."""
-    prefix = "torchrun-hang-" + re.sub(r"[^\w.-]", "_", name)[:50] + "-"
-    for parent in dict.fromkeys((keep_in, None)):
-        with suppress(OSError):  # no such place, or the disk is full
-            return _written(text, parent, prefix)
-    return None
-
-
-def _written(text: str, parent: str | None, prefix: str) -> str:
-    if parent is not None:
-        os.makedirs(parent, exist_ok=True)
-    path = os.path.join(tempfile.mkdtemp(prefix=prefix, dir=parent), "stacks.txt")
-    try:
-        with open(path, "w", encoding="utf-8", errors="backslashreplace") as file:
-            file.write(f"{text}\n")
-    except OSError:
-        shutil.rmtree(os.path.dirname(path), ignore_errors=True)
-        raise
-    return path
 
 
 # --- reading stacks -----------------------------------------------------------------------------
@@ -227,7 +203,7 @@ _LIBRARY = re.compile(r"(site|dist)-packages/torch/|/lib(64)?/python3\.\d+t?/(?!
 def _where(answer: _Answer, pid: int) -> str:
     """Return where the main thread was: the innermost frame of the user's and the innermost function of all."""
     if not answer.stacks:
-        return _NONE + answer.problem
+        return f"no Python stack: {answer.problem}"
     if answer.stacks.endswith("\n..."):  # MAX_NTHREADS in Python/traceback.c
         return "of 100 threads none is the main one; install py-spy to see all"
     thread = _main_thread(answer.stacks, pid)
@@ -247,17 +223,3 @@ def _main_thread(stacks: str, pid: int) -> str:
             return thread
     # faulthandler begins with the youngest (Python/traceback.c and add_threadstate in Python/pystate.c, 3.10 to 3.13).
     return threads[-1] if threads else ""
-
-
-def _section(rank: int, pid: int, where: str, answer: _Answer) -> str:
-    heading = f"--- rank {rank}, pid {pid}: {where}"
-    note = f"({answer.note})" if answer.note else ""
-    return "\n".join(filter(None, [heading, note, answer.stacks])) + "\n"
-
-
-def _shortened(text: str, limit: int) -> str:
-    """Leave out the middle: py-spy has the main thread first, faulthandler has it last."""
-    if len(text) <= limit:
-        return text
-    half = limit // 2
-    return f"{text[:half]}\n[… {len(text) - 2 * half} characters left out …]\n{text[-half:]}"
