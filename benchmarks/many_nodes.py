@@ -26,7 +26,7 @@ from report import Report, parser
 from metaflow_extensions.torchrun.plugins.torchrun.channel import connection, control_channel, member_channel
 from metaflow_extensions.torchrun.plugins.torchrun.channel.loop_thread import LoopThread
 from metaflow_extensions.torchrun.plugins.torchrun.features.listed import FEATURES
-from metaflow_extensions.torchrun.plugins.torchrun.features.usage.series import step_s
+from metaflow_extensions.torchrun.plugins.torchrun.features.usage.meter import step_s
 from metaflow_extensions.torchrun.plugins.torchrun.gang import policy, protocol, state
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause, Failure
 from metaflow_extensions.torchrun.plugins.torchrun.machine.network import pick_port

@@ -9,39 +9,33 @@ import pytest
 from fake_node import FakeNode
 from unit_helpers import eventually, write
 
-from metaflow_extensions.torchrun.plugins.torchrun.features.usage import meter as usage_meter
-from metaflow_extensions.torchrun.plugins.torchrun.features.usage.consumption import Container, ProcessTree
-from metaflow_extensions.torchrun.plugins.torchrun.features.usage.feature import Usage
-from metaflow_extensions.torchrun.plugins.torchrun.features.usage.meter import UsageMeter, gpus_of
-from metaflow_extensions.torchrun.plugins.torchrun.features.usage.series import KINDS, LIMITS, STEP_S, step_s
-from metaflow_extensions.torchrun.plugins.torchrun.features.usage.traffic import Traffic
-from metaflow_extensions.torchrun.plugins.torchrun.gang.keepers import Keepers
+from metaflow_extensions.torchrun.plugins.torchrun.features.usage import meter
+from metaflow_extensions.torchrun.plugins.torchrun.features.usage.consumption import Container, Traffic, Used, processes
+from metaflow_extensions.torchrun.plugins.torchrun.features.usage.feature import KINDS, Usage
+from metaflow_extensions.torchrun.plugins.torchrun.features.usage.meter import STEP_S, UsageWatcher
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Ended, Told
 from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec
 from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import Machine
 from metaflow_extensions.torchrun.plugins.torchrun.node.plan import Plan
 
-
-class Clock:
-    now = 100.0
-
-    def __call__(self):
-        return self.now
+SHARED = Machine(4, (), 2, 0)  # with another node
 
 
-def a_plan(machine=None, env=(), shown=None, num_nodes=2, **more):
-    spec = LaunchSpec(
-        "/flow/train.py",
-        (),
-        False,
-        nproc=2,
-        num_nodes=num_nodes,
-        node_index=0,
-        python="python3",
-        env=env,
-        shown_local_ranks=shown,
-    )
-    return Plan(spec, "127.0.0.1", machine or Machine(4, (), 2, 0), lambda *_: True, **more)
+class Node:
+    """A node whose clock the test holds; without a pid, its guardian is this process."""
+
+    def __init__(self, folder, machine=SHARED, pid=None, num_nodes=2, **spec):
+        spec = {"nproc": 2, "num_nodes": num_nodes, "node_index": 0, "python": "python3", **spec}
+        plan = Plan(LaunchSpec("/flow/train.py", (), False, **spec), "127.0.0.1", machine, lambda *_: True)
+        self.follower, self.now = SimpleNamespace(shown_lines=0), 100.0
+        self.pid = pid or os.getpid()
+        here = SimpleNamespace(plan=plan, folder=str(folder), follower=self.follower, pid=lambda: self.pid)
+        self.watcher = UsageWatcher(here, lambda: self.now)
+        assert self.watcher.poll() is None, "the first look tells nothing yet"
+
+    def after(self, seconds):
+        self.now += seconds
+        return self.watcher.poll()
 
 
 @pytest.fixture
@@ -55,144 +49,100 @@ def busy():
 
 
 def test_a_node_tells_what_its_processes_use_and_write(tmp_path, busy):
-    follower, clock = SimpleNamespace(shown_lines=0), Clock()
-    meter = UsageMeter(a_plan(), str(tmp_path), follower, busy.pid, clock)
-    assert meter.look() is None
+    node = Node(tmp_path, pid=busy.pid)
     write(tmp_path / "x" / "attempt_0" / "0" / "stdout.log", "a" * 600)
     write(tmp_path / "x" / "attempt_0" / "1" / "stderr.log", "b" * 400)
-    follower.shown_lines = 2
-    clock.now += 1.0
-    first = meter.look()
-    assert first.of == "processes"
-    assert first.limits["cpus"] == 4
-    assert first.limits["memory_mib"] > 100
-    assert first.values["output_bytes_s"] == 1000
-    assert first.values["output_lines_s"] == 2
-    assert first.values["memory_mib"] > 0.1
-    assert set(first.values) <= set(KINDS)
-    assert set(first.limits) <= set(LIMITS)
-    assert "received_kib_s" not in first.values, "nodes of one machine share its network"
-    clock.now += STEP_S - 0.1
-    assert meter.look() is None
-    clock.now += 0.2
-    before = ProcessTree(busy.pid).look().cpu_s
-    eventually(lambda: ProcessTree(busy.pid).look().cpu_s > before)
-    second = meter.look()
-    assert second.values["cpus"] > 0
-    assert second.values["output_bytes_s"] == 0
+    node.follower.shown_lines = 2
+    assert node.after(0.9) is None
+    first = node.after(0.1)
+    assert (first["of"], first["limits"]["cpus"]) == ("processes", 4)
+    assert first["limits"]["memory_mib"] > 100
+    assert (first["values"]["output_bytes_s"], first["values"]["output_lines_s"]) == (1000, 2)
+    assert first["values"]["memory_mib"] > 0.1
+    assert set(first["values"]) <= set(KINDS)
+    assert "received_kib_s" not in first["values"], "nodes of one machine share its network"
+    before = processes(busy.pid).cpu_s
+    eventually(lambda: processes(busy.pid).cpu_s > before)
+    assert node.after(STEP_S - 0.1) is None
+    second = node.after(0.2)["values"]
+    assert second["cpus"] > 0
+    assert second["output_bytes_s"] == 0
 
 
-@pytest.mark.parametrize(("nodes_here", "of"), [(1, "container"), (2, "processes")])
-def test_a_container_counts_for_the_node_unless_nodes_share_it(tmp_path, monkeypatch, nodes_here, of):
-    monkeypatch.setattr(Container, "find", lambda: Container(lambda: clock.now * 3, lambda: 5 * 2**20))
-    clock = Clock()
-    plan = a_plan(Machine(4, (), nodes_here, 0))
-    meter = UsageMeter(plan, str(tmp_path), SimpleNamespace(shown_lines=0), os.getpid(), clock)
-    clock.now += 2.0
-    used = meter.look()
-    assert used.of == of
-    assert ((used.values["cpus"], used.values["memory_mib"]) == (3.0, 5.0)) is (of == "container")
+def test_nothing_is_measured_before_the_guardian_runs(tmp_path):
+    node = Node(tmp_path)
+    node.pid = None
+    assert node.after(STEP_S) is None
+    node.pid = os.getpid()
+    assert node.after(0.0)["values"]["memory_mib"] > 1
 
 
-def test_a_late_look_makes_up_for_none(tmp_path):
-    clock = Clock()
-    meter = UsageMeter(a_plan(), str(tmp_path), SimpleNamespace(shown_lines=0), os.getpid(), clock)
-    clock.now += 60.0
-    assert meter.look() is not None
-    assert meter.look() is not None  # the fixed times go on from here
-    assert meter.look() is None
+@pytest.mark.parametrize(("machine", "of"), [(Machine(4), "container"), (SHARED, "processes")])
+def test_a_container_counts_for_the_node_unless_nodes_share_it(tmp_path, monkeypatch, machine, of):
+    monkeypatch.setattr(Container, "look", lambda self: Used(node.now * 3, 5 * 2**20))
+    monkeypatch.setattr(meter, "container", lambda: Container(""))
+    node = SimpleNamespace(now=100.0)
+    node = Node(tmp_path, machine)
+    used = node.after(2.0)
+    assert used["of"] == of
+    assert ((used["values"]["cpus"], used["values"]["memory_mib"]) == (3.0, 5.0)) is (of == "container")
+
+
+@pytest.mark.parametrize(("num_nodes", "step_s"), [(2, 5.0), (1000, 100.0)])
+def test_a_late_look_makes_up_for_none(tmp_path, num_nodes, step_s):
+    node = Node(tmp_path, num_nodes=num_nodes)
+    assert node.after(12 * step_s) is not None
+    assert node.after(0.0) is not None  # the fixed times go on from here
+    assert node.after(0.0) is None
+    assert node.after(step_s - 0.1) is None
+    assert node.after(0.2) is not None
 
 
 def test_lines_are_not_counted_where_not_all_are_shown(tmp_path):
-    clock = Clock()
-    meter = UsageMeter(a_plan(shown=(0,)), str(tmp_path), SimpleNamespace(shown_lines=0), os.getpid(), clock)
-    clock.now += 1.0
-    assert "output_lines_s" not in meter.look().values
-
-
-def test_a_node_of_a_large_gang_measures_less_often(tmp_path):
-    clock = Clock()
-    plan = a_plan(num_nodes=1000)
-    meter = UsageMeter(plan, str(tmp_path), SimpleNamespace(shown_lines=0), os.getpid(), clock)
-    clock.now += 1.0
-    assert meter.look() is not None
-    clock.now += step_s(1000) - 0.1
-    assert meter.look() is None
-    clock.now += 0.2
-    assert meter.look() is not None
-
-
-def test_a_node_with_a_machine_of_its_own_tells_the_network_and_its_gpus(tmp_path, monkeypatch):
-    smi = write(tmp_path / "nvidia-smi", "#!/bin/sh\necho '0, GPU-a, 40, 100, 200'\necho '1, GPU-b, 60, 300, 400'\n")
-    smi.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setattr(usage_meter, "traffic", lambda: Traffic(int(clock.now * 2048), int(clock.now * 1024)))
-    clock = Clock()
-    plan = a_plan(Machine(4, ("0", "1")))
-    meter = UsageMeter(plan, str(tmp_path), SimpleNamespace(shown_lines=0), os.getpid(), clock)
-
-    def next_look():
-        clock.now += STEP_S
-        return meter.look()
-
-    used = eventually(lambda: (used := next_look()) and "gpu_percent" in used.values and used)
-    assert used.values["received_kib_s"] == 2.0
-    assert used.values["sent_kib_s"] == 1.0
-    assert (used.values["gpu_percent"], used.values["gpu_memory_mib"]) == (50.0, 400.0)
-    assert (used.limits["gpus"], used.limits["gpu_memory_mib"]) == (2, 600.0)
-    meter.close()
+    assert "output_lines_s" not in Node(tmp_path, shown_local_ranks=(0,)).after(1.0)["values"]
 
 
 @pytest.mark.parametrize(
-    ("machine", "env", "gpus"),
-    [
-        (Machine(4, ("0", "1")), (), ("0", "1")),
-        (Machine(4, ("0", "1"), 2, 1), (), ("1",)),
-        (Machine(4, ("0",), 2, 1), (), ()),
-        (Machine(4, ("0", "1")), (("CUDA_VISIBLE_DEVICES", "1"),), ("1",)),
-        (Machine(4, ("0", "1")), (("CUDA_VISIBLE_DEVICES", ""),), ()),
-    ],
+    ("env", "percent", "memory_mib", "limits"),
+    [((), 50.0, 400.0, (2, 600.0)), ((("CUDA_VISIBLE_DEVICES", "1"),), 60.0, 300.0, (1, 400.0))],
 )
-def test_only_the_gpus_that_the_workers_see_are_asked_for(machine, env, gpus):
-    assert gpus_of(a_plan(machine, env)) == gpus
-
-
-# --- in a launch ------------------------------------------------------------------------------------
+def test_a_node_with_a_machine_of_its_own_tells_the_network_and_its_gpus(
+    tmp_path, monkeypatch, env, percent, memory_mib, limits
+):
+    smi = write(tmp_path / "nvidia-smi", "#!/bin/sh\necho '0, GPU-a, 40, 100, 200'\necho '1, GPU-b, 60, 300, 400'\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr(meter, "traffic", lambda: Traffic(int(node.now * 2048), int(node.now * 1024)))
+    node = SimpleNamespace(now=100.0)
+    node = Node(tmp_path, Machine(4, ("0", "1")), env=env)
+    used = eventually(lambda: (used := node.after(STEP_S)) and "gpu_percent" in used["values"] and used)
+    assert (used["values"]["received_kib_s"], used["values"]["sent_kib_s"]) == (2.0, 1.0)
+    assert (used["values"]["gpu_percent"], used["values"]["gpu_memory_mib"]) == (percent, memory_mib)
+    assert (used["limits"]["gpus"], used["limits"]["gpu_memory_mib"]) == limits
+    node.watcher.close()
 
 
 def test_a_launch_tells_it_to_the_gang_which_keeps_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(usage_meter, "_FIRST_S", 0.0)
+    monkeypatch.setattr(meter, "_FIRST_S", 0.0)
     node = FakeNode(tmp_path, features=(Usage(),))
     node.guardian = os.getpid()
     node.launch()
     agent = node.go()
     told = node.expect(Told)
     assert (told.launch, told.generation, told.feature) == (0, 0, "usage")
-    assert told.data["values"]["memory_mib"] > 1
-    for num_nodes, of_all in ((2, True), (2, False)):
-        kept = Keepers({"usage": Usage().keeper(num_nodes, of_all)})
-        kept.handle(1, told, 7.0)
-        (series,) = kept.record()["usage"]["nodes"].values()
-        assert series["of"] == told.data["of"]
-        assert len(series["memory_mib"]) == 2
+    kept = Usage().keeper(2, of_all=True)
+    kept.handle(1, told, 7.0)
+    (series,) = kept.record()["nodes"].values()
+    assert (series["of"], len(series["memory_mib"])) == (told.data["of"], 2)
     node.ends_well(agent)
 
 
 def test_what_can_not_be_measured_does_not_end_the_launch(tmp_path, monkeypatch):
-    monkeypatch.setattr(UsageMeter, "look", lambda self: 1 / 0)
+    monkeypatch.setattr(UsageWatcher, "poll", lambda self: 1 / 0)
     node = FakeNode(tmp_path, features=(Usage(),))
-    node.guardian = os.getpid()
     agent = node.running()
     eventually(lambda: node.texts("note"))
     (line,) = node.texts("note")
     assert "its usage: ZeroDivisionError" in line
     ended, _ = node.ends_well(agent)
     assert isinstance(ended, Ended)
-
-
-@pytest.mark.parametrize("data", [{}, {"of": 3}, {"of": "container", "values": {"cpus": "1"}}])
-def test_what_does_not_fit_ends_no_gang(data):
-    kept = Keepers({"usage": Usage().keeper(2, of_all=True)})
-    kept.handle(1, Told(0, 0, "usage", data), 7.0)
-    ((line,),) = [remarks.lines for remarks in kept.pop_remarks()]
-    assert "node 1's usage: ValueError: usage" in line

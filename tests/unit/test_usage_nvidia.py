@@ -72,30 +72,22 @@ def test_whatever_it_says_is_taken_or_left(text, expected):
 
 def test_one_look_asks_and_a_later_one_knows(smi, tmp_path):
     asked = tmp_path / "asked"  # the second time it gives no answer
-    reader = smi(f"[ -e {asked} ] && exec sleep 1000\ntouch {asked}\n{says(TWO)}")
+    reader = smi(f'[ -e {asked} ] && exec sleep 1000\necho "$@" > {asked}\n{says(TWO)}')
     assert reader.look(100.0) is None
     eventually(lambda: reader.look(101.0) == ALL)
+    query = "--query-gpu=index,uuid,utilization.gpu,memory.used,memory.total"
+    assert asked.read_text() == f"{query} --format=csv,noheader,nounits\n"
+    assert reader.look(99.0 + nvidia._EVERY_S) == ALL
+    assert len(smi.pids()) == 1
+    assert reader.look(100.0 + nvidia._EVERY_S) == ALL
+    eventually(lambda: len(smi.pids()) == 2)
     assert reader.look(100.0 + nvidia._FRESH_S) == ALL
     assert reader.look(101.0 + nvidia._FRESH_S) is None
 
 
-def test_it_is_asked_for_what_is_needed(smi, tmp_path):
-    reader = smi(f'echo "$@" > {tmp_path}/arguments')
-    reader.look(0.0)
-    asked = eventually(lambda: (tmp_path / "arguments").exists() and (tmp_path / "arguments").read_text())
-    query = "--query-gpu=index,uuid,utilization.gpu,memory.used,memory.total"
-    assert asked == f"{query} --format=csv,noheader,nounits\n"
-
-
-def test_many_gpus_are_told_together(smi):
-    rows = "".join(f"{index}, GPU-{index}, {index}, 100, 200\n" for index in range(16))
-    reader = smi(says(rows), tuple(map(str, range(16))))
-    reader.look(0.0)
-    assert eventually(lambda: reader.look(1.0)) == Gpus(16, 7.5, 1600.0, 3200.0)
-
-
-def test_one_that_hangs_is_killed_and_asked_again_later(smi):
-    reader = smi("trap '' TERM; exec sleep 1000")
+@pytest.mark.parametrize("does", ["trap '' TERM; exec sleep 1000", "exec yes"])
+def test_one_that_hangs_or_talks_without_end_is_killed_and_asked_again_later(smi, does):
+    reader = smi(does)
     begin = time.monotonic()
     assert reader.look(0.0) is None
     eventually(smi.pids)
@@ -103,8 +95,7 @@ def test_one_that_hangs_is_killed_and_asked_again_later(smi):
     assert reader.look(nvidia._LIMIT_S + 1) is None
     eventually(lambda: reader.look(nvidia._LIMIT_S + 2) is None and reader._process is None)
     assert time.monotonic() - begin < 10  # nobody has waited for it
-    for now in (30.0, 40.0, 59.0):
-        reader.look(now)
+    reader.look(59.0)
     assert len(smi.pids()) == 1
     assert not psutil.pid_exists(smi.pids()[0])  # not even as a zombie
     reader.look(61.0)
@@ -120,22 +111,6 @@ def test_one_that_fails_or_says_nonsense_is_asked_once_a_minute(smi, script):
     assert reader._process is None
     reader.look(61.0)
     assert reader._process is not None
-
-
-def test_one_that_talks_without_end_is_killed(smi):
-    reader = smi("exec yes")
-    reader.look(0.0)
-    eventually(smi.pids)
-    reader.look(nvidia._LIMIT_S + 1)
-    eventually(lambda: reader.look(nvidia._LIMIT_S + 2) is None and reader._process is None)
-
-
-def test_one_that_takes_much_cpu_is_asked_less_often(smi, monkeypatch):
-    monkeypatch.setattr(nvidia, "_reap", lambda process, reap=nvidia._reap: reap(process) and 0.5)
-    reader = smi(says(TWO))
-    reader.look(0.0)
-    eventually(lambda: reader.look(1.0))
-    assert reader._due_at == pytest.approx(50.0)  # half a second in fifty is one per cent
 
 
 def test_the_end_ends_it(smi):

@@ -4,10 +4,11 @@ import json
 
 import pytest
 
-from metaflow_extensions.torchrun.plugins.torchrun.features.usage.feature import Usage
-from metaflow_extensions.torchrun.plugins.torchrun.features.usage.page import KINDS as DRAWN
-from metaflow_extensions.torchrun.plugins.torchrun.features.usage.page import coarser, picked, usage_parts
-from metaflow_extensions.torchrun.plugins.torchrun.features.usage.series import KINDS, STEP_S, UsageHistory
+from metaflow_extensions.torchrun.plugins.torchrun.features.usage.feature import KINDS, Usage
+from metaflow_extensions.torchrun.plugins.torchrun.features.usage.meter import Used, step_s
+from metaflow_extensions.torchrun.plugins.torchrun.features.usage.page import _PANELS, picked, usage_parts
+from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Told
+from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import to_plain
 from metaflow_extensions.torchrun.plugins.torchrun.show.parts.charts import LINES
 from metaflow_extensions.torchrun.plugins.torchrun.show.parts.model import Chart, Keys, Sentence
 from metaflow_extensions.torchrun.plugins.torchrun.show.style import STYLE
@@ -16,11 +17,12 @@ LIMITS = {"cpus": 96.0, "memory_mib": 2.0**20, "gpus": 8.0, "gpu_memory_mib": 64
 
 
 def usage_of(num_nodes, samples, kinds=KINDS, of="container", value=lambda node, part: 1000.0 + node + part):
-    history = UsageHistory(num_nodes)
+    kept = Usage().keeper(num_nodes, of_all=True)
     for node in range(num_nodes):
         for part in range(samples):
-            history.note(node, part * STEP_S, of, {kind: value(node, part) for kind in kinds}, LIMITS)
-    return json.loads(json.dumps(history.as_data()))
+            used = Used(of, {kind: value(node, part) for kind in kinds}, LIMITS)
+            kept.handle(node, Told(0, 0, "usage", to_plain(used)), part * step_s(num_nodes))
+    return json.loads(json.dumps(kept.record()))
 
 
 def charts_of(usage):
@@ -70,19 +72,7 @@ def test_times_are_told_in_a_unit_that_fits(samples, unit, last):
 
 
 def test_each_kind_that_is_kept_has_its_chart():
-    assert sorted(DRAWN) == sorted(KINDS)
-
-
-def test_a_stored_series_can_be_made_coarser_again():
-    assert coarser("cpus", [1.0, 3.0, None, 5.0, None, None, 7.0]) == [2.0, 5.0, None, 7.0]
-    assert coarser("memory_mib", [1, 3]) == [3]
-
-
-def test_a_line_has_no_more_points_than_can_be_seen():
-    words, _, charts = charts_of(usage_of(2, 240, ("cpus",)))
-    (chart,) = charts.values()
-    assert [len(row) for row in rows_of(chart).values()] == [120, 120]
-    assert "A point stands for 10 s." in words
+    assert {panel.kind for panel in _PANELS} == set(KINDS)
 
 
 def test_what_is_not_measured_has_no_chart():
@@ -94,9 +84,9 @@ def test_what_is_not_measured_has_no_chart():
 
 def test_a_late_sample_makes_no_gap_but_a_pause_does():
     values = [1.0, None, 2.0, None, None, None, 3.0]
-    usage = {"step_s": 5.0, "nodes": {"0": {"of": "container", "limits": {}, "cpus": [None, *values]}}}
+    usage = {"step_s": 5.0, "nodes": {"0": {"of": "container", "limits": {}, "cpus": [None, *values, *[None] * 4]}}}
     _, _, charts = charts_of(usage)
-    assert rows_of(charts["CPU, cores"])["node 0"] == [(7.5, 1.0), (17.5, 2.0), (22.5, None), (37.5, 3.0)]
+    assert rows_of(charts["CPU, cores"])["node 0"] == [(7.5, 1.0), (17.5, 2.0), (32.5, None), (37.5, 3.0)]
 
 
 @pytest.mark.parametrize(("samples", "opacity"), [(1, 1), (2, 0)])
@@ -115,7 +105,7 @@ def test_of_many_nodes_the_highest_the_median_and_the_lowest_have_a_line_with_th
     (chart,) = charts.values()
     rows = rows_of(chart)
     assert list(rows) == ["highest: node 5", "median: node 128", "lowest: node 17"]
-    assert rows["lowest: node 17"] == [(2.5, 40.0), (7.5, 40.0), (12.5, 40.0), (17.5, 40.0)]
+    assert rows["lowest: node 17"] == [(12.8, 40.0), (38.4, 40.0), (64.0, 40.0), (89.6, 40.0)]
     assert ("each chart shows three" in words, legend) == (True, [])
     colour = chart.spec["layer"][0]["encoding"]["color"]
     assert (colour["scale"]["domain"], colour["legend"]["orient"]) == (list(rows), "bottom")

@@ -1,131 +1,93 @@
-"""What CPU and memory this node uses: its container, or its launch's processes.
+"""What CPU, memory and network this node uses: its container, or its launch's processes.
 
-A container has cgroups of its own, and all that counts for its limits is in them. Elsewhere a cgroup holds other
-programs as well, and nodes of one machine share it. There the processes of the launch are added up. Made for Linux;
-elsewhere nothing is measured.
+A container has a cgroup of its own, and all that counts for its limits is in it. Elsewhere a cgroup holds other
+programs as well, and nodes of one machine share it. There the processes of the launch are added up. Made for Linux with
+version 2 of cgroups; with version 1, processes are added up in containers, too.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ...machine.cgroup import container_folder
-from ...machine.processes import read
+from ...machine.processes import children_of_main_thread, read
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
-@dataclass(frozen=True)
-class Used:
+class Used(NamedTuple):
     """What has been used so far; None is not known."""
 
-    cpu_s: float | None = None  # seconds of one core, since whenever
-    memory_bytes: int | None = None  # now
+    cpu_s: float | None  # seconds of one core, since whenever
+    memory_bytes: int | None  # now
+
+
+class Traffic(NamedTuple):
+    """Bytes since the interfaces are there."""
+
+    received: int
+    sent: int
 
 
 class Container:
-    """The cgroups of this task's own container; `find` returns it, or None where there is none."""
+    """The cgroup of this task's own container, by its folder."""
 
-    def __init__(self, cpu: Callable[[], float | None], memory: Callable[[], int | None]) -> None:
-        self._cpu, self._memory = cpu, memory
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
 
     def look(self) -> Used:
-        """Return what all of the container has used."""
-        return Used(self._cpu(), self._memory())
+        """Return what all of the container has used.
 
-    @staticmethod
-    def find(root: str = "/") -> Container | None:
-        """Look for cgroups of version 2, then of version 1."""
-        second = container_folder("", "memory.current", root)
-        if second is not None:
-            return Container(
-                lambda: _scaled(_field(read(f"{second}/cpu.stat"), "usage_usec"), 1e-6),
-                lambda: _working_set(f"{second}/memory.current", f"{second}/memory.stat", "inactive_file"),
-            )
-        cpu = container_folder("cpuacct", "cpuacct.usage", root)
-        memory = container_folder("memory", "memory.usage_in_bytes", root)
-        if cpu is None or memory is None:
-            return None
-        return Container(
-            lambda: _scaled(_number(read(f"{cpu}/cpuacct.usage")), 1e-9),
-            lambda: _working_set(f"{memory}/memory.usage_in_bytes", f"{memory}/memory.stat", "total_inactive_file"),
-        )
+        Its memory is without the files' contents that the kernel can drop at once, as Kubernetes counts it.
+        """
+        cpu_us, memory = self._number("cpu.stat", "usage_usec "), self._number("memory.current")
+        files = self._number("memory.stat", "inactive_file ") or 0
+        return Used(None if cpu_us is None else cpu_us / 1e6, None if memory is None else max(0, memory - files))
+
+    def _number(self, file: str, before: str = "") -> int | None:
+        found = re.search(rf"^{before}(\d+)$", read(os.path.join(self._folder, file)), re.MULTILINE)
+        return None if found is None else int(found[1])
 
 
-def _working_set(current: str, stat: str, cache: str) -> int | None:
-    """Return the memory without the files' contents that the kernel can drop at once, as Kubernetes counts it."""
-    used = _number(read(current))
-    return None if used is None else max(0, used - (_field(read(stat), cache) or 0))
+def container(root: str = "/") -> Container | None:
+    """Return this task's own container, or None where there is none."""
+    folder = container_folder("", "memory.current", root)
+    return None if folder is None else Container(folder)
 
 
-class ProcessTree:
-    """A process and all that descends from it.
+def processes(root: int) -> Used:
+    """Return what a process and all below it have used; the memory is what they share with nobody.
 
-    To read the whole process table takes milliseconds. So it is remembered which processes are others', and of those
-    nothing is read again. An orphan stays in the tree: the guardian, which is its root, adopts it.
+    An orphan stays among them: the guardian, which is the root, adopts it. What other threads than a process's main one
+    have started is not seen: to find that, the whole process table would have to be read.
     """
-
-    def __init__(self, pid: int, proc: str = "/proc") -> None:
-        self._root, self._proc = pid, proc
-        self._is_ours: dict[int, bool] = {}
-
-    def look(self) -> Used:
-        """Return what its processes have used; the memory is what they share with nobody."""
-        ticks, pages = 0, 0
-        for pid in self._find():
-            fields = self._fields(pid)
-            # Its own, and that of its children that have ended; so what has ended is not lost, and not counted twice.
-            ticks += sum(map(int, fields[11:15]))
-            sizes = _line(f"{self._proc}/{pid}/statm").split()
-            pages += int(sizes[1]) - int(sizes[2]) if len(sizes) > 2 else 0
-        return Used(ticks / _TICKS_PER_S, pages * _PAGE_BYTES)
-
-    def _find(self) -> list[int]:
-        here = {int(name) for name in os.listdir(self._proc) if name.isdigit()}
-        for gone in self._is_ours.keys() - here:
-            del self._is_ours[gone]
-        parents = {pid: self._parent(pid) for pid in here - self._is_ours.keys()}
-        for pid in parents:
-            line = [pid]
-            while line[-1] in parents and line[-1] not in self._is_ours and line[-1] != self._root:
-                line.append(parents[line[-1]])
-            is_ours = line[-1] == self._root or self._is_ours.get(line[-1], False)
-            self._is_ours.update(dict.fromkeys((each for each in line if each in parents), is_ours))
-        return [pid for pid, is_ours in self._is_ours.items() if is_ours]
-
-    def _parent(self, pid: int) -> int:
-        fields = self._fields(pid)
-        return int(fields[1]) if fields else 0
-
-    def _fields(self, pid: int) -> list[bytes]:
-        """Return what stat says, see proc(5), from the third field on: the second may hold spaces and parentheses."""
-        return _line(f"{self._proc}/{pid}/stat").rpartition(b")")[2].split()
+    if not os.path.exists(f"/proc/{root}"):
+        return Used(None, None)
+    ticks, pages, found = 0, 0, [root]
+    for pid in found:  # it grows meanwhile
+        found += children_of_main_thread(pid)
+        # See proc(5). The second field may hold spaces and parentheses, so fields[0] is the third.
+        fields = read(f"/proc/{pid}/stat").rpartition(")")[2].split()
+        # Its own, and that of its children that have ended; so what has ended is not lost, and not counted twice.
+        ticks += sum(map(int, fields[11:15]))
+        sizes = read(f"/proc/{pid}/statm").split()
+        pages += int(sizes[1]) - int(sizes[2]) if sizes else 0
+    return Used(ticks / _TICKS_PER_S, pages * _PAGE_BYTES)
 
 
-def _line(path: str) -> bytes:
-    """Return the short text of a file of the kernel; a third of the time of `read`, which matters for many."""
-    with suppress(OSError):
-        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            return os.read(file, 4096)
-        finally:
-            os.close(file)
-    return b""
+def traffic(root: str = "/") -> Traffic | None:
+    """Return what has gone by all interfaces but the loopback; None where that is not known.
 
-
-def _field(text: str, name: str) -> int | None:
-    found = re.search(rf"^{re.escape(name)}\s+(\d+)", text, re.MULTILINE)
-    return None if found is None else int(found[1])
-
-
-def _number(text: str) -> int | None:
-    return int(text) if text.strip().isdigit() else None
-
-
-def _scaled(value: int | None, factor: float) -> float | None:
-    return None if value is None else value * factor
+    Linux counts what goes by IP. What goes past it (InfiniBand, AWS's EFA) is not in these numbers. Bridges and the like
+    pass on what a real interface has counted. So where there are real ones, they alone count.
+    """
+    # Two lines of headings, then lines as "  eth0: BYTES PACKETS …": eight numbers received, and eight sent.
+    lines = (line.rpartition(":") for line in read(os.path.join(root, "proc/net/dev")).splitlines()[2:])
+    found = {name.strip(): numbers.split() for name, _, numbers in lines}
+    found.pop("lo", None)
+    real = {name for name in found if os.path.exists(os.path.join(root, "sys/class/net", name, "device"))}
+    counted = [found[name] for name in real or found]
+    return Traffic(sum(int(each[0]) for each in counted), sum(int(each[8]) for each in counted)) if counted else None

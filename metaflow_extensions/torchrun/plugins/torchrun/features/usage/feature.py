@@ -1,19 +1,34 @@
-"""What the nodes use while their workers run: measured on each node, kept as one series for each."""
+"""What the nodes use while their workers run: measured on each node, kept as one series for each kind and node."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from ...gang.keepers import Keeper, Plain
 from ...gang.protocol import Told
-from ...gang.wire import from_plain, to_plain
+from ...gang.wire import from_plain
 from ...node.watchers import Feature, Here, Watcher
+from ...records.series import Merge, Series
 from ...records.summary import Summary
 from ...show.parts.model import Part
-from .meter import UsageMeter, Used
+from .meter import UsageWatcher, Used, step_s
 from .page import usage_parts
-from .series import UsageHistory, step_s
+
+KINDS: dict[str, Merge] = {
+    "cpus": "mean",  # cores used
+    "memory_mib": "max",
+    "gpu_percent": "mean",  # of the time in which a kernel ran, over all GPUs of the node
+    "gpu_memory_mib": "max",  # of all GPUs of the node
+    "received_kib_s": "mean",  # by the network
+    "sent_kib_s": "mean",
+    "output_bytes_s": "mean",  # what the workers write to stdout and stderr
+    "output_lines_s": "mean",
+}
+# How many values of one kind a node's series has at most, and all nodes together.
+_MOST_POINTS, _LEAST_POINTS, _POINTS_OF_ALL = 120, 24, 16_384
 
 
 class Usage(Feature):
@@ -23,8 +38,8 @@ class Usage(Feature):
     after = "timeline"
 
     def keeper(self, num_nodes: int, of_all: bool) -> Keeper:
-        """Return what keeps the series."""
-        return UsageKeeper(UsageHistory(num_nodes if of_all else 1, step_s(num_nodes)))
+        """Return what keeps the series, of all nodes or of one."""
+        return UsageKeeper(num_nodes if of_all else 1, step_s(num_nodes))
 
     def watcher(self, here: Here) -> Watcher:
         """Return what measures."""
@@ -35,41 +50,54 @@ class Usage(Feature):
         return usage_parts(kept) if kept else ()
 
 
-class UsageKeeper(Keeper):
-    """Keeps what the nodes have used."""
+@dataclass
+class _Node:
+    of: str = ""  # whose CPU and memory it is
+    limits: dict[str, float] = field(default_factory=dict)
+    series: dict[str, Series] = field(default_factory=dict)  # by kind, of those that were measured
 
-    def __init__(self, history: UsageHistory) -> None:
-        self._history = history
+
+class UsageKeeper(Keeper):
+    """Keeps what the nodes have used, from the gang's begin."""
+
+    def __init__(self, num_nodes: int, step_s: float) -> None:
+        self._most = max(_LEAST_POINTS, min(_MOST_POINTS, _POINTS_OF_ALL // num_nodes))
+        self._step_s = step_s
+        self._nodes: dict[int, _Node] = {}
+        self._lock = threading.Lock()  # of the nodes: the gang's thread adds, and any thread asks for the record
 
     def handle(self, node: int, told: Told, at_s: float) -> None:
         """Keep what a node has used."""
         used = from_plain(Used, told.data, "usage")
-        self._history.note(node, at_s, used.of, used.values, used.limits)
+        with self._lock:
+            kept = self._nodes.setdefault(node, _Node())
+            kept.of, kept.limits = used.of, used.limits
+            for kind, value in used.values.items():
+                if kind not in kept.series:
+                    kept.series[kind] = Series(self._most, self._step_s, KINDS[kind], begin=0.0)
+                kept.series[kind].add(at_s, value)
 
     def record(self) -> Plain:
-        """Return the series of all nodes."""
-        return self._history.as_data()
+        """Return the series of all nodes, in parts of the same length."""
+        with self._lock:
+            all_series = [series for node in self._nodes.values() for series in node.series.values()]
+            step_s = max((series.width for series in all_series), default=self._step_s)
+            for series in all_series:
+                if series.width < step_s:  # its node has told nothing for long
+                    series.widen(step_s)
+            return {
+                "step_s": step_s,
+                "nodes": {str(number): _plain(self._nodes[number]) for number in sorted(self._nodes)},
+            }
 
 
-class UsageWatcher(Watcher):
-    """Measures once the guardian runs, which is the root of all processes of a launch."""
+def _plain(node: _Node) -> Plain:
+    values = {kind: [_rounded(value) for value in series.parts] for kind, series in node.series.items()}
+    return {"of": node.of, "limits": node.limits, **values}
 
-    def __init__(self, here: Here) -> None:
-        self._here = here
-        self._meter: UsageMeter | None = None
 
-    def poll(self) -> Plain | None:
-        """Return what was used since the last time, if it is time to tell it."""
-        if self._meter is None:
-            pid = self._here.pid()
-            if pid is None:
-                return None
-            self._meter = UsageMeter(self._here.plan, self._here.folder, self._here.follower, pid)
-        used = self._meter.look()
-        told: Plain | None = None if used is None else to_plain(used)
-        return told
-
-    def close(self) -> None:
-        """Measure no more."""
-        if self._meter is not None:
-            self._meter.close()
+def _rounded(value: float | None) -> float | int | None:
+    """Return a number short enough to be stored many times: three digits, or a whole number."""
+    if value is None:
+        return None
+    return round(value) if value >= 100 else float(f"{value:.3g}")

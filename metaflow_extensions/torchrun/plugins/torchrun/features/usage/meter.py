@@ -1,7 +1,4 @@
-"""What this node uses while the workers of one generation run.
-
-The supervisor asks, in the thread that calls `run`; the workers notice nothing of it.
-"""
+"""Measures what this node uses while the workers of one generation run; the workers notice nothing of it."""
 
 from __future__ import annotations
 
@@ -10,18 +7,25 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TypeAlias
 
-from ...logs.follower import LogFollower, new_logs
+from ...gang.keepers import Plain
+from ...gang.wire import to_plain
+from ...logs.follower import new_logs
 from ...machine.memory import memory_limit_bytes
-from ...node.plan import Plan
-from .consumption import Container, ProcessTree
-from .nvidia import Gpus, NvidiaSmi
-from .series import step_s
-from .traffic import traffic
+from ...node.watchers import Here, Watcher
+from .consumption import container, processes, traffic
+from .nvidia import NvidiaSmi
 
 _FIRST_S = 1.0  # so that a card shows something soon
+STEP_S = 5.0
+"""How often a node of a small gang measures."""
+# What is told wakes the control node's task. So of all nodes together come so many samples in a second at most.
+_SAMPLES_PER_S = 10
 _MIB, _KIB = 2**20, 2**10
+
+_Totals: TypeAlias = dict[str, float]
+"""What has been used in all until now, by the kind of the rate that is made of it; what is not known is left out."""
 
 
 @dataclass(frozen=True)
@@ -29,111 +33,95 @@ class Used:
     """What this node uses now, or has used since the last time."""
 
     of: str  # whose CPU and memory it is: "container", or the launch's "processes"
-    values: dict[str, float] = field(default_factory=dict)  # by `series.KINDS`; what is not measured is left out
-    limits: dict[str, float] = field(default_factory=dict)  # by `series.LIMITS`
+    values: dict[str, float] = field(default_factory=dict)  # by `feature.KINDS`; what is not measured is left out
+    limits: dict[str, float] = field(default_factory=dict)  # cpus, memory_mib, gpu_memory_mib, gpus
 
 
-class _Totals(NamedTuple):
-    """What has been used in all until now, by the names of the rates that are made of it; None is not known."""
-
-    at: float
-    values: dict[str, float | None]
+def step_s(num_nodes: int) -> float:
+    """Return how often each node of a gang measures."""
+    return max(STEP_S, num_nodes / _SAMPLES_PER_S)
 
 
-class UsageMeter:
-    """Measures one generation on this node; `look` is called now and then, in one thread."""
+class UsageWatcher(Watcher):
+    """Measures once the guardian runs, which is the root of all processes of a launch."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        log_dir: str,
-        follower: LogFollower,
-        guardian: int,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._log_dir = log_dir
+    def __init__(self, here: Here, clock: Callable[[], float] = time.monotonic) -> None:
+        plan = here.plan
+        self._here, self._clock = here, clock
         self._logs: set[str] = set()  # the workers' files that are there
-        self._clock = clock
-        # Nodes of one machine can't be told apart by its cgroups, or by its network.
+        # Nodes of one machine can't be told apart by its cgroup, or by its network.
         self._shares_machine = plan.shares_machine
-        container = None if self._shares_machine else Container.find()
-        self._of = "processes" if container is None else "container"
-        self._meter = container or ProcessTree(guardian)
-        shows_all = all(plan.label(local_rank) is not None for local_rank in range(plan.spec.nproc))
-        self._follower = follower if shows_all else None
-        self._gpus = NvidiaSmi(gpus_of(plan))
-        self._limits = _limits(plan)
-        self._before, self._memory = self._totals()
+        self._container = None if self._shares_machine else container()
+        self._shows_all = all(plan.label(local_rank) is not None for local_rank in range(plan.spec.nproc))
+        self._gpus = NvidiaSmi(plan.machine.seen_by(dict(plan.spec.env)))
+        memory = memory_limit_bytes()
+        self._limits: dict[str, float] = {"cpus": plan.machine.cpus}
+        if memory is not None:
+            self._limits["memory_mib"] = round(memory / _MIB)
         self._step_s = step_s(plan.spec.num_nodes)
-        self._due_at = self._before.at + _FIRST_S
+        self._due_at = float("-inf")
+        self._before: tuple[float, _Totals] | None = None  # at the last time, and when that was
 
-    def look(self) -> Used | None:
-        """Return what was used since the last time, or None if it is not time yet."""
-        now = self._clock()
-        if now < self._due_at:
+    def poll(self) -> Plain | None:
+        """Return what was used since the last time, if it is time to tell it."""
+        now, pid = self._clock(), self._here.pid()
+        if pid is None or now < self._due_at:
+            return None
+        totals, memory_bytes = self._measure(pid)
+        before, self._before = self._before, (now, totals)
+        if before is None:
+            self._due_at = now + _FIRST_S
             return None
         # At fixed times, so that each part of a series gets one; but none is made up for.
         self._due_at = max(self._due_at + self._step_s, now)
-        before, (self._before, self._memory) = self._before, self._totals()
-        values = _rates(before, self._before)
-        if self._memory is not None:
-            values["memory_mib"] = self._memory / _MIB
-        gpus = self._gpus.look(now)
-        if gpus is not None:
-            values.update(_of_gpus(gpus))
-            self._limits["gpus"] = gpus.count
-            if gpus.memory_total_mib is not None:
-                self._limits["gpu_memory_mib"] = gpus.memory_total_mib
-        return Used(self._of, {kind: round(value, 3) for kind, value in values.items()}, dict(self._limits))
+        values = _rates(*before, now, totals)
+        if memory_bytes is not None:
+            values["memory_mib"] = memory_bytes / _MIB
+        values |= self._of_gpus(now)
+        used = Used(
+            "processes" if self._container is None else "container",
+            {kind: round(value, 3) for kind, value in values.items()},
+            self._limits,
+        )
+        told: Plain = to_plain(used)
+        return told
 
     def close(self) -> None:
         """Measure no more; safe to call more than once."""
         self._gpus.close()
 
-    def _totals(self) -> tuple[_Totals, int | None]:
+    def _measure(self, pid: int) -> tuple[_Totals, int | None]:
         """Return what has been used in all until now, and the memory that is used now."""
-        used = self._meter.look()
+        cpu_s, memory_bytes = processes(pid) if self._container is None else self._container.look()
+        found = {"cpus": cpu_s, "output_bytes_s": self._written()}
+        if self._shows_all:
+            found["output_lines_s"] = self._here.follower.shown_lines
         network = None if self._shares_machine else traffic()
-        values = {
-            "cpus": used.cpu_s,
-            "received_kib_s": None if network is None else network.received / _KIB,
-            "sent_kib_s": None if network is None else network.sent / _KIB,
-            "output_bytes_s": self._written(),
-            "output_lines_s": None if self._follower is None else self._follower.shown_lines,
-        }
-        return _Totals(self._clock(), values), used.memory_bytes
+        if network is not None:
+            found["received_kib_s"], found["sent_kib_s"] = (count / _KIB for count in network)
+        return {kind: value for kind, value in found.items() if value is not None}, memory_bytes
 
     def _written(self) -> int:
         """Return how many bytes all workers have written, also those whose lines are not shown."""
-        self._logs.update(path for path, _, _ in new_logs(self._log_dir, self._logs))
+        self._logs.update(path for path, _, _ in new_logs(self._here.folder, self._logs))
         total = 0
         for path in self._logs:
             with suppress(OSError):
                 total += os.stat(path).st_size
         return total
 
+    def _of_gpus(self, now: float) -> dict[str, float]:
+        gpus = self._gpus.look(now)
+        if gpus is None:
+            return {}
+        self._limits["gpus"] = gpus.count
+        if gpus.memory_total_mib is not None:
+            self._limits["gpu_memory_mib"] = gpus.memory_total_mib
+        values = {"gpu_percent": gpus.percent, "gpu_memory_mib": gpus.memory_mib}
+        return {kind: value for kind, value in values.items() if value is not None}
 
-def gpus_of(plan: Plan) -> tuple[str, ...]:
-    """Return the accelerators that the workers of this node see, as ``CUDA_VISIBLE_DEVICES`` names them."""
-    return plan.machine.seen_by(dict(plan.spec.env))
 
-
-def _limits(plan: Plan) -> dict[str, float]:
-    memory = memory_limit_bytes()
-    return {"cpus": plan.machine.cpus, **({} if memory is None else {"memory_mib": round(memory / _MIB)})}
-
-
-def _rates(before: _Totals, after: _Totals) -> dict[str, float]:
+def _rates(began: float, before: _Totals, now: float, after: _Totals) -> dict[str, float]:
     """Return how much of each was used in a second; a total that has fallen, as of a process lost, counts as none."""
-    seconds = max(after.at - before.at, 1e-3)
-    found = {}
-    for kind, value in after.values.items():
-        earlier = before.values[kind]
-        if value is not None and earlier is not None:
-            found[kind] = max(0.0, value - earlier) / seconds
-    return found
-
-
-def _of_gpus(gpus: Gpus) -> dict[str, float]:
-    values = {"gpu_percent": gpus.percent, "gpu_memory_mib": gpus.memory_mib}
-    return {kind: value for kind, value in values.items() if value is not None}
+    seconds = max(now - began, 1e-3)
+    return {kind: max(0.0, after[kind] - before[kind]) / seconds for kind in before.keys() & after.keys()}

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import subprocess
 from collections.abc import Sequence
 from contextlib import suppress
@@ -17,12 +16,10 @@ from dataclasses import dataclass
 from typing import IO
 
 _QUERY = ("index", "uuid", "utilization.gpu", "memory.used", "memory.total")
-_PROGRAM = "nvidia-smi"
+_EVERY_S = 15.0  # it takes a part of a second of CPU each time
+_AFTER_FAILURE_S = 60.0
 _LIMIT_S = 20.0  # it takes seconds where the driver is loaded anew each time
 _FRESH_S = 120.0  # so long what it has said counts
-_SHORTEST_S, _AFTER_FAILURE_S = 4.0, 60.0
-# Of its CPU time so much is left between two calls that it takes 1 % of a core at most.
-_PAUSE_PER_CPU_S = 100.0
 _MOST_BYTES = 64 * 1024
 
 
@@ -41,7 +38,7 @@ class NvidiaSmi:
 
     def __init__(self, wanted: Sequence[str]) -> None:
         self._wanted = tuple(wanted)
-        self._program = shutil.which(_PROGRAM) if wanted else None
+        self._program = shutil.which("nvidia-smi") if wanted else None
         self._process: subprocess.Popen[bytes] | None = None
         self._started_at = 0.0
         self._due_at = float("-inf")
@@ -49,11 +46,10 @@ class NvidiaSmi:
 
     def look(self, now: float) -> Gpus | None:
         """Return what is known; start to ask again if that is due. Returns at once."""
-        if self._program is None:
-            return None
-        self._collect(now)
-        if self._process is None and now >= self._due_at:
-            self._ask(now)
+        if self._process is not None:
+            self._collect(self._process, now)
+        elif self._program is not None and now >= self._due_at:
+            self._ask(self._program, now)
         return self._found[1] if self._found is not None and now - self._found[0] <= _FRESH_S else None
 
     def close(self) -> None:
@@ -65,31 +61,23 @@ class NvidiaSmi:
                 process.wait(1.0)
             _stdout(process).close()
 
-    def _ask(self, now: float) -> None:
-        self._started_at = now
-        assert self._program is not None
-        command = [self._program, f"--query-gpu={','.join(_QUERY)}", "--format=csv,noheader,nounits"]
-        try:
+    def _ask(self, program: str, now: float) -> None:
+        self._started_at, self._due_at = now, now + _AFTER_FAILURE_S
+        with suppress(OSError):
             self._process = subprocess.Popen(
-                command,
+                [program, f"--query-gpu={','.join(_QUERY)}", "--format=csv,noheader,nounits"],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C in the terminal is not for it
             )
-        except OSError:
-            self._due_at = now + _AFTER_FAILURE_S
-        else:
             os.set_blocking(_stdout(self._process).fileno(), False)
 
-    def _collect(self, now: float) -> None:
-        process = self._process
-        if process is None:
-            return
-        cpu_s = _reap(process)
-        if cpu_s is None:
+    def _collect(self, process: subprocess.Popen[bytes], now: float) -> None:
+        # The step's code may have reaped it, or the kernel, where SIGCHLD is ignored: then poll says 0.
+        if process.poll() is None:
             if now - self._started_at > _LIMIT_S:
-                process.send_signal(signal.SIGKILL)  # and a later look finds it gone, unless the kernel holds it
+                process.kill()  # and a later look finds it gone, unless the kernel holds it
             return
         self._process = None
         # What it says fits into a pipe; one that says more waits there, and is killed.
@@ -98,8 +86,7 @@ class NvidiaSmi:
         found = parse(text, self._wanted) if process.returncode == 0 else None
         if found is not None:
             self._found = self._started_at, found
-        pause_s = _AFTER_FAILURE_S if found is None else max(_SHORTEST_S, cpu_s * _PAUSE_PER_CPU_S)
-        self._due_at = self._started_at + pause_s
+            self._due_at = self._started_at + _EVERY_S
 
 
 def parse(text: str, wanted: Sequence[str]) -> Gpus | None:
@@ -108,9 +95,8 @@ def parse(text: str, wanted: Sequence[str]) -> Gpus | None:
     ours = [row for row in rows if len(row) == len(_QUERY) and _is_wanted(row[0], row[1], wanted)]
     if not ours:
         return None
-    percent, used, total = ([_number(row[column]) for row in ours] for column in (2, 3, 4))
-    whole = _sum(percent)
-    return Gpus(len(ours), None if whole is None else whole / len(ours), _sum(used), _sum(total))
+    percent, used, total = (_sum([row[column] for row in ours]) for column in (2, 3, 4))
+    return Gpus(len(ours), None if percent is None else percent / len(ours), used, total)
 
 
 def _is_wanted(index: str, uuid: str, wanted: Sequence[str]) -> bool:
@@ -118,27 +104,9 @@ def _is_wanted(index: str, uuid: str, wanted: Sequence[str]) -> bool:
     return any(each == index or (each.startswith("GPU-") and uuid.startswith(each)) for each in wanted)
 
 
-def _number(text: str) -> float | None:
-    """Return a number, None for what is said where there is none, such as "[N/A]"."""
-    return float(text) if text.isdecimal() else None
-
-
-def _sum(values: list[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) if len(known) == len(values) else None
-
-
-def _reap(process: subprocess.Popen[bytes]) -> float | None:
-    """Return the CPU time that a process has taken, in seconds, if it has ended; None while it runs."""
-    try:
-        pid, status, used = os.wait4(process.pid, os.WNOHANG)
-    except ChildProcessError:  # the step's code has reaped it, or the kernel, where SIGCHLD is ignored
-        process.returncode = 0
-        return 0.0
-    if pid == 0:
-        return None
-    process.returncode = os.waitstatus_to_exitcode(status)
-    return used.ru_utime + used.ru_stime
+def _sum(texts: list[str]) -> float | None:
+    """Return the sum of numbers; None where one of them is none, such as "[N/A]"."""
+    return float(sum(map(int, texts))) if all(text.isdecimal() for text in texts) else None
 
 
 def _stdout(process: subprocess.Popen[bytes]) -> IO[bytes]:

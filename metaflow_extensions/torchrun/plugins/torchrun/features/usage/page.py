@@ -15,10 +15,10 @@ from ...show.parts.charts import GREY, LINES, frame
 from ...show.parts.model import Chart, Keys, Part, Sentence
 
 _Values: TypeAlias = list[float | None]
+_Nodes: TypeAlias = dict[int, Mapping[str, Any]]
 
 _HEIGHT = 110
 _MOST_LINES = len(LINES)  # of more nodes three have a line
-_MOST_POINTS = 120  # of one line: a chart is hardly wider than that on a phone
 _BRIDGED = 2  # so many missing values in a row may be a late sample; more are a gap in the line
 _OF = {
     "container": "CPU and memory are those of the node's container.",
@@ -48,46 +48,28 @@ _PANELS = (
     _Panel("output_lines_s", "Output", "lines/s"),
     _Panel("output_bytes_s", "Output", "KiB/s", 1024.0),
 )
-KINDS = tuple(panel.kind for panel in _PANELS)
-_MOST_COUNTS = ("memory_mib", "gpu_memory_mib")  # of two neighbours; of all others it is the mean
 
 
 def usage_parts(usage: Mapping[str, Any]) -> list[Part]:
-    """Return the words and the charts; `usage` is what ``series`` keeps of all nodes."""
-    nodes: dict[int, Mapping[str, Any]] = {int(node): series for node, series in usage["nodes"].items()}
+    """Return the words and the charts; `usage` is what `feature.UsageKeeper` keeps of all nodes."""
+    nodes: _Nodes = {int(node): series for node, series in usage["nodes"].items()}
     if not nodes:
         return [Sentence("Nothing has been measured.")]
-    step_s, series = _coarser(usage["step_s"], nodes)
-    return [*_words(step_s, nodes), *(_chart(panel, step_s, series, _title(panel, nodes)) for panel in _shown(nodes))]
+    step_s = usage["step_s"]
+    return [*_words(step_s, nodes), *(_chart(panel, step_s, nodes) for panel in _shown(nodes))]
 
 
-def _shown(nodes: Mapping[int, Any]) -> list[_Panel]:
+def _shown(nodes: _Nodes) -> list[_Panel]:
     """Return the charts of which something was measured; of the output its lines or, where they aren't known, bytes."""
     found = [panel for panel in _PANELS if any(panel.kind in series for series in nodes.values())]
     has_lines = any(panel.kind == "output_lines_s" for panel in found)
     return [panel for panel in found if not (has_lines and panel.kind == "output_bytes_s")]
 
 
-def _coarser(step_s: float, nodes: Mapping[int, Mapping[str, Any]]) -> tuple[float, dict[int, dict[str, _Values]]]:
-    """Return the nodes' values with as many points as a chart shows, and how long one is."""
-    found = {node: {kind: series[kind] for kind in KINDS if kind in series} for node, series in nodes.items()}
-    while any(len(values) > _MOST_POINTS for series in found.values() for values in series.values()):
-        step_s *= 2
-        found = {node: {kind: coarser(kind, each) for kind, each in series.items()} for node, series in found.items()}
-    return step_s, found
-
-
-def coarser(kind: str, values: _Values) -> _Values:
-    """Return a series in which each two neighbours have become one."""
-    pairs = [[v for v in values[at : at + 2] if v is not None] for at in range(0, len(values), 2)]
-    merge = max if kind in _MOST_COUNTS else statistics.fmean
-    return [merge(pair) if pair else None for pair in pairs]
-
-
 # --- in words -------------------------------------------------------------------------------------
 
 
-def _words(step_s: float, nodes: Mapping[int, Mapping[str, Any]]) -> list[Part]:
+def _words(step_s: float, nodes: _Nodes) -> list[Part]:
     said = [f"A point stands for {duration(step_s)}. Time runs as in the timeline."]
     said += [_OF[of] for of in _OF if any(series.get("of") == of for series in nodes.values())]
     if len(nodes) > _MOST_LINES:
@@ -96,29 +78,28 @@ def _words(step_s: float, nodes: Mapping[int, Mapping[str, Any]]) -> list[Part]:
     return [Sentence(" ".join(said)), *(legend if 1 < len(nodes) <= _MOST_LINES else [])]
 
 
-def _title(panel: _Panel, nodes: Mapping[int, Mapping[str, Any]]) -> str:
+def _title(panel: _Panel, nodes: _Nodes) -> str:
     """Return what a chart shows, with what there is of it where all nodes have the same."""
-    limits = {series.get("limits", {}).get(panel.limit) for series in nodes.values()}
-    gpus = {series.get("limits", {}).get("gpus") for series in nodes.values()}
-    limit = limits.pop() if len(limits) == 1 else None
-    of = f" of {limit / panel.divisor:.4g}" if limit else ""
-    count = gpus.pop() if len(gpus) == 1 else None
-    whose = f", {counted(int(count), 'GPU')} a node" if panel.kind.startswith("gpu") and count else ""
-    return f"{panel.title}, {panel.unit}{of}{whose}" if not of else f"{panel.title}{of} {panel.unit}{whose}"
+    limit, gpus = _same_limit(panel.limit, nodes), _same_limit("gpus", nodes)
+    title = f"{panel.title} of {limit / panel.divisor:.4g} {panel.unit}" if limit else f"{panel.title}, {panel.unit}"
+    return f"{title}, {counted(int(gpus), 'GPU')} a node" if gpus and panel.kind.startswith("gpu") else title
+
+
+def _same_limit(name: str, nodes: _Nodes) -> float | None:
+    limits = {series.get("limits", {}).get(name) for series in nodes.values()}
+    return limits.pop() if len(limits) == 1 else None
 
 
 # --- a chart --------------------------------------------------------------------------------------
 
 
-def _chart(panel: _Panel, step_s: float, nodes: Mapping[int, Mapping[str, Any]], title: str) -> Chart:
-    values = {
-        node: _divided(series[panel.kind], panel.divisor) for node, series in nodes.items() if panel.kind in series
-    }
-    length = max(map(len, values.values()))
-    unit_s, unit = next((each, name) for least, each, name in _TIMES if length * step_s >= least)
-    times = [round((number + 0.5) * step_s / unit_s, 3) for number in range(length)]
-    names = {node: f"node {node}" for node in values} if len(nodes) <= _MOST_LINES else picked(values)
-    rows = [_row(name, times, values[node]) for node, name in names.items()]
+def _chart(panel: _Panel, step_s: float, nodes: _Nodes) -> Chart:
+    title, are_many = _title(panel, nodes), len(nodes) > _MOST_LINES
+    values = {node: series[panel.kind] for node, series in nodes.items() if panel.kind in series}
+    length_s = max(map(len, values.values())) * step_s
+    unit_s, unit = next((each, name) for least, each, name in _TIMES if length_s >= least)
+    names = picked(values) if are_many else {node: f"node {node}" for node in values}
+    rows = [_row(name, step_s / unit_s, panel.divisor, values[node]) for node, name in names.items()]
     last = ", ".join(f"{row['node']} {row['v'][-1]:g}" for row in rows)
     scale = {"domain": [0, 100]} if panel.unit == "%" else {"zero": True}
     time = {"title": unit, "tickCount": 5, "grid": False, "titleAnchor": "end", "titlePadding": 0}
@@ -129,13 +110,9 @@ def _chart(panel: _Panel, step_s: float, nodes: Mapping[int, Mapping[str, Any]],
             "x": {"type": "quantitative", "axis": time, "scale": {"zero": True, "nice": False}},
             "y": {"type": "quantitative", "axis": value, "scale": scale},
         },
-        "layer": [_layer(rows, len(nodes) > _MOST_LINES)],
+        "layer": [_layer(rows, with_legend=are_many)],
     }
     return Chart(spec, f"{title}: {last}")
-
-
-def _divided(values: _Values, divisor: float) -> _Values:
-    return [None if value is None else float(f"{value / divisor:.3g}") for value in values]
 
 
 def picked(values: Mapping[int, _Values]) -> dict[int, str]:
@@ -146,18 +123,22 @@ def picked(values: Mapping[int, _Values]) -> dict[int, str]:
     return {node: f"{which}: node {node}" for node, which in shown.items()}
 
 
-def _row(name: str, times: list[float], values: _Values) -> dict[str, Any]:
+def _row(name: str, step: float, divisor: float, values: _Values) -> dict[str, Any]:
     """Return one line as columns, without the times of which nothing is known, unless they are many in a row."""
-    kept = [place for place, value in enumerate(values) if value is not None]
-    at: list[float] = []
+    times: list[float] = []
     found: _Values = []
-    for before, place in zip([kept[0], *kept], kept, strict=False):
-        if place - before > _BRIDGED + 1:
-            at.append(times[before + 1])
+    missing = 0
+    for place, value in enumerate(values):
+        if value is None:
+            missing += 1
+            continue
+        if found and missing > _BRIDGED:
+            times.append(round((place - 0.5) * step, 3))
             found.append(None)
-        at.append(times[place])
-        found.append(values[place])
-    return {"node": name, "t": at, "v": found}
+        times.append(round((place + 0.5) * step, 3))
+        found.append(float(f"{value / divisor:.3g}"))
+        missing = 0
+    return {"node": name, "t": times, "v": found}
 
 
 def _layer(rows: list[dict[str, Any]], with_legend: bool) -> dict[str, Any]:

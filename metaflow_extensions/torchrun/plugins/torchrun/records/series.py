@@ -1,0 +1,81 @@
+"""Values over time or over steps: a bounded number of them, however long it goes on. Pure.
+
+The axis is cut into equal parts, and each part keeps one point. When there are too many parts, they become twice as
+long, and two neighbours become one. So the whole life is kept, and it gets coarser.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from typing import Literal, TypeAlias
+
+Merge: TypeAlias = Literal["last", "mean", "max"]
+"""What becomes of two values in one part."""
+
+
+class Series:
+    """Points whose x grows, in at most `most` parts; a value of None is a gap. Not safe for several threads.
+
+    The parts begin at `begin`, or at the first x.
+    """
+
+    def __init__(self, most: int, width: float, merge: Merge, begin: float | None = None) -> None:
+        self.width = width  # of a part
+        self._most, self._merge = most, merge
+        self._begins_at_first, self._begin = begin is None, begin or 0.0
+        # Arrays, since a large gang has thousands of series. NaN is None.
+        self._xs, self._values = array("d"), array("d")
+        self._count = 0  # of the values in the last part
+
+    def add(self, x: float, value: float | None) -> None:
+        """Add a point; it takes the place of those at the same x and later, as when steps are done again."""
+        while self._xs and self._xs[-1] >= x:
+            self._xs.pop()
+            self._values.pop()
+        if self._begins_at_first and not self._xs:
+            self._begin = x
+        while self._part(x) >= self._most:
+            self.widen(2 * self.width)
+        self._put(x, math.nan if value is None else value)
+
+    def widen(self, width: float) -> None:
+        """Have longer parts."""
+        points = list(zip(self._xs, self._values, strict=True))
+        self.width = width
+        self._xs, self._values = array("d"), array("d")
+        for x, value in points:
+            self._put(x, value)
+
+    @property
+    def points(self) -> list[tuple[float, float | None]]:
+        """All that are kept, in order."""
+        return [(x, None if math.isnan(value) else value) for x, value in zip(self._xs, self._values, strict=True)]
+
+    @property
+    def parts(self) -> list[float | None]:
+        """The value of each part; None where there is none."""
+        found: list[float | None] = [None] * (self._part(self._xs[-1]) + 1 if self._xs else 0)
+        for x, value in zip(self._xs, self._values, strict=True):
+            if not math.isnan(value):
+                found[self._part(x)] = value
+        return found
+
+    def _part(self, x: float) -> int:
+        return int((x - self._begin) / self.width)
+
+    def _put(self, x: float, value: float) -> None:
+        if self._xs and self._part(self._xs[-1]) == self._part(x):
+            self._xs[-1], self._values[-1] = x, self._merged(self._values[-1], value)
+            self._count += 1
+        else:
+            self._xs.append(x)
+            self._values.append(value)
+            self._count = 1
+
+    def _merged(self, before: float, value: float) -> float:
+        if self._merge == "last" or math.isnan(before):
+            return value
+        if math.isnan(value):
+            return before
+        return max(before, value) if self._merge == "max" else before + (value - before) / (self._count + 1)

@@ -1,0 +1,74 @@
+"""A series keeps a bounded number of points, however long it goes on."""
+
+import math
+from itertools import pairwise
+
+import pytest
+
+from metaflow_extensions.torchrun.plugins.torchrun.records.series import Series
+
+
+def series(points, most=200, width=1.0, merge="last", **more):
+    found = Series(most, width, merge, **more)
+    for x, value in points:
+        found.add(x, value)
+    return found
+
+
+@pytest.mark.parametrize("begin", [0, 10**9, -50])
+def test_a_short_series_is_kept_whole(begin):
+    points = [(begin + step, float(step)) for step in range(200)]
+    assert series(points).points == points
+
+
+@pytest.mark.parametrize("every", [1, 1000])
+@pytest.mark.parametrize("count", [201, 12_345])
+def test_of_a_long_series_evenly_spread_points_are_kept_to_the_last(count, every):
+    kept = series((7 + every * number, float(number)) for number in range(count)).points
+    assert 50 < len(kept) <= 200
+    assert kept[-1] == (7 + every * (count - 1), count - 1)
+    gaps = [after[0] - before[0] for before, after in pairwise(kept[:-1])]
+    assert max(gaps) <= 2.1 * min(gaps)
+
+
+def test_what_is_done_again_takes_the_place_of_what_was_there_and_later():
+    points = [(1, 1.0), (2, 2.0), (3, 3.0), (2, 9.0), (3, None)]
+    assert series(points).points == [(1, 1.0), (2, 9.0), (3, None)]
+    assert series([*points, (-5, 7.0)]).points == [(-5, 7.0)]
+    again = [*((step, 0.0) for step in range(5000)), *((step, 1.0) for step in range(2500, 6000))]
+    kept = series(again).points
+    assert [value for _, value in kept] == [float(step >= 2500) for step, _ in kept]
+
+
+def test_steps_that_leap_cost_no_room():
+    assert series([(0, 1.0), (2**53, 2.0)]).points == [(0, 1.0), (2**53, 2.0)]
+    assert series([(5 * 10**6, 1.0), (0, 2.0), (1, 3.0)]).points == [(0, 2.0), (1, 3.0)]
+
+
+@pytest.mark.parametrize(
+    ("merge", "parts"),
+    [("mean", [3.0, None, 7.5, 1.0]), ("max", [5.0, None, 9.0, 1.0]), ("last", [3.0, None, 6.0, 1.0])],
+)
+def test_a_part_has_one_value_of_all_that_lie_in_it(merge, parts):
+    points = [(1, 1.0), (2, 5.0), (3, None), (4, 3.0), (11, 9.0), (14, 6.0), (15, 1.0)]
+    assert series(points, 4, 5.0, merge, begin=0.0).parts == parts
+
+
+def test_without_a_value_a_part_is_a_gap():
+    assert series([(1, None), (6, 2.0)], 4, 5.0, "mean", begin=0.0).parts == [None, 2.0]
+    assert Series(4, 5.0, "mean", begin=0.0).parts == []
+
+
+@pytest.mark.parametrize(
+    ("merge", "parts"), [("mean", [3.5, 11.5, 19.5, 27.5]), ("max", [7, 15, 23, 31]), ("last", [7, 15, 23, 31])]
+)
+def test_a_full_series_gets_coarser_and_keeps_the_whole_life(merge, parts):
+    found = series([(5.0 * part + 1, float(part)) for part in range(32)], 4, 5.0, merge, begin=0.0)
+    assert (found.width, found.parts) == (40.0, parts)
+    found.widen(80.0)
+    assert found.parts == [math.fsum(parts[:2]) / 2, math.fsum(parts[2:]) / 2] if merge == "mean" else parts[1::2]
+
+
+def test_one_late_part_does_not_count_more_after_a_merge():
+    points = [(1, 1.0), (6, 1.0), (11, 1.0), (16, 1.0), (22, 4.0), (27, 2.0)]
+    assert series(points, 4, 5.0, "mean", begin=0.0).parts == [1.0, 1.0, 3.0]
