@@ -64,9 +64,8 @@ ODD = [
     (72.0, "teleported", {"node": 1, "text": "to Mars"}),
     (73.0, "omitted", {"text": "12 records are left out here"}),
 ]
-PACES = {"6": {"step": 120, "steps_per_s": 3.2}, "7": {"step": 119, "steps_per_s": None}}
 MEMBER = replace(
-    a_gang(1, 2, now_s=60.0, progress={"paces": PACES}, usage={"step_s": 5.0, "nodes": {"3": {"cpus": [1.0, 2.0]}}}),
+    a_gang(1, 2, now_s=60.0, usage={"step_s": 5.0, "nodes": {"3": {"cpus": [1.0, 2.0]}}}),
     node=3,
     events=tuple(replace(each, node=None if each.node is None else 3) for each in a_gang(1, 2).events),
     control="12/train/4",

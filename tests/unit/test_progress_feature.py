@@ -12,15 +12,16 @@ from metaflow_extensions.torchrun.plugins.torchrun.channel.frames import LENGTH,
 from metaflow_extensions.torchrun.plugins.torchrun.features.progress import ranks
 from metaflow_extensions.torchrun.plugins.torchrun.features.progress.feature import Progress
 from metaflow_extensions.torchrun.plugins.torchrun.features.progress.told import Metrics, Pace, Point
-from metaflow_extensions.torchrun.plugins.torchrun.gang.keepers import Keepers
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Ended, Started, Told, Verdict
 from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import from_plain, to_plain
 from metaflow_extensions.torchrun.plugins.torchrun.node.watchers import keepers_of
 
 
-def told(paces, points=(), total=None, launch=0, generation=0):
-    """Return what a node tells, as its message."""
-    return Told(launch, generation, "progress", to_plain(Metrics(paces, points, total)))
+def told(paces, losses=(), total=None, launch=0, generation=0):
+    """Return what a node tells, as its message; losses are those of step 1 and on."""
+    points = tuple(Point(step, loss) for step, loss in enumerate(losses, 1))
+    metrics = Metrics(paces, {"loss": points} if points else {}, None if 0 not in paces else paces[0].step, total)
+    return Told(launch, generation, "progress", to_plain(metrics))
 
 
 def heard(message):
@@ -63,10 +64,10 @@ def test_a_straggler_is_told_in_one_line_and_a_record_and_so_is_its_recovery():
     run_with_speeds(gang, 60, 0.3)
     assert gang.notes(0) == []
     run_with_speeds(gang, 60, 0.3)
-    said = "rank 4 (node 2, host host-2) is slow: 0.3 steps/s, the median is 1"
+    said = "rank 4 (node 2, host host-2) is slow: 0.3 steps/s, the median is 1 steps/s"
     assert (gang.notes(0), gang.notes(2)) == ([said], [])
     run_with_speeds(gang, 100, 0.9)
-    assert gang.notes(0)[1:] == ["rank 4 (node 2, host host-2) is no longer slow: 0.9 steps/s, the median is 1"]
+    assert gang.notes(0)[1:] == ["rank 4 (node 2, host host-2) is no longer slow: 0.9 steps/s, the median is 1 steps/s"]
     records = [each for each in gang.state.history.records if each.kind in ("straggler", "recovered")]
     assert [(each.kind, each.node, each.rank, each.launch, each.generation) for each in records] == [
         ("straggler", 2, 4, 0, 0),
@@ -95,36 +96,25 @@ def test_of_rank_0_that_has_ended_nothing_is_expected():
     assert left_s(gang) is None
 
 
-def test_after_the_launch_nothing_is_compared():
-    gang = running_gang(3)
-    run_with_speeds(gang, 60, 0.3)
-    gang.all_ended()
-    gang.pass_time(6.0)
-    assert gang.notes(0) == []
-
-
 @pytest.mark.parametrize("cause", [None, crash(1)])
 def test_rank_0s_last_values_come_with_the_verdict_to_all_nodes(cause):
     gang = running_gang(2)
-    gang.say(0, told({}, (Point(1, {"loss": 3.0}), Point(2, {"loss": 2.0, "lr": None}))))
+    gang.say(0, told({}, (3.0, None)))
     gang.say(1, told({2: Pace(2)}))
     gang.all_ended(*([cause] if cause else []))
     for node in (0, 1):
-        assert [verdict.features for verdict in gang.got(node, Verdict)] == [{"progress": {"loss": 2.0, "lr": None}}]
+        assert [verdict.features for verdict in gang.got(node, Verdict)] == [{"progress": {"loss": None}}]
 
 
-def test_a_launch_has_its_own_progress():
+def test_what_comes_after_the_launch_is_too_late():
     gang = running_gang(2)
-    gang.say(0, told({}, (Point(1, {"loss": 3.0}),)))
+    gang.say(0, told({}, (3.0,)))
     gang.all_ended()
     gang.all_ready(1)
-    gang.say(0, told({}, (Point(2, {"loss": 9.0}),)))  # late
+    gang.say(0, told({}, (9.0,)))
     assert progress_of(gang)["series"] == {"loss": [(1, 3.0)]}
     gang.all_ended(launch=1)
     assert [verdict.features for verdict in gang.got(0, Verdict)] == [{"progress": {"loss": 3.0}}, {}]
-    gang.all_ready(2)
-    gang.say(0, told({}, (Point(5, {"lr": 1.0}),), launch=2))
-    assert progress_of(gang)["series"] == {"lr": [(5, 1.0)]}
 
 
 @pytest.mark.parametrize("data", [{"paces": 3}, {"paces": {"x": {"step": 1}}}, {"colour": "red"}])
@@ -139,26 +129,14 @@ def test_what_does_not_fit_ends_no_gang(data):
 
 @pytest.mark.parametrize("number", [math.inf, -math.inf, math.nan])
 def test_no_number_that_json_has_no_word_for_travels_or_is_stored(number):
-    message = told({1: Pace(3, number, number)}, (Point(3, {"loss": number}),), number)
+    message = told({1: Pace(3, number, number)}, (number,), number)
     frame = encode(message)[LENGTH.size :]
     json.loads(frame, parse_constant=pytest.fail)
-    assert heard(decode(frame)) == Metrics({1: Pace(3)}, (Point(3, {"loss": None}),))
+    assert heard(decode(frame)) == Metrics({1: Pace(3)}, {"loss": (Point(1, None),)})
     gang = running_gang(2)
     gang.say(0, decode(frame))
     gang.pass_time(5.0)
     json.dumps(progress_of(gang), allow_nan=False)
-
-
-def test_a_node_keeps_how_fast_its_own_ranks_are():
-    kept = Keepers({"progress": Progress().keeper(4, of_all=False)})
-    assert kept.record() == {"progress": None}
-    kept.handle(3, told({7: Pace(119), 6: Pace(120, 3.2)}), 1.0)
-    kept.handle(3, told({}), 2.0)  # at the end of its workers
-    paces = {"6": {"step": 120, "steps_per_s": 3.2, "seconds": None}}
-    paces["7"] = {"step": 119, "steps_per_s": None, "seconds": None}
-    assert json.dumps(kept.record()) == json.dumps({"progress": {"paces": paces}})
-    kept.begin(0, {}, 2.0)
-    assert kept.record() == {"progress": None}
 
 
 # --- a launch -----------------------------------------------------------------------------------
@@ -167,16 +145,6 @@ def test_a_node_keeps_how_fast_its_own_ranks_are():
 @pytest.fixture
 def node(tmp_path):
     return FakeNode(tmp_path, features=(Progress(),))
-
-
-def test_workers_that_tell_their_progress_run(node, monkeypatch):
-    monkeypatch.setattr(ranks, "TELLS_EVERY_S", 0.0)
-    node.launch()
-    agent = node.go()
-    write(node.agent_folder(agent) / "metrics" / "0.jsonl", '{"step": 1}\n')
-    node.expect(Started)
-    assert heard(node.expect(Told)).paces[0].step == 1
-    node.ends(agent)
 
 
 def test_a_program_that_is_no_python_gets_its_file_by_its_command(tmp_path):
@@ -193,20 +161,22 @@ def test_what_is_told_is_the_results_metrics():
 
 def test_what_workers_tell_is_told_while_they_run_and_at_their_end_before_that(node, monkeypatch):
     monkeypatch.setattr(ranks, "TELLS_EVERY_S", 0.0)
-    agent = node.running()
+    node.launch()
+    agent = node.go()
     folder = node.agent_folder(agent)
     assert agent.env["TORCHRUN_METRICS_FOLDER"] == str(folder / "metrics")
     write(folder / "metrics" / "0.jsonl", '{"step": 1, "loss": 3}\nnonsense\n')
     write(folder / "metrics" / "1.jsonl", '{"step": 2, "loss": 9}\n')
+    node.expect(Started)  # so they run
     told = heard(node.expect(Told))
-    assert told.points == (Point(1, {"loss": 3.0}),)
+    assert told.points == {"loss": (Point(1, 3.0),)}
     assert {rank: pace.step for rank, pace in told.paces.items()} == {0: 1, 1: 2}
     eventually(lambda: [text for text in node.texts("note") if "nonsense" in text])
     monkeypatch.setattr(ranks, "TELLS_EVERY_S", 1000.0)
     eventually(node.all_taken)
     write(folder / "metrics" / "0.jsonl", '{"step": 1, "loss": 3}\nnonsense\n{"step": 7, "loss": NaN}\n')
     node.all_end_well(agent)
-    assert heard(node.expect(Told)).points == (Point(7, {"loss": None}),)
+    assert heard(node.expect(Told)).points == {"loss": (Point(7, None),)}
     assert node.expect(Ended).ok
     result = node.verdict(features={"progress": {"loss": None, "lr": 0.5}})
     assert math.isnan(result.metrics.pop("loss"))

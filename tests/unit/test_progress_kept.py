@@ -1,71 +1,57 @@
 """What the control node keeps of a launch's progress: bounded, and right after a restart."""
 
 import json
-from itertools import pairwise
 
 import pytest
 
-from metaflow_extensions.torchrun.plugins.torchrun.features.progress import words
-from metaflow_extensions.torchrun.plugins.torchrun.features.progress.kept import MAX_POINTS, Progress, Series
+from metaflow_extensions.torchrun.plugins.torchrun.features.progress.feature import Progress
+from metaflow_extensions.torchrun.plugins.torchrun.features.progress.kept import MAX_POINTS
 from metaflow_extensions.torchrun.plugins.torchrun.features.progress.told import MAX_KEYS, Metrics, Pace, Point
 from metaflow_extensions.torchrun.plugins.torchrun.gang.keepers import Where
+from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Told
+from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import to_plain
 
 
-def series(points):
-    found = Series()
-    for step, value in points:
-        found.add(step, value)
-    return found.points
+class Kept:
+    """What the control node keeps, told by nodes of one rank each."""
+
+    def __init__(self):
+        self.keeper = Progress().keeper(4, of_all=True)
+
+    def take(self, *points, node=0, pace=None, total=None, at_s=1.0, launch=0):
+        """Take points as (step, values) and the pace of the node's rank."""
+        by_key = {}
+        for step, values in points:
+            for key, value in values.items():
+                by_key.setdefault(key, []).append(Point(step, value))
+        told = {key: tuple(each) for key, each in by_key.items()}
+        step = points[-1][0] if points else pace and pace.step
+        metrics = Metrics({node: pace} if pace else {}, told, None if node else step, total)
+        self.keeper.handle(node, Told(launch, 0, "progress", to_plain(metrics)), at_s)
+
+    def compare(self, at_s):
+        return self.keeper.tick(at_s, lambda rank: Where(rank, rank, "host"))
+
+    def __getitem__(self, field):
+        return self.keeper.record()[field]
 
 
-def where(rank):
-    return Where(rank // 2, rank, "host")
+@pytest.fixture
+def kept():
+    return Kept()
 
 
-def told(*points, paces=None, total=None):
-    return Metrics(paces or {}, tuple(Point(step, values) for step, values in points), total)
+def test_where_no_script_tells_anything_there_is_nothing(kept):
+    assert kept.keeper.record() is None
+    assert kept.compare(100.0).lines == ()
+    assert kept.keeper.verdict(0, True, None) == {}
 
 
-# --- the points of a key --------------------------------------------------------------------------
-
-
-def test_a_short_series_is_kept_whole():
-    points = [(step, float(step)) for step in range(MAX_POINTS)]
-    assert series(points) == points
-
-
-@pytest.mark.parametrize("count", [MAX_POINTS + 1, 10_000, 123_457])
-def test_of_a_long_series_evenly_spread_points_are_kept_with_first_and_last(count):
-    kept = series((step, float(step)) for step in range(count))
-    assert MAX_POINTS // 4 < len(kept) <= MAX_POINTS
-    assert (kept[0], kept[-1]) == ((0, 0.0), (count - 1, float(count - 1)))
-    gaps = [after[0] - before[0] for before, after in pairwise(kept[:-1])]
-    assert max(gaps) <= 4 * min(gaps)
-
-
-def test_steps_that_are_repeated_take_the_place_of_those_before():
-    assert series([(1, 1.0), (2, 2.0), (3, 3.0), (2, 9.0), (3, None)]) == [(1, 1.0), (2, 9.0), (3, None)]
-    kept = series([*((step, 0.0) for step in range(5000)), *((step, 1.0) for step in range(2500, 6000))])
-    assert [step for step, _ in kept] == sorted({step for step, _ in kept})
-    assert {value for step, value in kept if step >= 2500} == {1.0}
-    assert {value for step, value in kept if step < 2500} == {0.0}
-
-
-# --- the launch -----------------------------------------------------------------------------------
-
-
-def test_where_no_script_tells_anything_there_is_nothing():
-    progress = Progress(0)
-    assert progress.as_dict() is None
-    assert progress.look(100.0, where) == []
-
-
-def test_rank_0s_points_become_series_with_last_values_and_the_time_left():
-    progress = Progress(0)
-    points = [(10, {"loss": 3.0, "lr": 0.1}), (20, {"loss": None})]
-    progress.take(0, told(*points, paces={0: Pace(20, 2.0), 1: Pace(19, 1.0)}, total=100.0), 5.0)
-    progress.look(5.0, where)
-    found = progress.as_dict()
+def test_rank_0s_points_become_series_with_last_values_and_the_time_left(kept):
+    kept.take((10, {"loss": 3.0, "lr": 0.1}), (20, {"loss": None}), pace=Pace(20, 2.0), total=100.0)
+    kept.take(node=1, pace=Pace(19, 1.0))
+    kept.compare(5.0)
+    found = kept.keeper.record()
     assert found == {
         "launch": 0,
         "step": 20,
@@ -79,7 +65,7 @@ def test_rank_0s_points_become_series_with_last_values_and_the_time_left():
             "by": "steps_per_s",
             "ranks": 2,
             "median": 1.5,
-            "slowest": {"rank": 1, "node": 0, "speed": 1.0},
+            "slowest": {"rank": 1, "node": 1, "speed": 1.0},
             "stragglers": [],
         },
     }
@@ -87,83 +73,64 @@ def test_rank_0s_points_become_series_with_last_values_and_the_time_left():
 
 
 @pytest.mark.parametrize(
-    ("steps", "knows", "ended_well", "said"),
-    [
-        (range(120), True, True, "120 of 120 steps (100 %)"),
-        (range(60), True, None, "60 of 120 steps (50 %)"),
-        (range(1, 121), False, True, "step 120 of 120 (100 %)"),
-        (range(1, 120), False, None, "step 119 of 120 (99 %)"),
-        (range(60, 120), False, True, "120 of 120 steps (100 %)"),  # from a checkpoint on
-        (range(60, 120), False, False, "step 119 of 120 (99 %)"),
-        (range(121), True, True, "step 120 of 120 (100 %)"),  # the first one before any training
-    ],
+    ("step", "ended_well", "done"),
+    [(119, True, 120), (119, False, 119), (119, None, 119), (120, True, 120), (60, True, 60)],
 )
-def test_progress_ends_at_the_whole_from_wherever_steps_count(steps, knows, ended_well, said):
-    progress = Progress(0)
-    points = tuple(Point(step, {"loss": 1.0}) for step in steps)
-    progress.take(0, Metrics({0: Pace(steps[-1], 2.0)}, points, 120.0, knows), 1.0)
-    assert progress.left_s == max(0, 120 - len([*range(steps[-1] + knows)])) / 2
+def test_where_steps_count_from_0_the_last_is_one_before_the_whole(kept, step, ended_well, done):
+    kept.take(pace=Pace(step, 2.0), total=120.0)
     if ended_well is not None:
-        progress.forget(0, ended_well)
-    assert words.step(progress.as_dict()) == said
+        kept.keeper.ended(0, ended_well)
+    assert kept["done"] == done
 
 
-def test_of_an_older_version_the_step_is_what_is_done():
-    assert words.step({"step": 119, "total": 120.0}) == "step 119 of 120 (99 %)"
+def test_the_series_goes_on_after_a_restart(kept):
+    kept.take((1, {"loss": 3.0}), (2, {"loss": 2.0}), pace=Pace(2, 4.0), total=10.0)
+    kept.keeper.begin(0, {}, 20.0)
+    kept.take((2, {"loss": 2.5}), at_s=30.0)
+    assert kept["series"] == {"loss": [(1, 3.0), (2, 2.5)]}
+    assert (kept["step"], kept["total"], kept["left_s"]) == (2, 10.0, None), "its speed is not known yet"
+    kept.take(pace=Pace(2, 2.0), at_s=35.0)
+    assert kept["left_s"] == 4.0
 
 
-def test_from_where_steps_count_is_known_after_a_restart():
-    progress = Progress(0)
-    progress.take(0, Metrics({0: Pace(0)}, (), 10.0, True), 1.0)
-    progress.begin()
-    progress.take(0, Metrics({0: Pace(7)}, (), 10.0, False), 2.0)
-    assert progress.done == 8
-
-
-def test_the_series_goes_on_after_a_restart():
-    progress = Progress(0)
-    progress.take(0, told((1, {"loss": 3.0}), (2, {"loss": 2.0}), paces={0: Pace(2, 4.0)}, total=10.0), 1.0)
-    progress.begin()
-    progress.take(0, told((2, {"loss": 2.5})), 30.0)
-    found = progress.as_dict()
-    assert found["series"]["loss"] == [(1, 3.0), (2, 2.5)]
-    assert (found["step"], found["total"], found["left_s"]) == (2, 10.0, None), "its speed is not known yet"
-    progress.take(0, told(paces={0: Pace(2, 2.0)}), 35.0)
-    assert progress.as_dict()["left_s"] == 4.0
+def test_another_launch_has_its_own(kept):
+    kept.take((1, {"loss": 3.0}), pace=Pace(1, 2.0), total=10.0)
+    kept.compare(5.0)
+    kept.take((5, {"lr": 1.0}), launch=1)
+    assert (kept["launch"], kept["total"], kept["series"], kept["rates"]) == (1, None, {"lr": [(5, 1.0)]}, None)
+    assert [kept.keeper.verdict(launch, True, None) for launch in (0, 1)] == [{}, {"lr": 1.0}]
 
 
 @pytest.mark.parametrize(
     ("rate", "total", "left"), [(None, 10.0, None), (0.0, 10.0, None), (2.0, None, None), (2.0, 3.0, 0)]
 )
-def test_the_time_left_is_told_only_where_it_can_be(rate, total, left):
-    progress = Progress(0)
-    progress.take(0, told(paces={0: Pace(5, rate)}, total=total), 1.0)
-    assert progress.left_s == left
+def test_the_time_left_is_told_only_where_it_can_be(kept, rate, total, left):
+    kept.take(pace=Pace(5, rate), total=total)
+    assert kept["left_s"] == left
 
 
-def test_the_first_keys_are_kept():
-    progress = Progress(0)
-    for number in range(100):
-        progress.take(0, told((number, {f"key{number}": 1.0})), 1.0)
-    assert list(progress.last) == list(progress.as_dict()["series"]) == [f"key{number}" for number in range(MAX_KEYS)]
+def test_all_that_can_be_kept_is_small_and_the_first_keys_stay(kept):
+    for step in range(3000):
+        kept.take((step, {f"a key with a long name {step // 100 + key}": 1 / (step + 3) for key in range(10)}))
+    names = [f"a key with a long name {number}" for number in range(MAX_KEYS)]
+    assert list(kept["last"]) == list(kept["series"]) == names
+    for _ in range(2):
+        kept.take(*((step, dict.fromkeys(names, 1 / 3)) for step in range(10 * MAX_POINTS)))
+    assert {len(points) <= MAX_POINTS for points in kept["series"].values()} == {True}
+    assert len(json.dumps(kept.keeper.record())) < 200_000
 
 
-def test_all_that_can_be_kept_is_small():
-    progress = Progress(0)
-    for step in range(20_000):
-        progress.take(
-            0, told((step, {f"a key with a long name {key}": 1 / (step + 3) for key in range(MAX_KEYS)})), 1.0
-        )
-    assert len(json.dumps(progress.as_dict())) < 400_000
-
-
-def test_a_node_that_tells_nothing_any_more_is_not_compared():
-    progress = Progress(0)
+def test_ranks_are_compared_every_5_s_while_their_node_tells_anything(kept):
     for node in range(4):
-        progress.take(node, told(paces={node: Pace(5, 1.0)}), 0.0)
-    progress.look(10.0, where)
-    assert progress.as_dict()["rates"]["ranks"] == 4
+        kept.take(node=node, pace=Pace(5, 1.0), at_s=0.0)
+    kept.compare(10.0)
+    assert kept["rates"]["ranks"] == 4
     for node in range(3):
-        progress.take(node, told(paces={node: Pace(5, 1.0)}), 30.0)
-    progress.look(30.0, where)
-    assert progress.as_dict()["rates"]["ranks"] == 3
+        kept.take(node=node, pace=Pace(5, 1.0), at_s=14.0)
+    kept.compare(14.9)
+    assert kept["rates"]["ranks"] == 4
+    kept.compare(20.0)
+    assert kept["rates"]["ranks"] == 3, "node 3 has told nothing for 20 s"
+    kept.keeper.ended(2, ok=True)
+    kept.compare(25.0)
+    assert kept["rates"]["ranks"] == 2

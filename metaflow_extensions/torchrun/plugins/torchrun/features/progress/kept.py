@@ -1,141 +1,136 @@
-"""How far a launch is, and how fast each rank is: what scripts tell of it, as the control node keeps it. Pure.
-
-The gang's thread calls `take` and `look`. Any thread may call `as_dict`: it copies what the gang's thread replaces or
-appends to, each in one step.
-"""
+"""How far a launch is, and how fast each rank is: what scripts tell of it, as the control node keeps it."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from ...gang.keepers import Where
-from .stragglers import Change, Speeds, Stragglers
-from .told import MAX_KEYS, Metrics, Pace
+from ...errors import TorchrunError
+from ...gang.keepers import Happened, Keeper, Plain, Remarks, Where
+from ...gang.protocol import Told
+from ...gang.wire import from_plain
+from ...records.series import Series
+from .stragglers import Speeds, Stragglers, lines
+from .told import MAX_KEYS, Metrics, Pace, Point
 
-# How many points of a key are kept; when there are more, every second goes.
-MAX_POINTS = 400
+# How many points of a key are kept.
+MAX_POINTS = 200
 _LOOKS_EVERY_S = 5.0
 # After so long without news, a node's ranks are compared no more.
 _STALE_S = 20.0
 
 
-class Series:
-    """The points of one key by step; of a long life fewer, as evenly spread as they came."""
+@dataclass
+class _Kept:
+    """What rank 0 has told in one launch."""
 
-    def __init__(self) -> None:
-        self._points: list[tuple[int, float | None]] = []
-        self._gap = 0.0  # steps from one point to the next, but for the last
+    launch: int
+    step: int | None = None
+    total: float | None = None
+    steps_per_s: float | None = None
+    has_ended_well: bool = False
+    last: dict[str, float | None] = field(default_factory=dict)  # value of each key
+    series: dict[str, Series] = field(default_factory=dict)
 
-    def add(self, step: int, value: float | None) -> None:
-        """Add a point; it takes the place of those at the same step and later, as after a restart."""
-        points = self._points
-        while points and points[-1][0] >= step:
-            points.pop()
-        if len(points) > 1 and points[-1][0] - points[-2][0] < self._gap:
-            points[-1] = (step, value)
-        else:
-            points.append((step, value))
-        if len(points) > MAX_POINTS:
-            self._gap = (step - points[0][0]) / (MAX_POINTS // 2)
-            self._points = [*points[:-1:2], points[-1]]
+    def add(self, key: str, point: Point) -> None:
+        if key in self.series or len(self.series) < MAX_KEYS:
+            self.series.setdefault(key, Series(MAX_POINTS, 1.0, "last")).add(point.step, point.value)
+            self.last[key] = point.value
 
     @property
-    def points(self) -> list[tuple[int, float | None]]:
-        """All that are kept, in order."""
-        return list(self._points)
+    def done(self) -> int | None:
+        """How many steps it has done: where they count from 0, the last one is one before the total."""
+        if self.has_ended_well and self.step is not None and self.step + 1 == self.total:
+            return self.step + 1
+        return self.step
+
+    @property
+    def left_s(self) -> float | None:
+        """How long it will take; None where that can't be told."""
+        if self.total is None or self.step is None or not self.steps_per_s:
+            return None
+        return max(0.0, self.total - self.step) / self.steps_per_s
 
 
-class Progress:
-    """What the scripts of one launch have told; where none tells anything, it stays empty."""
+class ProgressKeeper(Keeper):
+    """Keeps the progress of the last launch whose scripts have told any."""
 
-    def __init__(self, launch: int = -1) -> None:
-        self.launch = launch
-        self.count = 0  # of the messages that were taken
-        self.last: dict[str, float | None] = {}  # rank 0's last value of each key
-        self._series: dict[str, Series] = {}
-        self._step: int | None = None
-        self._total: float | None = None
-        self._counts_from_0 = False  # known from the first start of the workers on
+    def __init__(self) -> None:
+        # Of all below: the gang's thread changes it, and any thread asks for the record.
+        self._lock = threading.Lock()
+        self._kept: _Kept | None = None
         self._paces: dict[int, tuple[float, Mapping[int, Pace]]] = {}  # node -> when it told, and its ranks
         self._stragglers = Stragglers()
         self._looked_at = float("-inf")
         self._rates: dict[str, Any] | None = None
-        self._rate: float | None = None  # of rank 0
 
-    def begin(self) -> None:
-        """Take note that all workers start again."""
-        self._paces.clear()
-        self._stragglers.forget()
+    def begin(self, launch: int, policy: Plain, at_s: float) -> None:
+        """Compare all ranks anew."""
+        with self._lock:
+            self._paces, self._stragglers = {}, Stragglers()
 
-    def take(self, node: int, metrics: Metrics, now: float) -> None:
-        """Take what a node tells of its ranks."""
-        self.count += 1
-        self._paces[node] = (now, metrics.paces)
-        if node == 0:
-            self._take_points(metrics)
-            pace = metrics.paces.get(0)
-            self._rate = None if pace is None else pace.steps_per_s
-            self._step = self._step if pace is None else pace.step
+    def handle(self, node: int, told: Told, at_s: float) -> None:
+        """Keep what a node tells of its ranks."""
+        metrics = from_plain(Metrics, told.data, "progress")
+        with self._lock:
+            if self._kept is None or told.launch != self._kept.launch:
+                self._kept, self._rates = _Kept(told.launch), None
+            self._paces[node] = at_s, metrics.paces
+            if node != 0:
+                return
+            kept, pace = self._kept, metrics.paces.get(0)
+            kept.steps_per_s = None if pace is None else pace.steps_per_s
+            kept.step = kept.step if metrics.step is None else metrics.step
+            kept.total = kept.total if metrics.total is None else metrics.total
+            for key, points in metrics.points.items():
+                for point in points:
+                    kept.add(key, point)
 
-    def _take_points(self, metrics: Metrics) -> None:
-        self._total = self._total if metrics.total is None else metrics.total
-        self._counts_from_0 |= metrics.counts_from_0
-        for point in metrics.points:
-            self._step = point.step
-            for key, value in point.values.items():
-                if key in self._series or len(self._series) < MAX_KEYS:
-                    self._series.setdefault(key, Series()).add(point.step, value)
-                    self.last[key] = value
+    def ended(self, node: int, ok: bool) -> None:
+        """Compare the node's ranks no more."""
+        with self._lock:
+            self._paces.pop(node, None)
+            if node == 0 and self._kept is not None:
+                self._kept.steps_per_s, self._kept.has_ended_well = None, ok
 
-    def forget(self, node: int, ended_well: bool) -> None:
-        """Take note that a node's workers have ended: they are compared no more."""
-        self._paces.pop(node, None)
-        if node == 0:
-            self._rate = None
-            # A script that has gone on from a checkpoint tells no step 0.
-            is_one_short = self._step is not None and self._total is not None and self._step == self._total - 1
-            self._counts_from_0 |= ended_well and is_one_short
+    def tick(self, at_s: float, where: Callable[[int], Where]) -> Remarks:
+        """Compare the ranks, every 5 s; say which have become slow, or are no longer."""
+        with self._lock:
+            if at_s - self._looked_at < _LOOKS_EVERY_S:
+                return Remarks()
+            self._looked_at = at_s
+            fresh = [paces for told_at, paces in self._paces.values() if at_s - told_at < _STALE_S]
+            found = Speeds.of({rank: pace for paces in fresh for rank, pace in paces.items()})
+            if not found.by_rank:
+                return Remarks()
+            changes = self._stragglers.judge(found, at_s)
+            self._rates = {**found.as_dict(where), "stragglers": self._stragglers.as_list(where)}
+        happened = [
+            Happened("straggler" if each.is_slow else "recovered", where(each.rank).node, each.text, each.rank)
+            for each in changes
+        ]
+        return Remarks(tuple(lines(changes, where)), tuple(happened))
 
-    def look(self, now: float, where: Callable[[int], Where]) -> list[Change]:
-        """Compare the ranks, every 5 s; return which have become stragglers, or are none any more."""
-        if not self._paces or now - self._looked_at < _LOOKS_EVERY_S:
-            return []
-        self._looked_at = now
-        found = Speeds.of({rank: pace for at, paces in list(self._paces.values()) if now - at < _STALE_S
-                           for rank, pace in paces.items()})  # fmt: skip
-        if not found.by_rank:
-            return []
-        changes = self._stragglers.judge(found, now)
-        self._rates = {**found.as_dict(where), "stragglers": self._stragglers.as_list(where)}
-        return changes
+    def record(self) -> Plain | None:
+        """Return the progress, or None where no script has told any."""
+        with self._lock:
+            kept = self._kept
+            if kept is None:
+                return None
+            return {
+                "launch": kept.launch,
+                "step": kept.step,
+                "done": kept.done,
+                "total": kept.total,
+                "steps_per_s": kept.steps_per_s,
+                "left_s": kept.left_s,
+                "last": dict(kept.last),
+                "series": {key: [(int(x), value) for x, value in each.points] for key, each in kept.series.items()},
+                "rates": self._rates,
+            }
 
-    @property
-    def done(self) -> int | None:
-        """How many steps rank 0 has done."""
-        if self._step is None:
-            return None
-        is_last = self._total is not None and self._step >= self._total  # then step 0 came before the first
-        return self._step + (self._counts_from_0 and not is_last)
-
-    @property
-    def left_s(self) -> float | None:
-        """How long it will take at rank 0's speed; None where that can't be told."""
-        total, done, rate = self._total, self.done, self._rate  # the gang's thread may change them meanwhile
-        return None if total is None or done is None or not rate else max(0.0, total - done) / rate
-
-    def as_dict(self) -> dict[str, Any] | None:
-        """Return all of it as plain data; None where no script has told anything."""
-        if not self.count:
-            return None
-        return {
-            "launch": self.launch,
-            "step": self._step,
-            "done": self.done,
-            "total": self._total,
-            "steps_per_s": self._rate,
-            "left_s": self.left_s,
-            "last": dict(self.last),
-            "series": {key: series.points for key, series in dict(self._series).items()},
-            "rates": self._rates,
-        }
+    def verdict(self, launch: int, to_control: bool, error: TorchrunError | None) -> Plain:
+        """Return rank 0's last values."""
+        return dict(self._kept.last) if self._kept is not None and self._kept.launch == launch else {}

@@ -1,53 +1,106 @@
-"""How far the launch is, on the gang's page: stragglers, a bar, speeds, a chart of each of rank 0's values. Pure."""
+"""How far the launch is, on the gang's page: stragglers, a bar, speeds, a chart of each of rank 0's values. Pure.
+
+It is made of what `kept.ProgressKeeper.record` has returned, as the datastore has it.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
+from ...gang.texts import duration
 from ...records.summary import Summary
 from ...show.parts.charts import COLOURS, frame
 from ...show.parts.model import Bar, Chart, Facts, Part, Sentence
-from . import words
+from .stragglers import speed_text
 
 _HEIGHT = 130
-_POINTS = 200  # of a chart
 # Vega counts with differences of values, and with powers of ten: of larger and of smaller ones these are no numbers.
 _LARGEST, _SMALLEST = 1e300, 1e-300
 
 
 def progress_parts(progress: Mapping[str, Any], summary: Summary) -> list[Part]:
-    """Return how far a launch is; of a node that is not the control node, how far its own ranks are."""
-    if "paces" in progress:
-        return [_of_ranks(progress["paces"])]
+    """Return how far a launch is."""
     is_running = summary.outcome == "running"
-    hosts = {node.index: node.host for node in summary.nodes}
-    slow = words.stragglers(progress, hosts) if is_running else []
-    left = words.left(progress) if is_running else ""
-    last = ", ".join(f"{key} {words.number(value)}" for key, value in progress["last"].items())
+    speed = [] if progress["steps_per_s"] is None else [speed_text(progress["steps_per_s"], "steps_per_s")]
+    if is_running and progress["left_s"] is not None:
+        speed.append(f"{duration(progress['left_s'])} left")
     rows = (
-        ("rank 0", words.step(progress)),
-        ("speed", ", ".join(filter(None, [words.speed(progress), left]))),
-        ("all ranks", words.rates(progress)),
-        ("last values", last),
+        ("rank 0", _step(progress)),
+        ("speed", ", ".join(speed)),
+        ("all ranks", _rates(progress["rates"])),
+        ("last values", ", ".join(f"{key} {_number(value)}" for key, value in progress["last"].items())),
     )
-    bar = [] if progress["total"] is None else [Bar(words.percent(progress))]
+    slow = _stragglers(progress["rates"], summary) if is_running else []
+    bar = [] if progress["total"] is None else [Bar(_percent(progress))]
     charts = (_chart(key, points, progress["last"].get(key)) for key, points in progress["series"].items())
     return [*(Sentence(line, "warning") for line in slow), *bar, Facts(rows), *charts]
 
 
-def _of_ranks(paces: Mapping[str, Mapping[str, Any]]) -> Facts:
-    told = ((rank, f"step {pace['step']}", words.speed(pace)) for rank, pace in paces.items())
-    return Facts(tuple((f"rank {rank}", ", ".join(filter(None, said))) for rank, *said in told))
+# --- in words -------------------------------------------------------------------------------------
+
+
+def _number(value: float | None) -> str:
+    """Return a number with four digits at most, as a person writes it."""
+    if value is None or not math.isfinite(value):
+        return "not finite"
+    if value == int(value) and abs(value) < 1e6:
+        return str(int(value))
+    return f"{value:.4g}"
+
+
+def _step(progress: Mapping[str, Any]) -> str:
+    """Return ``"step 120 of 1000 (12 %)"``, or ``"120 of 120 steps (100 %)"`` where the last step was 119."""
+    last, total, done = progress["step"], progress["total"], _done(progress)
+    if last is None:
+        return ""
+    if total is None:
+        return f"step {last}"
+    said = f"step {last} of {_number(total)}" if done == last else f"{done} of {_number(total)} steps"
+    return f"{said} ({_percent(progress)} %)"
+
+
+def _done(progress: Mapping[str, Any]) -> int:
+    """Return how many steps are done; what is stored of older versions does not say it."""
+    done: int | None = progress.get("done")
+    return (progress["step"] or 0) if done is None else done
+
+
+def _percent(progress: Mapping[str, Any]) -> int:
+    done: float = 100 * _done(progress) / progress["total"]
+    return math.floor(max(0.0, min(100.0, done)))
+
+
+def _rates(rates: Mapping[str, Any] | None) -> str:
+    """Return the speeds of all ranks, or nothing where one rank alone tells its steps."""
+    if rates is None or rates["ranks"] < 2:
+        return ""
+    slowest, by = rates["slowest"], rates["by"]
+    return (
+        f"median of {rates['ranks']} ranks: {speed_text(rates['median'], by)}; slowest: rank {slowest['rank']} "
+        f"(node {slowest['node']}), {speed_text(slowest['speed'], by)}"
+    )
+
+
+def _stragglers(rates: Mapping[str, Any] | None, summary: Summary) -> list[str]:
+    """Return a sentence for each rank that is much slower than the others."""
+    hosts = {node.index: node.host for node in summary.nodes}
+    return [
+        f"rank {each['rank']} (node {each['node']}, host {hosts.get(each['node'], 'unknown')}) {each['text']}"
+        for each in (rates or {}).get("stragglers", ())
+    ]
+
+
+# --- a chart --------------------------------------------------------------------------------------
 
 
 def _chart(key: str, points: list[tuple[int, float | None]], last: float | None) -> Chart:
-    every = 1 + len(points) // _POINTS
-    shown = [(step, _drawn(value)) for step, value in [*points[:-1:every], *points[-1:]]]
+    shown = [(step, _drawn(value)) for step, value in points]
     steps = {"title": None, "tickCount": 5}
     scale = _scale({value for _, value in shown if value is not None})
     spec = {
-        **frame(f"{key}: {words.number(last)}", _HEIGHT),
+        **frame(f"{key}: {_number(last)}", _HEIGHT),
         "data": {"values": [{"step": step, "value": value} for step, value in shown]},
         "mark": {"type": "line", "color": COLOURS["starting"], "point": len(shown) < 3},
         "encoding": {

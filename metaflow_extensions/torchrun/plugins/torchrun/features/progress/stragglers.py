@@ -7,7 +7,7 @@ not for a minute. Two ranks are not compared: of those nobody could say which on
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -23,6 +23,13 @@ _FEWEST = 3
 _LINES = 4
 
 By = Literal["steps_per_s", "seconds"]
+
+
+def speed_text(speed: float, by: str) -> str:
+    """Return a speed in words; all are steps a second."""
+    if by == "seconds":
+        return f"{1 / speed:.2g} s of own work a step"
+    return f"{speed:.2g} steps/s" if speed < 100 else f"{speed:.0f} steps/s"
 
 
 @dataclass(frozen=True)
@@ -64,80 +71,58 @@ class Change:
     rank: int
     is_slow: bool
     speed: float
-    median: float
-    by: By
-
-    @property
-    def text(self) -> str:
-        """The same in words, after the rank's name."""
-        if self.by == "steps_per_s":
-            own, of_all = f"{self.speed:.2g} steps/s", f"{self.median:.2g}"
-        else:
-            own, of_all = f"{1 / self.speed:.2g} s for a step without waiting", f"{1 / self.median:.2g} s"
-        return f"is {'slow' if self.is_slow else 'no longer slow'}: {own}, the median is {of_all}"
+    text: str  # after the rank's name
 
 
-def lines(changes: Iterable[Change], where: Callable[[int], Where]) -> list[str]:
+def lines(changes: Sequence[Change], where: Callable[[int], Where]) -> list[str]:
     """Return what the log says of changes."""
-
-    def line(change: Change) -> str:
-        place = where(change.rank)
-        return f"rank {change.rank} (node {place.node}, host {place.host}) {change.text}"
-
     found: list[str] = []
-    changes = list(changes)
-    for is_slow in (True, False):
+    for is_slow, of_many in ((True, "have become slow: under half of the median"), (False, "are no longer slow")):
         alike = [change for change in changes if change.is_slow is is_slow]
-        if len(alike) <= _LINES:
-            found += map(line, alike)
-        else:
-            what = "have become slow: under half of the median" if is_slow else "are no longer slow"
-            found.append(f"{names((change.rank for change in alike), 'rank')} {what}")
+        if len(alike) > _LINES:
+            found.append(f"{names((change.rank for change in alike), 'rank')} {of_many}")
+            continue
+        for change in alike:
+            place = where(change.rank)
+            found.append(f"rank {change.rank} (node {place.node}, host {place.host}) {change.text}")
     return found
 
 
 class Stragglers:
-    """Follows the speeds of all ranks."""
+    """Follows the speeds of all ranks, from a start of the workers on."""
 
     def __init__(self) -> None:
-        self._turned_at: dict[int, float] = {}  # rank -> since when it is otherwise than was said of it
+        self._turned_at: dict[int, float] = {}  # rank -> when its state last differed from the reported one
         self._slow: dict[int, Change] = {}
         self._by: By = "steps_per_s"
 
-    def forget(self) -> None:
-        """Begin anew, as when all workers start again; nothing is said of those that were slow."""
-        self._turned_at.clear()
-        self._slow = {}
-
     def judge(self, speeds: Speeds, now: float) -> list[Change]:
         """Take the speeds of now; return what has to be said."""
+        if speeds.by != self._by or len(speeds.by_rank) < _FEWEST:
+            self._turned_at = {}
         if speeds.by != self._by:
-            self._by = speeds.by
-            self.forget()
+            self._by, self._slow = speeds.by, {}
         self._slow = {rank: change for rank, change in self._slow.items() if rank in speeds.by_rank}
         self._turned_at = {rank: at for rank, at in self._turned_at.items() if rank in speeds.by_rank}
         if len(speeds.by_rank) < _FEWEST:
-            self._turned_at.clear()
             return []
-        limit, changes = speeds.median * SLOW, []
+        changes = []
+        median = speeds.median
         for rank, speed in speeds.by_rank.items():
-            is_slow = speed < limit
+            is_slow = speed < median * SLOW
             if is_slow == (rank in self._slow):
                 self._turned_at.pop(rank, None)
             elif now - self._turned_at.setdefault(rank, now) >= SLOW_S:
-                changes.append(Change(rank, is_slow, speed, speeds.median, speeds.by))
-        self._apply(changes)
-        return changes
-
-    def _apply(self, changes: list[Change]) -> None:
-        slow = dict(self._slow)  # anew, since other threads read it
+                own, of_all = speed_text(speed, speeds.by), speed_text(median, speeds.by)
+                said = "slow" if is_slow else "no longer slow"
+                changes.append(Change(rank, is_slow, speed, f"is {said}: {own}, the median is {of_all}"))
         for change in changes:
             del self._turned_at[change.rank]
             if change.is_slow:
-                slow[change.rank] = change
+                self._slow[change.rank] = change
             else:
-                del slow[change.rank]
-        self._slow = slow
+                del self._slow[change.rank]
+        return changes
 
     def as_list(self, where: Callable[[int], Where]) -> list[dict[str, Any]]:
         """Return those that are slow now as plain data."""

@@ -10,10 +10,10 @@ MAX_KEYS = 20
 
 @dataclass(frozen=True)
 class Point:
-    """What rank 0 has told of one step."""
+    """A value of rank 0."""
 
     step: int
-    values: dict[str, float | None] = field(default_factory=dict)  # None: a number that is not finite
+    value: float | None  # None: a number that is not finite
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,6 @@ class Metrics:
     """What the scripts of one node have told; sent every 5 s where they tell any, and at the end."""
 
     paces: dict[int, Pace] = field(default_factory=dict)  # global rank -> how fast it is; only those that still run
-    points: tuple[Point, ...] = ()  # what is new of rank 0, thinned out
+    points: dict[str, tuple[Point, ...]] = field(default_factory=dict)  # what is new of rank 0, by key
+    step: int | None = None  # rank 0's last
     total: float | None = None  # at which step rank 0 will be done
-    counts_from_0: bool = False  # whether rank 0 has told a step 0: then it is done one step before
