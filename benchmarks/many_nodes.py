@@ -47,7 +47,7 @@ USED = protocol.Told(
     {
         "of": "container",
         "values": {"cpus": 7.512, "memory_mib": 15230.125, "gpu_percent": 97.125, "gpu_memory_mib": 61234.5}
-        | {"received_kib_s": 12.25, "sent_kib_s": 10.5, "output_bytes_s": 812.5, "output_lines_s": 8.125},
+        | {"received_kib_s": 12.25, "sent_kib_s": 10.5, "output_bytes_s": 812.5},
         "limits": {"cpus": 8.0, "memory_mib": 65536.0, "gpus": 8.0, "gpu_memory_mib": 655360.0},
     },
 )

@@ -343,7 +343,7 @@ def many_nodes(num_nodes=256, nproc=8):
     def used(node):
         part = 0.4 if node == 17 else 0.9 + 0.1 * chance.random()
         values = {"cpus": 90 * part, "memory_mib": 4e5 * part + 400 * now[0], "gpu_percent": 96 * part}
-        values.update(gpu_memory_mib=6e5, received_kib_s=2e6 * part, sent_kib_s=2e6 * part, output_lines_s=8 * part)
+        values.update(gpu_memory_mib=6e5, received_kib_s=2e6 * part, sent_kib_s=2e6 * part, output_bytes_s=8e3 * part)
         limits = {"cpus": 96, "memory_mib": 2**20, "gpus": 8, "gpu_memory_mib": 640 * 2**10}
         return Told(0, 0, "usage", {"of": "container", "values": values, "limits": limits})
 

@@ -8,13 +8,8 @@ from pathlib import Path
 import pytest
 from unit_helpers import eventually, write
 
-from metaflow_extensions.torchrun.plugins.torchrun.features.usage.consumption import (
-    Traffic,
-    Used,
-    container,
-    processes,
-    traffic,
-)
+from metaflow_extensions.torchrun.plugins.torchrun.features.usage.consumption import of_container, of_processes, traffic
+from metaflow_extensions.torchrun.plugins.torchrun.machine.cgroup import container_folder
 
 GROUPS = "sys/fs/cgroup"
 # What a container sees.
@@ -37,27 +32,30 @@ def machine(root, files):
 @pytest.mark.parametrize(
     ("changed", "used"),
     [
-        ({}, Used(2.5, 3000)),
-        ({f"{GROUPS}/memory.stat": ""}, Used(2.5, 5000)),
-        ({f"{GROUPS}/memory.stat": "inactive_file 6000\n"}, Used(2.5, 0)),
-        ({f"{GROUPS}/cpu.stat": "nonsense", f"{GROUPS}/memory.current": "max"}, Used(None, None)),
-        ({"proc/self/cgroup": "0::/../..\n"}, Used(2.5, 3000)),
+        ({}, (2.5, 3000)),
+        ({f"{GROUPS}/memory.stat": ""}, (2.5, 5000)),
+        ({f"{GROUPS}/memory.stat": "inactive_file 6000\n"}, (2.5, 0)),
+        ({f"{GROUPS}/cpu.stat": "nonsense", f"{GROUPS}/memory.current": "max"}, (None, None)),
     ],
 )
 def test_a_container_says_what_all_in_it_uses(tmp_path, changed, used):
-    assert container(machine(tmp_path, FILES | changed)).look() == used
+    assert of_container(f"{machine(tmp_path, FILES | changed)}/{GROUPS}") == used
 
 
 @pytest.mark.parametrize(
-    "files",
+    ("changed", "is_one"),
     [
-        {},
-        {**FILES, "proc/self/cgroup": "0::/user.slice\n", f"{GROUPS}/user.slice/cgroup.procs": "1\n"},
-        {key: text for key, text in FILES.items() if "cgroup.events" not in key},  # the machine's own root
+        ({}, True),
+        ({"proc/self/cgroup": "0::/../..\n"}, True),
+        ({"proc/self/cgroup": "0::/user.slice\n"}, True),  # the host's path, which can't be seen from here
+        ({"proc/self/cgroup": "0::/user.slice\n", f"{GROUPS}/user.slice/cgroup.procs": "1\n"}, False),
+        ({f"{GROUPS}/cgroup.events": None}, False),  # the machine's own root
     ],
 )
-def test_where_other_programs_are_in_the_cgroup_there_is_no_container(tmp_path, files):
-    assert container(machine(tmp_path, files)) is None
+def test_where_other_programs_are_in_the_cgroup_there_is_no_container(tmp_path, changed, is_one):
+    files = {name: text for name, text in (FILES | changed).items() if text is not None}
+    root = machine(tmp_path, files)
+    assert container_folder(root) == (f"{root}/{GROUPS}/" if is_one else None)
 
 
 # A parent that sleeps and its child that computes, with a name that a careless split of stat would damage.
@@ -93,30 +91,30 @@ def family():
 
 def test_a_process_and_what_it_has_started_are_added_up(family):
     parent = family(1000)
-    before = processes(parent.pid)
-    eventually(lambda: processes(parent.pid).cpu_s > before.cpu_s + 0.05)
+    before, _ = of_processes(parent.pid)
+    eventually(lambda: of_processes(parent.pid)[0] > before + 0.05)
     alone = int(Path(f"/proc/{parent.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    assert 0.1 * alone < processes(parent.pid).memory_bytes < 2 * alone, "what both share counts for neither"
+    assert 0.1 * alone < of_processes(parent.pid)[1] < 2 * alone, "what both share counts for neither"
 
 
 def test_the_time_of_a_process_that_has_ended_is_not_lost(family):
     parent = family(0.2)
     parent.stdout.readline()
-    assert 0.15 < processes(parent.pid).cpu_s < 2
+    assert 0.15 < of_processes(parent.pid)[0] < 2
 
 
 def test_of_a_process_that_is_gone_nothing_is_known():
     gone = subprocess.Popen(["true"])
     gone.wait()
-    assert processes(gone.pid) == Used(None, None)
+    assert of_processes(gone.pid) == (None, None)
 
 
 @pytest.mark.parametrize(
     ("lines", "real", "expected"),
     [
-        ("    lo: 9 1 0 0 0 0 0 0 9 1\n  eth0: 100 1 0 0 0 0 0 0 20 1\n", (), Traffic(100, 20)),
-        ("eth0:100 1 0 0 0 0 0 0 20 1\n  br0: 100 1 0 0 0 0 0 0 20 1\n", ("eth0",), Traffic(100, 20)),
-        ("  eth0: 100 1 0 0 0 0 0 0 20 1\n  eth1:   1 1 0 0 0 0 0 0 2 1\n", ("eth0", "eth1"), Traffic(101, 22)),
+        ("    lo: 9 1 0 0 0 0 0 0 9 1\n  eth0: 100 1 0 0 0 0 0 0 20 1\n", (), (100, 20)),
+        ("eth0:100 1 0 0 0 0 0 0 20 1\n  br0: 100 1 0 0 0 0 0 0 20 1\n", ("eth0",), (100, 20)),
+        ("  eth0: 100 1 0 0 0 0 0 0 20 1\n  eth1:   1 1 0 0 0 0 0 0 2 1\n", ("eth0", "eth1"), (101, 22)),
         ("    lo: 9 1 0 0 0 0 0 0 9 1\n", (), None),
         ("", (), None),
     ],

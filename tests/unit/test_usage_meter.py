@@ -10,7 +10,7 @@ from fake_node import FakeNode
 from unit_helpers import eventually, write
 
 from metaflow_extensions.torchrun.plugins.torchrun.features.usage import meter
-from metaflow_extensions.torchrun.plugins.torchrun.features.usage.consumption import Container, Traffic, Used, processes
+from metaflow_extensions.torchrun.plugins.torchrun.features.usage.consumption import of_processes
 from metaflow_extensions.torchrun.plugins.torchrun.features.usage.feature import KINDS, Usage
 from metaflow_extensions.torchrun.plugins.torchrun.features.usage.meter import STEP_S, UsageWatcher
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Ended, Told
@@ -27,9 +27,9 @@ class Node:
     def __init__(self, folder, machine=SHARED, pid=None, num_nodes=2, **spec):
         spec = {"nproc": 2, "num_nodes": num_nodes, "node_index": 0, "python": "python3", **spec}
         plan = Plan(LaunchSpec("/flow/train.py", (), False, **spec), "127.0.0.1", machine, lambda *_: True)
-        self.follower, self.now = SimpleNamespace(shown_lines=0), 100.0
+        self.now = 100.0
         self.pid = pid or os.getpid()
-        here = SimpleNamespace(plan=plan, folder=str(folder), follower=self.follower, pid=lambda: self.pid)
+        here = SimpleNamespace(plan=plan, folder=str(folder), pid=lambda: self.pid)
         self.watcher = UsageWatcher(here, lambda: self.now)
         assert self.watcher.poll() is None, "the first look tells nothing yet"
 
@@ -52,17 +52,16 @@ def test_a_node_tells_what_its_processes_use_and_write(tmp_path, busy):
     node = Node(tmp_path, pid=busy.pid)
     write(tmp_path / "x" / "attempt_0" / "0" / "stdout.log", "a" * 600)
     write(tmp_path / "x" / "attempt_0" / "1" / "stderr.log", "b" * 400)
-    node.follower.shown_lines = 2
     assert node.after(0.9) is None
     first = node.after(0.1)
     assert (first["of"], first["limits"]["cpus"]) == ("processes", 4)
     assert first["limits"]["memory_mib"] > 100
-    assert (first["values"]["output_bytes_s"], first["values"]["output_lines_s"]) == (1000, 2)
+    assert first["values"]["output_bytes_s"] == 1000
     assert first["values"]["memory_mib"] > 0.1
     assert set(first["values"]) <= set(KINDS)
     assert "received_kib_s" not in first["values"], "nodes of one machine share its network"
-    before = processes(busy.pid).cpu_s
-    eventually(lambda: processes(busy.pid).cpu_s > before)
+    before = of_processes(busy.pid)[0]
+    eventually(lambda: of_processes(busy.pid)[0] > before)
     assert node.after(STEP_S - 0.1) is None
     second = node.after(0.2)["values"]
     assert second["cpus"] > 0
@@ -79,8 +78,8 @@ def test_nothing_is_measured_before_the_guardian_runs(tmp_path):
 
 @pytest.mark.parametrize(("machine", "of"), [(Machine(4), "container"), (SHARED, "processes")])
 def test_a_container_counts_for_the_node_unless_nodes_share_it(tmp_path, monkeypatch, machine, of):
-    monkeypatch.setattr(Container, "look", lambda self: Used(node.now * 3, 5 * 2**20))
-    monkeypatch.setattr(meter, "container", lambda: Container(""))
+    monkeypatch.setattr(meter, "container_folder", lambda: "/a container")
+    monkeypatch.setattr(meter, "of_container", lambda folder: (node.now * 3, 5 * 2**20))
     node = SimpleNamespace(now=100.0)
     node = Node(tmp_path, machine)
     used = node.after(2.0)
@@ -98,10 +97,6 @@ def test_a_late_look_makes_up_for_none(tmp_path, num_nodes, step_s):
     assert node.after(0.2) is not None
 
 
-def test_lines_are_not_counted_where_not_all_are_shown(tmp_path):
-    assert "output_lines_s" not in Node(tmp_path, shown_local_ranks=(0,)).after(1.0)["values"]
-
-
 @pytest.mark.parametrize(
     ("env", "percent", "memory_mib", "limits"),
     [((), 50.0, 400.0, (2, 600.0)), ((("CUDA_VISIBLE_DEVICES", "1"),), 60.0, 300.0, (1, 400.0))],
@@ -112,7 +107,7 @@ def test_a_node_with_a_machine_of_its_own_tells_the_network_and_its_gpus(
     smi = write(tmp_path / "nvidia-smi", "#!/bin/sh\necho '0, GPU-a, 40, 100, 200'\necho '1, GPU-b, 60, 300, 400'\n")
     smi.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setattr(meter, "traffic", lambda: Traffic(int(node.now * 2048), int(node.now * 1024)))
+    monkeypatch.setattr(meter, "traffic", lambda: (int(node.now * 2048), int(node.now * 1024)))
     node = SimpleNamespace(now=100.0)
     node = Node(tmp_path, Machine(4, ("0", "1")), env=env)
     used = eventually(lambda: (used := node.after(STEP_S)) and "gpu_percent" in used["values"] and used)

@@ -48,7 +48,7 @@ def test_each_of_few_nodes_has_a_line_in_each_chart():
         "GPU memory of 640 GiB, 8 GPUs a node",
         "Network, received, MiB/s",
         "Network, sent, MiB/s",
-        "Output, lines/s",
+        "Output, KiB/s",
     ]
     memory = charts["Memory of 1024 GiB"]
     rows = rows_of(memory)

@@ -58,7 +58,6 @@ class FollowedFile:
         self._torchs_label = self._label.strip().replace(b" ", b"") + b":" if stream == "stderr" else None
         self._ahead = b""  # what was read, and waits for the other stream
         self._read_bytes = 0
-        self.shown_lines = 0
         self.close = self._file.close
 
     def pump(self, show: Show) -> int:
@@ -114,8 +113,6 @@ class FollowedFile:
         if parts:
             others_begin = b"\n" + self._label
             labelled = b"".join((self._label, *(part.replace(b"\n", others_begin) for part in parts), b"\n"))
-            # To count the line ends would take longer than to add all the labels.
-            self.shown_lines += (len(labelled) - sum(map(len, parts)) - 1) // len(self._label)
             show(self._stream, labelled)
 
     def _hold(self, line: bytes, hold_from: re.Pattern[bytes]) -> bool:
@@ -187,11 +184,6 @@ class LogFollower:
         self._thread = threading.Thread(target=self._follow, name="torchrun-logs", daemon=True)
         self._seen_bytes = 0
         self._grew_at: float | None = None
-
-    @property
-    def shown_lines(self) -> int:
-        """How many lines were shown until now, the agent's too."""
-        return sum(file.shown_lines for file in list(self._files))
 
     @property
     def last_output_at(self) -> float | None:

@@ -28,18 +28,14 @@ def own_folders(controller: str, root: str = "/") -> Iterator[str]:
             yield os.path.join(mount, part)
 
 
-def container_folder(controller: str, file: str, root: str = "/") -> str | None:
-    """Return the folder of this process's cgroup if that is its container's and has `file`; else None.
+def container_folder(root: str = "/") -> str | None:
+    """Return the folder of this process's cgroup of version 2 if that is its container's; else None.
 
-    `controller` is one of version 1, or ``""`` for version 2. A container sees its own cgroup as the root of all. The
-    machine's own root is told by its files: it lacks ``cgroup.events`` (version 2), or has ``release_agent`` (1).
+    A container sees its own cgroup as the root of all. The machine's own root lacks ``cgroup.events``.
     """
-    mount, path = dict(_hierarchies(controller, root)).popitem()
+    ((mount, path),) = _hierarchies("", root)
     is_among_others = ".." not in path and path != "/" and os.path.isdir(os.path.join(mount, path.strip("/")))
-    is_machines = os.path.exists(os.path.join(mount, "release_agent")) or (
-        not controller and not os.path.exists(os.path.join(mount, "cgroup.events"))
-    )
-    return mount if os.path.exists(os.path.join(mount, file)) and not is_among_others and not is_machines else None
+    return mount if os.path.exists(os.path.join(mount, "cgroup.events")) and not is_among_others else None
 
 
 def _hierarchies(controller: str, root: str) -> Iterator[tuple[str, str]]:

@@ -79,7 +79,6 @@ class Generation:
         return Here(
             plan,
             self._folder,
-            self._follower,
             pid=lambda: self._agent.pid,
             # torchrun may start an elastic launch's ranks again.
             has_ended=(lambda rank: False) if plan.is_elastic else self.exits.has_ended,

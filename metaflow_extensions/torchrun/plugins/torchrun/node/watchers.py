@@ -17,7 +17,6 @@ from typing import Any
 from ..compat.renamed import harmless
 from ..gang.keepers import Keeper, Keepers, Plain
 from ..gang.protocol import Told
-from ..logs.follower import LogFollower
 from ..machine.accelerators import Machine, Nproc
 from ..records.summary import Summary
 from ..settings import StepSettings
@@ -38,7 +37,6 @@ class Here:
 
     plan: Plan
     folder: str  # torchrun's --log-dir
-    follower: LogFollower
     pid: Callable[[], int | None]  # of the guardian, once it runs
     has_ended: Callable[[int], bool]  # takes a global rank
     say: Callable[[str], None]  # takes a line for the log's details

@@ -9,63 +9,36 @@ from __future__ import annotations
 
 import os
 import re
-from typing import NamedTuple
 
-from ...machine.cgroup import container_folder
 from ...machine.processes import children_of_main_thread, read
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
-class Used(NamedTuple):
-    """What has been used so far; None is not known."""
+def of_container(folder: str) -> tuple[float | None, int | None]:
+    """Return the seconds of one core that all of a container has used so far, and its bytes of memory, by its cgroup.
 
-    cpu_s: float | None  # seconds of one core, since whenever
-    memory_bytes: int | None  # now
-
-
-class Traffic(NamedTuple):
-    """Bytes since the interfaces are there."""
-
-    received: int
-    sent: int
+    Its memory is without the files' contents that the kernel can drop at once, as Kubernetes counts it.
+    """
+    cpu_us = _number(folder, "cpu.stat", "usage_usec ")
+    memory, files = _number(folder, "memory.current"), _number(folder, "memory.stat", "inactive_file ") or 0
+    return None if cpu_us is None else cpu_us / 1e6, None if memory is None else max(0, memory - files)
 
 
-class Container:
-    """The cgroup of this task's own container, by its folder."""
-
-    def __init__(self, folder: str) -> None:
-        self._folder = folder
-
-    def look(self) -> Used:
-        """Return what all of the container has used.
-
-        Its memory is without the files' contents that the kernel can drop at once, as Kubernetes counts it.
-        """
-        cpu_us, memory = self._number("cpu.stat", "usage_usec "), self._number("memory.current")
-        files = self._number("memory.stat", "inactive_file ") or 0
-        return Used(None if cpu_us is None else cpu_us / 1e6, None if memory is None else max(0, memory - files))
-
-    def _number(self, file: str, before: str = "") -> int | None:
-        found = re.search(rf"^{before}(\d+)$", read(os.path.join(self._folder, file)), re.MULTILINE)
-        return None if found is None else int(found[1])
+def _number(folder: str, file: str, before: str = "") -> int | None:
+    found = re.search(rf"^{before}(\d+)$", read(os.path.join(folder, file)), re.MULTILINE)
+    return None if found is None else int(found[1])
 
 
-def container(root: str = "/") -> Container | None:
-    """Return this task's own container, or None where there is none."""
-    folder = container_folder("", "memory.current", root)
-    return None if folder is None else Container(folder)
-
-
-def processes(root: int) -> Used:
-    """Return what a process and all below it have used; the memory is what they share with nobody.
+def of_processes(root: int) -> tuple[float | None, int | None]:
+    """Return the same of a process and all below it; their memory is what they share with nobody.
 
     An orphan stays among them: the guardian, which is the root, adopts it. What other threads than a process's main one
     have started is not seen: to find that, the whole process table would have to be read.
     """
     if not os.path.exists(f"/proc/{root}"):
-        return Used(None, None)
+        return None, None
     ticks, pages, found = 0, 0, [root]
     for pid in found:  # it grows meanwhile
         found += children_of_main_thread(pid)
@@ -75,11 +48,11 @@ def processes(root: int) -> Used:
         ticks += sum(map(int, fields[11:15]))
         sizes = read(f"/proc/{pid}/statm").split()
         pages += int(sizes[1]) - int(sizes[2]) if sizes else 0
-    return Used(ticks / _TICKS_PER_S, pages * _PAGE_BYTES)
+    return ticks / _TICKS_PER_S, pages * _PAGE_BYTES
 
 
-def traffic(root: str = "/") -> Traffic | None:
-    """Return what has gone by all interfaces but the loopback; None where that is not known.
+def traffic(root: str = "/") -> tuple[int, int] | None:
+    """Return the bytes received and sent by all interfaces but the loopback; None where that is not known.
 
     Linux counts what goes by IP. What goes past it (InfiniBand, AWS's EFA) is not in these numbers. Bridges and the like
     pass on what a real interface has counted. So where there are real ones, they alone count.
@@ -90,4 +63,6 @@ def traffic(root: str = "/") -> Traffic | None:
     found.pop("lo", None)
     real = {name for name in found if os.path.exists(os.path.join(root, "sys/class/net", name, "device"))}
     counted = [found[name] for name in real or found]
-    return Traffic(sum(int(each[0]) for each in counted), sum(int(each[8]) for each in counted)) if counted else None
+    if not counted:
+        return None
+    return sum(int(each[0]) for each in counted), sum(int(each[8]) for each in counted)

@@ -25,7 +25,6 @@ KINDS: dict[str, Merge] = {
     "received_kib_s": "mean",  # by the network
     "sent_kib_s": "mean",
     "output_bytes_s": "mean",  # what the workers write to stdout and stderr
-    "output_lines_s": "mean",
 }
 # How many values of one kind a node's series has at most, and all nodes together.
 _MOST_POINTS, _LEAST_POINTS, _POINTS_OF_ALL = 120, 24, 16_384

@@ -12,9 +12,10 @@ from typing import TypeAlias
 from ...gang.keepers import Plain
 from ...gang.wire import to_plain
 from ...logs.follower import new_logs
+from ...machine.cgroup import container_folder
 from ...machine.memory import memory_limit_bytes
 from ...node.watchers import Here, Watcher
-from .consumption import container, processes, traffic
+from .consumption import of_container, of_processes, traffic
 from .nvidia import NvidiaSmi
 
 _FIRST_S = 1.0  # so that a card shows something soon
@@ -51,8 +52,7 @@ class UsageWatcher(Watcher):
         self._logs: set[str] = set()  # the workers' files that are there
         # Nodes of one machine can't be told apart by its cgroup, or by its network.
         self._shares_machine = plan.shares_machine
-        self._container = None if self._shares_machine else container()
-        self._shows_all = all(plan.label(local_rank) is not None for local_rank in range(plan.spec.nproc))
+        self._container = None if self._shares_machine else container_folder()
         self._gpus = NvidiaSmi(plan.machine.seen_by(dict(plan.spec.env)))
         memory = memory_limit_bytes()
         self._limits: dict[str, float] = {"cpus": plan.machine.cpus}
@@ -92,10 +92,8 @@ class UsageWatcher(Watcher):
 
     def _measure(self, pid: int) -> tuple[_Totals, int | None]:
         """Return what has been used in all until now, and the memory that is used now."""
-        cpu_s, memory_bytes = processes(pid) if self._container is None else self._container.look()
+        cpu_s, memory_bytes = of_processes(pid) if self._container is None else of_container(self._container)
         found = {"cpus": cpu_s, "output_bytes_s": self._written()}
-        if self._shows_all:
-            found["output_lines_s"] = self._here.follower.shown_lines
         network = None if self._shares_machine else traffic()
         if network is not None:
             found["received_kib_s"], found["sent_kib_s"] = (count / _KIB for count in network)

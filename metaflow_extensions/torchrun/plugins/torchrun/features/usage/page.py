@@ -45,7 +45,6 @@ _PANELS = (
     _Panel("gpu_memory_mib", "GPU memory", "GiB", 1024.0, "gpu_memory_mib"),
     _Panel("received_kib_s", "Network, received", "MiB/s", 1024.0),
     _Panel("sent_kib_s", "Network, sent", "MiB/s", 1024.0),
-    _Panel("output_lines_s", "Output", "lines/s"),
     _Panel("output_bytes_s", "Output", "KiB/s", 1024.0),
 )
 
@@ -56,14 +55,8 @@ def usage_parts(usage: Mapping[str, Any]) -> list[Part]:
     if not nodes:
         return [Sentence("Nothing has been measured.")]
     step_s = usage["step_s"]
-    return [*_words(step_s, nodes), *(_chart(panel, step_s, nodes) for panel in _shown(nodes))]
-
-
-def _shown(nodes: _Nodes) -> list[_Panel]:
-    """Return the charts of which something was measured; of the output its lines or, where they aren't known, bytes."""
-    found = [panel for panel in _PANELS if any(panel.kind in series for series in nodes.values())]
-    has_lines = any(panel.kind == "output_lines_s" for panel in found)
-    return [panel for panel in found if not (has_lines and panel.kind == "output_bytes_s")]
+    shown = [panel for panel in _PANELS if any(panel.kind in series for series in nodes.values())]
+    return [*_words(step_s, nodes), *(_chart(panel, step_s, nodes) for panel in shown)]
 
 
 # --- in words -------------------------------------------------------------------------------------
