@@ -61,13 +61,6 @@ def limit_s(plan: Plan) -> float | None:
 
 
 @dataclass(frozen=True)
-class Active:
-    """A worker of this node has written something or ended, `age_s` seconds ago."""
-
-    age_s: float
-
-
-@dataclass(frozen=True)
 class Diagnostics:
     """What the workers of one node were doing when the launch hung."""
 
@@ -93,8 +86,7 @@ class HangWatcher(Watcher):
         if at is None or at <= self._said_at + self._pause_s:
             return None
         self._said_at = at
-        told: Plain = to_plain(Active(time.monotonic() - at))
-        return told
+        return {"age_s": time.monotonic() - at}
 
     def before_stop(self, kind: str) -> Plain | None:
         """Write down where every worker is if the launch hangs."""
@@ -129,7 +121,7 @@ class HangKeeper(Keeper):
     def handle(self, node: int, told: Told, at_s: float) -> None:
         """Keep when a worker has done something, or where it was when it did nothing."""
         if "age_s" in told.data:
-            self._active_at = max(self._active_at, at_s - from_plain(Active, told.data, "hangs").age_s)
+            self._active_at = max(self._active_at, at_s - told.data["age_s"])
         else:
             self._found[node] = from_plain(Diagnostics, told.data, "hangs")
 

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 MAX_BYTES = 16 * 1024
-_MAX_KEYS = 40  # of a line
 _MAX_KEY_CHARS = 80
 _MAX_STEP = 2**53  # up to there a float is exact
 # What a step can take: with other numbers sums and speeds would be none.
@@ -45,7 +44,7 @@ def parse_line(text: bytes) -> Line | None:
         int(step) if step is not None and abs(step) <= _MAX_STEP else None,
         total if total is not None and 1 <= total <= _MAX_STEP else None,
         seconds if seconds is not None and _LEAST_SECONDS <= seconds <= _MOST_SECONDS else None,
-        {key[:_MAX_KEY_CHARS]: value for key, value in list(numbers.items())[:_MAX_KEYS]},
+        {key[:_MAX_KEY_CHARS]: value for key, value in numbers.items()},
     )
 
 
