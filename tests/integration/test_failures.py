@@ -105,7 +105,7 @@ def test_resume_runs_a_fresh_gang(failing, start_shared_flow):
 
 
 REAPED = {
-    "raise-stubborn": ("1:wait,1:raise,0:stubborn", ["ValueError: bad löss"]),
+    "raise": ("1:wait,1:raise,0:sleep", ["ValueError: bad löss"]),
     "exit3-sleep": ("1:wait,1:exit3,0:sleep", ["about to leave", "exited with code 3"]),
     "ended-well": ("0:wait,1:sleep", ["killed by SIGTERM"]),
 }

@@ -67,9 +67,6 @@ class Node:
     def ended(self, local_rank, status, at=1.0, stopped=False):
         self.exits.note(WorkerEnded(3 + local_rank, local_rank, 100 + local_rank, status, stopped, self.origin + at))
 
-    def reaped(self, local_rank, at):
-        self.ended(local_rank, None, at, stopped=True)
-
     def stop(self, at):
         self.stopped_at = self.origin + at
 
@@ -272,23 +269,3 @@ def test_torchrun_may_have_seen_a_failure_long_before_we_did(node):
     node.ended(1, -9, at=2.0)
     node.ended(0, 1, at=2.0)
     assert node.causes() == [(4, None, 2.0)]
-
-
-def test_a_failure_that_torchrun_alone_has_seen_ends_what_others_can_have_failed_of(node):
-    node.torchrun_stops(1)
-    node.raised(0, "ConnectionResetError: by peer", at=1.0)
-    node.reaped(0, at=1.1)
-    node.raised(1, "RuntimeError: told to stop", at=1.3)
-    node.ended(1, 1, at=1.4)
-    assert node.exits.failed_unseen().local_rank == 0
-    assert node.causes() == [(3, "ConnectionResetError: by peer", 1.0)]
-
-
-def test_a_failure_that_torchrun_alone_has_seen_counts_later_than_with_its_exit_code(node):
-    """Both are told to the gang, which takes the earlier one; how long each was under way must not decide."""
-    before = time.monotonic()
-    node.torchrun_stops(1)
-    node.reaped(0, at=1.1)
-    assert node.exits.failed_unseen().local_rank == 0
-    ((at, cause),) = node.exits.causes(float("inf"))
-    assert (at >= before, cause.exit_code) == (True, None)

@@ -216,22 +216,19 @@ def test_workers_of_an_elastic_launch_may_fail(tmp_path):
 
 
 REAPED_FIRST = "W1121 18:44:10.792000 77 torch/api.py:1] Sending process {} closing signal SIGTERM\n"
+REPORT_OF_RANK_0 = "  rank      : 0 (local_rank: 0)\n  exitcode  : 3 (pid: 77)\n"
 
 
-@pytest.mark.parametrize("looks_around", [False, True])
-def test_a_failure_that_torchrun_alone_has_seen(looks_around, node):
+def test_a_failure_that_torchrun_alone_has_seen(node):
     agent = node.running()
-    node.agent_stderr(agent, REAPED_FIRST.format(2**22 + 2))  # it stops rank 1
+    node.agent_stderr(agent, REAPED_FIRST.format(NOBODY + 1) + REPORT_OF_RANK_0)  # it stops rank 1
     node.worker_reaped(agent, 0)
-    if looks_around:  # before the other has ended
-        node.interrupt(None)
-        node.expect(Failed)
     node.worker_ended(agent, 1, -signal.SIGTERM)
-    if not looks_around:
-        node.expect(Failed)
-    cause = node.ends(agent, 1).failures[0].cause
-    assert (cause.rank, cause.exit_code, cause.what) == (0, None, "failed")
-    assert node.texts("worker_failed") == ["rank 0 failed; stopping all nodes"]
+    agent.say(AgentEnded(1, time.monotonic()))
+    cause = node.expect(Failed).failures[0].cause
+    assert (cause.rank, cause.exit_code, cause.what) == (0, 3, "exited with code 3")
+    assert node.ends(agent, 1).failures[0].cause == cause
+    assert node.texts("worker_failed") == ["rank 0 exited with code 3; stopping all nodes"]
 
 
 @pytest.mark.parametrize(

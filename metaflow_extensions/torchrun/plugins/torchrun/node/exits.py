@@ -43,7 +43,6 @@ class Exits:
         self._spec = spec
         self._host = host
         self._ends: dict[int, WorkerEnded] = {}  # local rank -> its latest end
-        self._unseen_failure: WorkerEnded | None = None
 
     @property
     def codes(self) -> dict[int, int]:
@@ -63,17 +62,6 @@ class Exits:
         return _failed(end)
 
     # --- what torchrun says ---------------------------------------------------------------------
-
-    def failed_unseen(self) -> WorkerEnded | None:
-        """Return the worker that has failed as torchrun alone has seen, and acts upon; None if there is none."""
-        reaped = [end for end in self._ends.values() if end.status is None]
-        if self._unseen_failure is None and reaped and self.first_failed() is None:
-            stopped = read_agent_report(self._folder).stopped
-            # Ranks reaped before the last one ended well: torchrun stops the others at the first failure.
-            own = [end for end in reaped if end.pid not in stopped]
-            if stopped and own:
-                self._unseen_failure = max(own, key=lambda end: end.at)
-        return self._unseen_failure
 
     def complete(self, agent_exit: int | None, stopping: bool) -> None:
         """Fill in the exit codes that torchrun alone tells; `stopping`: we had begun to stop the workers."""
@@ -103,11 +91,7 @@ class Exits:
     def causes(self, stopped_at: float) -> list[tuple[float, Cause]]:
         """Return when and why workers have failed, the earliest first; `stopped_at` is when we began to stop them."""
         told = self._told_to_stop_at(stopped_at)
-        found = [self._cause_of(end, told) for end in self._ends.values()]
-        if not any(found) and self._unseen_failure is not None:
-            unseen = self._cause_of(self._unseen_failure._replace(stopped=False), told)
-            # As of now: the same failure, told again with its exit code, is then the earlier one.
-            found = [unseen and (time.monotonic(), unseen[1])]
+        found = (self._cause_of(end, told) for end in self._ends.values())
         return sorted(filter(None, found), key=lambda dated: dated[0])
 
     def _told_to_stop_at(self, stopped_at: float) -> float:
@@ -115,7 +99,7 @@ class Exits:
 
         torchrun does so, too, but not before a worker has failed.
         """
-        failed = [*filter(_failed, self._ends.values()), *filter(None, [self._unseen_failure])]
+        failed = filter(_failed, self._ends.values())
         return min([stopped_at, read_agent_report(self._folder).stopped_at, *(end.at for end in failed)])
 
     def _cause_of(self, end: WorkerEnded, told: float) -> tuple[float, Cause] | None:

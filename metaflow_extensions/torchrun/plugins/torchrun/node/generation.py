@@ -174,21 +174,13 @@ class Generation:
                 self._on_end(event)
         return None
 
-    def unseen_failure(self) -> str | None:
-        """Return what has failed as torchrun alone has seen, in words for the log."""
-        if self.phase is not Phase.RUNNING or self._plan.is_elastic:  # an elastic agent may start workers again
-            return None
-        unseen = self.exits.failed_unseen()
-        return None if unseen is None else f"rank {unseen.rank} failed"
-
     def _on_worker_ended(self, event: WorkerEnded) -> str | None:
         failed = self.exits.note(event)
         self._worker_ended_at = event.at
-        if event.status is None:
-            return None  # who was reaped before the others is not known yet
-        if failed and self.phase is Phase.RUNNING and not self._plan.is_elastic:
+        # Where torchrun has reaped it first, `event` has no exit code; torchrun tells that at its own end.
+        if failed and event.status is not None and self.phase is Phase.RUNNING and not self._plan.is_elastic:
             return f"rank {event.rank} {self._agent_end.machine.how_ended(event.status)}"
-        return self.unseen_failure()
+        return None
 
     def _on_agent_ended(self, event: AgentEnded) -> str | None:
         """Take that the agent has ended by itself: well, or it saw a worker fail before us, or it failed itself."""

@@ -239,13 +239,9 @@ class Supervisor:
             self._generation_ended(generation, news.event)
 
     def _on_quiet(self, _: None) -> None:
-        """See what no event tells: an upload that takes long, failures that only torchrun saw, and output."""
+        """See what no event tells: an upload that takes long, and output."""
         self._uploads.look()
-        if (generation := self._living) is None:
-            return
-        if (failed := generation.unseen_failure()) is not None:
-            self._fail(generation, failed)
-        elif generation.phase is Phase.RUNNING:
+        if (generation := self._living) is not None and generation.phase is Phase.RUNNING:
             self._say_output(generation)
 
     def _fail(self, generation: Generation, what: str) -> None:
