@@ -1,4 +1,4 @@
-"""The task's side of a function call: what is refused, what is stored for other nodes, what an error becomes."""
+"""A function's call in the task: what is refused, stored for other nodes, and kept of it; what an error becomes."""
 
 import functools
 import os
@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from fake_node import ERROR, FakeNode
 from unit_helpers import MemoryStore, write
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import (
@@ -22,16 +23,17 @@ from metaflow_extensions.torchrun.plugins.torchrun.errors import (
     TorchrunPreempted,
     WorkerFailed,
 )
-from metaflow_extensions.torchrun.plugins.torchrun.features.functions.call import (
-    FUNCTION_WORKER,
-    FunctionCall,
-)
-from metaflow_extensions.torchrun.plugins.torchrun.features.functions.feature import Functions
+from metaflow_extensions.torchrun.plugins.torchrun.features.functions.call import FUNCTION_WORKER, FunctionCall
+from metaflow_extensions.torchrun.plugins.torchrun.features.functions.feature import FunctionKeeper, Functions
+from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
+from metaflow_extensions.torchrun.plugins.torchrun.gang.keepers import Keepers
+from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Ended, Failed, Stored, Storing, Told
+from metaflow_extensions.torchrun.plugins.torchrun.guardian.agent_events import End
 from metaflow_extensions.torchrun.plugins.torchrun.launch.facts import contents_digest
 from metaflow_extensions.torchrun.plugins.torchrun.launch.outputs import Outputs
 from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec, Node, build_spec
 from metaflow_extensions.torchrun.plugins.torchrun.launch.transfer import TransferFailed
-from metaflow_extensions.torchrun.plugins.torchrun.node.services import RunCall
+from metaflow_extensions.torchrun.plugins.torchrun.node.services import RunCall, Services
 from metaflow_extensions.torchrun.plugins.torchrun.settings import parse_settings
 
 SPEC = LaunchSpec(FUNCTION_WORKER, ("folder",), False, nproc=2, num_nodes=2, node_index=1, python="python3")
@@ -158,11 +160,6 @@ def spec_of(call, **given):
     return build_spec(given, 2, parse_settings({}, "train"), node, call.function)
 
 
-def test_torchruns_own_elasticity_is_refused(make):
-    with pytest.raises(TorchrunConfigError, match="max_restarts"):
-        spec_of(make(), torchrun_args={"nnodes": "1:2", "rdzv_backend": "c10d"})
-
-
 # --- what the nodes compare -------------------------------------------------------------------------
 
 
@@ -181,6 +178,8 @@ def test_name_and_file_of_a_function(function, name, make):
     spec = spec_of(make(function))
     assert (spec.function.name, spec.source, spec.bools) == (name, __file__, ())
     assert (spec.entrypoint, spec.args) == (FUNCTION_WORKER, (spec.function.folder,))
+    with pytest.raises(TorchrunConfigError, match="max_restarts"):
+        spec_of(make(function), torchrun_args={"nnodes": "1:2", "rdzv_backend": "c10d"})
 
 
 def test_functions_are_told_apart_by_name_and_source_and_not_by_their_folders(make, tmp_path):
@@ -320,3 +319,96 @@ def test_what_can_not_be_unpickled_comes_in_words(data, make):
     assert (type(error), error.cause, error.events) == (WorkerFailed, CAUSE, verdict.events)
     assert error.message.startswith("Custom: 42\nthe gang's words")
     assert ("told in words because" in error.message) is (data is not None)
+
+
+# --- in a launch -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def store():
+    return MemoryStore()
+
+
+@pytest.fixture
+def call(store):
+    with closing(FunctionCall(print, None, None, True, store)) as call:
+        yield call
+
+
+def node_of(folder, number, call, store):
+    return FakeNode(folder, number=number, services=Services({"functions": call}), store=store)
+
+
+def leaves(call, *ranks, name="returned"):
+    for rank in ranks:
+        Path(call.folder, "values", f"{name}-{rank}.pkl").write_bytes(pickle.dumps(f"of rank {rank}"))
+
+
+def told_by(node):
+    told = {}
+    while not isinstance(message := node.next_message(), Stored):
+        assert isinstance(message, Storing | Told)
+        told |= message.data if isinstance(message, Told) else {}
+    return told
+
+
+def test_a_members_values_go_to_the_control_node(tmp_path, call, store):
+    node = node_of(tmp_path, 1, call, store)
+    agent = node.running()
+    assert list(agent.options.scratch) == [call.folder]
+    leaves(call, 2, 3)
+    node.all_end_well(agent)
+    ended = node.expect(Ended)
+    assert ended.storing.startswith("rank 2's value (")
+    assert (ended.saves, ended.alone) == (None, False)
+    assert told_by(node) == {"2": "0", "3": "1"}
+    assert list(node.verdict()) == ["of rank 2", "of rank 3"]
+
+
+def test_what_ranks_raised_goes_to_all_nodes(tmp_path, call, store):
+    node = node_of(tmp_path, 0, call, store)
+    agent = node.running()
+    leaves(call, 1, name="raised")
+    node.worker_ended(agent, 1, 1)
+    agent.say(End(1))
+    node.expect(Failed)
+    assert node.expect(Ended).storing.startswith("what its ranks raised (")
+    assert told_by(node) == {"1": "0"}
+    node.verdict(ERROR)
+
+
+def test_the_control_nodes_result_has_the_values_of_all_ranks(tmp_path, call, store):
+    node = node_of(tmp_path, 0, call, store)
+    agent = node.running()
+    leaves(call, 0, 1)
+    store.data = {str(rank): pickle.dumps(f"of rank {rank}") for rank in (2, 3)}
+    ended, result = node.ends_well(agent, features={"functions": {"2": "2", "3": "3"}})
+    assert ended.storing is None, "its own values need no way"
+    assert list(result) == [f"of rank {rank}" for rank in range(4)]
+
+
+# --- on the control node --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def keepers():
+    keepers = Keepers({"functions": FunctionKeeper()})
+    keepers.begin(0, {}, 0.0)
+    keepers.handle(1, Told(0, 0, "functions", {"2": "key of 2", "3": "key of 3"}), 0.0)
+    keepers.handle(2, Told(0, 0, "functions", {"4": "key of 4"}), 0.0)
+    return keepers
+
+
+def test_the_control_node_alone_hears_where_the_gathered_values_lie(keepers):
+    of_all = {"2": "key of 2", "3": "key of 3", "4": "key of 4"}
+    assert keepers.verdict(0, True, None) == {"functions": of_all}
+    assert keepers.verdict(0, False, None) == keepers.verdict(1, True, None) == {}
+    keepers.begin(0, {}, 0.0)  # a restart
+    assert keepers.verdict(0, True, None) == {}
+
+
+@pytest.mark.parametrize(("rank", "told"), [(3, {"functions": {"3": "key of 3"}}), (7, {}), (None, {})])
+def test_all_nodes_hear_where_the_causes_exception_lies_and_of_no_other(rank, told, keepers):
+    error = LaunchFailed("", Cause("exception", 1, "host", rank, None).as_dict())
+    assert keepers.verdict(0, True, error) == keepers.verdict(0, False, error) == told
+    assert keepers.verdict(0, True, LaunchFailed("")) == {}
