@@ -246,18 +246,8 @@ Reducer = Callable[[Any], Any]  # says how to pickle an object, as pickle.Pickle
 
 
 def dump(thing: Any, file: Any, reduced: Reducer = lambda thing: NotImplemented) -> None:
-    """Pickle `thing` by the standard library's means or, where these don't do, by cloudpickle's."""
-    start = file.tell()
-    try:
-        _Pickler(file, reduced).dump(thing)
-    except OSError:
-        raise  # the disk's failure, not the value's
-    except Exception:
-        if (cloud_pickler := find_cloud_pickler()) is None:
-            raise
-        file.seek(start)
-        file.truncate()
-        cloud_pickler(file, reduced).dump(thing)
+    """Pickle `thing`; what the standard library can't carry, cloudpickle may, where it is installed."""
+    (find_cloud_pickler() or _Pickler)(file, reduced).dump(thing)
 
 
 class _Pickler(pickle.Pickler):

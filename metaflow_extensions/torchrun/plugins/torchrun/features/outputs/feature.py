@@ -61,13 +61,12 @@ class OutputsService(Service):
         self._patterns, self._of_all = patterns, of_all
         self._node, self._store = node, store
         self._folder = os.getcwd()
-        self._since: float | None = None  # when the first workers started; files that are older are not theirs
+        self._since = time.time()  # files that are older are not of this call of `run`
         self._pieces: OutputPieces | None = None  # what this generation stores
 
     def begin(self, spec: LaunchSpec) -> None:
         """Forget what another generation has stored; remember where the workers run."""
         self._pieces, self._folder = None, spec.cwd or os.getcwd()
-        self._since = time.time() if self._since is None else self._since
 
     def to_store(self, ok: bool) -> ToStore | None:
         """Return the files of a launch that has ended well; of one that fails they wait for `to_save`."""
@@ -80,8 +79,7 @@ class OutputsService(Service):
     def _make(self, within_s: float | None = None) -> ToStore | None:
         if self.saves is None:
             return None
-        since = time.time() if self._since is None else self._since
-        self._pieces = OutputPieces(self._patterns, self._folder, self._store, self._node, since, within_s)
+        self._pieces = OutputPieces(self._patterns, self._folder, self._store, self._node, self._since, within_s)
         return self._pieces
 
     def _kept(self) -> StoredOutputs | None:
