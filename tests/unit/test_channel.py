@@ -1,6 +1,5 @@
 """The gang's connections over real sockets: members are served, others are not, silence is noticed."""
 
-import asyncio
 import hashlib
 import hmac
 import os
@@ -12,6 +11,7 @@ import threading
 import time
 import weakref
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import NamedTuple
 
 import psutil
@@ -20,14 +20,13 @@ from test_network import needs_ipv6
 from unit_helpers import eventually
 
 from metaflow_extensions.torchrun.plugins.torchrun.channel import control_channel, listener, member_channel
-from metaflow_extensions.torchrun.plugins.torchrun.channel.connection import BEATS, Connection, new_token
+from metaflow_extensions.torchrun.plugins.torchrun.channel.connection import new_token
 from metaflow_extensions.torchrun.plugins.torchrun.channel.control_channel import ControlChannel
-from metaflow_extensions.torchrun.plugins.torchrun.channel.frames import encode
+from metaflow_extensions.torchrun.plugins.torchrun.channel.frames import LENGTH, decode, encode
 from metaflow_extensions.torchrun.plugins.torchrun.channel.member_channel import MemberChannel
 from metaflow_extensions.torchrun.plugins.torchrun.errors import GangError, TorchrunPreempted
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause, Failure
-from metaflow_extensions.torchrun.plugins.torchrun.gang.launch import Phase
-from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import ConnectPolicy
+from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import ConnectPolicy, LaunchPolicy
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
     Abort,
     Ack,
@@ -41,6 +40,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
     Note,
     Ready,
     Replaced,
+    Restart,
     Stop,
     Told,
     Verdict,
@@ -293,11 +293,6 @@ def test_closing_waits_for_members_that_have_yet_to_leave(start_control, join):
     member.inbox.expect(Ack)
 
 
-def test_tokens_are_fresh_and_long():
-    assert len({new_token() for _ in range(100)}) == 100
-    assert len(new_token()) >= 64
-
-
 # --- unauthenticated connections ------------------------------------------------------------------
 
 
@@ -517,51 +512,27 @@ def test_a_child_that_a_task_has_forked_does_not_hold_its_connection(start_contr
         assert time.monotonic() - begun < 5
 
 
-class FakeTransport(asyncio.Transport):
-    """Keeps what is written."""
-
-    def __init__(self):
-        super().__init__()
-        self.sent = []
-        self.write = self.sent.append
-        self.is_closing = lambda: False
-
-
-def test_heartbeats_are_sent_only_where_nothing_else_is():
-    def listen(connection):
-        while True:
-            yield 1
-
-    transport, connection = FakeTransport(), Connection(listen, print, 0.5)
-    connection.connection_made(transport)
-    time.sleep(connection.beat() - time.monotonic() - 0.4)
-    assert not transport.sent  # it does not beat before it is told to
-    connection.begin_beating()
-    pause_s = 0.5 / BEATS
-    due_at = connection.beat()
-    assert time.monotonic() < due_at < time.monotonic() + pause_s
-    time.sleep(due_at - time.monotonic())
-    connection.write(b"a message")
-    assert due_at < connection.beat() <= time.monotonic() + pause_s
-    assert transport.sent == [b"a message"]
-    time.sleep(pause_s)
-    connection.data_received(b"x")
-    next_at = connection.beat()
-    assert transport.sent == [b"a message", encode(Beat())]
-    assert time.monotonic() < next_at <= time.monotonic() + pause_s
+def test_a_member_lives_as_long_as_it_answers_heartbeats(start_control):
+    control = start_control(heartbeat_s=0.5)
+    with raw_member(control) as sock:
+        beats, until = 0, time.monotonic() + 1.5
+        while time.monotonic() < until:
+            message = decode(receive(sock, *LENGTH.unpack(receive(sock, LENGTH.size))))
+            if isinstance(message, Beat):
+                beats += 1
+                sock.sendall(encode(Beat()))
+        assert 10 <= beats <= 16
+        assert control.channel.gang.nodes.members == [1]
+        message = control.inbox.expect(Abort, 5.0).error.message
+        assert "for 0.5 s (heartbeat_timeout_s)" in message
+        assert is_closed(sock)
 
 
-def test_a_member_answers_a_heartbeat_unless_it_has_said_something_just_before():
-    transport, connection = FakeTransport(), Connection(lambda _: iter([1]), print, 1.0)
-    connection.connection_made(transport)
-    connection.begin_beating(answers=True)
-    connection.write(b"a message")
-    connection.answer()
-    assert transport.sent == [b"a message"]
-    assert connection.beat() > time.monotonic() + 1.0 / BEATS  # the control node's comes before its own
-    time.sleep(0.8 / BEATS)
-    connection.answer()
-    assert transport.sent == [b"a message", encode(Beat())]
+def test_two_that_have_nothing_to_say_stay_connected(start_control, join):
+    control = start_control(heartbeat_s=0.3)
+    member = join(control, heartbeat_s=0.3)
+    time.sleep(1.0)
+    leave_well(member, control)
 
 
 def test_no_message_stays_in_memory(start_control, join, monkeypatch):
@@ -573,14 +544,6 @@ def test_no_message_stays_in_memory(start_control, join, monkeypatch):
     join(control, heartbeat_s=600.0).send(Failed(7))
     eventually(lambda: len(kept) == 2)
     eventually(lambda: kept[1]() is None, "the end of the message")
-
-
-def test_a_member_that_falls_silent_is_lost_after_the_heartbeat_timeout(start_control):
-    control = start_control(heartbeat_s=0.3)
-    with raw_member(control) as sock:
-        message = control.inbox.expect(Abort, 5.0).error.message
-        assert "for 0.3 s (heartbeat_timeout_s)" in message
-        assert is_closed(sock)
 
 
 @pytest.mark.parametrize("welcome", [True, False], ids=["after its welcome", "before"])
@@ -620,51 +583,20 @@ def test_time_passes_without_any_message(start_control):
     assert "node 1 of 2 did not arrive" in control.inbox.expect(Abort, 5.0).error.message
 
 
-def test_the_clock_is_looked_at_seldom_unless_somebody_is_near(start_control, monkeypatch):
-    monkeypatch.setattr(control_channel, "_TICK_S", 0.05)
-    monkeypatch.setattr(control_channel, "_HASTE_S", 0.01)
-    monkeypatch.setattr(listener, "_ACCEPT_AT_ONCE", 0)  # no place for anybody, until the next look
-    channel, pauses = (control := start_control()).channel, []
-    later = channel._thread.loop.call_later
-
-    def call_later(pause_s, function, *args):
-        if function == channel._tick:
-            pauses.append(pause_s)
-        return later(pause_s, function, *args)
-
-    def settles_at(pause_s):
-        pauses.clear()
-        eventually(lambda: pauses[-3:] == [pause_s] * 3, f"looks every {pause_s} s")
-
-    monkeypatch.setattr(channel._thread.loop, "call_later", call_later)
-    settles_at(0.05)
-    with raw_connection(control):
-        eventually(lambda: not channel._listener._accepts)
-        eventually(lambda: 0.01 in pauses)
-        monkeypatch.setattr(listener, "_ACCEPT_AT_ONCE", 256)
-        eventually(lambda: channel._listener.connections)
-        settles_at(0.01)
-    settles_at(0.05)
-
-
-def test_the_clock_is_looked_at_when_a_restart_is_due(start_control, monkeypatch):
+def test_a_restart_comes_to_the_moment(start_control, join, monkeypatch):
     monkeypatch.setattr(control_channel, "_TICK_S", 60.0)
-    channel = start_control(heartbeat_s=1000.0).channel
-    launch, ended = channel.gang._launch, threading.Event()
-
-    def tick():
-        if time.monotonic() >= launch.until:
-            launch.phase = Phase.OVER
-            ended.set()
-        return []
-
-    def pause():
-        launch.phase, launch.until = Phase.PAUSING, time.monotonic() + 0.2
-        return []
-
-    monkeypatch.setattr(channel.gang, "tick", tick)
-    channel._thread.post(channel._step, pause)
-    assert ended.wait(10.0)  # else it is looked at after 60 s
+    control = start_control(heartbeat_s=1000.0)
+    member = join(control, heartbeat_s=1000.0)
+    policy = LaunchPolicy(max_restarts=1)
+    for node in (control, member):
+        node.send(replace(READY, policy=policy))
+    member.inbox.expect(Go)
+    member.send(Ended(0, False, 0, (Failure(Cause("exit", 1, "h", 1, 0, 3), 0.0),)))
+    control.send(Ended(0, False, 0))
+    member.inbox.expect(Restart)
+    begun = time.monotonic()
+    assert member.inbox.expect(Go, 3.0).generation == 1
+    assert time.monotonic() - begun > 0.5
 
 
 # --- mistakes of ours -----------------------------------------------------------------------------

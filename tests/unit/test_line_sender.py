@@ -17,14 +17,11 @@ class FakeChannel:
     def __init__(self):
         self.now, self.sent, self.has_room = 0.0, [], True
         self._due = []
-        self.loop = SimpleNamespace(call_later=self._call_later, time=lambda: self.now)
-        self.sender = LineSender(self, 8, self.sent.append, lambda: self.has_room)
+        loop = SimpleNamespace(call_later=self._call_later, time=lambda: self.now)
+        self.sender = LineSender(loop, 8, self.sent.append, lambda: self.has_room)
 
     def _call_later(self, seconds, call):
         self._due.append((self.now + seconds, call))
-
-    def post(self, function, *args):
-        function(*args)
 
     def pass_time(self, seconds):
         until = self.now + seconds

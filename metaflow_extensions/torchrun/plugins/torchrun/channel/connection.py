@@ -23,9 +23,9 @@ from .frames import LENGTH, decode, encode, length_of
 _MAGIC = b"mf-torchrun/1\0\0\0"
 _NONCE_BYTES = 32
 _MAC_BYTES = hashlib.sha256().digest_size
-_BEAT = encode(Beat())
+BEAT = encode(Beat())
 BEATS = 5
-"""How many heartbeats are sent in the time after which silence means loss, where nothing else is."""
+"""How many heartbeats are sent in the time after which silence means loss."""
 _FLUSH_S = 1.0
 _NEVER = float("inf")
 
@@ -56,7 +56,7 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._heard_at = self.opened_at = time.monotonic()
         self._beat_at = _NEVER  # when the next heartbeat is due
-        self._pause_s = 0.0  # after what was sent last
+        self.node: int | None = None  # which member is at the other end, where the control node has taken it in
         self.why_closed: str | None = None  # why this side has aborted it, if it has
         self.has_ended = False
 
@@ -102,48 +102,41 @@ class Connection(asyncio.Protocol):
         """Send bytes, unless the connection is ending."""
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(data)
-            if self._beat_at < _NEVER:
-                self._beat_at = time.monotonic() + self._pause_s  # what was sent tells as much
 
     def close(self) -> None:
         """Send what is still to be sent, then end."""
         if self._transport is not None:
             self._transport.close()
 
-    def abort(self, why: str) -> None:
+    def abort(self, why: str = "") -> None:
         """End at once."""
         if self._transport is not None:
             self.why_closed = self.why_closed or why
             self._transport.abort()
 
-    def begin_beating(self, answers: bool = False) -> None:
-        """Have `beat` send heartbeats, the first after a random time: else thousands that came at once would beat at once.
+    @property
+    def is_proven(self) -> bool:
+        """Whether the member at the other end has proven that it is one; to the control node."""
+        return self._beat_at < _NEVER
 
-        Who `answers` the other side's waits half as long again for one before it sends its own.
-        """
-        self._pause_s = self._timeout_s / BEATS * (1.5 if answers else 1.0)
-        self._beat_at = time.monotonic() + random.random() * self._pause_s  # noqa: S311 - no secret
+    def begin_beating(self) -> None:
+        """Have `beat` send heartbeats, the first after a random time: else thousands that came at once would beat at once."""
+        self._beat_at = time.monotonic() + random.random() * self._timeout_s / BEATS  # noqa: S311 - no secret
 
     def beat(self) -> float:
-        """Send a heartbeat if nothing was sent for a while, and abort if the other side is silent; return when to call again.
+        """Abort if the other side is silent, or send a heartbeat if it is time; return when it will count as silent.
 
         Call it in a timer of the loop. What has arrived is read before a timer runs, however busy we are: nobody is
-        aborted for our own delay.
+        aborted for our own delay. Only the control node sends heartbeats on its own account. A member answers each
+        at once, while both are awake for it, and needs no timer for that.
         """
         now, silent_at = time.monotonic(), self._heard_at + self._timeout_s
-        if now >= silent_at and self._beat_at < _NEVER:
+        if now >= silent_at:
             self.abort(f"nothing was heard from it for {self._timeout_s:g} s (heartbeat_timeout_s)")
         elif now >= self._beat_at:
-            self.write(_BEAT)
-        return min(self._beat_at, silent_at)
-
-    def answer(self) -> None:
-        """Answer a heartbeat, unless something was sent not long ago.
-
-        The control node sends many in a moment and is awake for their answers, while each timer of ours would wake it.
-        """
-        if time.monotonic() > self._beat_at - self._pause_s / 2:
-            self.write(_BEAT)
+            self._beat_at = now + self._timeout_s / BEATS
+            self.write(BEAT)
+        return silent_at
 
     def address(self, whose: str) -> str:
         """Return the IP address of this side (``"sockname"``) or of the other (``"peername"``)."""
@@ -174,6 +167,7 @@ def handshake_as_control(connection: Connection, token: str) -> Reading[bool]:
     if not hmac.compare_digest(proof, _mac(token, b"member", nonce)):
         return False
     connection.write(_mac(token, b"control", theirs))
+    connection.begin_beating()
     return True
 
 

@@ -27,17 +27,16 @@ from typing import Any
 from ..errors import GangError
 from ..gang.protocol import CONTROL, Abort, Beat, Join, Lines, Message
 from ..gang.state import Gang, Outgoing
-from .connection import BEATS, Connection, Reading, close_all, next_message
+from .connection import BEATS, Connection, Reading, close_all, handshake_as_control, next_message
 from .frames import encode
 from .listener import Listener
 from .loop_thread import CLOSE_S, LoopThread
 from .relay import Relay
 
-# Between looks at the clock: usually, and while somebody has not proven who they are.
-_TICK_S = 1.0
-_HASTE_S = 0.1
+_TICK_S = 1.0  # between looks at the clock, at most
 # After its own end the control node waits so long for the others', to hear of late failures.
 _LEAVE_WAIT_S = 5.0
+_CLOSE_LOOK_S = 0.025
 # A node whose task has ended is reported so much later, so that its own last words, which say more, come first.
 _REPORT_GONE_S = 0.2
 
@@ -53,8 +52,7 @@ class ControlChannel:
         self._timeout_s = heartbeat_timeout_s  # a member silent for so long is lost
         self.relay = Relay(gang.num_nodes)  # of the members' lines; dropped, unless it is started
         self._listener: Listener | None = None
-        self._members: dict[int, Connection] = {}
-        self._nodes: dict[Connection, int] = {}  # the same the other way round
+        self._members: dict[int, Connection] = {}  # each has its `node`
         self._has_failed = False
         self._is_closing = False
         self._timer: asyncio.TimerHandle | None = None  # of the next tick; the channel's thread alone has it
@@ -88,7 +86,7 @@ class ControlChannel:
         """Wait until the members have left, `wait_s` seconds at most, and close."""
         deadline = time.monotonic() + wait_s
         while self.gang.nodes.members and time.monotonic() < deadline:
-            time.sleep(_HASTE_S / 4)
+            time.sleep(_CLOSE_LOOK_S)
         with suppress(Exception):
             self._thread.call(self._close(), CLOSE_S)
         self._thread.stop()
@@ -98,9 +96,8 @@ class ControlChannel:
 
     def _tick(self) -> None:
         if not self._is_closing:
-            is_busy = self._listener is not None and self._listener.is_busy
             tick_s = min(_TICK_S, self._timeout_s / BEATS / 3)  # the heartbeats are sent here, too
-            self._timer = self._thread.loop.call_later(_HASTE_S if is_busy else tick_s, self._tick)
+            self._timer = self._thread.loop.call_later(tick_s, self._tick)
             self._step(self.gang.tick)
             if self._listener is not None:
                 self._listener.tick()
@@ -146,13 +143,16 @@ class ControlChannel:
     # --- in the channel's thread: connections ---------------------------------------------------
 
     async def _listen(self, port: int | None, host: str) -> int:
-        members = self.gang.num_nodes - 1
-        self._listener = Listener(port or 0, host, members, self._token, self._timeout_s, self._serve, self._ended)
+        def new_connection() -> Connection:
+            return Connection(self._dialogue, self._ended, self._timeout_s)
+
+        self._listener = Listener(port or 0, host, self.gang.num_nodes - 1, new_connection)
         return self._listener.port
 
-    def _serve(self, connection: Connection) -> Reading[None]:
-        """Read what a connection says that has proven that it knows the token."""
-        connection.begin_beating()
+    def _dialogue(self, connection: Connection) -> Reading[None]:
+        """Read what a connection says, once it has proven that it knows the token."""
+        if not (yield from handshake_as_control(connection, self._token)):
+            return
         join = yield from next_message()
         if not isinstance(join, Join):
             return
@@ -161,24 +161,24 @@ class ControlChannel:
         elif not self._turn_away(connection, join):
             return
         while True:  # no message gets a name here: it would stay in memory until the next one
-            self._hear(connection, join.node, (yield from next_message()))
+            self._hear(connection, (yield from next_message()))
 
-    def _hear(self, connection: Connection, node: int, message: Message) -> None:
+    def _hear(self, connection: Connection, message: Message) -> None:
         """Take what a member says; a task that was turned away is not listened to."""
-        if isinstance(message, Beat) or connection not in self._nodes:
+        if isinstance(message, Beat) or connection.node is None:
             return
         if isinstance(message, Lines):
-            self.relay.add(node, message)
+            self.relay.add(connection.node, message)
         else:
-            self._step(self.gang.handle, node, message)
+            self._step(self.gang.handle, connection.node, message)
 
     def _take_in(self, connection: Connection, join: Join) -> None:
         """Let a node be a member; one that joins again has lost its connection."""
         before = self._members.get(join.node)
         if before is not None:
-            del self._nodes[before]
-            before.abort("it has connected once more")
-        self._members[join.node], self._nodes[connection] = connection, join.node
+            before.node = None
+            before.abort()
+        self._members[join.node], connection.node = connection, join.node
         self.own_address = self.own_address or connection.address("sockname")
         self._step(self.gang.handle, join.node, join)
 
@@ -190,15 +190,16 @@ class ControlChannel:
         return refused.hold_s > 0
 
     def _ended(self, connection: Connection) -> None:
-        node = self._nodes.pop(connection, None)
-        if node is not None:
-            del self._members[node]
+        if self._listener is not None:
+            self._listener.connections.discard(connection)
+        if connection.node is not None:
+            del self._members[connection.node]
             if not self._is_closing:
                 closed = "its connection to the control node was closed: its task ended or was killed"
-                self._step(self.gang.lost, node, connection.why_closed or closed)
+                self._step(self.gang.lost, connection.node, connection.why_closed or closed)
 
     async def _close(self) -> None:
         self._is_closing = True
         if self._listener is not None:
-            self._listener.close()
-            await close_all(list(self._listener.connections))
+            await self._listener.close()
+            await close_all(self._listener.connections.copy())

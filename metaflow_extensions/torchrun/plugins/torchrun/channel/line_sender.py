@@ -4,17 +4,16 @@ They wait in a `Backlog`, which is bounded. Now and then some of them are sent, 
 node can bear allows, and only where the connection has nothing else to send. So a heartbeat or a failure waits for a
 message of theirs at most. Lines after a silence are sent at once.
 
-Who may touch what. The thread that follows the workers' output calls `add`. All else belongs to the channel's thread.
+All of it runs in the channel's thread.
 """
 
 from __future__ import annotations
 
-import threading
+import asyncio
 from collections.abc import Callable
 
 from ..gang.protocol import Lines
 from .backlog import Backlog, Limits
-from .loop_thread import LoopThread
 
 # So long lines wait for others that are read in the same moment.
 _GATHER_S = 0.05
@@ -24,51 +23,45 @@ class LineSender:
     """Sends lines; `has_room` tells whether all that was sent before has left."""
 
     def __init__(
-        self, thread: LoopThread, num_nodes: int, send: Callable[[Lines], None], has_room: Callable[[], bool]
+        self,
+        loop: asyncio.AbstractEventLoop,
+        num_nodes: int,
+        send: Callable[[Lines], None],
+        has_room: Callable[[], bool],
     ) -> None:
-        self._thread = thread
+        self._loop = loop
         self._send = send
         self._has_room = has_room
         self._limits = limits = Limits.for_gang(num_nodes)
-        self._lock = threading.Lock()
-        self._backlog = Backlog(limits.waiting_chars)  # under the lock, as the next
+        self._backlog = Backlog(limits.waiting_chars)
         self._is_due = False  # whether `_send_some` will be called
         self._allowance = float(limits.waiting_chars)  # characters
-        self._allowed_at = self._thread.loop.time()
-        self._next_at = self._allowed_at  # not before that something is sent
+        self._allowed_at = self._next_at = loop.time()  # when that was; not before when something is sent
 
     def add(self, stream: str, text: str) -> None:
-        """Have whole lines sent; returns at once."""
-        if not text:
-            return
-        with self._lock:
+        """Have whole lines sent."""
+        if text:
             self._backlog.add(stream, text)
-            was_due, self._is_due = self._is_due, True
-        if not was_due:
-            self._thread.post(self._wait)
+            if not self._is_due:
+                self._wait()
 
     def send_rest(self) -> None:
         """Send all that waits: the workers have ended."""
-        while (lines := self._take()) is not None:
+        while (lines := self._backlog.take()) is not None:
             self._send(lines)
 
     def _wait(self) -> None:
-        loop = self._thread.loop
-        loop.call_later(max(_GATHER_S, self._next_at - loop.time()), self._send_some)
+        self._is_due = True
+        self._loop.call_later(max(_GATHER_S, self._next_at - self._loop.time()), self._send_some)
 
     def _send_some(self) -> None:
-        now = self._thread.loop.time()
+        now = self._loop.time()
         more = (now - self._allowed_at) * self._limits.chars_per_s
         self._allowance, self._allowed_at = min(self._limits.waiting_chars, self._allowance + more), now
         self._next_at = now + self._limits.pause_s
-        while self._allowance > 0 and self._has_room() and (lines := self._take()) is not None:
+        while self._allowance > 0 and self._has_room() and (lines := self._backlog.take()) is not None:
             self._allowance -= len(lines.stdout) + len(lines.stderr)
             self._send(lines)
-        with self._lock:
-            self._is_due = bool(self._backlog)
-        if self._is_due:
+        self._is_due = False
+        if self._backlog:
             self._wait()
-
-    def _take(self) -> Lines | None:
-        with self._lock:
-            return self._backlog.take()

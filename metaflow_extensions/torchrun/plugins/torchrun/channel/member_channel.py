@@ -18,7 +18,7 @@ from contextlib import suppress
 from ..gang.policy import ConnectPolicy
 from ..gang.protocol import Beat, Ended, Join, Leave, Message, Refused, Welcome
 from ..machine.network import place
-from .connection import Connection, Reading, close_all, handshake_as_member, next_message
+from .connection import BEAT, Connection, Reading, close_all, handshake_as_member, next_message
 from .frames import encode
 from .line_sender import LineSender
 from .loop_thread import CLOSE_S, LoopThread
@@ -48,7 +48,7 @@ class MemberChannel:
         self._is_over = False
         self._thread = LoopThread("torchrun-member", self._fail)
         self._answer: asyncio.Future[None] = self._thread.loop.create_future()  # to *join*
-        self._lines = LineSender(self._thread, num_nodes, self._write, self._has_room)
+        self._lines = LineSender(self._thread.loop, num_nodes, self._write, self._has_room)
 
     # --- called in other threads ----------------------------------------------------------------
 
@@ -68,7 +68,7 @@ class MemberChannel:
 
     def send_lines(self, stream: str, text: str) -> None:
         """Send lines of this node's workers, as far as that holds up nothing else; returns at once."""
-        self._lines.add(stream, text)
+        self._thread.post(self._lines.add, stream, text)
 
     def close(self) -> None:
         """Close the connection."""
@@ -90,7 +90,7 @@ class MemberChannel:
             await asyncio.wait_for(self._answer, self._timeout_s)
         except asyncio.TimeoutError:
             self._connection = None
-            connection.abort("")
+            connection.abort()
             text = f"the control node was reached, but gave no answer within {self._timeout_s:g} s"
             raise TimeoutError(f"{text} (heartbeat_timeout_s); see its log") from None
         return connection.address("peername")
@@ -102,31 +102,30 @@ class MemberChannel:
         this member's end.
         """
         stagger_s = min(self._policy.next_address_s, self._policy.all_addresses_s / len(addresses))
-        left = list(addresses)
-        attempts: set[asyncio.Task[Connection]] = set()
+        attempts = [
+            asyncio.ensure_future(self._attempt(address, port, token, attempt_s, number * stagger_s))
+            for number, address in enumerate(addresses)
+        ]
+        first: Connection | None = None
         errors: list[OSError] = []
-        try:
-            while left or attempts:
-                if left:
-                    attempts.add(asyncio.ensure_future(self._attempt(left.pop(0), port, token, attempt_s)))
-                pause_s = stagger_s if left else None
-                done, _ = await asyncio.wait(attempts, timeout=pause_s, return_when=asyncio.FIRST_COMPLETED)
-                for attempt in done:
-                    attempts.discard(attempt)
-                    try:
-                        return attempt.result()
-                    except OSError as error:
-                        errors.append(error)
-        finally:
-            for attempt in attempts:
-                attempt.cancel()
-            for opened in await asyncio.gather(*attempts, return_exceptions=True):
-                if isinstance(opened, Connection):  # at the same moment as another
-                    opened.abort("")
-        raise _summary(errors)
+        for attempt in asyncio.as_completed(attempts):
+            try:
+                first = await attempt
+                break
+            except OSError as error:
+                errors.append(error)
+        for other in attempts:
+            other.cancel()
+        for opened in await asyncio.gather(*attempts, return_exceptions=True):
+            if isinstance(opened, Connection) and opened is not first:  # at the same moment as another
+                opened.abort()
+        if first is None:
+            raise _summary(errors)
+        return first
 
-    async def _attempt(self, address: str, port: int, token: str, limit_s: float) -> Connection:
+    async def _attempt(self, address: str, port: int, token: str, limit_s: float, begin_in_s: float) -> Connection:
         """Connect, and have both sides prove that they know the token."""
+        await asyncio.sleep(begin_in_s)
         loop = self._thread.loop
         is_proven: asyncio.Future[bool] = loop.create_future()
         connection = Connection(
@@ -144,7 +143,7 @@ class MemberChannel:
             raise OSError(str(error)) from error
         finally:
             if not works:
-                connection.abort("")
+                connection.abort()
         if not works:
             raise ConnectionError("who answers does not know the gang's token")
         return connection
@@ -157,7 +156,7 @@ class MemberChannel:
         while True:
             message = yield from next_message()
             if isinstance(message, Beat):
-                connection.answer()
+                connection.write(BEAT)
             else:
                 self._hear(connection, message)
 
@@ -167,8 +166,7 @@ class MemberChannel:
         if connection is not self._connection:
             return  # nothing is said before *join*
         if not self._answer.done():
-            connection.begin_beating(answers=True)
-            self._beat(connection)
+            self._watch(connection)
             if isinstance(message, Refused):
                 self.hold_s, self._is_over = message.hold_s, not message.hold_s
                 self._answer.set_exception(message.error)
@@ -177,10 +175,11 @@ class MemberChannel:
                 self._answer.set_result(None)
         self._deliver(message)
 
-    def _beat(self, connection: Connection) -> None:
-        due_at = connection.beat()
+    def _watch(self, connection: Connection) -> None:
+        """Look whether the control node is silent; call it once."""
+        silent_at = connection.beat()
         if not connection.is_closing():
-            self._thread.loop.call_at(due_at, self._beat, connection)  # the loop's clock is the monotonic one
+            self._thread.loop.call_at(silent_at, self._watch, connection)  # the loop's clock is the monotonic one
 
     def _ended(self, connection: Connection, is_proven: asyncio.Future[bool]) -> None:
         if not is_proven.done():
@@ -200,7 +199,7 @@ class MemberChannel:
         what = "".join(traceback.format_exception_only(error)).strip()
         self._lose_control(f"this node's own channel failed, which is a mistake of the torchrun extension: {what}")
         if self._connection is not None:
-            self._connection.abort("the channel failed")
+            self._connection.abort()
 
     def _send(self, message: Message) -> None:
         if isinstance(message, Ended | Leave):

@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterator
 from ..gang.protocol import Lines
 from .backlog import Backlog, Limits
 
-# Each text written wakes this thread, and who reads the log. So of more than a few nodes the lines of a moment are one.
-_FEW_NODES, _COLLECT_S = 4, 0.5
+_COLLECT_S = 0.5  # each text wakes who reads the log; so after the first line the lines of a moment are one text
 _KEPT_CHARS = 16 * 1024  # of what each node has written to stderr: twice as much as an error tells of it
 _END_S = 3.0  # with a reader that takes nothing, as at the end of a launch
 
@@ -26,15 +25,12 @@ class Relay:
 
     def __init__(self, num_nodes: int) -> None:
         self._most_chars = Limits.for_gang(num_nodes).waiting_chars
-        self._collect_s = _COLLECT_S if num_nodes > _FEW_NODES else 0.0
-        lock = threading.Lock()
-        self._wanted, self._settled = threading.Condition(lock), threading.Condition(lock)
-        # All below is under that lock.
+        self._changed = threading.Condition()
+        # These three are under its lock.
         self._backlogs: dict[int, Backlog] = {}
         self._ends: dict[int, str] = {}  # of each node's stderr
         self._is_writing = False
-        self._is_idle = False  # whether the thread waits for any line
-        self._settling = 0  # how many wait in `settle`
+        self._hurry = threading.Event()  # somebody waits: no more lines need to gather
         self._is_over = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -47,40 +43,39 @@ class Relay:
         """Take lines of a node; returns at once."""
         if self._thread is None:
             return
-        with self._wanted:
+        with self._changed:
             backlog = self._backlogs.setdefault(node, Backlog(self._most_chars))
             left_out = lines.left_out
             for stream, text in (("stdout", lines.stdout), ("stderr", lines.stderr)):
                 if text:
                     backlog.add(stream, text, left_out)
                     left_out = 0
-            if self._is_idle:
-                self._wanted.notify()
+            self._changed.notify_all()
 
     def settle(self, patience_s: float = _END_S) -> None:
-        """Wait until all that has come is written, or for so long."""
+        """Wait until all that has come is written, or for so long; one thread at a time calls it."""
         if self._thread is not None:
-            with self._settled:
-                self._settling += 1
-                self._wanted.notify()
-                self._settled.wait_for(lambda: not self._has_work(), patience_s)
-                self._settling -= 1
+            with self._changed:
+                self._hurry.set()
+                self._changed.wait_for(lambda: not self._has_work(), patience_s)
+                self._hurry.clear()
 
     def has_written(self, node: int, text: str) -> bool:
         """Tell whether all lines of a text are among the last that a node's workers wrote to stderr, and stand in this log.
 
         Lines may be left out, or get lost with the node.
         """
-        with self._wanted:
+        with self._changed:
             end = self._ends.get(node, "")
         written = {line.partition("] ")[2] for line in end.split("\n")}
         return all(line in written for line in text.splitlines())
 
     def close(self) -> None:
         """End when all is written; a reader that takes nothing is not waited for."""
-        self._is_over.set()
-        with self._wanted:
-            self._wanted.notify()
+        with self._changed:
+            self._is_over.set()
+            self._hurry.set()
+            self._changed.notify_all()
         if self._thread is not None:
             self._thread.join(_END_S)
 
@@ -92,28 +87,23 @@ class Relay:
             for stream, text in self._next():
                 while not write(stream, text) and not self._is_over.is_set():
                     text = ""
-            self._pause()
+            with self._changed:
+                self._is_writing = False
+                has_more = self._has_work()
+                self._changed.notify_all()
+            if not has_more:  # else more than a message has come meanwhile
+                self._hurry.wait(_COLLECT_S)
 
     def _await_lines(self) -> bool:
         """Wait for lines and tell whether there are any; there are none at the end."""
-        with self._wanted:
-            self._is_idle = True
-            self._wanted.wait_for(lambda: self._is_over.is_set() or self._has_work())
-            self._is_idle = False
+        with self._changed:
+            self._changed.wait_for(lambda: self._has_work() or self._is_over.is_set())
             self._is_writing = self._has_work()
             return self._is_writing
 
-    def _pause(self) -> None:
-        """Let lines gather, unless more wait already, or somebody waits for them."""
-        with self._wanted:
-            self._is_writing = False
-            self._settled.notify_all()
-            if not self._has_work():
-                self._wanted.wait_for(lambda: self._is_over.is_set() or self._settling, self._collect_s)
-
     def _next(self) -> Iterator[tuple[str, str]]:
         """Yield what is to be written now: of each node a message's worth, what is of one stream together."""
-        with self._wanted:
+        with self._changed:
             taken = [(node, backlog.take()) for node, backlog in sorted(self._backlogs.items())]
             there = [(node, lines) for node, lines in taken if lines is not None]
             for node, lines in filter(lambda each: each[1].stderr, there):
