@@ -207,7 +207,7 @@ def test_a_control_node_that_can_not_listen_tells_those_who_would_wait_for_it(re
     with socket.create_server((HOST, 0)) as taken, pytest.raises(GangError, match="channel_port") as here:
         become_control(registry, channel_port=taken.getsockname()[1])
     error, _ = join(registry)
-    assert str(error) == str(here.value)
+    assert str(here.value) in str(error)
 
 
 def test_a_gang_joins_over_the_loopback_address_where_all_nodes_are_on_one_machine(registry):
@@ -248,10 +248,10 @@ def test_a_member_that_waits_for_the_record_says_so(registry, control, monkeypat
     monkeypatch.setattr(joining, "QUIET_S", 0.0)
     look_up = registry.look_up
 
-    def wait_once(left_s, of_s, sleep):
+    def wait_once(left_s, sleep):
         sleep(0.01)
         registry.publish(control()[0])
-        return look_up(left_s, of_s, sleep)
+        return look_up(left_s, sleep)
 
     monkeypatch.setattr(registry, "look_up", wait_once)
     assert join(registry) == (None, ["waits for node 0 (the control node) to start"])

@@ -1,35 +1,31 @@
 """How a message becomes bytes: four bytes of length, big endian, and so many bytes of JSON.
 
-The length has a limit. A message over it is shortened: long texts and long lists of records lose their middle, and
-say so there; long lists of failures lose their end. A failure that is told in part is worth more than one that nobody
-hears of.
+The length has a limit. A message over it is shortened: long texts and long lists of objects lose their middle. A
+failure that is told in part is worth more than one that nobody hears of.
 """
 
 from __future__ import annotations
 
 import json
 import struct
-from dataclasses import asdict, fields
 from typing import Any
 
-from ..gang.history import Record, omitted
 from ..gang.protocol import Message, from_wire, to_wire
 
 LENGTH = struct.Struct(">I")
 MAX_FRAME_BYTES = 1024 * 1024
 # What is tried, in this order, with a message that is too long: characters of one text, entries of one list.
 _SHORTER = ((8192, 300), (2048, 100), (1024, 40), (256, 10), (128, 2))
-_RECORD = {field.name for field in fields(Record)}
 
 
 def encode(message: Message) -> bytes:
     """Return the frame of `message`, shortened if it has to be; raise ValueError if it is too long even so."""
     wire = to_wire(message)
     data = _dump(wire)
-    for characters, records in _SHORTER:
+    for characters, entries in _SHORTER:
         if len(data) <= MAX_FRAME_BYTES:
             break
-        data = _dump(_shortened(wire, characters, records))
+        data = _dump(_shortened(wire, characters, entries))
     if len(data) > MAX_FRAME_BYTES:
         raise ValueError(f"a {wire['type']!r} message of {len(data)} bytes is over the limit of {MAX_FRAME_BYTES}")
     return LENGTH.pack(len(data)) + data
@@ -60,22 +56,14 @@ def _dump(wire: Any) -> bytes:
     return json.dumps(wire, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
 
 
-def _shortened(value: Any, characters: int, records: int) -> Any:
+def _shortened(value: Any, characters: int, entries: int) -> Any:
     if isinstance(value, str) and len(value) > characters:
         left_out = f"\n[{len(value) - characters} characters left out]\n"
         return value[: characters // 2] + left_out + value[-(characters // 2) :]
     if isinstance(value, list):
-        return [_shortened(item, characters, records) for item in _first_and_last(value, records)]
+        if len(value) > entries and isinstance(value[0], dict):
+            value = [*value[: entries // 2], *value[-(entries // 2) :]]
+        return [_shortened(item, characters, entries) for item in value]
     if isinstance(value, dict):
-        return {key: _shortened(item, characters, records) for key, item in value.items()}
+        return {key: _shortened(item, characters, entries) for key, item in value.items()}
     return value
-
-
-def _first_and_last(entries: list[Any], count: int) -> list[Any]:
-    """Return some of many objects: of records (`history.Record`) the first and the last, of others the first."""
-    if len(entries) <= count or not isinstance(entries[0], dict):
-        return entries
-    if entries[0].keys() != _RECORD:
-        return entries[:count]
-    first, last = entries[: count // 2], entries[-(count // 2) :]
-    return [*first, asdict(omitted(len(entries) - len(first) - len(last), Record.from_dict(last[0]))), *last]

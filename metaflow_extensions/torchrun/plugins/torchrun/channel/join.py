@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import secrets
 import socket
 import time
@@ -73,13 +72,13 @@ def join_as_control(
     patience_s = min(STORE_PATIENCE_S, _PUBLISH_PART * settings.all_nodes_started_timeout)
     if not here_only:
         _give_way_to_former(registry, num_nodes, settings, emit, patience_s)
-    token = new_token()
-    member, channel = _open_channel(num_nodes, settings, emit, token, rules, keepers)
+    member, channel = _open_channel(num_nodes, settings, emit, token := new_token(), rules, keepers)
+    record = AddressRecord(tuple(control_addresses(main_ip, here_only)), 0, token)
+    member.at_end(lambda: _tell_latecomers(registry, record, channel))
     try:
-        port = _listen(registry, channel, settings, LOOPBACK if here_only else "", token)
-        record = AddressRecord(tuple(control_addresses(main_ip, here_only)), port, token)
+        port = channel.listen(settings.channel_port, LOOPBACK if here_only else "")
+        record = replace(record, port=port)
         registry.publish(record, patience_s)
-        member.at_end(lambda: _tell_latecomers(registry, record, channel))
     except BaseException as error:
         member.leave(error)
         raise
@@ -98,16 +97,6 @@ def _open_channel(
     return member, channel
 
 
-def _listen(registry: Registry, channel: ControlChannel, settings: StepSettings, host: str, token: str) -> int:
-    """Open the channel; if that can't be, leave word for the others, which would wait for it."""
-    try:
-        return channel.listen(settings.channel_port, host)
-    except GangError as error:
-        with suppress(GangError):
-            registry.publish(AddressRecord((), 0, token, closed=True, error=error), _LAST_RECORD_S)
-        raise
-
-
 def _give_way_to_former(
     registry: Registry, num_nodes: int, settings: StepSettings, emit: Subscriber, patience_s: float
 ) -> None:
@@ -123,7 +112,7 @@ def _give_way_to_former(
     if not former.closed:
         member, channel = _member(CONTROL, num_nodes, settings, emit)
         with suppress(OSError), _leave_if_it_fails(member, channel):
-            _connect(channel, _Patience(member), lambda _: former, _POLICY.former_s)
+            _Search(member, _POLICY.former_s).connect(channel, lambda _: former)
     try:
         refuse_second_run(registry, num_nodes, patience_s)  # after that, so that what the former was writing is there
     except TorchrunPreempted as error:
@@ -164,11 +153,10 @@ def join_as_member(
 ) -> tuple[Member, str]:
     """Find the control node, join, and return this node as a member, and the address that worked."""
     member, channel = _member(node, num_nodes, settings, emit)
-    timeout_s = settings.all_nodes_started_timeout
-    patience = _Patience(member)
+    search = _Search(member, settings.all_nodes_started_timeout)
 
     def find(left_s: float) -> AddressRecord:
-        record = registry.look_up(left_s, timeout_s, patience.wait)
+        record = registry.look_up(left_s, search.wait)
         if record.error is not None:
             raise record.error
         if record.closed:  # the control node's step launched nothing and has ended well
@@ -177,7 +165,7 @@ def join_as_member(
 
     with _leave_if_it_fails(member, channel):
         try:
-            address = _connect(channel, patience, find, timeout_s)
+            address = search.connect(channel, find)
         except OSError as error:
             raise GangError(
                 f"Node {node} (host {member.host}) can't reach the control node: {error}. Check that network policies and "
@@ -207,63 +195,58 @@ def _leave_if_it_fails(member: Member, channel: MemberChannel) -> Iterator[None]
         raise
 
 
-def _connect(
-    channel: MemberChannel, patience: _Patience, find: Callable[[float], AddressRecord], timeout_s: float
-) -> str:
-    """Become a member within `timeout_s` seconds, or raise OSError; return the address that worked.
+class _Search:
+    """What a node does and says until it is a member, within `timeout_s` seconds."""
 
-    `find` takes the seconds that are left.
-    """
-    deadline = time.monotonic() + timeout_s
-    for pause_s in growing_pauses():
-        record = find(max(1.0, deadline - time.monotonic()))  # each time: a new control node may have written another
-        if record.closed:
-            return record.addresses[0]
-        try:
-            left_s = max(1.0, deadline - time.monotonic())
-            return channel.connect(record.addresses, record.port, record.token, left_s)
-        except OSError as error:
-            pause_s = min(pause_s, patience.left_after(error, record))
-            if time.monotonic() + pause_s > deadline:
-                tried = f"tried {', '.join(record.addresses)} on port {record.port} for {timeout_s:g} s"
-                raise ConnectionError(f"{tried}, in vain ({error})") from error
-        time.sleep(pause_s)
-    raise AssertionError("the pauses never end")
-
-
-class _Patience:
-    """What a node says while it tries to join, and how long it lets itself be refused."""
-
-    def __init__(self, member: Member) -> None:
+    def __init__(self, member: Member, timeout_s: float) -> None:
         self._member = member
+        self._timeout_s = timeout_s
+        self._deadline = time.monotonic() + timeout_s
         self._say_at = time.monotonic() + QUIET_S
         self._refused: AddressRecord | None = None  # for whose host all connections are refused, without a break
         self._since = 0.0
 
-    def _say(self, text: str) -> None:
-        if time.monotonic() >= self._say_at:
-            self._say_at = time.monotonic() + REMIND_S
-            self._member.emit(Event("note", self._member.node, text))
+    def connect(self, channel: MemberChannel, find: Callable[[float], AddressRecord]) -> str:
+        """Become a member, or raise OSError; return the address that worked. `find` takes the seconds that are left."""
+        for pause_s in growing_pauses():
+            record = find(self._left_s())  # each time: a new control node may have written another
+            if record.closed:
+                return record.addresses[0]
+            try:
+                return channel.connect(record.addresses, record.port, record.token, self._left_s())
+            except OSError as error:
+                self._look_at(error, record)
+                if time.monotonic() + pause_s > self._deadline:
+                    tried = f"tried {', '.join(record.addresses)} on port {record.port} for {self._timeout_s:g} s"
+                    raise ConnectionError(f"{tried}, in vain ({error})") from error
+            time.sleep(pause_s)
+        raise AssertionError("the pauses never end")
+
+    def _left_s(self) -> float:
+        return max(1.0, self._deadline - time.monotonic())
 
     def wait(self, seconds: float) -> None:
         """Sleep while there is no address record."""
         time.sleep(seconds)
         self._say(f"waits for node {CONTROL} (the control node) to start")
 
-    def left_after(self, error: OSError, record: AddressRecord) -> float:
-        """Return how long a host may still refuse connections; raise when it has done so for too long."""
+    def _say(self, text: str) -> None:
+        if time.monotonic() >= self._say_at:
+            self._say_at = time.monotonic() + REMIND_S
+            self._member.emit(Event("note", self._member.node, text))
+
+    def _look_at(self, error: OSError, record: AddressRecord) -> None:
+        """Raise when a host has refused connections for too long."""
         if not isinstance(error, ConnectionRefusedError):
             self._refused = None
-            return math.inf
+            return
         if record != self._refused:
             self._refused, self._since = record, time.monotonic()
         limit_s = _POLICY.refused_here_s if record.addresses == (LOOPBACK,) else _POLICY.refused_s
         where = f"node 0 (the control node) refuses connections at {', '.join(record.addresses)}, port {record.port}"
-        so_far_s = time.monotonic() - self._since
-        if so_far_s >= limit_s:
+        if time.monotonic() - self._since >= limit_s:
             raise GangError(
                 f"Node {self._member.node} (host {self._member.host}) gave up: {where}, for {limit_s:g} s. That port was "
                 "open once, so its task has ended without a word. Look at its log, and at the events of its pod or job."
             )
         self._say(f"{where}: its task may have ended; trying for {limit_s:g} s in all")
-        return limit_s - so_far_s

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from ..compat.datastore import metadata_of
 from ..compat.renamed import TimeoutException
@@ -29,6 +29,8 @@ _WORDS = {"replacement": "torchrun_replaced.json", "job": "torchrun_job.json"}
 _FIRST_PAUSE_S = 0.2
 # How long a datastore may fail without an interruption. It has patience of its own besides (S3: 7 tries).
 STORE_PATIENCE_S = 30.0
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -52,17 +54,19 @@ class Registry:
             flow_datastore, run_id, step_name, control_task_id, attempt
         )
 
+    # What has `patience_s` raises GangError if the datastore fails for so long.
+
     def publish(self, record: AddressRecord, patience_s: float = STORE_PATIENCE_S) -> None:
-        """Write the record; raise GangError if the datastore fails `patience_s` seconds long."""
+        """Write the record."""
         self._request(lambda: self._save_metadata({_RECORD: to_plain(record)}), patience_s)
 
     def peek(self, patience_s: float) -> AddressRecord | None:
-        """Return the record if there is one; raise GangError if the datastore fails `patience_s` seconds long."""
-        found: AddressRecord | None = self._request(self._read, patience_s)
-        return found
+        """Return the record if there is one."""
+        found = self._request(lambda: self._load(_RECORD)[_RECORD], patience_s)
+        return None if found is None else from_plain(AddressRecord, found, "the address record")
 
     def save_snapshot(self, snapshot: Snapshot, patience_s: float) -> None:
-        """Write what has happened; raise GangError if the datastore fails `patience_s` seconds long."""
+        """Write what has happened."""
         stored = snapshot.stored()
         self._request(lambda: self._save_metadata({_EVENTS: stored}), patience_s)
 
@@ -76,18 +80,15 @@ class Registry:
         return told_by_others(None if found[_EVENTS] is None else Snapshot.read(found[_EVENTS]), words)
 
     def await_snapshot(self, patience_s: float) -> Snapshot | None:
-        """Do the same as `load_snapshot`, but raise GangError, and only if the datastore fails `patience_s` seconds long."""
-        found: Snapshot | None = self._request(self.load_snapshot, patience_s)
-        return found
+        """Do the same as `load_snapshot`, with patience."""
+        return self._request(self.load_snapshot, patience_s)
 
     def save_word(self, word: Word, who: Literal["replacement", "job"], patience_s: float) -> None:
-        """Tell of a control node that is gone; raise GangError if the datastore fails `patience_s` seconds long."""
+        """Tell of a control node that is gone."""
         self._request(lambda: self._save_metadata({_WORDS[who]: to_plain(word)}), patience_s)
 
-    def look_up(
-        self, timeout_s: float, of_s: float | None = None, sleep: Callable[[float], None] = time.sleep
-    ) -> AddressRecord:
-        """Return the record, waiting `timeout_s` seconds at most; `of_s` is the user's whole timeout, for the error."""
+    def look_up(self, timeout_s: float, sleep: Callable[[float], None] = time.sleep) -> AddressRecord:
+        """Return the record; wait `timeout_s` seconds for it at most."""
         deadline = time.monotonic() + timeout_s
         for pause_s in growing_pauses(_FIRST_PAUSE_S):
             record = self.peek(min(STORE_PATIENCE_S, deadline - time.monotonic()))
@@ -97,12 +98,12 @@ class Registry:
                 break
             sleep(pause_s)
         raise GangStartTimeout(
-            f"Waited {timeout_s if of_s is None else of_s:g} s, but node 0 (the control node) did not arrive: it "
+            f"Waited {round(timeout_s, 1):g} s, but node 0 (the control node) did not arrive: it "
             f"wrote no address for {self._where}. Look at the control task's log. "
             "@torchrun(all_nodes_started_timeout=...) changes how long to wait."
         )
 
-    def _request(self, request: Callable[[], Any], patience_s: float) -> Any:
+    def _request(self, request: Callable[[], T], patience_s: float) -> T:
         """Make a request of the datastore; while it fails, make it again, `patience_s` seconds long."""
         give_up_at = time.monotonic() + patience_s
         for pause_s in growing_pauses():
@@ -118,11 +119,6 @@ class Registry:
                     ) from error
             time.sleep(pause_s)
         raise AssertionError("the pauses never end")
-
-    def _read(self) -> AddressRecord | None:
-        found = self._load(_RECORD)[_RECORD]
-        record: AddressRecord | None = None if found is None else from_plain(AddressRecord, found, "the address record")
-        return record
 
     def _load(self, *names: str) -> dict[str, Any]:
         """Return what is stored under each name, or None; no need to look first."""
