@@ -17,7 +17,7 @@ from metaflow.runtime import Worker
 from unit_helpers import OURS
 
 from metaflow_extensions.torchrun.plugins.torchrun.events import Event
-from metaflow_extensions.torchrun.plugins.torchrun.logs import console, shared_pipe
+from metaflow_extensions.torchrun.plugins.torchrun.logs import console
 from metaflow_extensions.torchrun.plugins.torchrun.logs.console import write_output, write_text
 
 BLOCK = ("x" * 79 + "\n") * 1000  # more than a pipe holds
@@ -88,17 +88,12 @@ def test_a_stdout_that_is_not_unicode_still_shows_every_line(monkeypatch):
     assert narrow.buffer.getvalue() == b"[rank 0] gr\\xf6\\xdfe \\ufffd\n"
 
 
-def test_a_file_gets_all_at_once_in_its_own_encoding(tmp_path, monkeypatch):
-    text, sizes = "größe 🙂\n" * 50_000, []
-    usual = os.write
-    monkeypatch.setattr(os, "write", lambda fd, data: sizes.append(len(data)) or usual(fd, data))
-    for encoding in ("utf-8", "UTF8", "latin-1"):
-        with open(tmp_path / encoding, "w", encoding=encoding) as file:
-            monkeypatch.setattr(sys, "stdout", file)
-            assert write_text("stdout", text)
-        assert (tmp_path / encoding).read_bytes() == text.encode(encoding, errors="backslashreplace")
-        assert sizes == [len(text.encode(encoding, errors="backslashreplace"))]
-        sizes.clear()
+def test_a_file_gets_all(tmp_path, monkeypatch):
+    text = "größe 🙂\n" * 50_000
+    with open(tmp_path / "out", "w", encoding="utf-8") as file:
+        monkeypatch.setattr(sys, "stdout", file)
+        assert write_text("stdout", text)
+    assert (tmp_path / "out").read_text(encoding="utf-8") == text
 
 
 def spoiled(spoil, **options):
@@ -118,10 +113,8 @@ def without_reader():
     [
         (lambda: spoiled(lambda stream: os.close(stream.fileno()), closefd=False), "Bad file descriptor"),
         (lambda: spoiled(lambda stream: stream.close()), "closed file"),
-        (lambda: spoiled(lambda stream: stream.detach().close()), "detached"),
         (lambda: None, "there is no stdout"),
         (without_reader, "Broken pipe"),
-        (lambda: open("/dev/full", "w"), "No space left"),  # noqa: SIM115
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -131,7 +124,7 @@ def test_a_stream_that_can_not_be_written_to_is_said_once_and_stops_nobody(open_
         patched.setattr(sys, "stdout", stream)
         for _ in range(3):
             assert write_text("stdout", "unseen\n")
-    if reason in ("Broken pipe", "No space left"):
+    if reason == "Broken pipe":
         stream.close()
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith("[torchrun] stdout can't be written to (")
@@ -180,25 +173,9 @@ def test_nobody_waits_for_the_reader_while_more_follows_and_only_the_last_line_i
     assert stream.text() == "g\n"
 
 
-def test_long_lines_of_two_nodes_on_one_pipe_do_not_mix(take_stdout, side):
-    stream = take_stdout()
-
-    def write(mark):
-        node = console._Output("stdout")
-        for _ in range(50):
-            node.write(mark.encode() * 10_000 + b"\n", 20)
-
-    read = side(stream.text)
-    for writer in [side(write, mark) for mark in "ab"]:
-        writer.result()
-    stream.stdout.close()
-    assert sorted(read.result().splitlines()) == ["a" * 10_000] * 50 + ["b" * 10_000] * 50
-
-
-def test_long_lines_of_two_nodes_do_not_mix_where_the_reader_is_slower_than_their_patience(
-    take_stdout, side, monkeypatch
+def test_long_lines_of_nodes_on_one_pipe_do_not_mix_even_where_the_reader_is_slower_than_their_patience(
+    take_stdout, side
 ):
-    monkeypatch.setattr(shared_pipe, "_HOLDER_PATIENCE_S", 0.1)
     stream = take_stdout()
 
     def write(mark):
@@ -242,32 +219,18 @@ def test_a_line_that_nobody_will_read_to_its_end_holds_up_no_other_node(take_std
 
 
 def test_what_another_node_holds_up_is_written_at_the_end_though_lines_may_mix(take_stdout, side, monkeypatch):
-    monkeypatch.setattr(shared_pipe, "_HOLDER_PATIENCE_S", 0.1)
     monkeypatch.setattr(console, "_STUCK_S", 0.3)
     stream, nodes = take_stdout(), [console._Output("stdout") for _ in "ab"]
     assert not nodes[0].write(b"a" * 100_000 + b"\n", 0.1)
     assert not nodes[1].write(b"b\n", 0.1)
     at_end = side(nodes[1].finish)
-    while nodes[1]._pipe_lock.is_of_use and not at_end.done():
+    while nodes[1]._takes_turns and not at_end.done():
         time.sleep(0.001)
     read = side(stream.text)
     at_end.result()
     nodes[0].finish()
     stream.stdout.close()
     assert sorted(read.result()) == ["\n"] * 2 + ["a"] * 100_000 + ["b"]
-
-
-def test_a_writer_that_was_halted_with_the_lock_is_waited_for_once(take_stdout):
-    stream, output = take_stdout(), console._outputs["stdout"]
-    halted = os.open(f"/proc/self/fd/{stream.writing}", os.O_WRONLY)
-    fcntl.flock(halted, fcntl.LOCK_EX)
-    write_text("stdout", "aaa\n")
-    assert not output._pipe_lock.is_of_use
-    os.close(halted)
-    write_text("stdout", "aaa\n")
-    assert output._pipe_lock.is_of_use
-    stream.stdout.close()
-    assert stream.text() == "aaa\n" * 2
 
 
 # --- readers that do not read ---------------------------------------------------------------------

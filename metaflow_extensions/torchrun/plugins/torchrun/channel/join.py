@@ -74,7 +74,7 @@ def join_as_control(
         _give_way_to_former(registry, num_nodes, settings, emit, patience_s)
     member, channel = _open_channel(num_nodes, settings, emit, token := new_token(), rules, keepers)
     record = AddressRecord(tuple(control_addresses(main_ip, here_only)), 0, token)
-    member.at_end(lambda: _tell_latecomers(registry, record, channel))
+    member.at_end = lambda: _tell_latecomers(registry, record, channel)
     try:
         port = channel.listen(settings.channel_port, LOOPBACK if here_only else "")
         record = replace(record, port=port)

@@ -24,7 +24,6 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ..errors import GangError, LaunchFailed, LaunchTimeout, TorchrunError, TorchrunPreempted
@@ -50,7 +49,7 @@ from .protocol import (
     Welcome,
 )
 from .texts import QUIET_S, REMIND_S, names
-from .wakeup import Wakeup
+from .wakeup import NEXT, OVER, Interruption, State, TimedOut, Wakeup
 
 # How long a leaving node waits for the control node to say that it has read the cause.
 _ACK_WAIT_S = 5.0
@@ -60,41 +59,13 @@ _SIGTERM_CAME = "its Metaflow task got SIGTERM"
 class Link(Protocol):
     """What a member needs of its node's side of the channel."""
 
-    @property
-    def own_address(self) -> str | None:
-        """This host's address between it and the other nodes; None where that is not known."""
+    own_address: str | None  # this host's, between it and the other nodes; None where that is not known
 
     def send(self, message: Message) -> None:
         """Send a message to the control node; returns at once."""
 
     def close(self) -> None:
         """End all connections."""
-
-
-class State(enum.Enum):
-    """Where the step's code is, which decides how news reaches it."""
-
-    STEP = "joins, or is in code of its own: news interrupts it"
-    LAUNCH = "in a launch: news goes to the launch's inbox"
-    TOLD = "in code of its own, and has the gang's error already: only an order to end interrupts it"
-    WAITING = "ended on the control node, which waits for the others: news interrupts it"
-    ALONE = "ended on the control node, and all others have left: news interrupts it"
-    STORING = "ended on a member; its results are being stored"
-    ENDING = "was ordered to end: the gang knows, and the code of the step has the error"
-    LEFT = "nothing more will come of this node"
-
-
-_NEXT = {
-    State.STEP: {State.LAUNCH, State.TOLD, State.WAITING, State.STORING, State.ENDING, State.LEFT},
-    State.LAUNCH: {State.STEP, State.TOLD, State.LEFT},
-    State.TOLD: {State.LAUNCH, State.TOLD, State.WAITING, State.STORING, State.ENDING, State.LEFT},
-    State.WAITING: {State.TOLD, State.ALONE, State.ENDING, State.LEFT},
-    State.ALONE: {State.TOLD, State.ENDING, State.LEFT},
-    State.STORING: {State.LEFT},
-    State.ENDING: {State.LEFT},
-    State.LEFT: set[State](),
-}
-_OVER = frozenset({State.STORING, State.ENDING, State.LEFT})
 
 
 class ControlNode(enum.IntEnum):
@@ -108,20 +79,6 @@ class ControlNode(enum.IntEnum):
 
 
 _SAYS: dict[type, ControlNode] = {Welcome: ControlNode.HERE, Ack: ControlNode.ACKNOWLEDGED, Bye: ControlNode.BYE}
-
-
-class Interruption(enum.Enum):
-    """What happens to this node itself in a launch; it goes to the launch's inbox, beside the gang's messages."""
-
-    BROKEN = "the gang is broken, or the step's code has ended"
-    MUST_END = "this node must end"
-
-
-@dataclass(frozen=True)
-class TimedOut:
-    """The step's time is up; `text` goes on after "node 1 ran "."""
-
-    text: str
 
 
 class Member:
@@ -141,7 +98,7 @@ class Member:
         # Gets every message that is sent or comes, in whatever thread; it must return at once.
         self.follow: Callable[[Message], None] = lambda message: None
         self._link: Link | None = None
-        self._at_end: Callable[[], None] = lambda: None
+        self.at_end: Callable[[], None] = lambda: None  # called when the node has left, before its channel closes
         self._pid = os.getpid()
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
@@ -159,10 +116,6 @@ class Member:
         """Begin to use `link`; `deliver` must get its messages from now on."""
         self._link = link
         self._wakeup.take_signals()
-
-    def at_end(self, callback: Callable[[], None]) -> None:
-        """Have `callback` called when the node has left, before its channel closes."""
-        self._at_end = callback
 
     @property
     def own_address(self) -> str | None:
@@ -186,7 +139,7 @@ class Member:
 
     def _enter(self, state: State) -> None:
         """Go to another state; called with the lock."""
-        assert state in _NEXT[self._state], f"a member can't go from {self._state.name} to {state.name}"
+        assert state in NEXT[self._state], f"a member can't go from {self._state.name} to {state.name}"
         self._state = state
         self._changed.notify_all()
 
@@ -211,7 +164,7 @@ class Member:
         elif isinstance(message, Alone):
             with self._lock:
                 if self._state is State.WAITING:
-                    self._enter(State.ALONE)
+                    self._enter(State.STORING)
         elif isinstance(message, Go | Stop | Restart | Save | Verdict):
             with self._lock:
                 if self._state is State.LAUNCH:  # else it is late news of a launch that was given up
@@ -223,11 +176,8 @@ class Member:
         self._hear(ControlNode.GONE)
         if not said_bye:
             cause = Cause("lost", CONTROL, "the control node", exception=reason)
-            failure = FailureText(
-                cause,
-                instead=f"Node {CONTROL} (the control node) is lost: {reason}. Without it the gang can't go on; see its log.",
-            )
-            self._lost = failed(LaunchFailed, failure)
+            text = f"Node {CONTROL} (the control node) is lost: {reason}. Without it the gang can't go on; see its log."
+            self._lost = failed(LaunchFailed, FailureText(cause, instead=text))
             self._break(self._lost)
 
     def _hear(self, control: ControlNode) -> None:
@@ -237,7 +187,7 @@ class Member:
 
     def _break(self, error: TorchrunError) -> None:
         with self._lock:
-            if self.broken is not None or self._state in _OVER:
+            if self.broken is not None or self._state in OVER:
                 return
             self.broken = error
             self._changed.notify_all()
@@ -249,7 +199,7 @@ class Member:
 
     def note_sigterm(self) -> bool:
         """Note SIGTERM; called in its handler, which sees to it that `raise_news` is called next."""
-        if not self.in_task or self._state in _OVER:
+        if not self.in_task or self._state in OVER:
             return False
         self._noted.append(_SIGTERM_CAME)
         return True
@@ -268,14 +218,14 @@ class Member:
         self._wakeup.wake()
 
     def _take_order(self, why: str) -> None:
-        if self._state not in _OVER:
+        if self._state not in OVER:
             self._order = self._order or why
             if self._state is State.LAUNCH:
                 self.inbox.put(Interruption.MUST_END)
 
     def has_news(self) -> bool:
         """Tell whether the step's own code has to be interrupted."""
-        if self._state is State.LAUNCH or self._state in _OVER:
+        if self._state is State.LAUNCH or self._state in OVER:
             return False
         return self._order is not None or (self.broken is not None and self._state is not State.TOLD)
 
@@ -284,7 +234,7 @@ class Member:
         if not self.in_task:
             return
         with self._lock:
-            with suppress(IndexError):
+            with suppress(IndexError):  # a handler of the wake signal may interrupt this, and take them first
                 while True:
                     self._take_order(self._noted.popleft())
             if not self.has_news():
@@ -306,9 +256,8 @@ class Member:
         with self._lock:
             if self._state is State.LAUNCH:
                 self.inbox.put(TimedOut(text))
-                return
-        if self._state not in _OVER:
-            raise self.timed_out(text)
+            elif self._state not in OVER:
+                raise self.timed_out(text)
 
     def terminated(self) -> TorchrunPreempted:
         """Return the error for a task that was told to stop."""
@@ -341,16 +290,16 @@ class Member:
         self.refuse_in_child()
         with self._lock:
             error = self._obstacle()
-            if error is None:
-                self.inbox = queue.SimpleQueue()
-                self.shows_output = shows_output
-                self._verdict = None
-                number, self._launches = self._launches, self._launches + 1
-                self._enter(State.LAUNCH)
-                return number
-            if error is self.broken and self._state is State.STEP:
-                self._enter(State.TOLD)
-        raise error
+            if error is not None:
+                if error is self.broken and self._state is State.STEP:
+                    self._enter(State.TOLD)
+                raise error
+            self.inbox = queue.SimpleQueue()
+            self.shows_output = shows_output
+            self._verdict = None
+            self._launches += 1
+            self._enter(State.LAUNCH)
+            return self._launches - 1
 
     def _obstacle(self) -> TorchrunError | None:
         """Return why no launch can begin, or None."""
@@ -362,7 +311,7 @@ class Member:
             )
         if self.broken is not None:
             return self.broken
-        if self._order is not None and self._state not in _OVER:
+        if self._order is not None and self._state not in OVER:
             return self.terminated()
         if self._control >= ControlNode.BYE or self._state not in (State.STEP, State.TOLD):
             return GangError(
@@ -444,7 +393,7 @@ class Member:
             self._wait(lambda: self._control is not ControlNode.HERE, _ACK_WAIT_S)
             if error is not None and before is not State.ENDING:  # a machine that is taken away has no time for it
                 self._wait(lambda: self._control is ControlNode.GONE, hold_s)
-            self._at_end()
+            self.at_end()
         finally:
             self._link.close()
             self._wakeup.give_back()

@@ -1,5 +1,7 @@
 """Interrupts the step's own code: SIGTERM comes from outside, and a signal of our own brings the news of the gang.
 
+Whether it does depends on the member's `State`. In a launch, news goes to the launch's inbox instead.
+
 Who may touch what. Python runs signal handlers in the main thread, between two instructions of whatever runs there and
 with whatever locks that holds. So the handler of SIGTERM only has it noted and sends the wake signal: it takes no
 lock, uses no socket and waits for nothing. The handler of the wake signal lets the member raise its news out of the
@@ -13,11 +15,13 @@ A forked child shares none of this: its handlers are the former ones, and it has
 from __future__ import annotations
 
 import _thread
+import enum
 import os
 import signal
 import threading
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +32,44 @@ if TYPE_CHECKING:
 
 # A real-time signal, beside that of `features/hangs/stacks`; see there. SIGURG does no harm where there are none.
 _WAKE = int(signal.SIGRTMAX) - 6 if hasattr(signal, "SIGRTMAX") else int(signal.SIGURG)
+
+
+class State(enum.Enum):
+    """Where the step's code is, which decides how news reaches it."""
+
+    STEP = "joins, or is in code of its own: news interrupts it"
+    LAUNCH = "in a launch: news goes to the launch's inbox"
+    TOLD = "in code of its own, and has the gang's error already: only an order to end interrupts it"
+    WAITING = "ended on the control node, which waits for the others: news interrupts it"
+    STORING = "ended, and nobody is waited for: results are being stored"
+    ENDING = "was ordered to end: the gang knows, and the code of the step has the error"
+    LEFT = "nothing more will come of this node"
+
+
+NEXT = {
+    State.STEP: {State.LAUNCH, State.TOLD, State.WAITING, State.STORING, State.ENDING, State.LEFT},
+    State.LAUNCH: {State.STEP, State.TOLD, State.LEFT},
+    State.TOLD: {State.LAUNCH, State.TOLD, State.WAITING, State.STORING, State.ENDING, State.LEFT},
+    State.WAITING: {State.TOLD, State.STORING, State.ENDING, State.LEFT},
+    State.STORING: {State.LEFT},
+    State.ENDING: {State.LEFT},
+    State.LEFT: set[State](),
+}
+OVER = frozenset({State.STORING, State.ENDING, State.LEFT})
+
+
+class Interruption(enum.Enum):
+    """What happens to this node itself in a launch; it goes to the launch's inbox, beside the gang's messages."""
+
+    BROKEN = "the gang is broken, or the step's code has ended"
+    MUST_END = "this node must end"
+
+
+@dataclass(frozen=True)
+class TimedOut:
+    """The step's time is up; `text` goes on after "node 1 ran "."""
+
+    text: str
 
 
 class Wakeup:

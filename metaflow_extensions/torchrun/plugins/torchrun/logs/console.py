@@ -1,4 +1,4 @@
-"""How does Metaflow's terminal show whole lines, at once? This writes to the task's own stdout and stderr.
+"""Writes whole lines to the task's own stdout and stderr, so that Metaflow's terminal shows them at once.
 
 On a local run all nodes write to the pipe of the control task, one at a time: see `shared_pipe`.
 
@@ -14,7 +14,6 @@ stays in one piece.
 from __future__ import annotations
 
 import atexit
-import codecs
 import collections
 import contextlib
 import io
@@ -77,6 +76,7 @@ class _Output:
         self._left_unread = sys.maxsize  # so much stayed in the other pipe when it was waited for in vain
         self._in_text = False  # whether the next text is the last line of the one before
         self._said_lost = False
+        self._takes_turns = True  # with other nodes that write to the same pipe
 
     def write(self, lines: bytes, patience_s: float, more_follows: bool = False) -> bool:
         if lines:
@@ -96,7 +96,7 @@ class _Output:
     def finish(self) -> None:
         """Write what waits, at the process's end; lines of two nodes rather mix than get lost."""
         if not self.write(b"", _STUCK_S):
-            self._pipe_lock.is_of_use = False
+            self._takes_turns = False
             self.write(b"", _STUCK_S)
 
     def _is_text_next(self, more_follows: bool) -> bool:
@@ -127,27 +127,21 @@ class _Output:
         if target is None:  # closed before Python began
             raise OSError(f"there is no {self._name}")
         fd = _descriptor(target)
-        encoding = getattr(target, "encoding", None) or "utf-8"
         if fd is None:
-            data, self._cut = self._cut + _encoded(lines, encoding), b""
-            target.write(data.decode(encoding, errors="replace"))
+            text, self._cut = (self._cut + lines).decode(errors="replace"), b""
+            encoding = getattr(target, "encoding", None) or "utf-8"
+            target.write(text.encode(encoding, errors="backslashreplace").decode(encoding))
             target.flush()
             return True
-        mode = os.fstat(fd).st_mode
-        if stat.S_ISREG(mode):
-            target.flush()
-            _write_file(fd, self._cut or _encoded(lines, encoding))
-            self._cut = b""
-            return True
-        is_pipe = stat.S_ISFIFO(mode)
+        is_pipe = stat.S_ISFIFO(os.fstat(fd).st_mode)
         _flush(target, fd, is_pipe)
         if is_pipe:
             return self._write_to_pipe(fd, lines, patience_s)
-        self._cut = _write_all(fd, self._cut or _encoded(lines, encoding), patience_s)
+        self._cut = _write_all(fd, self._cut or lines, patience_s)
         return not self._cut
 
     def _write_to_pipe(self, fd: int, lines: bytes, patience_s: float) -> bool:
-        if not self._pipe_lock.take(fd, patience_s):
+        if self._takes_turns and not self._pipe_lock.take(fd, patience_s):
             if lines:
                 self._waiting.appendleft(lines)
             return False
@@ -222,19 +216,6 @@ def _flush(target: TextIO, fd: int, is_pipe: bool) -> None:
     if await_room(fd, 0.0) and not (is_pipe and unread_bytes(fd)):
         with contextlib.suppress(BlockingIOError):  # it keeps what it could not write, for the next time
             target.flush()
-
-
-def _encoded(lines: bytes, encoding: str) -> bytes:
-    if codecs.lookup(encoding).name == "utf-8":
-        return lines
-    return lines.decode(errors="replace").encode(encoding, errors="backslashreplace")
-
-
-def _write_file(fd: int, data: bytes) -> None:
-    """Write all to a file, which always has room; past Python's own layers, as `_write_all`."""
-    rest = memoryview(data)
-    while rest:
-        rest = rest[os.write(fd, rest) :]
 
 
 def _write_all(fd: int, data: bytes, patience_s: float) -> bytes:

@@ -289,28 +289,15 @@ def new_logs(log_dir: str, known: Collection[str]) -> Iterator[tuple[str, int, s
     Their layout is ``<run id>_<random>/attempt_<n>/<local rank>/stdout.log`` (``DefaultLogsSpecs`` in
     ``torch/distributed/elastic/multiprocessing/api.py``, torch 2.13).
     """
-    for folder, local_rank in _worker_folders(log_dir):
-        for stream in ("stderr", "stdout"):
+    for folder in sorted(glob.glob(f"{glob.escape(log_dir)}/*/attempt_*/*")):
+        rank = os.path.basename(folder)
+        for stream in ("stderr", "stdout") if rank.isdigit() else ():
             path = f"{folder}/{stream}.log"
             if path not in known and os.path.exists(path):
-                yield path, local_rank, stream
-
-
-def _worker_folders(log_dir: str) -> Iterator[tuple[str, int]]:
-    for run in _names(log_dir):
-        for attempt in _names(f"{log_dir}/{run}"):
-            ranks = _names(f"{log_dir}/{run}/{attempt}") if attempt.startswith("attempt_") else ()
-            yield from ((f"{log_dir}/{run}/{attempt}/{rank}", int(rank)) for rank in ranks if rank.isdigit())
-
-
-def _names(folder: str) -> list[str]:
-    with suppress(OSError):  # a file, or gone
-        return sorted(os.listdir(folder))
-    return []
+                yield path, int(rank), stream
 
 
 def worker_folder(log_dir: str, local_rank: int) -> str:
     """Return the folder with a worker's logs and error file; it may not exist."""
-    pattern = os.path.join(glob.escape(log_dir), "*", "attempt_*", str(local_rank))
-    found = sorted(glob.glob(pattern), key=os.path.getmtime)
-    return found[-1] if found else os.path.join(log_dir, "none")
+    found = glob.glob(f"{glob.escape(log_dir)}/*/attempt_*/{local_rank}")
+    return max(found, key=os.path.getmtime, default=f"{log_dir}/none")

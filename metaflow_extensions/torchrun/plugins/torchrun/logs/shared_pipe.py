@@ -1,4 +1,4 @@
-"""How do nodes share one pipe? They write one at a time, while its reader may be slow, or stop to read for a while.
+"""A pipe that several nodes share: they write one at a time; its reader may be slow, or stop to read for a while.
 
 Of a lock only one thread may use anything at a time; `console` gives it to the one that has the turn.
 """
@@ -17,7 +17,6 @@ from contextlib import suppress
 _LOOK_S = 0.001  # between looks at a lock or a reader
 _FIRST_LOOK_S = 0.00005  # at a reader, who may be fast; each pause is twice as long as the one before, up to that
 _READER_PATIENCE_S = 0.05  # with a reader that has taken nothing, before the last line of a text
-_HOLDER_PATIENCE_S = 1.0  # with the holder of a lock that does not write though there is room: one that was stopped
 
 
 class PipeLock:
@@ -27,16 +26,11 @@ class PipeLock:
     """
 
     def __init__(self) -> None:
-        self.is_of_use = True
-        """False while the holder does not write, so that each text need not wait for it."""
         self._fd: int | None = None
         self._pipe = (0, 0)  # which one it is, as `_identity` says
 
     def take(self, pipe_fd: int, patience_s: float) -> bool:
-        """Return whether to write now: the lock is taken or held already, or nobody writes who holds it.
-
-        Where it can't be had, because the reader is slow or has stopped, return False after `patience_s`.
-        """
+        """Return whether to write now; False: somebody else has it after `patience_s`, and may wait for the reader."""
         pipe = _identity(pipe_fd)
         if self._fd is not None and pipe == self._pipe:
             return True
@@ -46,7 +40,15 @@ class PipeLock:
         except OSError:  # no /proc: then lines of two nodes can mix, as any programs' can
             return True
         self._pipe = pipe
-        return self._await_lock(self._fd, patience_s)
+        deadline = time.monotonic() + patience_s
+        while True:
+            with suppress(OSError):  # somebody has it
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return True
+            if time.monotonic() >= deadline:
+                self.release()
+                return False
+            time.sleep(_LOOK_S)
 
     def release(self) -> None:
         """Let others write; nothing happens where it is not held."""
@@ -57,27 +59,6 @@ class PipeLock:
             if _identity(fd) == self._pipe:
                 fcntl.flock(fd, fcntl.LOCK_UN)  # a child that was forked meanwhile holds it, too
                 os.close(fd)
-
-    def _await_lock(self, fd: int, patience_s: float) -> bool:
-        begun = now = idle_since = time.monotonic()
-        unread = -1
-        while True:
-            with suppress(OSError):  # somebody has it
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                self.is_of_use = True
-                return True
-            if not self.is_of_use or now - idle_since >= _HOLDER_PATIENCE_S:
-                self.release()
-                self.is_of_use = False
-                return True
-            if now - begun >= max(patience_s, _HOLDER_PATIENCE_S):
-                self.release()
-                return False
-            time.sleep(_LOOK_S)
-            now = time.monotonic()
-            unread, before = unread_bytes(fd), unread
-            if unread != before or not await_room(fd, 0.0):
-                idle_since = now  # the holder writes, or waits for the reader, as we would
 
 
 def _identity(fd: int) -> tuple[int, int]:
