@@ -15,7 +15,7 @@ FEATURES = sorted(path.parent.name for path in (ROOT / PACKAGE / "features").glo
 # Of the unit tests those of gang, channel and node, and of what a user calls.
 CORE = (
     *("cause", "history", "keepers", "node_records", "protocol", "remedies", "settings", "state", "summary"),
-    *("backlog", "channel", "frames", "join", "line_sender", "registry", "relay"),
+    *("channel", "frames", "join", "registry", "relay"),
     *("command", "commands", "exits", "generation", "headlines", "logs", "supervisor", "watchers"),
     *("card", "event_store", "executor", "live_card", "result", "single_node", "task_gang"),
 )

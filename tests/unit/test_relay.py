@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from unit_helpers import eventually
 
 from metaflow_extensions.torchrun.plugins.torchrun.channel import relay as module
-from metaflow_extensions.torchrun.plugins.torchrun.channel.backlog import Backlog, Limits
+from metaflow_extensions.torchrun.plugins.torchrun.channel.backlog import Backlog, Limits, LineSender
 from metaflow_extensions.torchrun.plugins.torchrun.channel.frames import MAX_FRAME_BYTES, encode
-from metaflow_extensions.torchrun.plugins.torchrun.channel.line_sender import LineSender
 from metaflow_extensions.torchrun.plugins.torchrun.channel.relay import Relay
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Lines
 
@@ -62,20 +61,11 @@ def test_no_stdout_comes_within_a_block_on_stderr_that_takes_two_messages():
     assert written.splitlines() == ["before", *block, "after"]
 
 
-@pytest.mark.parametrize(
-    ("most_chars", "texts", "left"),
-    [
-        (30, [("a\n" * 5, 7), ("b\n" * 14, 3)], [("b\n" * 14, 15)]),
-        (10**6, [("a\n", 0), ("b\n", 0), ("c\n", 3)], [("a\nb\n", 0), ("c\n", 3)]),
-        (30, [("x" * 25 + "\n", 0), ("y" * 25 + "\n", 0)], [("y" * 25 + "\n", 1)]),
-    ],
-    ids=["what was missing before stays counted", "a gap stays where it is", "the newest are kept"],
-)
-def test_what_is_missing_is_counted(most_chars, texts, left):
-    backlog = Backlog(most_chars)
-    for text, left_out in texts:
-        backlog.add("stdout", text, left_out)
-    assert [(each.stdout, each.left_out) for each in taken(backlog)] == left
+def test_the_newest_are_kept_and_what_is_missing_is_counted():
+    backlog = Backlog(30)
+    for text in ("a\n" * 5, "b" * 25 + "\n", "c\n" * 12):
+        backlog.add("stdout", text)
+    assert [(each.stdout, each.left_out) for each in taken(backlog)] == [("c\n" * 12, 6)]
 
 
 def test_of_a_long_line_the_begin_is_kept():
@@ -205,7 +195,7 @@ def screen():
 
 @pytest.fixture
 def relay(screen):
-    relay = Relay(8)
+    relay = Relay()
     relay.start(screen.write)
     yield relay
     screen.continued.set()
@@ -237,33 +227,46 @@ def test_what_is_missing_is_said_where_it_is_missing(relay, screen):
     assert gap.startswith("[torchrun node 3] 1234 lines are left out here")
 
 
-def test_a_reader_that_pauses_holds_up_nobody_and_has_the_newest_lines_later(relay, screen):
+def test_a_reader_that_pauses_holds_up_nobody_and_hears_what_is_missing(relay, screen):
     screen.continued.clear()
     relay.add(1, Lines("first\n"))
     assert screen.asked.wait(10)
     begun = time.monotonic()
-    for number in range(200):
+    for number in range(300):
         relay.add(1, Lines("".join(f"{number} {line:05d} {'x' * 90}\n" for line in range(300))))
     relay.settle(0.1)
-    assert time.monotonic() - begun < 2.0  # 6 MB
+    assert time.monotonic() - begun < 2.0  # 9 MB
     assert screen.lines() == ["first"]
     screen.continued.set()
     relay.settle()
-    lines = screen.lines()
-    assert lines[0] == "first"
-    (gap,) = (line for line in lines if "left out" in line)
-    assert int(gap.split("] ")[1].split()[0]) + len(lines) - 2 == 200 * 300
-    assert lines[-1].startswith("199 00299 ")
-    assert sum(map(len, lines)) < 600_000
+    relay.add(1, Lines("after\n"))
+    relay.add(2, Lines("other\n"))
+    relay.settle()
+    first, *lines, gap, after, other = screen.lines()
+    assert (first, after, other) == ("first", "after", "other")
+    assert int(gap.split("] ")[1].split()[0]) + len(lines) == 300 * 300
+    assert lines[-1].split()[1] == "00299"
+
+
+def test_what_found_no_place_until_the_end_is_told_at_the_end(screen, monkeypatch):
+    monkeypatch.setattr(module, "_WAITING", 1)
+    relay = Relay()
+    screen.continued.clear()
+    relay.start(screen.write)
+    relay.add(1, Lines("first\n"))
+    assert screen.asked.wait(10)
+    for _ in range(3):
+        relay.add(1, Lines("more\n", "and more\n"))
+    relay.close()
+    assert [line[:40] for line in screen.lines()] == ["first", "more", "[torchrun node 1] 4 lines are left out h"]
 
 
 def test_lines_go_at_once_after_a_silence_and_then_those_of_a_moment_together(screen, monkeypatch):
     monkeypatch.setattr(module, "_COLLECT_S", 60.0)
-    relay = Relay(8)
+    relay = Relay()
     relay.start(screen.write)
     relay.add(1, Lines("first\n"))
     eventually(lambda: screen.lines() == ["first"])
-    eventually(lambda: not relay._is_writing)
     for node in (2, 3, 4):
         relay.add(node, Lines(f"of {node}\n"))
     assert screen.lines() == ["first"]
@@ -310,8 +313,8 @@ def test_the_end_comes_even_if_nobody_reads(relay, screen):
 
 
 def test_without_a_writer_nothing_is_kept():
-    relay = Relay(2)
+    relay = Relay()
     relay.add(1, Lines("nobody asked\n"))
     relay.settle()
     relay.close()
-    assert not relay._backlogs
+    assert relay._queue.empty()

@@ -173,7 +173,7 @@ def test_a_traceback_stands_once_in_the_log_of_a_remote_control_node_that_has_co
     """Where they have not come, the report has it."""
     gang.join()
     gang._is_local = False
-    relay, written = Relay(2), []
+    relay, written = Relay(), []
     relay.start(lambda stream, text: written.append(text) or True)
     gang._channel = SimpleNamespace(relay=relay)
 

@@ -1,13 +1,16 @@
-"""Lines on their way to another node's log: how many may wait, and how many may go. Pure.
+"""How a member's lines get to the control node, and hold up nothing.
 
-The newest are kept. So of a flood the log has the begin, which went at once, a line that counts what is left out, and
-the end.
+They wait in a `Backlog`, which is bounded and keeps the newest. So of a flood the log has the begin, which went at once,
+a line that counts what is left out, and the end. Now and then some of them are sent, as the node's share of what the
+control node can bear allows, and only where the connection has nothing else to send. So a heartbeat or a failure waits
+for a message of theirs at most. All of it runs in the channel's thread.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,6 +25,8 @@ _FEW_PER_S, _MANY_PER_S = 4, 200
 _LEAST_PAUSE_S, _PAUSE_S, _MOST_PAUSE_S = 0.5, 2.0, 10.0
 # A message holds so much: no other one waits for long behind it, and each character may take six bytes.
 _MESSAGE_CHARS = 32 * 1024
+# So long lines wait for others that are read in the same moment.
+_GATHER_S = 0.05
 LINE_CHARS = 8 * 1024
 """Of a longer line so much goes to another node's log."""
 
@@ -49,7 +54,7 @@ class _Piece(NamedTuple):
 
     stream: str
     text: str
-    left_out: int  # before them
+    left_out: int = 0  # before them
 
 
 class Backlog:
@@ -63,12 +68,11 @@ class Backlog:
     def __bool__(self) -> bool:
         return bool(self._pieces)
 
-    def add(self, stream: str, text: str, left_out: int = 0) -> None:
-        """Take whole lines; so many are missing before them already."""
+    def add(self, stream: str, text: str) -> None:
+        """Take whole lines."""
         for piece in _pieces(text):
-            self._pieces.append(_Piece(stream, piece, left_out))
+            self._pieces.append(_Piece(stream, piece))
             self._chars += len(piece)
-            left_out = 0
         while self._chars > self._most_chars and len(self._pieces) > 1:
             oldest, second = self._pieces.popleft(), self._pieces[0]
             self._chars -= len(oldest.text)
@@ -109,3 +113,51 @@ def _pieces(text: str) -> Iterator[str]:
         begin = end
     if begin < len(text):
         yield text[begin:]
+
+
+class LineSender:
+    """Sends lines; `has_room` tells whether all that was sent before has left."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        num_nodes: int,
+        send: Callable[[Lines], None],
+        has_room: Callable[[], bool],
+    ) -> None:
+        self._loop = loop
+        self._send = send
+        self._has_room = has_room
+        self._limits = limits = Limits.for_gang(num_nodes)
+        self._backlog = Backlog(limits.waiting_chars)
+        self._is_due = False  # whether `_send_some` will be called
+        self._allowance = float(limits.waiting_chars)  # characters
+        self._allowed_at = self._next_at = loop.time()  # when that was; not before when something is sent
+
+    def add(self, stream: str, text: str) -> None:
+        """Have whole lines sent."""
+        if text:
+            self._backlog.add(stream, text)
+            if not self._is_due:
+                self._wait()
+
+    def send_rest(self) -> None:
+        """Send all that waits: the workers have ended."""
+        while (lines := self._backlog.take()) is not None:
+            self._send(lines)
+
+    def _wait(self) -> None:
+        self._is_due = True
+        self._loop.call_later(max(_GATHER_S, self._next_at - self._loop.time()), self._send_some)
+
+    def _send_some(self) -> None:
+        now = self._loop.time()
+        more = (now - self._allowed_at) * self._limits.chars_per_s
+        self._allowance, self._allowed_at = min(self._limits.waiting_chars, self._allowance + more), now
+        self._next_at = now + self._limits.pause_s
+        while self._allowance > 0 and self._has_room() and (lines := self._backlog.take()) is not None:
+            self._allowance -= len(lines.stdout) + len(lines.stderr)
+            self._send(lines)
+        self._is_due = False
+        if self._backlog:
+            self._wait()

@@ -50,7 +50,7 @@ class ControlChannel:
         self._deliver = deliver  # takes the messages for the control node itself
         self._token = token
         self._timeout_s = heartbeat_timeout_s  # a member silent for so long is lost
-        self.relay = Relay(gang.num_nodes)  # of the members' lines; dropped, unless it is started
+        self.relay = Relay()  # of the members' lines; dropped, unless it is started
         self._listener: Listener | None = None
         self._members: dict[int, Connection] = {}  # each has its `node`
         self._has_failed = False

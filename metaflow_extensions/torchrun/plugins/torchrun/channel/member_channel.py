@@ -18,9 +18,9 @@ from contextlib import suppress
 from ..gang.policy import ConnectPolicy
 from ..gang.protocol import Beat, Ended, Join, Leave, Message, Refused, Welcome
 from ..machine.network import place
+from .backlog import LineSender
 from .connection import BEAT, Connection, Reading, close_all, handshake_as_member, next_message
 from .frames import encode
-from .line_sender import LineSender
 from .loop_thread import CLOSE_S, LoopThread
 
 

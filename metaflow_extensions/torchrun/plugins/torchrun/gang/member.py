@@ -91,9 +91,8 @@ class Member:
         self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()  # for the launch that runs; each has its own
         self.emit = emit
         self.shows_output = True  # whether the last launch shows all that a worker writes of its failure
-        # To the control node's log: there, nothing needs to be sent.
+        # Sends lines to the control node's log; waits there until the members' lines that have come are written.
         self.send_lines: Callable[[str, str], None] = lambda stream, text: None
-        # Waits until the members' lines that have come are written.
         self.settle_lines: Callable[[], None] = lambda: None
         # Gets every message that is sent or comes, in whatever thread; it must return at once.
         self.follow: Callable[[Message], None] = lambda message: None
@@ -172,13 +171,15 @@ class Member:
 
     def lose_control(self, reason: str) -> None:
         """Take the news that the control node is not heard any more."""
-        said_bye = self._control is ControlNode.BYE
-        self._hear(ControlNode.GONE)
-        if not said_bye:
+        if self._control is not ControlNode.BYE:
             cause = Cause("lost", CONTROL, "the control node", exception=reason)
-            text = f"Node {CONTROL} (the control node) is lost: {reason}. Without it the gang can't go on; see its log."
-            self._lost = failed(LaunchFailed, FailureText(cause, instead=text))
+            failure = FailureText(
+                cause,
+                instead=f"Node {CONTROL} (the control node) is lost: {reason}. Without it the gang can't go on; see its log.",
+            )
+            self._lost = failed(LaunchFailed, failure)
             self._break(self._lost)
+        self._hear(ControlNode.GONE)
 
     def _hear(self, control: ControlNode) -> None:
         with self._lock:
@@ -415,5 +416,4 @@ class Member:
             text = f"it does not hear the control node any more: {cause.exception}"
             return Cause("lost", self.node, self.host, exception=text)
         kind = "call" if isinstance(error, TorchrunError) else "step"
-        text = words_of(error)
-        return Cause(kind, self.node, self.host, exception=text, detail=user_traceback(error))
+        return Cause(kind, self.node, self.host, exception=words_of(error), detail=user_traceback(error))

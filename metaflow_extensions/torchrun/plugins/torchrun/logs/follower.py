@@ -75,7 +75,9 @@ class FollowedFile:
         """Read what is to be shown next, at most one chunk; tell whether that is something new."""
         if self._ahead:
             return False
-        self._ahead = self._read()
+        with suppress(OSError):  # a disk's fault; the others' output is to be had
+            self._ahead = self._file.read(_CHUNK_BYTES)
+        self._read_bytes += len(self._ahead)
         return bool(self._ahead)
 
     def size(self) -> int:
@@ -85,13 +87,6 @@ class FollowedFile:
     def is_shown_to(self, size: int) -> bool:
         """Tell whether so much of the file was shown, or all that it has by now."""
         return self._read_bytes >= size or self._read_bytes >= self.size()
-
-    def _read(self) -> bytes:
-        data = b""
-        with suppress(OSError):  # a disk's fault; the others' output is to be had
-            data = self._file.read(_CHUNK_BYTES)
-        self._read_bytes += len(data)
-        return data
 
     def finish(self, show: Show, show_held: bool) -> None:
         """Show everything up to the end, an unfinished last line too."""
