@@ -269,8 +269,11 @@ def test_lines_go_at_once_after_a_silence_and_then_those_of_a_moment_together(sc
     eventually(lambda: screen.lines() == ["first"])
     for node in (2, 3, 4):
         relay.add(node, Lines(f"of {node}\n"))
+    time.sleep(0.1)
     assert screen.lines() == ["first"]
+    begun = time.monotonic()
     relay.settle()  # a launch's end waits for no moment
+    assert time.monotonic() - begun < 1.0
     assert screen.texts["stdout"] == ["first\n", "of 2\nof 3\nof 4\n"]
     relay.add(1, Lines("".join(f"{number} {'x' * 90}\n" for number in range(3000))))  # some messages' worth
     begun = time.monotonic()

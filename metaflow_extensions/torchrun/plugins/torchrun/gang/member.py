@@ -49,7 +49,9 @@ from .protocol import (
     Welcome,
 )
 from .texts import QUIET_S, REMIND_S, names
-from .wakeup import NEXT, OVER, Interruption, State, TimedOut, Wakeup
+from .wakeup import NEXT, OVER, State, Wakeup
+from .wakeup import Interruption as Interruption
+from .wakeup import TimedOut as TimedOut
 
 # How long a leaving node waits for the control node to say that it has read the cause.
 _ACK_WAIT_S = 5.0
@@ -85,11 +87,9 @@ class Member:
     """One node in its gang."""
 
     def __init__(self, node: int, num_nodes: int, emit: Subscriber) -> None:
-        self.node = node
-        self.num_nodes = num_nodes
+        self.node, self.num_nodes, self.emit = node, num_nodes, emit
         self.host = socket.gethostname()
         self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()  # for the launch that runs; each has its own
-        self.emit = emit
         self.shows_output = True  # whether the last launch shows all that a worker writes of its failure
         # Sends lines to the control node's log; waits there until the members' lines that have come are written.
         self.send_lines: Callable[[str, str], None] = lambda stream, text: None
