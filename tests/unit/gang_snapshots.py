@@ -105,4 +105,6 @@ def failed(gang, rank, text, **cause):
         (5.0, "failed", {"text": text, **HERE}),
     ]
     first = Cause("exception", node, "h", rank, 0, 1, text, text)
-    return replace(gang, events=(*gang.events, *records(*told)), cause={**first.as_dict(), **cause}, error=text)
+    cause = {**first.as_dict(), **cause}
+    reports = (*gang.reports, Report(5.0, 0, 0, "LaunchFailed", text, cause))
+    return replace(gang, events=(*gang.events, *records(*told)), reports=reports, cause=cause, error=text)

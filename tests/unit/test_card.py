@@ -23,7 +23,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.records.summary import summar
 from metaflow_extensions.torchrun.plugins.torchrun.show import gang_card
 from metaflow_extensions.torchrun.plugins.torchrun.show.as_card import layout, one_line, sections
 from metaflow_extensions.torchrun.plugins.torchrun.show.gang_card import GangCard
-from metaflow_extensions.torchrun.plugins.torchrun.show.gang_part import GangPart
+from metaflow_extensions.torchrun.plugins.torchrun.show.live_card import GangPart
 from metaflow_extensions.torchrun.plugins.torchrun.show.page import page_of, section_names
 from metaflow_extensions.torchrun.plugins.torchrun.show.parts.charts import COLOURS
 from metaflow_extensions.torchrun.plugins.torchrun.show.style import STYLE

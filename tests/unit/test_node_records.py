@@ -50,8 +50,8 @@ def states(summary):
 
 
 def test_a_node_that_runs_knows_its_own_ranks():
-    assert seen().sentence == "Node 3 has joined; its own code runs."
-    assert seen(RUNNING[0]).sentence == "Node 3 waits until all nodes have called run."
+    assert seen().sentence == "Node 3: own code."
+    assert seen(RUNNING[0]).sentence == "Node 3: waiting."
     assert [rank.state for rank in seen(*RUNNING[:2]).ranks] == ["starting", "starting"]
     assert [rank.state for rank in seen(*RUNNING[:2], Started(0, 0)).ranks] == ["running", "running"]
     summary = seen(*RUNNING)

@@ -387,7 +387,7 @@ def datastore_of_card():
 ALONE = [
     (plugins, "DATASTORES", datastore_of_card),
     (metaflow_datastore, "FlowDataStore", datastore_of_card),
-    (local_storage, "LocalStorage", lambda: stored.local_folder("GangFlow")),
+    (local_storage, "LocalStorage", lambda: stored.latest_run("GangFlow")),
     (lint, "linter", lambda: graph.check_first(print)),
     (lint.FlowLinter, "_checks", lambda: graph.check_last(print)),
     (metaflow_cli, "print_metaflow_exception", lambda: cli.print_errors_by(print)),

@@ -1,7 +1,6 @@
 """What the commands find in a flow's datastore; the datastore is Metaflow's own, on this disk."""
 
 import json
-import os
 import shutil
 from types import SimpleNamespace
 from unittest.mock import MagicMock
@@ -15,7 +14,7 @@ from test_registry import KNOWN
 
 from metaflow_extensions.torchrun.plugins.torchrun.compat import stored as stored_files
 from metaflow_extensions.torchrun.plugins.torchrun.records.snapshot import Snapshot
-from metaflow_extensions.torchrun.plugins.torchrun.show import commands, run_end
+from metaflow_extensions.torchrun.plugins.torchrun.show import commands
 from metaflow_extensions.torchrun.plugins.torchrun.show.stored_gangs import StoredGangs, place_of
 from metaflow_extensions.torchrun.plugins.torchrun.show.stored_logs import _PIECE, StoredLogs
 
@@ -76,31 +75,19 @@ def test_the_gangs_of_a_foreach_are_several_in_the_order_of_their_tasks(stored, 
     assert [gang.tasks for gang in stored.gangs(RUN, "train")] == [{0: "9", 1: "9_node_1"}, {0: "10", 1: "10_node_1"}]
 
 
-def test_attempts_and_their_ends_are_known_by_the_names_of_files(stored, root):
+def test_attempts_their_ends_and_records_are_known_by_the_names_of_files(stored, root):
     begin(root, "train", "4", "4_node_1")
     begin(root, "train", "4", attempt=1)
-    write(root, "train/4/1.DONE.lock")
-    (gang,) = stored.gangs(RUN, "train")
-    assert gang.last_attempt == 1
-    assert (gang.place(0).is_done, gang.place(1).is_done, gang.place(1).last_attempt) == (False, True, 1)
-
-
-def test_a_killed_task_has_ended_when_who_started_it_says_so(stored, root):
-    begin(root, "train", "4")
     write(root, "train/4/0.runtime", "{}")
-    (gang,) = stored.gangs(RUN, "train")
-    assert gang.place(0).is_done
-    assert stored.told_by_metaflow(gang, 0) == {0: "was killed"}
-
-
-def test_events_are_those_of_the_attempt(stored, root):
-    begin(root, "train", "4")
     write(root, "train/4/1.torchrun_events.json", json.dumps({"version": 1}))
     (gang,) = stored.gangs(RUN, "train")
-    assert stored.snapshot(gang, 0) is None
-    assert stored.snapshot(gang, 1) == Snapshot()
-    assert stored.told_by_metaflow(gang, 0) == {0: "has begun; no end is known"}
-    assert stored.told_by_metaflow(gang, 2) == {0: "has no such attempt"}
+    assert gang.last_attempt == 1
+    assert (gang.place(0).is_done, gang.place(1).is_done, gang.place(1).last_attempt) == (True, False, 1)
+    assert stored.told_by_metaflow(gang, 0) == {0: "was killed", 1: "has begun; no end is known"}
+    assert stored.told_by_metaflow(gang, 1) == {0: "has begun; no end is known", 1: "has no such attempt"}
+    assert (stored.snapshot(gang, 0), stored.snapshot(gang, 1)) == (None, Snapshot())
+    write(root, "train/4/1.DONE.lock")
+    assert stored.gangs(RUN, "train")[0].place(1).is_done
 
 
 def ran(stored, run, *gangs):
@@ -169,37 +156,18 @@ def test_a_gang_without_its_control_nodes_end_is_shown_with_what_metaflow_knows(
     ]
 
 
-@pytest.mark.parametrize("named", ["100/train", "100/train/", "Flow/100/train", "100/train/4_node_1", "100"])
-def test_a_gang_is_named_by_run_step_or_any_of_its_tasks(stored, obj, root, named):
+@pytest.mark.parametrize("named", ["100/train", "100/train/", "Flow/100/train", "100/train/4_node_1", "100", ""])
+def test_a_gang_is_named_by_run_step_or_any_of_its_tasks_or_is_of_the_last_run(stored, obj, root, named):
     begin(root, "start", "1")
     begin(root, "train", "4", "4_node_1")
+    (root.parent / "latest_run").write_text(RUN)
     assert [gang.control_task for gang in commands._find(obj, stored, named)] == ["4"]
-
-
-def test_without_a_name_the_run_that_was_started_last_is_meant(stored, obj, root, tmp_path):
-    with pytest.raises(CommandException, match=r"No run of Flow was started here. Name one"):
-        commands._find(obj, stored, "")
-    begin(root, "train", "4")
-    (tmp_path / "Flow" / "latest_run").write_text(RUN)
-    assert [gang.run for gang in commands._find(obj, stored, "")] == [RUN]
-
-
-def test_a_resumed_run_is_the_last_one_too_until_another_is_started(obj, root, tmp_path):
-    """Metaflow's own file does not name it (2.19)."""
-    metaflows = tmp_path / "Flow" / "latest_run"
-    metaflows.parent.mkdir(exist_ok=True)
-    metaflows.write_text("1")
-    os.utime(metaflows, (1, 1))
-    run_end.note_latest("Flow", "2")
-    assert commands._latest_run(obj) == "2"
-    os.utime(tmp_path / "Flow" / "latest_torchrun", (2, 2))
-    os.utime(metaflows, (3, 3))
-    assert commands._latest_run(obj) == "1"
 
 
 @pytest.mark.parametrize(
     ("named", "said"),
     [
+        ("", r"No run of Flow was started here. Name one"),
         ("99", r"has no run 99 of Flow"),
         ("/", r"write RUN, RUN/STEP or RUN/STEP/TASK"),
         ("100/train/4/2", r"write RUN, RUN/STEP or RUN/STEP/TASK"),
@@ -249,7 +217,7 @@ def test_logs_of_all_tasks_and_streams_come_by_time_whatever_bytes_they_have(sto
 
 def test_a_log_that_grows_is_read_on_in_whole_lines(stored, root):
     begin(root, "train", "4")
-    logs, whole = logs_of(stored), logged((1, "first"), (2, "second"), (3, "third"))
+    whole = logged((1, "first"), (2, "second"), (3, "third"))
     write(root, "train/4/0.task_stdout.log", whole[:70])
     logs = logs_of(stored)
     assert [line.text for line in logs.lines(is_growing=True)] == ["first"]
@@ -326,10 +294,8 @@ def test_outputs_are_those_of_the_last_launch_that_has_stored_a_file(obj, stored
 @pytest.mark.parametrize(
     ("content", "launch", "said"),
     [
-        (None, None, "Nothing is recorded of this gang"),
-        ({"wants_outputs": False, "outputs": {}}, None, r"was asked to store any: current.torch.run\(outputs="),
-        ({"wants_outputs": True, "outputs": {}}, 0, "when all its workers have ended"),
-        ({}, None, "No launch of this gang has stored any"),  # of an older version
+        (None, None, "No launch of this gang has stored outputs"),
+        ({"outputs": {}}, 0, "No launch of this gang has stored outputs"),
         ({"outputs": {"2": {"0": SOME}}}, 1, "Launch 1 has stored no outputs; launches that have: 2"),
     ],
 )
@@ -347,15 +313,3 @@ def test_a_record_that_is_damaged_is_said_to_be(monkeypatch, error):
     monkeypatch.setattr(commands.click.Group, "invoke", invoke)
     with pytest.raises(CommandException, match="can't be read"):
         commands.torchrun.invoke(None)
-
-
-def test_a_pattern_that_is_none_is_said():
-    assert commands._pattern(None) is None
-    with pytest.raises(CommandException, match="is no regular expression"):
-        commands._pattern("(")
-
-
-def test_outputs_of_launches_long_ago_are_said_to_be_known_to_their_results():
-    known = Snapshot(features={"outputs": {"7": {}}, "launches_left_out": 2})
-    with pytest.raises(CommandException, match="where those of 2 earlier launches are, their results alone know"):
-        commands._outputs(None, known, 3)

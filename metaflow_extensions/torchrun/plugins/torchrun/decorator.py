@@ -160,15 +160,13 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
     def runtime_init(self, flow: Any, graph: Any, package: Any, run_id: str) -> None:
         """Check what only a run can do; deployments, tasks and commands such as ``show`` don't come here."""
         from .compat.graph import parallel_steps
-        from .show.run_end import RunEnd, note_latest
+        from .show.run_end import RunEnd
         from .task.interrupts import heed_signals_to_run
         from .task.report import tell_after_errors
 
         super().runtime_init(flow, graph, package, run_id)
         heed_signals_to_run()
         self._check("check_batch")
-        with convenience("which run `torchrun show` takes where none is named"):
-            note_latest(flow.name, run_id)
         with convenience(_LAST_WORDS):
             is_only_gang = len(parallel_steps(graph)) == 1
             is_remote = any(deco.name in ("kubernetes", "batch") for deco in self._siblings)

@@ -29,8 +29,7 @@ from .node.watchers import Feature, policies_of
 from .result import TorchrunResult
 from .run_arguments import FEATURE_OF, IGNORED, RunOptions, checked, spelled_out
 from .settings import ARGUMENTS, StepSettings, choose
-from .show.gang_part import GangPart
-from .show.live_card import LiveCard
+from .show.live_card import GangPart, LiveCard
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # in typing since Python 3.11

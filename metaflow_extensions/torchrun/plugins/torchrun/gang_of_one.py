@@ -25,8 +25,7 @@ from .node.watchers import keepers_of, starts_of
 from .records.snapshot import Snapshot, snapshot_of
 from .result import TorchrunResult
 from .settings import DEFAULTS, parse_settings
-from .show.gang_part import GangPart
-from .show.live_card import LiveCard, this_task
+from .show.live_card import GangPart, LiveCard, this_task
 from .task.report import end_with, print_errors_ourselves, report
 from .task.step_timeout import StepTimeout
 

@@ -6,7 +6,6 @@ card: where a name is gone, a command ends with an error that has it, and a card
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -77,13 +76,13 @@ class Storage:
         return load([name])[name] or {}
 
 
-def local_folder(flow_name: str) -> str | None:
-    """Return where Metaflow keeps files of a flow on this machine (``metaflow.util.get_latest_run_id``), if it does."""
+def latest_run(flow_name: str) -> str | None:
+    """Return the run that was started last in this folder; `resume` is none (``metaflow.util``, 2.19)."""
     with convenience("which run `torchrun show` takes where none is named"):
-        from metaflow.plugins.datastores.local_storage import LocalStorage
+        from metaflow.util import get_latest_run_id
 
-        root = LocalStorage.datastore_root or LocalStorage.get_datastore_root_from_config(lambda *_, **__: None, False)
-        return os.path.join(root, flow_name) if root else None
+        run_id: str | None = get_latest_run_id(lambda *_, **__: None, flow_name)
+        return run_id
     return None
 
 

@@ -31,9 +31,9 @@ from ..gang.protocol import (
     Verdict,
     Wrote,
 )
-from .snapshot import Snapshot
+from .snapshot import MAX_MESSAGE, Snapshot
 
-_MAX_MESSAGE = 8 * 1024
+_KINDS: dict[type[Message], str] = {Started: "started", Wrote: "output", Done: "finished"}
 
 
 class NodeRecords:
@@ -53,9 +53,8 @@ class NodeRecords:
         self._clock, self._began_at = clock, clock()
         self._history = History(clock)
         self._keepers = keepers or Keepers()
-        self._nproc: int | None = None
-        self._runs = WORKERS
-        self._facts: dict[str, str] = {}
+        self._ready: Ready | None = None  # the last one
+        self._generation: int | None = None  # the last that was begun
         self._error: str | None = None
         self._cause: dict[str, Any] | None = None
 
@@ -73,25 +72,17 @@ class NodeRecords:
         """Take note of what ends the node's step, if it was not the gang that said so."""
         with self._lock:
             if self._error is None:
-                text = str(error) or type(error).__name__
-                self._fail("broken", text, error.cause if isinstance(error, TorchrunError) else None)
-
-    def handle(self, message: Message) -> None:
-        """Record a message that the node has sent or got."""
-        handler = getattr(self, f"_on_{type(message).__name__.lower()}", None)
-        if handler is not None:
-            with self._lock:
-                handler(message)
+                self._fail("broken", error)
 
     def snapshot(self) -> Snapshot:
         """Return what is known of the node now; any thread may ask."""
         with self._lock:
             return Snapshot(
                 num_nodes=1,
-                nproc_per_node=self._nproc,
+                nproc_per_node=self._ready.nproc if self._ready else None,
                 cause=self._cause,
                 error=self._error,
-                facts=self._facts,
+                facts=dict(self._ready.facts) if self._ready else {},
                 events=self._history.records,
                 reports=self._history.reports,
                 node=self._node,
@@ -99,72 +90,73 @@ class NodeRecords:
                 **dict(self._about),
             )
 
+    def handle(self, message: Message) -> None:
+        """Record a message that the node has sent or got."""
+        with self._lock:
+            self._handle(message)
+
     # --- with the lock
 
-    def _note(self, kind: Any, **facts: Any) -> None:
+    def _handle(self, message: Message) -> None:
+        here = {name: getattr(message, name, None) for name in ("launch", "generation")}
+        match message:
+            case Ready():
+                self._ready = message
+                self._error = self._cause = None
+                self._note("ready", **here)
+            case Go():
+                self._generation = message.generation
+                self._keepers.begin(message.launch, {}, self._clock() - self._began_at)
+                runs = self._ready.runs if self._ready else WORKERS
+                self._note("go" if runs == WORKERS else runs, node=None, **here)
+            case Started() | Wrote() | Done():
+                self._note(_KINDS[type(message)], **here)
+            case Told():
+                self._keep(message)
+            case Stop():
+                self._note("stopping", node=None, text=message.because, **here)
+            case Ended():
+                for rank, code in message.exit_codes.items():
+                    self._note("exited", rank=rank, exit_code=code, text=describe_exit(code), **here)
+                self._note("stopped", **here)
+            case Restart():
+                self._restart(message)
+            case Verdict(error=None):
+                self._note("done", node=None, **here)
+            case Verdict(error=TorchrunError() as error):
+                self._fail("failed", error, message.launch)
+            case Abort():
+                self._fail("broken", message.error)
+            case Leave():
+                self._note("left", text="its step has failed" if message.failed else "")
+
+    def _note(self, kind: str, **facts: Any) -> None:
         self._history.note(kind, **{"node": self._node, **facts})
 
-    def _on_ready(self, ready: Ready) -> None:
-        self._nproc, self._facts, self._runs = ready.nproc, dict(ready.facts), ready.runs
-        self._error = self._cause = None
-        self._note("ready", launch=ready.launch)
-
-    def _on_go(self, go: Go) -> None:
-        self._keepers.begin(go.launch, {}, self._clock() - self._began_at)
-        self._note("go" if self._runs == WORKERS else self._runs, node=None, launch=go.launch, generation=go.generation)
-
-    def _on_started(self, started: Started) -> None:
-        self._note("started", launch=started.launch, generation=started.generation)
-
-    def _on_wrote(self, wrote: Wrote) -> None:
-        self._note("output", launch=wrote.launch, generation=wrote.generation)
-
-    def _on_told(self, told: Told) -> None:
+    def _keep(self, told: Told) -> None:
         self._keepers.handle(self._node, told, self._clock() - self._began_at)
         for remarks in self._keepers.pop_remarks():
             for each in remarks.happened:
                 self._note(**asdict(each), launch=told.launch, generation=told.generation)
 
-    def _on_stop(self, stop: Stop) -> None:
-        self._note("stopping", node=None, launch=stop.launch, generation=stop.generation, text=stop.because)
-
-    def _on_ended(self, ended: Ended) -> None:
-        here = {"launch": ended.launch, "generation": ended.generation}
-        for rank, code in ended.exit_codes.items():
-            self._note("exited", rank=rank, exit_code=code, text=describe_exit(code), **here)
-        self._note("stopped", **here)
-
-    def _on_restart(self, restart: Restart) -> None:
-        cause = restart.cause
-        self._note_cause(cause, restart.launch)
-        self._history.report(None, cause.describe(), cause.as_dict(), restart.launch, None)
+    def _restart(self, restart: Restart) -> None:
+        cause, launch = restart.cause, restart.launch
+        self._note_cause(cause, launch)
+        self._history.report(None, cause.describe(), cause.as_dict(), launch, self._generation)
         text = f"restart {restart.number} of {restart.of} in {restart.pause_s:g} s"
-        self._note("restart", node=None, launch=restart.launch, text=text)
+        self._note("restart", node=None, launch=launch, text=text)
 
-    def _note_cause(self, cause: Cause, launch: int | None) -> None:
-        last = next((record for record in reversed(self._history.records) if record.kind in ("go", "before_run")), None)
-        rank = cause.rank if cause.node == self._node else None
-        text = cause.describe().partition("\n")[0].removesuffix(".")
-        generation = None if last is None else last.generation
-        self._note("cause", launch=launch, generation=generation, rank=rank, exit_code=cause.exit_code, text=text)
-
-    def _on_verdict(self, verdict: Verdict) -> None:
-        if verdict.error is None:
-            self._note("done", node=None, launch=verdict.launch)
-        else:
-            self._fail("failed", verdict.error.message, verdict.error.cause, verdict.launch)
-
-    def _on_abort(self, abort: Abort) -> None:
-        self._fail("broken", abort.error.message, abort.error.cause)
-
-    def _fail(self, kind: str, text: str, cause: dict[str, Any] | None, launch: int | None = None) -> None:
+    def _fail(self, kind: str, error: BaseException, launch: int | None = None) -> None:
+        text = str(error) or type(error).__name__
+        cause = error.cause if isinstance(error, TorchrunError) else None
         if cause is not None:
             self._note_cause(Cause.from_dict(cause), launch)
-        self._error, self._cause = text[:_MAX_MESSAGE], cause
+        self._error, self._cause = text[:MAX_MESSAGE], cause
+        self._history.report(type(error).__name__, text, cause, launch, self._generation)
         self._note(kind, node=None, launch=launch, text=text.partition("\n")[0])
 
-    def _on_done(self, done: Done) -> None:
-        self._note("finished")
-
-    def _on_leave(self, leave: Leave) -> None:
-        self._note("left", text="its step has failed" if leave.failed else "")
+    def _note_cause(self, cause: Cause, launch: int | None) -> None:
+        rank = cause.rank if cause.node == self._node else None
+        text = cause.describe().partition("\n")[0].removesuffix(".")
+        where = {"launch": launch, "generation": self._generation, "rank": rank}
+        self._note("cause", exit_code=cause.exit_code, text=text, **where)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ..gang.state import Gang
 
 VERSION = 1  # of the form of what is stored; a later one may add fields
-_MAX_MESSAGE = 8 * 1024
+MAX_MESSAGE = 8 * 1024
 # These are stored only where they are known; all others always, as null or empty.
 _WHERE_KNOWN = ("tasks", "command", "node", "control", "of_nodes", "now_s")
 
@@ -91,7 +91,7 @@ def snapshot_of(gang: Gang, about: Mapping[str, Any]) -> Snapshot:
         num_nodes=gang.num_nodes,
         nproc_per_node=gang.nproc,
         cause=None if error is None else error.cause,
-        error=None if error is None else error.message[:_MAX_MESSAGE],
+        error=None if error is None else error.message[:MAX_MESSAGE],
         facts=gang.facts,
         events=gang.history.records,
         reports=gang.history.reports,

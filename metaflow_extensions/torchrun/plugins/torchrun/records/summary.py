@@ -31,11 +31,27 @@ NodeState = Literal[
 RankState = Literal["waiting", "starting", "running", "stopping", "restarting", "done", "failed", "stopped", "lost"]
 Outcome = Literal["waiting", "running", "stopping", "restarting", "done", "failed"]
 
-_GONE = ("missing", "left", "lost")
+# What a node is after a record of its own, and what all are after one of the gang.
+_OF_NODE: dict[str, NodeState] = {
+    "joined": "own code",
+    "ready": "waiting",
+    "stopped": "stopped",
+    "finished": "finished",
+    "left": "left",
+    "lost": "lost",
+}
+_OF_ALL: dict[str, NodeState] = {
+    "before_run": "preparing",
+    "go": "starting",
+    "restart": "restarting",
+    "done": "own code",
+    "failed": "own code",
+}
+_OUT_OF_IT: tuple[NodeState, ...] = ("missing", "finished", "left", "lost")  # no launch changes these
 _WITH_WORKERS: tuple[NodeState, ...] = ("preparing", "starting", "running")
 # How a worker ends that is told to stop: by SIGTERM, or by SIGKILL if it does not listen.
 _STOPPED_BY = (-15, -9)
-_RANK_STATES: dict[str, RankState] = {
+_RANK_STATES: dict[NodeState, RankState] = {
     "preparing": "waiting",
     "starting": "starting",
     "running": "running",
@@ -43,15 +59,7 @@ _RANK_STATES: dict[str, RankState] = {
     "restarting": "restarting",
     "lost": "lost",
 }
-
 _WORDS: dict[NodeState, str] = {"missing": "not joined", "finished": "storing", "left": "finished"}
-# What a node does by itself while no launch runs.
-_ALONE: dict[NodeState, str] = {
-    "missing": "has not joined yet",
-    "waiting": "waits until all nodes have called run",
-    "finished": "has ended its step; its results are being stored",
-    "left": "has ended its step",
-}
 
 
 @dataclass(frozen=True)
@@ -120,11 +128,9 @@ class Summary:
     seconds: float  # since the gang's begin
     nodes: tuple[Node, ...]
     ranks: tuple[Rank, ...]  # empty before the first launch
-    cause: Record | None  # why the last launch failed, or why it restarted last
     launch: int | None  # number of the last launch
     has_started: bool  # whether its workers have, or its commands
-    restarts: int  # in the last launch
-    all_restarts: int  # in all launches
+    restarts: int  # in all launches
     is_over: bool  # whether nothing more can come
     nproc: int | None  # ranks on each node
 
@@ -152,236 +158,198 @@ def summarize(
 ) -> Summary:
     """Return what has become of a gang.
 
-    Parameters
-    ----------
-    records : Iterable[Record]
-        What has happened, in order.
-    num_nodes : int
-        How many nodes the gang has.
-    nproc : int, optional
-        Ranks on each node; None: unknown, as before the first launch.
-    until_s : float, optional
-        Seconds since the gang's begin, for one that still runs. By default the time of the last record.
-    first_node : int, default 0
-        Number of the first node: that of the one node where a member has recorded itself (``node_records``).
+    `nproc` is None where it is not known, as before the first launch; `until_s` is now, where the gang still runs, in
+    seconds since its begin. A member records itself alone: then `first_node` is its number.
     """
-    fold = _Fold(range(first_node, first_node + num_nodes))
+    fold = _Fold(range(first_node, first_node + num_nodes), nproc)
     for record in records:
         fold.add(record)
-    return fold.summary(nproc, fold.at_s if until_s is None else max(until_s, fold.at_s))
+    return fold.summary(fold.at_s if until_s is None else max(until_s, fold.at_s))
 
 
 class _Fold:
     """The gang as of the last record."""
 
-    def __init__(self, nodes: range) -> None:
+    def __init__(self, nodes: range, nproc: int | None) -> None:
         self.known = {index: Node(index) for index in nodes}
-        self.nodes = list(self.known.values())
+        self.nodes, self.nproc = tuple(self.known.values()), nproc
         self.at_s = 0.0
         self.launch: int | None = None
         self.has_ranks = True  # whether that is no launch of before_run
         self.went_s: float | None = None  # when the workers first started in this launch
-        self.phase: str = "joined"  # the kind of the last record that concerns the gang as a whole
-        self.why: Record | None = None  # that record
+        self.phase = "joined"  # the kind of the last record that concerns the gang as a whole
+        self.phase_text, self.phase_s = "", 0.0  # of that record
         self.cause: Record | None = None
         self.failures: list[Record] = []  # of launches, and of the gang
         self.restarts = self.all_restarts = 0
 
     def add(self, record: Record) -> None:
-        """Go on with the next record; one of a later version's kind changes nothing."""
+        """Go on with the next record; one of a later version's kind, or of an unknown node, changes nothing."""
         self.at_s = max(self.at_s, record.at_s)
-        handler = getattr(self, f"_on_{record.kind}", None)
-        if handler is not None and (record.node is None or record.node in self.known):
-            handler(record)
+        if record.node is None:
+            self._add_of_gang(record)
+        elif record.kind == "cause":
+            self.cause = record
+        elif record.node in self.known:
+            self._add_of_node(record, self.known[record.node])
 
-    # --- what concerns one node
+    def _add_of_node(self, record: Record, node: Node) -> None:
+        match record.kind:
+            case "joined":
+                node.host = record.text
+            case "ready":
+                self._call(record)
+            case "started" | "output":
+                if node.state == "starting":
+                    node.enter("running", record.at_s)
+            case "exited":
+                if record.rank is not None:
+                    node.exits[record.rank] = record
+            case "finished":
+                node.ended_well = True
+            case "left":
+                node.has_failed = bool(record.text)
+            case "lost" if record.node == CONTROL:
+                # Others have told so. What has become of the other nodes without it, nobody has recorded.
+                self.cause = record
+                self._fail(record, "lost")
+        if record.kind in _OF_NODE:
+            node.enter(_OF_NODE[record.kind], record.at_s)
 
-    def _enter(self, record: Record, state: NodeState) -> None:
-        if record.node is not None:
-            self.known[record.node].enter(state, record.at_s)
-
-    def _on_joined(self, record: Record) -> None:
-        self._enter(record, "own code")
-        if record.node is not None:
-            self.known[record.node].host = record.text
-
-    def _on_ready(self, record: Record) -> None:
+    def _call(self, record: Record) -> None:
+        """Take note that a node has called `run`, perhaps the first in this launch."""
         if record.launch != self.launch:
             self.launch, self.restarts, self.went_s, self.cause = record.launch, 0, None, None
             self._forget_exits()
         self.phase = "ready"
-        self._enter(record, "waiting")
 
-    def _on_output(self, record: Record) -> None:
-        self._on_started(record)  # in records of before there were `started`
+    def _add_of_gang(self, record: Record) -> None:
+        match record.kind:
+            case "before_run" | "go":
+                self.launch, self.has_ranks = record.launch, record.kind == "go"
+                self.went_s = record.at_s if self.went_s is None else self.went_s
+                self._forget_exits()
+            case "stopping":
+                self._enter_phase(record, "stopping", [node for node in self.nodes if node.state in _WITH_WORKERS])
+            case "cause":
+                self.cause = record
+            case "restart":
+                self.restarts += 1
+                self.all_restarts += 1
+            case "failed":
+                self.failures.append(record)
+            case "broken":
+                # It may be because of the launch that has failed.
+                if not self.failures or self.failures[-1].text != record.text:
+                    self._fail(record, "own code")
+            case "omitted":
+                for node in self.nodes:  # what they did until then is not known
+                    node.since_s = max(node.since_s, record.at_s)
+        if record.kind in _OF_ALL:
+            self._enter_phase(record, _OF_ALL[record.kind])
+        if record.kind == "done" and not self.has_ranks:
+            self.phase = "joined"  # another launch follows at once
 
-    def _on_started(self, record: Record) -> None:
-        if record.node is not None and self.known[record.node].state == "starting":
-            self._enter(record, "running")
+    def _enter_phase(self, record: Record, state: NodeState, nodes: Iterable[Node] | None = None) -> None:
+        self.phase, self.phase_text, self.phase_s = record.kind, record.text, record.at_s
+        for node in self.nodes if nodes is None else nodes:
+            if node.state not in _OUT_OF_IT:
+                node.enter(state, record.at_s)
 
-    def _on_exited(self, record: Record) -> None:
-        if record.rank is not None and record.node is not None:
-            self.known[record.node].exits[record.rank] = record
+    def _fail(self, record: Record, state: NodeState) -> None:
+        """End the gang."""
+        self.failures.append(record)
+        self._enter_phase(record, state)
+        self.phase = "broken"
 
     def _forget_exits(self) -> None:
         for node in self.nodes:
             node.exits.clear()
 
-    def _on_stopped(self, record: Record) -> None:
-        self._enter(record, "stopped")
-
-    def _on_finished(self, record: Record) -> None:
-        self._enter(record, "finished")
-        if record.node is not None:
-            self.known[record.node].ended_well = True
-
-    def _on_left(self, record: Record) -> None:
-        self._enter(record, "left")
-        if record.node is not None:
-            self.known[record.node].has_failed = bool(record.text)
-
-    def _on_omitted(self, record: Record) -> None:
-        for node in self.nodes:  # what they did until then is not known
-            node.since_s = max(node.since_s, record.at_s)
-
-    def _on_lost(self, record: Record) -> None:
-        self._enter(record, "lost")
-        if record.node == CONTROL:
-            # Others have told so. What has become of the other nodes without it, nobody has recorded.
-            self.failures.append(record)
-            self.cause = record
-            self._all(record, "lost")
-            self.phase = "broken"
-
-    # --- what concerns the gang
-
-    def _all(self, record: Record, state: NodeState, of: tuple[NodeState, ...] | None = None) -> None:
-        self.phase, self.why = record.kind, record
-        for node in self.nodes:
-            if node.state in of if of is not None else node.state not in (*_GONE, "finished"):
-                node.enter(state, record.at_s)
-
-    def _on_before_run(self, record: Record) -> None:
-        self._begin(record, "preparing", has_ranks=False)
-
-    def _on_go(self, record: Record) -> None:
-        self._begin(record, "starting", has_ranks=True)
-
-    def _begin(self, record: Record, state: NodeState, has_ranks: bool) -> None:
-        self.has_ranks = has_ranks
-        self.launch = record.launch
-        self.went_s = record.at_s if self.went_s is None else self.went_s
-        self._forget_exits()
-        self._all(record, state)
-
-    def _on_stopping(self, record: Record) -> None:
-        self._all(record, "stopping", _WITH_WORKERS)
-
-    def _on_cause(self, record: Record) -> None:
-        self.cause = record
-
-    def _on_restart(self, record: Record) -> None:
-        self.restarts += 1
-        self.all_restarts += 1
-        self._all(record, "restarting")
-
-    def _on_done(self, record: Record) -> None:
-        self._all(record, "own code")
-        if not self.has_ranks:
-            self.phase = "joined"  # another launch follows at once
-
-    def _on_failed(self, record: Record) -> None:
-        self.failures.append(record)
-        self._all(record, "own code")
-
-    def _on_broken(self, record: Record) -> None:
-        if not self.failures or self.failures[-1].text != record.text:  # not because of the launch that has failed
-            self.failures.append(record)
-            self._all(record, "own code")
-
     # --- the end of it
 
-    def summary(self, nproc: int | None, until_s: float) -> Summary:
+    def summary(self, until_s: float) -> Summary:
         """Return what has become of the gang, `until_s` seconds after its begin."""
         is_over = bool(self.nodes) and self.nodes[0].state == "left"
         for node in self.nodes:
             if not is_over and node.state not in ("left", "lost"):
                 node.close(until_s)
-        outcome, sentence = self._told(until_s, nproc)
-        ranks = tuple(self._rank(rank, node) for node in self.nodes for rank in _ranks_of(node, nproc))
+        outcome, sentence = self._told(until_s)
+        ranks = tuple(self._rank(rank, node) for node in self.nodes for rank in self._ranks_of(node))
         return Summary(
             outcome=outcome,
             sentence=sentence,
             seconds=until_s,
-            nodes=tuple(self.nodes),
+            nodes=self.nodes,
             ranks=ranks,
-            cause=self.cause,
             launch=self.launch,
             has_started=self.went_s is not None,
-            restarts=self.restarts,
-            all_restarts=self.all_restarts,
+            restarts=self.all_restarts,
             is_over=is_over,
-            nproc=nproc,
+            nproc=self.nproc,
         )
+
+    def _ranks_of(self, node: Node) -> list[int]:
+        """Return the ranks that a node should have; torchrun's own elasticity may have given it others."""
+        nproc = self.nproc or 0
+        expected = range(node.index * nproc, (node.index + 1) * nproc)
+        return list(expected) if set(expected).issuperset(node.exits) else sorted(node.exits)
 
     def _rank(self, rank: int, node: Node) -> Rank:
         end = node.exits.get(rank)
         if end is None or end.exit_code is None:
             has_begun = self.went_s is not None and self.has_ranks and node.state != "waiting"
-            after = "stopped" if has_begun else "waiting"
-            return Rank(rank, node.index, _RANK_STATES.get(node.state, after))  # type: ignore[arg-type]
+            return Rank(rank, node.index, _RANK_STATES.get(node.state, "stopped" if has_begun else "waiting"))
         cause = self.cause
         is_cause = cause is not None and (cause.rank, cause.generation) == (rank, end.generation)
         was_told = end.exit_code in _STOPPED_BY and not is_cause
         state: RankState = "done" if end.exit_code == 0 else "stopped" if was_told else "failed"
         return Rank(rank, node.index, state, end.exit_code)
 
-    def _told(self, until_s: float, nproc: int | None) -> tuple[Outcome, str]:
+    def _told(self, until_s: float) -> tuple[Outcome, str]:
         """Return the outcome, and the same in one sentence."""
-        why, so_long = self.why, until_s - (self.went_s or 0.0)
-        if self.phase in ("failed", "broken") and self.failures:
-            return self._told_failure()
-        if self.phase == "before_run":
-            return "running", f"The commands of before_run run for {duration(so_long)}."
-        if self.phase == "go":
-            return "running", f"{self._workers(nproc)} run for {duration(so_long)}{self._after_restarts()}."
-        if self.phase == "stopping" and why is not None:
-            who = "workers" if self.has_ranks else "commands"
-            return "stopping", _sentence(f"All {who} are told to stop", why.text)
-        if self.phase == "restart" and why is not None:
-            return "restarting", _sentence(
-                f"All workers start again ({why.text})", self.cause.text if self.cause else ""
-            )
-        if self.phase == "done" and why is not None:
-            took = duration(why.at_s - (self.went_s or 0.0))
-            return "done", f"{self._workers(nproc)} have ended well after {took}{self._after_restarts()}."
+        went_s = self.went_s or 0.0
+        match self.phase:
+            case "failed" | "broken":
+                return self._told_failure()
+            case "before_run":
+                return "running", f"The commands of before_run run for {duration(until_s - went_s)}."
+            case "go":
+                return "running", f"{self._workers()} run for {duration(until_s - went_s)}{self._after_restarts()}."
+            case "stopping":
+                return "stopping", _sentence("All nodes are told to stop", self.phase_text)
+            case "restart":
+                why = self.cause.text if self.cause else ""
+                return "restarting", _sentence(f"All workers start again ({self.phase_text})", why)
+            case "done":
+                took = duration(self.phase_s - went_s)
+                return "done", f"{self._workers()} have ended well after {took}{self._after_restarts()}."
         return "waiting", self._told_waiting()
 
     def _told_failure(self) -> tuple[Outcome, str]:
-        first = self.failures[-1]
-        text = self.cause.text if self.cause is not None else first.text
+        last = self.failures[-1]
+        text = self.cause.text if self.cause is not None else last.text
         if all(node.ended_well for node in self.nodes) and self.phase == "failed":
-            return "done", _sentence(f"The step has ended well, though launch {first.launch} had failed", text)
-        return "failed", _sentence(f"Failed after {duration(first.at_s)}{self._after_restarts()}", text)
+            return "done", _sentence(f"The step has ended well, though launch {last.launch} had failed", text)
+        return "failed", _sentence(f"Failed after {duration(last.at_s)}{self._after_restarts()}", text)
 
     def _told_waiting(self) -> str:
-        if self.nodes and self.nodes[0].index > 0:
-            return f"Node {self.nodes[0].index} {_ALONE.get(self.nodes[0].state, 'has joined; its own code runs')}."
-        missing = [node.index for node in self.nodes if node.state == "missing"]
+        nodes = self.nodes
+        if nodes and nodes[0].index > 0:
+            return f"Node {nodes[0].index}: {nodes[0].word}."
+        missing = [node.index for node in nodes if node.state == "missing"]
         if missing:
-            return (
-                f"{len(self.nodes) - len(missing)} of {len(self.nodes)} nodes have joined; missing: {names(missing)}."
-            )
-        late = [node.index for node in self.nodes if node.state != "waiting"]
+            return f"{len(nodes) - len(missing)} of {len(nodes)} nodes have joined; missing: {names(missing)}."
+        late = [node.index for node in nodes if node.state != "waiting"]
         if self.phase == "ready" and late:
-            called = len(self.nodes) - len(late)
-            return f"{called} of {len(self.nodes)} nodes have called run; still in their own code: {names(late)}."
-        return f"{counted(len(self.nodes), 'node')} joined; the step's own code runs."
+            called = len(nodes) - len(late)
+            return f"{called} of {len(nodes)} nodes have called run; still in their own code: {names(late)}."
+        return f"{counted(len(nodes), 'node')} joined; the step's own code runs."
 
-    def _workers(self, nproc: int | None) -> str:
-        ranks = "The workers" if nproc is None else counted(nproc * len(self.nodes), "rank")
-        alone = len(self.nodes) == 1 and self.nodes[0].index > 0
-        return f"{ranks} on {names([self.nodes[0].index]) if alone else counted(len(self.nodes), 'node')}"
+    def _workers(self) -> str:
+        first, count = self.nodes[0].index, len(self.nodes)
+        ranks = "The workers" if self.nproc is None else counted(self.nproc * count, "rank")
+        return f"{ranks} on {names([first]) if first > 0 else counted(count, 'node')}"
 
     def _after_restarts(self) -> str:
         return f", after {counted(self.restarts, 'restart')}" if self.restarts else ""
@@ -390,9 +358,3 @@ class _Fold:
 def _sentence(what: str, why: str) -> str:
     text = f"{what}: {why}" if why else what
     return text if text.endswith((".", "…", "!", "?")) else f"{text}."
-
-
-def _ranks_of(node: Node, nproc: int | None) -> list[int]:
-    """Return the ranks that a node should have; torchrun's own elasticity may have given it others."""
-    expected = range(node.index * (nproc or 0), (node.index + 1) * (nproc or 0))
-    return list(expected) if set(expected).issuperset(node.exits) else sorted(node.exits)

@@ -8,11 +8,10 @@ from __future__ import annotations
 import io
 import json
 import os
-import re
 import sys
 import time
-from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from datetime import datetime, timezone
 from typing import Any
 
@@ -20,17 +19,16 @@ from ..compat.cli import CommandException, click
 from ..compat.datastore import DatastoreValues
 from ..compat.graph import parallel_steps
 from ..compat.renamed import versions
+from ..compat.stored import latest_run
 from ..errors import TorchrunError
 from ..gang.texts import size_text
 from ..launch.outputs import Outputs
 from ..records.snapshot import Snapshot
 from .as_text import lines_of, printable, table
 from .data import as_data
-from .log_lines import shown, wanted
-from .page import failed_rank, page_of
-from .run_end import latest_run
+from .page import page_of
 from .stored_gangs import StoredGang, StoredGangs
-from .stored_logs import StoredLogs
+from .stored_logs import Line, StoredLogs
 
 
 class _Commands(click.Group):  # type: ignore[misc]  # Metaflow is not typed
@@ -84,9 +82,9 @@ def show(obj: Any, gang: str, attempt: int | None, as_json: bool) -> None:
     _allow_any_text()
     stored = StoredGangs(obj.flow_datastore)
     found = [(each, _checked(each, attempt)) for each in _find(obj, stored, gang)]
-    if as_json:
-        from ..features.listed import FEATURES
+    from ..features.listed import FEATURES  # here: every flow imports this module
 
+    if as_json:
         kept = [feature.name for feature in FEATURES if feature.after]
         gangs = [as_data(each.place(which), _now(stored, each, which), kept) for each, which in found]
         shown_run = {"run": found[0][0].asked_run, "step": found[0][0].step, "gangs": gangs}
@@ -101,32 +99,22 @@ def show(obj: Any, gang: str, attempt: int | None, as_json: bool) -> None:
 @_gang
 @click.option("--rank", type=int, default=None, help="Only what this rank has written.")
 @click.option("--node", type=int, default=None, help="Only what this node and its ranks have written.")
-@click.option("--grep", metavar="PATTERN", default=None, help="Only lines in which this regular expression is found.")
 @click.option("--follow", is_flag=True, default=False, help="Go on until the attempt has ended.")
 @_attempt
 @_json
 @click.pass_obj
 def logs(
-    obj: Any,
-    gang: str,
-    rank: int | None,
-    node: int | None,
-    grep: str | None,
-    follow: bool,
-    attempt: int | None,
-    as_json: bool,
+    obj: Any, gang: str, rank: int | None, node: int | None, follow: bool, attempt: int | None, as_json: bool
 ) -> None:
     """Show the logs of one gang."""
     _allow_any_text()
-    pattern = _pattern(grep)
-    stored = StoredGangs(obj.flow_datastore)
-    found = _find_one(obj, stored, gang)
-    kept = StoredLogs(stored, found, _checked(found, attempt))
+    kept = StoredLogs(*_find_one(obj, gang, attempt))
     is_empty = True
     with suppress(KeyboardInterrupt):
-        for line in wanted(kept.follow() if follow else kept.lines(), rank, node, pattern):
-            is_empty = False
-            click.echo(json.dumps(line.as_dict()) if as_json else shown(line, _clock))
+        for line in kept.follow() if follow else kept.lines():
+            if rank in (None, line.rank) and node in (None, line.node):
+                is_empty = False
+                click.echo(json.dumps(asdict(line)) if as_json else f"{_clock(line)} {line.labelled}")
     if is_empty:
         more = "Metaflow stores the log of a local run when its task ends, and remote ones every few seconds."
         click.echo(f"No such line is stored. {more}", err=True)
@@ -142,9 +130,8 @@ def logs(
 def outputs(obj: Any, gang: str, to: str | None, launch: int | None, node: int | None, attempt: int | None) -> None:
     """Show or fetch the outputs of one gang."""
     _allow_any_text()
-    stored = StoredGangs(obj.flow_datastore)
-    found = _find_one(obj, stored, gang)
-    kept = _outputs(obj, stored.snapshot(found, _checked(found, attempt)), launch)
+    stored, found, which = _find_one(obj, gang, attempt)
+    kept = _outputs(obj, stored.snapshot(found, which), launch)
     if node not in (None, *kept.nodes):
         raise NoOutputs(f"Node {node} has stored none; nodes that have: {', '.join(map(str, kept.nodes))}.")
     try:
@@ -172,43 +159,35 @@ def _outputs(obj: Any, snapshot: Snapshot | None, launch: int | None) -> Outputs
     if launch is None:
         with_files = [number for number, nodes in known.items() if any(each["files"] for each in nodes.values())]
         launch = max(with_files or known, default=None)
-    if launch not in known:
-        raise _none(snapshot, launch, sorted(known))
+    if launch not in known and known:
+        raise NoOutputs(f"Launch {launch} has stored no outputs; launches that have: {', '.join(map(str, known))}.")
+    if launch is None or launch not in known:
+        raise NoOutputs(
+            "No launch of this gang has stored outputs: current.torch.run(outputs=[...]) names what to store, and it is "
+            "stored when all workers have ended."
+        )
     nodes = {int(node): (each["key"], each["files"], each["size"]) for node, each in known[launch].items()}
     return Outputs(DatastoreValues(obj.flow_datastore).address, nodes)
 
 
-def _none(snapshot: Snapshot | None, launch: int | None, launches: Sequence[int]) -> NoOutputs:
-    """Say why a launch, or none of a gang, has stored outputs."""
-    if snapshot is None:
-        return NoOutputs("Nothing is recorded of this gang, and so nothing of its outputs.")
-    left_out, is_wanted = (snapshot.features.get(name) for name in ("launches_left_out", "wants_outputs"))
-    if launches:
-        said = ", ".join(map(str, launches))
-        if left_out:
-            said += f"; where those of {left_out} earlier launches are, their results alone know"
-        return NoOutputs(f"Launch {launch} has stored no outputs; launches that have: {said}.")
-    if is_wanted:
-        return NoOutputs("No launch of this gang has stored its outputs: that happens when all its workers have ended.")
-    has_not = (
-        "was asked to store any" if is_wanted is not None else "has stored any"
-    )  # older versions did not record it
-    return NoOutputs(f"No launch of this gang {has_not}: current.torch.run(outputs=[...]) names what to store.")
-
-
-def _find_one(obj: Any, stored: StoredGangs, named: str) -> StoredGang:
-    """Return the one gang that is meant, or say which there are."""
+def _find_one(obj: Any, named: str, attempt: int | None) -> tuple[StoredGangs, StoredGang, int]:
+    """Return what is stored, the one gang that is meant, and its attempt, or say which gangs there are."""
+    stored = StoredGangs(obj.flow_datastore)
     found = _find(obj, stored, named)
     if len(found) > 1:
         known = ", ".join(f"{each.run}/{each.step}/{each.control_task}" for each in found)
         raise CommandException(f"{named} has {len(found)} gangs, and each has a rank 0. Name one of them: {known}.")
-    return found[0]
+    return stored, found[0], _checked(found[0], attempt)
 
 
 def _find(obj: Any, stored: StoredGangs, named: str) -> list[StoredGang]:
     """Return the gangs that are meant by ``RUN``, ``RUN/STEP`` or ``RUN/STEP/TASK``, or say what there is."""
-    parts = [part for part in (named or _latest_run(obj)).split("/") if part]
-    if parts and parts[0] == obj.flow.name:  # as Metaflow's client names it
+    name = obj.flow.name
+    asked = named or latest_run(name)
+    if not asked:
+        raise CommandException(f"No run of {name} was started here. Name one: {_program()} torchrun show RUN.")
+    parts = [part for part in asked.split("/") if part]
+    if parts and parts[0] == name:  # as Metaflow's client names it
         parts = parts[1:]
     if not 1 <= len(parts) <= 3:
         raise CommandException(f"{named!r} is no gang: write RUN, RUN/STEP or RUN/STEP/TASK, for example 1234/train.")
@@ -216,7 +195,7 @@ def _find(obj: Any, stored: StoredGangs, named: str) -> list[StoredGang]:
     steps = stored.steps(run)
     if not steps:
         raise CommandException(
-            f"The datastore ({stored.place}) has no run {run} of {obj.flow.name}. If the run used another datastore, "
+            f"The datastore ({stored.storage.place}) has no run {run} of {name}. If the run used another datastore, "
             f"name it: {_program()} --datastore NAME torchrun show {named}."
         )
     step = named_step or _only_gang(obj, run, steps)
@@ -230,14 +209,6 @@ def _find(obj: Any, stored: StoredGangs, named: str) -> list[StoredGang]:
             f"Step {step} of run {run} has no task {task}. Its gangs have the control tasks {known}."
         )
     return found
-
-
-def _latest_run(obj: Any) -> str:
-    """Return the run that was started or resumed last in this place."""
-    run = latest_run(obj.flow.name)
-    if run is None:
-        raise CommandException(f"No run of {obj.flow.name} was started here. Name one: {_program()} torchrun show RUN.")
-    return str(run)
 
 
 def _only_gang(obj: Any, run: str, steps: list[str]) -> str:
@@ -269,7 +240,7 @@ def _now(stored: StoredGangs, gang: StoredGang, attempt: int) -> Snapshot | None
 def _page(stored: StoredGangs, gang: StoredGang, attempt: int, where: str) -> list[str]:
     place, snapshot = gang.place(attempt), _now(stored, gang, attempt)
     which = f" --attempt {attempt}" if attempt < gang.last_attempt else ""
-    program = f"{_program()} {'' if stored.is_default else f'--datastore {stored.kind} '}torchrun"
+    program = f"{_program()} {'' if stored.storage.is_default else f'--datastore {stored.storage.kind} '}torchrun"
     ask = f"{program} logs {where}{which}"
     hints = ["", f"Logs of all nodes: {ask}"]
     if snapshot is None:
@@ -285,7 +256,7 @@ def _page(stored: StoredGangs, gang: StoredGang, attempt: int, where: str) -> li
 
     if snapshot.features.get("outputs"):
         hints.append(f"Its outputs: {program} outputs {where}{which}")
-    if (rank := failed_rank(snapshot)) is not None:
+    if (rank := (snapshot.cause or {}).get("rank")) is not None:
         hints.append(f"Of the rank that failed: {ask} --rank {rank}")
     text = lines_of(page_of(snapshot, place, FEATURES))
     if place.outcome(snapshot.summary) == "ended":
@@ -299,13 +270,6 @@ def _told_by_metaflow(stored: StoredGangs, gang: StoredGang, attempt: int) -> li
     return table(("node", "task", "state"), rows, right=("node",))
 
 
-def _pattern(grep: str | None) -> re.Pattern[str] | None:
-    try:
-        return None if grep is None else re.compile(grep)
-    except re.error as error:
-        raise CommandException(f"--grep {grep!r} is no regular expression: {error}.") from error
-
-
 def _program() -> str:
     return f"python {os.path.basename(sys.argv[0])}"
 
@@ -316,10 +280,10 @@ def _allow_any_text() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
-def _clock(stamp: str) -> str:
-    """Return the local time of day of a time of a log."""
+def _clock(line: Line) -> str:
+    """Return the local time of day of a line of a log."""
     try:
-        moment = datetime.fromisoformat(stamp).replace(tzinfo=timezone.utc).astimezone()
+        moment = datetime.fromisoformat(line.time).replace(tzinfo=timezone.utc).astimezone()
     except ValueError:  # a line without a time
         return " " * 12
     return moment.strftime("%H:%M:%S.%f")[:-3]

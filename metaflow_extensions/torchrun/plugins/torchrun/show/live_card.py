@@ -22,16 +22,16 @@ from metaflow import current
 
 from ..compat import cards
 from ..compat.renamed import convenience
+from ..errors import TorchrunConfigError
 from ..machine import processes
 from ..machine.detached import PROGRAM, Detached
 from ..records.snapshot import Snapshot
-from .gang_part import GangPart
-from .page import Place
+from .as_card import part, said
+from .page import Place, page_of, section_names
 
 if TYPE_CHECKING:
     from ..node.watchers import Feature
 
-_TYPE = "torchrun"  # of the card
 _LOOKS_EVERY_S = 1.0
 # A process of Metaflow's takes most of a second of a core. So a young step shows what has happened at most every 5 s,
 # and numbers alone every 15 s; the pause grows with the step's age to 90 s, which is less than 1 % of a core. After
@@ -40,8 +40,9 @@ _SHORTEST_S, _SHORTEST_QUIET_S = 5.0, 15.0
 _LONGEST_S, _OF_AGE = 90.0, 0.1
 _LONGEST_AFTER_NEWS_S, _OF_AGE_AFTER_NEWS = 30.0, 0.01
 _OF_ALL_PER_S, _OF_ONE_MACHINE_PER_S = 2.0, 0.1
-# How long a failed task waits for its last card: so long where a card takes some seconds, and on a slow machine longer.
-_LAST_S, _LONGEST_LAST_S, _USUAL_CARD_S = 15.0, 60.0, 4.0
+_SETTLE_S = 15.0  # for a renewal that is being started when the step ends
+_LAST_S = 60.0  # for the last card of a failed task: it takes some seconds, and more on a busy machine
+_REAP_S = 1.0  # that the first process of a system may take to reap one
 
 
 def pause_s(age_s: float, has_news: bool, shortest_s: float) -> float:
@@ -54,23 +55,6 @@ def pause_s(age_s: float, has_news: bool, shortest_s: float) -> float:
     return max(shortest_s, _SHORTEST_QUIET_S, min(_LONGEST_S, age_s * _OF_AGE))
 
 
-def last_patience_s(slowest_s: float, load: float) -> float:
-    """Return how long a failed task waits for its last card.
-
-    `slowest_s` is what the slowest card so far has taken, 0 without one; `load` is how many processes want each core of
-    this machine. Either tells that what usually takes seconds takes longer here.
-    """
-    return min(_LONGEST_LAST_S, _LAST_S * max(1.0, slowest_s / _USUAL_CARD_S, load))
-
-
-def _load() -> float:
-    """Return how many processes want each core, over the last minute; a container has its machine's."""
-    try:
-        return os.getloadavg()[0] / (os.cpu_count() or 1)
-    except OSError:
-        return 0.0
-
-
 def pause_of_member_s(num_nodes: int, is_local: bool) -> float:
     """Return the shortest pause on a node that is not the control node.
 
@@ -80,8 +64,46 @@ def pause_of_member_s(num_nodes: int, is_local: bool) -> float:
     return max(_SHORTEST_S, num_nodes / (_OF_ONE_MACHINE_PER_S if is_local else _OF_ALL_PER_S))
 
 
+class GangPart(cards.component_class()):  # type: ignore[misc]  # Metaflow is not typed
+    """Parts of the gang's page in a card of a user's own: it shows what is known whenever Metaflow asks."""
+
+    REALTIME_UPDATABLE = True
+
+    def __init__(
+        self,
+        names: tuple[str, ...],
+        snapshot: Callable[[], Snapshot | None],
+        place: Callable[[], Place],
+        features: Sequence[Feature] = (),
+    ) -> None:
+        known = section_names(features)
+        unknown = [name for name in names if name not in known]
+        if unknown:
+            raise TorchrunConfigError(
+                f"current.torch.card knows no part {unknown[0]!r}. The parts are {', '.join(map(repr, known))}."
+            )
+        self._names = names
+        self._snapshot = snapshot  # what to show now, from any thread; None before the first launch
+        self._place, self._features = place, features
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: it always shows what is so now."""
+
+    @cards.as_component
+    def render(self) -> dict[str, Any]:
+        """Return it as plain data, as Metaflow's own components do."""
+        snapshot = self._snapshot()
+        if snapshot is None:
+            return {**said("No launch has begun yet."), "id": self.component_id}
+        page = page_of(snapshot, self._place(), self._features, is_short=True)
+        return part(self.component_id, page, self._names)
+
+
 class LiveCard:
-    """The cards of one task, from the gang's begin to its end."""
+    """The cards of one task, from the gang's begin to its end.
+
+    The step's thread makes it, asks it for parts and ends it; its own thread renews the cards.
+    """
 
     def __init__(
         self,
@@ -97,13 +119,12 @@ class LiveCard:
         self._count = count  # how many things have happened
         self._runs_own_code = runs_own_code  # whether the step's own code runs now
         self._shortest_pause_s = _SHORTEST_S if shortest_pause_s is None else shortest_pause_s
-        self._cards = cards.of_type(_TYPE) if with_ours else []  # of our type
+        self._cards = cards.of_type("torchrun") if with_ours else []
         self._is_off = False  # whether none is made
         self._has_parts = False  # whether the step's code has asked for any
         self._began_at = time.monotonic()
         self._pid = os.getpid()
         self._shown, self._shown_at = -1, float("-inf")
-        self._slowest_s = 0.0  # what the slowest process of a card has taken, or takes
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="torchrun-card", daemon=True)
         if self._cards:
@@ -128,18 +149,19 @@ class LiveCard:
     def _now(self) -> Snapshot:
         return self._snapshot().at(time.monotonic() - self._began_at)
 
+    # --- in the card's thread
+
     def _run(self) -> None:
         while not self._over.wait(_LOOKS_EVERY_S):
             with convenience(cards.LIVE):
-                self._look()
+                if self._is_due(time.monotonic()):
+                    others = cards.with_component(GangPart) if self._has_parts and not self._runs_own_code() else []
+                    if not any(map(cards.is_busy, [*self._cards, *others])):
+                        self._renew(others)
 
-    def _look(self) -> None:
-        if any(map(cards.is_busy, self._cards)):
-            self._slowest_s = max(self._slowest_s, time.monotonic() - self._shown_at)
-        elif self._is_due(time.monotonic()):
-            others = cards.with_component(GangPart) if self._has_parts and not self._runs_own_code() else []
-            if not any(map(cards.is_busy, others)):
-                self._renew(others)
+    def _is_due(self, now: float) -> bool:
+        has_news = self._count() != self._shown
+        return now - self._shown_at > pause_s(now - self._began_at, has_news, self._shortest_pause_s)
 
     def _renew(self, others: list[Any]) -> None:
         self._shown, self._shown_at = self._count(), time.monotonic()
@@ -153,9 +175,7 @@ class LiveCard:
             if cards.renew_users(card):
                 self._shown = -1  # the next renewal is due soon
 
-    def _is_due(self, now: float) -> bool:
-        has_news = self._count() != self._shown
-        return now - self._shown_at > pause_s(now - self._began_at, has_news, self._shortest_pause_s)
+    # --- the end of it
 
     def give_up(self) -> bool:
         """Make no card, neither now nor at the end; tell whether there would be any of our type."""
@@ -172,26 +192,29 @@ class LiveCard:
             return
         self._over.set()
         if self._thread.is_alive():
-            self._thread.join(_LAST_S)
+            self._thread.join(_SETTLE_S)
         for card in self._cards:
             cards.give(card, self._snapshot().stored())
 
     def make_last(self, patience_s: float | None = None) -> None:
-        """Make the last cards of a task that fails, which Metaflow would not, and wait so long for it; only once.
-
-        By default that is as long as they are likely to take on this machine.
-        """
+        """Make the last cards of a task that fails, which Metaflow would not, and wait so long for it; only once."""
         if os.getpid() != self._pid or self._is_off:
             return
         self.settle()
-        own, self._cards = self._cards, []
-        others, self._has_parts = cards.with_component(GangPart) if self._has_parts else [], False
+        self._is_off = True
+        others = cards.with_component(GangPart) if self._has_parts else []
         # As for a task that ended well, Metaflow's `CardDecorator.task_finished`. Metaflow's own types can be made for
         # such a task alone, so a user's card is made once more as that of a task that runs.
-        if patience_s is None:
-            patience_s = last_patience_s(self._slowest_s, _load())
+        wanted = [(card, "render") for card in self._cards] + [(card, "render_runtime") for card in others]
+        deadline = time.monotonic() + (_LAST_S if patience_s is None else patience_s)
         with convenience(cards.LAST):  # also where no thread can be started
-            _make_all([(card, "render") for card in own] + [(card, "render_runtime") for card in others], patience_s)
+            threads = [
+                threading.Thread(target=_make_last, args=each, name="torchrun-lastcard", daemon=True) for each in wanted
+            ]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(max(0.0, deadline - time.monotonic()))
 
 
 def this_task() -> Place:
@@ -200,7 +223,11 @@ def this_task() -> Place:
     return Place(flow, run, step, task, ui_url=cards.ui_url())
 
 
-_REAP_S = 1.0  # that the first process of a system may take to reap one
+def _make_last(card: Any, first: str) -> None:
+    while cards.is_busy(card):  # Metaflow would wait, too, but without sleeping
+        time.sleep(0.05)
+    for mode in (first, "refresh"):
+        cards.make_last(card, mode)
 
 
 class _CardProcess(Detached):
@@ -218,10 +245,7 @@ class _CardProcess(Detached):
 
     @property
     def is_reaped(self) -> bool:
-        """Whether its parent has taken note of its end, or has had no second to do so.
-
-        Else each card would leave a dead process behind.
-        """
+        """Whether its parent has taken note of its end, or has had no second to do so."""
         is_new = self._ended_at is None or time.monotonic() < self._ended_at + _REAP_S
         return is_new or processes.began(self.pid) != self.began
 
@@ -239,27 +263,11 @@ def _start_detached(command: Sequence[str], card_uuid: str, env: Mapping[str, st
     if process is not None and process.poll() is None:
         return False
     if isinstance(process, _CardProcess) and not process.is_reaped:
-        # Whoever has adopted it reaps nothing, as a program that is a container's first process. One is enough.
+        # Whoever has adopted it reaps nothing, as a program that is a container's first process. Then each card would
+        # leave a dead process behind; one is enough.
         _CardProcess.is_of_use = False
     if not _CardProcess.is_of_use:
         return False
     started = _CardProcess(PROGRAM, command, env, stderr=subprocess.DEVNULL)
     cards.name_process(card_uuid, started)
     return True
-
-
-def _make_all(wanted: list[tuple[Any, str]], patience_s: float) -> None:
-    """Make the last of each card, all at the same time, and wait `patience_s` seconds at most."""
-    threads = [threading.Thread(target=_make_last, args=each, name="torchrun-lastcard", daemon=True) for each in wanted]
-    deadline = time.monotonic() + patience_s
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
-
-
-def _make_last(card: Any, first: str) -> None:
-    while cards.is_busy(card):  # Metaflow would wait, too, but without sleeping
-        time.sleep(0.05)
-    for mode in (first, "refresh"):
-        cards.make_last(card, mode)

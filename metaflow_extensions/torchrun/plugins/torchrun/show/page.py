@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ..gang.cause import Cause, signal_name
+from ..gang.cause import signal_name
 from ..gang.history import Report
 from ..gang.texts import duration, names, shortened
 from ..records.snapshot import Snapshot
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _MAX_CELLS = 64
 # A page that has little space lists so many nodes, those that need a look, and so many rows of what happened.
 _MAX_NODES, _FIRST_ROWS, _LAST_ROWS = 64, 20, 80
-_MAX_RESTARTS, _MAX_REPORT, _MAX_CAUSE = 5, 6000, 32_000  # reports of former failures, characters of each, of the last
+_MAX_REPORTS, _MAX_CHARS = 5, 32_000  # of former failures, and characters of each report
 _CODES = 4  # so many exit codes of a node are shown one by one
 # In which order states are told; the first that a node has gives its cell the colour.
 _ORDER: tuple[RankState, ...] = (
@@ -80,14 +80,13 @@ class Place:
 
     def sentence(self, snapshot: Snapshot) -> str:
         """Return what came of a gang, and why if it failed, in one line."""
-        sentence = snapshot.summary.sentence
-        if self.outcome(snapshot.summary) != "ended":
-            return sentence
+        summary = snapshot.summary
+        if self.outcome(summary) != "ended":
+            return summary.sentence
         # It records every few seconds, so the last of what has happened can be missing.
-        events = snapshot.events
-        last = _moment(events[-1].time) if events else ""
+        last = f", of {_moment(snapshot.events[-1].time)}" if snapshot.events else ""
         unknown = "The control node's task has ended, but has not recorded how."
-        return f"{unknown} Its last record{last and f', of {last}'}: {sentence}"
+        return f"{unknown} Its last record{last}: {summary.sentence}"
 
 
 @dataclass(frozen=True)
@@ -102,6 +101,11 @@ class _Shown:
     @property
     def summary(self) -> Summary:
         return self.snapshot.summary
+
+    def cut(self, text: str) -> str:
+        """Return a text, of a long one its begin where there is little space."""
+        more = len(text) - _MAX_CHARS
+        return f"{text[:_MAX_CHARS]}\n… {more} characters are left out here" if self.is_short and more > 0 else text
 
 
 def section_names(features: Iterable[Feature] = ()) -> list[str]:
@@ -132,12 +136,6 @@ def _section_of(feature: Feature, shown: _Shown) -> Section:
     return Section(feature.name, feature.name.capitalize(), parts)
 
 
-def failed_rank(snapshot: Snapshot) -> int | None:
-    """Return the rank whose failure the last launch has ended with, if it was one."""
-    rank: int | None = (snapshot.cause or {}).get("rank")
-    return rank
-
-
 # --- the outcome ------------------------------------------------------------------------------------
 
 
@@ -149,32 +147,22 @@ def _outcome(shown: _Shown) -> tuple[str, tuple[Part, ...]]:
         said = f"This is node {snapshot.node}. The gang's card is that of the control task, {control.text}."
         parts.append(Sentence(said, link=control))
     before = list(snapshot.reports)
-    is_failure = snapshot.error is not None or snapshot.cause is not None or summary.outcome == "failed"
+    is_failure = snapshot.error is not None or summary.outcome == "failed"
     if is_failure and before and before[-1].error is not None:
         last = before.pop()
-        more = len(last.text) - _MAX_CAUSE if shown.is_short else 0
-        text = f"{last.text[:_MAX_CAUSE]}\n… {more} characters are left out here" if more > 0 else last.text
-        parts.append(Block("Cause" if last.cause is not None else "Error", (Code(text),)))
-    elif snapshot.error is not None or snapshot.cause is not None:
-        text = snapshot.error or Cause.from_dict(snapshot.cause or {}).describe()
-        parts.append(Block("Cause" if snapshot.cause is not None else "Error", (Code(text),)))
-    elif summary.cause is not None and not before:  # of before there were reports
-        parts.append(Block("Last restart because of", (Sentence(summary.cause.text),)))
-    most = _MAX_RESTARTS if shown.is_short else len(before)
-    parts += [_former(each, shown.is_short) for each in before[::-1][:most]]
+        parts.append(Block("Cause" if last.cause is not None else "Error", (Code(shown.cut(last.text)),)))
+    most = _MAX_REPORTS if shown.is_short else len(before)
+    parts += [_former(shown, each) for each in before[::-1][:most]]
     if len(before) > most:
         parts.append(Sentence(f"{len(before) - most} earlier failures are not shown here."))
     return "", tuple(parts)
 
 
-def _former(report: Report, is_short: bool) -> Block:
+def _former(shown: _Shown, report: Report) -> Block:
     """Return a failure that was not the end of it."""
     what, _, text = report.text.partition("\n")
     after = "All workers were started again after this." if report.error is None else f"run raised {report.error}."
-    more = len(text) - _MAX_REPORT
-    if is_short and more > 0:
-        text = f"… {more} characters are left out here\n{text[more:]}"
-    code = [Code(text)] if text else []
+    code = [Code(shown.cut(text))] if text else []
     return Block(f"After {duration(report.at_s)}: {what}", (Sentence(after), *code), is_folded=True)
 
 
@@ -303,10 +291,12 @@ def _times(summary: Summary) -> dict[str, Any]:
         if span.state != "left"
     ]
     states = [state for state in COLOURS if any(row["state"] == state for row in rows)]
+    colours = {"domain": states, "range": [COLOURS[state] for state in states]}
     nodes = [node.index for node in summary.nodes]
     step = max(_MIN_STEP, min(_FULL_STEP, _HEIGHT // max(1, len(nodes))))
     y_axis = {"title": "node", "labelOverlap": True, "ticks": False, "domain": False}
     x_axis = {"title": f"seconds since the {'node' if nodes and nodes[0] else 'gang'}'s begin", "tickCount": 6}
+    legend = {"orient": "top", "title": None, "columns": 4}
     return {
         **frame(height={"step": step}),
         "data": {"values": rows},
@@ -315,12 +305,7 @@ def _times(summary: Summary) -> dict[str, Any]:
             "y": {"field": "node", "type": "ordinal", "scale": {"domain": nodes, "padding": 0}, "axis": y_axis},
             "x": {"field": "from", "type": "quantitative", "axis": x_axis},
             "x2": {"field": "to"},
-            "color": {
-                "field": "state",
-                "type": "nominal",
-                "scale": {"domain": states, "range": [COLOURS[state] for state in states]},
-                "legend": {"orient": "top", "title": None, "columns": 4},
-            },
+            "color": {"field": "state", "type": "nominal", "scale": colours, "legend": legend},
             "tooltip": [{"field": name} for name in ("node", "host", "state", "from", "to")],
         },
     }
@@ -339,8 +324,7 @@ def _launch(shown: _Shown) -> tuple[str, tuple[Part, ...]]:
         ("nodes", str(snapshot.of_nodes or len(summary.nodes))),
         ("ranks on each", str(snapshot.nproc_per_node or "")),
         ("launch", "" if summary.launch is None else str(summary.launch)),
-        ("restarts", str(summary.all_restarts)),
-        ("left out", next((event.text for event in events if event.kind == "omitted"), "")),
+        ("restarts", str(summary.restarts)),
         *((title, snapshot.facts.get(name, "")) for name, title in _FACTS.items()),
     ]
     command = [Code(snapshot.command, f"Command on node {snapshot.node or 0}")] if snapshot.command else []

@@ -14,12 +14,10 @@ from contextlib import suppress
 from typing import Any
 
 from ..compat.cli import failed_task
-from ..compat.stored import local_folder
 from ..gang.texts import names
 from .as_text import printable
 from .stored_gangs import StoredGang, StoredGangs
 
-_LATEST = "latest_torchrun"  # beside Metaflow's own `latest_run`, which `resume` does not write (2.19)
 _NODES = 8  # so many other nodes' ends are told at most: each has to be read
 
 
@@ -42,7 +40,7 @@ class RunEnd:
             for gang in stored.gangs(self._run_id, self._step):
                 if match["task"] in (None, gang.control_task):
                     lines += self._known(stored, gang)
-        option = "" if stored.is_default else f"--datastore {stored.kind} "
+        option = "" if stored.storage.is_default else f"--datastore {stored.storage.kind} "
         program = f"python {os.path.basename(sys.argv[0])} {option}torchrun show {self._where}"
         return "".join(f"[torchrun] {line}\n" for line in [*lines, f"To see what came of the gang: {program}"])
 
@@ -59,27 +57,3 @@ class RunEnd:
         if is_cut:
             for node, state in stored.told_by_metaflow(gang, attempt, _NODES).items():
                 yield f"Metaflow says of {names([node])}: it {state}"
-
-
-def note_latest(flow_name: str, run_id: str) -> None:
-    """Remember a run as the last that was started in this place."""
-    path = _place_of(_LATEST, flow_name)
-    if path is not None:
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        with open(path + ".part", "w", encoding="utf-8") as file:
-            file.write(str(run_id))
-        os.replace(path + ".part", path)
-
-
-def latest_run(flow_name: str) -> str | None:
-    """Return the run that was started or resumed last in this place; None if there is none."""
-    paths = [path for name in (_LATEST, "latest_run") if (path := _place_of(name, flow_name)) and os.path.exists(path)]
-    if not paths:
-        return None
-    with open(max(paths, key=os.path.getmtime), encoding="utf-8") as file:
-        return file.read().strip() or None
-
-
-def _place_of(name: str, flow_name: str) -> str | None:
-    folder = local_folder(flow_name)
-    return folder and os.path.join(folder, name)

@@ -6,6 +6,7 @@ however many nodes it has. The names of tasks and files are those of Metaflow 2.
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, replace
 from typing import Any
@@ -58,7 +59,7 @@ class StoredGang:
     step: str
     control_task: str
     tasks: dict[int, str]  # by node
-    files: dict[str, dict[int, set[str]]]  # by task and attempt
+    files: dict[str, dict[int, set[str]]]  # of all tasks of the step, by task and attempt
     clone: tuple[str, str] | None = None  # run and control task of the clone that was asked for; this is its origin
 
     def is_named(self, task: str) -> bool:
@@ -73,7 +74,7 @@ class StoredGang:
     @property
     def last_attempt(self) -> int:
         """The highest attempt of which any task has a file."""
-        return max((attempt for files in self.files.values() for attempt in files), default=0)
+        return max((attempt for task in self.tasks.values() for attempt in self.files[task]), default=0)
 
     def has(self, task: str, attempt: int, name: str) -> bool:
         """Tell whether a task has a file."""
@@ -91,26 +92,11 @@ class StoredGangs:
 
     def __init__(self, flow_datastore: Any) -> None:
         self._datastore = flow_datastore  # metaflow.datastore.FlowDataStore
-        self._storage = Storage(flow_datastore)
-
-    @property
-    def place(self) -> str:
-        """Name the datastore, for messages."""
-        return self._storage.place
-
-    @property
-    def kind(self) -> str:
-        """Return what ``--datastore`` calls it."""
-        return self._storage.kind
-
-    @property
-    def is_default(self) -> bool:
-        """Whether it is taken where ``--datastore`` is not given."""
-        return self._storage.is_default
+        self.storage = Storage(flow_datastore)
 
     def steps(self, run: str) -> list[str]:
         """Return the steps of a run that have begun."""
-        return sorted(name for name, _ in self._storage.names([self._storage.path(run)]))
+        return sorted(name for name, _ in self.storage.names([self.storage.path(run)]))
 
     def gangs(self, run: str, step: str) -> list[StoredGang]:
         """Return the gangs of a step, several where it stands in a foreach; of what `resume` has cloned the origins."""
@@ -129,39 +115,32 @@ class StoredGangs:
         files = gang.files.get(gang.control_task, {}).get(0, set())
         if not files >= _OF_CLONE or _BEGUN in files:
             return []
-        tasks = self._storage.tasks_of((gang.run, gang.step, gang.control_task))
+        tasks = self.storage.tasks_of((gang.run, gang.step, gang.control_task))
         return [] if not tasks or tasks[0].split("/")[0] == gang.run else tasks
 
     def _origin_of(self, clone: StoredGang, tasks: list[str]) -> StoredGang:
         """Return the gang of which another is a clone; the clone itself where nothing is left of that."""
         run, step, control_task = tasks[0].split("/")
-        found = (gang for gang in self._gangs(run, step) if gang.control_task == control_task)
-        origin = next(found, clone)
-        return replace(origin, clone=(clone.run, clone.control_task)) if origin is not clone else clone
+        found = [gang for gang in self._gangs(run, step) if gang.control_task == control_task]
+        return replace(found[0], clone=(clone.run, clone.control_task)) if found else clone
 
     def _gangs(self, run: str, step: str) -> list[StoredGang]:
         """Return what a run has of the gangs of a step."""
-        tasks = {name for name, _ in self._storage.names([self._storage.path(run, step)])}
+        tasks = {name for name, _ in self.storage.names([self.storage.path(run, step)])}
         files: dict[str, dict[int, set[str]]] = {task: {} for task in tasks}
-        for name, path in self._storage.names([self._storage.path(run, step, task) for task in sorted(tasks)]):
+        for name, path in self.storage.names([self.storage.path(run, step, task) for task in sorted(tasks)]):
             match = _ATTEMPT.fullmatch(name)
             if match is not None:
-                task = self._storage.split(path)[-2]
+                task = self.storage.split(path)[-2]
                 files[task].setdefault(int(match[1]), set()).add(match[2])
         found: dict[str, dict[int, str]] = {}
         for task in tasks:
             control, node = place_of(task, tasks)
             found.setdefault(control, {})[node] = task
+        flow = self._datastore.flow_name
         return [
-            StoredGang(
-                self._datastore.flow_name,
-                run,
-                step,
-                control,
-                dict(sorted(nodes.items())),
-                {task: files[task] for task in nodes.values()},
-            )
-            for control, nodes in sorted(found.items(), key=lambda item: _in_order(item[0]))
+            StoredGang(flow, run, step, control, dict(sorted(found[control].items())), files)
+            for control in sorted(found, key=lambda task: (int(task), "") if task.isdecimal() else (math.inf, task))
         ]
 
     def snapshot(self, gang: StoredGang, attempt: int) -> Snapshot | None:
@@ -173,32 +152,17 @@ class StoredGangs:
         return {node: self._state(gang, task, attempt) for node, task in list(gang.tasks.items())[:at_most]}
 
     def _state(self, gang: StoredGang, task: str, attempt: int) -> str:
-        if not gang.files[task].get(attempt):
-            return "has no such attempt"
-        if not gang.has(task, attempt, _DONE):
-            if not gang.has(task, attempt, _RUNTIME):
-                return "has begun; no end is known"
+        where = (gang.run, gang.step, task)
+        if gang.has(task, attempt, _DONE):
+            is_ok, error = self.storage.end_of(where, attempt)
+            said = "" if error is None else f": {str(error).splitlines()[-1]}"
+            return "succeeded" if is_ok else f"failed{said}"
+        if gang.has(task, attempt, _RUNTIME):
             # Of a remote task, that is the end of the process which has looked after it.
-            code = self._return_code(gang, task, attempt)
+            code = int(self.storage.metadata(where, attempt, _RUNTIME).get("return_code") or 0)
             return describe_exit(code) if code < 0 else "was killed"
-        is_ok, error = self._storage.end_of((gang.run, gang.step, task), attempt)
-        if is_ok:
-            return "succeeded"
-        return "failed" if error is None else f"failed: {str(error).splitlines()[-1]}"
+        return "has begun; no end is known" if gang.files[task].get(attempt) else "has no such attempt"
 
-    def _return_code(self, gang: StoredGang, task: str, attempt: int) -> int:
-        found = self._storage.metadata((gang.run, gang.step, task), attempt, _RUNTIME)
-        return int(found.get("return_code") or 0)
-
-    def paths(self, gang: StoredGang, task: str, attempt: int, name: str) -> str:
+    def path(self, gang: StoredGang, task: str, attempt: int, name: str) -> str:
         """Return where a file of a task is."""
-        return self._storage.path(gang.run, gang.step, task, f"{attempt}.{name}")
-
-    def load(self, paths: list[str]) -> Any:
-        """Return a context in which triples of a path, the local file with its content (None: missing), and more come."""
-        return self._storage.load(paths)
-
-
-def _in_order(task: str) -> tuple[int, str]:
-    """Sort numbers as numbers."""
-    return (int(task), "") if task.isdecimal() else (1 << 62, task)
+        return self.storage.path(gang.run, gang.step, task, f"{attempt}.{name}")

@@ -1,4 +1,4 @@
-"""Reads the stored logs of a gang's tasks, and reads on while they grow.
+"""The stored logs of a gang's tasks, merged by time and told whose each line is; read on while they grow.
 
 Metaflow keeps them as ``mflog`` (2.19): a line has the time at which it was taken down. Files may be large and many,
 so they are read piece by piece, and none is held open.
@@ -6,21 +6,73 @@ so they are read piece by piece, and none is held open.
 
 from __future__ import annotations
 
+import heapq
 import math
+import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from ..compat.stored import LINE_PARSER, LOG_SOURCES
 from ..records.snapshot import Snapshot
-from .log_lines import Line, Reader, Source
 from .stored_gangs import StoredGang, StoredGangs
 
+_LABEL = re.compile(r"\[(?:rank (\d+)|torchrun node (\d+)|node (\d+) before_run \d+/\d+)\] ")
 _PIECE = 256 * 1024
-_STREAMS = ("stdout", "stderr")
 _PAUSE_S = 1.0  # at least, between two looks at logs that grow
 _SHARE = 2.0  # a look that takes long is followed by a pause of so many times that
 _LAST_S = 5.0  # an attempt's logs are stored whole a moment after its end: then nothing new comes for so long
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of a log."""
+
+    time: str  # UTC, as ISO 8601 has it; by the clock of the machine that took it down
+    task: str
+    stream: str  # stdout or stderr
+    node: int | None  # None: of one of the nodes whose lines stand in one log
+    rank: int | None
+    text: str
+
+    @property
+    def labelled(self) -> str:
+        """The text, which says where it comes from as far as that is known."""
+        return self.text if self.node is None or _LABEL.match(self.text) else f"[node {self.node}] {self.text}"
+
+
+@dataclass(frozen=True)
+class Source:
+    """One stream of one task's log, or what is new in it."""
+
+    task: str
+    node: int
+    stream: str
+    lines: Iterable[tuple[str, str]]  # time and text, in the order in which they were written
+
+
+def merged(sources: Iterable[Source], nodes: Collection[int], node_of: Callable[[int], int | None]) -> Iterator[Line]:
+    """Return all lines by time; those of one source stay in order, whatever their clock has done.
+
+    On a local run the nodes' tasks have no logs of their own: all lines stand in the control task's. On a remote run
+    with ``logs="all"`` the control task's log has copies of other nodes' lines. One rule leaves them out: a node that
+    has a log of its own, as `nodes` have, is read there.
+    """
+    return heapq.merge(*(_lines(source, nodes, node_of) for source in sources), key=lambda line: line.time)
+
+
+def _lines(source: Source, nodes: Collection[int], node_of: Callable[[int], int | None]) -> Iterator[Line]:
+    latest = ""
+    own = source.node if len(nodes) > 1 else None  # else lines without a label may be any node's
+    for stamp, text in source.lines:
+        latest = max(latest, stamp)
+        label = _LABEL.match(text)
+        rank = int(label[1]) if label and label[1] else None
+        named = node_of(rank) if rank is not None else int(label[2] or label[3]) if label else None
+        node = own if named is None else named
+        if node in (None, source.node) or node not in nodes:
+            yield Line(latest, source.task, source.stream, node, rank, text)
 
 
 class StoredLogs:
@@ -33,12 +85,12 @@ class StoredLogs:
     def lines(self, is_growing: bool = False) -> Iterator[Line]:
         """Return what is new since the last call, by time; of a log that grows, whole lines."""
         files = self._files()
-        with self._stored.load(list(files)) as loaded:
+        with self._stored.storage.load(list(files)) as loaded:
             here = {path: Path(local) for path, local, _ in loaded if local is not None}
             snapshot = self._stored.snapshot(self._gang, self._attempt) or Snapshot()
             nodes = {node for _, node, _ in (files[path] for path in here)}
             sources = [Source(*files[path], self._new(path, local, is_growing)) for path, local in here.items()]
-            yield from Reader(snapshot.summary.node_of, nodes).merged(sources)
+            yield from merged(sources, nodes, snapshot.summary.node_of)
 
     def follow(
         self, clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep
@@ -57,26 +109,29 @@ class StoredLogs:
                 yield line
             if is_last:
                 return
-            if place.is_done or place.last_attempt > self._attempt:
+            if place.is_over:
                 ends_at = clock() + _LAST_S if is_new or ends_at == math.inf else ends_at
             sleep(max(_PAUSE_S, _SHARE * (clock() - began)))
 
     def _files(self) -> dict[str, tuple[str, int, str]]:
         """Return the logs that exist, each with its task, node and stream."""
         return {
-            self._stored.paths(self._gang, task, self._attempt, name): (task, node, stream)
+            self._stored.path(self._gang, task, self._attempt, name): (task, node, stream)
             for node, task in self._gang.tasks.items()
-            for stream in _STREAMS
+            for stream in ("stdout", "stderr")
             for source in LOG_SOURCES
             if self._gang.has(task, self._attempt, name := f"{source}_{stream}.log")
         }
 
     def _new(self, path: str, local: Path, is_growing: bool) -> Iterator[tuple[str, str]]:
-        latest = ""
+        """Return time and text of the lines that have not been read; one without a time has that of the line before."""
+        stamp = ""
         for line in _whole_lines(local, self._read.get(path, 0), is_growing):
             self._read[path] = self._read.get(path, 0) + len(line)
-            latest, text = _parsed(line, latest)
-            yield latest, text
+            match, text = LINE_PARSER.match(line), line
+            if match is not None:
+                stamp, text = match[3].decode("ascii", "replace"), match[6]
+            yield stamp, text.decode("utf-8", "replace").rstrip("\n")
 
 
 def _whole_lines(path: Path, offset: int, is_growing: bool) -> Iterator[bytes]:
@@ -94,10 +149,3 @@ def _piece(path: Path, offset: int) -> bytes:
     with path.open("rb") as file:
         file.seek(offset)
         return file.read(_PIECE)
-
-
-def _parsed(line: bytes, before: str) -> tuple[str, str]:
-    """Return time and text of a stored line; one without a time has that of the line before."""
-    match = LINE_PARSER.match(line)
-    stamp, text = (before, line) if match is None else (match[3].decode("ascii", "replace"), match[6])
-    return stamp, text.decode("utf-8", "replace").rstrip("\n")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import Any
 
 from ..gang.history import Record
 from ..gang.texts import names
@@ -15,9 +16,7 @@ _TOGETHER = {
     "started": "{nodes}: all workers run",
     "output": "{nodes}: first output",
     "exited": "{ranks} {text}",
-    "stopped": "{nodes}: all workers are gone",
-    "stopped before": "{nodes}: all commands are gone",
-    "stored": "{nodes} stored outputs{because}",
+    "stored": "{nodes} stored outputs",
     "finished": "{nodes}: the step has ended well",
     "left": "{nodes} left{because}",
 }
@@ -30,8 +29,7 @@ _ALONE = {
     "timeout": "timeout: {text}",
     "preempted": "node {node} {text}",
     "dropped": "node {node} dropped out; the others go on",
-    "stopping": "all workers are told to stop{because}",
-    "stopping before": "all commands are told to stop{because}",
+    "stopping": "all nodes are told to stop{because}",
     "cause": "cause: {text}",
     "restart": "{text}",
     "done": "the launch has ended well",
@@ -41,42 +39,27 @@ _ALONE = {
     "broken": "nothing can be launched any more{because}",
 }
 # What stands without its text where the line before has said it.
-_MAY_BE_BRIEF = ("stopping", "stopping before", "failed", "broken")
-# What is told in other words while commands of before_run run; its kind gets " before".
-_OF_WORKERS = ("stopping", "stopped")
+_MAY_BE_BRIEF = ("stopping", "failed", "broken")
+# That all workers of a node are gone, the chart of all times shows.
+_NOT_TOLD = ("stopped",)
 
 
 @dataclass
 class _Group:
     """Records of one kind, and of one text where it matters."""
 
-    first: Record
-    last: Record
     text: str
-    nodes: list[int] = field(default_factory=list)
-    ranks: list[int] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
+    records: list[Record] = field(default_factory=list)
 
-    def add(self, record: Record) -> None:
-        self.last = record
-        for known, value in ((self.nodes, record.node), (self.ranks, record.rank), (self.seconds, record.seconds)):
-            if value is not None:
-                known.append(value)  # type: ignore[arg-type]
-
-    def told(self, together: Mapping[str, str]) -> str:
+    def row(self, template: str) -> tuple[str, str, str]:
+        nodes, ranks, took, times = (_known(self.records, name) for name in ("node", "rank", "seconds", "at_s"))
         text = self.text
-        if self.first.kind == "stored" and len(self.nodes) == 1:
-            text = self.first.text
-        if len(self.ranks or self.nodes) > 1:
+        if len(ranks or nodes) > 1:
             text = text.replace("was ", "were ", 1).replace("its step has", "their steps have", 1)
-        least, most = f"{min(self.seconds, default=0.0):.1f}", f"{max(self.seconds, default=0.0):.1f}"
-        return together[self.first.kind].format(
-            nodes=names(self.nodes),
-            ranks=names(self.ranks, "rank"),
-            text=text,
-            because=_because(text),
-            took=f"{least} s" if least == most else f"{least}-{most} s",
+        told = template.format(
+            nodes=names(nodes), ranks=names(ranks, "rank"), text=text, because=_because(text), took=f"{_span(took)} s"
         )
+        return _span(times), _launch(self.records[0]), told
 
 
 def timeline(records: Iterable[Record], more: Mapping[str, str] | None = None) -> list[tuple[str, str, str]]:
@@ -88,41 +71,30 @@ def timeline(records: Iterable[Record], more: Mapping[str, str] | None = None) -
     rows: list[tuple[str, str, str]] = []
     groups: dict[tuple[str, int | None, str], _Group] = {}
     said = ""  # the last text, which cause and verdict often repeat
-    is_before = False  # whether commands run, and no workers
-
-    def flush() -> None:
-        rows.extend((_span(each), _launch(each.first), each.told(together)) for each in _worth(groups))
-        groups.clear()
-
-    for each in records:
-        is_before = each.kind == "before_run" or (is_before and each.kind != "go")
-        record = replace(each, kind=f"{each.kind} before") if is_before and each.kind in _OF_WORKERS else each
+    for record in records:
         if record.kind in together:
-            _collect(groups, record, together[record.kind])
-            continue
-        flush()
-        is_said = record.text.rstrip(".") == said
-        if record.kind == "cause" and is_said:
-            continue
-        text = "" if is_said and record.kind in _MAY_BE_BRIEF else record.text
-        said = record.text.rstrip(".") or said
-        rows.append((f"{record.at_s:.1f}", _launch(record), _alone(record, text)))
-    flush()
-    return rows
+            text = _text_of(record, together[record.kind])
+            groups.setdefault((record.kind, record.launch, text), _Group(text)).records.append(record)
+        elif record.kind not in _NOT_TOLD:
+            rows += [each.row(together[kind]) for (kind, _, _), each in groups.items()]
+            groups.clear()
+            is_said = record.text.rstrip(".") == said
+            said = record.text.rstrip(".") or said
+            if not (record.kind == "cause" and is_said):
+                text = "" if is_said and record.kind in _MAY_BE_BRIEF else record.text
+                rows.append((f"{record.at_s:.1f}", _launch(record), _alone(record, text)))
+    return [*rows, *(each.row(together[kind]) for (kind, _, _), each in groups.items())]
 
 
-def _worth(groups: dict[tuple[str, int | None, str], _Group]) -> list[_Group]:
-    """Leave out that all workers of nodes are gone, where the ends of their ranks, or of commands, are told."""
-    exited = {node for each in groups.values() if each.first.exit_code is not None for node in each.nodes}
-    gone = ("stopped", "stopped before")
-    return [each for each in groups.values() if each.first.kind not in gone or not exited.issuperset(each.nodes)]
-
-
-def _collect(groups: dict[tuple[str, int | None, str], _Group], record: Record, template: str) -> None:
-    text = record.text if "{text}" in template else ""
+def _text_of(record: Record, template: str) -> str:
+    """Return what records of one line have in common."""
     if record.kind in ("exited", "left"):
-        text = record.text.split(":")[0]  # a hint follows the colon, which the report has
-    groups.setdefault((record.kind, record.launch, text), _Group(record, record, text)).add(record)
+        return record.text.split(":")[0]  # a hint follows the colon, which the report has
+    return record.text if "{text}" in template else ""
+
+
+def _known(records: Iterable[Record], name: str) -> list[Any]:
+    return [value for record in records if (value := getattr(record, name)) is not None]
 
 
 def _alone(record: Record, text: str) -> str:
@@ -133,9 +105,10 @@ def _alone(record: Record, text: str) -> str:
     return template.format(node=record.node, text=text, because=_because(text))
 
 
-def _span(group: _Group) -> str:
-    first, last = f"{group.first.at_s:.1f}", f"{group.last.at_s:.1f}"
-    return first if first == last else f"{first}-{last}"
+def _span(numbers: list[float]) -> str:
+    """Return least and most of some numbers, as "1.0-2.5", or as one."""
+    least, most = f"{min(numbers, default=0.0):.1f}", f"{max(numbers, default=0.0):.1f}"
+    return least if least == most else f"{least}-{most}"
 
 
 def _launch(record: Record) -> str:
