@@ -19,17 +19,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from metaflow.datastore import FlowDataStore
-from metaflow.plugins.datastores.local_storage import LocalStorage
 
-from metaflow_extensions.torchrun.plugins.torchrun.channel.registry import Registry
-from metaflow_extensions.torchrun.plugins.torchrun.features.listed import FEATURES
-from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause, Failure
-from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import LaunchPolicy
-from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Ended, Failed, Join, Ready, Told, Wrote
-from metaflow_extensions.torchrun.plugins.torchrun.gang.state import Gang
-from metaflow_extensions.torchrun.plugins.torchrun.node.watchers import keepers_of
-from metaflow_extensions.torchrun.plugins.torchrun.records.snapshot import snapshot_of
+from metaflow_extensions.torchrun.plugins.torchrun.gang.history import Record, Report
+from metaflow_extensions.torchrun.plugins.torchrun.records.snapshot import Snapshot
 from metaflow_extensions.torchrun.plugins.torchrun.show.gang_card import GangCard
 
 pytestmark = pytest.mark.xdist_group("card")
@@ -307,71 +299,68 @@ def test_a_browser_shows_a_gang_that_has_ended(cards, ended, chromium, name, wor
         assert "raise RuntimeError(" in chromium.text
 
 
+def page_of(stored, folder):
+    """Return where a page is of what is stored of a gang, with what makes it."""
+    card, task = GangCard(), SimpleNamespace(pathspec="GangFlow/12/train/4")
+    page = folder / "page.html"
+    page.write_text(card.render_runtime(task, {"user": stored}))
+    return page.as_uri(), lambda later: card.refresh(task, {"user": later})
+
+
 def test_what_a_reader_has_opened_stays_open_while_the_page_is_renewed(chromium, tmp_path):
     stored = Path(__file__).parents[1] / "unit" / "records"
     before, later = (json.loads((stored / f"{name}.json").read_text()) for name in ("restarting", "running"))
-    card, task = GangCard(), SimpleNamespace(pathspec="Flow/12/train/4")
-    page = tmp_path / "page.html"
-    page.write_text(card.render_runtime(task, {"user": before}))
-    chromium.open(page.as_uri(), "document.querySelector('.tr-restart')")
+    url, renewed = page_of(before, tmp_path)
+    chromium.open(url, "document.querySelector('.tr-restart')")
     chromium.value_of("document.querySelector('.tr-restart summary').click()")
-    chromium.value_of(f"window.metaflow_card_update({json.dumps(card.refresh(task, {'user': later}))})")
+    chromium.value_of(f"window.metaflow_card_update({json.dumps(renewed(later))})")
     chromium.wait_for("document.querySelectorAll('.tr-cell.tr-running').length === 4")
     assert chromium.value_of("document.querySelector('.tr-restart').open")
 
 
 def many_nodes(num_nodes=256, nproc=8):
-    """Return what is known of a gang of many nodes, of which one has a bad name and another has failed twice."""
-    now, chance = [0.0], random.Random(11)
-    gang = Gang(num_nodes, lambda port: 29500, clock=lambda: now[0], keepers=keepers_of(FEATURES, num_nodes))
-    nodes = list(range(num_nodes))
+    """Return what is stored of a gang of many nodes, of which one has a bad name and another has failed twice."""
+    began, chance, events = 1_795_314_000.0, random.Random(11), []
 
-    def each(message, seconds):
-        for node in chance.sample(nodes, len(nodes)):
-            now[0] += seconds / num_nodes * chance.random() * 2
-            gang.handle(node, message(node))
+    def each(kind, begin_s, took_s, nodes=range(num_nodes), **facts):
+        for node in nodes:
+            at_s = begin_s + took_s * chance.random()
+            events.append(Record(kind, at_s, began + at_s, node=node, launch=0, **facts))
 
-    def end(generation, rank, text):
-        bad = rank // nproc
-        cause = Cause("exception", bad, f"host-{bad}", rank, rank % nproc, 1, text, f"Traceback: {text}")
-        failure = (Failure(cause),)
-        gang.handle(bad, Failed(0, generation, failure))
-        ranks = {node: range(node * nproc, (node + 1) * nproc) for node in nodes}
-        codes = {node: {each: 1 if each == rank else -15 for each in ranks[node]} for node in nodes}
-        each(lambda node: Ended(0, False, generation, failure if node == bad else (), codes[node]), 8)
+    def generation(number, begin_s, rank, text):
+        here = {"launch": 0, "generation": number}
+        events.append(Record("go", begin_s, began + begin_s, **here, text="256 nodes, 8 processes on each"))
+        each("started", begin_s + 5, 20, generation=number)
+        end_s = begin_s + 240
+        events.append(Record("stopping", end_s, began + end_s, **here, text=text))
+        for other in range(num_nodes * nproc):
+            code = 1 if other == rank else -15
+            each("exited", end_s + 1, 8, [other // nproc], rank=other, exit_code=code, generation=number, text="ended")
+        each("stopped", end_s + 9, 1, generation=number)
+        each("cause", end_s + 10, 0, [rank // nproc], rank=rank, generation=number, exit_code=1, text=text)
 
-    def used(node):
-        part = 0.4 if node == 17 else 0.9 + 0.1 * chance.random()
-        values = {"cpus": 90 * part, "memory_mib": 4e5 * part + 400 * now[0], "gpu_percent": 96 * part}
-        values.update(gpu_memory_mib=6e5, received_kib_s=2e6 * part, sent_kib_s=2e6 * part, output_bytes_s=8e3 * part)
-        limits = {"cpus": 96, "memory_mib": 2**20, "gpus": 8, "gpu_memory_mib": 640 * 2**10}
-        return Told(0, 0, "usage", {"of": "container", "values": values, "limits": limits})
-
-    each(lambda node: Join(node, HOSTILE_HOST if node == 7 else f"host-{node}"), 90)
-    policy = LaunchPolicy(max_restarts=1)
-    each(lambda node: Ready(0, nproc, "same", {"torch": "2.13.0"}, policy=policy if node == 0 else None), 20)
-    each(lambda node: Wrote(0, 0), 30)
-    for _ in range(48):
-        each(used, 5)
-    end(0, 900, "RuntimeError: lost once")
-    now[0] += 2
-    gang.tick()
-    each(lambda node: Wrote(0, 1), 30)
-    now[0] += 120
-    end(1, 1234, f"ValueError: {HOSTILE_HOST}")
-    return snapshot_of(gang, {})
+    for node in range(num_nodes):
+        each("joined", 0, 90, [node], text=HOSTILE_HOST if node == 7 else f"host-{node}")
+    each("ready", 90, 20)
+    generation(0, 110, 900, "Rank 900 on node 112 failed with RuntimeError: lost once")
+    events.append(Record("restart", 361, began + 361, launch=0, generation=0, text="restart 1 of 1 in 1 s"))
+    text = f"Rank 1234 on node 154 failed with ValueError: {HOSTILE_HOST}"
+    generation(1, 362, 1234, text)
+    events.append(Record("failed", 613, began + 613, launch=0, text=text))
+    kinds = ("cpus", "memory_mib", "gpu_percent", "gpu_memory_mib", "received_kib_s", "sent_kib_s", "output_bytes_s")
+    used = {
+        str(node): {"of": "container", **{kind: [90 * chance.random() for _ in range(60)] for kind in kinds}}
+        for node in range(num_nodes)
+    }
+    usage = {"usage": {"step_s": 10.0, "nodes": used}}
+    reports = (Report(613.0, 0, 1, "WorkerFailed", f"{text}\nTraceback", {"rank": 1234}),)
+    in_order = tuple(sorted(events, key=lambda each: each.at_s))
+    known = Snapshot(num_nodes, nproc, error=text, events=in_order, reports=reports, features=usage)
+    return json.loads(json.dumps(known.stored()))
 
 
-def test_a_browser_shows_a_gang_of_256_nodes(cards, ended, chromium):
-    flows, ask = ended
-    flow = flows["finished"]
-    run_id = cards.paths(flow)[0].split("/")[1]
-    datastore = FlowDataStore("GangFlow", storage_impl=LocalStorage, ds_root=str(flow.home / ".metaflow"))
-    Registry(datastore, run_id, "start", "1", 0).save_snapshot(many_nodes(), 5.0)  # as if the first step had been one
-    made = cards.run("create", f"{run_id}/start/1", "--type", "torchrun", command="card")
-    short = re.search(r"hash: (\w+)", made.text)[1]
-    (page,) = made.home.parent.rglob(f"runs/{run_id}/steps/start/tasks/1/cards/torchrun-{short}*.html")
-    url = f"{ask.at}GangFlow/{run_id}/start/1/{page.stem.removeprefix('torchrun-')}"
+def test_a_browser_shows_a_gang_of_256_nodes(chromium, tmp_path):
+    url, _ = page_of(many_nodes(), tmp_path)
     for _ in look(chromium, url, "256-nodes"):
         text = chromium.text
         for words in ("Rank 1234 on node 154", "2047 stopped", "failed: rank 1234 on node 154", HOSTILE_HOST):

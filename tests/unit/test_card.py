@@ -20,7 +20,6 @@ from metaflow_extensions.torchrun.plugins.torchrun.errors import TorchrunConfigE
 from metaflow_extensions.torchrun.plugins.torchrun.executor import TorchrunExecutor
 from metaflow_extensions.torchrun.plugins.torchrun.records.snapshot import Snapshot
 from metaflow_extensions.torchrun.plugins.torchrun.records.summary import summarize
-from metaflow_extensions.torchrun.plugins.torchrun.show import gang_card
 from metaflow_extensions.torchrun.plugins.torchrun.show.as_card import layout, one_line, sections
 from metaflow_extensions.torchrun.plugins.torchrun.show.gang_card import GangCard
 from metaflow_extensions.torchrun.plugins.torchrun.show.live_card import GangPart
@@ -166,29 +165,6 @@ def test_a_nodes_state_is_told_in_the_same_words_as_by_torchrun_show():
     gang = failed(a_gang(), 3, "ValueError: x")
     ended = replace(gang, events=(*gang.events, *told)).summary
     assert [node.word for node in ended.nodes] == ["finished", "failed"]
-
-
-def a_flow(**steps):
-    """Return what Metaflow has of a flow: by step the names of its decorators, and whether it is entered in parallel."""
-    found = {"start": {"type": "split-parallel", "next": list(steps), "decorators": []}}
-    return {**found, **{name: {"decorators": [{"name": each} for each in names]} for name, names in steps.items()}}
-
-
-@pytest.mark.parametrize(
-    ("graph", "step", "said"),
-    [
-        (a_flow(train=["card", "torchrun"]), "start", "Step start is no gang: it has no @torchrun"),
-        (a_flow(train=["card", "torchrun"]), "start", "The gang of this run is that of Flow/1/train."),
-        (a_flow(tune=["torchrun"], train=["torchrun"]), "end", "of this run are: Flow/1/train, Flow/1/tune."),
-        (a_flow(train=["card", "torchrun"]), "train", "There are no records of a gang with this task"),
-        (a_flow(train=["card"]), "start", "There are no records of a gang with this task"),
-        (None, "start", "There are no records of a gang with this task"),
-    ],
-)
-def test_a_page_of_a_step_without_a_gang_says_so_and_where_the_gang_is(graph, step, said, monkeypatch):
-    monkeypatch.setattr(gang_card, "_stored", lambda task: None)
-    task = SimpleNamespace(pathspec=f"Flow/1/{step}/5")
-    assert said in content_of(GangCard(graph=graph).render(task))
 
 
 def test_metaflow_knows_the_card():

@@ -1,5 +1,7 @@
 """When what is known of a gang is written into the datastore."""
 
+import time
+
 import pytest
 from unit_helpers import eventually
 
@@ -47,13 +49,20 @@ def gang():
 
 
 @pytest.fixture
-def store(gang, monkeypatch):
-    monkeypatch.setattr(event_store, "_EVERY_S", 0.01)
-    registry = FakeRegistry()
-    store = EventStore(registry, gang, {})
-    store.registry = registry
-    yield store
-    store.close()
+def begin(gang, monkeypatch):
+    """Return a function that begins to store what happens to the gang, and returns the store and the registry."""
+    stores = []
+
+    def begun(every_s=0.01, numbers_every_s=1000.0):
+        monkeypatch.setattr(event_store, "_EVERY_S", every_s)
+        monkeypatch.setattr(event_store, "_NUMBERS_EVERY_S", numbers_every_s)
+        registry = FakeRegistry()
+        stores.append(EventStore(registry, gang, {}))
+        return stores[-1], registry
+
+    yield begun
+    for store in stores:
+        store.close()
 
 
 def tell(gang, node):
@@ -61,47 +70,47 @@ def tell(gang, node):
     gang.keepers.handle(node, TOLD, 0.0)
 
 
-def test_what_features_keep_is_written_with_what_has_happened_and_else_seldom(gang, store):
-    saved = store.registry.saved
+def test_what_features_keep_is_written_with_what_has_happened_and_at_the_end(gang, begin):
+    store, registry = begin()
     gang.handle(1, Join(1, "host-1"))
-    eventually(lambda: saved)
+    eventually(lambda: registry.saved)
     tell(gang, 1)
-    due_at = store._numbers_due_at
-    for _ in range(3):
-        store._save()
-    assert len(saved) == 1, "for what is told alone it is too early"
+    store.save_soon()
+    time.sleep(0.1)
+    assert len(registry.saved) == 1, "for what is told alone it is too early"
     gang.handle(0, Join(0, "host-0"))
-    eventually(lambda: len(saved) == 2)
-    assert store.registry.counts == {"1": 1}
-    assert store._numbers_due_at > due_at
-    tell(gang, 1)
-    store._numbers_due_at = 0.0
-    eventually(lambda: len(saved) == 3)
+    eventually(lambda: len(registry.saved) == 2)
+    assert registry.counts == {"1": 1}
     tell(gang, 0)
     store.close()
-    assert store.registry.counts == {"0": 1, "1": 2}, "at the end all is written"
-    count = len(saved)
     store.close()
-    assert len(saved) == count
+    assert (registry.counts, len(registry.saved)) == ({"0": 1, "1": 1}, 3)
 
 
-def test_a_datastore_that_fails_is_tried_again(gang, store):
-    store.registry.fails = True
+def test_what_features_keep_is_written_alone_when_it_is_due(gang, begin):
+    _, registry = begin(numbers_every_s=0.05)
     gang.handle(1, Join(1, "host-1"))
-    eventually(lambda: len(store.registry.saved) > 2)
-    store.registry.fails = False
-    eventually(lambda: store._written == 1)
+    eventually(lambda: registry.saved)
+    tell(gang, 1)
+    eventually(lambda: registry.counts == {"1": 1})
 
 
-def test_that_the_gang_has_begun_is_stored_at_once(gang, monkeypatch):
+def test_a_datastore_that_fails_is_tried_again(gang, begin):
+    _, registry = begin()
+    registry.fails = True
+    gang.handle(1, Join(1, "host-1"))
+    eventually(lambda: len(registry.saved) > 2)
+    registry.fails = False
+    time.sleep(0.1)
+    count = len(registry.saved)
+    time.sleep(0.1)
+    assert len(registry.saved) == count, "what is stored is not stored again"
+
+
+def test_that_the_gang_has_begun_is_stored_at_once(gang, begin):
     """By it alone a task that comes in this one's place knows; without it the step's code would run again."""
-    monkeypatch.setattr(event_store, "_EVERY_S", 1000.0)
-    registry = FakeRegistry()
-    store = EventStore(registry, gang, {})
-    try:
-        gang.handle(0, Join(0, "host-0"))
-        eventually(lambda: registry.saved)
-        gang.handle(1, Join(1, "host-1"))
-        eventually(lambda: len(registry.saved[-1].events) == 2)
-    finally:
-        store.close()
+    _, registry = begin(every_s=1000.0)
+    gang.handle(0, Join(0, "host-0"))
+    eventually(lambda: registry.saved)
+    gang.handle(1, Join(1, "host-1"))
+    eventually(lambda: len(registry.saved[-1].events) == 2)

@@ -27,7 +27,15 @@ OWN = Cause("exception", 3, "host-3", 7, 1, 1, "ValueError: no", "Traceback: her
 OTHER = Cause("exception", 1, "host-1", 2, 0, 1, "KeyError: 'x'", "Traceback: there")
 GO = Go(0, 0, 29500, "gang", 0, 1)
 RUNNING = (Ready(0, 2, "digest", {"torch": "2.9"}), GO, Wrote(0, 0))
-ENDED = Ended(0, True, 0, exit_codes={6: 0, 7: 0})
+COMMANDS = (Ready(0, 2, "digest", runs="before_run"), GO)
+ENDED = (*RUNNING, Ended(0, True, 0, exit_codes={6: 0, 7: 0}))
+STOPPED = (*RUNNING, Stop(0, 0, "a rank failed"), Ended(0, False, 0, exit_codes={6: -15, 7: 1}))
+TOLD_TO = (*RUNNING, Stop(0, 0, "a rank failed"), Ended(0, False, 0, exit_codes={6: -15, 7: -15}))
+RESTARTING = (*STOPPED, Restart(0, 1, 1, 1.0, OWN))
+
+
+def failing(cause):
+    return Verdict(0, WorkerFailed("Rank 7 failed.\nTraceback", cause.as_dict()))
 
 
 def node_3(*messages, keepers=None):
@@ -41,106 +49,62 @@ def node_3(*messages, keepers=None):
     return records
 
 
-def seen(*messages):
-    return node_3(*messages).snapshot().summary
-
-
-def states(summary):
-    return [(rank.rank, rank.node, rank.state, rank.exit_code) for rank in summary.ranks]
-
-
-def test_a_node_that_runs_knows_its_own_ranks():
-    assert seen().sentence == "Node 3: own code."
-    assert seen(RUNNING[0]).sentence == "Node 3: waiting."
-    assert [rank.state for rank in seen(*RUNNING[:2]).ranks] == ["starting", "starting"]
-    assert [rank.state for rank in seen(*RUNNING[:2], Started(0, 0)).ranks] == ["running", "running"]
-    summary = seen(*RUNNING)
-    assert states(summary) == [(6, 3, "running", None), (7, 3, "running", None)]
-    assert (summary.outcome, summary.nodes[0].index, summary.nodes[0].host) == ("running", 3, "host-3")
-    assert summary.sentence.startswith("2 ranks on node 3 run for ")
-
-
-def test_a_node_that_runs_commands_knows_them():
-    messages = (Ready(0, 2, "digest", runs="before_run"), GO)
-    summary = seen(*messages)
-    assert summary.sentence.startswith("The commands of before_run run for ")
-    assert [rank.state for rank in summary.ranks] == ["waiting", "waiting"]
-    assert seen(*messages, Ended(0, True, 0), Verdict(0), *RUNNING).outcome == "running"
-
-
-def test_what_a_feature_has_seen_happen_is_a_record_of_the_node():
-    class Records(Keeper):
-        def handle(self, node, told, at_s):
-            return Remarks(happened=(Happened("command", node, told.data["text"], exit_code=0, seconds=0.5),))
-
-    records = NodeRecords(3, {}, keepers=Keepers({"before_run": Records()}))
-    records.handle(Told(1, 2, "before_run", {"text": "größe"}))
-    (record,) = records.snapshot().events
-    assert (record.kind, record.node, record.launch, record.generation) == ("command", 3, 1, 2)
-    assert (record.text, record.exit_code, record.seconds) == ("größe", 0, 0.5)
-
-
-def test_a_node_that_has_ended_well():
-    summary = seen(*RUNNING, ENDED, Verdict(0), Done(), Leave())
-    assert states(summary) == [(6, 3, "done", 0), (7, 3, "done", 0)]
-    assert (summary.outcome, summary.is_over) == ("done", True)
-    assert "2 ranks on node 3 have ended well after" in summary.sentence
-
-
-def test_its_own_rank_is_the_cause():
-    ended = Ended(0, False, 0, exit_codes={6: -15, 7: 1})
-    error = WorkerFailed("Rank 7 on node 3 failed.\nTraceback", OWN.as_dict())
-    records = node_3(*RUNNING, Stop(0, 0, "rank 7 failed"), ended, Verdict(0, error), Leave(failed=True))
+@pytest.mark.parametrize(
+    ("messages", "outcome", "sentence", "ranks"),
+    [
+        ((), "waiting", "Node 3: own code.", []),
+        (RUNNING[:1], "waiting", "Node 3: waiting.", ["waiting"] * 2),
+        (RUNNING[:2], "running", "2 ranks on node 3 run for ", ["starting"] * 2),
+        ((*RUNNING[:2], Started(0, 0)), "running", "2 ranks on node 3 run for ", ["running"] * 2),
+        (RUNNING, "running", "2 ranks on node 3 run for ", ["running"] * 2),
+        (COMMANDS, "running", "The commands of before_run run for ", ["waiting"] * 2),
+        ((*COMMANDS, Ended(0, True, 0), Verdict(0), *RUNNING), "running", "2 ranks on node 3", ["running"] * 2),
+        ((*ENDED, Verdict(0), Done(), Leave()), "done", "2 ranks on node 3 have ended well after", ["done"] * 2),
+        ((*STOPPED, failing(OWN)), "failed", "Rank 7 on node 3 (host host-3)", ["stopped", "failed"]),
+        ((*TOLD_TO, failing(OTHER)), "failed", "Rank 2 on node 1 (host host-1)", ["stopped"] * 2),
+        (RESTARTING, "restarting", "restart 1 of 1 in 1 s", ["stopped", "failed"]),
+        ((*RESTARTING, Go(0, 1, 29500, "gang", 1, 1), Wrote(0, 1)), "running", ", after 1 restart", ["running"] * 2),
+        ((Abort(GangError("The nodes differ")),), "failed", "The nodes differ", []),
+    ],
+)
+def test_a_node_knows_its_own_ranks_and_what_becomes_of_the_gang(messages, outcome, sentence, ranks):
+    records = node_3(*messages)
     summary = records.snapshot().summary
-    assert states(summary) == [(6, 3, "stopped", -15), (7, 3, "failed", 1)]
-    assert "Rank 7 on node 3 (host host-3)" in summary.sentence
-    assert records.snapshot().cause["detail"] == "Traceback: here"
+    assert (summary.outcome, sentence in summary.sentence) == (outcome, True), summary.sentence
+    assert [rank.state for rank in summary.ranks] == ranks
+    assert [rank.rank for rank in summary.ranks] in ([], [6, 7])
+    assert (summary.nodes[0].index, summary.nodes[0].host) == (3, "host-3")
+    assert summary.is_over is (Leave() in messages)
+
+
+def test_an_error_of_the_gang_and_a_restart_leave_a_report():
+    records = node_3(*RESTARTING, Go(0, 1, 29500, "gang", 1, 1), *STOPPED[2:], failing(OWN), Leave(failed=True))
+    known = records.snapshot()
+    assert [(each.error, each.cause["detail"]) for each in known.reports] == [
+        (None, "Traceback: here"),
+        ("WorkerFailed", "Traceback: here"),
+    ]
+    assert (known.error, known.cause["rank"], known.summary.nodes[0].word) == ("Rank 7 failed.\nTraceback", 7, "failed")
     before = records.count
-    records.failed(error)
+    records.failed(ValueError("after that"))
     assert records.count == before, "the gang has said so already"
 
 
-def test_a_rank_of_another_node_is_the_cause():
-    ended = Ended(0, False, 0, exit_codes={6: -15, 7: -15})
-    summary = seen(*RUNNING, Stop(0, 0, "rank 2 failed"), ended, Verdict(0, WorkerFailed("no", OTHER.as_dict())))
-    assert [state for _, _, state, _ in states(summary)] == ["stopped", "stopped"]
-    assert "Rank 2 on node 1 (host host-1)" in summary.sentence
-
-
-def test_a_restart_is_told_with_its_cause_and_then_its_ranks_run_again():
-    ended = Ended(0, False, 0, exit_codes={6: -15, 7: 1})
-    before = (*RUNNING, Stop(0, 0, "rank 7 failed"), ended, Restart(0, 1, 1, 1.0, OWN))
-    summary = seen(*before)
-    assert (summary.outcome, [rank.state for rank in summary.ranks]) == ("restarting", ["stopped", "failed"])
-    records = node_3(*before, Go(0, 1, 29500, "gang", 1, 1), Wrote(0, 1))
-    assert [rank.state for rank in records.snapshot().summary.ranks] == ["running", "running"]
-    (report,) = records.snapshot().reports
-    assert (report.error, report.cause["detail"]) == (None, "Traceback: here")
-
-
 def test_a_launch_after_one_that_failed_has_no_error():
-    failed = (*RUNNING, ENDED, Verdict(0, WorkerFailed("no", OTHER.as_dict())))
-    records = node_3(*failed, Ready(1, 2, "digest"), Go(1, 0, 29500, "gang", 0, 1))
-    known = records.snapshot()
-    assert (known.error, known.cause) == (None, None)
+    known = node_3(*STOPPED, failing(OTHER), Ready(1, 2, "digest"), Go(1, 0, 29500, "gang", 0, 1)).snapshot()
+    assert (known.error, known.cause, known.nproc_per_node) == (None, None, 2)
     assert known.summary.sentence.startswith("2 ranks on node 3 run")
 
 
-def test_what_ends_a_node_besides_a_verdict_is_told_once():
-    assert "The nodes differ" in seen(Abort(GangError("The nodes differ"))).sentence
-    records = node_3(*RUNNING, ENDED, Verdict(0))
-    records.failed(ValueError("after run"))
-    assert records.snapshot().summary.sentence.endswith("after run.")
-    assert records.snapshot().error == "after run"
-
-
 @pytest.mark.parametrize("cause", [ConnectionError("refused"), "a text", {"node": 1}])
-def test_a_users_exception_may_have_a_cause_of_its_own(cause):
+def test_a_users_exception_ends_the_node_and_may_have_a_cause_of_its_own(cause):
     error = ValueError("the feature store is gone")
     error.cause = cause
-    records = node_3(*RUNNING, ENDED, Verdict(0))
+    records = node_3(*ENDED, Verdict(0))
     records.failed(error)
-    assert (records.snapshot().error, records.snapshot().cause) == ("the feature store is gone", None)
+    known = records.snapshot()
+    assert (known.error, known.cause) == ("the feature store is gone", None)
+    assert known.summary.sentence.endswith("the feature store is gone.")
 
 
 def test_a_node_that_has_never_joined_can_say_why():
@@ -152,7 +116,7 @@ def test_a_node_that_has_never_joined_can_say_why():
 def test_what_is_known_besides_is_in_its_snapshot():
     known = node_3(*RUNNING).snapshot()
     assert (known.node, known.control, known.of_nodes, known.command) == (3, CONTROL, 4, "torchrun x")
-    assert {event.node for event in known.events} == {3, None}
+    assert (known.facts, {event.node for event in known.events}) == ({"torch": "2.9"}, {3, None})
     assert Snapshot.read(known.stored()) == known
 
 
@@ -165,13 +129,17 @@ class Heard(Keeper):
 
     def handle(self, node, told, at_s):
         self.told.append([node, told.data, at_s])
+        return Remarks(happened=(Happened("command", node, told.data["text"], exit_code=0, seconds=0.5),))
 
     def record(self):
         return {"told": self.told}
 
 
-def test_it_keeps_what_its_features_tell():
-    told = Told(0, 0, "heard", {"a": 1})
-    about = node_3(told, *RUNNING, told, keepers=Keepers({"heard": Heard()}))
-    ((node, data, at_s),) = about.snapshot().features["heard"]["told"]
-    assert (node, data, at_s > 0) == (3, {"a": 1}, True)
+def test_it_keeps_and_records_what_its_features_tell():
+    told = Told(1, 2, "heard", {"text": "größe"})
+    known = node_3(told, *RUNNING, told, keepers=Keepers({"heard": Heard()})).snapshot()
+    ((node, data, at_s),) = known.features["heard"]["told"]
+    assert (node, data, at_s > 0) == (3, told.data, True)
+    record = known.events[-1]
+    assert (record.kind, record.node, record.launch, record.generation) == ("command", 3, 1, 2)
+    assert (record.text, record.exit_code, record.seconds) == ("größe", 0, 0.5)

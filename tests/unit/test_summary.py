@@ -155,10 +155,5 @@ def test_of_the_time_of_records_that_are_left_out_nothing_is_told():
 
 
 def test_seconds_are_told_for_people():
-    assert [duration(seconds) for seconds in (-1, 0.4, 59.6, 200, 7500)] == [
-        "0 s",
-        "0 s",
-        "1 min 0 s",
-        "3 min 20 s",
-        "2 h 5 min",
-    ]
+    told = ["0 s", "0 s", "1 min 0 s", "3 min 20 s", "2 h 5 min"]
+    assert [duration(seconds) for seconds in (-1, 0.4, 59.6, 200, 7500)] == told

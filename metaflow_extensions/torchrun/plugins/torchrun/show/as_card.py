@@ -103,8 +103,8 @@ def _html(part: Part) -> str:
     if isinstance(part, Keys):
         return "".join(f'<span class="tr-key {_colour(name)}">{one_line(text)}</span>' for text, name in part.keys)
     if isinstance(part, Cells):
-        write = _small_cell if part.is_small else _cell
-        return f'<ul class="tr-cells{" tr-small" * part.is_small}">{"".join(map(write, part.cells))}</ul>'
+        cells = "".join(_cell(each, part.is_small) for each in part.cells)
+        return f'<ul class="tr-cells{" tr-small" * part.is_small}">{cells}</ul>'
     if isinstance(part, Bar):
         # Metaflow's component can't be read in the dark: its colours are fixed (2.19).
         return f'<progress class="tr-bar" max="100" value="{part.percent}">{part.percent} %</progress>'
@@ -126,17 +126,11 @@ def _sentence(part: Sentence) -> str:
     return f'<div class="tr-slow"><p>{text}</p></div>' if part.kind == "warning" else f"<p>{text}</p>"
 
 
-def _cell(cell: Cell) -> str:
-    place = one_line(cell.place)
-    return (
-        f'<li class="tr-cell {_colour(cell.state)}" title="{place}"><b>{one_line(cell.title)}</b>'
-        f'<span class="tr-state">{one_line(cell.word)}</span><small>{place}</small></li>'
-    )
-
-
-def _small_cell(cell: Cell) -> str:
-    more = one_line(f"{cell.title}, {cell.place}: {cell.word}")
-    return f'<li class="tr-cell {_colour(cell.state)}" title="{more}">{one_line(cell.title.split()[-1])}</li>'
+def _cell(cell: Cell, is_small: bool) -> str:
+    title, word, place = one_line(cell.title), one_line(cell.word), one_line(cell.place)
+    whole = f'<b>{title}</b><span class="tr-state">{word}</span><small>{place}</small>'
+    shown = title.split()[-1] if is_small else whole
+    return f'<li class="tr-cell {_colour(cell.state)}" title="{title}, {place}: {word}">{shown}</li>'
 
 
 def _colour(name: str) -> str:

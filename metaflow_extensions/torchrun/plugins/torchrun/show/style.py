@@ -9,21 +9,17 @@ from .parts.charts import COLOURS, LINES
 _PARTS = """
 .tr { --tr-c: #98a2b3; margin-bottom: 1rem; line-height: 1.45; overflow-wrap: anywhere; }
 .tr p { margin: 0 0 .5rem; }
-.tr-verdict { border-left: 6px solid var(--tr-c); background: var(--lt-lt-grey); padding: .8rem 1rem; border-radius: 6px; }
+.tr-verdict, .tr-slow { border-left: 6px solid var(--tr-c); background: var(--lt-lt-grey); padding: .6rem 1rem;
+  border-radius: 6px; margin-bottom: .5rem; }
+.tr-slow { --tr-c: #f59e0b; }
+.tr-slow p { margin: 0; }
 .tr-word { background: var(--tr-c); color: #fff; border-radius: 4px; padding: .1rem .5rem; margin-right: .6rem;
   font-weight: 700; }
 .tr-sentence { font-size: 1.15rem; font-weight: 500; }
-.tr-cause { border: 1px solid var(--error); border-radius: 6px; padding: .8rem 1rem; margin-top: 1rem; }
-.tr-restart { border: 1px solid var(--grey); border-radius: 6px; padding: .5rem .8rem; margin-top: .4rem; }
+.tr-cause, .tr-restart { border: 1px solid var(--grey); border-radius: 6px; padding: .6rem .9rem; margin-top: .6rem; }
+.tr-cause { border-color: var(--error); }
 .tr-restart summary { cursor: pointer; }
-.tr-slow { border-left: 6px solid #f59e0b; background: var(--lt-lt-grey); padding: .4rem 1rem; border-radius: 6px;
-  margin-bottom: .5rem; }
-.tr-slow p { margin: 0; }
-.tr-bar { width: 100%; height: .8rem; appearance: none; border: 0; border-radius: 6px; overflow: hidden;
-  background: var(--lt-grey); margin-bottom: .6rem; }
-.tr-bar::-webkit-progress-bar { background: var(--lt-grey); }
-.tr-bar::-webkit-progress-value { background: #22a35a; }
-.tr-bar::-moz-progress-bar { background: #22a35a; }
+.tr-bar { width: 100%; accent-color: #22a35a; margin-bottom: .6rem; }
 .tr-progress .tr-facts { grid-template-columns: repeat(auto-fill, minmax(min(100%, 17rem), 1fr)); }
 .tr-cells { list-style: none; display: grid; gap: .5rem; grid-template-columns: repeat(auto-fill, minmax(9.5rem, 1fr)); }
 .tr-cell { border: 1px solid var(--tr-c); border-left-width: 6px; border-radius: 6px; padding: .4rem .6rem;
