@@ -57,6 +57,7 @@ def node_3(*messages, keepers=None):
         (RUNNING[:2], "running", "2 ranks on node 3 run for ", ["starting"] * 2),
         ((*RUNNING[:2], Started(0, 0)), "running", "2 ranks on node 3 run for ", ["running"] * 2),
         (RUNNING, "running", "2 ranks on node 3 run for ", ["running"] * 2),
+        (TOLD_TO[:-1], "stopping", "All nodes are told to stop: a rank failed.", ["stopping"] * 2),
         (COMMANDS, "running", "The commands of before_run run for ", ["waiting"] * 2),
         ((*COMMANDS, Ended(0, True, 0), Verdict(0), *RUNNING), "running", "2 ranks on node 3", ["running"] * 2),
         ((*ENDED, Verdict(0), Done(), Leave()), "done", "2 ranks on node 3 have ended well after", ["done"] * 2),

@@ -58,11 +58,6 @@ def test_the_command_that_shows_the_gang_is_the_last_line(datastore):
     assert RunEnd(datastore, 7, "train", True, False).tell(MetaflowException("Step *train* failed")) == ""
 
 
-def test_a_datastore_that_is_not_the_default_is_named(datastore, monkeypatch):
-    monkeypatch.setattr("metaflow_extensions.torchrun.plugins.torchrun.compat.stored.DEFAULT_DATASTORE", "s3")
-    assert told(datastore)[-1].endswith("python my flow.py --datastore local torchrun show 7")
-
-
 def test_of_a_remote_gang_the_terminal_may_lack_the_end_so_that_is_repeated(datastore):
     begun(datastore, LEFT)
     assert told(datastore, is_remote=True) == ["[torchrun] Failed after 8 s: Rank 1 failed with *größe* 🙂.", SHOW]

@@ -221,18 +221,6 @@ def test_a_log_that_grows_is_read_on_in_whole_lines(stored, root):
     assert [line.text for line in logs.lines()] == ["third"]
 
 
-def test_each_line_of_a_node_comes_once_from_its_own_log(stored, root):
-    begin(root, "train", "4", "4-worker-0")
-    own = [(1, "Setting up task environment."), *((at, f"[rank 1] word {at}") for at in range(10, 20))]
-    copies = [(at + 1, f"[rank 1] word {at}") for at in range(10, 24)]
-    write(root, "train/4/0.torchrun_events.json", json.dumps({"num_nodes": 2, "nproc_per_node": 1}))
-    write(root, "train/4/0.task_stdout.log", logged((0, "Setting up task environment."), *copies))
-    write(root, "train/4-worker-0/0.task_stdout.log", logged(*own))
-    words = [line for line in logs_of(stored).lines() if line.rank == 1]
-    assert [line.text for line in words] == [f"[rank 1] word {at}" for at in range(10, 20)]
-    assert {line.task for line in words} == {"4-worker-0"}
-
-
 def test_following_ends_some_seconds_after_the_attempt_when_nothing_new_comes(stored, root):
     begin(root, "train", "4")
     write(root, "train/4/0.task_stdout.log", logged((1, "first")))

@@ -36,6 +36,9 @@ class _Commands(click.Group):  # type: ignore[misc]  # Metaflow is not typed
 
     def invoke(self, ctx: Any) -> Any:
         """Run a command."""
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            # What a terminal can't show, as an emoji in the C locale, is shown as an escape.
+            sys.stdout.reconfigure(errors="backslashreplace")
         try:
             return super().invoke(ctx)
         except (AttributeError, ImportError, TypeError) as error:
@@ -79,7 +82,6 @@ _json = click.option("--json", "as_json", is_flag=True, default=False, help="Wri
 @click.pass_obj
 def show(obj: Any, gang: str, attempt: int | None, as_json: bool) -> None:
     """Show the gangs of a step."""
-    _allow_any_text()
     stored = StoredGangs(obj.flow_datastore)
     found = [(each, _checked(each, attempt)) for each in _find(obj, stored, gang)]
     from ..features.listed import FEATURES  # here: every flow imports this module
@@ -107,7 +109,6 @@ def logs(
     obj: Any, gang: str, rank: int | None, node: int | None, follow: bool, attempt: int | None, as_json: bool
 ) -> None:
     """Show the logs of one gang."""
-    _allow_any_text()
     kept = StoredLogs(*_find_one(obj, gang, attempt))
     is_empty = True
     with suppress(KeyboardInterrupt):
@@ -129,7 +130,6 @@ def logs(
 @click.pass_obj
 def outputs(obj: Any, gang: str, to: str | None, launch: int | None, node: int | None, attempt: int | None) -> None:
     """Show or fetch the outputs of one gang."""
-    _allow_any_text()
     stored, found, which = _find_one(obj, gang, attempt)
     kept = _outputs(obj, stored.snapshot(found, which), launch)
     if node not in (None, *kept.nodes):
@@ -185,7 +185,7 @@ def _find(obj: Any, stored: StoredGangs, named: str) -> list[StoredGang]:
     name = obj.flow.name
     asked = named or latest_run(name)
     if not asked:
-        raise CommandException(f"No run of {name} was started here. Name one: {_program()} torchrun show RUN.")
+        raise CommandException(f"No run of {name} was started here. Name one: {stored.program} show RUN.")
     parts = [part for part in asked.split("/") if part]
     if parts and parts[0] == name:  # as Metaflow's client names it
         parts = parts[1:]
@@ -196,7 +196,7 @@ def _find(obj: Any, stored: StoredGangs, named: str) -> list[StoredGang]:
     if not steps:
         raise CommandException(
             f"The datastore ({stored.storage.place}) has no run {run} of {name}. If the run used another datastore, "
-            f"name it: {_program()} --datastore NAME torchrun show {named}."
+            f"name it: python {os.path.basename(sys.argv[0])} --datastore NAME torchrun show {named}."
         )
     step = named_step or _only_gang(obj, run, steps)
     gangs = stored.gangs(run, step)
@@ -240,8 +240,7 @@ def _now(stored: StoredGangs, gang: StoredGang, attempt: int) -> Snapshot | None
 def _page(stored: StoredGangs, gang: StoredGang, attempt: int, where: str) -> list[str]:
     place, snapshot = gang.place(attempt), _now(stored, gang, attempt)
     which = f" --attempt {attempt}" if attempt < gang.last_attempt else ""
-    program = f"{_program()} {'' if stored.storage.is_default else f'--datastore {stored.storage.kind} '}torchrun"
-    ask = f"{program} logs {where}{which}"
+    ask = f"{stored.program} logs {where}{which}"
     hints = ["", f"Logs of all nodes: {ask}"]
     if snapshot is None:
         return [
@@ -255,7 +254,7 @@ def _page(stored: StoredGangs, gang: StoredGang, attempt: int, where: str) -> li
     from ..features.listed import FEATURES
 
     if snapshot.features.get("outputs"):
-        hints.append(f"Its outputs: {program} outputs {where}{which}")
+        hints.append(f"Its outputs: {stored.program} outputs {where}{which}")
     if (rank := (snapshot.cause or {}).get("rank")) is not None:
         hints.append(f"Of the rank that failed: {ask} --rank {rank}")
     text = lines_of(page_of(snapshot, place, FEATURES))
@@ -268,16 +267,6 @@ def _told_by_metaflow(stored: StoredGangs, gang: StoredGang, attempt: int) -> li
     states = stored.told_by_metaflow(gang, attempt)
     rows = [[str(node), gang.tasks[node], state] for node, state in sorted(states.items())]
     return table(("node", "task", "state"), rows, right=("node",))
-
-
-def _program() -> str:
-    return f"python {os.path.basename(sys.argv[0])}"
-
-
-def _allow_any_text() -> None:
-    """Let what a terminal can't show, as an emoji in the C locale, be shown as an escape."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _clock(line: Line) -> str:

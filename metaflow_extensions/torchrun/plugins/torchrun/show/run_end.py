@@ -6,8 +6,6 @@ log: on Kubernetes a replaced pod writes its log over the first one's (Metaflow 
 
 from __future__ import annotations
 
-import os
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -40,9 +38,8 @@ class RunEnd:
             for gang in stored.gangs(self._run_id, self._step):
                 if match["task"] in (None, gang.control_task):
                     lines += self._known(stored, gang)
-        option = "" if stored.storage.is_default else f"--datastore {stored.storage.kind} "
-        program = f"python {os.path.basename(sys.argv[0])} {option}torchrun show {self._where}"
-        return "".join(f"[torchrun] {line}\n" for line in [*lines, f"To see what came of the gang: {program}"])
+        lines.append(f"To see what came of the gang: {stored.program} show {self._where}")
+        return "".join(f"[torchrun] {line}\n" for line in lines)
 
     def _known(self, stored: StoredGangs, gang: StoredGang) -> Iterator[str]:
         attempt = gang.last_attempt

@@ -7,7 +7,9 @@ however many nodes it has. The names of tasks and files are those of Metaflow 2.
 from __future__ import annotations
 
 import math
+import os
 import re
+import sys
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -93,6 +95,12 @@ class StoredGangs:
     def __init__(self, flow_datastore: Any) -> None:
         self._datastore = flow_datastore  # metaflow.datastore.FlowDataStore
         self.storage = Storage(flow_datastore)
+
+    @property
+    def program(self) -> str:
+        """How this flow's commands are called for this datastore."""
+        option = "" if self.storage.is_default else f"--datastore {self.storage.kind} "
+        return f"python {os.path.basename(sys.argv[0])} {option}torchrun"
 
     def steps(self, run: str) -> list[str]:
         """Return the steps of a run that have begun."""
