@@ -1,4 +1,4 @@
-"""Programs in workers that were spares are told wrong, and end, as by plain ``python -u``; so they are in cold workers."""
+"""Programs in workers that were spares are told wrong, and end, as by plain ``python -u``."""
 
 import json
 import os
@@ -10,21 +10,109 @@ import zipfile
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from flow_runs import FLOWS, heed_ctrl_c
+from flow_runs import heed_ctrl_c
 from warm_nodes import Warm
-
-ENDINGS = str(FLOWS / "observed" / "endings.py")
-VARIANTS = ("cold", "spare")
 
 pytestmark = pytest.mark.timeout(180)
 
+BROKEN = {
+    "empty": b"",
+    "syntax": b"print('not reached')\nif True print(1)\n",
+    "indented": b"def f():\n  return 1\n return 2\n",
+    "null": b"a = 1\0\n",
+    "latin": b"# -*- coding: latin-1 -*-\nprint('l\xf6ss', __file__)\n",
+    "not utf-8": b"print('l\xf6ss')\n",
+    "unknown coding": b"# -*- coding: no-such -*-\n",
+    "marked": b"\xef\xbb\xbfprint('after a mark')\n",
+    "asks": b"import __main__, inspect, sys\ndef f(): pass\nprint(inspect.getsource(f), __main__.f is f)\nsys.exit(2)",
+}
 
-def plainly(words, folder, **variables):
+BEGIN = """
+import asyncio, atexit, faulthandler, gc, os, resource, signal, subprocess, sys, threading, time, warnings
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+"""
+ENDINGS = {
+    "returns": "print('at its end', end='')",
+    "exits with a number": "sys.exit(261)",
+    "exits with a text": "sys.exit('a text, lösung \\udcff')",
+    "exits with None": "sys.exit(None)",
+    "exits with an object": "sys.exit(['a', 'list'])",
+    "exits by site": "exit(4)",
+    "exits at once": "sys.stdout.write('written')\nos._exit(5)",
+    "raises a chain": "try: {}['a key']\nexcept KeyError as error: raise RuntimeError('two\\nlines, ö \\udcff') from error",
+    "raises in a context": "try: [][1]\nfinally: undefined_name",
+    "raises what has no text": """
+class OwnError(Exception):
+    def __str__(self): raise ValueError("no text")
+raise OwnError("hidden")""",
+    "raises a base": "raise BaseException('the base')",
+    "raises from afar": "def deep(count): return deep(count - 1) + 1\ndeep(3000)",
+    "is interrupted": "os.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)",
+    "raises a syntax error": "exec(compile('a = (1,\\nb c', '<made>', 'exec'))",
+    "fails in an exit handler": "atexit.register(lambda: 1 / 0)\natexit.register(print, 'the later one is first')",
+    "exits in an exit handler": "atexit.register(sys.exit, 6)",
+    "raises in a thread": "thread = threading.Thread(target=lambda: {}['of a thread'])\nthread.start()\nthread.join()",
+    "ends before its thread": """
+threading.Thread(target=lambda: (time.sleep(0.3), print("last, but for", threading.main_thread().is_alive()))).start()
+atexit.register(print, "the exit handler")""",
+    "ends with a daemon": "threading.Thread(target=time.sleep, args=(60,), daemon=True).start()",
+    "has a hook": "sys.excepthook = lambda kind, error, trace: print('own', kind, error)\n1 / 0",
+    "has a hook that calls the default": """
+sys.excepthook = lambda *words: (print("first the own"), sys.__excepthook__(*words))
+raise ValueError("for both hooks")""",
+    "has no stderr": "sys.stderr = None\n1 / 0",
+    "has a closed stderr": "os.close(2)\n1 / 0",
+    "has closed its stdout": "sys.stdout.write('before')\nsys.stdout.close()",
+    "has lost its stdout": "print('before')\nos.close(1)\nsys.stdout.write('after')",
+    "writes in pieces": "sys.stdout.write('one ')\nos.write(1, b'two \\xff ')\nprint('three', end='')",
+    "keeps objects": """
+class Loud:
+    def __del__(self): print("gone", sys.is_finalizing())
+kept = Loud()
+raise ValueError("with objects")""",
+    "warns": "warnings.warn('a warning', stacklevel=1)\nopen(os.devnull)\ngc.collect()",
+    "reads stdin": "print(repr(sys.stdin.read()), sys.stdin.isatty())\ninput()",
+    "forks": """
+sys.stdout.flush()
+if (child := os.fork()) == 0: raise ValueError("in the child")
+print("child ended with", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))""",
+    "becomes another": "os.execvp('sh', ['sh', '-c', 'echo from $0; exit 9', 'another'])",
+    "becomes itself": """
+if os.environ.get("AGAIN"): sys.exit(f"again {sys.argv} {sys.orig_argv[1:]}")
+os.environ["AGAIN"] = "1"
+os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])""",
+    "runs another": "subprocess.run([sys.executable, '-c', 'import sys; sys.exit(sys.flags.unbuffered)'], check=True)",
+    "runs a loop": """
+async def main():
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, print, "handled")
+    os.kill(os.getpid(), signal.SIGUSR1)
+    child = await asyncio.create_subprocess_exec("sh", "-c", "exit 12")
+    raise OSError(await child.wait(), "of the loop")
+asyncio.run(main())""",
+    "handles signals": """
+signal.signal(signal.SIGALRM, lambda number, frame: print("alarm", number, frame.f_code.co_name))
+signal.setitimer(signal.ITIMER_REAL, 0.05)
+signal.pause()""",
+    "writes where nobody reads": "reader, writer = os.pipe()\nos.close(reader)\nos.write(writer, b'x')",
+    "aborts": "os.abort()",
+    "aborts and tells": "faulthandler.enable()\nos.abort()",
+    "has no files left": "resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))\nopen('/dev/null')",
+    "imports what is not there": "import no_such_module",
+    **{f"dies by {each:d}": f"os.kill(os.getpid(), {each:d})" for each in (1, 9, 11, 15, 37)},
+}
+# What is written differently, and how to know it.
+OTHER_WORDS = {
+    "aborts and tells": rb"\n  File \S+/spare\.py\", line \d+ in <module>",
+    # Until Python 3.11, calls of C functions count, too: `exec` is one.
+    "raises from afar": rb"repeated \d+ more",
+}
+
+
+def plainly(words, folder):
     """Return how a program ends that nobody but this test has started, and what it has written."""
-    env = {**os.environ, "PYTHONUNBUFFERED": "1", **variables}
     done = subprocess.run(
         [sys.executable, "-u", *words],
-        env=env,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
         cwd=folder,
         stdin=subprocess.DEVNULL,
         capture_output=True,
@@ -40,39 +128,23 @@ def without_addresses(text):
     return re.sub(rb"0x[0-9a-f]{8,}", b"0x", text)
 
 
-def in_workers(folder, variant, programs, cwd):
-    """Return the same of workers of one agent, each with words of its own."""
-    node = Warm(folder, workers=len(programs) if variant == "spare" else 0)
+def by_spares(root, programs, cwd):
+    """Return the same of spare workers of one agent, each with words of its own."""
+    node = Warm(root, workers=len(programs))
     try:
         node.spares()
         agent = node.start("each", workers=len(programs), script=[json.dumps(programs)], cwd=str(cwd))
         agent.end()
         codes = json.loads((agent.out.parent / f"{agent.out.name}.codes").read_text())
         texts = [[agent.written(number, stream) for stream in ("out", "err")] for number in range(len(programs))]
-        told = (folder / "agent.stderr").read_text()
+        told = (root / "agent.stderr").read_text()
     finally:
         node.close()
     return [(code, *map(without_addresses, each)) for code, each in zip(codes, texts, strict=True)], told
 
 
-# --- what is wrong with a program -----------------------------------------------------------------
-
-
-BROKEN = {
-    "empty": b"",
-    "syntax": b"print('not reached')\nif True print(1)\n",
-    "indented": b"def f():\n  return 1\n return 2\n",
-    "null": b"a = 1\0\n",
-    "latin": b"# -*- coding: latin-1 -*-\nprint('l\xf6ss', __file__)\n",
-    "not utf-8": b"print('l\xf6ss')\n",
-    "unknown coding": b"# -*- coding: no-such -*-\n",
-    "marked": b"\xef\xbb\xbfprint('after a mark')\n",
-    "asks": b"import __main__, inspect, sys\ndef f(): pass\nprint(inspect.getsource(f), __main__.f is f)\nsys.exit(2)",
-}
-
-
 def programs_in(folder):
-    """Make programs in a folder, most of which end as soon as they begin; return the words that run each, by a name."""
+    """Make programs in a folder, most of which end as soon as they begin; return the words that run each."""
     for name, source in BROKEN.items():
         (folder / f"{name}.py").write_bytes(source)
     (folder / "without_main").mkdir()
@@ -88,55 +160,33 @@ def programs_in(folder):
     return [*([str(folder / name)] for name in files), *(["-m", name] for name in modules)]
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_what_is_wrong_with_a_program_is_told_as_by_plain_python(tmp_path, variant):
+def compared(tmp_path, make_programs):
+    """Run programs plainly and in spares; return both results by name, and what the agent has said."""
     folder = tmp_path / "programs"
     folder.mkdir()
-    programs = programs_in(folder)
-    seen, told = in_workers(tmp_path, variant, programs, folder)
-    plain = [plainly(words, folder) for words in programs]
-    assert {words[-1]: pair for words, *pair in zip(programs, plain, seen, strict=True) if pair[0] != pair[1]} == {}
-    assert ("A worker starts cold: " in told) == (variant == "spare")
-
-
-# --- ends -------------------------------------------------------------------------------------------
-
-
-# What is written differently, and how to know it.
-OTHER_WORDS = {
-    "cold": {},
-    "spare": {
-        **dict.fromkeys(("aborts_and_tells", "tells_where_it_is"), rb"\n  File \S+/spare\.py\", line \d+ in <module>"),
-        # Until Python 3.11, calls of C functions count, too: `exec` is one.
-        "raises_many": rb"repeated \d+ more",
-    },
-}
-
-
-def names_of_endings():
-    command = [sys.executable, ENDINGS, "names"]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
-
-
-@pytest.fixture(scope="module")
-def expected(tmp_path_factory):
-    """How the programs end without torchrun, and what they write."""
-    folder = tmp_path_factory.mktemp("plain")
+    programs = make_programs(folder)
+    seen, told = by_spares(tmp_path, programs, folder)
     with ThreadPoolExecutor(4) as pool:
-        run = lambda number: plainly([ENDINGS], folder, LOCAL_RANK=str(number))  # noqa: E731
-        return folder, dict(zip(names := names_of_endings(), pool.map(run, range(len(names))), strict=True))
+        plain = list(pool.map(lambda words: plainly(words, folder), programs))
+    return {words[-1]: pair for words, *pair in zip(programs, plain, seen, strict=True)}, told
 
 
-@pytest.mark.xdist_group("endings")
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_ends_and_last_words_are_those_of_plain_python(expected, tmp_path, variant):
-    folder, plain = expected
-    seen, _ = in_workers(tmp_path, variant, [[ENDINGS]] * len(plain), folder)
-    ended = dict(zip(plain, seen, strict=True))
-    differing = {name for name in plain if ended[name] != plain[name]}
-    neutral = OTHER_WORDS[variant]
-    assert {name: (plain[name], ended[name]) for name in differing - set(neutral)} == {}
-    assert differing == set(neutral), "an allowed difference is no more"
-    for name, pattern in neutral.items():
-        first, second = ((code, out, re.sub(pattern, b"", err)) for code, out, err in (plain[name], ended[name]))
-        assert second == first
+def test_what_is_wrong_with_a_program_is_told_as_by_plain_python(tmp_path):
+    pairs, told = compared(tmp_path, programs_in)
+    assert {name: pair for name, pair in pairs.items() if pair[0] != pair[1]} == {}
+    assert "A worker starts cold: " in told
+
+
+def test_ends_and_last_words_are_those_of_plain_python(tmp_path):
+    def make(folder):
+        for name, source in ENDINGS.items():
+            (folder / f"{name}.py").write_text(f"{BEGIN}{source}\n")
+        return [[f"{name}.py"] for name in ENDINGS]
+
+    pairs, told = compared(tmp_path, make)
+    differing = {name.removesuffix(".py"): pair for name, pair in pairs.items() if pair[0] != pair[1]}
+    assert differing.keys() == OTHER_WORDS.keys(), differing
+    for name, pattern in OTHER_WORDS.items():
+        plain, spare = ((code, out, re.sub(pattern, b"", err)) for code, out, err in differing[name])
+        assert spare == plain
+    assert told == ""

@@ -25,8 +25,7 @@ def main():
     umask = os.umask(0)
     os.umask(umask)
     seen = {"pid": os.getpid(), "parent": os.getppid(), "imported": __name__ != "__main__", "umask": umask,
-            "cwd": os.getcwd(), "env": dict(os.environ), "argv": sys.argv, "files": os.listdir("/proc/self/fd"),
-            "priority": os.getpriority(os.PRIO_PROCESS, 0)}
+            "cwd": os.getcwd(), "env": dict(os.environ), "argv": sys.argv, "files": os.listdir("/proc/self/fd")}
     with open(out + ".part", "w") as file:
         json.dump(seen, file)
     os.replace(out + ".part", out)
@@ -63,7 +62,7 @@ seen = {"argv": sys.argv, "orig_argv": sys.orig_argv, "path": sys.path[0], "name
         "imported": "torch.distributed" in sys.modules, "early": "imported_early" in sys.modules,
         "rank": os.environ.get("RANK"), "agent": os.environ.get("TORCHRUN_AGENT_PID"),
         "spare": "TORCHRUN_SPARE" in os.environ,
-        "parent": os.getppid(), "more": os.environ.get("MORE"), "priority": os.getpriority(os.PRIO_PROCESS, 0),
+        "parent": os.getppid(), "more": os.environ.get("MORE"),
         "files": os.listdir("/proc/self/fd"), "mp": "torchrun_worker_hooks" in sys.modules}
 print(json.dumps(seen), flush=True)
 print("to stderr", file=sys.stderr)

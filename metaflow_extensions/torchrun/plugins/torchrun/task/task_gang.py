@@ -132,12 +132,14 @@ class TaskGang:
         self._warm = warm
 
     def name_tasks(self, tasks: Sequence[str]) -> None:
-        """Take note of the tasks of all nodes, in order, each as run, step and task."""
+        """Take note of the tasks of all nodes, in order, each as run, step and task. All have been started by then."""
+        os.environ.pop(
+            STARTED_BY, None
+        )  # meant for tasks alone, neither for spares nor for what the step's code starts
         self._about["tasks"] = tuple(tasks)
 
     def join(self) -> tuple[Member, str]:
         """Join, and return this node as a member and the control node's address."""
-        os.environ.pop(STARTED_BY, None)  # meant for tasks alone, not for what the step's code starts
         timeout = StepTimeout()
         member, main_addr = self._join()
         timeout.tell(member)

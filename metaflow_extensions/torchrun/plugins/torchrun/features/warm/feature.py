@@ -15,6 +15,6 @@ class Warm(Feature):
 
     def starts(self, settings: StepSettings, machine: Machine, requested: Nproc | None) -> WarmStarts | None:
         """Start the first spare of a step."""
-        from .begin import begin_warm  # who only shows a gang has no need of it: it imports all that starts a launch
+        from .node import begin_warm  # who only shows a gang has no need of it: it imports all that starts a launch
 
         return begin_warm(settings, machine, requested)

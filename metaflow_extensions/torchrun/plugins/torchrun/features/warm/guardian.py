@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 from ...compat import linux
 from ...guardian.agent_events import Refused, Taken, as_line
@@ -23,18 +23,6 @@ from ...guardian.workers import WATCH_S
 from ...machine.processes import Other, await_or_kill, living_descendants
 from .imports import StartCold, in_words
 from .spare_process import ANSWER_S, Spare
-
-
-class Request(NamedTuple):
-    """What the task asks for."""
-
-    options: Mapping[str, Any]  # of the guardian
-    env: Mapping[str, str]  # the agent's whole environment
-    umask: int
-    workers: int  # how many spares become workers
-    worker_env: Mapping[str, str]  # what workers have besides, where spares become workers
-    command: Sequence[str]  # of the agent, where spares become workers
-    cold_command: Sequence[str]
 
 
 def main() -> int:
@@ -79,16 +67,15 @@ class Waiting:
             self._end_spares()
             return 0
         self._say(Taken())
-        os.umask(request.umask)
-        self._guardian = Guardian(
-            self._task, self._task_end, Options(**request.options), self._starter(request), self._news
-        )
+        os.umask(request["agent"]["umask"])
+        options = Options(**request["options"])
+        self._guardian = Guardian(self._task, self._task_end, options, self._starter(request["agent"]), self._news)
         if self._got_sigterm:  # before there was anybody to tell
             self._guardian.note_sigterm()
-        return self._guardian.run(request.cold_command)
+        return self._guardian.run(request["cold_command"])
 
-    def _next(self) -> Request | None:
-        """Wait for the task to ask for an agent; None if this process is to end."""
+    def _next(self) -> dict[str, Any] | None:
+        """Wait for the task to ask for an agent, as `WarmStart` does; None if this process is to end."""
         # Its pipe alone does not tell: a process that the step has forked may hold the other end.
         commands = sys.stdin.fileno()
         files = [commands] if self._task_end is None else [commands, self._task_end]
@@ -99,26 +86,23 @@ class Waiting:
                 size = int.from_bytes(os.read(commands, 8), "big")
                 while len(data) < size and (part := os.read(commands, size - len(data))):
                     data += part
-                return Request(*json.loads(data)) if size and len(data) == size else None
+                request: dict[str, Any] | None = json.loads(data) if size and len(data) == size else None
+                return request
         return None
 
-    def _starter(self, request: Request) -> Any:
+    def _starter(self, agent: Mapping[str, Any]) -> Any:
         """Return what starts the agent: the spare, or a cold one where that fails in any way."""
 
         def start(command: Sequence[str], stdout: int, stderr: int) -> subprocess.Popen[bytes]:
-            cwd = request.options["cwd"]
-            asked = {"argv": request.command, "env": request.env, "cwd": cwd, "umask": request.umask}
-            asked |= {"workers": request.workers, "worker_env": request.worker_env}
             try:
                 if self._spare is None:
                     raise StartCold(self._fault)
-                deadline = time.monotonic() + ANSWER_S
-                return self._spare.become(asked, stdout, stderr, deadline, self._is_wanted)
+                return self._spare.become(agent, stdout, stderr, time.monotonic() + ANSWER_S, self._is_wanted)
             except Exception as error:
                 self._end_spares()
                 if self._is_wanted():
                     self._say(Refused(in_words(error)))
-            return start_program(command, stdout, stderr, cwd, request.env)
+            return start_program(command, stdout, stderr, agent["cwd"], agent["env"])
 
         return start
 

@@ -64,6 +64,8 @@ class Imports:
         """Raise `StartCold` if a program that starts now could import something else than is here."""
         if self._fault:
             raise StartCold(self._fault)
+        if getattr(sys.flags, "safe_path", False):  # from Python 3.11 on
+            raise StartCold("PYTHONSAFEPATH is set")
         if argv[:2] != [sys.executable, "-u"] or (argv[2].startswith("-") and argv[2] != "-m"):
             raise StartCold(f"it runs {' '.join(argv[:3])}, not {sys.executable} -u with a script or a module")
         differing = [name for name in {*env, *self._env} if env.get(name) != self._env.get(name) and self.counts(name)]
@@ -76,13 +78,11 @@ class Imports:
         relative = [entry or "an empty entry" for entry in entries if not os.path.isabs(entry)]
         if relative and cwd != self._folder:  # the interpreter has made it absolute
             raise StartCold(f"{relative[0]} in PYTHONPATH is relative to another working directory")
-        if not is_path_safe():
-            self._check_path(first_entry(argv, cwd))
+        self._check_path(first_entry(argv, cwd))
 
     def take_over(self, argv: Sequence[str], cwd: str) -> None:
         """Have what the imports changed stand beside what the program begins with."""
-        if not is_path_safe():
-            sys.path[sys.path.index(self._folder)] = first_entry(argv, cwd)
+        sys.path[sys.path.index(self._folder)] = first_entry(argv, cwd)
         for name, value in self._set.items():
             if value is None:
                 os.environ.pop(name, None)
@@ -104,8 +104,6 @@ class Imports:
     def _check_path(self, folder: str) -> None:
         """Compare the program's own folder, which comes first on its path, with the one that was there at the imports."""
         own = self._folder
-        if own not in sys.path:
-            raise StartCold("an import has taken the program's folder off the path")
         if folder != own and sys.path.count(own) == 1:
             for name, module in self._modules.items():
                 if _folder_of(module) == own:
@@ -121,11 +119,6 @@ class Imports:
 def first_entry(argv: Sequence[str], cwd: str) -> str:
     """Return what Python puts first on the path for ``python -u SCRIPT`` and for ``python -u -m MODULE``."""
     return cwd if argv[2] == "-m" else os.path.dirname(os.path.realpath(os.path.join(cwd, argv[2])))
-
-
-def is_path_safe() -> bool:
-    """Tell whether Python puts no folder of the program's on its path."""
-    return getattr(sys.flags, "safe_path", False)  # from Python 3.11 on
 
 
 def _folder_of(module: Any) -> str | None:

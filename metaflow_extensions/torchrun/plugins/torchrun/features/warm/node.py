@@ -8,23 +8,48 @@ from __future__ import annotations
 
 import json
 import os
+import resource
+import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from ...compat import linux
 from ...compat.renamed import harmless
+from ...errors import TorchrunConfigError
 from ...guardian.agent_events import Refused
 from ...guardian.guardian import Options
 from ...guardian.guardian_process import GuardianProcess
-from .guardian import Request
+from ...launch.command import agent_environment
+from ...machine.accelerators import Machine, Nproc, choose_nproc, omp_threads
+from ...machine.processes import read
+from ...node.start import share_of_machine
+from ...settings import StepSettings
 from .imports import StartCold, in_words
-from .inherited import difference, inherited, umask
 from .spare import AGENT
 
 _ADOPTS = (
     "this task adopts processes without a parent (it is the first of its container, or a subreaper), so the step's code, "
     "which may wait for its children, would see the spare"
 )
+_LIMITS = sorted(name for name in dir(resource) if name.startswith("RLIMIT_"))
+
+
+def begin_warm(settings: StepSettings, machine: Machine, requested: Nproc | None) -> WarmNode | None:
+    """Start the spare of a step's first launch, in the background; return None where the user wants none.
+
+    Its environment is as far as it is known that of the launch. `requested` is what the resources of a task amount to.
+    """
+    if settings.warm == "off" or sys.platform != "linux":
+        return None
+    nproc = 1
+    with suppress(TorchrunConfigError):  # `run` raises it
+        nproc = choose_nproc(settings.nproc_per_node, "nproc_per_node", requested, machine).value
+    env = agent_environment({}, os.environ, omp_threads(machine, nproc), None)
+    workers = nproc if settings.warm == "workers" else 0
+    warm = WarmNode(settings.preload, {**env, **share_of_machine(machine, {})}, workers)
+    warm.prepare()
+    return warm
 
 
 class WarmNode:
@@ -46,17 +71,14 @@ class WarmNode:
     def prepare(self) -> None:
         """Start a spare like the last one, unless one waits. What goes wrong is told when a launch asks for it."""
         with harmless():
-            if not (self._waiting is not None and self._waiting.is_alive):
+            if self._waiting is None or not self._waiting.is_alive:
                 self._start()
 
     def _start(self) -> None:
         if linux.adopts_orphans():
             raise StartCold(_ADOPTS)
-        options = {
-            "modules": [AGENT],
-            "workers": self._workers,
-            "worker_modules": ["torch.distributed", *self._preload],
-        }
+        worker_modules = ["torch.distributed", *self._preload]
+        options = {"modules": [AGENT], "workers": self._workers, "worker_modules": worker_modules}
         self._inherited = inherited()
         self._waiting = GuardianProcess("features.warm.guardian", [json.dumps(options)], self._env)
 
@@ -66,10 +88,10 @@ class WarmNode:
         if self._waiting is None or not self._waiting.is_alive:
             self._start()
         assert self._waiting is not None
-        changed = difference(self._inherited, inherited())
-        if changed is not None:
+        now = inherited()
+        if changed := [name for name in now if now[name] != self._inherited[name]]:
             self.close()
-            raise StartCold(changed)
+            raise StartCold(f"{', '.join(changed)} changed after the step had begun")
         taken, self._waiting = self._waiting, None
         return taken
 
@@ -80,6 +102,7 @@ class WarmNode:
 
     def close(self) -> None:
         """End the spare, without waiting for that; safe to call more than once."""
+        # A process that the step has forked has a copy of the socket, and must not end its parent's spare.
         if self._waiting is not None and os.getpid() == self._owner:
             self._waiting.close()
             self._waiting = None
@@ -104,9 +127,16 @@ class WarmStart:
         """Ask for the agent; return its guardian, or why nobody takes the request."""
         refused: list[Exception] = []
         with harmless(refused.append):  # a cold start needs nothing of what can go wrong here
-            told = options._replace(cwd=options.cwd or os.getcwd())._asdict()
-            commands = [self.command[0], "-u", *self.command[1:]], self.cold_command
-            request = Request(told, dict(env), umask(), self.workers, self.worker_env, *commands)
+            options = options._replace(cwd=options.cwd or os.getcwd())
+            agent = {
+                "argv": [self.command[0], "-u", *self.command[1:]],
+                "env": dict(env),
+                "cwd": options.cwd,
+                "umask": umask(),
+                "workers": self.workers,
+                "worker_env": dict(self.worker_env),
+            }
+            request = {"options": options._asdict(), "agent": agent, "cold_command": self.cold_command}
             data = json.dumps(request).encode()
             guardian = self.node.take(env, self.workers)
             if guardian.ask(data):
@@ -114,3 +144,21 @@ class WarmStart:
             guardian.close()
             raise StartCold("the guardian that waited with the spare has ended, or does not read")
         return Refused(in_words(refused[0]))
+
+
+def inherited() -> dict[str, str]:
+    """Return what a child of the calling thread inherits, besides environment and folder. Equal results: it still would."""
+    return {
+        **{name: str(resource.getrlimit(getattr(resource, name))) for name in _LIMITS},
+        "user and groups": f"{os.geteuid(), os.getegid()} {sorted(os.getgroups())}",
+        "cgroup": read("/proc/self/cgroup"),
+        "OOM score": read("/proc/self/oom_score_adj"),
+        "priority": str(os.getpriority(os.PRIO_PROCESS, 0)),
+        "CPU affinity": str(sorted(os.sched_getaffinity(0))),
+    }
+
+
+def umask() -> int:
+    """Return the umask of this process. os.umask(2) would change it for its other threads (Linux 4.7 shows it)."""
+    fields = dict(line.partition(":")[::2] for line in read("/proc/self/status").splitlines())
+    return int(fields["Umask"], 8)

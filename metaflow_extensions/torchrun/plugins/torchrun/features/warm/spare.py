@@ -13,10 +13,8 @@ import atexit
 import importlib
 import json
 import os
-import select
 import socket
 import sys
-import threading
 import types
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -28,14 +26,12 @@ if __name__ == "__main__":
     sys.modules[__package__] = types.ModuleType(__package__)
     sys.modules[__package__].__path__ = [os.path.dirname(os.path.abspath(__file__))]
 
-from .imports import Imports, StartCold, in_words, is_path_safe
-from .spare_process import HEADER
+from .imports import Imports, StartCold, in_words
 from .spare_workers import AGENT_PID, SpareWorkers
 
 AGENT = "torch.distributed.run"
 # ``worker_hooks/sitecustomize.py`` leaves itself in `sys.modules` under this name.
 _HOOKS = "torchrun_worker_hooks"
-_LOWEST = 19  # a nice value
 
 # A function, and a tuple of its arguments.
 Run = list[Any]
@@ -48,11 +44,8 @@ def main() -> Run:
     hooks = sys.modules.pop(_HOOKS, None)
     for name in [name for name in sys.modules if name.partition(".")[0] == __package__]:
         del sys.modules[name]
-    folder = os.getcwd()
-    if not is_path_safe():
-        sys.path[0] = folder
+    sys.path[0] = folder = os.getcwd()
     client = socket.socket(fileno=options["client"])
-    _lower_priority(client)
     workers = SpareWorkers(options, client) if is_agent else None
     imports = Imports(options["modules"], folder, computes=not is_agent)
     if workers is not None:
@@ -79,48 +72,17 @@ def main() -> Run:
 
 
 def _receive(client: socket.socket) -> tuple[dict[str, Any], int, int]:
-    header, files, _, _ = socket.recv_fds(client, HEADER, 2)
-    data, size = b"", int.from_bytes(header, "big")
-    while header and len(data) < size and (part := client.recv(size - len(data))):
-        data += part
-    if not header or len(data) < size:
+    """Return what this process is to become, and the files for its output; see `spare_process`."""
+    data, files, _, _ = socket.recv_fds(client, 1, 3)
+    if not data:
         os._exit(0)  # whoever has started this process needs it no more
-    request: dict[str, Any] = json.loads(data)
-    return request, files[0], files[1]
-
-
-def _lower_priority(client: socket.socket) -> None:
-    """Leave the cores to others, unless somebody waits already, or this process would have to keep the low priority."""
-    own = os.getpriority(os.PRIO_PROCESS, 0)
-    if _may_raise_priority():
-        os.setpriority(os.PRIO_PROCESS, 0, _LOWEST)
-        if select.select([client], [], [], 0)[0]:
-            os.setpriority(os.PRIO_PROCESS, 0, own)
-
-
-def _may_raise_priority() -> bool:
-    """Try it in a thread of its own: nice values are a thread's (Linux: setpriority(2)), and this one is gone after it."""
-    done = []
-
-    def lower_and_raise() -> None:
-        with suppress(OSError):  # without CAP_SYS_NICE
-            own = os.getpriority(os.PRIO_PROCESS, 0)
-            os.setpriority(os.PRIO_PROCESS, 0, min(own + 1, _LOWEST))
-            os.setpriority(os.PRIO_PROCESS, 0, own)
-            done.append(True)
-
-    thread = threading.Thread(target=lower_and_raise, name="torchrun-priority")
-    thread.start()
-    thread.join()
-    return bool(done)
+    stdout, stderr, told = files
+    with open(told, encoding="ascii") as file:
+        return json.load(file), stdout, stderr
 
 
 def _take_over(request: Mapping[str, Any], stdout: int, stderr: int) -> None:
     """Be what a process is that was started as `request` says."""
-    for thread in map(int, os.listdir("/proc/self/task")):  # libraries may have started some while the priority was low
-        with suppress(ProcessLookupError):  # it has ended since
-            if os.getpriority(os.PRIO_PROCESS, thread) != request["priority"]:
-                os.setpriority(os.PRIO_PROCESS, thread, request["priority"])
     os.umask(request["umask"])
     argv, env = request["argv"], request["env"]
     for name in set(os.environ) - set(env):
@@ -191,14 +153,7 @@ def _hide_first_frame() -> None:
 
     def shorter(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
         error = error.with_traceback(trace and trace.tb_next)
-        try:
-            show(kind, error, error.__traceback__)
-        except Exception as second:  # the same words as the interpreter's
-            sys.stderr.write("Error in sys.excepthook:\n")
-            second.__traceback__ = second.__traceback__ and second.__traceback__.tb_next
-            sys.__excepthook__(type(second), second, second.__traceback__)
-            sys.stderr.write("\nOriginal exception was:\n")
-            sys.__excepthook__(kind, error, error.__traceback__)
+        show(kind, error, error.__traceback__)
 
     sys.excepthook = shorter
 

@@ -1,7 +1,7 @@
 """A spare process, as its parent holds it: a guardian holds a spare agent, a spare agent its spare workers.
 
-A request travels over a socket: the length of the rest, with the two files for the program's output; then JSON. An
-empty line is the answer that the request is accepted. Any other line says why it is not; the spare has ended then.
+A request is three files that are sent over a socket: for the program's stdout, for its stderr, and one that says what to
+become, as JSON. An empty line answers that it is accepted. Any other line says why not; the spare has ended then.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from .imports import StartCold
 # Names the kind of a spare to ``worker_hooks/sitecustomize.py``.
 KIND = "TORCHRUN_SPARE"
 ANSWER_S = 60.0  # of all spares of a launch; most of it for imports that a cold start would have to make, too
-HEADER = 8  # bytes
 _PROGRAM = os.path.join(os.path.dirname(os.path.abspath(__file__)), "spare.py")
 _LOOK_S = 0.1
 
@@ -62,8 +61,10 @@ class Spare:
         `deadline` is of the monotonic clock.
         """
         try:
-            told = json.dumps({**request, "priority": os.getpriority(os.PRIO_PROCESS, 0)}).encode()
-            refusal = self._exchange(told, [stdout, stderr], deadline, is_wanted)
+            with tempfile.TemporaryFile() as told:
+                told.write(json.dumps(request).encode())
+                told.seek(0)
+                refusal = self._ask([stdout, stderr, told.fileno()], deadline, is_wanted)
             if refusal:
                 raise StartCold(refusal)
         except ConnectionError as error:
@@ -77,32 +78,23 @@ class Spare:
         self.process.args = request["argv"]
         return self.process
 
-    def _exchange(self, rest: bytes, files: Sequence[int], deadline: float, is_wanted: Callable[[], bool]) -> str:
+    def _ask(self, files: Sequence[int], deadline: float, is_wanted: Callable[[], bool]) -> str:
         """Send a request and return the answer; the spare may still import, and reads nothing then."""
+        socket.send_fds(self._server, [b"?"], files)
         answer = b""
-        self._server.setblocking(False)
-        socket.send_fds(self._server, [len(rest).to_bytes(HEADER, "big")], files)
-        with suppress(
-            OSError
-        ):  # it may be gone, or nobody may raise its priority; who lowers it later sees the request
-            os.setpriority(os.PRIO_PROCESS, self.process.pid, os.getpriority(os.PRIO_PROCESS, 0))
         while not answer.endswith(b"\n"):
-            readable, writable, _ = select.select([self._server], [self._server] if rest else [], [], _LOOK_S)
-            if readable:
+            if select.select([self._server], [], [], _LOOK_S)[0]:
                 if not (part := self._server.recv(65536)):
                     raise ConnectionError
                 answer += part
-            elif writable:
-                rest = rest[self._server.send(rest) :]
             elif self.process.poll() is not None:  # what it has forked may hold the other end
                 raise ConnectionError
             elif not is_wanted():
                 raise StartCold("the launch was stopped")
             elif time.monotonic() > deadline:
                 what = ", ".join(self._modules)
-                raise StartCold(
-                    f"within {ANSWER_S:g} s it did not answer; it imports {what}, or somebody has stopped it"
-                )
+                why = f"it imports {what}, or somebody has stopped it"
+                raise StartCold(f"within {ANSWER_S:g} s it did not answer; {why}")
         return answer.decode(errors="replace").strip()
 
     def _last_words(self) -> str:

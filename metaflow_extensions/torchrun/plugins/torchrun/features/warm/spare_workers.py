@@ -30,10 +30,8 @@ class SpareWorkers:
         self._client = client
         self._spares: list[Spare] = []
         self._deadline = 0.0  # when all must have become workers
-        self._fault = ""  # why some could not be started
         self._said: set[str] = set()
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        if cores >= 2 * (self._count + 1):
+        if len(os.sched_getaffinity(0)) >= 2 * (self._count + 1):
             self.start(has_imported=False)
 
     def start(self, has_imported: bool) -> None:
@@ -45,11 +43,9 @@ class SpareWorkers:
         if has_imported and (self._spares or select.select([self._client], [], [], 0)[0]):
             return
         env = {**os.environ, AGENT_PID: str(os.getpid())}
-        try:
+        with suppress(OSError):  # no more processes or files: torchrun starts its workers
             for _ in range(self._count):
                 self._spares.append(Spare("worker", self._options, env, None))
-        except OSError as error:  # no more processes or files: torchrun starts its workers
-            self._fault = in_words(error)
 
     def keep(self, count: int) -> None:
         """End all but so many."""
@@ -82,8 +78,8 @@ class SpareWorkers:
                 with suppress(OSError):  # the guardian is gone, and ends this process
                     os.write(self._news, f"{worker.pid} {env['RANK']} {env['LOCAL_RANK']}\n".encode())
                 return worker
-        if self._fault or not self._said:
-            self._say(self._fault or "no spare was ready")
+        if not self._said:
+            self._say("no spare was ready")
         return None
 
     def _say(self, why: str) -> None:
