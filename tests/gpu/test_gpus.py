@@ -129,10 +129,10 @@ def test_a_hang_in_nccl_tells_where_the_rank_was_that_stayed_away(run):
 @two_gpus
 def test_preflight_measures_nccl(run):
     loud = launch(env={"NCCL_DEBUG": "VERSION"})
-    flow = run(attrs={"preflight": "links"}, runs_=[loud])
+    flow = run(attrs={"preflight": True}, runs_=[loud])
     ranks = 2 * (len(GPUS) // 2)
     figures = r"[\d.]+ ms, [\d.]+ GB/s"
-    line = rf"preflight: node \d \(host \S+\): all-reduce over {ranks} ranks: {figures} \(bus [\d.]+ GB/s\); link"
+    line = rf"preflight: node \d \(host \S+\): all-reduce over {ranks} ranks: {figures} \(bus [\d.]+ GB/s\)"
     assert len(re.findall(line, flow.text)) == 2
     measured = flow.text.index("preflight: node 0")
     assert "NCCL version" in flow.text[:measured], "it was measured over another backend"

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import re
-import shutil
-import subprocess
 from collections.abc import Callable
 
 import pytest
 from flow_runs import FlowRun
 from gangs import Gang
-from hosts import Host, Switch, cannot
+from hosts import Host, Switch
 
 MASTER_PORT, CHANNEL_PORT = 29612, 29613
 PINNED = f"{MASTER_PORT}-{CHANNEL_PORT}"
@@ -37,38 +35,12 @@ def test_it_measures_before_the_script_and_then_runs_it(run_flow: Callable[..., 
 # --- on hosts of their own ------------------------------------------------------------------------
 
 
-def tc(host: Host, *words: str) -> None:
-    """Shape what `host` sends."""
-    if not shutil.which("tc"):
-        cannot("slowing a network down needs tc (iproute2)")
-    done = subprocess.run(
-        ["ip", "netns", "exec", host.space, "tc", *words], capture_output=True, text=True, check=False
-    )
-    if done.returncode != 0:
-        cannot(f"this machine does not let us slow a network down: {done.stderr.strip()}")
-
-
 @pytest.fixture
 def trio(make_gang: Callable[..., Gang], make_host: Callable[[str], Host]) -> Gang:
     """Return a gang of three, on hosts that a switch connects."""
     hosts = [make_host(f"host-{letter}") for letter in "abc"]
     Switch(make_host("switch"), hosts)
     return make_gang(hosts)
-
-
-def test_a_node_on_a_slow_network_is_named(trio: Gang) -> None:
-    tc(trio.hosts[2], "qdisc", "add", "dev", "eth0", "root", "tbf", "rate", "100mbit", "burst", "32kb", "latency", "1s")
-    trio.start(3, settings={"preflight": "links", **PORTS})
-    # On a busy machine another node may seem slow as well.
-    begin = r"warning: preflight: node 2 \(host host-c\) is slow: "
-    figures = r"its best link has [\d.]+ ms, ([\d.]+) GB/s, that of the median node [\d.]+ ms, ([\d.]+) GB/s"
-    trio.await_that(lambda: re.search(begin + ".*\n", trio.log(0)), "the warning")
-    trio.await_that(lambda: re.search(rf"{REDUCED}; link to node 1: {FIGURES}\n", trio.log(0)), "the figures")
-    found = re.search(begin + figures, trio.log(0))
-    assert found is not None, trio.told
-    slow, median = map(float, found.groups())
-    assert 0.0125 <= slow <= 0.03  # 100 Mbit/s in one direction, much more in the other
-    assert slow < median / 3
 
 
 def forbid_chosen_ports(hosts: list[Host]) -> None:

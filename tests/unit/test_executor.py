@@ -156,7 +156,7 @@ def test_a_single_node_takes_positional_arguments_as_a_gang_does(positional, nam
 
 
 @pytest.mark.parametrize(
-    "given", [{"before_run": []}, {"hang_timeout_s": 5}, {"attributes": {"preflight": "links", "hang_timeout_s": 5}}]
+    "given", [{"before_run": []}, {"hang_timeout_s": 5}, {"attributes": {"preflight": True, "hang_timeout_s": 5}}]
 )
 def test_what_only_a_feature_can_do_is_refused_without_it(given, launch_of):
     with pytest.raises(

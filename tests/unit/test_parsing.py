@@ -28,9 +28,8 @@ READ = [
     (partial(parse_seconds, zero=True), [("0", 0.0)]),
     (
         parse_preflight,
-        [*((on, "on") for on in (True, 1, "true", "1", " TRUE ")), *((off, "off") for off in (False, 0, "0"))],
+        [*((on, True) for on in (True, 1, "true", "1", " TRUE ")), *((off, False) for off in (False, 0, "0"))],
     ),
-    (parse_preflight, [("Links ", "links")]),
     (parse_retry_on, [("", set()), ("user, killed", {"user", "killed"}), (["start", "hang"], {"start", "hang"})]),
     (
         parse_outputs,
@@ -51,7 +50,7 @@ REFUSED = [
     (parse_restarts, "at least 0", [-1, "-1", "many", 1.5, True]),
     (parse_seconds, "a number of seconds above 0", [None, 0, -1, "x", "nan", float("inf"), True, [], 10**400]),
     (partial(parse_seconds, zero=True), "a number of seconds of at least 0", [-0.1, -1, "nan", None]),
-    (parse_preflight, "True, False or 'links'", ["ja", 2, "10", 1.5, [True]]),
+    (parse_preflight, "True or False", ["ja", 2, "10", 1.5, [True]]),
     (parse_retry_on, "no such class", ["often"]),
     (parse_retry_on, "Metaflow's @retry", ["user,node_lost", ["preempted"], "store", "before_run"]),
     (parse_retry_on, "a list", [3, ["user", 3]]),

@@ -29,9 +29,8 @@ def test_the_preflight_runs_where_the_script_will():
     same |= {"env": (("NCCL_SOCKET_IFNAME", "eth1"),), "cwd": "/somewhere"}
     own = {"options": (("role", "x"),), "shown_local_ranks": frozenset({1}), "max_restarts": 3, "min_nodes": 2}
     spec = LaunchSpec("train", ("--lr", "1"), module=True, **same, **own)
-    found = preflight_spec(spec, with_links=False)
+    found = preflight_spec(spec)
     assert found == LaunchSpec(found.entrypoint, (), module=False, **same)
-    assert preflight_spec(spec, with_links=True) == LaunchSpec(found.entrypoint, ("links",), module=False, **same)
     assert Path(found.entrypoint).name == "preflight_worker.py"
     assert Path(found.entrypoint).is_file()
 

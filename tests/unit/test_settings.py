@@ -25,7 +25,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.settings import (
         ("grace_s", "0", 0.0),
         ("max_restarts", "3", 3),
         ("retry_on", "user, start", {"user", "start"}),
-        ("preflight", "True", "on"),
+        ("preflight", "True", True),
         ("preemption_signal", "usr1", signal.SIGUSR1),
         ("hang_timeout_s", "90", 90.0),
         ("logs", "Rank0", "rank0"),
@@ -45,7 +45,7 @@ def test_every_attribute_is_tried_as_text_above():
 def test_none_is_the_default_and_may_be_text():
     settings = parse_settings({}, "train")
     assert (settings.nproc_per_node, settings.master_port, settings.channel_port) == (None, None, None)
-    assert (settings.max_restarts, settings.hang_timeout_s, settings.preflight) == (0, None, "off")
+    assert (settings.max_restarts, settings.hang_timeout_s, settings.preflight) == (0, None, False)
     assert settings.retry_on == {"user", "killed", "timeout", "hang"}
     assert (settings.preemption_signal, settings.all_nodes_started_timeout) == (signal.SIGTERM, 600)
     required = {"all_nodes_started_timeout", "heartbeat_timeout_s", "grace_s"}

@@ -67,10 +67,9 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
     hang_timeout_s : float, optional, default None
         Seconds without any output or exit of any rank after which a launch counts as hanging: the stacks
         of all workers go to the logs and to files, then all is stopped. None does not look.
-    preflight : Union[bool, str], default False
+    preflight : bool, default False
         Whether to try the network before the step's first launch: whether all nodes come and reach each other, and
-        latency and bandwidth of an all-reduce over all ranks. ``"links"`` measures the links between the nodes, too,
-        and names a slow node in a warning. It is a launch of its own and takes the first number.
+        latency and bandwidth of an all-reduce over all ranks. It is a launch of its own and takes the first number.
     logs : str, optional, default None
         Whose lines the control node's log has, which is what the terminal shows: ``"all"``, those of all
         nodes; ``"node"``, its own; ``"rank0"``, rank 0's alone and, when a rank fails, its last 100. Each

@@ -107,13 +107,10 @@ def parse_flag(value: Any, setting: str) -> bool:
     return bool(value)
 
 
-def parse_preflight(value: Any, setting: str) -> str:
-    """Return ``"off"``, ``"on"`` or ``"links"``."""
+def parse_preflight(value: Any, setting: str) -> bool:
+    """Return True or False, also of a text: ``--with torchrun:preflight=True`` sends one."""
     word = str(value).strip().lower()
-    found = {"false": "off", "0": "off", "true": "on", "1": "on", "links": "links"}.get(word)
-    if found is None:
-        raise TorchrunConfigError(f"{setting} is {value!r}, but it must be True, False or 'links'.")
-    return found
+    return parse_flag({"false": False, "0": False, "true": True, "1": True}.get(word, value), setting)
 
 
 def parse_logs(value: Any, setting: str) -> str:

@@ -51,7 +51,7 @@ SETTINGS = {
         Setting("retry_on", "both", "restarts", parsing.parse_retry_on, None, parsing.DEFAULT_RETRY_ON),
         Setting("hang_timeout_s", "both", "hangs", parsing.parse_seconds),
         Setting("preemption_signal", "both", "preemption", parsing.parse_signal, "SIGTERM", int(signal.SIGTERM)),
-        Setting("preflight", "step", "preflight", parsing.parse_preflight, False, "off"),
+        Setting("preflight", "step", "preflight", parsing.parse_preflight, False, False),
         Setting("logs", "step", check=parsing.parse_logs),
         Setting("warm", "both", "warm", parsing.parse_warm, "agent", "agent"),
         Setting("preload", "step", "warm", parsing.parse_modules, None, ()),
@@ -97,7 +97,7 @@ class StepSettings:
     retry_on: frozenset[str]
     preemption_signal: int
     hang_timeout_s: float | None
-    preflight: str
+    preflight: bool
     logs: str | None
     warm: str
     preload: tuple[str, ...]

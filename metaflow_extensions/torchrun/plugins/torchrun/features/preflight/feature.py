@@ -22,7 +22,7 @@ class Preflight(Feature):
 
     def prelude(self, asked: Asked) -> Prelude | None:
         """Return the launch that measures, once in a step."""
-        return NetworkFirst(asked) if asked.settings.preflight != "off" and not asked.has_been else None
+        return NetworkFirst(asked) if asked.settings.preflight and not asked.has_been else None
 
 
 class NetworkFirst(Prelude):
@@ -40,12 +40,11 @@ class NetworkFirst(Prelude):
             return None
         ranks = of_run.world_size
         self._asked.say(f"preflight: measures the network between {ranks} ranks before the script starts")
-        return preflight_spec(of_run, self._asked.settings.preflight == "links")
+        return preflight_spec(of_run)
 
 
-def preflight_spec(spec: LaunchSpec, with_links: bool) -> LaunchSpec:
+def preflight_spec(spec: LaunchSpec) -> LaunchSpec:
     """Return the launch that measures the network for `spec`: with the same nodes, processes, port and variables."""
-    args = ("links",) if with_links else ()
-    own = replace(spec, entrypoint=_SCRIPT, args=args, module=False, options=(), shown_local_ranks=None)
+    own = replace(spec, entrypoint=_SCRIPT, args=(), module=False, options=(), shown_local_ranks=None)
     # All nodes take part and rank by their index, whatever torchrun's own elasticity is to do later.
     return replace(own, max_restarts=0, min_nodes=None)

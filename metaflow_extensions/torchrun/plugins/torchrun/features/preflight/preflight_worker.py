@@ -1,8 +1,8 @@
 """Finds out whether the nodes can work together and how fast their network is: the script of ``preflight=True``.
 
 torchrun runs it on every rank before the user's script. Its stages are the start, connecting the nodes, and the
-all-reduce; with the argument ``links`` it measures the links before that. After each stage rank 0 hears from all ranks,
-over the store of torchrun's agent, and names the nodes that are silent or report a failure.
+all-reduce. After each stage rank 0 hears from all ranks, over the store of torchrun's agent, and names the nodes that
+are silent or report a failure.
 It stands alone: it imports nothing of this package, and nothing imports it.
 """
 
@@ -15,7 +15,7 @@ import socket
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -36,12 +36,6 @@ _LAPS = 5
 _BULK_LAPS = 2
 _MIB = 1024 * 1024
 _ALL_REDUCE_BYTES = {"gloo": 16 * _MIB, "nccl": 64 * _MIB}
-_LINK_BYTES = {"gloo": 4 * _MIB, "nccl": 64 * _MIB}
-
-# How far a node's best link may be from that of the median node. Below a millisecond, a scheduler alone can make the
-# difference.
-_TIMES_SLOWER = 3.0
-_LATENCY_FLOOR_S = 1e-3
 _MOST_QUOTED = 3
 
 
@@ -70,7 +64,7 @@ class Place(NamedTuple):
 
 
 class Figures(NamedTuple):
-    """What was measured of a link or a collective."""
+    """What was measured of a collective: its latency, and its algorithm bandwidth (bytes / time)."""
 
     latency_s: float
     bytes_per_s: float
@@ -219,134 +213,39 @@ def judge_connections(reports: Sequence[Report], nproc: int, hosts: Sequence[str
 # --- measuring ------------------------------------------------------------------------------------
 
 
-def ring_phases(nodes: int) -> list[list[int]]:
-    """Return which links are measured at the same time; link i is between node i and the next.
+def all_reduce(place: Place, backend: str, store: Any) -> Figures:
+    """Measure an all-reduce over all ranks, which meet at `store`: gloo on CPUs or NCCL on CUDA devices."""
+    import torch
+    import torch.distributed as dist
 
-    No node is in two links of one phase, and there are three phases at most, whatever the gang's size:
-    the even links, the odd ones, and the last link of an odd ring, which meets the first at node 0.
-    """
-    if nodes <= 2:
-        return [[0]] if nodes == 2 else []
-    phases = [list(range(0, nodes - nodes % 2, 2)), list(range(1, nodes, 2))]
-    return [*phases, [nodes - 1]] if nodes % 2 else phases
+    if backend == "nccl":
+        # So that a call that waits too long raises here, instead of ending the process from a thread.
+        os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
+        torch.cuda.set_device(place.local_rank)
+    dist.init_process_group(
+        backend, store=store, rank=place.rank, world_size=place.world, timeout=timedelta(seconds=_OPERATION_S)
+    )
 
+    def reduce(tensor: Any) -> None:
+        dist.all_reduce(tensor)
+        if backend == "nccl":
+            torch.cuda.synchronize()
 
-def slow_nodes(links: Mapping[int, Sequence[Figures]], hosts: Sequence[str]) -> list[str]:
-    """Return a warning for each node that is much slower than the median node.
-
-    A node is judged by the best of its links: a good node beside a slow one has another, good link.
-    Two nodes have only one link, so neither can be told from the other.
-    """
-    if len(links) < 3:
-        return []
-    best = {
-        node: Figures(min(each.latency_s for each in own), max(each.bytes_per_s for each in own))
-        for node, own in links.items()
-    }
-    median = Figures(*map(statistics.median, zip(*best.values(), strict=True)))
-    return [
-        f"warning: preflight: {nodes_text([node], hosts)} is slow: its best link has {own}, that of the median node "
-        f"{median}. All ranks wait for it; look at its network, or replace it."
-        for node, own in sorted(best.items())
-        if own.latency_s > max(_TIMES_SLOWER * median.latency_s, _LATENCY_FLOOR_S)
-        or own.bytes_per_s < median.bytes_per_s / _TIMES_SLOWER
-    ]
+    size = _ALL_REDUCE_BYTES[backend]
+    device = f"cuda:{place.local_rank}" if backend == "nccl" else "cpu"
+    small, large = (torch.zeros(count, dtype=torch.float32, device=device) for count in (1, size // 4))
+    return Figures(median_s(reduce, small, _LAPS), size / median_s(reduce, large, _BULK_LAPS))
 
 
-class Bench:
-    """Measures over a process group of all ranks, which meets at `store`: gloo on CPUs or NCCL on CUDA devices."""
-
-    def __init__(self, place: Place, backend: str, store: Any) -> None:
-        import torch
-        import torch.distributed as dist
-
-        self._torch, self._dist = torch, dist
-        self._place, self._backend, self._store = place, backend, store
-        self._device = f"cuda:{place.local_rank}" if backend == "nccl" else "cpu"
-        self.found: dict[int, Figures] = {}  # the other end of a link of this node -> what was measured of it
-        self.reduced = Figures(0, 0)  # latency and algorithm bandwidth (bytes / time) of an all-reduce over all ranks
-
-    def _join(self) -> None:
-        """Make the group, in whichever stage comes first: what fails there is that stage's."""
-        if self._dist.is_initialized():
-            return
-        place = self._place
-        if self._backend == "nccl":
-            # So that a call that waits too long raises here, instead of ending the process from a thread.
-            os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
-            self._torch.cuda.set_device(place.local_rank)
-        self._dist.init_process_group(
-            self._backend,
-            store=self._store,
-            rank=place.rank,
-            world_size=place.world,
-            timeout=timedelta(seconds=_OPERATION_S),
-        )
-
-    def links(self) -> Report:
-        """Measure this node's links; others than local rank 0 wait."""
-        self._join()
-        place = self._place
-        for phase in ring_phases(place.nodes):
-            for link in phase:
-                ends = (link, (link + 1) % place.nodes)
-                if place.local_rank == 0 and place.node in ends:
-                    first = place.node == ends[0]
-                    other = ends[first]
-                    self.found[other] = self._link(other, first)
-            self._all_reduce(self._tensor(4))  # all of this phase are done
-        return {"links": list(self.found.values())}
-
-    def all_reduce(self) -> Report:
-        """Measure an all-reduce over all ranks."""
-        self._join()
-        self.reduced = self._measure(self._all_reduce, _ALL_REDUCE_BYTES[self._backend], statistics.median)
-        return {}
-
-    def close(self) -> None:
-        """Leave the group."""
-        self._dist.destroy_process_group()
-
-    def _link(self, other: int, first: bool) -> Figures:
-        """Play ping-pong with local rank 0 of the other node; half a round is one way.
-
-        The best round counts, since nodes are compared by it: what else the machines do makes rounds longer.
-        """
-        peer = other * self._place.nproc
-
-        def round_trip(ball: Any) -> None:
-            for sends in (first, not first):
-                if sends:
-                    self._dist.send(ball, peer)
-                else:
-                    self._dist.recv(ball, peer)
-            self._synchronize()
-
-        return self._measure(round_trip, _LINK_BYTES[self._backend], lambda times: min(times) / 2)
-
-    def _tensor(self, size: int) -> Any:
-        return self._torch.zeros(size // 4, dtype=self._torch.float32, device=self._device)
-
-    def _all_reduce(self, tensor: Any) -> None:
-        self._dist.all_reduce(tensor)
-        self._synchronize()
-
-    def _synchronize(self) -> None:
-        if self._backend == "nccl":
-            self._torch.cuda.synchronize()
-
-    def _measure(self, operation: Callable[[Any], None], size: int, choose: Callable[[list[float]], float]) -> Figures:
-        """Return what `operation` takes for 4 bytes and for `size`, each as `choose` takes it from several laps."""
-        chosen = []
-        for tensor, laps in ((self._tensor(4), _LAPS), (self._tensor(size), _BULK_LAPS)):
-            operation(tensor)  # the first one connects, allocates, and opens TCP's window
-            times = []
-            for _ in range(laps):
-                begun = time.perf_counter()
-                operation(tensor)
-                times.append(time.perf_counter() - begun)
-            chosen.append(choose(times))
-        return Figures(chosen[0], size / chosen[1])
+def median_s(operation: Callable[[Any], None], tensor: Any, laps: int) -> float:
+    """Return what `operation` takes."""
+    operation(tensor)  # the first one connects, allocates, and opens TCP's window
+    times = []
+    for _ in range(laps):
+        begun = time.perf_counter()
+        operation(tensor)
+        times.append(time.perf_counter() - begun)
+    return statistics.median(times)
 
 
 # --- the script -----------------------------------------------------------------------------------
@@ -400,40 +299,29 @@ def _connect(stages: Stages, place: Place, main_addr: str, plan: Report) -> None
 
 
 def _measure(stages: Stages, place: Place, plan: Report, store: Any) -> None:
-    """Measure the links if that is asked for, and the all-reduce, and say what came of it."""
-    bench, wait_s = Bench(place, plan["backend"], store), _OPERATION_S + _MARGIN_S
-    if "links" in sys.argv[1:]:
-        _measure_links(stages, place, plan, bench, wait_s)
-    stages.run("the all-reduce", bench.all_reduce, lambda reports: {}, wait_s)
+    """Measure the all-reduce, and say what came of it."""
+    import torch.distributed as dist
+
+    measured = []
+
+    def work() -> Report:
+        measured.append(all_reduce(place, plan["backend"], store))
+        return {}
+
+    stages.run("the all-reduce", work, lambda reports: {}, _OPERATION_S + _MARGIN_S)
     if place.local_rank == 0:
-        _say(summary(place, plan["hosts"][place.node], bench.reduced, bench.found.get(place.next_node)))
-    bench.close()
+        line = summary(place, plan["hosts"][place.node], measured[0])
+        print(line, flush=True)  # noqa: T201 - it is a script
+    dist.destroy_process_group()  # nobody is in the middle of the all-reduce any more
 
 
-def _measure_links(stages: Stages, place: Place, plan: Report, bench: Bench, wait_s: float) -> None:
-    """Measure the links between the nodes, and warn of slow nodes."""
-
-    def judge_links(reports: list[Report]) -> Report:
-        figures = {node: [Figures(*each) for each in own["links"]] for node, own in enumerate(reports[:: place.nproc])}
-        return {"warnings": slow_nodes(figures, plan["hosts"])}
-
-    answer = stages.run("measuring the links", bench.links, judge_links, wait_s)
-    for warning in answer["warnings"] if place.rank == 0 else ():
-        _say(warning)
-
-
-def summary(place: Place, host: str, reduced: Figures, link: Figures | None) -> str:
+def summary(place: Place, host: str, reduced: Figures) -> str:
     """Return the line in which a node says what it measured."""
     # nccl-tests' factor (doc/PERFORMANCE.md): what each rank must send and receive, so that the figure can be held
     # against the hardware's, whatever the number of ranks.
     bus = _short(reduced.bytes_per_s * 2 * (place.world - 1) / place.world / 1e9)
     who = f"preflight: node {place.node} (host {host})"
-    line = f"{who}: all-reduce over {place.world} ranks: {reduced} (bus {bus} GB/s)"
-    return line if link is None else f"{line}; link to node {place.next_node}: {link}"
-
-
-def _say(line: str) -> None:
-    print(line, flush=True)  # noqa: T201 - it is a script
+    return f"{who}: all-reduce over {place.world} ranks: {reduced} (bus {bus} GB/s)"
 
 
 if __name__ == "__main__":
