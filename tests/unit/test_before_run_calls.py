@@ -47,9 +47,7 @@ def test_the_entrypoint_is_looked_for_after_it(launch_of, monkeypatch):
         {"before_run": "make"},
         {"before_run": [[]]},
         {"before_run": [], "cwd": "not there"},
-        {"before_run": [], "env": {"": 1}},
         {"before_run": [], "timeout_s": "long"},
-        {"before_run": [], "warm": "maybe"},
         {"before_run": [], "torchrun_args": {"nnodes": 7}},
     ],
 )

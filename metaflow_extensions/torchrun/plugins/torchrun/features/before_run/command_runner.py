@@ -20,7 +20,6 @@ from typing import Any
 
 _HAS_LOCK = "TORCHRUN_BEFORE_RUN"  # tells a command that starts a gang of its own that this process has the lock
 _STOPPED = 128 + signal.SIGTERM
-_PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>
 
 
 class Runner:
@@ -31,7 +30,6 @@ class Runner:
         self._process: subprocess.Popen[bytes] | None = None
         self._has_begun = False
         self._is_stopped = False
-        self._guardian = os.getppid()
 
     def stop(self, *_: Any) -> None:
         """Handle SIGTERM, which comes from the kernel if the guardian is killed: end the command, then this process."""
@@ -51,7 +49,6 @@ class Runner:
             begun = time.monotonic()
             status, error = self._run_one(number, command)
             if self._is_stopped:  # it did not fail by itself
-                self._await_descendants()
                 return _STOPPED
             record = {"number": number, "status": status, "error": error, "seconds": time.monotonic() - begun}
             with open(os.path.join(self._folder, "ended.jsonl"), "a", encoding="ascii") as file:
@@ -59,12 +56,6 @@ class Runner:
             if status != 0:
                 return 1
         return 0
-
-    def _await_descendants(self) -> None:
-        """Stay until all that the commands have started is gone, if there is no guardian: so the task finds it."""
-        with suppress(ChildProcessError):
-            while os.getppid() != self._guardian:
-                os.wait()
 
     def _run_one(self, number: int, command: dict[str, Any]) -> tuple[int | None, str | None]:
         """Run one command; return its exit code, or why it could not be started."""
@@ -93,17 +84,6 @@ class Runner:
             return status, None
 
 
-def adopt_orphans() -> None:
-    """Become the parent of every descendant whose own parent ends, as `compat/linux` does.
-
-    Where Python has no ctypes, or the system no prctl, a guardian that is killed leaves what commands have detached.
-    """
-    with suppress(ImportError, OSError, AttributeError, TypeError):
-        import ctypes
-
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-
-
 def _ends_a_line(path: str) -> bool:
     with open(path, "rb") as file:
         file.seek(-1, os.SEEK_END)
@@ -129,7 +109,6 @@ def lock_folder() -> None:
 
 if __name__ == "__main__":
     runner = Runner(sys.argv[1])
-    adopt_orphans()
     signal.signal(signal.SIGTERM, runner.stop)
     lock_folder()
     sys.exit(runner.run())

@@ -19,8 +19,7 @@ from ...launch.spec import LaunchSpec
 from ...node.preludes import Asked, Prelude
 from ...node.watchers import Feature, Here, Watcher
 from ...result import TorchrunResult
-from .commands import before_commands
-from .program import SCRIPT, Commands, Ran, Rans
+from .program import SCRIPT, Commands, Ran, Rans, before_commands
 
 
 class BeforeRun(Feature):

@@ -8,16 +8,51 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
+from ...errors import TorchrunConfigError
 from ...gang.cause import Cause, describe_exit
+from ...launch.commands import SHELL, argv_of, is_by_shell, system_program
 from ...node.exits import end_of
-from .commands import for_process, shown
 
 SCRIPT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "command_runner.py")
 _TAIL_LINES = 30
+_SHOWN_CHARS = 200
+_EXAMPLE = "before_run=[['pip', 'install', '-r', 'requirements.txt'], 'make data']"
+
+
+def before_commands(given: Any) -> tuple[tuple[str, ...], ...] | None:
+    """Return ``before_run`` as one argv for each command; None if there is none."""
+    if given is None:
+        return None
+    if not isinstance(given, list | tuple):
+        raise TorchrunConfigError(
+            f"run(before_run=...) must be a list of commands, but is a {type(given).__name__}. Write {_EXAMPLE}."
+        )
+    return tuple(_before_command(each, f"before_run[{number}]") for number, each in enumerate(given))
+
+
+def _before_command(given: Any, setting: str) -> tuple[str, ...]:
+    if not isinstance(given, str):
+        return argv_of(given, setting)
+    if not given.strip():
+        raise TorchrunConfigError(f"{setting} is an empty command.")
+    if given.lstrip().startswith("-"):
+        raise TorchrunConfigError(
+            f"{setting} is {given!r}, which is no command. The words of one command are a list of their own: {_EXAMPLE}."
+        )
+    return argv_of([*SHELL, given], setting)
+
+
+def shown(words: Sequence[str]) -> str:
+    """Return a command for a line of a log."""
+    text = words[2] if is_by_shell(words) else shlex.join(words)
+    line = " ".join(text.encode("utf-8", "backslashreplace").decode().split())
+    return line if len(line) <= _SHOWN_CHARS else line[:_SHOWN_CHARS] + "…"
 
 
 @dataclass(frozen=True)
@@ -59,7 +94,11 @@ class Commands:
 
     def files(self) -> Mapping[str, str]:
         """Return what the runner reads."""
-        commands = [{"argv": for_process(words), "shown": shown(words)} for words in self.commands]
+        commands = []
+        for words in self.commands:
+            # The shell is found whatever PATH the commands have.
+            program = system_program(words[0]) if is_by_shell(words) else words[0]
+            commands.append({"argv": [program, *words[1:]], "shown": shown(words)})
         return {"commands.json": json.dumps(commands)}
 
     def command(self, folder: str) -> list[str]:
