@@ -97,11 +97,7 @@ integration: venv
 chaos: venv
 	$(CHAOS_SUITE) $(CHAOS)
 
-$(VENV)/.bench: $(INSTALLED)
-	$(PIP_INSTALL) --editable ".[dev,bench]"
-	@touch $@
-
-bench: $(VENV)/.bench
+bench: venv
 	$(BIN)/python benchmarks/run_all.py $(BENCH)
 
 # Every part runs, even after one has failed; the worst exit status counts. mypy is one process, so it need not wait.

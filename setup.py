@@ -60,8 +60,6 @@ REMOTE = [*KUBERNETES, "boto3", "azure-identity", "azure-storage-blob", "google-
 # The site of the pages; newer than mkdocs 1 is another program.
 DOCS = ["mkdocs>=1.6,<2", "mkdocs-material>=9.7", "mkdocstrings[python]>=1.0"]
 DEV = [*TEST, *DOCS, "ruff"]
-# An S3 of this machine that counts its requests.
-BENCH = [*TEST, "boto3", "moto[s3,server]"]
 
 
 def page_without_links_to_files() -> str:
@@ -95,7 +93,6 @@ setup(
         "docs": DOCS,
         "dev": DEV,
         "remote": [*TEST, *REMOTE],
-        "bench": BENCH,
     },
     classifiers=[
         "Development Status :: 4 - Beta",

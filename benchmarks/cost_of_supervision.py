@@ -20,9 +20,8 @@ from pathlib import Path
 import psutil
 from meter import Meter
 from pairs import differences
-from pods import start
 from report import Report, parser
-from starting import FLOW, HERE, flow_environment
+from starting import FLOW, HERE, flow_environment, start
 
 WORKER = str(HERE / "waiting_worker.py")
 PLAIN, CONTROL, MEMBER = "plain @parallel", "control task", "member's task"

@@ -1,7 +1,6 @@
 """A worker that goes on after its first collective until somebody ends it; see `failures.py`."""
 
 import os
-import sys
 import time
 
 
@@ -10,8 +9,7 @@ def work() -> None:
     import torch
     import torch.distributed as dist
 
-    if not dist.is_initialized():  # torchrunx has done it
-        dist.init_process_group("gloo")
+    dist.init_process_group("gloo")
     one = torch.ones(1)
     dist.all_reduce(one)
     path = os.path.join(os.environ["BENCHMARK_FOLDER"], f"worker-{dist.get_rank()}")
@@ -24,14 +22,5 @@ def work() -> None:
             dist.all_reduce(one)
 
 
-def work_by_torchrunx(workers: int) -> None:
-    """Have torchrunx start the workers, on two hosts that are this machine."""
-    import failing_worker  # its agents import the function by the module's name
-    import torchrunx
-
-    hosts = ["localhost", "127.0.0.1"]
-    torchrunx.Launcher(hostnames=hosts, workers_per_host=workers, backend="gloo").run(failing_worker.work)
-
-
 if __name__ == "__main__":
-    work_by_torchrunx(int(sys.argv[1])) if sys.argv[1:] else work()
+    work()

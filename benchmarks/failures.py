@@ -1,4 +1,4 @@
-"""From the death of one worker until the last process of its gang is gone: with `@torchrun`, and with other launchers.
+"""From the death of one worker until the last process of its gang is gone: with `@torchrun`, and with torchrun alone.
 
 Each time a new gang of 2 nodes with 2 workers each is started on this machine. At a random moment after the
 first collective a worker gets SIGKILL. There are workers that compute by themselves at that moment, and workers that do
@@ -21,11 +21,8 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-import s3
-from packages import with_others
-from pods import Backend, start
 from report import Report, parser
-from starting import HERE, free_port
+from starting import HERE, free_port, start
 
 sys.path.insert(0, str(HERE.parent / "tests"))
 from gangs import MARK, Gang, marked
@@ -59,21 +56,6 @@ def by_torchrun(folder: Path, env: Mapping[str, str], rendezvous: str) -> Iterab
     common = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={NODES}", f"--nproc-per-node={NPROC}"]
     for node in range(NODES):
         yield start([*common, *where[rendezvous], f"--node-rank={node}", str(WORKER)], folder, env)
-
-
-def by_pypi(folder: Path, env: Mapping[str, str], python: Path, server: s3.S3) -> Iterable[subprocess.Popen[bytes]]:
-    """Start the nodes of a flow with metaflow-torchrun of PyPI."""
-    launch = {"options": {"entrypoint": str(WORKER), "nproc_per_node": NPROC}, "after_s": 0}
-    asked = {"decorator": "torchrun", "nodes": NODES, "launches": [launch]}
-    backend = Backend(python, folder, {**env, **server.env()}, asked)
-    backend.run_until_gang()
-    return [backend.start_node(node) for node in range(NODES)]
-
-
-def by_torchrunx(folder: Path, env: Mapping[str, str], python: Path) -> Iterable[subprocess.Popen[bytes]]:
-    """Start torchrunx once; it starts its agents on both hosts."""
-    found = {**env, "PYTHONPATH": str(HERE)}  # its agents import the function by its module's name
-    return [start([str(python), str(WORKER), str(NPROC)], folder, found)]
 
 
 # --- one failure ----------------------------------------------------------------------------------------------
@@ -146,15 +128,8 @@ def _kill(mark: str, processes: list[subprocess.Popen[bytes]]) -> None:
 
 
 def measure(report: Report, name: str, begin: Start, kind: str, times: int, limit_s: float, is_ours: bool) -> None:
-    """Let gangs of one launcher fail; another launcher that can't run here is left out."""
-    try:
-        took = [fail(begin, kind, limit_s) for _ in range(times)]
-    except RuntimeError as error:
-        if is_ours:
-            raise
-        print(error, flush=True)
-        report.note(f"{name}: skipped, its gang did not begin")
-        return
+    """Let gangs of one launcher fail."""
+    took = [fail(begin, kind, limit_s) for _ in range(times)]
     print(f"{name}: {', '.join(f'{each.everything:.2f}' for each in took)}", flush=True)
     everything = [each.everything for each in took]
     report.add(f"{name}: workers gone", [each.workers for each in took])
@@ -165,29 +140,16 @@ def measure(report: Report, name: str, begin: Start, kind: str, times: int, limi
         report.note(f"{name}: what was left after {limit_s:g} s was ended by this program")
 
 
-def other_launchers(report: Report, cache: Path, server: s3.S3 | None) -> dict[str, Start]:
-    """Return those that can be had here."""
-    others: dict[str, Start] = {f"torchrun, {how}": partial(by_torchrun, rendezvous=how) for how in ("static", "c10d")}
-    python = with_others(cache, report)
-    if python is not None:
-        others["torchrunx"] = partial(by_torchrunx, python=python)
-        if server is not None:
-            others["metaflow-torchrun of PyPI"] = partial(by_pypi, python=python, server=server)
-    return others
-
-
 def main() -> None:
-    """Let gangs fail, ours often and the others' a few times."""
-    cache = Path(".bench/others")
-    given = parser(__doc__, rounds=50, others=3, limit=60.0, kinds=list(KINDS), cache=cache).parse_args()
+    """Let gangs fail, ours often and torchrun's a few times."""
+    given = parser(__doc__, rounds=50, others=3, limit=60.0, kinds=list(KINDS)).parse_args()
     report = Report("failures")
-    with s3.s3_if_there(report) as server:
-        others = other_launchers(report, given.cache, server) if given.others else {}
-        for kind in given.kinds:
-            what = KINDS[kind]
-            measure(report, f"{what}: @torchrun", by_us, kind, given.rounds, given.limit, is_ours=True)
-            for name, begin in others.items():
-                measure(report, f"{what}: {name}", begin, kind, given.others, given.limit, is_ours=False)
+    for kind in given.kinds:
+        what = KINDS[kind]
+        measure(report, f"{what}: @torchrun", by_us, kind, given.rounds, given.limit, is_ours=True)
+        for how in ("static", "c10d") if given.others else ():
+            begin = partial(by_torchrun, rendezvous=how)
+            measure(report, f"{what}: torchrun, {how}", begin, kind, given.others, given.limit, is_ours=False)
     report.finish(given.json)
 
 

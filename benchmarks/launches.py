@@ -16,6 +16,7 @@ from pairs import differences, in_turns, ratios
 from report import Report, parser
 from starting import (
     COLD,
+    HEATS,
     HERE,
     WARM_AGENT,
     WARM_WORKERS,
@@ -24,7 +25,6 @@ from starting import (
     by_flow,
     by_torchrun,
     count_gpus,
-    heats,
     last,
 )
 
@@ -94,11 +94,11 @@ def main() -> None:
     """Measure each shape with gloo, and with NCCL on all GPUs where there are some."""
     options = parser(__doc__, rounds=7)
     options.add_argument("--shapes", nargs="*", default=["2x2", "1x4"], metavar="NODESxPROCESSES")
-    options.add_argument("--heats", nargs="+", choices=[COLD, WARM_AGENT, WARM_WORKERS], help="default: all")
+    options.add_argument("--heats", nargs="+", choices=HEATS, help="default: all")
     options.add_argument("--settle", type=float, default=6.0, help="seconds of the step before a warm launch")
     given = options.parse_args()
     report = Report("launches")
-    chosen = given.heats or heats(report)
+    chosen = given.heats or HEATS
     compare = partial(measure, report, rounds=given.rounds, settle_s=given.settle, chosen=chosen)
     for shape in (Shape(*map(int, text.split("x"))) for text in given.shapes):
         compare(shape, "gloo", more=shape.nodes > 1)

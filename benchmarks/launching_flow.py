@@ -1,7 +1,4 @@
-"""A flow whose one @parallel step launches what a benchmark asks for; without `@torchrun` nothing, or the same by itself.
-
-It runs with metaflow-torchrun 0.2 of PyPI, too.
-"""
+"""A flow whose one @parallel step launches what a benchmark asks for; without `@torchrun` nothing, or the same by itself."""
 
 import json
 import os
@@ -10,9 +7,8 @@ import runpy
 import sys
 import time
 
-import metaflow
 from collective_worker import first_collective, note
-from metaflow import FlowSpec, current, step
+from metaflow import FlowSpec, current, parallel, step
 
 ASKED = json.loads(os.environ["BENCHMARK_ASKED"])
 
@@ -38,7 +34,7 @@ class LaunchingFlow(FlowSpec):
         """Fan out."""
         self.next(self.train, num_parallel=ASKED["nodes"])
 
-    @getattr(metaflow, ASKED.get("decorator", "parallel"))
+    @parallel
     @step
     def train(self):
         """Launch, each time after some seconds in which the step does something else."""
@@ -53,15 +49,12 @@ class LaunchingFlow(FlowSpec):
                 run_here(launch["options"], node * ASKED["ranks_here"] + rank)
         peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
         tell(node, cpu=time.process_time() - used, peak_mb=peak_mb)
-        if os.environ.get("METAFLOW_RUNTIME_ENVIRONMENT") == "benchmark" and node == 0:  # see `pods`
-            self._control_mapper_tasks = [f"{current.run_id}/{current.step_name}/{current.task_id}"]
         self.next(self.join)
 
     def launch(self, number, entrypoint=None, **options):
         """Launch a script, or without one the function."""
-        if number:  # the first says nothing: the version of PyPI has no `env`
-            options["env"] = {"BENCHMARK_LAUNCH": str(number)}
-        current.torch.run(entrypoint=entrypoint or first_collective, **options)
+        env = {"BENCHMARK_LAUNCH": str(number)}
+        current.torch.run(entrypoint=entrypoint or first_collective, env=env, **options)
 
     @step
     def join(self, inputs):

@@ -12,7 +12,7 @@ from report import HEAD, table
 
 HERE = Path(__file__).parent
 # Each takes `--json FILE`. Those that need least time come first.
-NAMES = "import_time many_nodes datastore_requests logs_of_all cost_of_supervision output whole_flow"
+NAMES = "import_time many_nodes logs_of_all cost_of_supervision output whole_flow"
 COMMANDS = [f"{name}.py" for name in f"{NAMES} step_time launches failures".split()]
 
 

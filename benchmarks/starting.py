@@ -10,35 +10,16 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
-
-from report import Report
 
 HERE = Path(__file__).parent
 FLOW = HERE / "launching_flow.py"
 COLD, WARM_AGENT, WARM_WORKERS = "cold", "warm agent", "warm workers"
+HEATS = [COLD, WARM_AGENT, WARM_WORKERS]
 _WARM = {COLD: "False", WARM_AGENT: "agent", WARM_WORKERS: "workers"}
-
-
-@cache
-def has_warm() -> bool:
-    """Return whether `@torchrun` has spares here; Metaflow takes a second to import, so it is asked late."""
-    import metaflow  # noqa: F401 - it imports our modules, so it must come before them
-
-    from metaflow_extensions.torchrun.plugins.torchrun.settings import DEFAULTS
-
-    return "warm" in DEFAULTS
-
-
-def heats(report: Report) -> list[str]:
-    """Return how launches can begin here."""
-    if not has_warm():
-        report.note("warm agent, warm workers: skipped, since @torchrun has no attribute warm here")
-    return [COLD, WARM_AGENT, WARM_WORKERS] if has_warm() else [COLD]
 
 
 class Shape(NamedTuple):
@@ -70,8 +51,7 @@ def by_flow(folder: Path, shape: Shape, launches: Sequence[Launch], heat: str | 
     """Run the flow to its end, without `@torchrun` if `heat` is None."""
     asked = {"nodes": shape.nodes, "launches": [vars(launch) for launch in launches]}
     # As an attribute, since spares are made ready for what is known before `run`.
-    warm = f",warm={_WARM[heat]}" if heat is not None and has_warm() else ""
-    words = [] if heat is None else ["--with", f"torchrun:nproc_per_node={shape.nproc}{warm}"]
+    words = [] if heat is None else ["--with", f"torchrun:nproc_per_node={shape.nproc},warm={_WARM[heat]}"]
     took = to_the_end(
         [[sys.executable, str(FLOW), "--no-pylint", "run", *words]], folder, flow_environment(folder, asked)
     )
@@ -91,6 +71,16 @@ def flow_environment(folder: Path, asked: dict[str, Any]) -> dict[str, str]:
         "METAFLOW_DATASTORE_SYSROOT_LOCAL": str(folder),
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
     }
+
+
+def start(
+    command: Sequence[str], folder: Path, env: Mapping[str, str], log: str = "log.txt"
+) -> subprocess.Popen[bytes]:
+    """Start a command in a session of its own, with its output in a file; an environment without Metaflow's settings."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("METAFLOW_", "AWS_"))}
+    where = {"cwd": folder, "env": {**kept, **env}, "stdin": subprocess.DEVNULL, "start_new_session": True}
+    with open(folder / log, "ab") as file:
+        return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, **where)  # type: ignore[call-overload]
 
 
 def by_torchrun(folder: Path, shape: Shape, script: Path, *args: str) -> Took:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from pairs import in_folder, in_turns, ratios
 from report import Report, parser
-from starting import COLD, HERE, Launch, Shape, by_flow, by_torchrun, count_gpus, heats
+from starting import COLD, HEATS, HERE, Launch, Shape, by_flow, by_torchrun, count_gpus
 
 WORKER = HERE / "training_worker.py"
 EXAMPLES = HERE.parent / "examples"
@@ -62,7 +62,7 @@ def main() -> None:
             compare(report, Shape(*map(int, text.split("x"))), "CPU", given.rounds, [COLD])
         report.note("NCCL: skipped, there is no NVIDIA GPU that torch can use")
     else:
-        compare(report, Shape(1, gpus), "GPU", given.rounds, heats(report))
+        compare(report, Shape(1, gpus), "GPU", given.rounds, HEATS)
     report.finish(given.json)
 
 

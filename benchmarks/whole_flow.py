@@ -11,7 +11,7 @@ from functools import partial
 
 from pairs import differences, in_folder, in_turns, ratios
 from report import Report, parser
-from starting import COLD, HERE, Launch, Shape, by_flow, by_torchrun, heats
+from starting import COLD, HEATS, HERE, Launch, Shape, by_flow, by_torchrun
 
 SCRIPT = HERE / "empty_worker.py"
 SHAPE = Shape(2, 1)
@@ -47,9 +47,8 @@ def main() -> None:
     """Measure with a step that calls `run` at once, and with one that does something else first."""
     given = parser(__doc__, rounds=7, before=[0.0, 3.0]).parse_args()
     report = Report("whole flow")
-    chosen = heats(report)
     for before_s in given.before:
-        measure(report, given.rounds, before_s, chosen)
+        measure(report, given.rounds, before_s, HEATS)
     report.finish(given.json)
 
 
