@@ -23,7 +23,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.channel import join as joinin
 from metaflow_extensions.torchrun.plugins.torchrun.channel.registry import Registry
 from metaflow_extensions.torchrun.plugins.torchrun.executor import Context, TorchrunExecutor
 from metaflow_extensions.torchrun.plugins.torchrun.features.listed import FEATURES
-from metaflow_extensions.torchrun.plugins.torchrun.features.warm.node import begin_warm
+from metaflow_extensions.torchrun.plugins.torchrun.features.warm.feature import Warm
 from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import to_plain
 from metaflow_extensions.torchrun.plugins.torchrun.logs.console import to_log, write_text
 from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import this_machine
@@ -193,7 +193,7 @@ def main(task):
     storage, folder = faulty_storage(task.datastore), os.path.join(task.out, "datastore")
     member = channel = None
     machine = this_machine()
-    warm = begin_warm(settings, machine, None)
+    warm = Warm().starts(settings, machine, None)
     begun = time.monotonic()
     try:
         flow_datastore = FlowDataStore("ChaosFlow", storage_impl=storage, ds_root=folder)

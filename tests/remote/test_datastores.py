@@ -252,21 +252,6 @@ def test_an_s3_that_is_away_for_a_while_delays_a_gang(run_on: RunFlow, faults: F
 
 @pytest.mark.s3_faulty
 @IN_TURN
-def test_a_slow_s3_delays_a_gang_by_its_requests_and_no_more(run_on: RunFlow, faults: Faults) -> None:
-    """Metaflow asks one by one, so that each request that is late makes the run later; ours are two of them."""
-    delay_s, allowed_s = 0.5, 60.0
-    faults.set(delay_s=delay_s, match="/train/")
-    begin = time.monotonic()
-    flow = run_on("s3", timeout_s=150)
-    took_s = time.monotonic() - begin
-    delayed = faults.count("delayed")
-    assert delayed == len(requests(flow))
-    assert took_s < delayed * delay_s + allowed_s
-    check_done(flow)
-
-
-@pytest.mark.s3_faulty
-@IN_TURN
 def test_a_node_that_s3_never_answers_is_named_in_time(run_on: RunFlow, faults: Faults) -> None:
     """Metaflow would ask S3 for more than an hour; the control node does not wait for that."""
     faults.set(fail=-1, match=f"^GET .*{RECORD}")

@@ -160,13 +160,6 @@ def test_processes_per_node_are_the_requested_gpus(run_remote, cluster, gpus, at
     check_gang(run_remote(NODES=1, RUN={}, RESOURCES=resources, **plan), 1, nproc=nproc)
 
 
-@pytest.mark.xdist_group("gpus")
-def test_gpus_requested_on_the_command_line_count(run_remote, cluster, gpus):
-    flow = run_remote("--with", "kubernetes:gpu=2", NODES=2, RUN={})
-    check_gang(flow, 2)
-    check_said(flow, "processes per node: 2 (@kubernetes requests gpu=2)")
-
-
 # --- what fails -----------------------------------------------------------------------------------
 
 

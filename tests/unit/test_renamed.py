@@ -531,7 +531,7 @@ def test_without_metaflows_copies_of_packages_there_are_no_commands(monkeypatch)
 HARMLESS = {"_one_boto_op", "_send_request", "_jobset", "_task_ok", "_exception"}
 HARMLESS |= {"_control_mapper_tasks", "_control_task_is_mapper_zero"}
 # ``test_worker_hooks.py`` takes these of torch and Accelerate away.
-ELSEWHERE = {"_default_pg_init_method", "_get_sequence_nr", "_shared_state"}
+ELSEWHERE = {"_backend", "_default_pg_init_method", "_get_sequence_nr", "_shared_state"}
 TABLES = (NAMES_OF_CARDS, NAMES_OF_JOBS, NEEDED, ALONE, OF_STARTED_CARDS, OF_ERROR_CARDS)
 ROWS = {next(each for each in row if isinstance(each, str)) for table in TABLES for row in table}
 ROWS |= {*AT_IMPORT, *LEFT_OUT_TOGETHER.split(), *NAMES_OF_PYTHON, *HARMLESS, *ELSEWHERE, "click"}

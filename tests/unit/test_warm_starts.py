@@ -153,14 +153,6 @@ def test_a_search_path_without_the_programs_folder_means_a_cold_start(warm):
         assert one.start().end()["refused"] == "PYTHONSAFEPATH is set"
 
 
-def test_a_spare_worker_that_was_killed_is_replaced_by_a_cold_one(warm, tmp_path):
-    one = warm(workers=1)
-    os.kill(max(one.spares()), signal.SIGKILL)
-    agent = one.start()
-    assert (agent.end()["status"], agent.worker()["early"]) == (0, False)
-    assert "A worker starts cold: the spare process has ended" in (tmp_path / "agent.stderr").read_text()
-
-
 def test_stopping_ends_all_but_the_next_spare(warm):
     one = warm(workers=1)
     one.spares()
@@ -344,9 +336,13 @@ def test_what_the_step_has_changed_of_what_programs_inherit_means_a_cold_start(w
     assert begun["refused"] == "RLIMIT_CORE changed after the step had begun"
 
 
-def test_a_spare_agent_that_was_killed_is_replaced(warm):
+def test_a_spare_that_was_killed_is_replaced(warm, tmp_path):
     one = warm(workers=1)
-    os.kill(min(one.spares()), signal.SIGKILL)
+    os.kill(max(one.spares()), signal.SIGKILL)  # the worker
+    agent = one.start()
+    assert (agent.end()["status"], agent.worker()["early"]) == (0, False)
+    assert "A worker starts cold: the spare process has ended" in (tmp_path / "agent.stderr").read_text()
+    os.kill(min(one.spares()), signal.SIGKILL)  # the next agent
     agent = one.start()
     assert "the spare process has ended" in agent.end()["refused"]
     assert agent.worker()["rank"] == "4"

@@ -51,7 +51,6 @@ def with_torch() -> dict[str, object]:
         "reduced": total.item(),
         "loaded": torch.stack(list(DataLoader(range(4), num_workers=2))).tolist(),
         "variables with torch": sorted(os.environ),
-        "open files with torch": seen.open_files(),
     }
 
 

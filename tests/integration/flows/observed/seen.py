@@ -92,7 +92,7 @@ def open_files() -> dict[str, object]:
         except OSError:  # that of the list itself
             continue
         at = os.lseek(fd, 0, os.SEEK_CUR) if os.path.isfile(target) else None
-        seen[str(fd)] = [re.sub(r"\[\d+\]", "", target), oct(flags), os.get_inheritable(fd), at]
+        seen[str(fd)] = [target, oct(flags), os.get_inheritable(fd), at]
     return seen
 
 

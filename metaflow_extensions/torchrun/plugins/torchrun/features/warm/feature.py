@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from ...machine.accelerators import Machine, Nproc
+import os
+import sys
+from contextlib import suppress
+
+from ...errors import TorchrunConfigError
+from ...machine.accelerators import Machine, Nproc, choose_nproc, omp_threads
 from ...node.plan import WarmStarts
 from ...node.watchers import Feature
 from ...settings import StepSettings
@@ -14,7 +19,22 @@ class Warm(Feature):
     name = "warm"
 
     def starts(self, settings: StepSettings, machine: Machine, requested: Nproc | None) -> WarmStarts | None:
-        """Start the first spare of a step."""
-        from .node import begin_warm  # who only shows a gang has no need of it: it imports all that starts a launch
+        """Start the spare of a step's first launch, in the background; return None where the user wants none.
 
-        return begin_warm(settings, machine, requested)
+        Its environment is as far as it is known that of the launch.
+        """
+        if settings.warm == "off" or sys.platform != "linux":
+            return None
+        # Who only shows a gang has no need of these: they import all that starts a launch.
+        from ...launch.command import agent_environment
+        from ...node.start import share_of_machine
+        from .node import WarmNode
+
+        nproc = 1
+        with suppress(TorchrunConfigError):  # `run` raises it
+            nproc = choose_nproc(settings.nproc_per_node, "nproc_per_node", requested, machine).value
+        env = agent_environment({}, os.environ, omp_threads(machine, nproc), None)
+        workers = nproc if settings.warm == "workers" else 0
+        warm = WarmNode(settings.preload, {**env, **share_of_machine(machine, {})}, workers)
+        warm.prepare()
+        return warm

@@ -9,22 +9,15 @@ from __future__ import annotations
 import json
 import os
 import resource
-import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 from ...compat import linux
 from ...compat.renamed import harmless
-from ...errors import TorchrunConfigError
 from ...guardian.agent_events import Refused
 from ...guardian.guardian import Options
 from ...guardian.guardian_process import GuardianProcess
-from ...launch.command import agent_environment
-from ...machine.accelerators import Machine, Nproc, choose_nproc, omp_threads
 from ...machine.processes import read
-from ...node.start import share_of_machine
-from ...settings import StepSettings
 from .imports import StartCold, in_words
 from .spare import AGENT
 
@@ -33,23 +26,6 @@ _ADOPTS = (
     "which may wait for its children, would see the spare"
 )
 _LIMITS = sorted(name for name in dir(resource) if name.startswith("RLIMIT_"))
-
-
-def begin_warm(settings: StepSettings, machine: Machine, requested: Nproc | None) -> WarmNode | None:
-    """Start the spare of a step's first launch, in the background; return None where the user wants none.
-
-    Its environment is as far as it is known that of the launch. `requested` is what the resources of a task amount to.
-    """
-    if settings.warm == "off" or sys.platform != "linux":
-        return None
-    nproc = 1
-    with suppress(TorchrunConfigError):  # `run` raises it
-        nproc = choose_nproc(settings.nproc_per_node, "nproc_per_node", requested, machine).value
-    env = agent_environment({}, os.environ, omp_threads(machine, nproc), None)
-    workers = nproc if settings.warm == "workers" else 0
-    warm = WarmNode(settings.preload, {**env, **share_of_machine(machine, {})}, workers)
-    warm.prepare()
-    return warm
 
 
 class WarmNode:
