@@ -10,13 +10,12 @@ from metaflow_extensions.torchrun.plugins.torchrun.errors import TorchrunConfigE
 from metaflow_extensions.torchrun.plugins.torchrun.features.before_run.feature import (
     BeforeRun,
     CommandRecords,
-    before_spec,
 )
 from metaflow_extensions.torchrun.plugins.torchrun.features.before_run.program import before_commands, shown
 from metaflow_extensions.torchrun.plugins.torchrun.gang.keepers import Happened
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Told
 from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec
-from metaflow_extensions.torchrun.plugins.torchrun.node.preludes import Asked
+from metaflow_extensions.torchrun.plugins.torchrun.node.preludes import Asked, own_launch
 from metaflow_extensions.torchrun.plugins.torchrun.settings import parse_settings
 
 SPEC = LaunchSpec("/flow/train.py", ("x",), False, nproc=2, num_nodes=3, node_index=1, python="/usr/bin/python3")
@@ -87,7 +86,7 @@ def test_the_launch_of_commands_has_folder_and_variables_of_the_workers_and_noth
     assert (spec.env, spec.cwd, spec.nproc) == (whole.env, whole.cwd, 2)
     assert (spec.args, spec.options, spec.max_restarts, spec.min_nodes) == ((), (), 0, None)
     assert os.path.isfile(spec.entrypoint)
-    other = before_spec(LaunchSpec(**{**vars(SPEC), "command": ("python", "x.py")}))
+    other = own_launch(LaunchSpec(**{**vars(SPEC), "command": ("python", "x.py")}), spec.entrypoint)
     assert spec.digest() == other.digest()  # nodes may have commands of their own
 
 

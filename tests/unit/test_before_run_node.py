@@ -11,12 +11,13 @@ import pytest
 from fake_node import ERROR, FakeNode
 from unit_helpers import eventually, is_running, write
 
-from metaflow_extensions.torchrun.plugins.torchrun.features.before_run.feature import BeforeRun, before_spec
-from metaflow_extensions.torchrun.plugins.torchrun.features.before_run.program import Commands
+from metaflow_extensions.torchrun.plugins.torchrun.features.before_run.feature import BeforeRun
+from metaflow_extensions.torchrun.plugins.torchrun.features.before_run.program import SCRIPT, Commands
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Ended, Failed, Told, Wrote
 from metaflow_extensions.torchrun.plugins.torchrun.guardian.agent_events import End
 from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec
 from metaflow_extensions.torchrun.plugins.torchrun.node.agent import AgentProcess
+from metaflow_extensions.torchrun.plugins.torchrun.node.preludes import own_launch
 from metaflow_extensions.torchrun.plugins.torchrun.result import TorchrunResult
 
 SPEC = LaunchSpec("x.py", (), False, nproc=2, num_nodes=2, node_index=1, python=sys.executable)
@@ -41,7 +42,7 @@ def node_with(tmp_path, monkeypatch):
     def make(*commands, number=1, real=True, env=(), **plan):
         whole = replace(SPEC, node_index=number)
         argvs = [("sh", "-ec", each) if isinstance(each, str) else tuple(each) for each in commands]
-        spec = vars(before_spec(whole))
+        spec = vars(own_launch(whole, SCRIPT))
         own = {name: spec[name] for name in ("nproc", "num_nodes", "node_index", "python")}
         own |= {"cwd": str(tmp_path / "cwd"), "env": env, "log_dir": None}
         program = Commands(argvs, sys.executable)

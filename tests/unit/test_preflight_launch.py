@@ -16,9 +16,10 @@ from metaflow_extensions.torchrun.plugins.torchrun.errors import (
     TorchrunPreempted,
 )
 from metaflow_extensions.torchrun.plugins.torchrun.executor import Context, TorchrunExecutor
-from metaflow_extensions.torchrun.plugins.torchrun.features.preflight.feature import Preflight, preflight_spec
+from metaflow_extensions.torchrun.plugins.torchrun.features.preflight.feature import SCRIPT, Preflight
 from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec
 from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import Machine
+from metaflow_extensions.torchrun.plugins.torchrun.node.preludes import own_launch
 from metaflow_extensions.torchrun.plugins.torchrun.settings import parse_settings
 
 # --- the launch of its own ------------------------------------------------------------------------
@@ -29,7 +30,7 @@ def test_the_preflight_runs_where_the_script_will():
     same |= {"env": (("NCCL_SOCKET_IFNAME", "eth1"),), "cwd": "/somewhere"}
     own = {"options": (("role", "x"),), "shown_local_ranks": frozenset({1}), "max_restarts": 3, "min_nodes": 2}
     spec = LaunchSpec("train", ("--lr", "1"), module=True, **same, **own)
-    found = preflight_spec(spec)
+    found = own_launch(spec, SCRIPT)
     assert found == LaunchSpec(found.entrypoint, (), module=False, **same)
     assert Path(found.entrypoint).name == "preflight_worker.py"
     assert Path(found.entrypoint).is_file()
@@ -78,16 +79,16 @@ def make_step(tmp_path, monkeypatch):
     return partial(Step, tmp_path, monkeypatch)
 
 
-PREFLIGHT, SCRIPT = "preflight_worker.py", "train.py"
+PREFLIGHT, TRAIN = "preflight_worker.py", "train.py"
 
 
 @pytest.mark.parametrize(
     ("attributes", "nproc", "scripts", "notes"),
     [
-        ({}, 2, [PREFLIGHT, SCRIPT, SCRIPT], ["preflight: measures the network between 4 ranks"]),
-        ({"num_nodes": 1}, 2, [PREFLIGHT, SCRIPT, SCRIPT], ["preflight: measures the network between 2 ranks"]),
-        ({"num_nodes": 1}, 1, [SCRIPT, SCRIPT], ["preflight: one process in all, so there is nothing to measure"]),
-        ({"preflight": False}, 2, [SCRIPT, SCRIPT], []),
+        ({}, 2, [PREFLIGHT, TRAIN, TRAIN], ["preflight: measures the network between 4 ranks"]),
+        ({"num_nodes": 1}, 2, [PREFLIGHT, TRAIN, TRAIN], ["preflight: measures the network between 2 ranks"]),
+        ({"num_nodes": 1}, 1, [TRAIN, TRAIN], ["preflight: one process in all, so there is nothing to measure"]),
+        ({"preflight": False}, 2, [TRAIN, TRAIN], []),
     ],
 )
 def test_it_comes_before_the_first_launch_only(attributes, nproc, scripts, notes, make_step):
@@ -124,7 +125,7 @@ def test_its_failure_is_the_gangs_verdict_under_another_name_and_it_is_repeated(
     assert caught.value.__cause__ is verdict, "the member knows the gang's verdicts by identity, also when chained"
     step.fail = None
     step.run()
-    assert step.scripts == [PREFLIGHT, PREFLIGHT, SCRIPT]
+    assert step.scripts == [PREFLIGHT, PREFLIGHT, TRAIN]
 
 
 @pytest.mark.parametrize("error", [TorchrunPreempted("told to stop"), GangError("the nodes differ")])

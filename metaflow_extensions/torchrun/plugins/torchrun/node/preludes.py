@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..launch.spec import LaunchSpec
@@ -41,3 +41,10 @@ class Prelude:
 
     def ended(self, result: TorchrunResult[Any]) -> None:
         """Take note that it has ended well on all nodes."""
+
+
+def own_launch(of_run: LaunchSpec, script: str) -> LaunchSpec:
+    """Return the launch of a script of ours: it has nodes, processes, port, folder and variables of `of_run`."""
+    own = replace(of_run, entrypoint=script, args=(), module=False, options=(), command=(), source=None, function=None)
+    # All nodes take part and rank by their index, whatever torchrun's own elasticity is to do later.
+    return replace(own, shown_local_ranks=None, max_restarts=0, min_nodes=None)

@@ -6,7 +6,6 @@ worker starts before the last command has ended.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -16,7 +15,7 @@ from ...gang.texts import counted
 from ...gang.wire import from_plain, to_plain
 from ...launch.commands import beside_flow, foreign_python
 from ...launch.spec import LaunchSpec
-from ...node.preludes import Asked, Prelude
+from ...node.preludes import Asked, Prelude, own_launch
 from ...node.watchers import Feature, Here, Watcher
 from ...result import TorchrunResult
 from .program import SCRIPT, Commands, Ran, Rans, before_commands
@@ -55,7 +54,7 @@ class CommandsFirst(Prelude):
 
     def spec(self, of_run: LaunchSpec) -> LaunchSpec:
         """Return the launch that runs the commands, in the folder and with the variables of `of_run`."""
-        spec = before_spec(of_run)
+        spec = own_launch(of_run, SCRIPT)
         flow_dir = self._asked.flow_dir
         found = tuple((beside_flow(words[0], spec.cwd, flow_dir), *words[1:]) for words in self._commands)
         self.program = Commands(found, spec.python)
@@ -69,13 +68,6 @@ class CommandsFirst(Prelude):
         if self._asked.is_control:
             on = counted(self._asked.num_nodes, "node")
             self._asked.say(f"before_run: {counted(len(self._commands), 'command')} on {on}, {result.duration_s:.1f} s")
-
-
-def before_spec(spec: LaunchSpec) -> LaunchSpec:
-    """Return the launch of what runs commands on each node, in the folder and with the variables of `spec`."""
-    own = replace(spec, entrypoint=SCRIPT, args=(), module=False, options=(), command=(), source=None, function=None)
-    # All nodes take part, whatever torchrun's own elasticity is to do later.
-    return replace(own, shown_local_ranks=None, max_restarts=0, min_nodes=None)
 
 
 class CommandWatcher(Watcher):

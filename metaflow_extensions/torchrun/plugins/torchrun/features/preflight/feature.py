@@ -6,13 +6,12 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 
 from ...launch.spec import LaunchSpec
-from ...node.preludes import Asked, Prelude
+from ...node.preludes import Asked, Prelude, own_launch
 from ...node.watchers import Feature
 
-_SCRIPT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "preflight_worker.py")
+SCRIPT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "preflight_worker.py")
 
 
 class Preflight(Feature):
@@ -40,11 +39,4 @@ class NetworkFirst(Prelude):
             return None
         ranks = of_run.world_size
         self._asked.say(f"preflight: measures the network between {ranks} ranks before the script starts")
-        return preflight_spec(of_run)
-
-
-def preflight_spec(spec: LaunchSpec) -> LaunchSpec:
-    """Return the launch that measures the network for `spec`: with the same nodes, processes, port and variables."""
-    own = replace(spec, entrypoint=_SCRIPT, args=(), module=False, options=(), shown_local_ranks=None)
-    # All nodes take part and rank by their index, whatever torchrun's own elasticity is to do later.
-    return replace(own, max_restarts=0, min_nodes=None)
+        return own_launch(of_run, SCRIPT)
