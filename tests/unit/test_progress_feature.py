@@ -1,6 +1,5 @@
 """Progress behind the seam: from the workers' files to the log, the records, the verdict and the result."""
 
-import json
 import math
 
 import pytest
@@ -8,7 +7,6 @@ from fake_node import FakeNode
 from test_state import crash, running
 from unit_helpers import eventually, write
 
-from metaflow_extensions.torchrun.plugins.torchrun.channel.frames import LENGTH, decode, encode
 from metaflow_extensions.torchrun.plugins.torchrun.features.progress import ranks
 from metaflow_extensions.torchrun.plugins.torchrun.features.progress.feature import Progress
 from metaflow_extensions.torchrun.plugins.torchrun.features.progress.told import Metrics, Pace, Point
@@ -104,17 +102,6 @@ def test_what_does_not_fit_ends_no_gang(data):
     assert "node 1's progress: ValueError: progress" in line
     gang.all_ended()
     assert [verdict.error for verdict in gang.got(1, Verdict)] == [None]
-
-
-@pytest.mark.parametrize("number", [math.inf, math.nan])
-def test_no_number_that_json_has_no_word_for_travels_or_is_stored(number):
-    frame = encode(told({1: Pace(3, number, number)}, (number,)))[LENGTH.size :]
-    json.loads(frame, parse_constant=pytest.fail)
-    assert heard(decode(frame)) == Metrics({1: Pace(3)}, {"loss": (Point(1, None),)})
-    gang = running_gang(2)
-    gang.say(0, decode(frame))
-    gang.pass_time(5.0)
-    json.dumps(progress_of(gang), allow_nan=False)
 
 
 # --- a launch -----------------------------------------------------------------------------------

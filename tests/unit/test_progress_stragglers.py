@@ -26,7 +26,7 @@ def judged(*parts, by="steps_per_s"):
             found = stragglers.judge(Speeds(by, known), now)
             said += [(now, change.rank, change.is_slow) for change in found]
             changes += found
-    return said, changes, stragglers.as_list(where)
+    return said, changes, stragglers.as_data(Speeds(by, known), where)["stragglers"]
 
 
 SLOW, FAST = (1, 1, 1, 0.4), (1, 1, 1, 1)

@@ -13,7 +13,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.features.usage import meter
 from metaflow_extensions.torchrun.plugins.torchrun.features.usage.consumption import of_processes
 from metaflow_extensions.torchrun.plugins.torchrun.features.usage.feature import KINDS, Usage
 from metaflow_extensions.torchrun.plugins.torchrun.features.usage.meter import STEP_S, UsageWatcher
-from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Ended, Told
+from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Told
 from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec
 from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import Machine
 from metaflow_extensions.torchrun.plugins.torchrun.node.plan import Plan
@@ -130,14 +130,3 @@ def test_a_launch_tells_it_to_the_gang_which_keeps_it(tmp_path, monkeypatch):
     (series,) = kept.record()["nodes"].values()
     assert (series["of"], len(series["memory_mib"])) == (told.data["of"], 2)
     node.ends_well(agent)
-
-
-def test_what_can_not_be_measured_does_not_end_the_launch(tmp_path, monkeypatch):
-    monkeypatch.setattr(UsageWatcher, "poll", lambda self: 1 / 0)
-    node = FakeNode(tmp_path, features=(Usage(),))
-    agent = node.running()
-    eventually(lambda: node.texts("note"))
-    (line,) = node.texts("note")
-    assert "its usage: ZeroDivisionError" in line
-    ended, _ = node.ends_well(agent)
-    assert isinstance(ended, Ended)

@@ -106,7 +106,7 @@ class ProgressKeeper(Keeper):
             if not found.by_rank:
                 return Remarks()
             changes = self._stragglers.judge(found, at_s)
-            self._rates = {**found.as_dict(where), "stragglers": self._stragglers.as_list(where)}
+            self._rates = self._stragglers.as_data(found, where)
         happened = [
             Happened("straggler" if each.is_slow else "recovered", where(each.rank).node, each.text, each.rank)
             for each in changes

@@ -53,16 +53,6 @@ class Speeds:
         """The speed of the rank in the middle."""
         return statistics.median(self.by_rank.values())
 
-    def as_dict(self, where: Callable[[int], Where]) -> dict[str, Any]:
-        """Return it as plain data."""
-        slowest = min(self.by_rank, key=lambda rank: self.by_rank[rank])
-        return {
-            "by": self.by,
-            "ranks": len(self.by_rank),
-            "median": self.median,
-            "slowest": {"rank": slowest, "node": where(slowest).node, "speed": self.by_rank[slowest]},
-        }
-
 
 @dataclass(frozen=True)
 class Change:
@@ -106,8 +96,7 @@ class Stragglers:
         self._turned_at = {rank: at for rank, at in self._turned_at.items() if rank in speeds.by_rank}
         if len(speeds.by_rank) < _FEWEST:
             return []
-        changes = []
-        median = speeds.median
+        changes, median = [], speeds.median
         for rank, speed in speeds.by_rank.items():
             is_slow = speed < median * SLOW
             if is_slow == (rank in self._slow):
@@ -124,9 +113,16 @@ class Stragglers:
                 del self._slow[change.rank]
         return changes
 
-    def as_list(self, where: Callable[[int], Where]) -> list[dict[str, Any]]:
-        """Return those that are slow now as plain data."""
-        return [
-            {"rank": rank, "node": where(rank).node, "speed": change.speed, "text": change.text}
-            for rank, change in self._slow.items()
-        ]
+    def as_data(self, speeds: Speeds, where: Callable[[int], Where]) -> dict[str, Any]:
+        """Return the speeds of now, and who is slow, as plain data."""
+        slowest = min(speeds.by_rank, key=lambda rank: speeds.by_rank[rank])
+        slow = self._slow.items()
+        return {
+            "by": speeds.by,
+            "ranks": len(speeds.by_rank),
+            "median": speeds.median,
+            "slowest": {"rank": slowest, "node": where(slowest).node, "speed": speeds.by_rank[slowest]},
+            "stragglers": [
+                {"rank": rank, "node": where(rank).node, "speed": each.speed, "text": each.text} for rank, each in slow
+            ],
+        }
