@@ -20,7 +20,8 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import TypeAlias
 
 from ...machine import processes
 
@@ -65,11 +66,10 @@ def collect(
     for what workers, py-spy or the disk do.
     """
     answers = _ask_all(workers, folder, within_s, py_spy)
-    where = {rank: _where(answer, workers[rank]) for rank, answer in answers.items()}
-    sections = []
-    for rank, answer in answers.items():
-        heading = f"--- rank {rank}, pid {workers[rank]}: {where[rank]}"
-        sections.append("\n".join(filter(None, [heading, answer.note, answer.stacks])) + "\n")
+    where = {rank: _where(*answer, workers[rank]) for rank, answer in answers.items()}
+    sections = [
+        f"--- rank {rank}, pid {workers[rank]}: {where[rank]}\n{stacks}\n" for rank, (stacks, _) in answers.items()
+    ]
     file = _keep("\n".join(sections), keep_in, name)
     share = _MAX_LOG_CHARS // max(1, len(sections))
     return Findings(file, "\n".join(_shortened(section, share) for section in sections), where)
@@ -98,13 +98,8 @@ def _shortened(text: str, limit: int) -> str:
 # --- asking -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Answer:
-    """What one worker told: its stacks, or why there are none; a note about py-spy."""
-
-    stacks: str = ""
-    problem: str = ""
-    note: str = ""
+_Answer: TypeAlias = tuple[str, str]
+"""What one worker told: its stacks, or "" and why there are none."""
 
 
 def _ask_all(workers: Mapping[int, int], folder: str, within_s: float, py_spy: str | None) -> dict[int, _Answer]:
@@ -116,7 +111,7 @@ def _ask_all(workers: Mapping[int, int], folder: str, within_s: float, py_spy: s
         try:
             answers[rank] = _ask(pid, folder, deadline, within_s * _PY_SPY_SHARE, py_spy)
         except Exception as error:
-            answers[rank] = _Answer(problem=f"it could not be asked ({type(error).__name__}: {error})")
+            answers[rank] = "", f"it could not be asked ({type(error).__name__}: {error})"
 
     # Daemons: one that the kernel holds must not keep the task from ending.
     threads = [threading.Thread(target=ask, args=each, name="torchrun-stacks", daemon=True) for each in workers.items()]
@@ -127,19 +122,19 @@ def _ask_all(workers: Mapping[int, int], folder: str, within_s: float, py_spy: s
     found = dict(answers)
     for rank, pid in workers.items():
         if rank not in found:
-            text = f"nothing could be learned within {within_s:g} s; it is in state {_state(pid)}"
-            found[rank] = _Answer(problem=text)
+            found[rank] = "", f"nothing could be learned within {within_s:g} s; it is in state {_state(pid)}"
     return dict(sorted(found.items()))
 
 
 def _ask(pid: int, folder: str, deadline: float, py_spy_s: float, py_spy: str | None) -> _Answer:
     process = processes.find(pid)
     if sys.platform == "linux" and (process is None or not process.is_alive):
-        return _Answer(problem="the process has ended")
-    first = _Answer() if py_spy is None else _by_py_spy(py_spy, pid, py_spy_s)
-    if first.stacks:
-        return first
-    return replace(_by_signal(pid, folder, deadline), note=f"({first.problem})" if first.problem else "")
+        return "", "the process has ended"
+    stacks, failure = ("", "") if py_spy is None else _by_py_spy(py_spy, pid, py_spy_s)
+    if stacks:
+        return stacks, ""
+    stacks, problem = _by_signal(pid, folder, deadline)
+    return stacks, f"{problem}; {failure}" if failure else problem
 
 
 def _by_py_spy(py_spy: str, pid: int, within_s: float) -> _Answer:
@@ -147,21 +142,21 @@ def _by_py_spy(py_spy: str, pid: int, within_s: float) -> _Answer:
     try:
         done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=within_s)
     except subprocess.TimeoutExpired:
-        return _Answer(problem=f"py-spy gave no answer within {within_s:g} s")
+        return "", f"py-spy gave no answer within {within_s:g} s"
     except OSError as error:
-        return _Answer(problem=f"py-spy could not be started ({error})")
+        return "", f"py-spy could not be started ({error})"
     stacks = done.stdout.decode("utf-8", "replace").strip()
     if done.returncode == 0 and _PY_SPY_FRAME.search(stacks):
-        return _Answer(stacks)
+        return stacks, ""
     said = " ".join(done.stderr.decode("utf-8", "replace").split())
-    return _Answer(problem=f"py-spy failed: {said[:200] or f'exit code {done.returncode}'}")
+    return "", f"py-spy failed: {said[:200] or f'exit code {done.returncode}'}"
 
 
 def _by_signal(pid: int, folder: str, deadline: float) -> _Answer:
     path = os.path.join(folder, f"stacks-{pid}.txt")
     # Without a handler the signal would kill it. The file says that ours ran in this process.
     if _SIGNAL is None or not os.path.exists(path) or not _catches(pid, _SIGNAL):
-        return _Answer(problem="it has no handler of ours (no Python, or one started with -I, -E or -S)")
+        return "", "it has no handler of ours (no Python, or one started with -I, -E or -S)"
     former_size = os.path.getsize(path)
     with suppress(ProcessLookupError):
         os.kill(pid, _SIGNAL)
@@ -169,7 +164,7 @@ def _by_signal(pid: int, folder: str, deadline: float) -> _Answer:
     with open(path, encoding="utf-8", errors="replace") as file:
         file.seek(former_size)
         stacks = file.read().strip()
-    return _Answer(stacks) if stacks else _Answer(problem=f"it did not answer in time; it is in state {_state(pid)}")
+    return stacks, f"it did not answer in time; it is in state {_state(pid)}"
 
 
 def _wait_for_growth(path: str, former_size: int, deadline: float) -> None:
@@ -200,13 +195,13 @@ _THREAD = re.compile(r"^(?=(?:Thread|Current thread) \S+ )", re.MULTILINE)
 _LIBRARY = re.compile(r"(site|dist)-packages/torch/|/lib(64)?/python3\.\d+t?/(?!(site|dist)-packages/)|^<frozen ")
 
 
-def _where(answer: _Answer, pid: int) -> str:
+def _where(stacks: str, problem: str, pid: int) -> str:
     """Return where the main thread was: the innermost frame of the user's and the innermost function of all."""
-    if not answer.stacks:
-        return f"no Python stack: {answer.problem}"
-    if answer.stacks.endswith("\n..."):  # MAX_NTHREADS in Python/traceback.c
+    if not stacks:
+        return f"no Python stack: {problem}"
+    if stacks.endswith("\n..."):  # MAX_NTHREADS in Python/traceback.c
         return "of 100 threads none is the main one; install py-spy to see all"
-    thread = _main_thread(answer.stacks, pid)
+    thread = _main_thread(stacks, pid)
     frames = list(_PY_SPY_FRAME.finditer(thread)) or list(_FAULTHANDLER_FRAME.finditer(thread))
     if not frames:
         return "outside of Python"
