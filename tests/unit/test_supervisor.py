@@ -692,27 +692,28 @@ def test_a_node_that_loses_the_control_node_while_that_stores_knows_what_has_fai
     assert node.outcome() is ERROR
 
 
+class Closes(Service):
+    closed = 0
+
+    def close(self):
+        self.closed += 1
+
+
+class Gives(Feature):
+    def __init__(self, service):
+        self.name, self.service = "gives", service
+
+
 def test_parts_are_closed_at_the_end_and_where_another_is_refused():
-    class Closes(Service):
-        closed = 0
-
-        def close(self):
-            self.closed += 1
-
-    class Gives(Feature):
-        def __init__(self, name, service):
-            self.name, self.service = name, service
-
     def refuse(call):
         raise TorchrunError("not so")
 
     one, other = Closes(), Closes()
-    with Services.of([Gives("a", lambda call: one), Gives("b", lambda call: None)], None) as services:
-        assert ("a" in services, "b" in services, one.closed) == (True, False, 0)
-    assert one.closed == 1
+    with Services.of([Gives(lambda call: one), Gives(lambda call: None)], None):
+        assert one.closed == 0
     with pytest.raises(TorchrunError, match="not so"):
-        Services.of([Gives("a", lambda call: other), Gives("b", refuse)], None)
-    assert other.closed == 1
+        Services.of([Gives(lambda call: other), Gives(refuse)], None)
+    assert (one.closed, other.closed) == (1, 1)
 
 
 # --- how a launch becomes an agent ------------------------------------------------------------------
@@ -731,12 +732,3 @@ def test_the_guardian_is_told_what_to_expect_and_what_to_remove(tmp_path, servic
     assert (options.grace_s, options.silence_s, options.workers, options.restarts) == (7.0, 8.0, 2, False)
     assert (options.cwd, list(options.scratch)) == ("/work", [service.folder])
     node.verdict(ERROR)
-
-
-def test_a_second_call_in_another_thread_is_an_error_and_the_first_is_unharmed(node):
-    agent = node.running()
-    node.call_run()
-    error = node.outcome()
-    assert isinstance(error, GangError)
-    assert "while launch 0 still ran there, in another thread" in str(error)
-    assert node.ends_well(agent)[1].launch == 0

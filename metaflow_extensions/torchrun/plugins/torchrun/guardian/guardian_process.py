@@ -59,14 +59,11 @@ class GuardianProcess:
     def tell(self, line: str) -> bool:
         """Send a command; tell whether somebody was there to take it.
 
-        One that somebody has stopped (SIGSTOP) is continued: else it and all below it would outlive the task.
+        One that somebody has stopped (SIGSTOP) is continued: else it and all below it would outlive the task. A process
+        that runs does not notice this.
         """
-        self.keep_going()
-        return self._send(f"{line}\n".encode())
-
-    def keep_going(self) -> None:
-        """Continue it if somebody has stopped it; a process that runs does not notice this."""
         self._process.send_signal(signal.SIGCONT)
+        return self._send(f"{line}\n".encode())
 
     def ask(self, request: bytes) -> bool:
         """Send a request of any length, before any command; tell whether somebody was there to take it."""

@@ -36,11 +36,8 @@ class MachineFaults:
 
     def how_vanished(self) -> str:
         """Say how a process ended that is no child of the task, and has not said it itself."""
-        return (
-            f"ran {describe_oom()}"
-            if self._is_out_of_memory(-signal.SIGKILL)
-            else "ended without a word, as by SIGKILL"
-        )
+        is_oom = self._is_out_of_memory(-signal.SIGKILL)
+        return f"ran {describe_oom()}" if is_oom else "ended without a word, as by SIGKILL"
 
     def is_disk_full(self) -> bool:
         """Tell whether the disk with the workers' output takes nothing more."""

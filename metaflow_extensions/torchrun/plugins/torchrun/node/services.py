@@ -106,9 +106,6 @@ class Services(AbstractContextManager["Services"]):
     def __exit__(self, *_: object) -> None:
         self._exit.close()
 
-    def __contains__(self, name: object) -> bool:
-        return name in self._services
-
     @property
     def folders(self) -> list[str]:
         """Folders that are removed with the task."""
