@@ -9,7 +9,7 @@ import sys
 import time
 
 import pytest
-from unit_helpers import EXIT_OF_A_THREAD, OURS, eventually, is_running, write
+from unit_helpers import OURS, eventually, is_running, write
 
 from metaflow_extensions.torchrun.plugins.torchrun.guardian import guardian_process
 from metaflow_extensions.torchrun.plugins.torchrun.guardian.agent_events import (
@@ -79,14 +79,6 @@ def until_let_go():
 
 ENDLESS = "ready(); forever()"
 STUBBORN = "signal.signal(signal.SIGTERM, signal.SIG_IGN); ready(); forever()"
-# Its main thread ends when it is let go, another one goes on.
-HEADLESS = f"""
-import ctypes, threading
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-threading.Thread(target=forever).start()
-until_let_go()
-ctypes.CDLL(None).syscall({EXIT_OF_A_THREAD}, 0)
-"""
 # Counts signals; rank 0 ends at the first.
 COUNTING = """
 got = []
@@ -401,15 +393,6 @@ def test_the_halted_and_the_detached_obey_too_and_the_stubborn_are_killed_after_
     assert one.ended() == {0: -signal.SIGTERM, 1: -signal.SIGKILL}
     assert 0.5 <= time.monotonic() - begun < 5.0
     assert len(list(one.root.glob("*.pid"))) == 7
-
-
-def test_a_worker_without_its_main_thread_is_stopped_like_any_other(tree):
-    one = tree(HEADLESS, count=1, how="hang")
-    (pid,) = one.await_workers()
-    one.let_go(pid)
-    eventually(lambda: not is_running(pid), "the end of its main thread")
-    one.process.stop(0.3)
-    assert one.ended() == {0: -signal.SIGKILL}
 
 
 def test_stop_before_the_workers_appear_leaves_nothing(tree):

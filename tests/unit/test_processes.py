@@ -1,4 +1,4 @@
-"""Who lives, who descends from whom, and the end of a tree of processes."""
+"""Who lives, who descends from whom, the end of a tree of processes, and those that are nobody's children here."""
 
 import os
 import signal
@@ -9,6 +9,7 @@ import threading
 from unit_helpers import EXIT_OF_A_THREAD, eventually
 
 from metaflow_extensions.torchrun.plugins.torchrun.machine import processes
+from metaflow_extensions.torchrun.plugins.torchrun.machine.detached import Detached
 
 PYTHON = [sys.executable, "-I", "-S"]
 # Its main thread ends, and another one goes on until it is told the exit code.
@@ -64,3 +65,24 @@ def test_await_or_kill_waits_for_those_that_end_and_kills_those_that_do_not():
     for reaper in reapers:
         reaper.join(10.0)
     assert (quick.returncode, slow.returncode) == (0, -signal.SIGKILL)
+
+
+# --- detached ---------------------------------------------------------------------------------------
+
+
+def test_what_a_detached_process_says_first_is_never_taken_for_its_number():
+    """Whoever the scheduler lets run first."""
+    for _ in range(60):
+        one = Detached("os.write(1, b'hello\\n')", [], os.environ)
+        assert os.read(one.output.fileno(), 100) == b"hello\n"
+        one.output.close()
+        assert one.wait(10.0)
+
+
+def test_a_detached_process_is_no_child_and_hears_signals():
+    one = Detached("import signal; os.write(1, b'!'); signal.pause()", [], os.environ)
+    assert os.read(one.output.fileno(), 1) == b"!"
+    assert one.pid not in processes.children(os.getpid())
+    one.send_signal(signal.SIGKILL)
+    assert one.wait(10.0)
+    one.output.close()
