@@ -163,7 +163,7 @@ class Member:
         elif isinstance(message, Alone):
             with self._lock:
                 if self._state is State.WAITING:
-                    self._enter(State.STORING)
+                    self._enter(State.ALONE)
         elif isinstance(message, Go | Stop | Restart | Save | Verdict):
             with self._lock:
                 if self._state is State.LAUNCH:  # else it is late news of a launch that was given up

@@ -41,7 +41,8 @@ class State(enum.Enum):
     LAUNCH = "in a launch: news goes to the launch's inbox"
     TOLD = "in code of its own, and has the gang's error already: only an order to end interrupts it"
     WAITING = "ended on the control node, which waits for the others: news interrupts it"
-    STORING = "ended, and nobody is waited for: results are being stored"
+    ALONE = "ended on the control node, and all others have left: news still interrupts it, as how the last has left"
+    STORING = "ended on a member; its results are being stored"
     ENDING = "was ordered to end: the gang knows, and the code of the step has the error"
     LEFT = "nothing more will come of this node"
 
@@ -50,7 +51,8 @@ NEXT = {
     State.STEP: {State.LAUNCH, State.TOLD, State.WAITING, State.STORING, State.ENDING, State.LEFT},
     State.LAUNCH: {State.STEP, State.TOLD, State.LEFT},
     State.TOLD: {State.LAUNCH, State.TOLD, State.WAITING, State.STORING, State.ENDING, State.LEFT},
-    State.WAITING: {State.TOLD, State.STORING, State.ENDING, State.LEFT},
+    State.WAITING: {State.TOLD, State.ALONE, State.ENDING, State.LEFT},
+    State.ALONE: {State.TOLD, State.ENDING, State.LEFT},
     State.STORING: {State.LEFT},
     State.ENDING: {State.LEFT},
     State.LEFT: set[State](),
