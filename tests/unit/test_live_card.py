@@ -259,7 +259,8 @@ def test_a_users_card_follows_too_and_keeps_what_is_the_users(with_users_card):
 def test_after_a_new_page_of_a_users_card_its_data_follow_soon(with_users_card, monkeypatch):
     monkeypatch.setattr(live_card, "_SHORTEST_QUIET_S", 1000.0)
     live = LiveCard(Snapshot, lambda: 7)
-    mine = with_users_card(live.part(()))
+    mine = with_users_card()
+    mine.components[0] = live.part(())  # the thread begins to look; the user's card is there by then
     eventually(lambda: [mode for mode, _ in mine.made] == ["render_runtime", "refresh"])
     live.settle()
 
