@@ -15,9 +15,9 @@ from metaflow_extensions.torchrun.plugins.torchrun.channel.control_channel impor
 from metaflow_extensions.torchrun.plugins.torchrun.channel.registry import AddressRecord
 from metaflow_extensions.torchrun.plugins.torchrun.errors import GangError, TorchrunPreempted
 from metaflow_extensions.torchrun.plugins.torchrun.gang.history import Record
-from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import ConnectPolicy
+from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import ConnectPolicy, Rules
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Join, Replaced
-from metaflow_extensions.torchrun.plugins.torchrun.gang.state import Gang, Rules
+from metaflow_extensions.torchrun.plugins.torchrun.gang.state import Gang
 from metaflow_extensions.torchrun.plugins.torchrun.machine.network import pick_port, place
 from metaflow_extensions.torchrun.plugins.torchrun.records.snapshot import Snapshot
 from metaflow_extensions.torchrun.plugins.torchrun.settings import DEFAULTS, parse_settings

@@ -23,7 +23,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause, Fail
 from metaflow_extensions.torchrun.plugins.torchrun.gang.history import of_the_gang
 from metaflow_extensions.torchrun.plugins.torchrun.gang.keepers import Failing, Happened, Keeper, Keepers, Remarks
 from metaflow_extensions.torchrun.plugins.torchrun.gang.nodes import Nodes
-from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import LaunchPolicy
+from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import LaunchPolicy, Rules
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
     Abort,
     Ack,
@@ -49,7 +49,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
     Welcome,
     Wrote,
 )
-from metaflow_extensions.torchrun.plugins.torchrun.gang.state import Gang, Rules
+from metaflow_extensions.torchrun.plugins.torchrun.gang.state import Gang
 from metaflow_extensions.torchrun.plugins.torchrun.gang.texts import names
 from metaflow_extensions.torchrun.plugins.torchrun.records.snapshot import snapshot_of
 

@@ -25,8 +25,9 @@ from contextlib import suppress
 from typing import Any
 
 from ..errors import GangError
+from ..gang.course import Outgoing
 from ..gang.protocol import CONTROL, Abort, Beat, Join, Lines, Message
-from ..gang.state import Gang, Outgoing
+from ..gang.state import Gang
 from .connection import BEATS, Connection, Reading, close_all, handshake_as_control, next_message
 from .frames import encode
 from .listener import Listener

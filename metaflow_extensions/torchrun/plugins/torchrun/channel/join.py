@@ -13,9 +13,9 @@ from ..errors import GangError, TorchrunPreempted
 from ..events import Event, Subscriber
 from ..gang.keepers import Keepers
 from ..gang.member import Member
-from ..gang.policy import ConnectPolicy, growing_pauses
+from ..gang.policy import ConnectPolicy, Rules, growing_pauses
 from ..gang.protocol import CONTROL, Bye, Join
-from ..gang.state import Gang, Rules
+from ..gang.state import Gang
 from ..gang.texts import QUIET_S, REMIND_S
 from ..machine.network import addresses_for_others, pick_port, place
 from ..records.vanished import Word, has_begun, has_ended, host_of_control

@@ -121,6 +121,12 @@ class Launch:
             self.note_storing(node, self.ended[node].saves or "", now)
 
     @property
+    def nproc(self) -> int | None:
+        """Processes on each node; None before the control node is ready."""
+        ready = self.ready.get(CONTROL)
+        return None if ready is None else ready.nproc
+
+    @property
     def restarts(self) -> int:
         """How often the gang was restarted because of a failure; a move to another port is none."""
         return self.generation - self.moves

@@ -32,6 +32,7 @@ class Nodes:
     """The nodes of a gang."""
 
     def __init__(self, num_nodes: int) -> None:
+        self.size = num_nodes
         self._states = dict.fromkeys(range(num_nodes), NodeState.ABSENT)
         # How many have which state: thousands are not to be looked through at each message.
         self._count: Counter[NodeState] = Counter(self._states.values())

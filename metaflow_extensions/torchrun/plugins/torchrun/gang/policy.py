@@ -4,11 +4,30 @@ from __future__ import annotations
 
 import random
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..parsing import DEFAULT_RETRY_ON
+
+# What a node needs beyond the workers' grace to kill, reap and read the last bytes.
+_STOP_MARGIN_S = 15.0
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What a gang goes by, whatever it launches."""
+
+    started_timeout_s: float = 600.0  # ``all_nodes_started_timeout``
+    grace_s: float = 30.0  # what workers have between SIGTERM and SIGKILL
+    name: str = "gang"  # its own in the world, so that two gangs with one pinned port can't meet in one store
+    deadline: float = float("inf")  # end of the step's ``@timeout`` by the clock, whatever the gang does then
+    why_it_waits: Callable[[int], str] = lambda node: ""  # returns a command that tells it of a node, or nothing
+
+    @property
+    def stop_s(self) -> float:
+        """How long the nodes may take to stop their workers."""
+        return self.grace_s + _STOP_MARGIN_S
 
 
 @dataclass(frozen=True)
