@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 from unit_helpers import OURS, eventually, is_running, write
@@ -21,7 +22,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.guardian.agent_events import 
     WorkerEnded,
     WorkerStarted,
 )
-from metaflow_extensions.torchrun.plugins.torchrun.guardian.guardian import Options
+from metaflow_extensions.torchrun.plugins.torchrun.guardian.guardian import Guardian, Options
 from metaflow_extensions.torchrun.plugins.torchrun.node.agent import AgentProcess
 
 PYTHON = [sys.executable, "-I", "-S"]
@@ -221,6 +222,20 @@ def test_a_workers_end_is_told_at_once_and_how_it_ended(tree):
     assert [event.local_rank, event.status, event.stopped] == [0, -signal.SIGKILL, False]
     assert event.at - killed_at < 1.0
     assert is_running(one.agent_pid())
+
+
+def test_a_worker_that_was_reaped_before_the_guardian_heard_of_it_has_ended(capfd):
+    """The agent tells of spares that have become workers; a quick one is over by then."""
+    worker = subprocess.Popen([*PYTHON, "-c", ""])
+    worker.wait()
+    read, write_end = os.pipe()
+    guardian = Guardian(SimpleNamespace(), None, Options("", "", 1.0, 1.0, workers=1), news=read)
+    os.write(write_end, f"{worker.pid} 4 0\n".encode())
+    guardian._read_news(read)
+    for file in (read, write_end):
+        os.close(file)
+    started, ended = capfd.readouterr().out.splitlines()
+    assert ("WorkerStarted" in started, "WorkerEnded" in ended, f"{worker.pid}, null" in ended) == (True, True, True)
 
 
 def test_what_an_agent_leaves_behind_is_stopped_and_named(tree):

@@ -201,10 +201,13 @@ class Guardian:
 
     def _observe(self, pid: int) -> None:
         """Be woken by the end of `pid` where the system can do that (Linux 5.3); else we poll."""
-        with suppress(ProcessLookupError):
+        try:
             handle = processes.open_pidfd(pid)
-            if handle is not None:
-                self._pidfds[handle] = pid
+        except ProcessLookupError:  # torchrun has reaped it before we heard of it
+            self._note_exit(pid, None)
+            return
+        if handle is not None:
+            self._pidfds[handle] = pid
 
     def _has_ended(self, pidfd: int) -> None:
         pid = self._pidfds.pop(pidfd)
@@ -248,8 +251,8 @@ class Guardian:
 
     def _have_started(self, workers: Sequence[Worker]) -> None:
         for worker in workers:
-            self._observe(worker.pid)
             self._say(WorkerStarted(worker.rank, worker.local_rank, worker.pid, worker.began))
+            self._observe(worker.pid)
 
     def _descendants(self) -> list[int]:
         """Return the pids of the agent and all that it has started."""
