@@ -39,7 +39,7 @@ RANKS = 8
 ENDS_S = 0.2  # that the workers of a member take to end when they are told to
 _TRACE = 'Traceback (most recent call last):\n  File "train.py", line 12, in <module>\n' + "    step(batch)\n" * 100
 READY = protocol.Ready(0, RANKS, "d" * 64, {"torch": "2.13.0", "python": "3.11.7"})
-POLICY = policy.LaunchPolicy(timeout_s=3600.0, retry_on=frozenset())
+POLICY = policy.LaunchPolicy(timeout_s=3600.0, restart_on=frozenset())
 USED = protocol.Told(
     0,
     0,

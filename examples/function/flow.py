@@ -48,7 +48,7 @@ class FunctionFlow(FlowSpec):
     def train(self):
         hyper = Hyperparameters(self.epochs, self.lr, batch_size=16)
         self.result = current.torch.run(
-            train, {"hyper": hyper, "data": self.data}, nproc_per_node=self.nproc, init="auto"
+            train, {"hyper": hyper, "data": self.data}, nproc_per_node=self.nproc, process_group="auto"
         )
         self.next(self.join)
 

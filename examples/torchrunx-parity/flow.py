@@ -58,7 +58,7 @@ class ParityFlow(FlowSpec):
     def train(self):
         torch = current.torch
         # 1 and 2: a function with its arguments, on every process of every machine.
-        self.fits = torch.run(fit_line, {"slope": 3.0}, init="auto", gather=True)
+        self.fits = torch.run(fit_line, {"slope": 3.0}, process_group="auto", gather=True)
         # 4: the same script goes on with another width; the first launch's processes are gone.
         self.prediction = torch.run(predict, [self.fits.local_rank(0).weights, 2.0], nproc_per_node=1)
         # 5: a failure anywhere is an exception here, on every machine.
@@ -84,7 +84,9 @@ class ParityFlow(FlowSpec):
     @step
     def alone(self):
         fit = (
-            TorchrunSingleNodeMultiGPU().run(entrypoint=fit_line, entrypoint_args={"slope": -1.0}, init="auto").rank(0)
+            TorchrunSingleNodeMultiGPU()
+            .run(entrypoint=fit_line, entrypoint_args={"slope": -1.0}, process_group="auto")
+            .rank(0)
         )
         print(f"and with one process of one machine: the slope is {fit.weights['weight'].item():.1f}")
         self.next(self.end)

@@ -188,10 +188,11 @@ def test_a_module_that_is_stopped_writes_the_same_and_ends_the_same(seeing: Laun
 def test_ranks_that_train_without_a_process_group_are_told_of_and_no_others(seeing: Launches) -> None:
     """Others have had one and destroyed it, or never used torch, which each spare worker has imported."""
     told = re.findall(
-        r"warning: in launch (\d+) each of the 2 ranks has trained by itself.*(init[\w('=)]*)", seeing.text
+        r"warning: in launch (\d+) each of the 2 ranks has trained by itself.*?((?:init_)?process_group[\w('=)]*)",
+        seeing.text,
     )
     wanted = [("alone", "workers", "init_process_group()")]
-    wanted += [("function", variant, "init='auto')") for variant in (COLD, "workers")]
+    wanted += [("function", variant, "process_group='auto')") for variant in (COLD, "workers")]
     assert told == [(str(seeing.of(name, variant).number), remedy) for name, variant, remedy in wanted]
 
 

@@ -58,8 +58,8 @@ def make(monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     calls = []
 
-    def make(function=train, arguments=None, init=None, gather=False, store=None, node=1):
-        call = FunctionCall(function, arguments, init, gather, store)
+    def make(function=train, arguments=None, process_group=None, gather=False, store=None, node=1):
+        call = FunctionCall(function, arguments, process_group, gather, store)
         calls.append(call)
         call.begin(replace(SPEC, node_index=node))
         return call
@@ -88,7 +88,7 @@ def raised(error=None, text="ValueError: nan"):
     ("wrong", "why"),
     [
         *(({"arguments": wrong}, r"dict \(keyword arguments\) or a list") for wrong in ("--epochs 3", b"x", 3, {1, 2})),
-        *(({"init": wrong}, "must be one of gloo, nccl, auto") for wrong in ("mpi", "cuda", "GLOO", True, "")),
+        *(({"process_group": wrong}, "must be one of gloo, nccl, auto") for wrong in ("mpi", "cuda", "GLOO", True, "")),
     ],
 )
 def test_what_a_call_can_not_mean_is_refused(wrong, why, make):
@@ -101,7 +101,7 @@ def test_what_a_call_can_not_mean_is_refused(wrong, why, make):
 )
 def test_any_mapping_and_any_sequence_will_do(given, expected, make):
     with open(os.path.join(make(arguments=given).folder, "call.pkl"), "rb") as file:
-        assert pickle.load(file)["init"] is None
+        assert pickle.load(file)["process_group"] is None
         assert pickle.load(file) == (train, *expected)
 
 
@@ -129,7 +129,7 @@ def test_a_call_that_can_not_be_written_leaves_no_file(argument, folder, error, 
 @pytest.mark.parametrize(
     ("entrypoint", "given", "why"),
     [
-        ("x.py", {"init": "gloo"}, r"run\(init='gloo'\) is for functions"),
+        ("x.py", {"process_group": "gloo"}, r"run\(process_group='gloo'\) is for functions"),
         ("x.py", {"gather": True}, r"run\(gather=True\) is for functions"),
         *(
             (train, given, f"{name} says how to run a script, but the entrypoint is a function")
@@ -147,7 +147,7 @@ def test_what_is_for_functions_is_refused_for_scripts_and_the_reverse(entrypoint
 
 
 def test_only_a_function_makes_a_call():
-    given = {"init": None, "gather": False, "module": False}
+    given = {"process_group": None, "gather": False, "module": False}
     assert Functions().service(RunCall({"entrypoint": "x.py", **given}, 2, 0, None)) is None
     with closing(Functions().service(RunCall({"entrypoint": train, **given, "gather": True}, 2, 0, None))) as call:
         assert call.may_train_alone

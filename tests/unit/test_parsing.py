@@ -14,8 +14,8 @@ from metaflow_extensions.torchrun.plugins.torchrun.parsing import (
     parse_outputs_from,
     parse_port,
     parse_preflight,
+    parse_restart_on,
     parse_restarts,
-    parse_retry_on,
     parse_seconds,
     parse_signal,
 )
@@ -30,7 +30,7 @@ READ = [
         parse_preflight,
         [*((on, True) for on in (True, 1, "true", "1", " TRUE ")), *((off, False) for off in (False, 0, "0"))],
     ),
-    (parse_retry_on, [("", set()), ("user, killed", {"user", "killed"}), (["start", "hang"], {"start", "hang"})]),
+    (parse_restart_on, [("", set()), ("user, killed", {"user", "killed"}), (["start", "hang"], {"start", "hang"})]),
     (
         parse_outputs,
         [
@@ -51,9 +51,9 @@ REFUSED = [
     (parse_seconds, "a number of seconds above 0", [None, 0, -1, "x", "nan", float("inf"), True, [], 10**400]),
     (partial(parse_seconds, zero=True), "a number of seconds of at least 0", [-0.1, -1, "nan", None]),
     (parse_preflight, "True or False", ["ja", 2, "10", 1.5, [True]]),
-    (parse_retry_on, "no such class", ["often"]),
-    (parse_retry_on, "Metaflow's @retry", ["user,node_lost", ["preempted"], "store", "before_run"]),
-    (parse_retry_on, "a list", [3, ["user", 3]]),
+    (parse_restart_on, "no such class", ["often"]),
+    (parse_restart_on, "Metaflow's @retry", ["user,node_lost", ["preempted"], "store", "before_run"]),
+    (parse_restart_on, "a list", [3, ["user", 3]]),
     (parse_outputs, "a list of files", [3, {"a": "b"}, [3], [["a"]], ["a", None], b"a", True]),
     (parse_outputs, "nothing. Name files", [[], ()]),
     (parse_outputs, "no file is called so", ["", " ", ["a", ""], "a\0b"]),

@@ -33,9 +33,9 @@ NO_GROUP = "Default process group has not been initialized, please make sure to 
             "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1000",
             "a GPU of its own",
         ),
-        (f"ValueError: {NO_GROUP}", 'init="auto"'),
-        (f"RuntimeError: {NO_GROUP}", 'init="auto"'),  # torch 2.0
-        ("ValueError: trying to initialize the default process group twice!", "leave out init"),
+        (f"ValueError: {NO_GROUP}", 'process_group="auto"'),
+        (f"RuntimeError: {NO_GROUP}", 'process_group="auto"'),  # torch 2.0
+        ("ValueError: trying to initialize the default process group twice!", "leave out process_group"),
         ("ValueError: loss is nan", ""),
         ("KeyError", ""),
     ],

@@ -24,7 +24,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.settings import (
         ("heartbeat_timeout_s", "5", 5.0),
         ("grace_s", "0", 0.0),
         ("max_restarts", "3", 3),
-        ("retry_on", "user, start", {"user", "start"}),
+        ("restart_on", "user, start", {"user", "start"}),
         ("preflight", "True", True),
         ("preemption_signal", "usr1", signal.SIGUSR1),
         ("hang_timeout_s", "90", 90.0),
@@ -46,7 +46,7 @@ def test_none_is_the_default_and_may_be_text():
     settings = parse_settings({}, "train")
     assert (settings.nproc_per_node, settings.master_port, settings.channel_port) == (None, None, None)
     assert (settings.max_restarts, settings.hang_timeout_s, settings.preflight) == (0, None, False)
-    assert settings.retry_on == {"user", "killed", "timeout", "hang"}
+    assert settings.restart_on == {"user", "killed", "timeout", "hang"}
     assert (settings.preemption_signal, settings.all_nodes_started_timeout) == (signal.SIGTERM, 600)
     required = {"all_nodes_started_timeout", "heartbeat_timeout_s", "grace_s"}
     for nothing in (None, "", "None", "none", " "):
@@ -100,7 +100,7 @@ SETTINGS = {
     "master_port": (("29501", "29502", 29503), (29501, 29502, 29503)),
     "max_restarts": ((0, "6", 7), (0, 6, 7)),
     "hang_timeout_s": (("5", None, 7), (5.0, None, 7.0)),
-    "retry_on": (("user", None, "hang"), ({"user"}, None, {"hang"})),
+    "restart_on": (("user", None, "hang"), ({"user"}, None, {"hang"})),
     "preemption_signal": (("usr1", None, "usr2"), (signal.SIGUSR1, None, signal.SIGUSR2)),
 }
 

@@ -279,7 +279,7 @@ def test_commands_run_on_all_nodes_and_are_taken_down_one_by_one():
 def test_a_command_that_fails_stops_all_nodes_and_nothing_restarts_it():
     cause = Cause("command", 1, "host-1", exit_code=1, exception="before_run 1/1 (make) exited with code 1")
     gang = GangOf(3)
-    gang.all_ready(runs="before_run", max_restarts=3, retry_on=frozenset({"user", "killed", "start"}))
+    gang.all_ready(runs="before_run", max_restarts=3, restart_on=frozenset({"user", "killed", "start"}))
     gang.failed(1, cause)
     assert all(len(gang.got(node, Stop)) == 1 for node in range(3))
     gang.ended(1, cause)
@@ -822,8 +822,8 @@ def test_the_pause_before_a_restart_counts_from_the_failure_not_from_the_end_of_
 )
 def test_the_class_of_the_cause_decides_about_a_restart(cause, category, restarts_by_default):
     assert cause.category == cause.as_dict()["category"] == category
-    for retry_on, restarts in [(None, restarts_by_default), ([category], category != "preempted"), ([], False)]:
-        gang = running(2, max_restarts=1, **({} if retry_on is None else {"retry_on": frozenset(retry_on)}))
+    for restart_on, restarts in [(None, restarts_by_default), ([category], category != "preempted"), ([], False)]:
+        gang = running(2, max_restarts=1, **({} if restart_on is None else {"restart_on": frozenset(restart_on)}))
         for node in (0, 1):
             gang.ended(node, *([cause] if node == 1 else []), ok=False)
         assert bool(gang.got(0, Restart)) is restarts
@@ -847,7 +847,7 @@ def test_restarts_end_and_the_pauses_between_them_grow_and_stay_bounded():
 
 @pytest.mark.parametrize("pausing", [False, True])
 def test_without_all_its_nodes_a_gang_is_not_restarted(pausing):
-    gang = running(2, max_restarts=3, retry_on=frozenset({"user", "node_lost"}))
+    gang = running(2, max_restarts=3, restart_on=frozenset({"user", "node_lost"}))
     if pausing:
         fail_everywhere(gang, 0)
     gang.ended(0, ok=False)
@@ -1290,7 +1290,7 @@ def test_the_control_node_says_every_30_s_who_stores_what():
 
 
 def test_a_value_that_can_not_be_stored_fails_the_launch_and_restarts_nothing():
-    gang = running(3, max_restarts=3, retry_on=frozenset({"user", "killed", "timeout", "hang", "start"}))
+    gang = running(3, max_restarts=3, restart_on=frozenset({"user", "killed", "timeout", "hang", "start"}))
     for node in (1, 2):
         gang.ended(node, storing=VALUE)
     gang.stored(1, store_failure())

@@ -142,7 +142,11 @@ def test_the_gang_is_told_if_all_ranks_of_a_node_have_trained_alone(tmp_path, ab
 
 @pytest.mark.parametrize(
     ("number", "function", "remedy"),
-    [(0, None, "init_process_group()"), (1, None, None), (0, FunctionSpec("f", "", "", None), "run(init='auto')")],
+    [
+        (0, None, "init_process_group()"),
+        (1, None, None),
+        (0, FunctionSpec("f", "", "", None), "run(process_group='auto')"),
+    ],
 )
 def test_the_control_node_alone_warns_of_it_at_the_end(tmp_path, number, function, remedy):
     node = FakeNode(tmp_path, number, spec={"function": function})

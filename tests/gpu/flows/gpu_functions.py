@@ -1,4 +1,4 @@
-"""Functions on all GPUs of one node: `init="auto"`, and tensors of a GPU that come back."""
+"""Functions on all GPUs of one node: `process_group="auto"`, and tensors of a GPU that come back."""
 
 import sys
 
@@ -24,7 +24,7 @@ class GpuFlow(FlowSpec):
     @torchrun
     @step
     def train(self):
-        result = current.torch.run(reduced, init="auto")
+        result = current.torch.run(reduced, process_group="auto")
         before = "torch" in sys.modules
         values = list(result)
         seen = [

@@ -43,7 +43,7 @@ class CheckpointedFlow(FlowSpec):
 
     @retry(times=2, minutes_between_retries=0)
     @checkpoint(load_policy="none", show_card=False)
-    @torchrun(max_restarts=1, retry_on="user", grace_s=20)
+    @torchrun(max_restarts=1, restart_on="user", grace_s=20)
     @step
     def train(self):
         note(f"task-{current.retry_count}-{current.parallel.node_index}", {"pid": os.getpid()})

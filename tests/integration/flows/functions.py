@@ -76,7 +76,7 @@ class FunctionsFlow(FlowSpec):
         self.trained = torch.run(train, arguments, gather=True, max_restarts=1)
         self.told = told_by_current()
         pids = [metrics.pid for metrics in self.trained]
-        self.added = torch.run(add_up, [pids], nproc_per_node=1, init="auto")
+        self.added = torch.run(add_up, [pids], nproc_per_node=1, process_group="auto")
         self.failure = self.fail(torch)
         note(f"task-{self.node}", {"torch": "torch" in sys.modules})
         self.next(self.join)

@@ -17,17 +17,17 @@ class Flow(FlowSpec):
     def start(self) -> None:
         reveal_type(current.torch)  # is TorchrunExecutor
         reveal_type(current.torch.run("train.py", {"epochs": 3}, timeout_s=60))  # is TorchrunResult[Any]
-        reveal_type(current.torch.run(train, [3], nproc_per_node="gpu", init="auto"))  # is TorchrunResult[Any]
+        reveal_type(current.torch.run(train, [3], nproc_per_node="gpu", process_group="auto"))  # is TorchrunResult[Any]
         reveal_type(current.torch.run(train, outputs=["x"], outputs_from="all"))  # is TorchrunResult[Any]
         reveal_type(current.torch.world_size)  # is int
         reveal_type(TorchrunSingleNodeMultiGPU().run("train.py", {"epochs": 3}))  # is TorchrunResult[Any]
 
-    @torchrun(nproc_per_node="gpu", all_nodes_started_timeout=60, retry_on={"user", "hang"}, preemption_signal=10)
+    @torchrun(nproc_per_node="gpu", all_nodes_started_timeout=60, restart_on={"user", "hang"}, preemption_signal=10)
     @step
     def middle(self) -> None:
         current.torch.run(3)  # wrong
         current.torch.run("train.py", timeout_s="long")  # wrong
-        current.torch.run(train, init="mpi")  # wrong
+        current.torch.run(train, process_group="mpi")  # wrong
         current.torch.run(train, gathr=True)  # wrong
         current.torch.launch()  # wrong
 
@@ -51,7 +51,7 @@ class Flow(FlowSpec):
         reveal_type((error.events, error.outputs))  # is tuple[list[dict[str, Any]], Outputs | None]
         print(error.caus)  # wrong
 
-    @torchrun(nproc_per_node=2, retry_on="user,hang", preemption_signal="SIGUSR1", hang_timeout_s=7.5, preflight=True)
+    @torchrun(nproc_per_node=2, restart_on="user,hang", preemption_signal="SIGUSR1", hang_timeout_s=7.5, preflight=True)
     @step
     def more(self) -> None:
         reveal_type(len(current.torch.run(train)))  # is int
@@ -64,6 +64,6 @@ class Flow(FlowSpec):
     @step
     def other(self) -> None: ...
 
-    @torchrun(retry_on=3)  # wrong
+    @torchrun(restart_on=3)  # wrong
     @step
     def another(self) -> None: ...

@@ -56,7 +56,7 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
         Seconds that workers have between SIGTERM and SIGKILL.
     max_restarts : int, default 0
         How often all workers are started again on all nodes after one of them failed.
-    retry_on : Union[str, Iterable[str]], optional, default None
+    restart_on : Union[str, Iterable[str]], optional, default None
         Which classes of causes restart them: ``"user"``, an error of the script; ``"killed"``, a signal or
         lack of memory; ``"timeout"``, a launch over its time; ``"hang"``; ``"start"``, an agent that could
         not start. By default all but ``"start"``. A lost node and a preemption never do: for these,

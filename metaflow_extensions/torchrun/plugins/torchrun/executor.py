@@ -157,7 +157,7 @@ class TorchrunExecutor:
             ``true`` and ``false``, lists and dicts are JSON, everything else is its `str`. A list is
             passed as it is. For a function: a dict of its keyword arguments or a list of its positional ones,
             anything that can be pickled.
-        nproc_per_node, master_port, max_restarts, retry_on, hang_timeout_s, preemption_signal, warm : optional
+        nproc_per_node, master_port, max_restarts, restart_on, hang_timeout_s, preemption_signal, warm : optional
             As the attributes of ``@torchrun``, for this launch. Default: what `torchrun_args` say, then the attribute.
         torchrun_args : Union[Mapping[str, Any], Sequence[Any]], optional
             Further options of torchrun, as in ``{"max_restarts": 3}`` or ``["--max-restarts=3"]``.
@@ -174,7 +174,7 @@ class TorchrunExecutor:
         timeout_s : float, optional
             Seconds the launch may take once all nodes are ready, counted anew for each restart. Default: no
             limit of its own; the step's ``@timeout`` always bounds the whole.
-        init : Literal["gloo", "nccl", "auto"], optional
+        process_group : Literal["gloo", "nccl", "auto"], optional
             Of a function: make this process group before the call and end it after, with the rank's own device
             set; ``"auto"`` is nccl where each rank has a CUDA device, else gloo. Default: none is made.
         gather : bool, default False
@@ -362,7 +362,7 @@ class TorchrunExecutor:
             self._note(warning)
 
     def _policy(self, given: Mapping[str, Any], spec: LaunchSpec) -> LaunchPolicy:
-        settings = ("timeout_s", "retry_on", "preemption_signal")
+        settings = ("timeout_s", "restart_on", "preemption_signal")
         chosen = {name: choose(name, given, {}, self._context.settings).value for name in settings}
         restarts = spec.max_restarts if spec.min_nodes is None else 0  # an elastic agent restarts by itself
         features = policies_of(self._context.features, given, self._context.settings)

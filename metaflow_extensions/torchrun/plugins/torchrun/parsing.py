@@ -21,7 +21,7 @@ WARM = ("agent", "workers", "off")
 OUTPUTS_FROM = ("control", "all")
 # The classes of causes (see `cause.Cause.category`) that a new generation on the same nodes may mend.
 RETRY_CLASSES = ("user", "killed", "timeout", "hang", "start")
-DEFAULT_RETRY_ON = frozenset({"user", "killed", "timeout", "hang"})
+DEFAULT_RESTART_ON = frozenset({"user", "killed", "timeout", "hang"})
 _NEVER_RETRIED = {
     "before_run": "a command that failed may have left its work half done, on one node of all; use Metaflow's @retry",
     "node_lost": "the nodes that are left can't bring one back; use Metaflow's @retry",
@@ -220,7 +220,7 @@ def parse_modules(value: Any, setting: str) -> tuple[str, ...]:
     return names
 
 
-def parse_retry_on(value: Any, setting: str) -> frozenset[str]:
+def parse_restart_on(value: Any, setting: str) -> frozenset[str]:
     """Return the classes of causes that restart the gang, out of `RETRY_CLASSES`; in a string with commas between."""
     words = value.split(",") if isinstance(value, str) else value
     if not isinstance(words, (list, tuple, set, frozenset)) or not all(isinstance(word, str) for word in words):

@@ -39,11 +39,11 @@ class RunOptions(TypedDict, total=False):
     timeout_s: float | None
     master_port: int | str | None
     max_restarts: int | None
-    retry_on: str | Iterable[str] | None
+    restart_on: str | Iterable[str] | None
     hang_timeout_s: float | None
     preemption_signal: str | int | None
     warm: Literal["agent", "workers", False] | None
-    init: Literal["gloo", "nccl", "auto"] | None
+    process_group: Literal["gloo", "nccl", "auto"] | None
     gather: bool
     outputs: Path | str | Sequence[Path | str] | None
     outputs_from: Literal["control", "all"] | None

@@ -48,14 +48,14 @@ SETTINGS = {
         Setting("heartbeat_timeout_s", "step", "reference", parsing.parse_seconds, 30, _REFUSED),
         Setting("grace_s", "step", "reference", parsing.parse_seconds_or_0, 30, _REFUSED),
         Setting("max_restarts", "both", "restarts", parsing.parse_restarts, 0, 0),
-        Setting("retry_on", "both", "restarts", parsing.parse_retry_on, None, parsing.DEFAULT_RETRY_ON),
+        Setting("restart_on", "both", "restarts", parsing.parse_restart_on, None, parsing.DEFAULT_RESTART_ON),
         Setting("hang_timeout_s", "both", "hangs", parsing.parse_seconds),
         Setting("preemption_signal", "both", "preemption", parsing.parse_signal, "SIGTERM", int(signal.SIGTERM)),
         Setting("preflight", "step", "preflight", parsing.parse_preflight, False, False),
         Setting("logs", "step", check=parsing.parse_logs),
         Setting("warm", "both", "warm", parsing.parse_warm, "agent", "agent"),
         Setting("preload", "step", "warm", parsing.parse_modules, None, ()),
-        Setting("init", "run", "functions"),
+        Setting("process_group", "run", "functions"),
         Setting("gather", "run", "functions", parsing.parse_flag, False),
         Setting("outputs", "run", "outputs", parsing.parse_outputs),
         Setting("outputs_from", "run", "outputs", parsing.parse_outputs_from),
@@ -94,7 +94,7 @@ class StepSettings:
     heartbeat_timeout_s: float
     grace_s: float
     max_restarts: int
-    retry_on: frozenset[str]
+    restart_on: frozenset[str]
     preemption_signal: int
     hang_timeout_s: float | None
     preflight: bool

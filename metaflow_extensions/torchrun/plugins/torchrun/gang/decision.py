@@ -52,4 +52,4 @@ def _may_move(launch: Launch, cause: Cause) -> bool:
 def _may_restart(launch: Launch, cause: Cause, now: float) -> bool:
     policy = launch.policy
     over = cause.kind == "step_timeout" or now >= launch.deadline  # as one node's clock has it
-    return cause.category in policy.retry_on and launch.restarts < policy.max_restarts and not over
+    return cause.category in policy.restart_on and launch.restarts < policy.max_restarts and not over

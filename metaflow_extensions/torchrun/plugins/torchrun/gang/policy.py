@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..parsing import DEFAULT_RETRY_ON
+from ..parsing import DEFAULT_RESTART_ON
 
 # What a node needs beyond the workers' grace to kill, reap and read the last bytes.
 _STOP_MARGIN_S = 15.0
@@ -38,7 +38,7 @@ class LaunchPolicy:
     # does this for each restart.
     timeout_s: float | None = None
     max_restarts: int = 0  # how often the gang may be restarted
-    retry_on: frozenset[str] = DEFAULT_RETRY_ON  # the classes of causes that restart it
+    restart_on: frozenset[str] = DEFAULT_RESTART_ON  # the classes of causes that restart it
     preemption_signal: int = signal.SIGTERM  # what workers get when a node is preempted
     # How many nodes must be left where torchrun's own elasticity is used; None: all, which is the rule.
     min_nodes: int | None = None

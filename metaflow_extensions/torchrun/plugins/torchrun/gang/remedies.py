@@ -42,13 +42,13 @@ _REMEDIES = [
     ),
     (
         r"Default process group has not been initialized",
-        'No process group has been made. For a function, current.torch.run(..., init="auto") makes one on every rank and '
+        'No process group exists. For a function, current.torch.run(..., process_group="auto") makes one on every rank and '
         "ends it after; a script calls torch.distributed.init_process_group().",
     ),
     (
         r"trying to initialize the default process group twice",
-        "There is a process group already. A function that current.torch.run(..., init=...) calls has one: leave out init "
-        "or its own init_process_group().",
+        "A process group exists already. A function that current.torch.run(..., process_group=...) calls has one: leave out "
+        "process_group or its own init_process_group().",
     ),
     (r"only supported with GPUs, no GPUs found|Found no NVIDIA driver|No CUDA GPUs are available", _NO_GPU),
     # Of two ranks on one GPU, NCCL 2.18 to 2.28 say the second, 2.30 the third.

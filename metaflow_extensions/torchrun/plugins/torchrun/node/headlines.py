@@ -32,7 +32,11 @@ def alone_line(launch: int, plan: Plan) -> str:
 
     A process group alone would change nothing but this warning.
     """
-    group = "after torch.distributed.init_process_group()" if plan.spec.function is None else "with run(init='auto')"
+    group = (
+        "after torch.distributed.init_process_group()"
+        if plan.spec.function is None
+        else "with run(process_group='auto')"
+    )
     return (
         f"warning: in launch {launch} each of the {plan.spec.world_size} ranks has trained by itself: gradients were "
         "computed, but no process group was made for them, so each has a model of its own. That is fine if you mean it. "

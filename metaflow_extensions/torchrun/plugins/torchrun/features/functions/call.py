@@ -32,7 +32,7 @@ from .values import ValuesOnDisk
 
 # What torchrun runs where the entrypoint is a function.
 FUNCTION_WORKER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "function_worker.py")
-INITS = ("gloo", "nccl", "auto")  # which process group the workers make before the call; None makes none
+PROCESS_GROUPS = ("gloo", "nccl", "auto")  # what the workers make before the call; None makes none
 # How long what a function has raised may take. Without it there is still its text, so nobody should wait long.
 RAISED_PATIENCE_S = 10.0
 # How many values a store may load at once. All at once would need twice the disk space.
@@ -48,13 +48,15 @@ class FunctionCall(Service):
         self,
         function: Callable[..., Any],
         arguments: Any,
-        init: str | None,
+        process_group: str | None,
         gather: bool,
         store: ValueStore | None,
         current: bytes | None = None,
     ) -> None:
-        if init is not None and init not in INITS:
-            raise TorchrunConfigError(f"run(init={init!r}) must be one of {', '.join(INITS)}, or left out.")
+        if process_group is not None and process_group not in PROCESS_GROUPS:
+            raise TorchrunConfigError(
+                f"run(process_group={process_group!r}) must be one of {', '.join(PROCESS_GROUPS)}, or left out."
+            )
         call = (function, *_as_call(arguments))
         inner = function.func if isinstance(function, partial) else function
         name = str(getattr(inner, "__qualname__", type(inner).__qualname__))
@@ -62,7 +64,9 @@ class FunctionCall(Service):
         self._gather = self.may_train_alone = gather
         self._store = store  # carries values between nodes; None for a gang of one
         self._node, self._ranks = CONTROL, range(0)
-        self._values: ValuesOnDisk | None = _written(call, inner, name, {"init": init, "current": current})
+        self._values: ValuesOnDisk | None = _written(
+            call, inner, name, {"process_group": process_group, "current": current}
+        )
         self.folder = self._values.folder
         self.function = FunctionSpec(name, FUNCTION_WORKER, self.folder, _source_of(inner))
 

@@ -21,10 +21,10 @@ class Functions(Feature):
     def service(self, call: RunCall) -> Service | None:
         """Return the call, where the entrypoint is a function."""
         given, function = call.given, call.given["entrypoint"]
-        arguments, init, gather = (given.get(name) for name in ("entrypoint_args", "init", "gather"))
+        arguments, process_group, gather = (given.get(name) for name in ("entrypoint_args", "process_group", "gather"))
         if not callable(function):
-            if init or gather:
-                said = f"init={init!r}" if init else f"gather={gather!r}"
+            if process_group or gather:
+                said = f"process_group={process_group!r}" if process_group else f"gather={gather!r}"
                 raise TorchrunConfigError(
                     f"run({said}) is for functions; a script makes its process group and stores its results itself."
                 )
@@ -36,7 +36,7 @@ class Functions(Feature):
                     f"{name} says how to run a script, but the entrypoint is a function; remove it."
                 )
         store = call.store if call.num_nodes > 1 else None  # a gang of one has its values itself
-        return FunctionCall(function, arguments, init, bool(gather), store, current_for_workers())
+        return FunctionCall(function, arguments, process_group, bool(gather), store, current_for_workers())
 
     def keeper(self, num_nodes: int, of_all: bool) -> Keeper | None:
         """Return what keeps where values and exceptions are stored."""

@@ -48,11 +48,11 @@ def main() -> None:
             offer_current(header["current"])
             function, args, kwargs = CallUnpickler(file, header).load()
         # No context managers around the call: contextlib sets attributes of an exception, and some forbid that.
-        begin_process_group(header["init"])
+        begin_process_group(header["process_group"])
         value = function(*args, **kwargs)
         store(value, rank, path_of(folder, RETURNED, rank))
         del function, args, kwargs, value  # see end_process_group
-        end_process_group(header["init"])
+        end_process_group(header["process_group"])
     except (SystemExit, KeyboardInterrupt):
         raise  # an exit code, or a signal
     except BaseException as error:
@@ -143,9 +143,9 @@ def own_module(thing: Any) -> str | None:
     return module
 
 
-def begin_process_group(init: str | None) -> None:
+def begin_process_group(process_group: str | None) -> None:
     """Make the process group that was asked for, on this rank's own device."""
-    if init is None:
+    if process_group is None:
         return
     import torch
     import torch.distributed as dist
@@ -153,14 +153,14 @@ def begin_process_group(init: str | None) -> None:
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if devices:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % devices)
-    if init == "auto":  # NCCL wants a device of its own for each rank
-        init = "nccl" if devices >= int(os.environ["LOCAL_WORLD_SIZE"]) else "gloo"
-    dist.init_process_group(init)
+    if process_group == "auto":  # NCCL wants a device of its own for each rank
+        process_group = "nccl" if devices >= int(os.environ["LOCAL_WORLD_SIZE"]) else "gloo"
+    dist.init_process_group(process_group)
 
 
-def end_process_group(init: str | None) -> None:
+def end_process_group(process_group: str | None) -> None:
     """End the process group that was asked for, if the function has not."""
-    if init is None:
+    if process_group is None:
         return
     import torch.distributed as dist
 
