@@ -12,10 +12,9 @@ from typing import Any
 from ..errors import TorchrunError
 from . import obstacles
 from .cause import Cause, Failure, cause_of, describe_exit
-from .decision import BACKOFF_LIMIT_S, Next, decide
 from .history import History, Kind, Record, of_the_gang
 from .keepers import Keepers, Where
-from .launch import Launch, Phase, reason, summary, teller, verdicts
+from .launch import BACKOFF_LIMIT_S, Launch, Next, Phase, decide, reason, summary, teller, verdicts
 from .nodes import Nodes, NodeState
 from .policy import Rules
 from .protocol import (
