@@ -467,7 +467,7 @@ def test_a_member_whose_first_connection_was_lost_unseen_gets_in_by_another(star
 def test_a_member_that_is_cut_off_before_its_welcome_can_connect_again(start_control, new_member, monkeypatch):
     control, member = start_control(), new_member()
     with monkeypatch.context() as patch:
-        patch.setattr(control.channel, "_take_in", lambda connection, join: connection.abort("cut"))
+        patch.setattr(control.channel, "_accept_member", lambda connection, join: connection.abort("cut"))
         with pytest.raises(ConnectionError, match="ended before the control node answered"):
             member.connect([HOST], control.port, control.token, 10.0)
     member.connect([HOST], control.port, control.token, 10.0)

@@ -23,7 +23,7 @@ TEXTS = st.lists(
 
 
 def taken(backlog):
-    return list(iter(backlog.take, None))
+    return list(iter(backlog.pop, None))
 
 
 @given(TEXTS)

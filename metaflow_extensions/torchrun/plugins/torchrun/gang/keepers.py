@@ -1,4 +1,4 @@
-"""What features keep on the control node of what the nodes tell them. Pure.
+"""The data that features keep on the control node. Pure.
 
 The core hands each `Told` to the keeper of its feature, and asks all keepers for what is to be stored. It knows none of
 them. A keeper that raises ends no launch: a line says so once, and its feature keeps silent from then on. Where it

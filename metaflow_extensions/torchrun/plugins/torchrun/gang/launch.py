@@ -124,7 +124,7 @@ class Launch:
         self.failing_with, self.until = error, until
         self.stores.clear()
         for node in nodes:
-            self.note_storing(node, self.ended[node].saves or "", now)
+            self.add_storing(node, self.ended[node].saves or "", now)
 
     @property
     def nproc(self) -> int | None:
@@ -137,21 +137,21 @@ class Launch:
         """How often the gang was restarted because of a failure; a move to another port is none."""
         return self.generation - self.moves
 
-    def note_ready(self, node: int, ready: Ready) -> None:
-        """Take a node's *ready*. Of thousands that say the same, which they should, it is kept once."""
+    def add_ready(self, node: int, ready: Ready) -> None:
+        """Keep a node's *ready*. Equal messages share one object, since thousands of nodes send the same."""
         last = next(reversed(self.ready.values()), None)
         self.ready[node] = last if last is not None and last == ready else ready
 
-    def note_failures(self, failures: Iterable[Failure], now: float) -> None:
-        """Take failures. Of thousands, whose texts take hundreds of megabytes, those are kept that may be wanted."""
+    def add_failures(self, failures: Iterable[Failure], now: float) -> None:
+        """Keep the first failure and the first preemption only: thousands of texts would take hundreds of megabytes."""
         self.failures += [Failure(each.cause, each.age_s - now) for each in failures]
         if self.policy.min_nodes is None:  # where the launch may go on, each node's own is wanted
             preempted = first_failure(each for each in self.failures if each.cause.category == "preempted")
             kept = (first_failure(self.failures), preempted)
             self.failures = [each for each in dict.fromkeys(kept) if each is not None]
 
-    def note_storing(self, node: int, what: str, now: float) -> None:
-        """Take the news that a node, whose workers have ended, stores something."""
+    def add_storing(self, node: int, what: str, now: float) -> None:
+        """Keep what a node stores whose workers have ended."""
         if not self.stores:
             self.stores_since, self.remind_at = now, now + REMIND_S
         self.stores[node] = what
