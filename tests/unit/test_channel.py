@@ -528,13 +528,6 @@ def test_a_member_lives_as_long_as_it_answers_heartbeats(start_control):
         assert is_closed(sock)
 
 
-def test_two_that_have_nothing_to_say_stay_connected(start_control, join):
-    control = start_control(heartbeat_s=0.3)
-    member = join(control, heartbeat_s=0.3)
-    time.sleep(1.0)
-    leave_well(member, control)
-
-
 def test_no_message_stays_in_memory(start_control, join, monkeypatch):
     control, kept = start_control(heartbeat_s=600.0), []  # no heartbeat comes after it
     handle = control.channel.gang.handle

@@ -1378,14 +1378,6 @@ def test_a_restart_waits_for_nothing_that_is_left():
     assert gang.same_verdict() is None
 
 
-def test_what_is_stored_of_a_failure_has_a_limited_time():
-    gang = failing(0)
-    gang.pass_time(gang.got(0, Save)[0].within_s + 14.9)
-    assert not gang.got(0, Verdict)
-    gang.pass_time(0.2)
-    assert gang.same_verdict().cause["rank"] == 2
-
-
 @pytest.mark.parametrize("how", ["lost", "given up", "left"])
 def test_a_node_that_goes_while_it_stores_keeps_nobody_waiting(how):
     gang = failing(0, 1, 2)

@@ -171,7 +171,7 @@ class Keepers:
         return {name: answer for name, answer in answers.items() if answer is not None}
 
     def _read(self, name: str, ask: Callable[[Keeper], _T]) -> _T | None:
-        """Ask one keeper for what it keeps, in any thread; what goes wrong costs that alone, and not its verdict."""
+        """Ask one keeper for its record, in any thread; an exception costs that record alone, not its verdict."""
         if (name, None) in self._silent:
             return None
         try:
@@ -179,12 +179,11 @@ class Keepers:
         except Exception as error:
             if name not in self._unread:
                 self._unread.add(name)
-                text = f"warning: the record of {name} could not be read: {type(error).__name__}: {error}"
-                self._remarks.append(Remarks((text,)))
+                self._warn(f"the record of {name} could not be read", error)
             return None
 
     def _ask(self, name: str, ask: Callable[[Keeper], _T], node: int | None = None) -> _T | None:
-        """Ask one keeper; what goes wrong with what `node` tells keeps that node's messages from it, and no others."""
+        """Ask one keeper; after an exception it gets no more of this node's messages, or nothing more without a node."""
         if {(name, node), (name, None)} & self._silent:
             return None
         try:
@@ -192,6 +191,8 @@ class Keepers:
         except Exception as error:
             self._silent.add((name, node))
             whose = "the nodes'" if node is None else f"node {node}'s"
-            text = f"warning: nothing more is kept of {whose} {name}: {type(error).__name__}: {error}"
-            self._remarks.append(Remarks((text,)))
+            self._warn(f"nothing more is kept of {whose} {name}", error)
             return None
+
+    def _warn(self, what: str, error: Exception) -> None:
+        self._remarks.append(Remarks((f"warning: {what}: {type(error).__name__}: {error}",)))
