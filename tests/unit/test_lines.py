@@ -24,8 +24,7 @@ class Clock:
 
 def shown(splitter, data, final=False):
     """Return the lines that the splitter shows when it is fed, as text."""
-    parts = splitter.feed(data, final)
-    return b"".join(parts).decode().split("\n") if parts else []
+    return splitter.feed(data, final).decode().split("\n")[:-1]
 
 
 def lines_of(*pieces, clock=None):
@@ -126,12 +125,11 @@ def test_a_long_line_comes_in_bounded_pieces_and_loses_nothing(monkeypatch):
     assert lines_of(b"x" * 10, b"\nend\n") == ["x" * 10, "end"]
 
 
-@example("xxxxxxx🙂xx", [8, 9, 10], 1)
-@given(st.text(st.sampled_from("xöß模🙂"), max_size=100), CUTS, st.integers(1, 10))
-def test_a_long_line_is_cut_between_characters(text, places, part_bytes):
+@example("xxxxxxx🙂xx", [8, 9, 10])
+@given(st.text(st.sampled_from("xöß模🙂"), max_size=100), CUTS)
+def test_a_long_line_is_cut_between_characters(text, places):
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(module, "MAX_LINE_BYTES", 10)
-        patched.setattr(module, "_PART_BYTES", part_bytes)
         pieces = lines_of(*cut(text.encode(), places))
     assert "".join(pieces) == text
     assert all(7 <= len(piece.encode()) <= 10 for piece in pieces[:-1])
