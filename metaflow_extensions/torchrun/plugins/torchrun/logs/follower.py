@@ -1,4 +1,4 @@
-"""Rank-labelled, live, complete output, bounded in memory.
+"""Follows the log files of workers and agent, and shows their lines with labels.
 
 torchrun redirects every worker's stdout and stderr to files of their own, and a thread of ours follows them. So a
 worker never waits for us. What it wrote before it died is in the file, and is read up to the last byte.
