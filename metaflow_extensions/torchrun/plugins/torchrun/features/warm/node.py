@@ -123,13 +123,14 @@ class WarmStart:
 
 
 def inherited() -> dict[str, str]:
-    """Return the limits, user, priority and CPUs of the calling thread, which its children inherit.
+    """Return the limits, user, cgroup, priority and CPUs of the calling thread, which its children inherit.
 
     A spare has those of the moment when it was started. Where they differ at the request, the start is cold.
     """
     return {
         **{name: str(resource.getrlimit(getattr(resource, name))) for name in _LIMITS},
         "user and groups": f"{os.geteuid(), os.getegid()} {sorted(os.getgroups())}",
+        "cgroup": read("/proc/self/cgroup"),
         "priority": str(os.getpriority(os.PRIO_PROCESS, 0)),
         "CPU affinity": str(sorted(os.sched_getaffinity(0))),
     }
