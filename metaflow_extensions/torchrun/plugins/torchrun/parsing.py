@@ -6,6 +6,7 @@ Each takes the value and how to call the setting in an error, and raises `Torchr
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
@@ -167,14 +168,16 @@ def parse_outputs_from(value: Any, setting: str) -> str:
 
 
 def parse_env(value: Any, setting: str) -> dict[str, str]:
-    """Return variables of an environment."""
+    """Return variables of an environment; a text is a JSON object."""
+    value = _from_json(value)
     if not isinstance(value, Mapping):
-        raise TorchrunConfigError(f"run(env=...) must be a dict of variables, but is a {type(value).__name__}.")
+        # Not the value: it may hold a secret.
+        raise TorchrunConfigError(f"{setting} must be a dict of variables, but is a {type(value).__name__}.")
     for name, text in value.items():
         if not isinstance(name, str) or not name or "=" in name or text is None or not _is_encodable(f"{name}{text}"):
             # Its value may be a secret.
             raise TorchrunConfigError(
-                f"run(env=...): {name!r} can't be an environment variable: a name is a text without '=', a value is "
+                f"{setting}: {name!r} can't be an environment variable: a name is a text without '=', a value is "
                 "not None, and neither may have a NUL character or half of a surrogate pair."
             )
     return {name: str(text) for name, text in value.items()}
@@ -189,13 +192,34 @@ def _is_encodable(text: str) -> bool:
 
 
 def parse_folder(value: Any, setting: str) -> str:
-    """Return the absolute path of a folder that is there."""
-    if not isinstance(value, str | os.PathLike):
-        raise TorchrunConfigError(f"run(cwd={value!r}) must be the path of a folder.")
-    folder = os.path.abspath(os.fsdecode(value))
+    """Return the absolute path of a folder that exists on this node."""
+    folder = os.path.abspath(parse_path(value, setting))
     if not os.path.isdir(folder):
-        raise TorchrunConfigError(f"run(cwd={value!r}): {folder} is not a folder on this node.")
+        raise TorchrunConfigError(f"{setting} is {value!r}, but {folder} is not a folder on this node.")
     return folder
+
+
+def parse_path(value: Any, setting: str) -> str:
+    """Return the path of a folder, which need not exist on this machine."""
+    if not isinstance(value, str | os.PathLike) or "\0" in os.fsdecode(value):
+        raise TorchrunConfigError(f"{setting} is {value!r}, but it must be the path of a folder.")
+    return os.fsdecode(value)
+
+
+def parse_commands(value: Any, setting: str) -> tuple[Any, ...]:
+    """Return a list of commands, whose words are checked on the node; a text is a JSON list."""
+    given = _from_json(value)
+    if not isinstance(given, list | tuple):
+        raise TorchrunConfigError(f"{setting} is {value!r}, but it must be a list of commands, as in ['make data'].")
+    return tuple(given)
+
+
+def _from_json(value: Any) -> Any:
+    """Return what a text says in JSON, as ``--with torchrun:env={...}`` sends it; any other value as it is."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
 
 
 def parse_warm(value: Any, setting: str) -> str:
