@@ -1,6 +1,6 @@
-"""Turns what the user wrote into checked values; every parse function of a setting is here.
+"""Checks and converts the values of settings.
 
-Each takes the value and how to call the setting in an error, and raises `TorchrunConfigError` for a wrong value.
+Each function gets a value and the name of its setting, and raises `TorchrunConfigError` if the value is wrong.
 ``--with torchrun:key=value`` sends strings, so every value may be one.
 """
 
@@ -32,8 +32,8 @@ _NEVER_RETRIED = {
 
 
 def did_you_mean(name: str, known: Sequence[str]) -> str:
-    """Return a question after the known name that is most like `name`; empty if none is."""
-    import difflib  # here, as Metaflow imports this module with every flow, and few are wrong
+    """Return " Did you mean NAME?" with the most similar known name; empty if none is similar."""
+    import difflib  # imported late: every flow imports this module, and few need this
 
     near = [*difflib.get_close_matches(name, known, n=1), *(each for each in known if each.startswith(name))]
     return f" Did you mean {near[0]}?" if near else ""
@@ -109,7 +109,7 @@ def parse_flag(value: Any, setting: str) -> bool:
 
 
 def parse_preflight(value: Any, setting: str) -> bool:
-    """Return True or False, also of a text: ``--with torchrun:preflight=True`` sends one."""
+    """Return True or False; also accepts a text, as ``--with torchrun:preflight=True`` sends it."""
     word = str(value).strip().lower()
     return parse_flag({"false": False, "0": False, "true": True, "1": True}.get(word, value), setting)
 
@@ -184,7 +184,7 @@ def parse_env(value: Any, setting: str) -> dict[str, str]:
 
 
 def _is_encodable(text: str) -> bool:
-    """Tell whether the system takes a text as a variable or an argument."""
+    """Return whether a text can be a variable or an argument of a process."""
     try:
         return b"\0" not in os.fsencode(text)
     except UnicodeEncodeError:
@@ -223,7 +223,7 @@ def _from_json(value: Any) -> Any:
 
 
 def parse_warm(value: Any, setting: str) -> str:
-    """Return what starts warm, one of `WARM`; False is ``"off"``."""
+    """Return which processes start warm, one of `WARM`; False means ``"off"``."""
     word = str(value).strip().lower()
     if word in ("false", "0"):
         return "off"
@@ -257,10 +257,10 @@ def parse_restart_on(value: Any, setting: str) -> frozenset[str]:
 
 
 def parse_signal(value: Any, setting: str) -> int:
-    """Return a signal that a process can heed, given by name (``"SIGUSR1"``, ``"usr1"``) or number, as a number."""
+    """Return the number of a signal that a process can handle, given by name (``"SIGUSR1"``, ``"usr1"``) or number."""
     text = str(value).strip().upper()
     named = getattr(signal, text if text.startswith("SIG") else f"SIG{text}", None)
-    # `signal` has numbers of other things, too, as SIG_IGN and SIG_BLOCK.
+    # The module `signal` also has constants that are no signals, such as SIG_IGN and SIG_BLOCK.
     number = parse_int(text) if text.isdecimal() else named if isinstance(named, signal.Signals) else None
     if isinstance(value, bool) or number not in signal.valid_signals():
         raise TorchrunConfigError(f"{setting} is {value!r}, but it must be a signal, such as 'SIGUSR1'.")

@@ -1,4 +1,4 @@
-"""How `run`, of ``current.torch`` and of a single node, is called: the arguments' types, and who may leave out names.
+"""The calling convention of `run`: types of its arguments, and which may be positional.
 
 `settings.SETTINGS` has the arguments. Metaflow imports this module whenever it is imported itself.
 """
@@ -61,15 +61,15 @@ _BY_POSITION = 2  # so many arguments need no name
 
 
 def instead_of(name: str) -> str:
-    """Return what to write instead of an argument that `run` does not have."""
+    """Return a hint what to write instead of an unknown argument of `run`."""
     hint = " It is an attribute of @torchrun." if name in DEFAULTS else did_you_mean(name, list(ARGUMENTS))
     return f"{hint} It has {', '.join(ARGUMENTS)}."
 
 
 def checked(run: F) -> F:
-    """Refuse names that `run` does not have, and take positional arguments in the order of metaflow-torchrun 0.2, too.
+    """Refuse unknown arguments of `run`, and also accept positional arguments in the order of metaflow-torchrun 0.2.
 
-    There torchrun_args came first. A list alone is a command. What follows a list of torchrun_args is the entrypoint.
+    There torchrun_args came first. A list alone is a command; a list before an entrypoint is torchrun_args.
     """
     names = ("torchrun_args", "entrypoint", "entrypoint_args", "nproc_per_node", *LEGACY)
 
@@ -90,7 +90,7 @@ def checked(run: F) -> F:
 
 
 def spelled_out(run: F) -> F:
-    """Have the signature of `run` show its ``**options`` one by one, with types and defaults."""
+    """Replace ``**options`` in the signature of `run` by the arguments, with types and defaults."""
     types = get_type_hints(RunOptions)
     signature = inspect.signature(run)
     options = [

@@ -1,7 +1,7 @@
-"""Every setting in one table: the arguments of `run` and the attributes of ``@torchrun``; and whose value counts.
+"""The table of all settings: the arguments of `run` and the attributes of ``@torchrun``.
 
-What they mean stands in the docstrings of `TorchrunExecutor.run` and `TorchrunDecorator`, and the arguments' types in
-`run_arguments.RunOptions`. Tests compare those, and the pages, with the table.
+The docstrings of `TorchrunExecutor.run` and `TorchrunDecorator` explain them; `run_arguments.RunOptions` has the types.
+Tests compare both, and the pages, with the table.
 """
 
 from __future__ import annotations
@@ -74,18 +74,18 @@ SETTINGS = {
 # The attributes, and the arguments, with their defaults. An argument that is an attribute as well has none of its own.
 DEFAULTS = {each.name: each.default for each in SETTINGS.values() if each.of != "run"}
 ARGUMENTS = {each.name: each.default if each.of == "run" else None for each in SETTINGS.values() if each.of != "step"}
-# Up to so many nodes one log has the lines of all: who starts two from a terminal wants to see both.
+# Up to this many nodes, one log shows the lines of all: a user who starts two nodes wants to see both.
 _ALL_UP_TO_NODES = 16
 
 
 def argument(name: str, given: Mapping[str, Any]) -> Any:
-    """Return an argument of `run` that is no attribute as its value; None where it is not given."""
+    """Return the checked value of an argument of `run`; None where it is not given."""
     value = given.get(name)
     return None if value is None else checked_value(name, value, f"run({name})")
 
 
 def checked_value(name: str, value: Any, source: str) -> Any:
-    """Return what is given for a setting as its value, or raise TorchrunConfigError; `source` is what to call it."""
+    """Return the checked value of a setting, or raise TorchrunConfigError, which calls the value `source`."""
     check = SETTINGS[name].check
     return value if check is None else check(value, source)
 
@@ -114,12 +114,12 @@ class StepSettings:
     preload: tuple[str, ...]
 
     def logs_of(self, num_nodes: int) -> str:
-        """Return whose lines are shown, out of `parsing.LOGS`: of a small gang all, unless somebody says otherwise."""
+        """Return whose lines are shown, one of `parsing.LOGS`: by default all of a small gang."""
         return self.logs or ("all" if num_nodes <= _ALL_UP_TO_NODES else "node")
 
 
 def parse_settings(attributes: Mapping[str, Any], step: str | None) -> StepSettings:
-    """Return the attributes as settings, or raise TorchrunConfigError; without a step, a call of `run` gives them."""
+    """Return the checked attributes, or raise TorchrunConfigError. `step` is None where a call of `run` gives them."""
 
     def name(key: str) -> str:
         return f"run({key})" if step is None else f"Step {step}: @torchrun({key}=...)"
@@ -154,7 +154,7 @@ def with_attributes(arguments: Mapping[str, Any], settings: StepSettings) -> dic
 
 
 class Choice(NamedTuple):
-    """The value of a setting that counts, None if nobody gives one, and what to call its source."""
+    """The effective value of a setting (None if it is not set), and the name of its source."""
 
     value: Any
     source: str
@@ -163,7 +163,7 @@ class Choice(NamedTuple):
 def choose(
     setting: str, arguments: Mapping[str, Any], options: Mapping[str, str | None], settings: StepSettings
 ) -> Choice:
-    """Return the value that counts: the call's comes first, then that of ``torchrun_args``, then the attribute's."""
+    """Return the effective value: that of the call, else of ``torchrun_args``, else of the attribute."""
     option = setting.replace("_", "-")
     given = {f"run({setting})": arguments.get(setting), f"torchrun_args {option}": options.get(option)}
     parsed = [
