@@ -124,7 +124,7 @@ def _sentence(part: Sentence) -> str:
         word = f'<span class="tr-word">{one_line(part.word)}</span>'
         return f'<div class="tr-verdict {_colour(part.word)}">{word}<span class="tr-sentence">{text}</span></div>'
     if part.kind == "headline":
-        return f'<h2 class="tr-headline">{text}</h2>'
+        return f'<p class="tr-headline">{text}</p>'
     return f'<div class="tr-slow"><p>{text}</p></div>' if part.kind == "warning" else f"<p>{text}</p>"
 
 

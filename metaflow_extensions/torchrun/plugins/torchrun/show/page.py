@@ -361,6 +361,7 @@ def _launch(shown: _Shown) -> tuple[str, tuple[Part, ...]]:
         ("launch", "" if summary.launch is None else str(summary.launch)),
         ("restarts", _restarts(snapshot)),
         ("outputs", _outputs(snapshot)),
+        ("entrypoint and arguments", (snapshot.command or "").partition(" -- ")[2]),
         *((title, snapshot.facts.get(name, "")) for name, title in _FACTS.items()),
     ]
     command = [Code(snapshot.command, f"Command on node {snapshot.node or 0}")] if snapshot.command else []

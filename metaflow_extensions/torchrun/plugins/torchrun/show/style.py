@@ -15,7 +15,7 @@ _PARTS = """
 .tr-slow p { margin: 0; }
 .tr-word { background: var(--tr-c); color: #fff; border-radius: 4px; padding: .1rem .5rem; margin-right: .6rem;
   font-weight: 700; }
-.tr-headline { font-size: 1rem; font-weight: 600; color: var(--dk-grey); margin: 0 0 .6rem; }
+.tr .tr-headline { font-size: 1rem; font-weight: 600; color: var(--dk-grey); margin: 0 0 .6rem; }
 .tr-sentence { font-size: 1.15rem; font-weight: 500; }
 .tr-cause, .tr-restart { border: 1px solid var(--grey); border-radius: 6px; padding: .6rem .9rem; margin-top: .6rem; }
 .tr-cause { border-color: var(--error); }
