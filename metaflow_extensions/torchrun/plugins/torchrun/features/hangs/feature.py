@@ -140,7 +140,7 @@ class HangKeeper(Keeper):
 
     def detail(self, kind: str) -> str:
         """Return where every rank was when the launch hung, and where the stacks are."""
-        if kind != _KIND:
+        if kind != _KIND or not self._found:
             return ""
         found = sorted(self._found.items())
         where = sorted((rank, place) for _, each in found for rank, place in each.where.items())
