@@ -74,7 +74,7 @@ def test_the_gangs_of_a_foreach_are_shown_one_after_another_each_with_its_last_a
 def test_an_attempt_before_is_shown_with_the_traceback_of_its_cause(seen, ask, run):
     task = seen.note("letter-b")
     text = ask("show", f"{run}/train/{task}", "--attempt", "0")
-    assert f"task {task}, attempt 0 (the latest is 1), as of  " in text
+    assert f"task {task}, attempt 0 (the latest is 1), as of " in text
     assert "failed with ValueError: bad löss" in text
     assert '  |     raise ValueError("bad löss\\nsecond line")' in text
     assert f"torchrun logs {run}/train/{task} --attempt 0" in text
