@@ -15,7 +15,8 @@ def make_data() -> TensorDataset:
 
 
 def make_model() -> nn.Module:
-    return nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2))
+    hidden = nn.Sequential(nn.Linear(64, 64), nn.ReLU())
+    return nn.Sequential(nn.Linear(8, 64), nn.ReLU(), hidden, nn.Linear(64, 2))
 
 
 def parse_args() -> argparse.Namespace:

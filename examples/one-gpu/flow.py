@@ -16,7 +16,10 @@ class OneModelFlow(FlowSpec):
     @step
     def train(self):
         self.result = current.torch.run(
-            "after.py", {"epochs": self.epochs}, nproc_per_node=self.nproc, outputs=["model.pt"]
+            "after.py",
+            {"epochs": self.epochs},
+            nproc_per_node=self.nproc,
+            outputs=["model.pt"],
         )
         self.next(self.join)
 
