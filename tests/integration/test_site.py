@@ -28,7 +28,7 @@ CUT = """
 # Code whose lines are longer than its box.
 CUT_CODE = """
 [...document.querySelectorAll('pre > code')].filter(code => code.scrollWidth > code.clientWidth + 1)
-    .map(code => code.textContent.slice(0, 80))
+    .map(code => [code.scrollWidth, code.clientWidth, code.textContent.slice(0, 80)])
 """
 # Where a newcomer begins.
 FRONT = ["index.html", "start.html", "overview.html", "from-one-gpu.html", "install.html", "how.html", "backends.html"]
