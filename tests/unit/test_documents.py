@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import difflib
 import inspect
 import itertools
 import re
@@ -49,6 +50,8 @@ def flow_of(name: str) -> str | None:
 
 def folder_of(name: str, program: str) -> str:
     """Return where a page's commands run: pages without a flow mean any flow."""
+    if name == "docs/from-one-gpu.md":
+        return "examples/one-gpu"
     if name.startswith(("examples/", "benchmarks/")):
         return "." if name.startswith("benchmarks") else str(Path(name).parent)
     return name if program == "flow.py" and flow_of(name) else "examples/hello"
@@ -71,8 +74,17 @@ def test_lines_have_less_than_100_columns(name):
     assert not wide, f"{name}: lines {wide}"
 
 
-def test_the_readme_is_for_ten_minutes():
-    assert len(read("README.md").splitlines()) < 250
+def test_the_readme_is_short():
+    assert len(read("README.md").split()) <= 900
+
+
+def test_the_diff_and_the_flow_of_the_page_are_those_of_the_example():
+    example = REPOSITORY / "examples" / "one-gpu"
+    before, after = [(example / name).read_text().splitlines(keepends=True) for name in ("before.py", "after.py")]
+    wanted = "".join(difflib.unified_diff(before, after, "before.py", "after.py", n=len(before)))
+    shown = {block.language: block.text for block in blocks_of("docs/from-one-gpu.md")}
+    assert shown["diff"] == wanted
+    assert shown["python"] == (example / "flow.py").read_text()
 
 
 def anchors_of(text: str) -> set[str]:
@@ -124,12 +136,6 @@ def test_a_script_has_the_options_that_it_is_given_by_torchrun(name, words):
 def test_the_extras_that_pages_install_exist():
     wanted = {extra for _, words in COMMANDS if words[0] == "pip" for extra in re.findall(r"\[(\w+)\]", words[-1])}
     assert wanted <= set(metadata("metaflow-torchrun").get_all("Provides-Extra"))
-
-
-def test_the_report_in_the_readme_is_the_one_that_the_example_is_tested_for():
-    blocks = [blocks_of(name) for name in ("README.md", "examples/failing-node/README.md")]
-    ours, tested = (next(b.text for b in found if b.text.startswith("[rank 3]")) for found in blocks)
-    assert ours == tested
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -198,12 +204,12 @@ def test_what_is_named_for_people_from_elsewhere_exists():
     assert named - ours - of_metaflow == set()
 
 
-def test_the_flows_of_the_readme_can_be_defined(tmp_path):
+def test_the_flow_for_backends_can_be_defined(tmp_path):
     """Metaflow refuses an attribute that a decorator does not have, and reads a flow's source from its file."""
-    first, second = [block.text for block in blocks_of("README.md") if block.language == "python"]
-    assert "    @kubernetes(" in second
-    for number, flow in enumerate([first, second, second.replace("    @kubernetes(", "    @batch(")]):
-        path = tmp_path / f"readme_flow_{number}.py"
+    (shown,) = [block.text for block in blocks_of("docs/backends.md") if block.language == "python"]
+    assert "    @kubernetes(" in shown
+    for number, flow in enumerate([shown, shown.replace("    @kubernetes(", "    @batch(")]):
+        path = tmp_path / f"backends_flow_{number}.py"
         path.write_text(flow)
         runpy.run_path(str(path))
 
