@@ -60,6 +60,11 @@ RUN_ELSEWHERE = {
     ("docs/card.md", "from metaflow import FlowSpec, card, current, step, torchrun"),
     ("docs/checkpoints.md", "@retry(times=2)"),
     ("docs/checkpoints.md", "from metaflow import Checkpoint"),
+    ("docs/data.md", "from metaflow import FlowSpec, IncludeFile, current, step, torchrun"),
+    ("docs/data.md", "def own_files(files, rank, world_size):"),
+    ("docs/data.md", "import os"),
+    ("docs/debugging.md", "from metaflow import Run"),
+    ("docs/debugging.md", "import os"),
     ("docs/elastic.md", "current.torch.run("),
     ("docs/frameworks.md", "import os"),
     ("docs/functions.md", "def train(epochs, lr):"),
@@ -73,6 +78,9 @@ RUN_ELSEWHERE = {
     ("docs/recipes/spot.md", "import signal"),
     ("docs/start.md", "import argparse"),
     ("docs/start.md", "from metaflow import FlowSpec, Parameter, current, step, torchrun"),
+    ("docs/tracking.md", "import os"),
+    ("docs/tracking.md", 'current.torch.run("train.py", env={"WANDB_MODE": "offline"}, outputs=["wandb/"])'),
+    ("docs/tracking.md", 'result = current.torch.run("train.py", outputs=["runs/"])'),
 }
 
 
