@@ -70,7 +70,6 @@ RUN_ELSEWHERE = {
     ("docs/functions.md", "def train(epochs, lr):"),
     ("docs/metrics.md", "import json, os"),
     ("docs/metrics.md", "import json, os, time"),
-    ("docs/metrics.md", 'result = current.torch.run("train.py", outputs="runs/")'),
     ("docs/outputs.md", "from metaflow import FlowSpec, current, step, torchrun"),
     ("docs/outputs.md", "from metaflow import Run"),
     ("docs/recipes/checkpoints.md", "import os"),
