@@ -55,7 +55,6 @@ def blocks_of(name: str) -> list[Block]:
 RUN_ELSEWHERE = {
     ("README.md", "from metaflow import FlowSpec, current, step, torchrun"),
     ("README.md", "import argparse"),
-    ("docs/backends.md", "from metaflow import FlowSpec, batch, current, kubernetes, step, torchrun"),
     ("docs/before-run.md", "import sys"),
     ("docs/before-run.md", "from metaflow import current"),
     ("docs/card.md", "from metaflow import FlowSpec, card, current, step, torchrun"),
@@ -73,6 +72,7 @@ RUN_ELSEWHERE = {
         '"""Runs after.py on two nodes with two processes each; the model is stored with the run."""',
     ),
     ("docs/functions.md", "def train(epochs, lr):"),
+    ("docs/kubernetes.md", "from metaflow import FlowSpec, batch, current, kubernetes, retry, step, torchrun"),
     ("docs/metrics.md", "import json, os"),
     ("docs/metrics.md", "import json, os, time"),
     ("docs/outputs.md", "from metaflow import FlowSpec, current, step, torchrun"),

@@ -31,7 +31,15 @@ CUT_CODE = """
     .map(code => [code.scrollWidth, code.clientWidth, code.textContent.slice(0, 80)])
 """
 # Where a newcomer begins.
-FRONT = ["index.html", "start.html", "overview.html", "from-one-gpu.html", "install.html", "how.html", "backends.html"]
+FRONT = [
+    "index.html",
+    "start.html",
+    "overview.html",
+    "from-one-gpu.html",
+    "install.html",
+    "how.html",
+    "kubernetes.html",
+]
 
 
 class Quiet(http.server.SimpleHTTPRequestHandler):

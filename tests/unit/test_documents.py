@@ -206,9 +206,11 @@ def test_what_is_named_for_people_from_elsewhere_exists():
 
 def test_the_flow_for_backends_can_be_defined(tmp_path):
     """Metaflow refuses an attribute that a decorator does not have, and reads a flow's source from its file."""
-    (shown,) = [block.text for block in blocks_of("docs/backends.md") if block.language == "python"]
-    assert "    @kubernetes(" in shown
-    for number, flow in enumerate([shown, shown.replace("    @kubernetes(", "    @batch(")]):
+    (shown,) = [block.text for block in blocks_of("docs/kubernetes.md") if block.kind == "flow"]
+    (of_batch,) = re.findall(r"# On AWS Batch: (@batch\(.*\))$", shown, re.MULTILINE)
+    with_batch = re.sub(r"@kubernetes\(\n.*?\n    \)$", of_batch, shown, flags=re.DOTALL | re.MULTILINE)
+    assert with_batch != shown
+    for number, flow in enumerate([shown, with_batch]):
         path = tmp_path / f"backends_flow_{number}.py"
         path.write_text(flow)
         runpy.run_path(str(path))
