@@ -21,6 +21,7 @@ from .policy import Rules
 from .protocol import (
     CONTROL,
     WORKERS,
+    Ask,
     Ended,
     Failed,
     Go,
@@ -343,9 +344,12 @@ class Course:
         return Where(node, rank, self.nodes.host(node))
 
     def _take_remarks(self) -> None:
-        for remarks in self.keepers.pop_remarks():
+        for feature, remarks in self.keepers.pop_remarks():
             for each in remarks.happened:
                 self.note(**asdict(each))
+            if remarks.ask is not None and self.launch.phase is Phase.RUNNING:
+                about = (self.launch.number, self.launch.generation)
+                self.broadcast(Ask(*about, feature, remarks.ask))
             for line in remarks.lines:
                 self.send(Note(line), CONTROL)
             if remarks.failing is not None and self.launch.phase is Phase.RUNNING:
