@@ -54,7 +54,8 @@ def blocks_of(name: str) -> list[Block]:
 # Python that does not stand in `flow_of_pages`, since a test of its own runs it or what it shows: page and first line.
 RUN_ELSEWHERE = {
     ("README.md", "from metaflow import FlowSpec, current, step, torchrun"),
-    ("README.md", "from metaflow import FlowSpec, batch, current, kubernetes, step, torchrun"),
+    ("README.md", "import argparse"),
+    ("docs/backends.md", "from metaflow import FlowSpec, batch, current, kubernetes, step, torchrun"),
     ("docs/before-run.md", "import sys"),
     ("docs/before-run.md", "from metaflow import current"),
     ("docs/card.md", "from metaflow import FlowSpec, card, current, step, torchrun"),
@@ -62,6 +63,10 @@ RUN_ELSEWHERE = {
     ("docs/checkpoints.md", "from metaflow import Checkpoint"),
     ("docs/elastic.md", "current.torch.run("),
     ("docs/frameworks.md", "import os"),
+    (
+        "docs/from-one-gpu.md",
+        '"""Runs after.py on two nodes with two processes each; the model is stored with the run."""',
+    ),
     ("docs/functions.md", "def train(epochs, lr):"),
     ("docs/metrics.md", "import json, os"),
     ("docs/metrics.md", "import json, os, time"),

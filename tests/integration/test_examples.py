@@ -72,6 +72,14 @@ def test_single_node(example):
 
 
 @pytest.mark.long
+def test_one_gpu_with_one_process_stores_the_model(example):
+    """With more, and without Metaflow: test_documents.py."""
+    flow = example("one-gpu", "python flow.py run --nodes 1 --nproc 1", "--epochs 1")
+    assert re.search(r"\[rank 0\] epoch 0: loss 0\.\d{4}", flow.text), flow.text
+    assert "stored: <Outputs: 1 file" in flow.text
+
+
+@pytest.mark.long
 def test_from_shell(example):
     flow = example("from-shell", "python flow.py run", "--nproc 1")
     assert re.search(r"y = 3\.00 x \+ -1\.00, loss 0\.0000", flow.text), flow.text

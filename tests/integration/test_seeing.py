@@ -45,7 +45,7 @@ def run(seen):
 
 def test_a_failure_is_shown_with_its_cause_first_its_nodes_and_its_restart(ask, run):
     lines = ask("show", f"{run}/hurt").splitlines()
-    assert re.match(rf"Run {run}, step hurt, task \d+$", lines[0])
+    assert re.match(rf"SeenFlow, run {run}, step hurt, task \d+, as of ", lines[0])
     assert re.match(r"Failed after \d+ s, after 1 restart: Rank 1 on node 1 ", lines[2])
     assert lines[4] == "Cause"
     assert re.match(r"Rank 1 on node 1 \(host \S+\) exited with code 3\.$", lines[5])
@@ -66,7 +66,7 @@ def test_a_failure_is_shown_with_its_cause_first_its_nodes_and_its_restart(ask, 
 def test_the_gangs_of_a_foreach_are_shown_one_after_another_each_with_its_last_attempt(seen, ask, run):
     text = ask("show", f"{run}/train")
     attempts = {seen.note("letter-a"): "", seen.note("letter-b"): ", attempt 1"}
-    titles = re.findall(r"^Run .*, task (\d+)(.*)$", text, re.MULTILINE)
+    titles = re.findall(r"^SeenFlow, run .*, task (\d+)(.*), as of ", text, re.MULTILINE)
     assert titles == sorted(attempts.items(), key=lambda item: int(item[0]))
     assert text.count("2 ranks on 2 nodes have ended well") == 2
 
@@ -74,7 +74,7 @@ def test_the_gangs_of_a_foreach_are_shown_one_after_another_each_with_its_last_a
 def test_an_attempt_before_is_shown_with_the_traceback_of_its_cause(seen, ask, run):
     task = seen.note("letter-b")
     text = ask("show", f"{run}/train/{task}", "--attempt", "0")
-    assert f"task {task}, attempt 0 (the latest is 1)\n\nFailed after " in text
+    assert f"task {task}, attempt 0 (the latest is 1), as of " in text
     assert "failed with ValueError: bad löss" in text
     assert '  |     raise ValueError("bad löss\\nsecond line")' in text
     assert f"torchrun logs {run}/train/{task} --attempt 0" in text

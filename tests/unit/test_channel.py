@@ -467,7 +467,7 @@ def test_a_member_whose_first_connection_was_lost_unseen_gets_in_by_another(star
 def test_a_member_that_is_cut_off_before_its_welcome_can_connect_again(start_control, new_member, monkeypatch):
     control, member = start_control(), new_member()
     with monkeypatch.context() as patch:
-        patch.setattr(control.channel, "_take_in", lambda connection, join: connection.abort("cut"))
+        patch.setattr(control.channel, "_accept_member", lambda connection, join: connection.abort("cut"))
         with pytest.raises(ConnectionError, match="ended before the control node answered"):
             member.connect([HOST], control.port, control.token, 10.0)
     member.connect([HOST], control.port, control.token, 10.0)
@@ -526,13 +526,6 @@ def test_a_member_lives_as_long_as_it_answers_heartbeats(start_control):
         message = control.inbox.expect(Abort, 5.0).error.message
         assert "for 0.5 s (heartbeat_timeout_s)" in message
         assert is_closed(sock)
-
-
-def test_two_that_have_nothing_to_say_stay_connected(start_control, join):
-    control = start_control(heartbeat_s=0.3)
-    member = join(control, heartbeat_s=0.3)
-    time.sleep(1.0)
-    leave_well(member, control)
 
 
 def test_no_message_stays_in_memory(start_control, join, monkeypatch):

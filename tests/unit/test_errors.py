@@ -63,15 +63,6 @@ def test_a_failure_travels_as_data_and_can_still_be_changed(failure):
     assert told.cause == error.cause
 
 
-def test_an_error_of_a_gang_of_one_names_its_node_in_all_of_its_texts():
-    told = FailureText(
-        FAILURE.cause, "Node 0 (host a) began.\n", "\nnode 0 (host a) was preempted.", "node 0 (host a) hangs"
-    )
-    error = failed(LaunchFailed, told)
-    rename_node(error, 5)
-    assert error.message == "Node 5 (host a) began.\nnode 5 (host a) hangs\nnode 5 (host a) was preempted."
-
-
 def test_a_long_text_is_the_same_where_it_is_made_and_where_it_is_sent():
     made = failed(LaunchFailed, replace(FAILURE, cause=replace(FAILURE.cause, detail="x\n" * 9999)))
     sent = from_plain(Abort, json.loads(json.dumps(to_plain(Abort(made)))), "abort").error

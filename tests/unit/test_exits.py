@@ -65,7 +65,7 @@ class Node:
         self.leaves(local_rank, record=own_record(self.origin + at, exception))
 
     def ended(self, local_rank, status, at=1.0, stopped=False):
-        self.exits.note(WorkerEnded(3 + local_rank, local_rank, 100 + local_rank, status, stopped, self.origin + at))
+        self.exits.record(WorkerEnded(3 + local_rank, local_rank, 100 + local_rank, status, stopped, self.origin + at))
 
     def stop(self, at):
         self.stopped_at = self.origin + at
@@ -105,7 +105,7 @@ def test_a_script_that_refuses_true_for_a_flag_has_the_remedy_beside_its_own_wor
     done = subprocess.run([sys.executable, spec.entrypoint, *spec.args], stderr=subprocess.PIPE, text=True)
     write(tmp_path / "run_x" / "attempt_0" / "0" / "stderr.log", done.stderr)
     exits = Exits(str(tmp_path), spec, "host")
-    exits.note(WorkerEnded(0, 0, 100, done.returncode, False, 1.0))
+    exits.record(WorkerEnded(0, 0, 100, done.returncode, False, 1.0))
     ((_, cause),) = exits.causes(float("inf"))
     told = cause.describe()
     assert "error: unrecognized arguments: true" in told

@@ -377,16 +377,6 @@ def test_what_ranks_raised_goes_to_all_nodes(tmp_path, call, store):
     node.verdict(ERROR)
 
 
-def test_the_control_nodes_result_has_the_values_of_all_ranks(tmp_path, call, store):
-    node = node_of(tmp_path, 0, call, store)
-    agent = node.running()
-    leaves(call, 0, 1)
-    store.data = {str(rank): pickle.dumps(f"of rank {rank}") for rank in (2, 3)}
-    ended, result = node.ends_well(agent, features={"functions": {"2": "2", "3": "3"}})
-    assert ended.storing is None, "its own values need no way"
-    assert list(result) == [f"of rank {rank}" for rank in range(4)]
-
-
 # --- on the control node --------------------------------------------------------------------------
 
 

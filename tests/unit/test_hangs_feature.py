@@ -46,6 +46,7 @@ def test_where_the_ranks_were_is_told():
         found = Diagnostics(f"host-{node}", None if node else "/tmp/stacks", {node: f"train.py:{node}3 in step"})
         kept.handle(node, told(to_plain(found)), 101.0)
     assert kept.detail("hang").splitlines() == [
+        "rank 0 in step at train.py:03, rank 1 in step at train.py:13.",
         "Rank 0 was at train.py:03 in step.",
         "Rank 1 was at train.py:13 in step.",
         "Stacks of node 0 (host host-0): /tmp/stacks",
@@ -63,6 +64,7 @@ def test_where_thousands_of_ranks_hang_is_told_by_place():
         where = {str(node * 2 + local_rank): place for local_rank in range(2)}
         kept.handle(node, told({"host": f"host-{node}", "file": f"/logs/{node}.txt", "where": where}), 101.0)
     detail = kept.detail("hang")
+    assert detail.startswith("598 ranks in step at train.py:12, 2 ranks in load at train.py:9.")
     assert "Ranks 0-33, 36-599 were at train.py:12 in step.\nRanks 34, 35 were at train.py:9 in load." in detail
     assert "Stacks of node 0 (host host-0): /logs/0.txt" in detail
     assert "236 more such lines are left out." in detail

@@ -63,15 +63,6 @@ def test_each_keeper_gets_what_is_told_of_its_feature():
     assert (keepers.count, keepers.heard) == (1, 1)
 
 
-def test_all_hear_what_happens_to_the_workers():
-    first, second = Notebook(), Notebook()
-    keepers = Keepers({"first": first, "second": second})
-    keepers.begin(3, {"second": {"limit": 1}}, 4.0)
-    keepers.ended(2, ok=False)
-    assert first.kept == [("begin", 3, {}, 4.0), ("ended", 2, False)]
-    assert second.kept == [("begin", 3, {"limit": 1}, 4.0), ("ended", 2, False)]
-
-
 class WithoutRecord(Keeper):
     has_record = False
 

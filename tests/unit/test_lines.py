@@ -24,8 +24,7 @@ class Clock:
 
 def shown(splitter, data, final=False):
     """Return the lines that the splitter shows when it is fed, as text."""
-    parts = splitter.feed(data, final)
-    return b"".join(parts).decode().split("\n") if parts else []
+    return splitter.feed(data, final).decode().split("\n")[:-1]
 
 
 def lines_of(*pieces, clock=None):
@@ -120,26 +119,27 @@ def test_where_time_enough_goes_by_only_line_ends_are_lost(data, places):
     assert lines == (states if states[-1] else states[:-1])
 
 
-def test_a_long_line_comes_in_bounded_pieces_and_loses_nothing(monkeypatch):
+@pytest.mark.parametrize(
+    ("pieces", "lines"),
+    [
+        ([b"x" * 7, b"y" * 7, b"z" * 8, b"\nend\n"], ["xxxxxxxyyy", "yyyyzzzzzz", "zz", "end"]),
+        ([b"x" * 10, b"\nend\n"], ["x" * 10, "end"]),
+        ([b"\x80" * 25], ["\ufffd" * count for count in (10, 10, 5)]),  # no character begins anywhere
+    ],
+)
+def test_a_long_line_comes_in_bounded_pieces_and_loses_nothing(pieces, lines, monkeypatch):
     monkeypatch.setattr(module, "MAX_LINE_BYTES", 10)
-    assert lines_of(b"x" * 7, b"y" * 7, b"z" * 8, b"\nend\n") == ["xxxxxxxyyy", "yyyyzzzzzz", "zz", "end"]
-    assert lines_of(b"x" * 10, b"\nend\n") == ["x" * 10, "end"]
+    assert lines_of(*pieces) == lines
 
 
-@example("xxxxxxx🙂xx", [8, 9, 10], 1)
-@given(st.text(st.sampled_from("xöß模🙂"), max_size=100), CUTS, st.integers(1, 10))
-def test_a_long_line_is_cut_between_characters(text, places, part_bytes):
+@example("xxxxxxx🙂xx", [8, 9, 10])
+@given(st.text(st.sampled_from("xöß模🙂"), max_size=100), CUTS)
+def test_a_long_line_is_cut_between_characters(text, places):
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(module, "MAX_LINE_BYTES", 10)
-        patched.setattr(module, "_PART_BYTES", part_bytes)
         pieces = lines_of(*cut(text.encode(), places))
     assert "".join(pieces) == text
     assert all(7 <= len(piece.encode()) <= 10 for piece in pieces[:-1])
-
-
-def test_what_is_no_utf_8_is_cut_anywhere(monkeypatch):
-    monkeypatch.setattr(module, "MAX_LINE_BYTES", 10)
-    assert lines_of(b"\x80" * 25) == ["\ufffd" * count for count in (10, 10, 5)]
 
 
 # --- a progress bar, as tqdm writes it: each state begins with a return -----------------------------

@@ -210,8 +210,7 @@ def test_every_line_has_its_label_and_is_counted(data, chunk_bytes):
         file.finish(lambda _, lines: shown.append(lines), show_held=True)
         file.close()
     splitter = LineSplitter()
-    fed = [splitter.feed(data), splitter.feed(b"", final=True)]
-    lines = b"\n".join(b"".join(parts) for parts in fed if parts).split(b"\n") if any(fed) else []
+    lines = (splitter.feed(data) + splitter.feed(b"", final=True)).split(b"\n")[:-1]
     assert b"".join(shown) == b"".join(b"[rank 0] %s\n" % line for line in lines)
 
 

@@ -444,7 +444,7 @@ def test_sigterm_outside_of_a_launch_tells_the_gang_at_once_and_ends_the_step(jo
 def test_the_handler_of_sigterm_waits_for_no_lock(join):
     member, _ = join()
     with ThreadPoolExecutor() as pool, member._lock:
-        assert pool.submit(member.note_sigterm).result(5)
+        assert pool.submit(member.record_sigterm).result(5)
     with pytest.raises(TorchrunPreempted):
         member.raise_news()
 

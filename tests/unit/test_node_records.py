@@ -52,7 +52,7 @@ def node_3(*messages, keepers=None):
 @pytest.mark.parametrize(
     ("messages", "outcome", "sentence", "ranks"),
     [
-        ((), "waiting", "Node 3: own code.", []),
+        ((), "waiting", "Node 3: step code.", []),
         (RUNNING[:1], "waiting", "Node 3: waiting.", ["waiting"] * 2),
         (RUNNING[:2], "running", "2 ranks on node 3 run for ", ["starting"] * 2),
         ((*RUNNING[:2], Started(0, 0)), "running", "2 ranks on node 3 run for ", ["running"] * 2),

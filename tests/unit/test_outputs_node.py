@@ -141,12 +141,6 @@ def test_what_is_stored_is_not_stored_again_where_another_node_fails(writing):
     node.verdict(ERROR, features={"outputs": {"nodes": {"0": list(told.values())}}})
 
 
-def test_nothing_is_stored_unless_the_user_asks(store):
-    services = services_of(store, outputs=None, outputs_from=None)
-    assert (services.to_store(ok=True), services.saves) == ({}, None)
-    assert Outputs().policy({"outputs": None}, None) == {}
-
-
 @pytest.mark.parametrize(
     ("given", "why"),
     [

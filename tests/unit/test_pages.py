@@ -221,7 +221,7 @@ def test_a_card_has_bounded_lists_and_texts_and_a_terminal_all():
     gang = snapshot(told, *(report(None, 60.0 * at, text) for at in range(1, 13)), report(text=text), error="x")
     short, whole = (lines_of(page_of(gang, place(), is_short=is_short)) for is_short in (True, False))
     assert "200 lines are left out here" in "\n".join(short)
-    assert (len([line for line in short if "restart 2" in line]), "restart 150" in "\n".join(whole)) == (82, True)
+    assert (len([line for line in short if "restart 2" in line]), "restart 150" in "\n".join(whole)) == (83, True)
     assert [sum(line.startswith("the error itself") for line in lines) for lines in (short, whole)] == [6, 13]
     assert "7 earlier failures are not shown here." in short
     assert [short.count(f"… {more} characters are left out here") for more in (8016, 8030)] == [5, 1]

@@ -12,11 +12,7 @@ import pytest
 from unit_helpers import eventually, write
 
 from metaflow_extensions.torchrun.plugins.torchrun.features.preflight import preflight_worker as preflight
-from metaflow_extensions.torchrun.plugins.torchrun.features.preflight.preflight_worker import (
-    Figures,
-    Place,
-    PreflightError,
-)
+from metaflow_extensions.torchrun.plugins.torchrun.features.preflight.preflight_worker import Place, PreflightError
 
 HOSTS = [f"host-{letter}" for letter in "abcdefgh"]
 
@@ -26,11 +22,8 @@ HOSTS = [f"host-{letter}" for letter in "abcdefgh"]
 
 def test_the_line_of_a_node():
     place = Place(rank=2, local_rank=0, node=1, nproc=2, world=4)
-    assert place.next_node == 0
-    line = "preflight: node 1 (host b): all-reduce over 4 ranks: 0.21 ms, 1.3 GB/s (bus 1.9 GB/s)"
-    assert preflight.summary(place, "b", Figures(0.00021, 1.3e9)) == line
-    assert str(Figures(1.2345, 4.56e11)) == "1234 ms, 456 GB/s"
-    assert str(Figures(0.0000035, 1.8e7)) == "0.0035 ms, 0.018 GB/s"
+    line = "preflight: node 1 (host b): all-reduce over 4 ranks: 0.210 ms, 1.30 GB/s (bus 1.95 GB/s)"
+    assert preflight.summary(place, "b", 0.00021, 1.3e9) == line
 
 
 # --- devices and connections ----------------------------------------------------------------------

@@ -61,6 +61,7 @@ def test_rank_0s_points_become_series_with_last_values_and_the_time_left(kept):
         "left_s": 40.0,
         "last": {"loss": None, "lr": 0.1},
         "series": {"loss": [(10, 3.0), (20, None)], "lr": [(10, 0.1)]},
+        "speeds": [(1.0, 2.0)],
         "rates": {
             "by": "steps_per_s",
             "ranks": 2,

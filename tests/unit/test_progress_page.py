@@ -5,7 +5,7 @@ import sys
 from dataclasses import replace
 
 import pytest
-from gang_snapshots import MARKUP, a_gang, failed
+from gang_snapshots import MARKUP, RESTARTED, a_gang, failed, snapshot
 
 from metaflow_extensions.torchrun.plugins.torchrun.features.progress.feature import Progress
 from metaflow_extensions.torchrun.plugins.torchrun.features.progress.lines import parse_line
@@ -42,7 +42,7 @@ def page_with(progress, gang=None):
 
 
 def progress_of(progress, gang=None):
-    """Return the section's title, the bar, the sentences, the facts and the charts of a page."""
+    """Return the bar, the sentences, the facts and the charts over steps of a page."""
     page = page_with(progress, gang)
     json.dumps(layout(page), allow_nan=False)
     (section,) = [each for each in page.sections if each.name == "progress"]
@@ -51,7 +51,12 @@ def progress_of(progress, gang=None):
         return [part for part in section.parts if isinstance(part, kind)]
 
     facts = dict(row for part in of(Facts) for row in part.rows if row[1])
-    return of(Bar), [part.text for part in of(Sentence)], facts, [chart.spec for chart in of(Chart)]
+    return (
+        of(Bar),
+        [part.text for part in of(Sentence)],
+        facts,
+        [chart.spec for chart in of(Chart) if "data" in chart.spec],
+    )
 
 
 def test_where_scripts_tell_nothing_there_is_a_place_for_what_they_may_tell_later():
@@ -72,8 +77,7 @@ def test_progress_has_a_bar_the_time_left_speeds_and_a_chart_for_each_key():
     }
     assert [chart["data"]["values"] for chart in charts] == [
         [{"step": 1, "value": 3.0}, {"step": 30, "value": None}],
-        [{"step": 1, "value": 1.0}],
-    ]
+    ], "one value is no line"
     assert charts[0]["title"]["text"] == "loss: not finite"
     assert all(chart["width"] == "container" for chart in charts)
 
@@ -82,12 +86,14 @@ def test_progress_has_a_bar_the_time_left_speeds_and_a_chart_for_each_key():
     ("values", "scale"),
     [
         ([0.5, 0.25], {"zero": False}),
+        ([0.5, 0.004], {"type": "log"}),
+        ([0.5, 0.004, -1.0], {"zero": False}),
         ([0.5, 0.5], {"domain": [0.25, 0.75]}),
         ([-2.0, None], {"domain": [-3.0, -1.0]}),
         ([0.0, 0.0], {"zero": False}),
     ],
 )
-def test_a_value_that_never_changes_has_an_axis_around_it(values, scale):
+def test_a_chart_has_an_axis_that_fits_its_values(values, scale):
     *_, (chart,) = progress_of(told_by(*((step, {"lr": each}) for step, each in enumerate(values))))
     assert chart["encoding"]["y"]["scale"] == scale
 
@@ -101,7 +107,6 @@ MAX, TINY = sys.float_info.max, 5e-324
         ([MAX, 2.5, 2.25], [None, 2.5, 2.25]),  # "best so far", before there is any
         ([-MAX, MAX], [None, None]),
         ([float("inf"), float("-inf"), float("nan"), 10**400, 1.0], [None, None, None, None, 1.0]),
-        ([TINY], [0.0]),
         ([0.0, TINY], [0.0, 0.0]),
         ([1e300, -1e300], [1e300, -1e300]),
     ],
@@ -129,7 +134,8 @@ def test_steps_that_count_from_0_end_at_the_whole():
 
 
 def test_without_a_total_there_is_no_bar_and_what_is_not_known_is_left_out():
-    bar, _, facts, _ = progress_of(told_by((30, {"loss": 1.0}), speed=2.0))
+    told = told_by((30, {"loss": 1.0}), speed=2.0)
+    bar, _, facts, _ = progress_of(told)
     assert (bar, facts["rank 0"]) == ([], "step 30")
     told = told_by((2000, {"\x1b[31m": 1e-9}), total=1000.0, speed=2.0)
     told["rates"].update(by="seconds", ranks=1)
@@ -143,3 +149,16 @@ def test_stragglers_come_first_while_the_gang_runs():
     assert slow == "rank 3 (node 1, host <b>h-1) is slow: 0.5 steps/s, the median is 2 steps/s"
     _, slow, of_failed, _ = progress_of({**told, "left_s": 5.0}, failed(a_gang(), 1, "no"))
     assert (slow, of_failed["speed"]) == ([], "2 steps/s")
+
+
+def test_the_speed_over_time_is_a_chart_with_the_restarts_of_the_gang():
+    told = told_by((30, {}), speed=2.0)
+    restarted = snapshot(RESTARTED, features={"progress": told})
+    (section,) = [each for each in page_with(told, restarted).sections if each.name == "progress"]
+    (chart,) = [part.spec for part in section.parts if isinstance(part, Chart)]
+    line, marks = chart["layer"]
+    assert {row["value"] for row in line["data"]["values"]} == {2.0}
+    assert marks["data"]["values"] == [{"at": 9.0, "what": "restart"}]
+    del told["speeds"]  # as older versions have stored it
+    (section,) = [each for each in page_with(told).sections if each.name == "progress"]
+    assert not [part for part in section.parts if isinstance(part, Chart)]

@@ -6,7 +6,6 @@ import typing
 import pytest
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import LaunchHung
-from metaflow_extensions.torchrun.plugins.torchrun.gang import wire
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause, Failure
 from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import LaunchPolicy
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
@@ -70,10 +69,9 @@ def test_an_error_arrives_with_class_text_and_cause(cls):
 
 
 @pytest.mark.parametrize("cls", typing.get_args(Message), ids=lambda cls: cls.__name__)
-def test_every_message_is_frozen_and_its_fields_can_travel(cls):
+def test_every_message_is_frozen_and_says_what_it_is(cls):
     assert cls.__dataclass_params__.frozen
     assert cls.__doc__
-    assert wire._reader(cls)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from metaflow_extensions.torchrun.plugins import mfextinit_torchrun
 from metaflow_extensions.torchrun.plugins.torchrun.decorator import TorchrunDecorator
 from metaflow_extensions.torchrun.plugins.torchrun.executor import TorchrunExecutor
 from metaflow_extensions.torchrun.plugins.torchrun.run_arguments import RunOptions
-from metaflow_extensions.torchrun.plugins.torchrun.settings import ARGUMENTS, DEFAULTS, FOR_0_2, SETTINGS
+from metaflow_extensions.torchrun.plugins.torchrun.settings import ARGUMENTS, DEFAULTS, SETTINGS
 from metaflow_extensions.torchrun.plugins.torchrun.single_node import TorchrunSingleNodeMultiGPU
 from metaflow_extensions.torchrun.plugins.torchrun_libs import exceptions
 from metaflow_extensions.torchrun.toplevel import toplevel
@@ -105,9 +105,9 @@ def test_the_docstring_of_the_decorator_describes_the_attributes_and_no_others()
     assert {name: written[name] for name in of_both} == {name: wide(types[name]) for name in of_both}
 
 
-@pytest.mark.parametrize("setting", [each for each in SETTINGS.values() if each.group != FOR_0_2])
+@pytest.mark.parametrize("setting", SETTINGS.values())
 def test_a_setting_is_told_of_in_its_page(setting):
-    assert re.search(rf"\b{setting.name}\b", read(f"docs/{setting.group}.md"))
+    assert re.search(rf"\b{setting.name}\b", read(f"docs/{setting.page}.md"))
 
 
 def test_the_package_says_that_it_is_typed():

@@ -77,7 +77,7 @@ def test_what_others_have_told_of_the_control_nodes_end_comes_first(datastore):
 def test_a_control_node_that_was_killed_is_told_by_metaflow(datastore):
     begun(datastore, [], {"return_code": -9})
     first, killed, last = told(datastore)
-    assert first.startswith("[torchrun] The control node's task has ended, but has not recorded how. Its last record")
+    assert first.startswith("[torchrun] The task of the control node (node 0) has ended, but has not recorded how.")
     assert killed.startswith(
         "[torchrun] Metaflow says of node 0: it was killed by SIGKILL: often the out-of-memory killer"
     )

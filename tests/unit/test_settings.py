@@ -11,6 +11,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.settings import (
     choose,
     parse_settings,
     refuse_unknown,
+    with_attributes,
 )
 
 
@@ -31,6 +32,10 @@ from metaflow_extensions.torchrun.plugins.torchrun.settings import (
         ("logs", "Rank0", "rank0"),
         ("warm", "False", "off"),
         ("preload", "numpy, os.path", ("numpy", "os.path")),
+        ("env", '{"SEED": 1}', {"SEED": "1"}),
+        ("cwd", "not here", "not here"),
+        ("before_run", '["make data", ["a", "b"]]', ("make data", ["a", "b"])),
+        ("timeout_s", "60", 60.0),
     ],
 )
 def test_every_attribute_may_be_text(attribute, text, value):
@@ -56,12 +61,20 @@ def test_none_is_the_default_and_may_be_text():
                 parse_settings({attribute: nothing}, "train")
 
 
-@pytest.mark.parametrize("attribute", sorted(DEFAULTS))
+@pytest.mark.parametrize("attribute", sorted(DEFAULTS.keys() - {"cwd", "env"}))
 def test_a_wrong_value_names_step_attribute_and_value(attribute):
     with pytest.raises(TorchrunConfigError) as caught:
         parse_settings({**DEFAULTS, attribute: "die größe"}, "train")
     assert f"Step train: @torchrun({attribute}=...)" in str(caught.value)
     assert "'die größe'" in str(caught.value)
+
+
+@pytest.mark.parametrize(("attribute", "wrong"), [("env", "my secret"), ("cwd", 3)])
+def test_a_wrong_environment_names_step_and_attribute(attribute, wrong):
+    with pytest.raises(TorchrunConfigError) as caught:
+        parse_settings({attribute: wrong}, "train")
+    assert f"Step train: @torchrun({attribute}=...)" in str(caught.value)
+    assert "secret" not in str(caught.value)
 
 
 @pytest.mark.parametrize("attribute", ["heartbeat_timeout_s", "all_nodes_started_timeout", "hang_timeout_s"])
@@ -130,5 +143,17 @@ def test_a_wrong_value_of_a_call_is_named(setting):
         choose(setting, {}, {hyphens: "x"}, settings)
 
 
-def test_a_limit_of_the_call_alone_has_no_attribute():
-    assert choose("timeout_s", {}, {}, parse_settings({}, "train")).value is None
+def test_the_surroundings_of_a_call_override_those_of_the_step(tmp_path):
+    step = {"env": {"A": "1"}, "cwd": str(tmp_path), "before_run": ["make"], "timeout_s": 7}
+    settings = parse_settings(step, "train")
+    of_step = with_attributes({"env": None, "gather": True}, settings)
+    assert of_step == {"env": {"A": "1"}, "gather": True, "cwd": str(tmp_path), "before_run": ("make",)}
+    call = {"env": {}, "cwd": "/", "before_run": []}
+    assert with_attributes(call, settings) == call
+    assert [choose("timeout_s", given, {}, settings).value for given in ({}, {"timeout_s": 9})] == [7, 9]
+
+
+def test_a_folder_of_the_step_is_looked_for_on_the_node():
+    settings = parse_settings({"cwd": "not here"}, "train")
+    with pytest.raises(TorchrunConfigError, match=r"@torchrun\(cwd\).*not a folder on this node"):
+        with_attributes({}, settings)

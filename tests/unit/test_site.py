@@ -24,7 +24,7 @@ def test_the_site_is_built_strictly_and_holds_every_page(tmp_path):
     reference = (site / "api.html").read_text(encoding="utf-8")
     assert all(name in reference for name in ("hang_timeout_s", "TorchrunPreempted", "local_rank"))
     shown = re.sub(r"<[^>]+>|\s", "", reference)
-    assert "module=False,env=None" in shown, "the signature of run is the one that it has at runtime"
+    assert "module=False,process_group=None" in shown, "the signature of run is the one that it has at runtime"
     for page in site.rglob("*"):
         if page.suffix in (".html", ".css", ".svg"):
             text = page.read_text(encoding="utf-8")

@@ -54,14 +54,14 @@ LEFT = [*on_all("finished", 21), ("left", 22, {"node": 1}), ("left", 23, {"node"
 @pytest.mark.parametrize(
     ("records", "outcome", "sentence"),
     [
-        ([], "waiting", "0 of 2 nodes have joined; missing: nodes 0, 1."),
-        (JOINED[:1], "waiting", "1 of 2 nodes have joined; missing: node 1."),
-        (JOINED, "waiting", "2 nodes joined; the step's own code runs."),
+        ([], "waiting", "0 of 2 nodes have joined; not joined yet: nodes 0, 1."),
+        (JOINED[:1], "waiting", "1 of 2 nodes have joined; not joined yet: node 1."),
+        (JOINED, "waiting", "2 nodes joined; the step's code runs."),
         (BEFORE, "running", "The commands of before_run run for 0 s."),
         ([*BEFORE, ("stopping", 8, {"text": "x"})], "stopping", "All nodes are told to stop: x."),
-        ([*BEFORE, ("done", 6, HERE)], "waiting", "2 nodes joined; the step's own code runs."),
+        ([*BEFORE, ("done", 6, HERE)], "waiting", "2 nodes joined; the step's code runs."),
         ([*BEFORE, ("failed", 9, {"text": "Node 1 failed", **HERE})], "failed", "Failed after 9 s: Node 1 failed."),
-        (READY[:-1], "waiting", "1 of 2 nodes have called run; still in their own code: node 1."),
+        (READY[:-1], "waiting", "1 of 2 nodes have called run; still in the step's code: node 1."),
         (RUNNING, "running", "4 ranks on 2 nodes run for 1 s."),
         (STOPPED[:8], "stopping", f"All nodes are told to stop: {BAD['text']}."),
         (AGAIN[:-1], "restarting", f"All workers start again (restart 1 of 3 in 1 s): {BAD['text']}."),
@@ -120,8 +120,8 @@ def test_a_rank_is_as_its_node_until_it_ends(records, states):
 def test_every_node_has_its_times():
     spans = [[(span.state, span.begin_s, span.end_s) for span in node.spans] for node in made(*AGAIN, until_s=12).nodes]
     assert spans[1] == [
-        ("missing", 0, 2),
-        ("own code", 2, 3),
+        ("not joined yet", 0, 2),
+        ("step code", 2, 3),
         ("waiting", 3, 4),
         ("starting", 4, 5),
         ("running", 5, 8),
@@ -151,7 +151,7 @@ def test_of_the_time_of_records_that_are_left_out_nothing_is_told():
     records = [Record(kind, float(at_s), 1000.0 + at_s, **facts) for kind, at_s, facts in told]
     for node in summarize(records, 2, 2, 12.0).nodes:
         spans = [(span.state, span.begin_s, span.end_s) for span in node.spans]
-        assert spans[-3:] == [("starting", 4, 5), ("running", 8, 9), ("own code", 9, 12)]
+        assert spans[-3:] == [("starting", 4, 5), ("running", 8, 9), ("step code", 9, 12)]
 
 
 def test_seconds_are_told_for_people():

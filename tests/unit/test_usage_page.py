@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from gang_snapshots import a_gang
 
 from metaflow_extensions.torchrun.plugins.torchrun.features.usage.feature import KINDS, Usage
 from metaflow_extensions.torchrun.plugins.torchrun.features.usage.meter import Used, step_s
@@ -27,7 +28,7 @@ def usage_of(num_nodes, samples, kinds=KINDS, of="container", value=lambda node,
 
 def charts_of(usage):
     """Return the words, the legend and the charts by their titles' first words."""
-    parts = usage_parts(usage)
+    parts = usage_parts(usage, a_gang().summary)
     charts = {part.spec["title"]["text"]: part for part in parts if isinstance(part, Chart)}
     legend = [key for part in parts if isinstance(part, Keys) for key in part.keys]
     return " ".join(part.text for part in parts if isinstance(part, Sentence)), legend, charts
@@ -67,7 +68,7 @@ def test_each_of_few_nodes_has_a_line_in_each_chart():
 def test_times_are_told_in_a_unit_that_fits(samples, unit, last):
     _, _, charts = charts_of(usage_of(1, samples, ("cpus",)))
     (chart,) = charts.values()
-    assert chart.spec["encoding"]["x"]["axis"]["title"] == unit
+    assert chart.spec["encoding"]["x"]["axis"]["title"] == f"{unit} since the start"
     assert rows_of(chart)["node 0"][-1][0] == pytest.approx(last, rel=0.02)
 
 
@@ -89,12 +90,11 @@ def test_a_late_sample_makes_no_gap_but_a_pause_does():
     assert rows_of(charts["CPU, cores"])["node 0"] == [(7.5, 1.0), (17.5, 2.0), (32.5, None), (37.5, 3.0)]
 
 
-@pytest.mark.parametrize(("samples", "opacity"), [(1, 1), (2, 0)])
-def test_a_single_measurement_is_seen_as_a_point(samples, opacity):
+@pytest.mark.parametrize(("samples", "count"), [(1, 0), (2, 1)])
+def test_a_single_measurement_is_a_sentence_and_no_chart_of_one_dot(samples, count):
     for num_nodes in (2, 9):
-        _, _, charts = charts_of(usage_of(num_nodes, samples, ("cpus",)))
-        marks = [layer["mark"] for chart in charts.values() for layer in chart.spec["layer"]]
-        assert {mark["point"]["opacity"] for mark in marks if mark["type"] == "line"} == {opacity}
+        words, _, charts = charts_of(usage_of(num_nodes, samples, ("cpus",)))
+        assert (len(charts), "CPU of 96 cores: " in words) == (count, count == 0)
 
 
 def test_of_many_nodes_the_highest_the_median_and_the_lowest_have_a_line_with_their_names():

@@ -25,7 +25,7 @@ def await_state(pid, *states):
 
 
 def looks(watch, pid, moments):
-    return [watch.look([pid, os.getpid()], moment) for moment in moments]
+    return [watch.overdue([pid, os.getpid()], moment) for moment in moments]
 
 
 def test_who_is_frozen_for_too_long_is_told_once(frozen):

@@ -39,11 +39,21 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
     ``current.torch.run(entrypoint, entrypoint_args)`` starts torchrun on every node and looks after
     it: when one worker fails, all nodes stop and raise the same error, which names it.
 
+    An attribute is the default of its step. Where `run` has an argument of the same name, the argument overrides it.
+
     Parameters
     ----------
     nproc_per_node : Union[int, str], optional, default None
         Processes on each node, or ``"auto"``, ``"cpu"`` or ``"gpu"``. By default the GPUs that
         ``@kubernetes``, ``@batch`` and ``@resources`` request, or those visible on this machine, or 1.
+    env : Mapping[str, Any], optional, default None
+        Environment variables for the workers and for `before_run`.
+    cwd : Union[Path, str], optional, default None
+        Working directory of the workers and of `before_run`. By default the task's own.
+    before_run : Sequence[Union[str, Sequence[Union[Path, str]]]], optional, default None
+        Commands that run once on each node before the workers of each launch start.
+    timeout_s : float, optional, default None
+        Seconds that a launch may take once all nodes are ready. None sets no limit.
     all_nodes_started_timeout : float, default 600
         Seconds to wait until all nodes have started.
     master_port : Union[int, str], optional, default None
@@ -66,7 +76,10 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
         ``grace_s`` seconds to save.
     hang_timeout_s : float, optional, default None
         Seconds without any output or exit of any rank after which a launch counts as hanging: the stacks
-        of all workers go to the logs and to files, then all is stopped. None does not look.
+        of all workers go to the logs and to files, and the launch fails. None, the default, does not watch: silence is
+        no proof of a hang (evaluation, compilation or data preparation can be silent for an hour), and a stop loses
+        work. torch itself ends a collective that hangs: NCCL after 10 minutes, gloo after 30, unless a script sets
+        another timeout.
     preflight : bool, default False
         Whether to try the network before the step's first launch: whether all nodes come and reach each other, and
         latency and bandwidth of an all-reduce over all ranks. It is a launch of its own and takes the first number.

@@ -1,4 +1,4 @@
-"""What happens to a gang, in words for whoever subscribes; today that is the node's log."""
+"""Events of a gang, in words for the node's log."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Event:
     kind: Kind
     node: int
     text: str  # what happened, in words for the log
-    is_detail: bool = False  # whether only those want to know who look for a mistake of ours
+    is_detail: bool = False  # whether only METAFLOW_TORCHRUN_DEBUG=1 shows it
 
 
 Subscriber = Callable[[Event], None]

@@ -27,8 +27,8 @@ from .node.services import RunCall, Services
 from .node.supervisor import Supervisor
 from .node.watchers import Feature, policies_of
 from .result import TorchrunResult
-from .run_arguments import FEATURE_OF, IGNORED, RunOptions, checked, spelled_out
-from .settings import ARGUMENTS, StepSettings, choose
+from .run_arguments import FEATURE_OF, LEGACY, RunOptions, checked, spelled_out
+from .settings import ARGUMENTS, StepSettings, choose, with_attributes
 from .show.live_card import GangPart, LiveCard
 
 if TYPE_CHECKING:
@@ -139,55 +139,61 @@ class TorchrunExecutor:
         entrypoint_args: Mapping[str, Any] | Sequence[Any] | None = None,
         **options: Any,
     ) -> TorchrunResult[Any]:
-        """Run a script or a function under torchrun on all nodes and wait until all of them are done.
+        """Run a script or a function under torchrun on all nodes and wait until all of them have ended.
 
-        Every node must call it, in the same order, with settings that agree.
+        Every node must call it, in the same order, with settings that agree. An argument that is also an attribute of
+        ``@torchrun`` overrides the attribute for this launch; without either, the stated default counts.
 
         Parameters
         ----------
         entrypoint : Union[str, os.PathLike[str], Sequence[Union[str, os.PathLike[str]]], Callable[..., Any]]
-            The script; a relative path is looked for in `cwd` (or the working directory), then
-            beside the flow file. With `module`, the name of a module. Or a command, a list such as
-            ``["python", "-O", "x.py"]``, which every rank runs as with torchrun's ``--no-python``: its program is
-            looked for in the workers' PATH or, if it is a path, as a script is. Or a function, which every rank
-            calls: one of the flow file or of a module, a method, a `functools.partial`; with cloudpickle
-            installed, a lambda or closure, too.
+            *What to run.* A script: a relative path is searched in `cwd` (or the working directory), then beside the
+            flow file. With `module`, the name of a module. Or a command as a list, such as ``["python", "-O", "x.py"]``:
+            every rank runs it, as with torchrun's ``--no-python``; its program is searched in the workers' PATH or, if
+            it is a path, like a script. Or a function that every rank calls: one of the flow file or of a module, a
+            method, a `functools.partial`; with cloudpickle installed also a lambda or a closure.
         entrypoint_args : Union[Mapping[str, Any], Sequence[Any]], optional
-            The script's or command's arguments. In a dict, None or ``""`` makes a bare flag, True and False are
-            ``true`` and ``false``, lists and dicts are JSON, everything else is its `str`. A list is
-            passed as it is. For a function: a dict of its keyword arguments or a list of its positional ones,
-            anything that can be pickled.
-        nproc_per_node, master_port, max_restarts, restart_on, hang_timeout_s, preemption_signal, warm : optional
-            As the attributes of ``@torchrun``, for this launch. Default: what `torchrun_args` say, then the attribute.
-        torchrun_args : Union[Mapping[str, Any], Sequence[Any]], optional
-            Further options of torchrun, as in ``{"max_restarts": 3}`` or ``["--max-restarts=3"]``.
+            Arguments of the script or command. In a dict, None or ``""`` makes a bare flag, True and False become
+            ``true`` and ``false``, lists and dicts become JSON, all else its `str`. A list is passed unchanged. For a
+            function: a dict of keyword arguments or a list of positional ones, which must be picklable.
         module : bool, default False
             Run `entrypoint` as ``python -m``.
-        env : Mapping[str, Any], optional
-            Environment variables for the workers, and for `before_run`.
-        cwd : Union[Path, str], optional
-            Their working directory. Default: the task's own.
-        before_run : Sequence[Union[str, Sequence[Union[Path, str]]]], optional
-            Commands that run once on each node, one after the other, before any worker starts: a list as it is, a
-            string by ``sh -ec``. If one fails on any node, all stop, and nothing is launched. The entrypoint is
-            looked for after them. Restarts don't repeat them. Default: none. ``docs/before-run.md`` has more.
-        timeout_s : float, optional
-            Seconds the launch may take once all nodes are ready, counted anew for each restart. Default: no
-            limit of its own; the step's ``@timeout`` always bounds the whole.
         process_group : Literal["gloo", "nccl", "auto"], optional
-            Of a function: make this process group before the call and end it after, with the rank's own device
-            set; ``"auto"`` is nccl where each rank has a CUDA device, else gloo. Default: none is made.
+            For a function: make this process group before the call, and destroy it after. The rank's own device is
+            set. ``"auto"`` is nccl where each rank has a CUDA device, else gloo. Default: none is made.
+        nproc_per_node : Union[int, str], optional
+            *Processes.* Workers on each node: a number, ``"auto"``, ``"cpu"`` or ``"gpu"``. Default: `torchrun_args`,
+            then the attribute.
+        warm : Literal["agent", "workers", False], optional
+            Which spare processes are used. Default: the attribute.
+        env : Mapping[str, Any], optional
+            *Environment.* Variables for the workers and for `before_run`. It replaces the attribute as a whole.
+        cwd : Union[Path, str], optional
+            Working directory of the workers and of `before_run`. Default: the task's own.
+        before_run : Sequence[Union[str, Sequence[Union[Path, str]]]], optional
+            Commands that run one after another, once on each node, before any worker starts. A list is run unchanged,
+            a string by ``sh -ec``. If one fails on any node, nothing is launched. Restarts do not repeat them.
+        timeout_s : float, optional
+            *Failures.* Seconds that the launch may take once all nodes are ready; each restart counts anew. Default:
+            no limit. The step's ``@timeout`` always limits all launches together.
+        max_restarts, restart_on, preemption_signal : optional
+            As the attributes. Default: for `max_restarts` `torchrun_args`, then the attributes.
+        hang_timeout_s : float, optional
+            Seconds of silence of all ranks after which the launch fails. Default: the attribute, which is None: see
+            there.
         gather : bool, default False
-            Of a function: bring the values of all ranks to the control node's result, through Metaflow's
+            *Results.* For a function: send the values of all ranks to the control node's result, through Metaflow's
             datastore.
         outputs : Union[Path, str, Sequence[Union[Path, str]]], optional
-            Files, folders and patterns (``*``, ``**``), relative to the workers' working directory, as in
-            ``["model/", "*.json"]``. When all workers have ended, these go to Metaflow's datastore, and the result's
-            `outputs` has them. After a failure what there is goes there, and the error's `outputs` has it.
+            Files, folders and patterns (``*``, ``**``) relative to `cwd`, as in ``["model/", "*.json"]``. They are
+            stored in Metaflow's datastore when all workers have ended; the result's `outputs` has them. After a
+            failure, existing files are stored, and the error's `outputs` has them. Default: none.
         outputs_from : Literal["control", "all"], optional
-            Whose: the control node's, where rank 0 is, or every node's. Default: the control node's.
-        push_results_dir_to_cloud, local_output_dir, cloud_output_dir : optional
-            Accepted for ``metaflow-torchrun`` 0.2, which ignores them too.
+            Whose outputs are stored: the control node's or every node's. Default: the control node's.
+        torchrun_args : Union[Mapping[str, Any], Sequence[Any]], optional
+            *Expert.* Further options of torchrun, as in ``{"monitor_interval": 1}`` or ``["--monitor-interval=1"]``.
+        master_port : Union[int, str], optional
+            Port of torch's rendezvous. Default: `torchrun_args`, then the attribute.
 
         Returns
         -------
@@ -213,11 +219,12 @@ class TorchrunExecutor:
             If the nodes could not agree or not all of them came.
         """
         self._context.member.refuse_in_child()  # before any lock, which a thread of the task may hold for ever here
-        given = {**ARGUMENTS, **options, "entrypoint": entrypoint, "entrypoint_args": entrypoint_args}
-        ignored = ", ".join(name for name in IGNORED if given[name])
+        ignored = ", ".join([name for name in LEGACY if options.pop(name, None)])
         if ignored:
             self._note_once(f"warning: run({ignored}) has no effect; name files to store with run(outputs=...) instead")
         context = self._context
+        called = {**ARGUMENTS, **options, "entrypoint": entrypoint, "entrypoint_args": entrypoint_args}
+        given = with_attributes(called, context.settings)
         self._refuse_without_feature(given)
         call = RunCall(given, self.num_nodes, self.node_index, context.store)
         with Services.of(context.features, call) as services:

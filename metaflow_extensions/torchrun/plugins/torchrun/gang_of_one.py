@@ -31,7 +31,7 @@ from .task.step_timeout import StepTimeout
 
 
 class GangOfOne:
-    """Runs one launch after the other, each in a gang of its own, and shows the last on the task's cards."""
+    """Runs launches, each in a gang of its own, and shows the last one on the task's cards."""
 
     def __init__(self) -> None:
         self._live_card: LiveCard | None = None  # of the last launch
@@ -85,7 +85,7 @@ class GangOfOne:
                 live_card.make_last()
 
     def _begin_warm(self, machine: Machine, options: Mapping[str, Any]) -> None:
-        """Import for this launch and those to come, where it is asked for: no time has been before it to do that."""
+        """Start spare processes for this launch and later ones, if the call asks for them with `warm`."""
         if self._warm is None and options.get("warm") is not None:
             asked = {name: options.get(name) for name in ("warm", "nproc_per_node")}
             settings = parse_settings({**DEFAULTS, **asked}, None)

@@ -1,11 +1,12 @@
-"""Turns what the user wrote into checked values; every parse function of a setting is here.
+"""Checks and converts the values of settings.
 
-Each takes the value and how to call the setting in an error, and raises `TorchrunConfigError` for a wrong value.
+Each function gets a value and the name of its setting, and raises `TorchrunConfigError` if the value is wrong.
 ``--with torchrun:key=value`` sends strings, so every value may be one.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
@@ -31,8 +32,8 @@ _NEVER_RETRIED = {
 
 
 def did_you_mean(name: str, known: Sequence[str]) -> str:
-    """Return a question after the known name that is most like `name`; empty if none is."""
-    import difflib  # here, as Metaflow imports this module with every flow, and few are wrong
+    """Return " Did you mean NAME?" with the most similar known name; empty if none is similar."""
+    import difflib  # imported late: every flow imports this module, and few need this
 
     near = [*difflib.get_close_matches(name, known, n=1), *(each for each in known if each.startswith(name))]
     return f" Did you mean {near[0]}?" if near else ""
@@ -108,7 +109,7 @@ def parse_flag(value: Any, setting: str) -> bool:
 
 
 def parse_preflight(value: Any, setting: str) -> bool:
-    """Return True or False, also of a text: ``--with torchrun:preflight=True`` sends one."""
+    """Return True or False; also accepts a text, as ``--with torchrun:preflight=True`` sends it."""
     word = str(value).strip().lower()
     return parse_flag({"false": False, "0": False, "true": True, "1": True}.get(word, value), setting)
 
@@ -167,21 +168,23 @@ def parse_outputs_from(value: Any, setting: str) -> str:
 
 
 def parse_env(value: Any, setting: str) -> dict[str, str]:
-    """Return variables of an environment."""
+    """Return variables of an environment; a text is a JSON object."""
+    value = _from_json(value)
     if not isinstance(value, Mapping):
-        raise TorchrunConfigError(f"run(env=...) must be a dict of variables, but is a {type(value).__name__}.")
+        # Not the value: it may hold a secret.
+        raise TorchrunConfigError(f"{setting} must be a dict of variables, but is a {type(value).__name__}.")
     for name, text in value.items():
         if not isinstance(name, str) or not name or "=" in name or text is None or not _is_encodable(f"{name}{text}"):
             # Its value may be a secret.
             raise TorchrunConfigError(
-                f"run(env=...): {name!r} can't be an environment variable: a name is a text without '=', a value is "
+                f"{setting}: {name!r} can't be an environment variable: a name is a text without '=', a value is "
                 "not None, and neither may have a NUL character or half of a surrogate pair."
             )
     return {name: str(text) for name, text in value.items()}
 
 
 def _is_encodable(text: str) -> bool:
-    """Tell whether the system takes a text as a variable or an argument."""
+    """Return whether a text can be a variable or an argument of a process."""
     try:
         return b"\0" not in os.fsencode(text)
     except UnicodeEncodeError:
@@ -189,17 +192,38 @@ def _is_encodable(text: str) -> bool:
 
 
 def parse_folder(value: Any, setting: str) -> str:
-    """Return the absolute path of a folder that is there."""
-    if not isinstance(value, str | os.PathLike):
-        raise TorchrunConfigError(f"run(cwd={value!r}) must be the path of a folder.")
-    folder = os.path.abspath(os.fsdecode(value))
+    """Return the absolute path of a folder that exists on this node."""
+    folder = os.path.abspath(parse_path(value, setting))
     if not os.path.isdir(folder):
-        raise TorchrunConfigError(f"run(cwd={value!r}): {folder} is not a folder on this node.")
+        raise TorchrunConfigError(f"{setting} is {value!r}, but {folder} is not a folder on this node.")
     return folder
 
 
+def parse_path(value: Any, setting: str) -> str:
+    """Return the path of a folder, which need not exist on this machine."""
+    if not isinstance(value, str | os.PathLike) or "\0" in os.fsdecode(value):
+        raise TorchrunConfigError(f"{setting} is {value!r}, but it must be the path of a folder.")
+    return os.fsdecode(value)
+
+
+def parse_commands(value: Any, setting: str) -> tuple[Any, ...]:
+    """Return a list of commands, whose words are checked on the node; a text is a JSON list."""
+    given = _from_json(value)
+    if not isinstance(given, list | tuple):
+        raise TorchrunConfigError(f"{setting} is {value!r}, but it must be a list of commands, as in ['make data'].")
+    return tuple(given)
+
+
+def _from_json(value: Any) -> Any:
+    """Return what a text says in JSON, as ``--with torchrun:env={...}`` sends it; any other value as it is."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+
+
 def parse_warm(value: Any, setting: str) -> str:
-    """Return what starts warm, one of `WARM`; False is ``"off"``."""
+    """Return which processes start warm, one of `WARM`; False means ``"off"``."""
     word = str(value).strip().lower()
     if word in ("false", "0"):
         return "off"
@@ -233,10 +257,10 @@ def parse_restart_on(value: Any, setting: str) -> frozenset[str]:
 
 
 def parse_signal(value: Any, setting: str) -> int:
-    """Return a signal that a process can heed, given by name (``"SIGUSR1"``, ``"usr1"``) or number, as a number."""
+    """Return the number of a signal that a process can handle, given by name (``"SIGUSR1"``, ``"usr1"``) or number."""
     text = str(value).strip().upper()
     named = getattr(signal, text if text.startswith("SIG") else f"SIG{text}", None)
-    # `signal` has numbers of other things, too, as SIG_IGN and SIG_BLOCK.
+    # The module `signal` also has constants that are no signals, such as SIG_IGN and SIG_BLOCK.
     number = parse_int(text) if text.isdecimal() else named if isinstance(named, signal.Signals) else None
     if isinstance(value, bool) or number not in signal.valid_signals():
         raise TorchrunConfigError(f"{setting} is {value!r}, but it must be a signal, such as 'SIGUSR1'.")

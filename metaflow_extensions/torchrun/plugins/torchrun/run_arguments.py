@@ -1,4 +1,4 @@
-"""How `run`, of ``current.torch`` and of a single node, is called: the arguments' types, and who may leave out names.
+"""The calling convention of `run`: types of its arguments, and which may be positional.
 
 `settings.SETTINGS` has the arguments. Metaflow imports this module whenever it is imported itself.
 """
@@ -14,64 +14,68 @@ from typing import Any, Literal, TypedDict, TypeVar, cast, get_type_hints
 
 from .errors import TorchrunConfigError
 from .parsing import did_you_mean
-from .settings import ARGUMENTS, DEFAULTS, FOR_0_2, SETTINGS
+from .settings import ARGUMENTS, DEFAULTS, SETTINGS
 
 F = TypeVar("F", bound=Callable[..., Any])
-IGNORED = tuple(name for name, setting in SETTINGS.items() if setting.group == FOR_0_2)
+# Arguments of metaflow-torchrun 0.2, in its order. They are accepted and have no effect.
+LEGACY = ("push_results_dir_to_cloud", "local_output_dir", "cloud_output_dir")
+KNOWN = frozenset({*ARGUMENTS, *LEGACY})
 
 # Arguments, and attributes of ``@torchrun``, that mean nothing where a feature is taken out: -> its name. Of the entrypoint
 # that holds for a function.
 _FEATURES = ("before_run", "preflight", "functions", "outputs", "hangs")  # by the names of their pages, too
 FEATURE_OF = {"entrypoint": "functions"} | {
-    name: feature for name, each in SETTINGS.items() if (feature := each.group.replace("-", "_")) in _FEATURES
+    name: feature for name, each in SETTINGS.items() if (feature := each.page.replace("-", "_")) in _FEATURES
 }
 
 
 class RunOptions(TypedDict, total=False):
     """The arguments of `run` that are given by name, for type checkers."""
 
-    nproc_per_node: int | str | None
-    torchrun_args: Mapping[str, Any] | Sequence[Any] | None
+    # What to run.
     module: bool
+    process_group: Literal["gloo", "nccl", "auto"] | None
+    # Processes.
+    nproc_per_node: int | str | None
+    warm: Literal["agent", "workers", False] | None
+    # Environment.
     env: Mapping[str, Any] | None
     cwd: Path | str | None
     before_run: Sequence[str | Sequence[Path | str]] | None
+    # Failures.
     timeout_s: float | None
-    master_port: int | str | None
     max_restarts: int | None
     restart_on: str | Iterable[str] | None
     hang_timeout_s: float | None
     preemption_signal: str | int | None
-    warm: Literal["agent", "workers", False] | None
-    process_group: Literal["gloo", "nccl", "auto"] | None
+    # Results.
     gather: bool
     outputs: Path | str | Sequence[Path | str] | None
     outputs_from: Literal["control", "all"] | None
-    push_results_dir_to_cloud: Any
-    local_output_dir: Any
-    cloud_output_dir: Any
+    # Expert.
+    torchrun_args: Mapping[str, Any] | Sequence[Any] | None
+    master_port: int | str | None
 
 
 _BY_POSITION = 2  # so many arguments need no name
 
 
 def instead_of(name: str) -> str:
-    """Return what to write instead of an argument that `run` does not have."""
-    names = [known for known in ARGUMENTS if known not in IGNORED]
-    hint = " It is an attribute of @torchrun." if name in DEFAULTS else did_you_mean(name, names)
-    return f"{hint} It has {', '.join(names)}."
+    """Return a hint what to write instead of an unknown argument of `run`."""
+    hint = " It is an attribute of @torchrun." if name in DEFAULTS else did_you_mean(name, list(ARGUMENTS))
+    return f"{hint} It has {', '.join(ARGUMENTS)}."
 
 
 def checked(run: F) -> F:
-    """Refuse names that `run` does not have, and take positional arguments in the order of metaflow-torchrun 0.2, too.
+    """Refuse unknown arguments of `run`, and also accept positional arguments in the order of metaflow-torchrun 0.2.
 
-    There torchrun_args came first. A list alone is a command. What follows a list of torchrun_args is the entrypoint.
+    There torchrun_args came first. A list alone is a command; a list before an entrypoint is torchrun_args.
     """
-    names = ("torchrun_args", "entrypoint", "entrypoint_args", "nproc_per_node", *IGNORED)
+    names = ("torchrun_args", "entrypoint", "entrypoint_args", "nproc_per_node", *LEGACY)
 
     @functools.wraps(run)
     def either(self: Any, *args: Any, **options: Any) -> Any:
-        for name in options.keys() - ARGUMENTS.keys():
+        for name in options.keys() - KNOWN:
             raise TorchrunConfigError(f"run() has no argument {name}.{instead_of(name)}")
         if args and _is_torchrun_args(args, options) and len(args) <= len(names):
             return run(self, **dict(zip(names, args, strict=False)), **options)
@@ -86,7 +90,7 @@ def checked(run: F) -> F:
 
 
 def spelled_out(run: F) -> F:
-    """Have the signature of `run` show its ``**options`` one by one, with types and defaults."""
+    """Replace ``**options`` in the signature of `run` by the arguments, with types and defaults."""
     types = get_type_hints(RunOptions)
     signature = inspect.signature(run)
     options = [

@@ -1,7 +1,7 @@
-"""Every setting in one table: the arguments of `run` and the attributes of ``@torchrun``; and whose value counts.
+"""The table of all settings: the arguments of `run` and the attributes of ``@torchrun``.
 
-What they mean stands in the docstrings of `TorchrunExecutor.run` and `TorchrunDecorator`, and the arguments' types in
-`run_arguments.RunOptions`. Tests compare those, and the pages, with the table.
+The docstrings of `TorchrunExecutor.run` and `TorchrunDecorator` explain them; `run_arguments.RunOptions` has the types.
+Tests compare both, and the pages, with the table.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ from . import parsing
 from .errors import TorchrunConfigError
 
 _REFUSED = object()
-FOR_0_2 = "0.2"  # the group of what is taken from flows of metaflow-torchrun 0.2, and ignored
+# The groups of settings; docs/reference.md has a table of the arguments of each, in this order.
+WHAT, PROCESSES, ENVIRONMENT = "what to run", "processes", "environment"
+FAILURES, RESULTS, EXPERT = "failures", "results", "expert"
+GROUPS = (WHAT, PROCESSES, ENVIRONMENT, FAILURES, RESULTS, EXPERT)
 
 
 class Setting(NamedTuple):
@@ -23,62 +26,66 @@ class Setting(NamedTuple):
 
     name: str
     of: str  # "run", "step" or "both"
-    group: str = "reference"  # the page of docs/ that tells of it
-    # Makes the value of what is given, which the second argument names. None: who needs the value checks it.
+    group: str  # one of `GROUPS`
+    page: str = "reference"  # the page of docs/ that explains it
+    # Checks and converts the given value; its second argument names the value in errors. None: its user checks it.
     check: Callable[[Any, str], Any] | None = None
-    default: Any = None  # of the attribute; of an argument that is none, its own
+    default: Any = None  # of the attribute; of an argument that is no attribute, its own
     none: Any = None  # what the attribute means that is given as None
+    # Replaces `check` for the attribute: the machine that submits a flow may lack what a node has.
+    check_attribute: Callable[[Any, str], Any] | None = None
 
 
+# An attribute is the default of its step. An argument of `run` overrides the attribute of its name.
 SETTINGS = {
     setting.name: setting
     for setting in (
-        Setting("entrypoint", "run"),
-        Setting("entrypoint_args", "run"),
-        Setting("nproc_per_node", "both", check=parsing.parse_nproc),
-        Setting("torchrun_args", "run"),
-        Setting("module", "run", check=parsing.parse_flag, default=False),
-        Setting("env", "run", check=parsing.parse_env),
-        Setting("cwd", "run", check=parsing.parse_folder),
-        Setting("before_run", "run", "before-run"),
-        Setting("timeout_s", "run", check=parsing.parse_seconds),
-        Setting("all_nodes_started_timeout", "step", "reference", parsing.parse_seconds, 600, _REFUSED),
-        Setting("master_port", "both", check=parsing.parse_port),
-        Setting("channel_port", "step", check=parsing.parse_port),
-        Setting("heartbeat_timeout_s", "step", "reference", parsing.parse_seconds, 30, _REFUSED),
-        Setting("grace_s", "step", "reference", parsing.parse_seconds_or_0, 30, _REFUSED),
-        Setting("max_restarts", "both", "restarts", parsing.parse_restarts, 0, 0),
-        Setting("restart_on", "both", "restarts", parsing.parse_restart_on, None, parsing.DEFAULT_RESTART_ON),
-        Setting("hang_timeout_s", "both", "hangs", parsing.parse_seconds),
-        Setting("preemption_signal", "both", "preemption", parsing.parse_signal, "SIGTERM", int(signal.SIGTERM)),
-        Setting("preflight", "step", "preflight", parsing.parse_preflight, False, False),
-        Setting("logs", "step", check=parsing.parse_logs),
-        Setting("warm", "both", "warm", parsing.parse_warm, "agent", "agent"),
-        Setting("preload", "step", "warm", parsing.parse_modules, None, ()),
-        Setting("process_group", "run", "functions"),
-        Setting("gather", "run", "functions", parsing.parse_flag, False),
-        Setting("outputs", "run", "outputs", parsing.parse_outputs),
-        Setting("outputs_from", "run", "outputs", parsing.parse_outputs_from),
-        Setting("push_results_dir_to_cloud", "run", FOR_0_2),
-        Setting("local_output_dir", "run", FOR_0_2),
-        Setting("cloud_output_dir", "run", FOR_0_2),
+        Setting("entrypoint", "run", WHAT),
+        Setting("entrypoint_args", "run", WHAT),
+        Setting("module", "run", WHAT, check=parsing.parse_flag, default=False),
+        Setting("process_group", "run", WHAT, "functions"),
+        Setting("nproc_per_node", "both", PROCESSES, check=parsing.parse_nproc),
+        Setting("warm", "both", PROCESSES, "warm", parsing.parse_warm, "agent", "agent"),
+        Setting("preload", "step", PROCESSES, "warm", parsing.parse_modules, None, ()),
+        Setting("env", "both", ENVIRONMENT, check=parsing.parse_env),
+        Setting("cwd", "both", ENVIRONMENT, check=parsing.parse_folder, check_attribute=parsing.parse_path),
+        Setting("before_run", "both", ENVIRONMENT, "before-run", check_attribute=parsing.parse_commands),
+        Setting("timeout_s", "both", FAILURES, check=parsing.parse_seconds),
+        Setting("max_restarts", "both", FAILURES, "restarts", parsing.parse_restarts, 0, 0),
+        Setting("restart_on", "both", FAILURES, "restarts", parsing.parse_restart_on, None, parsing.DEFAULT_RESTART_ON),
+        Setting("hang_timeout_s", "both", FAILURES, "hangs", parsing.parse_seconds),
+        Setting(
+            "preemption_signal", "both", FAILURES, "preemption", parsing.parse_signal, "SIGTERM", int(signal.SIGTERM)
+        ),
+        # Attributes alone: the gang counts with them between launches, too.
+        Setting("grace_s", "step", FAILURES, "reference", parsing.parse_seconds_or_0, 30, _REFUSED),
+        Setting("all_nodes_started_timeout", "step", FAILURES, "reference", parsing.parse_seconds, 600, _REFUSED),
+        Setting("heartbeat_timeout_s", "step", FAILURES, "reference", parsing.parse_seconds, 30, _REFUSED),
+        Setting("gather", "run", RESULTS, "functions", parsing.parse_flag, False),
+        Setting("outputs", "run", RESULTS, "outputs", parsing.parse_outputs),
+        Setting("outputs_from", "run", RESULTS, "outputs", parsing.parse_outputs_from),
+        Setting("logs", "step", RESULTS, check=parsing.parse_logs),
+        Setting("torchrun_args", "run", EXPERT),
+        Setting("master_port", "both", EXPERT, check=parsing.parse_port),
+        Setting("channel_port", "step", EXPERT, check=parsing.parse_port),
+        Setting("preflight", "step", EXPERT, "preflight", parsing.parse_preflight, False, False),
     )
 }
 # The attributes, and the arguments, with their defaults. An argument that is an attribute as well has none of its own.
 DEFAULTS = {each.name: each.default for each in SETTINGS.values() if each.of != "run"}
 ARGUMENTS = {each.name: each.default if each.of == "run" else None for each in SETTINGS.values() if each.of != "step"}
-# Up to so many nodes one log has the lines of all: who starts two from a terminal wants to see both.
+# Up to this many nodes, one log shows the lines of all: a user who starts two nodes wants to see both.
 _ALL_UP_TO_NODES = 16
 
 
 def argument(name: str, given: Mapping[str, Any]) -> Any:
-    """Return an argument of `run` that is no attribute as its value; None where it is not given."""
+    """Return the checked value of an argument of `run`; None where it is not given."""
     value = given.get(name)
     return None if value is None else checked_value(name, value, f"run({name})")
 
 
 def checked_value(name: str, value: Any, source: str) -> Any:
-    """Return what is given for a setting as its value, or raise TorchrunConfigError; `source` is what to call it."""
+    """Return the checked value of a setting, or raise TorchrunConfigError, which calls the value `source`."""
     check = SETTINGS[name].check
     return value if check is None else check(value, source)
 
@@ -88,6 +95,10 @@ class StepSettings:
     """The attributes of one step's ``@torchrun``; see `decorator.TorchrunDecorator` for their meaning."""
 
     nproc_per_node: int | str | None
+    env: Mapping[str, str] | None
+    cwd: str | None  # may be missing on this node
+    before_run: tuple[Any, ...] | None
+    timeout_s: float | None
     all_nodes_started_timeout: float
     master_port: int | None
     channel_port: int | None
@@ -103,12 +114,12 @@ class StepSettings:
     preload: tuple[str, ...]
 
     def logs_of(self, num_nodes: int) -> str:
-        """Return whose lines are shown, out of `parsing.LOGS`: of a small gang all, unless somebody says otherwise."""
+        """Return whose lines are shown, one of `parsing.LOGS`: by default all of a small gang."""
         return self.logs or ("all" if num_nodes <= _ALL_UP_TO_NODES else "node")
 
 
 def parse_settings(attributes: Mapping[str, Any], step: str | None) -> StepSettings:
-    """Return the attributes as settings, or raise TorchrunConfigError; without a step, a call of `run` gives them."""
+    """Return the checked attributes, or raise TorchrunConfigError. `step` is None where a call of `run` gives them."""
 
     def name(key: str) -> str:
         return f"run({key})" if step is None else f"Step {step}: @torchrun({key}=...)"
@@ -118,7 +129,10 @@ def parse_settings(attributes: Mapping[str, Any], step: str | None) -> StepSetti
         # `--with torchrun:key=value` sends strings.
         given = None if isinstance(given, str) and given.strip().lower() in ("", "none") else given
         none = SETTINGS[key].none
-        return none if given is None and none is not _REFUSED else checked_value(key, given, name(key))
+        if given is None and none is not _REFUSED:
+            return none
+        check = SETTINGS[key].check_attribute
+        return checked_value(key, given, name(key)) if check is None else check(given, name(key))
 
     settings = StepSettings(**{key: parsed(key) for key in DEFAULTS})
     if settings.master_port is not None and settings.master_port == settings.channel_port:
@@ -129,8 +143,18 @@ def parse_settings(attributes: Mapping[str, Any], step: str | None) -> StepSetti
     return settings
 
 
+def with_attributes(arguments: Mapping[str, Any], settings: StepSettings) -> dict[str, Any]:
+    """Return the arguments of `run`, with the attributes' values of env, cwd and before_run where not given."""
+    given = dict(arguments)
+    for name in ("env", "cwd", "before_run"):
+        value = getattr(settings, name)
+        if given.get(name) is None and value is not None:
+            given[name] = checked_value(name, value, f"@torchrun({name})")
+    return given
+
+
 class Choice(NamedTuple):
-    """The value of a setting that counts, None if nobody gives one, and what to call its source."""
+    """The effective value of a setting (None if it is not set), and the name of its source."""
 
     value: Any
     source: str
@@ -139,7 +163,7 @@ class Choice(NamedTuple):
 def choose(
     setting: str, arguments: Mapping[str, Any], options: Mapping[str, str | None], settings: StepSettings
 ) -> Choice:
-    """Return the value that counts: the call's comes first, then that of ``torchrun_args``, then the attribute's."""
+    """Return the effective value: that of the call, else of ``torchrun_args``, else of the attribute."""
     option = setting.replace("_", "-")
     given = {f"run({setting})": arguments.get(setting), f"torchrun_args {option}": options.get(option)}
     parsed = [

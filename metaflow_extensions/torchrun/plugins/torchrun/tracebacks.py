@@ -1,4 +1,4 @@
-"""Where the user's own code begins in a traceback: what Metaflow and we do around it tells a user nothing."""
+"""Cuts tracebacks to the user's own frames, without those of Metaflow and of this package."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def words_of(error: BaseException) -> str:
 def user_traceback(error: BaseException, with_cause: bool = True) -> str:
     """Return an exception's traceback from the first line of the user's code on.
 
-    An error without any such line is a mistake of ours or of Metaflow's, so all of its frames are kept. Of one whose
-    class hides what belongs there, only its text is told.
+    An error without such a line is a bug of ours or of Metaflow's, so all its frames are kept. If the traceback can't
+    be read, only type and text are returned.
     """
     try:
         return _user_traceback(error, with_cause)

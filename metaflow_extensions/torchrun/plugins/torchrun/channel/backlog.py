@@ -1,9 +1,9 @@
-"""How a member's lines get to the control node, and hold up nothing.
+"""Sends a member's log lines to the control node at a bounded rate.
 
-They wait in a `Backlog`, which is bounded and keeps the newest. So of a flood the log has the begin, which went at once,
-a line that counts what is left out, and the end. Now and then some of them are sent, as the node's share of what the
-control node can bear allows, and only where the connection has nothing else to send. So a heartbeat or a failure waits
-for a message of theirs at most. All of it runs in the channel's thread.
+Lines wait in a `Backlog`. It is bounded and drops the oldest lines, so the log of a flood has its begin (sent at once),
+a line with the number of dropped lines, and its end. Each node has a share of the rate that the control node can read.
+Lines are sent only while the connection has no other bytes to send: a heartbeat or a failure never waits for more than
+one message of lines. Everything here runs in the channel's thread, so it needs no lock.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Backlog:
         return bool(self._pieces)
 
     def add(self, stream: str, text: str) -> None:
-        """Take whole lines."""
+        """Add whole lines; drop the oldest where the limit is passed."""
         for piece in _pieces(text):
             self._pieces.append(_Piece(stream, piece))
             self._chars += len(piece)
@@ -79,8 +79,8 @@ class Backlog:
             missing = oldest.left_out + oldest.text.count("\n")
             self._pieces[0] = second._replace(left_out=second.left_out + missing)
 
-    def take(self) -> Lines | None:
-        """Return the oldest that fit into a message; None if nothing waits."""
+    def pop(self) -> Lines | None:
+        """Remove and return the oldest lines that fit into a message; None if nothing waits."""
         if not self._pieces:
             return None
         texts: dict[str, list[str]] = {"stdout": [], "stderr": []}
@@ -135,7 +135,7 @@ class LineSender:
         self._allowed_at = self._next_at = loop.time()  # when that was; not before when something is sent
 
     def add(self, stream: str, text: str) -> None:
-        """Have whole lines sent."""
+        """Send whole lines soon."""
         if text:
             self._backlog.add(stream, text)
             if not self._is_due:
@@ -143,7 +143,7 @@ class LineSender:
 
     def send_rest(self) -> None:
         """Send all that waits: the workers have ended."""
-        while (lines := self._backlog.take()) is not None:
+        while (lines := self._backlog.pop()) is not None:
             self._send(lines)
 
     def _wait(self) -> None:
@@ -155,7 +155,7 @@ class LineSender:
         more = (now - self._allowed_at) * self._limits.chars_per_s
         self._allowance, self._allowed_at = min(self._limits.waiting_chars, self._allowance + more), now
         self._next_at = now + self._limits.pause_s
-        while self._allowance > 0 and self._has_room() and (lines := self._backlog.take()) is not None:
+        while self._allowance > 0 and self._has_room() and (lines := self._backlog.pop()) is not None:
             self._allowance -= len(lines.stdout) + len(lines.stderr)
             self._send(lines)
         self._is_due = False

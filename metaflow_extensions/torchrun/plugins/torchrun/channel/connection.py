@@ -1,4 +1,4 @@
-"""One connection between the control node and a member: who is there, what is said, is it alive.
+"""One connection between the control node and a member: handshake, frames, heartbeats.
 
 It begins with a handshake of fixed length: both sides prove, by HMAC-SHA256 over the other's nonce, that they
 know the gang's token. Nothing else is read of an unauthenticated connection. Then frames follow, see `frames`.
@@ -69,7 +69,7 @@ class Connection(asyncio.Protocol):
         self._needed = next(self._dialogue)
 
     def data_received(self, data: bytes) -> None:
-        """Hand on what is complete."""
+        """Pass complete frames to the dialogue."""
         self._heard_at = time.monotonic()
         self._buffer += data
         try:
@@ -83,7 +83,7 @@ class Connection(asyncio.Protocol):
             self.abort(f"its connection was closed, because what came over it can't be understood: {error}")
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Say that the connection has ended."""
+        """Report the end of the connection, once."""
         self.has_ended = True
         self._on_end(self)
 

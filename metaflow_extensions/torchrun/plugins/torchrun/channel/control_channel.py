@@ -109,7 +109,7 @@ class ControlChannel:
                 self._listener.tick()
 
     def _step(self, step: Callable[..., Sequence[Outgoing]], *args: Any) -> None:
-        """Let the gang take a step and send what it says; an exception in it must not vanish."""
+        """Let the gang handle one event and send its messages; an exception breaks the gang, with its traceback."""
         try:
             self._dispatch(step(*args))
         except Exception as error:
@@ -163,14 +163,14 @@ class ControlChannel:
         if not isinstance(join, Join):
             return
         if self.gang.nodes.may_join(join):
-            self._take_in(connection, join)
+            self._accept_member(connection, join)
         elif not self._turn_away(connection, join):
             return
         while True:  # no message gets a name here: it would stay in memory until the next one
-            self._hear(connection, (yield from next_message()))
+            self._handle(connection, (yield from next_message()))
 
-    def _hear(self, connection: Connection, message: Message) -> None:
-        """Take what a member says; a task that was turned away is not listened to."""
+    def _handle(self, connection: Connection, message: Message) -> None:
+        """Handle a member's message; messages of a task that was turned away are ignored."""
         if isinstance(message, Beat) or connection.node is None:
             return
         if isinstance(message, Lines):
@@ -178,8 +178,8 @@ class ControlChannel:
         else:
             self._step(self.gang.handle, connection.node, message)
 
-    def _take_in(self, connection: Connection, join: Join) -> None:
-        """Let a node be a member; one that joins again has lost its connection."""
+    def _accept_member(self, connection: Connection, join: Join) -> None:
+        """Make a node a member. A node that joins again has lost its connection: the old one is closed without a loss."""
         before = self._members.get(join.node)
         if before is not None:
             before.node = None

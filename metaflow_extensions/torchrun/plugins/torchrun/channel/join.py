@@ -1,4 +1,4 @@
-"""How a node joins its gang: as the control node, as another member, or alone. All of it runs in the step's thread."""
+"""Joins a gang: as the control node, as another member, or alone. Everything here runs in the step's thread."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def join_as_control(
         _give_way_to_former(registry, num_nodes, settings, emit, patience_s)
     member, channel = _open_channel(num_nodes, settings, emit, token := new_token(), rules, keepers)
     record = AddressRecord(tuple(control_addresses(main_ip, here_only)), 0, token)
-    member.at_end = lambda: _tell_latecomers(registry, record, channel)
+    member.at_end = lambda: _publish_end(registry, record, channel)
     try:
         port = channel.listen(settings.channel_port, LOOPBACK if here_only else "")
         record = replace(record, port=port)
@@ -138,8 +138,8 @@ def refuse_second_run(registry: Registry, num_nodes: int, patience_s: float = ST
     raise error
 
 
-def _tell_latecomers(registry: Registry, record: AddressRecord, channel: ControlChannel) -> None:
-    """Leave word for nodes that have not arrived when the control node ends, so that none waits for it."""
+def _publish_end(registry: Registry, record: AddressRecord, channel: ControlChannel) -> None:
+    """Publish the control node's end for nodes that have not arrived, so that none waits for it."""
     if channel.gang.nodes.absent:
         with suppress(GangError):  # without the word they wait until their time is up
             registry.publish(replace(record, closed=True, error=channel.gang.broken), _LAST_RECORD_S)
@@ -196,13 +196,13 @@ def _leave_if_it_fails(member: Member, channel: MemberChannel) -> Iterator[None]
 
 
 class _Search:
-    """What a node does and says until it is a member, within `timeout_s` seconds."""
+    """The tries of a node to become a member, within `timeout_s` seconds, and its log lines meanwhile."""
 
     def __init__(self, member: Member, timeout_s: float) -> None:
         self._member = member
         self._timeout_s = timeout_s
         self._deadline = time.monotonic() + timeout_s
-        self._say_at = time.monotonic() + QUIET_S
+        self._log_at = time.monotonic() + QUIET_S
         self._refused: AddressRecord | None = None  # for whose host all connections are refused, without a break
         self._since = 0.0
 
@@ -215,7 +215,7 @@ class _Search:
             try:
                 return channel.connect(record.addresses, record.port, record.token, self._left_s())
             except OSError as error:
-                self._look_at(error, record)
+                self._check_refused(error, record)
                 if time.monotonic() + pause_s > self._deadline:
                     tried = f"tried {', '.join(record.addresses)} on port {record.port} for {self._timeout_s:g} s"
                     raise ConnectionError(f"{tried}, in vain ({error})") from error
@@ -228,14 +228,14 @@ class _Search:
     def wait(self, seconds: float) -> None:
         """Sleep while there is no address record."""
         time.sleep(seconds)
-        self._say(f"waits for node {CONTROL} (the control node) to start")
+        self._log(f"waits for node {CONTROL} (the control node) to start")
 
-    def _say(self, text: str) -> None:
-        if time.monotonic() >= self._say_at:
-            self._say_at = time.monotonic() + REMIND_S
+    def _log(self, text: str) -> None:
+        if time.monotonic() >= self._log_at:
+            self._log_at = time.monotonic() + REMIND_S
             self._member.emit(Event("note", self._member.node, text))
 
-    def _look_at(self, error: OSError, record: AddressRecord) -> None:
+    def _check_refused(self, error: OSError, record: AddressRecord) -> None:
         """Raise when a host has refused connections for too long."""
         if not isinstance(error, ConnectionRefusedError):
             self._refused = None
@@ -249,4 +249,4 @@ class _Search:
                 f"Node {self._member.node} (host {self._member.host}) gave up: {where}, for {limit_s:g} s. That port was "
                 "open once, so its task has ended without a word. Look at its log, and at the events of its pod or job."
             )
-        self._say(f"{where}: its task may have ended; trying for {limit_s:g} s in all")
+        self._log(f"{where}: its task may have ended; trying for {limit_s:g} s in all")

@@ -1,4 +1,4 @@
-"""Who may connect to the control node: how many at once, and how long may they take to prove who they are.
+"""Accepts connections to the control node, with limits on their number and on the time for the handshake.
 
 All of this runs in the channel's thread, see `loop_thread`.
 """

@@ -44,7 +44,7 @@ class LoopThread:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(timeout_s)
 
     def post(self, function: Callable[..., object], *args: Any) -> None:
-        """Have a function called in the loop soon, in the order of the calls; call it in any thread."""
+        """Call a function in the loop soon, in the order of the calls. Any thread may call this."""
         with suppress(RuntimeError):  # the loop is closed: the gang is over
             self.loop.call_soon_threadsafe(function, *args)
 
@@ -65,11 +65,12 @@ _all: weakref.WeakSet[LoopThread] = weakref.WeakSet()
 
 
 def _in_forked_child() -> None:
-    """Let go of all connections in a child that the task has forked.
+    """Close the parent's connections in a forked child.
 
-    The child may outlive the task, and the others see a task's end by its closed connections. Nothing is
-    unregistered, since the task goes on with the same epoll instance. The null device takes the numbers of the
-    files, since objects that believe to own them may yet close them.
+    The child may outlive the task, and the other nodes detect a task's end by its closed connections. The sockets are
+    not unregistered: parent and child share one epoll instance, so that would make the parent deaf. Each descriptor
+    becomes the null device instead of being closed: Python objects in the child still own the number, and would later
+    close whatever file had got it meanwhile.
     """
     numbers = [number for thread in _all for number in thread.descriptors()]
     if numbers:

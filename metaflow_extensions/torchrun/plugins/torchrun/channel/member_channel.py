@@ -158,11 +158,11 @@ class MemberChannel:
             if isinstance(message, Beat):
                 connection.write(BEAT)
             else:
-                self._hear(connection, message)
+                self._handle(connection, message)
 
     # --- in the channel's thread: as a member ---------------------------------------------------
 
-    def _hear(self, connection: Connection, message: Message) -> None:
+    def _handle(self, connection: Connection, message: Message) -> None:
         if connection is not self._connection:
             return  # nothing is said before *join*
         if not self._answer.done():
@@ -176,7 +176,7 @@ class MemberChannel:
         self._deliver(message)
 
     def _watch(self, connection: Connection) -> None:
-        """Look whether the control node is silent; call it once."""
+        """Check in a timer whether the control node is silent; call it once, it repeats itself."""
         silent_at = connection.beat()
         if not connection.is_closing():
             self._thread.loop.call_at(silent_at, self._watch, connection)  # the loop's clock is the monotonic one
@@ -195,7 +195,7 @@ class MemberChannel:
             self._on_loss(reason)
 
     def _fail(self, error: BaseException) -> None:
-        """Tell the step that something of ours has failed here; the control node sees the connection end."""
+        """Report an exception in the loop to the step, and abort the connection so that the control node sees the loss."""
         what = "".join(traceback.format_exception_only(error)).strip()
         self._lose_control(f"this node's own channel failed, which is a mistake of the torchrun extension: {what}")
         if self._connection is not None:

@@ -1,8 +1,8 @@
-"""How lines of other nodes get into the control node's log, and hold up nothing.
+"""Writes the other nodes' lines into the control node's log.
 
-The channel's thread puts them into a queue, which is bounded; a thread of its own writes them. So a reader of the log
-that pauses stops that thread alone. Each node sends its share of what the control node can bear (`backlog`), so the
-queue is full only where that reader takes next to nothing.
+The channel's thread puts lines into a bounded queue and never waits for room: it also sends the heartbeats. A thread of
+this module writes them, so a reader of the log that pauses blocks that thread alone. Nodes send at a bounded rate
+(`backlog`), so the queue is full only where the reader is very slow; then lines are dropped and counted.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Relay:
         self._thread.start()
 
     def add(self, node: int, lines: Lines) -> None:
-        """Take lines of a node; returns at once."""
+        """Queue lines of a node, or count them as dropped; returns at once."""
         if self._thread is None or not (lines.stdout or lines.stderr):
             return
         left_out = max(0, lines.left_out) + self._left_out.pop(node, 0)

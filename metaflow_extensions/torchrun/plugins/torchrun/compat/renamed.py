@@ -1,7 +1,7 @@
-"""What becomes of a use of Metaflow's private names when one of them is gone, or means something else.
+"""Fallbacks for private names of Metaflow that are missing or have changed.
 
-What a flow can do without is a convenience: it is left out, and one line says so. What a gang can't do without is an
-error that has the name and Metaflow's version. ``tests/unit/test_renamed.py`` takes each name away.
+A convenience, which a flow can do without, is left out, and one line says so. A name that a gang needs raises an error
+with the name and Metaflow's version. ``tests/unit/test_renamed.py`` takes each name away.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def harmless(tell: Callable[[Exception], None] = lambda error: None) -> Iterator
 def convenience(what: str) -> Iterator[None]:
     """Leave `what` out if it fails, and say so in one line, once in a process.
 
-    It must neither end a flow nor stand in the place of the error that ends it; see `harmless`.
+    Its failure must neither end a flow nor hide the error that ends it; see `harmless`.
     """
 
     def tell(error: Exception) -> None:

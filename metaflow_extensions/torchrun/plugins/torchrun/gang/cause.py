@@ -226,18 +226,9 @@ def retold(error: TorchrunError, cls: type[E], before: str = "", after: str = ""
 
 
 def rename_node(error: TorchrunError, node: int) -> None:
-    """Have an error of a gang of one, whose node is 0, speak of the node that it is in the gang around it."""
+    """Give the cause of an error another node index: a gang of one has node 0 alone, and can run in a gang's step."""
     if (failure := failure_of(error)) is not None:
-
-        def renamed(text: str) -> str:  # the only node of its gang
-            return re.sub(r"(?i)\b(node) 0(?= \(host )", rf"\1 {node}", text)
-
-        error._failure = FailureText(
-            replace(failure.cause, node=node),
-            renamed(failure.before),
-            renamed(failure.after),
-            None if failure.instead is None else renamed(failure.instead),
-        )
+        error._failure = replace(failure, cause=replace(failure.cause, node=node))
 
 
 def describe_exit(code: int) -> str:

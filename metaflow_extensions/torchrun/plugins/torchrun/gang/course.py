@@ -1,4 +1,4 @@
-"""How one launch goes on each of its generations: from *go*, by what the nodes report, to the verdict. Pure.
+"""One launch on the control node, from *go* to the verdict, with its restarts. Pure.
 
 `Gang` owns the nodes and what happens outside of launches; it hands the reports of a launch that runs to its `Course`.
 """
@@ -12,10 +12,9 @@ from typing import Any
 from ..errors import TorchrunError
 from . import obstacles
 from .cause import Cause, Failure, cause_of, describe_exit
-from .decision import BACKOFF_LIMIT_S, Next, decide
 from .history import History, Kind, Record, of_the_gang
 from .keepers import Keepers, Where
-from .launch import Launch, Phase, reason, summary, teller, verdicts
+from .launch import BACKOFF_LIMIT_S, Launch, Next, Phase, decide, reason, summary, teller, verdicts
 from .nodes import Nodes, NodeState
 from .policy import Rules
 from .protocol import (
@@ -72,7 +71,7 @@ class Course:
         return self._clock() - self._began_at
 
     def tick(self, now: float) -> None:
-        """Look at the clock."""
+        """Check the time limits of the launch."""
         launch = self.launch
         if (text := launch.overrun(now)) is not None:
             self.fail_as_a_whole("timeout", text)
@@ -111,7 +110,7 @@ class Course:
     # --- what the nodes report -------------------------------------------------------------------
 
     def handle(self, node: int, report: Message) -> None:
-        """Take what a node reports; it is ignored if it speaks of another launch or generation than the one that runs."""
+        """Handle a node's report; a report about another launch or generation is late and is ignored."""
         handler, launch = _HANDLERS.get(type(report)), self.launch
         if handler is None or launch.phase is Phase.OVER:
             return
@@ -130,7 +129,7 @@ class Course:
 
     def _on_failed(self, node: int, failed: Failed) -> None:
         launch = self.launch
-        self.note_failures(failed.failures)
+        self.add_failures(failed.failures)
         if failed.given_up:
             launch.given_up.add(node)
             launch.stores.pop(node, None)
@@ -146,14 +145,14 @@ class Course:
         launch = self.launch
         if launch.phase not in (Phase.RUNNING, Phase.STOPPING):
             return
-        self.note_failures(ended.failures)
+        self.add_failures(ended.failures)
         for rank, code in ended.exit_codes.items() if node not in launch.ended else ():
             self.note("exited", node=node, rank=rank, exit_code=code, text=describe_exit(code))
         self.note("stopped", node=node)
         self.keepers.ended(node, ended.ok)
         launch.ended[node] = replace(ended, failures=())
         if ended.storing and not (ended.ok and launch.phase is Phase.STOPPING):
-            launch.note_storing(node, ended.storing, self._clock())
+            launch.add_storing(node, ended.storing, self._clock())
         if not ended.ok:
             self.stop_or_drop(node)
         if node in launch.dropped:
@@ -166,7 +165,7 @@ class Course:
 
     def _on_stored(self, node: int, stored: Stored) -> None:
         if self.launch.stores.pop(node, None) is not None:
-            self.note_failures(stored.failures)
+            self.add_failures(stored.failures)
             if stored.failures:
                 self._stop()
             self.decide_if_all_ended()
@@ -211,7 +210,7 @@ class Course:
         self.decide_if_all_ended()  # no word of the workers' ends will come, if there are none
 
     def decide_if_all_ended(self) -> None:
-        """See whether all is reported that the next decision waits for."""
+        """Decide what follows, once all nodes have reported their end."""
         # Each node's message leads here, so what is quickly known comes first.
         launch = self.launch
         if launch.phase is Phase.SAVING and not any(self.nodes[node] is NodeState.JOINED for node in launch.stores):
@@ -248,7 +247,7 @@ class Course:
 
     def _restart(self, cause: Cause, now: float) -> None:
         launch = self.launch
-        self._note_cause(cause)
+        self._record_cause(cause)
         self.history.report(None, cause.describe(), cause.as_dict(), launch.number, launch.generation)
         pause_s = launch.begin_pause(now, min(2.0**launch.restarts, BACKOFF_LIMIT_S))
         self.note("restart", text=f"restart {launch.restarts} of {launch.policy.max_restarts} in {pause_s:g} s")
@@ -264,7 +263,7 @@ class Course:
         """Stop the launch because of something that is no node's failure."""
         self.note(kind, text=text)
         cause = Cause(kind, CONTROL, self.nodes.host(CONTROL), exception=text)
-        self.launch.note_failures([Failure(cause)], self._clock())
+        self.launch.add_failures([Failure(cause)], self._clock())
         self._stop()
 
     def fail(self, error: TorchrunError) -> None:
@@ -277,23 +276,23 @@ class Course:
         if not nodes or within_s <= 0:
             self.finish(error)
             return
-        self._tell_cause(error)
+        self._record_error(error)
         launch.begin_saving(nodes, error, now, now + within_s + _LIST_S)
         about = (launch.number, launch.generation, error)
         events = of_the_gang(self.events())
         self.send(Save(*about, within_s, events), *nodes)
         self.send(Save(*about, None, events), *(node for node in self.nodes.joined if node not in launch.stores))
 
-    def _tell_cause(self, error: TorchrunError) -> None:
+    def _record_error(self, error: TorchrunError) -> None:
         if (cause := cause_of(error)) is not None:
-            self._note_cause(cause)
+            self._record_cause(cause)
         self.report(error, self.launch.number, self.launch.generation)
 
     def finish(self, error: TorchrunError | None) -> None:
         """End the launch with its verdict; None: all has gone well."""
         launch = self.launch
         if error is not None and launch.phase is not Phase.SAVING:  # where it is, that was told when it began
-            self._tell_cause(error)
+            self._record_error(error)
         launch.enter(Phase.OVER)
         launch.verdict = error
         launch.stores.clear()  # nobody waits for it any more
@@ -319,21 +318,21 @@ class Course:
         return self.history.since(self.launch.mark)
 
     def note(self, kind: Kind | str, **facts: Any) -> None:
-        """Take down what has happened to the launch."""
+        """Add a record about the launch to the history."""
         self.history.note(kind, **{"launch": self.launch.number, "generation": self.launch.generation, **facts})
 
-    def _note_cause(self, cause: Cause) -> None:
+    def _record_cause(self, cause: Cause) -> None:
         self.note("cause", node=cause.node, rank=cause.rank, exit_code=cause.exit_code, text=summary(cause))
 
     def report(self, error: TorchrunError, launch: int | None, generation: int | None) -> None:
-        """Take down an error whole."""
+        """Add the full text of an error to the history."""
         self.history.report(type(error).__name__, error.message, error.cause, launch, generation)
 
-    def note_failures(self, failures: Iterable[Failure]) -> None:
-        """Take down failures of the launch."""
+    def add_failures(self, failures: Iterable[Failure]) -> None:
+        """Add failures to the launch; record a preemption once."""
         launch = self.launch
         before = launch.preempted
-        launch.note_failures(failures, self._clock())
+        launch.add_failures(failures, self._clock())
         if before is None and launch.preempted is not None:
             self.note("preempted", node=launch.preempted.node, text=headline(launch.preempted.what))
 
@@ -343,7 +342,7 @@ class Course:
         node = rank // (self.launch.nproc or 1)
         return Where(node, rank, self.nodes.host(node))
 
-    def _take_remarks(self) -> None:
+    def _send_remarks(self) -> None:
         for feature, remarks in self.keepers.pop_remarks():
             for each in remarks.happened:
                 self.note(**asdict(each))
@@ -367,7 +366,7 @@ class Course:
 
     def flush(self) -> list[Outgoing]:
         """Return what is to be sent."""
-        self._take_remarks()
+        self._send_remarks()
         out, self._out = self._out, []
         return out
 

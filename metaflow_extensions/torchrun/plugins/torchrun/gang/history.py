@@ -1,4 +1,4 @@
-"""What has happened to a gang: records that the control node keeps, in the order in which it heard of it. Pure.
+"""The records of a gang, kept on the control node in the order in which it got the reports. Pure.
 
 ``docs/events.md`` tells users the kinds and the fields.
 """
@@ -93,7 +93,7 @@ class History:
         self.count = 0  # of all that were noted
 
     def note(self, kind: Kind | str, **facts: Any) -> None:
-        """Take down what has happened now, of a `Kind` or a feature's own; `facts` are fields of `Record`."""
+        """Add a record, of a `Kind` or a feature's own; `facts` are fields of `Record`."""
         at_s = self._clock() - self._began_at
         record = Record(kind, round(at_s, 3), round(self._began_wall + at_s, 3), **facts)
         (self._first if len(self._first) < _FIRST else self._last).append(record)

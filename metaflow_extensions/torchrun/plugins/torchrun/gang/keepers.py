@@ -1,4 +1,4 @@
-"""What features keep on the control node of what the nodes tell them. Pure.
+"""The data that features keep on the control node. Pure.
 
 The core hands each `Told` to the keeper of its feature, and asks all keepers for what is to be stored. It knows none of
 them. A keeper that raises ends no launch: a line says so once, and its feature keeps silent from then on. Where it
@@ -195,7 +195,7 @@ class Keepers:
         return {name: answer for name, answer in answers.items() if answer is not None}
 
     def _read(self, name: str, ask: Callable[[Keeper], _T]) -> _T | None:
-        """Ask one keeper for what it keeps, in any thread; what goes wrong costs that alone, and not its verdict."""
+        """Ask one keeper for its record, in any thread; an exception costs that record alone, not its verdict."""
         if (name, None) in self._silent:
             return None
         try:
@@ -203,12 +203,11 @@ class Keepers:
         except Exception as error:
             if name not in self._unread:
                 self._unread.add(name)
-                text = f"warning: the record of {name} could not be read: {type(error).__name__}: {error}"
-                self._remarks.append((name, Remarks((text,))))
+                self._warn(name, f"the record of {name} could not be read", error)
             return None
 
     def _ask(self, name: str, ask: Callable[[Keeper], _T], node: int | None = None) -> _T | None:
-        """Ask one keeper; what goes wrong with what `node` tells keeps that node's messages from it, and no others."""
+        """Ask one keeper; after an exception it gets no more of this node's messages, or nothing more without a node."""
         if {(name, node), (name, None)} & self._silent:
             return None
         try:
@@ -216,6 +215,8 @@ class Keepers:
         except Exception as error:
             self._silent.add((name, node))
             whose = "the nodes'" if node is None else f"node {node}'s"
-            text = f"warning: nothing more is kept of {whose} {name}: {type(error).__name__}: {error}"
-            self._remarks.append((name, Remarks((text,))))
+            self._warn(name, f"nothing more is kept of {whose} {name}", error)
             return None
+
+    def _warn(self, name: str, what: str, error: Exception) -> None:
+        self._remarks.append((name, Remarks((f"warning: {what}: {type(error).__name__}: {error}",))))

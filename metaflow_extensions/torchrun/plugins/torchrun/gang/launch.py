@@ -6,6 +6,7 @@ A launch is in one `Phase` at a time, and `Launch.enter` is the only way to anot
 from __future__ import annotations
 
 import enum
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -36,6 +37,11 @@ _REMEDIES = {
     "devices": " Without accelerators a node would compute on its CPU and hold up the others: look at what it was given, and "
     "at CUDA_VISIBLE_DEVICES there. run(env={'CUDA_VISIBLE_DEVICES': ''}) on every node lets all compute on CPUs.",
 }
+BACKOFF_LIMIT_S = 30.0
+"""The longest pause before a restart."""
+# What an agent says when its store can't listen (TCPStore, torch 2.13).
+_PORT_TAKEN = re.compile("EADDRINUSE|address already in use", re.IGNORECASE)
+_MAX_MOVES = 3
 _NODES_SAID = 3
 LONGER = "longer than the step's @timeout allows"
 """What is said of a step whose time is up, after "it ran "."""
@@ -118,7 +124,7 @@ class Launch:
         self.failing_with, self.until = error, until
         self.stores.clear()
         for node in nodes:
-            self.note_storing(node, self.ended[node].saves or "", now)
+            self.add_storing(node, self.ended[node].saves or "", now)
 
     @property
     def nproc(self) -> int | None:
@@ -131,21 +137,21 @@ class Launch:
         """How often the gang was restarted because of a failure; a move to another port is none."""
         return self.generation - self.moves
 
-    def note_ready(self, node: int, ready: Ready) -> None:
-        """Take a node's *ready*. Of thousands that say the same, which they should, it is kept once."""
+    def add_ready(self, node: int, ready: Ready) -> None:
+        """Keep a node's *ready*. Equal messages share one object, since thousands of nodes send the same."""
         last = next(reversed(self.ready.values()), None)
         self.ready[node] = last if last is not None and last == ready else ready
 
-    def note_failures(self, failures: Iterable[Failure], now: float) -> None:
-        """Take failures. Of thousands, whose texts take hundreds of megabytes, those are kept that may be wanted."""
+    def add_failures(self, failures: Iterable[Failure], now: float) -> None:
+        """Keep the first failure and the first preemption only: thousands of texts would take hundreds of megabytes."""
         self.failures += [Failure(each.cause, each.age_s - now) for each in failures]
         if self.policy.min_nodes is None:  # where the launch may go on, each node's own is wanted
             preempted = first_failure(each for each in self.failures if each.cause.category == "preempted")
             kept = (first_failure(self.failures), preempted)
             self.failures = [each for each in dict.fromkeys(kept) if each is not None]
 
-    def note_storing(self, node: int, what: str, now: float) -> None:
-        """Take the news that a node, whose workers have ended, stores something."""
+    def add_storing(self, node: int, what: str, now: float) -> None:
+        """Keep what a node stores whose workers have ended."""
         if not self.stores:
             self.stores_since, self.remind_at = now, now + REMIND_S
         self.stores[node] = what
@@ -276,7 +282,7 @@ class Launch:
             remedy = "run(timeout_s=...) and the step's @timeout change how long it may run."
             return LaunchTimeout, FailureText(cause, instead=f"{stopped}: it ran {cause.exception}. {remedy}")
         if cause.kind == "step_timeout":
-            return LaunchTimeout, FailureText(cause, instead=f"{stopped}: {cause.who} {cause.what}.")
+            return LaunchTimeout, FailureText(cause, after=f"\n{stopped} on all nodes.")
         if cause.kind == "hang":
             remedy = "hang_timeout_s changes how long they may be silent."
             return LaunchHung, FailureText(cause, instead=f"{stopped}: {cause.exception}. {remedy}\n{cause.detail}")
@@ -295,7 +301,8 @@ class Launch:
         count = f" after {counted(self.restarts, 'restart')}" if self.restarts else ""
         more = f"\n{stopped} on all nodes{count} (class of the cause: {cause.category})."
         if self.preempted is not None:
-            more += f" Meanwhile {self.preempted.who} {self.preempted.what}."
+            # By its host and not by its index: `rename_node` changes the cause alone.
+            more += f" Meanwhile host {self.preempted.host} {self.preempted.what}."
         return LaunchFailed, FailureText(cause, after=more)
 
 
@@ -327,6 +334,48 @@ def reason(cause: Cause | None) -> str:
 def summary(cause: Cause) -> str:
     """Return who failed and how in one line."""
     return headline(f"{cause.who} {cause.what}")
+
+
+# --- what follows --------------------------------------------------------------------------------
+
+
+class Next(enum.Enum):
+    """What is done next."""
+
+    FINISH = "the launch has ended well"
+    MOVE = "all workers start again at once, with another port"
+    RESTART = "all workers start again after a pause"
+    FAIL = "the launch has failed"
+
+
+def decide(launch: Launch, cause: Cause | None, silent: list[int], is_whole: bool, now: float) -> Next:
+    """Return what follows when all nodes have ended, or their time is up.
+
+    `cause` is the first failure. `silent` nodes have not reported their end. A gang `is_whole` while all its nodes are
+    members.
+    """
+    all_well = all(ended.ok for node, ended in launch.ended.items() if node not in launch.dropped)
+    if (cause is None or launch.dropped) and not silent and all_well:
+        return Next.FINISH
+    # A node that has given the launch up by itself does not listen to it.
+    can_start_again = is_whole and not launch.given_up and launch.preempted is None
+    if cause is None or silent or not can_start_again:
+        return Next.FAIL
+    if _may_move(launch, cause):
+        return Next.MOVE
+    return Next.RESTART if _may_restart(launch, cause, now) else Next.FAIL
+
+
+def _may_move(launch: Launch, cause: Cause) -> bool:
+    """Tell whether somebody took the chosen port before the agent did, and another may be chosen."""
+    taken = cause.kind == "agent" and _PORT_TAKEN.search(cause.detail) is not None
+    return taken and launch.ready[CONTROL].master_port is None and launch.moves < _MAX_MOVES
+
+
+def _may_restart(launch: Launch, cause: Cause, now: float) -> bool:
+    policy = launch.policy
+    over = cause.kind == "step_timeout" or now >= launch.deadline  # as one node's clock has it
+    return cause.category in policy.restart_on and launch.restarts < policy.max_restarts and not over
 
 
 # --- the messages that tell its end -------------------------------------------------------------

@@ -7,7 +7,7 @@ Who may touch what. Three kinds of threads meet here: those of the step's code, 
 which calls `deliver` and `lose_control`; and watching threads, which call `notice`. Handlers of signals interrupt the
 main thread. All that changes, changes under `_lock`, together with what has to be told. Nobody waits while holding it.
 
-- In the handler of SIGTERM only `note_sigterm` runs. It takes no lock: it reads, and adds to `_noted`, a deque.
+- In the handler of SIGTERM only `record_sigterm` runs. It takes no lock: it reads, and adds to `_sigterms`, a deque.
 - In the handlers of the wake signal and of the alarm, `raise_news` and `time_out` run. They take the lock, even where
   they have interrupted the main thread while that holds it. That is safe, because they either leave the state alone or
   raise, so that what they have interrupted does not go on.
@@ -72,7 +72,7 @@ class Link(Protocol):
 
 
 class ControlNode(enum.IntEnum):
-    """What this node has heard of the control node; it only goes down this list."""
+    """What this node knows of the control node; it only goes down this list."""
 
     UNKNOWN = 0  # it has not taken this node in
     HERE = 1
@@ -106,7 +106,7 @@ class Member:
         self._state = State.STEP
         self._control = ControlNode.UNKNOWN
         self._launches = 0
-        self._noted: deque[str] = deque()  # orders to end that nobody has looked at
+        self._sigterms: deque[str] = deque()  # SIGTERMs that `raise_news` has not handled
         self._order: str | None = None  # why this node must end
         self.broken: TorchrunError | None = None  # why the gang can't go on; others only read it
         self._lost: TorchrunError | None = None  # that the control node is not heard, which it may not know
@@ -115,7 +115,7 @@ class Member:
     def attach(self, link: Link) -> None:
         """Begin to use `link`; `deliver` must get its messages from now on."""
         self._link = link
-        self._wakeup.take_signals()
+        self._wakeup.set_handlers()
 
     @property
     def own_address(self) -> str | None:
@@ -150,10 +150,10 @@ class Member:
     # --- called by the channel, in its thread ---------------------------------------------------
 
     def deliver(self, message: Message) -> None:
-        """Take a message of the control node."""
+        """Handle a message of the control node."""
         self.follow(message)
         if isinstance(message, Welcome | Ack | Bye):
-            self._hear(_SAYS[type(message)])
+            self._advance_control(_SAYS[type(message)])
         elif isinstance(message, Note):
             self.emit(Event("note", self.node, message.text, message.is_detail))
         elif isinstance(message, Replaced):
@@ -171,7 +171,7 @@ class Member:
                     self.inbox.put(message)
 
     def lose_control(self, reason: str) -> None:
-        """Take the news that the control node is not heard any more."""
+        """Handle the loss of the control node: its connection has ended, or it is silent."""
         if self._control is not ControlNode.BYE:
             cause = Cause("lost", CONTROL, "the control node", exception=reason)
             failure = FailureText(
@@ -180,9 +180,9 @@ class Member:
             )
             self._lost = failed(LaunchFailed, failure)
             self._break(self._lost)
-        self._hear(ControlNode.GONE)
+        self._advance_control(ControlNode.GONE)
 
-    def _hear(self, control: ControlNode) -> None:
+    def _advance_control(self, control: ControlNode) -> None:
         with self._lock:
             self._control = max(self._control, control)
             self._changed.notify_all()
@@ -199,27 +199,27 @@ class Member:
 
     # --- reaching the step's code ---------------------------------------------------------------
 
-    def note_sigterm(self) -> bool:
-        """Note SIGTERM; called in its handler, which sees to it that `raise_news` is called next."""
+    def record_sigterm(self) -> bool:
+        """Keep a SIGTERM for `raise_news`, which the handler has called next; return whether this member handles it."""
         if not self.in_task or self._state in OVER:
             return False
-        self._noted.append(_SIGTERM_CAME)
+        self._sigterms.append(_SIGTERM_CAME)
         return True
 
     def notice(self, why: str) -> None:
-        """Take the news that this node must end, as at a SIGTERM; `why` goes on after "node 1 was preempted: "."""
+        """End this node as after a SIGTERM; `why` goes on after "node 1 was preempted: "."""
         # As with a signal, the innermost launch stops in order, and what it raises reaches this node's step.
         self._wakeup.innermost.notice_here(why)
 
     def notice_here(self, why: str) -> None:
-        """Take such news for this member itself, once: it may repeat, and a second order means: at once."""
+        """Do so for this member, the first time only: notices repeat, and a second order ends a launch at once."""
         with self._lock:
             if self.broken is not None or self._order is not None:
                 return
-            self._take_order(why)
+            self._set_order(why)
         self._wakeup.wake()
 
-    def _take_order(self, why: str) -> None:
+    def _set_order(self, why: str) -> None:
         if self._state not in OVER:
             self._order = self._order or why
             if self._state is State.LAUNCH:
@@ -238,7 +238,7 @@ class Member:
         with self._lock:
             with suppress(IndexError):  # a handler of the wake signal may interrupt this, and take them first
                 while True:
-                    self._take_order(self._noted.popleft())
+                    self._set_order(self._sigterms.popleft())
             if not self.has_news():
                 return
             if self.broken is not None:
@@ -248,7 +248,7 @@ class Member:
             error = self.terminated()
             self._enter(State.ENDING)
             self.send(Leave(self.cause_of(error), failed=True))
-        self._wakeup.give_back()
+        self._wakeup.restore_handlers()
         raise error
 
     def time_out(self, text: str) -> None:
@@ -323,7 +323,7 @@ class Member:
         return None
 
     def end_launch(self, verdict: TorchrunError | None, failing: bool = False) -> None:
-        """Note that the step's own code has its thread again; raise news that came too late for the launch.
+        """End the launch: the step's own code runs again. Raise news that came too late for the launch.
 
         `verdict` is what the gang has decided. If `failing`, the launch raises it, or another error.
         """
@@ -359,7 +359,7 @@ class Member:
         if waits:
             self.raise_news()
         else:
-            self._wakeup.give_back()
+            self._wakeup.restore_handlers()
 
     def await_others(self, remaining: Callable[[], list[int]]) -> None:
         """Wait on the control node until the others have left; raise if a node fails or is lost meanwhile."""
@@ -398,7 +398,7 @@ class Member:
             self.at_end()
         finally:
             self._link.close()
-            self._wakeup.give_back()
+            self._wakeup.restore_handlers()
 
     def gang_knows(self, error: BaseException) -> bool:
         """Tell whether the gang has this error already: it is its own verdict, bare or chained."""

@@ -43,7 +43,7 @@ class Nodes:
         return self._states.get(node)
 
     def enter(self, node: int, state: NodeState) -> None:
-        """Note that a node is in another state now."""
+        """Change the state of a node."""
         before = self._states[node]
         assert state in _NEXT[before], f"node {node} can't go from {before.name} to {state.name}"
         self._count[before] -= 1
@@ -56,7 +56,7 @@ class Nodes:
         return again or self[join.node] is NodeState.ABSENT
 
     def join(self, join: Join) -> None:
-        """Take a node in."""
+        """Make a task the member for its node."""
         self.enter(join.node, NodeState.JOINED)
         self._joins[join.node] = join
 

@@ -1,4 +1,4 @@
-"""What is done when: with a launch (time limits, restarts, preemptions), and to reach the control node."""
+"""Limits and times: of a gang, of a launch (time limits, restarts, preemptions), and of connecting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is in, who is ready, what was decided: the control node's view of the gang.
+"""The gang's state machine on the control node: joining, the begin and end of launches, leaving.
 
 `Gang` is pure: messages and the clock go in, messages come out. It starts no thread, opens no
 socket and never sleeps, so every interleaving can be tried in a test. One object decides, so there is
@@ -99,7 +99,7 @@ class Gang:
     # --- what can happen ------------------------------------------------------------------------
 
     def handle(self, node: int, message: Message) -> list[Outgoing]:
-        """Take a message of a node and return what is to be sent; what no node sends is ignored."""
+        """Handle a node's message and return the messages to send; a message that no node sends is ignored."""
         handler = _HANDLERS.get(type(message))
         if self.nodes[node] is None:
             pass
@@ -121,7 +121,7 @@ class Gang:
         return self._course.flush()
 
     def lost(self, node: int, why: str) -> list[Outgoing]:
-        """Note that a node's connection or task ended, or that it fell silent."""
+        """Handle the loss of a node: its connection or task has ended, or it is silent."""
         state = self.nodes[node]
         if state in (NodeState.ABSENT, NodeState.JOINED, NodeState.DONE):
             self.nodes.enter(node, NodeState.LOST)
@@ -138,7 +138,7 @@ class Gang:
         return self._course.flush()
 
     def tick(self) -> list[Outgoing]:
-        """Look at the clock; call it once a second, and when it is `due_at`."""
+        """Check all time limits; call it once a second, and at `due_at`."""
         now = self._clock()
         if self.nodes.count(NodeState.ABSENT) and self._course.age_s > self._rules.started_timeout_s:
             absent = self.nodes.absent
@@ -241,7 +241,7 @@ class Gang:
         elif launch.phase is not Phase.GATHERING:
             self._early[node] = ready
         else:
-            launch.note_ready(node, ready)
+            launch.add_ready(node, ready)
             self._course.note("ready", generation=None, node=node)
             self._start_if_all_ready()
 
@@ -273,7 +273,7 @@ class Gang:
             self._send_late_verdict(number, node, error)
 
     def _launch_is_over(self, error: TorchrunError | None) -> None:
-        """Keep what nodes that come late to the launch are to hear, and begin what others wait with."""
+        """Keep the verdict for nodes that call `run` later, and handle the *ready* of nodes that wait for the next launch."""
         launch = self._launch
         # Where the nodes' numbers contradict each other, each of these launches has ended.
         numbers = {launch.number, *(ready.launch for ready in launch.ready.values())}
@@ -321,7 +321,7 @@ class Gang:
             self._course.broadcast(Bye())
 
     def _see_who_is_left(self) -> None:
-        """Tell a control node whose step has ended that a member's failed, or that no member is left.
+        """Send a control node whose step has ended the failure of a member, or `Alone` when no member is left.
 
         A member that raises the verdict of a launch, as all do, fails the run. The control node's step may have ended
         well even so: it has caught the verdict, or ended before that launch.
@@ -333,7 +333,7 @@ class Gang:
                 self._course.send(Alone(), CONTROL)
 
     def _go_on_without(self, node: int) -> None:
-        """See what it means for the launch that no more can be expected of `node`."""
+        """Handle that `node` will report no more: end a launch that can't begin, or check whether all others have ended."""
         if self._launch.phase is Phase.GATHERING:
             self._course.finish(obstacles.step_has_ended(self._launch.number, [node]))
         else:
@@ -351,7 +351,7 @@ class Gang:
             self._course.finish(error)
             self._break(error)
         else:
-            self._course.note_failures([Failure(cause)])
+            self._course.add_failures([Failure(cause)])
             self._course.stop_or_drop(node)
             self._course.decide_if_all_ended()
 

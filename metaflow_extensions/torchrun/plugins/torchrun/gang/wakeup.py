@@ -83,14 +83,14 @@ class Wakeup:
         self._handlers = {int(signal.SIGTERM): self._on_sigterm, _WAKE: self._on_wake}
         self._former: dict[int, Any] = {}
 
-    def take_signals(self) -> None:
+    def set_handlers(self) -> None:
         """Set the handlers; only the main thread can, and in another nothing happens."""
         if threading.current_thread() is threading.main_thread():
             _active.append(self)
             for number, handler in self._handlers.items():
                 self._former[number] = signal.signal(number, handler)
 
-    def give_back(self) -> None:
+    def restore_handlers(self) -> None:
         """Set the former handlers, unless the step has set others meanwhile.
 
         Only the main thread can, and only when the member will have no more news: see `_wake_once`.
@@ -136,7 +136,7 @@ class Wakeup:
 
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
         former = self._former[number]
-        if self.member.note_sigterm():
+        if self.member.record_sigterm():
             _thread.interrupt_main(_WAKE)  # type: ignore[arg-type]  # its handler runs right after this one
         elif callable(former):  # for example in a child that was forked past Python
             former(number, frame)
@@ -168,7 +168,7 @@ def _after_fork() -> None:
 def _in_forked_child() -> None:
     """Give a forked child the handlers that were there before ours: what we do with a signal is the task's."""
     for each in _active[::-1]:
-        each.give_back()
+        each.restore_handlers()
     _after_fork()
 
 

@@ -10,7 +10,7 @@ import functools
 import math
 import types
 import typing
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, Union
 
@@ -33,9 +33,8 @@ def to_plain(value: Any) -> Any:
         return {"class": cls.__name__, "failure": to_plain(value._failure)}
     if isinstance(value, Cause):
         value = value.bounded()
-    names = _names(typing.cast("Hashable", cls))
-    if names is not None:
-        return {name: to_plain(getattr(value, name)) for name in names}
+    if is_dataclass(cls):
+        return {name: to_plain(getattr(value, name)) for name in _fields(cls)[0]}
     if isinstance(value, dict):
         return {str(key): to_plain(each) for key, each in value.items()}
     if isinstance(value, tuple | frozenset):
@@ -57,16 +56,10 @@ def finite(data: Any) -> Any:
     return data
 
 
-@functools.cache
-def _names(cls: Any) -> tuple[str, ...] | None:
-    """Return the names of a dataclass's fields; None of another class."""
-    return tuple(each.name for each in fields(cls)) if is_dataclass(cls) else None
-
-
 def from_plain(cls: type[Any], data: Any, where: str) -> Any:
     """Return the instance of `cls` that was made plain; raise ValueError, which names the field, if it is none."""
     try:
-        return _reader(typing.cast("Hashable", cls))(data)
+        return _read(cls, data)
     except _Misfit as error:
         raise ValueError(f"{where}{error}") from None
 
@@ -75,83 +68,46 @@ class _Misfit(Exception):
     """Where in the data something does not fit, and what."""
 
 
-def _misfit(value: Any) -> _Misfit:
-    return _Misfit(f" is {str(value)[:40]!r}, which does not fit")
-
-
-Reader = Callable[[Any], Any]
-"""Takes plain data and returns what it stands for, or raises `_Misfit`."""
-
-
-@functools.cache
-def _reader(hint: Any) -> Reader:
-    """Return what reads values of a type. It is made once: the control node of a large gang reads thousands at once."""
-    origin, inner = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (Union, types.UnionType):  # X | None; there is no other
-        read = _reader(inner[0])
-        return lambda value: None if value is None else read(value)
-    if origin in (tuple, frozenset):
-        return _reader_of_many(origin, _reader(inner[0]))
-    if origin is dict:
-        return _reader_of_dict(inner[0], _reader(inner[1]))
-    if hint is TorchrunError:
-        return _read_error
-    if hint is Any:
-        return lambda value: value
-    if is_dataclass(hint):
-        return _reader_of_fields(hint)
-    if hint is float:
-        return _read_float
-    assert hint in (str, int, bool), f"{hint} can't travel"
-    return _reader_of_plain(hint)
-
-
-def _reader_of_plain(hint: type[Any]) -> Reader:
-    def read(value: Any) -> Any:
-        if type(value) is not hint:
-            raise _misfit(value)
+def _read(hint: Any, value: Any) -> Any:
+    """Return what plain data stands for, of a type; raise `_Misfit` where it does not fit."""
+    if type(value) is hint and hint in (str, int, bool):  # most are; True is no int here
         return value
+    origin, inner = _parts(hint)
+    if origin in (Union, types.UnionType):  # X | None; there is no other
+        return None if value is None else _read(inner[0], value)
+    if origin in (tuple, frozenset) and isinstance(value, list):
+        return origin(_read(inner[0], each) for each in value)
+    if origin is dict and isinstance(value, Mapping):
+        return {_key(name, inner[0]): _read(inner[1], each) for name, each in value.items()}
+    if hint is TorchrunError and isinstance(value, Mapping):
+        return _read_error(value)
+    if hint is Any:
+        return value
+    if origin is None and is_dataclass(hint):
+        return _read_fields(hint, value)
+    if hint is float and type(value) in (int, float) and _is_finite(value):
+        return float(value)
+    raise _Misfit(f" is {str(value)[:40]!r}, which does not fit")
 
-    return read
+
+@functools.cache  # the control node of a large gang reads thousands of messages at once
+def _parts(hint: Any) -> tuple[Any, tuple[Any, ...]]:
+    """Return what a type is made from, and of what: ``tuple`` and ``(int, ...)`` for ``tuple[int, ...]``."""
+    return typing.get_origin(hint), typing.get_args(hint)
 
 
-def _read_float(value: Any) -> float:
-    if type(value) is not float and type(value) is not int:
-        raise _misfit(value)
+def _is_finite(number: float) -> bool:
     try:
-        number = float(value)
+        return math.isfinite(number)
     except OverflowError:  # an int of hundreds of digits
-        raise _misfit(value) from None
-    if not math.isfinite(number):
-        raise _misfit(value)
-    return number
+        return False
 
 
-def _read_error(value: Any) -> TorchrunError:
-    if not isinstance(value, Mapping):
-        raise _misfit(value)
+def _read_error(value: Mapping[str, Any]) -> TorchrunError:
     cls = CLASSES.get(str(value.get("class")), TorchrunError)
     if "failure" in value:
-        return failed(cls, _reader(typing.cast("Hashable", FailureText))(value["failure"]))
+        return failed(cls, _read(FailureText, value["failure"]))
     return cls(str(value.get("message", "")), value.get("cause"))
-
-
-def _reader_of_many(collection: type[Any], read_one: Reader) -> Reader:
-    def read(value: Any) -> Any:
-        if not isinstance(value, list):
-            raise _misfit(value)
-        return collection(map(read_one, value))
-
-    return read
-
-
-def _reader_of_dict(key: type[Any], read_one: Reader) -> Reader:
-    def read(value: Any) -> Any:
-        if not isinstance(value, Mapping):
-            raise _misfit(value)
-        return {_key(name, key): read_one(each) for name, each in value.items()}
-
-    return read
 
 
 def _key(name: str, cls: type[Any]) -> Any:
@@ -162,24 +118,26 @@ def _key(name: str, cls: type[Any]) -> Any:
         raise _Misfit(f" has the key {name[:40]!r}, which does not fit") from None
 
 
-def _reader_of_fields(cls: Any) -> Reader:
+@functools.cache
+def _fields(cls: Any) -> tuple[dict[str, Any], frozenset[str]]:
+    """Return the types of a dataclass's fields by name, and the names of those without a default."""
     hints = typing.get_type_hints(cls)
-    readers = {each.name: _reader(hints[each.name]) for each in fields(cls)}
-    needed = {each.name for each in fields(cls) if each.default is MISSING and each.default_factory is MISSING}
+    needed = (each.name for each in fields(cls) if each.default is MISSING and each.default_factory is MISSING)
+    return {each.name: hints[each.name] for each in fields(cls)}, frozenset(needed)
 
-    def read(data: Any) -> Any:
-        if not isinstance(data, Mapping):
-            raise _Misfit(f" is {str(data)[:40]!r}, not an object with fields")
-        if not needed <= data.keys() <= readers.keys():
-            missing = [name for name in readers if name in needed and name not in data]
-            unknown = [str(name)[:40] for name in data if name not in readers]
-            raise _Misfit(f" lacks the fields {missing}, or has fields that nobody knows: {unknown}")
-        values, name = {}, ""
-        try:
-            for name, value in data.items():
-                values[name] = readers[name](value)
-        except _Misfit as error:
-            raise _Misfit(f".{name}{error}") from None
-        return cls(**values)
 
-    return read
+def _read_fields(cls: Any, data: Any) -> Any:
+    if not isinstance(data, Mapping):
+        raise _Misfit(f" is {str(data)[:40]!r}, not an object with fields")
+    hints, needed = _fields(cls)
+    if not needed <= data.keys() <= hints.keys():
+        missing = [name for name in hints if name in needed and name not in data]
+        unknown = [str(name)[:40] for name in data if name not in hints]
+        raise _Misfit(f" lacks the fields {missing}, or has fields that nobody knows: {unknown}")
+    values, name = {}, ""
+    try:
+        for name, value in data.items():
+            values[name] = _read(hints[name], value)
+    except _Misfit as error:
+        raise _Misfit(f".{name}{error}") from None
+    return cls(**values)

@@ -1,4 +1,4 @@
-"""What the guardian tells of an agent and its workers: a line of JSON each, with the event's name and its fields.
+"""Events that the guardian sends to its task. Each is a line of JSON with the event's name and fields.
 
 Times are seconds of this machine's monotonic clock. An exit code is negative for a signal.
 """

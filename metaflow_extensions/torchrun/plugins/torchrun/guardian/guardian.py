@@ -1,4 +1,4 @@
-"""Stands between a task and its agent, as a process of its own, and outlives neither.
+"""The guardian: a process between a task and its agent, which stops the agent's whole tree.
 
 Three things can't be done from inside the task. When the task dies, even by SIGKILL, the guardian stops the whole tree.
 As a child subreaper it finds, stops and reaps workers of a killed agent and grandchildren that detached themselves. It
@@ -104,7 +104,7 @@ def start_program(
 class Guardian:
     """One agent and everything that descends from it; `task_end` is the file that tells the end of `task`, if one does."""
 
-    # There is one thread. The handler of SIGTERM only notes that it came.
+    # There is one thread. The handler of SIGTERM only sets a flag, since it may interrupt any line.
 
     def __init__(
         self,
@@ -131,7 +131,7 @@ class Guardian:
         self._left: list[str] = []
 
     def note_sigterm(self) -> None:
-        """Somebody wants this process to end; the main loop sees to it."""
+        """Record that somebody sent SIGTERM; the main loop acts on it."""
         self._got_sigterm = True
 
     def run(self, command: Sequence[str]) -> int:
@@ -204,7 +204,7 @@ class Guardian:
         try:
             handle = processes.open_pidfd(pid)
         except ProcessLookupError:  # torchrun has reaped it before we heard of it
-            self._note_exit(pid, None)
+            self._report_exit(pid, None)
             return
         if handle is not None:
             self._pidfds[handle] = pid
@@ -214,10 +214,10 @@ class Guardian:
         os.close(pidfd)
         # torchrun polls ten times a second; until it does, the dead worker tells its exit code.
         dead = processes.find(pid)
-        self._note_exit(pid, None if dead is None else dead.status)
+        self._report_exit(pid, None if dead is None else dead.status)
 
-    def _note_exit(self, pid: int, status: int | None) -> None:
-        """Say how a worker has ended; None: torchrun was faster, and now it alone knows."""
+    def _report_exit(self, pid: int, status: int | None) -> None:
+        """Report a worker's end; status None: torchrun reaped it first, so only torchrun knows the exit code."""
         worker = self._workers.get(pid)
         if worker is None or worker.status is not None:
             return
@@ -231,7 +231,7 @@ class Guardian:
         if self._got_sigterm and self._deadline is None:
             self._say(Terminated(time.monotonic()))
             self._begin_to_stop(self._options.grace_s)
-        # Its pipe alone does not tell: a process that the step has forked may hold the other end.
+        # End of file on the pipe is not enough: a process that the step forked may hold the other end open.
         if not self._task_gone and self._task.has_ended:
             self._task_ended()
         if self._workers.expects_more():
@@ -239,7 +239,7 @@ class Guardian:
         self._reap_orphans()
         if self._agent.returncode is not None and self._deadline is None:
             self._agent_ended(self._agent.returncode)
-        for pid in self._frozen.look((self._agent.pid, self._task.pid, *self._workers.living()), time.monotonic()):
+        for pid in self._frozen.overdue((self._agent.pid, self._task.pid, *self._workers.living()), time.monotonic()):
             self._is_frozen(pid)
 
     def _task_ended(self) -> None:
@@ -281,14 +281,14 @@ class Guardian:
                 if pid == self._agent.pid:
                     self._agent.returncode = status
                 else:
-                    self._note_exit(pid, status)
+                    self._report_exit(pid, status)
             return True
         return False
 
     # --- stopping ------------------------------------------------------------------------------
 
     def _begin_to_stop(self, grace_s: float, preempt_signal: int | None = None) -> None:
-        """Have the main loop stop everything; who asks first says how."""
+        """Have the main loop stop everything; the first call sets the deadline, later ones change nothing."""
         if self._deadline is None:
             self._deadline = time.monotonic() + grace_s
             self._preempt_signal = preempt_signal
@@ -297,8 +297,8 @@ class Guardian:
         """Signal everything once and give it time to end."""
         if self._workers.any_reaped:  # the agent has a moment to stop its workers and print how they failed
             self._wait_while(lambda: self._agent.returncode is None, time.monotonic() + _REPORT_S)
-        # The agent is frozen, not told: told, it would signal its workers a second time, reap them
-        # before we see how they ended, or wait out its exit barrier (300 s, torch 2.13).
+        # The agent gets SIGSTOP, not SIGTERM. On SIGTERM it would signal its workers a second time, reap them before we
+        # read their exit codes, or wait in its exit barrier for up to 300 s (torch 2.13).
         self._agent.send_signal(signal.SIGSTOP)
         if self._preempt_signal is not None:
             self._find_workers()
@@ -329,7 +329,7 @@ class Guardian:
                 # Workers first: dead while their agent is frozen, they come to us with their exit codes.
                 if pid != self._agent.pid or len(living) == 1 or time.monotonic() > deadline - _KILL_WAIT_S / 2:
                     send_signal(pid, signal.SIGKILL)
-            # Asked before they are reaped: who ends in between leaves an exit code that nobody would read.
+            # Check before reaping: a process that ends in between would else be left with its exit code unread.
             all_ended = self._agent.returncode is not None and not self._descendants()
             if not self._reap_orphans() or all_ended:
                 return

@@ -1,4 +1,4 @@
-"""A guardian, as its task sees it: what it is told, and what it tells."""
+"""A guardian as its task sees it: start it, send commands, read events."""
 
 from __future__ import annotations
 

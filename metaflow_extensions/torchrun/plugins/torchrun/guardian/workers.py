@@ -1,4 +1,4 @@
-"""Finds the workers of an agent, and processes that somebody has frozen. The guardian uses it."""
+"""The guardian's table of workers, and its check for processes that somebody stopped with SIGSTOP."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class FrozenWatch:
         self._since: dict[int, float] = {}
         self._looked_at = 0.0
 
-    def look(self, pids: Iterable[int], now: float) -> list[int]:
+    def overdue(self, pids: Iterable[int], now: float) -> list[int]:
         """Return those of `pids` that have been frozen for too long, each once; `now` is the monotonic clock."""
         since_last = now - self._looked_at
         if since_last < WATCH_S / 2:  # too soon to look again

@@ -104,7 +104,7 @@ def _gang_options(spec: LaunchSpec, given: Mapping[str, str | None]) -> dict[str
 
 
 def restart_variables(spec: LaunchSpec, go: Go) -> dict[str, str]:
-    """Return what workers are to see of the gang's restarts, where it is not what torchrun sets.
+    """Return the variables that tell workers of the gang's restarts, where torchrun's own values are wrong.
 
     Each agent runs one generation only, so torchrun (2.13) sets both to 0. Of the nodes' limits the control node's
     counts, which is in `go`.

@@ -87,7 +87,7 @@ def source_of(program: str, words: Sequence[str], cwd: str | None) -> str | None
 
 
 def foreign_python(words: Sequence[str], env: Mapping[str, str]) -> str | None:
-    """Return what to say of a command whose ``python`` or ``pip`` is of another installation than the step's; else None."""
+    """Return a warning if a command's ``python`` or ``pip`` belongs to another installation than the step's, else None."""
     text = words[2] if is_by_shell(words) else "".join(words[:1])
     name = next(iter(text.split()), "")
     found = re.fullmatch(r"(python|pip)[0-9.]*", name) and shutil.which(name, path=_path_of(env))

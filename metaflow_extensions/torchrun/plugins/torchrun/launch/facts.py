@@ -1,6 +1,6 @@
-"""What a node says of itself before a launch; the gang compares it with what the other nodes say.
+"""Facts that a node reports before a launch; the gang compares them with those of the other nodes.
 
-All of it is found without importing torch: the task stays small, and a node that can't import torch can still say so.
+They are found without importing torch: the task stays small, and a node where torch can't be imported still reports.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def device_kind(accelerators: Sequence[str], root: str = "/") -> str:
 
 
 def too_few_warning(spec: LaunchSpec, machine: Machine) -> str | None:
-    """Return what to say of a machine with fewer accelerators than nodes, or None."""
+    """Return a warning for a machine with fewer accelerators than nodes, or None."""
     found, env = len(machine.accelerators), dict(spec.env)
     # On a machine of its own, the step's code has hidden them.
     if not found or machine.nodes_here == 1 or machine.seen_by(env) or "CUDA_VISIBLE_DEVICES" in env:
@@ -117,7 +117,7 @@ def shm_bytes(path: str = "/dev/shm") -> int | None:  # noqa: S108 - it is looke
 def shm_warning(
     size_bytes: int | None, nproc: int, accelerators: Sequence[str], environ: Mapping[str, str]
 ) -> str | None:
-    """Return what to say of a ``/dev/shm`` that is too small, or None; `environ`, the task's, says where it runs."""
+    """Return a warning for a ``/dev/shm`` that is too small, or None; `environ` is the task's environment."""
     # One process alone, without an accelerator, shares nothing.
     if size_bytes is None or size_bytes >= _ENOUGH_SHM_MIB * _MIB or (nproc < 2 and not accelerators):
         return None

@@ -1,4 +1,4 @@
-"""What is on its way to the datastore or from it, in a thread, so that the node goes on listening to its gang."""
+"""Transfers to the datastore and from it, in a thread of their own, so that the node still handles its gang's messages."""
 
 from __future__ import annotations
 
@@ -36,29 +36,29 @@ class ValueStore(Protocol):
 
 
 class TransferFailed(Exception):
-    """The datastore did not take or give something, or not in time; says what, where, how long and why."""
+    """The datastore failed or was too slow; the text says what, where, how long and why."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """One thing to carry."""
+    """One thing to store or to load."""
 
     what: str
-    do: Callable[[], object]  # carries it; what it returns counts for nothing
+    do: Callable[[], object]  # stores or loads it; the return value is ignored
     patience_s: float
     rank: int | None = None  # whose it is, if it is one rank's
-    is_news: bool = True  # whether the gang should hear of its begin
+    is_news: bool = True  # whether to report its begin to the gang
 
 
 class Transfer:
     """Steps, one after the other, in a daemon thread.
 
-    Only that thread waits for the store. The thread that has started it may give it up at any time: then it does no
-    further step, and keeps no interpreter from its exit.
+    Only that thread waits for the store. The thread that started it may give it up at any time. Then no further step is
+    done, and the thread does not delay the exit of the interpreter.
     """
 
-    # The transfer's own thread writes `step`, `_step_begun_at` and `_error`, and sets `_ended` last.
-    # Whoever has started it reads them, and writes `_given_up` and `_said_at`.
+    # The transfer's own thread writes `step`, `_step_begun_at` and `_error`, and sets `_ended` last. The thread that
+    # started it reads them, and writes `_given_up` and `_said_at`. Each field has one writer, so there is no lock.
 
     def __init__(self, store: ValueStore, doing: str, steps: Iterable[Step]) -> None:
         self._store = store
@@ -86,7 +86,7 @@ class Transfer:
         return self._ended.is_set() or time.monotonic() - self._step_begun_at > self.step.patience_s
 
     def line(self) -> str | None:
-        """Return what to say in the log now, or None if it has been said a moment ago."""
+        """Return a line for the log about the progress; None if the last one is less than `REMIND_S` old."""
         now = time.monotonic()
         if now - self._said_at < REMIND_S:
             return None
@@ -94,12 +94,12 @@ class Transfer:
         return f"{self._doing} {self.what()}, for {now - self._begun_at:.0f} s so far"
 
     def what(self) -> str:
-        """Return what is being carried and, if the store fails, how."""
+        """Return what is being stored or loaded and, if the store fails at the moment, why."""
         trouble = self._store.trouble()
         return self.step.what + (f" (the datastore fails: {trouble[:_TROUBLE_TEXT]})" if trouble else "")
 
     def problem(self) -> str | None:
-        """Return why it has not ended well, once it is over; None if it has."""
+        """Return why it failed, once it is over; None if it succeeded."""
         passed = f"after {time.monotonic() - self._step_begun_at:.0f} s"
         if self._error is not None:
             return f"{passed}: {type(self._error).__name__}: {self._error}"
@@ -109,10 +109,11 @@ class Transfer:
         return f"{passed}: {trouble[:_TROUBLE_TEXT]}"
 
     def give_up(self) -> None:
-        """Wait for it no more."""
+        """Stop waiting for it."""
         self._given_up = True
         if not self._ended.is_set():
-            with suppress(AttributeError, RuntimeError):  # private; or the interpreter is at its exit already
+            # Private (Python 3.9 to 3.14). Without it, the exit waits for boto3's threads; RuntimeError: it exits already.
+            with suppress(AttributeError, RuntimeError):
                 threading._register_atexit(_do_not_wait_for_pools)  # type: ignore[attr-defined]
 
     def wait(self, say: Callable[[str], None]) -> None:

@@ -65,10 +65,11 @@ class _Output:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        # Any thread adds on the right, at any time; only the thread that has the turn changes what is on the left.
+        # Any thread may append on the right at any time (deque.append is atomic). Only the thread that holds `_turn`
+        # removes or puts back on the left, so texts keep their order.
         self._waiting: collections.deque[bytes] = collections.deque()
         self._turn = threading.Lock()
-        # All below belongs to the thread that has the turn.
+        # Only the thread that holds `_turn` may touch what follows.
         self._cut = b""  # the rest of what was begun
         self._pipe_lock = PipeLock()  # held from a line's first byte to its last, and from a text's first to its last
         self._other = "stderr" if name == "stdout" else "stdout"
@@ -141,7 +142,7 @@ class _Output:
         return not self._cut
 
     def _write_to_pipe(self, fd: int, lines: bytes, patience_s: float) -> bool:
-        if self._takes_turns and not self._pipe_lock.take(fd, patience_s):
+        if self._takes_turns and not self._pipe_lock.acquire(fd, patience_s):
             if lines:
                 self._waiting.appendleft(lines)
             return False
@@ -158,7 +159,7 @@ class _Output:
         if other is None or unread >= self._left_unread or os.path.sameopenfile(other, fd):
             return
         if self._name == "stderr":
-            self._other_lock.take(other, _OTHER_PATIENCE_S)
+            self._other_lock.acquire(other, _OTHER_PATIENCE_S)
             unread = unread_bytes(other)
         self._left_unread = (await_reader(other, _OTHER_PATIENCE_S) if unread else 0) or sys.maxsize
 
@@ -187,7 +188,7 @@ _outputs = {name: _Output(name) for name in ("stdout", "stderr")}
 
 
 def _begin_anew() -> None:
-    """Leave a forked child nothing of what its parent is still to write."""
+    """Empty the queues in a forked child: else both would write them. Its locks may be held by threads it lacks."""
     _outputs.update({name: _Output(name) for name in _outputs})
 
 

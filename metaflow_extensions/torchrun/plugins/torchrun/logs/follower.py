@@ -1,4 +1,4 @@
-"""Rank-labelled, live, complete output, bounded in memory.
+"""Follows the log files of workers and agent, and shows their lines with labels.
 
 torchrun redirects every worker's stdout and stderr to files of their own, and a thread of ours follows them. So a
 worker never waits for us. What it wrote before it died is in the file, and is read up to the last byte.
@@ -95,20 +95,17 @@ class FollowedFile:
         self._show(self._splitter.feed(b"", final=True), show)
         if show_held:
             self._hold_from = None
-            self._show([b"\n".join(self._held)] if self._held else [], show)
+            self._show(b"".join(self._held), show)
 
-    def _show(self, parts: list[bytes], show: Show) -> None:
-        """Show lines, as `LineSplitter` returns them."""
-        if parts and self._torchs_label is not None:
-            parts = [_without(self._torchs_label, b"".join(parts))]  # the label may be cut
-        if parts and self._hold_from is not None:
-            lines = b"".join(parts).split(b"\n")
-            rest = [line for line in lines if not self._hold(line, self._hold_from)]
-            parts = [b"\n".join(rest)] if rest else []
-        if parts:
-            others_begin = b"\n" + self._label
-            labelled = b"".join((self._label, *(part.replace(b"\n", others_begin) for part in parts), b"\n"))
-            show(self._stream, labelled)
+    def _show(self, lines: bytes, show: Show) -> None:
+        """Show whole lines with their label, except for those that are held back."""
+        if self._torchs_label is not None:
+            lines = _without(self._torchs_label, lines)
+        if self._hold_from is not None:
+            pattern = self._hold_from
+            lines = b"".join(line for line in lines.splitlines(keepends=True) if not self._hold(line, pattern))
+        if lines:
+            show(self._stream, self._label + lines[:-1].replace(b"\n", b"\n" + self._label) + b"\n")
 
     def _hold(self, line: bytes, hold_from: re.Pattern[bytes]) -> bool:
         if len(self._held) >= _HELD_LINES:

@@ -1,9 +1,9 @@
-"""How bytes become lines, and a progress bar one line that is renewed.
+"""Turns bytes into lines, and thins out progress bars.
 
-A program that writes a progress bar begins each of its states with ``\\r``, or ends it so, and the whole bar with
-``\\n``. On a terminal each state takes the place of the one before. A log would get hundreds, so it gets one a second.
+A program that draws a progress bar begins or ends each state of the bar with ``\\r``, and ends the bar with ``\\n``.
+A terminal replaces the state before. A log would keep hundreds of states, so it gets one a second and the last.
 
-Workers may write faster than Python can look at lines. So lines without a ``\\r`` go through together, in one piece.
+A worker may write faster than Python can handle single lines. So lines without a ``\\r`` go through in one block.
 """
 
 from __future__ import annotations
@@ -13,9 +13,7 @@ from collections.abc import Callable
 
 # A longer line is shown in several pieces, so that memory stays bounded. Pieces of a MiB would cost a third more CPU.
 MAX_LINE_BYTES = 512 * 1024
-# Parts of a line are kept as they come, but small ones are put together, so that there are never many.
-_PART_BYTES = 64 * 1024
-# At most one state of a line that is renewed is shown in this time, besides its last.
+# Between two shown states of progress bars. The last state of a line is always shown.
 RENEWED_S = 1.0
 
 
@@ -23,88 +21,77 @@ class LineSplitter:
     """Turns bytes, cut anywhere, into whole lines of valid UTF-8.
 
     A line ends with ``\\n`` or ``\\r\\n``. Any other ``\\r`` begins a new state of the line. The last state of a line is
-    always shown, and a state at which it rests for a while.
+    always shown, and so is a state that has not changed for `RENEWED_S`.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._rest: list[bytes] = []  # the last state of a line without its end, in parts
-        self._is_returned = False  # whether a return stands behind that state
-        self._is_renewed = False  # whether that line has had a return
-        self._rest_at = 0.0  # when `_rest` has changed
+        self._rest = b""  # the last state of a line that has not ended
+        self._is_returned = (
+            False  # a return follows that state; the next byte says whether it belongs to the line's end
+        )
+        self._is_renewed = False  # that line has had a return
+        self._rest_at = 0.0  # when `_rest` last changed
         self._shown: bytes | None = None  # the state of that line that was shown last
-        self._shown_at = float("-inf")  # when a state of any line was
-        self._found: list[bytes] = []  # what `feed` is to return
+        self._shown_at = float("-inf")  # when a state of any line was last shown
+        self._found: list[bytes] = []  # what `feed` will return
 
-    def feed(self, data: bytes, final: bool = False) -> list[bytes]:
-        """Return the lines that are to be shown now in parts, cut anywhere, without the last one's end.
+    def feed(self, data: bytes, final: bool = False) -> bytes:
+        """Return the whole lines to show now, each with its end.
 
-        No parts: no lines. One empty part: an empty line. Who needs them in one piece copies them anyway, so it is not
-        done here. `final` flushes the rest. No data: some time has gone by.
+        Call it without data when the writer has been quiet for a while; `final` also returns an unfinished line.
         """
         if data:
             self._rest_at = self._clock()
-            self._take(data)
+            self._split(data)
         elif self._is_renewed and self._clock() >= self._rest_at + RENEWED_S:
-            self._renew()
+            self._show_state()
         self._cut_rest()
-        if final and any(self._rest):
+        if final and self._rest:
             self._add(b"\n")
-        found, self._found = self._found, []
+        found = b"".join(self._found)
+        self._found.clear()
         return _as_utf8(found)
 
-    def _take(self, data: bytes) -> None:
-        is_plain = b"\r" not in data  # to look is far faster than to replace or to split
-        text, *states = [data] if is_plain else data.replace(b"\r\n", b"\n").split(b"\r")
+    def _split(self, data: bytes) -> None:
+        if b"\r" not in data:  # a search costs far less than a replacement and a split
+            self._add(data)
+            return
+        text, *states = data.replace(b"\r\n", b"\n").split(b"\r")
         self._add(text)
         for text in states:
             self._is_renewed = self._is_returned = True
             self._add(text)
 
     def _add(self, text: bytes) -> None:
-        """Add what has no return in it."""
+        """Add text that has no return in it."""
         if self._is_returned and text:
             self._is_returned = False
-            if not text.startswith(b"\n"):  # that would make the return a part of the line's end
-                self._renew()
-                self._rest.clear()
-        end = text.rfind(b"\n")
-        if end < 0:
-            self._add_to_rest(text)
+            if not text.startswith(b"\n"):  # else the return was part of the line's end
+                self._show_state()
+                self._rest = b""
+        end = text.rfind(b"\n") + 1
+        if end == 0:
+            self._rest += text
             return
-        lines = [*self._rest, text[:end]]
-        if self._shown is not None:
-            first, *others = b"".join(lines).split(b"\n", 1)
-            lines = others if first == self._shown else lines
-        self._find(lines)
-        self._rest, self._is_renewed, self._shown = [text[end + 1 :]], False, None
+        lines = self._rest + text[:end]
+        if self._shown is not None and lines.startswith(self._shown + b"\n"):  # the log has this state already
+            lines = lines[len(self._shown) + 1 :]
+        self._found.append(lines)
+        self._rest, self._is_renewed, self._shown = text[end:], False, None
 
-    def _add_to_rest(self, text: bytes) -> None:
-        if self._rest and len(self._rest[-1]) + len(text) <= _PART_BYTES:
-            text = self._rest.pop() + text
-        self._rest.append(text)
-
-    def _find(self, lines: list[bytes]) -> None:
-        """Have lines shown, which come in parts and without the last one's end."""
-        if lines and self._found:
-            self._found.append(b"\n")
-        self._found += lines
-
-    def _renew(self) -> None:
-        """Show the state if it is time to."""
-        state = b"".join(self._rest)
+    def _show_state(self) -> None:
+        """Show the current state as a line, unless another state was shown a moment ago."""
+        state = self._rest
         if state and state != self._shown and self._clock() >= self._shown_at + RENEWED_S:
             self._shown, self._shown_at = state, self._clock()
-            self._find([state])
+            self._found.append(state + b"\n")
 
     def _cut_rest(self) -> None:
-        while (over := sum(map(len, self._rest)) - MAX_LINE_BYTES) > 0:
-            last = self._rest.pop()
-            while self._rest and len(last) - over < 3:  # a character may lie in several parts
-                last = self._rest.pop() + last
-            end = _character_begin(last, len(last) - over)
-            self._find([*self._rest, last[:end]])
-            self._rest = [last[end:]]
+        while len(self._rest) > MAX_LINE_BYTES:
+            end = _character_begin(self._rest, MAX_LINE_BYTES)
+            self._found.append(self._rest[:end] + b"\n")
+            self._rest = self._rest[end:]
 
 
 def _character_begin(data: bytes, at: int) -> int:
@@ -112,16 +99,15 @@ def _character_begin(data: bytes, at: int) -> int:
     return next((begin for begin in range(at, at - 4, -1) if data[begin] & 0xC0 != 0x80), at)
 
 
-def _as_utf8(parts: list[bytes]) -> list[bytes]:
-    """Return them with U+FFFD where they are no UTF-8.
+def _as_utf8(lines: bytes) -> bytes:
+    """Return the lines with U+FFFD in the place of bytes that are not UTF-8.
 
-    With a single such byte in a log, Metaflow's client can't show any of it (``to_unicode`` in ``metaflow/util.py``, 2.19).
+    Metaflow's client can't show a log that holds a single such byte (``to_unicode`` in ``metaflow/util.py``, 2.19).
     """
-    if all(part.isascii() for part in parts):
-        return parts
-    whole = b"".join(parts)  # a character may lie in several parts
+    if lines.isascii():
+        return lines
     try:
-        whole.decode()
-        return [whole]
+        lines.decode()
+        return lines
     except UnicodeDecodeError:
-        return [whole.decode(errors="replace").encode()]
+        return lines.decode(errors="replace").encode()

@@ -1,6 +1,6 @@
-"""A pipe that several nodes share: they write one at a time; its reader may be slow, or stop to read for a while.
+"""A lock for a pipe that several nodes write to, and waits for its reader, which may be slow or paused.
 
-Of a lock only one thread may use anything at a time; `console` gives it to the one that has the turn.
+Only one thread at a time may use a `PipeLock`: in `console`, the one that holds `_turn`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class PipeLock:
         self._fd: int | None = None
         self._pipe = (0, 0)  # which one it is, as `_identity` says
 
-    def take(self, pipe_fd: int, patience_s: float) -> bool:
+    def acquire(self, pipe_fd: int, patience_s: float) -> bool:
         """Return whether to write now; False: somebody else has it after `patience_s`, and may wait for the reader."""
         pipe = _identity(pipe_fd)
         if self._fd is not None and pipe == self._pipe:

@@ -1,4 +1,4 @@
-"""How many processes a node runs, which accelerators it sees, how many threads a worker gets.
+"""Accelerators, CPUs and processes of one node.
 
 `choose_nproc` decides the processes per node and says why. Everything it needs is handed to it, so that it can be
 asked on the machine that submits a flow and again inside the task.

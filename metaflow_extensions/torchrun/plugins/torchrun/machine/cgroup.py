@@ -1,4 +1,4 @@
-"""Where the kernel says what this process's control groups (cgroups) allow."""
+"""The folders of this process's control groups (cgroups), where the kernel shows limits and counters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the kernel says of this node's memory: its limit, and whom it has killed for it."""
+"""This node's memory limit, and the kernel's count of out-of-memory kills."""
 
 from __future__ import annotations
 

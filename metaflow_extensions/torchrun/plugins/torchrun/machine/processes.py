@@ -1,4 +1,4 @@
-"""The process table: who runs, who descends from whom, and how a process ended.
+"""The process table: states, descendants and exit codes of processes.
 
 It is read from ``/proc`` (see proc(5)). Standard library only, and little of it: the guardian imports this module, too.
 Made for Linux. Elsewhere (untried) the table comes from ``ps``, and what it does not tell is not known.

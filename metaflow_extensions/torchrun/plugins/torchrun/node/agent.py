@@ -1,6 +1,6 @@
-"""One agent and its whole process tree, seen from the task: start, follow, stop, account for.
+"""One agent and its process tree, as the task sees them.
 
-A guardian does the work, as a process of its own; see `guardian.py` why. Its events are read in a thread of their own.
+The work is done by a guardian, which is another process; `guardian.py` says why. A thread reads the guardian's events.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..machine import processes
 
 # The guardian waits 10 s at most after SIGKILL; then it reports what it has.
 _END_WAIT_S = 15.0
-# Until a guardian that has waited says that it has read its request; a busy machine is slow, and a frozen one says nothing.
+# How long a guardian that waited may take to confirm its request. A frozen one never does; a busy machine is slow.
 _ANSWER_S = 15.0
 
 
@@ -45,27 +45,28 @@ class AgentProcess:
         self._on_event = on_event
         self._warm = warm
         self._guardian: GuardianProcess | None = None
-        self._told: list[str] = []  # in order
+        self._sent: list[str] = []  # in order
         self._has_ended = False
-        # Guards the three above: the reader goes on with another guardian where a waiting one ends too early.
+        # Guards the three above. The reader thread replaces the guardian when a waiting one ends too early; without the
+        # lock, a `stop` sent at that moment would reach only the old guardian.
         self._lock = threading.Lock()
         self._reader = threading.Thread(target=self._read, name="torchrun-agent", daemon=True)
         self._tree: dict[int, str] = {}  # pid -> when it began
 
     def start(self) -> None:
-        """Start the agent; what becomes of it arrives as events."""
+        """Start the agent. All further news arrives as events."""
         guardian = self._ask_warm() or self._own_guardian()
         try:
             self._guardian = guardian
             self._reader.start()
-        except RuntimeError:  # no more threads; its agent gets SIGTERM from the kernel when the guardian is gone
+        except RuntimeError:  # no more threads. The kernel sends the agent SIGTERM when its guardian ends.
             self._guardian = None
             guardian.kill()
             guardian.close()
             raise
 
     def _ask_warm(self) -> GuardianProcess | None:
-        """Return who starts the agent warm; None if nobody does, and then why was told."""
+        """Return a guardian that starts the agent warm; None if there is none, after an event that says why."""
         asked = None if self._warm is None else self._warm.start(self._env, self._options)
         if isinstance(asked, Refused):
             self._warm = None
@@ -83,16 +84,16 @@ class AgentProcess:
 
     def stop(self, grace_s: float) -> None:
         """Ask for the end of the whole tree: SIGTERM, `grace_s` seconds, SIGKILL. Returns at once; can be repeated."""
-        self._tell(f"stop {grace_s}")
+        self._send(f"stop {grace_s}")
 
     def preempt(self, grace_s: float, number: int) -> None:
         """As `stop`, but first the workers alone get signal `number` and up to `grace_s` seconds to save."""
-        self._tell(f"preempt {grace_s} {number}")
+        self._send(f"preempt {grace_s} {number}")
 
-    def _tell(self, line: str) -> None:
+    def _send(self, line: str) -> None:
         with self._lock:
             if self._guardian is not None and not self._has_ended:
-                self._told.append(line)
+                self._sent.append(line)
                 self._guardian.tell(line)
 
     def close(self, grace_s: float) -> None:
@@ -112,16 +113,16 @@ class AgentProcess:
 
     def _read(self) -> None:
         try:
-            self._follow_all()
+            self._handle_all()
         except Exception as error:
-            # As of a guardian of another version, where this package was replaced meanwhile. The launch must hear an end.
+            # For example an event of another version, after the package was replaced on disk. The launch must get an `End`.
             assert self._guardian is not None
             self._stop_in_its_place(self._guardian)
             self._end(End(None, f"could not be followed: {type(error).__name__}: {error}"))
 
-    def _follow_all(self) -> None:
+    def _handle_all(self) -> None:
         assert self._guardian is not None
-        if self._follow(self._guardian):
+        if self._handle_events(self._guardian):
             return
         self._guardian.kill()
         self._on_event(Refused("the guardian that waited with the spare has ended, or does not answer"))
@@ -130,10 +131,10 @@ class AgentProcess:
         except OSError as error:  # no more processes
             self._end(End(None, f"could not be started: {error}"))
         else:
-            self._follow(self._guardian)
+            self._handle_events(self._guardian)
 
-    def _follow(self, guardian: GuardianProcess) -> bool:
-        """Pass on what a guardian tells, to the end; return False if it ended before it had an agent, or is frozen."""
+    def _handle_events(self, guardian: GuardianProcess) -> bool:
+        """Pass on a guardian's events up to `End`; return False if a waiting one ends or freezes without an agent."""
         for event in guardian.events(None if self._warm is None else _ANSWER_S):
             if isinstance(event, AgentStarted | WorkerStarted):
                 self._tree[event.pid] = event.began
@@ -142,22 +143,23 @@ class AgentProcess:
                 return True
             self._on_event(event)
         if self._warm is not None and not self._tree:
-            return False  # a spare ends with it
+            return False  # its spare ends with it
         self._stop_in_its_place(guardian)
         self._end(End(None, guardian_gone=True))
         return True
 
     def _start_cold(self) -> None:
-        """Start the agent with a guardian of its own, and tell that what the other one was told."""
+        """Start the agent with a new guardian, and repeat to it the commands that the other one got."""
         with self._lock:
             self._warm, self._guardian = None, self._own_guardian()
-            for line in self._told:
+            for line in self._sent:
                 self._guardian.tell(line)
 
     def _stop_in_its_place(self, guardian: GuardianProcess) -> None:
-        """Stop what a guardian that has ended, or is ended now, has told of."""
+        """Kill a guardian, and stop the agent and the workers that it had reported."""
         guardian.kill()
-        # The agent's parent-death signal makes it stop its workers; what does not obey is killed.
+        # The kernel sends the agent SIGTERM at its guardian's death, and the agent stops its workers. The rest is killed.
+        # A pid may belong to another process by now, so the time at which it began must be the same.
         same = {pid for pid, began in self._tree.items() if processes.began(pid) == began}
         processes.await_or_kill(same, self._options.grace_s)
 

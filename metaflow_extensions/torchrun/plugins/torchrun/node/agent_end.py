@@ -1,4 +1,4 @@
-"""How the agent of one generation ended, and what failed besides the workers: the agent, its guardian, what was frozen."""
+"""How the agent of one generation ended, and failures that are not a worker's own: agent, guardian, frozen processes."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class AgentEnd:
         self.machine = MachineFaults(folder)
         self.exit_code: int | None = None
         self.failed_at: float | None = None
-        self.fault: tuple[float, Cause] | None = None  # of what was frozen, or of the guardian
+        self.fault: tuple[float, Cause] | None = None  # of a frozen process, or of the guardian
         self._end: End | None = None
 
-    def note_fault(self, event: Frozen | Terminated) -> str:
-        """Take in what somebody else did to a process; return it in words for the log."""
+    def record_fault(self, event: Frozen | Terminated) -> str:
+        """Record what somebody else did to a process; return the log line."""
         if isinstance(event, Terminated):
             text = "its guardian process got SIGTERM, which nobody of the gang has sent"
             cause = Cause("agent_ended", self._node, self._host, exception=text)
@@ -37,12 +37,12 @@ class AgentEnd:
         self.fault = (event.at, cause)
         return f"{cause.who} {cause.what}"
 
-    def note(self, end: End) -> None:
-        """Take in an end that is not the agent's own."""
+    def record(self, end: End) -> None:
+        """Record an end that the agent did not reach by itself."""
         self.exit_code, self._end = end.status, end
 
     def describe(self, status: int) -> str:
-        """Return, in words for the log, how it has failed by itself."""
+        """Return for the log how the agent failed by itself."""
         cause = self._program_cause()
         return f"the {self._plan.agent} {describe_exit(status)}" if cause is None else str(cause.exception)
 

@@ -1,10 +1,10 @@
-"""How the workers of one node ended, and what they left that tells why.
+"""Exit codes and failure causes of one node's workers.
 
-The guardian sees a worker die and says its exit code. On a busy machine torchrun can be faster: it reaps the worker.
-Then the exit code stands only in what torchrun prints; `read_agent_report` alone reads that.
+The guardian sees a worker die and reports its exit code. On a busy machine torchrun can reap the worker first. Then
+only torchrun's stderr has the exit code, and `read_agent_report` reads it there.
 
-A worker leaves the record of the exception that ended it (`worker_hooks`, or torchelastic's error file of scripts that
-use ``@record``), and the end of its stderr. That is shown, but nothing is guessed from it.
+A worker records the exception that ended it (`worker_hooks`; scripts with ``@record`` write torchelastic's error file).
+The end of its stderr is shown as it is; no cause is derived from it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _NEVER = float("inf")
 
 
 def _failed(end: WorkerEnded) -> bool:
-    """Tell whether a worker is known to have failed by itself."""
+    """Return whether a worker is known to have failed by itself."""
     return end.status not in (0, None) and not end.stopped
 
 
@@ -53,10 +53,10 @@ class Exits:
         """Tell whether a worker has ended."""
         return any(end.rank == rank for end in self._ends.values())
 
-    def note(self, end: WorkerEnded) -> bool:
-        """Take in that a worker has ended; return whether it is known to have failed by itself."""
+    def record(self, end: WorkerEnded) -> bool:
+        """Record a worker's end; return whether it is known to have failed by itself."""
         if _failed(end) and end.pid in read_agent_report(self._folder).stopped:
-            # If torchrun stopped this one, it has seen another fail that the guardian did not see.
+            # torchrun stops workers only after one has failed. So another one failed first, and the guardian did not see it.
             end = end._replace(stopped=True)
         self._ends[end.local_rank] = end
         return _failed(end)
@@ -64,7 +64,7 @@ class Exits:
     # --- what torchrun says ---------------------------------------------------------------------
 
     def complete(self, agent_exit: int | None, stopping: bool) -> None:
-        """Fill in the exit codes that torchrun alone tells; `stopping`: we had begun to stop the workers."""
+        """Add the exit codes that only torchrun knows; `stopping`: we had begun to stop the workers."""
         codes = (
             dict.fromkeys(range(self._spec.nproc), 0) if agent_exit == 0 else read_agent_report(self._folder).exit_codes
         )
@@ -78,7 +78,7 @@ class Exits:
                 self._ends[local_rank] = known._replace(status=code, stopped=code == -signal.SIGTERM)
 
     def trained_alone(self) -> bool:
-        """Tell whether each worker left word that it computed gradients and had no process group for them."""
+        """Return whether every worker recorded that it computed gradients without a process group."""
         folders = (worker_folder(self._folder, local_rank) for local_rank in range(self._spec.nproc))
         return all(os.path.exists(os.path.join(folder, "trained-alone")) for folder in folders)
 
@@ -197,7 +197,7 @@ def _last_lines(text: str) -> str:
 
 @dataclass(frozen=True)
 class AgentReport:
-    """What torchrun says on its stderr of the workers' ends, and of its own."""
+    """What torchrun printed on its stderr about the ends of its workers, and its own."""
 
     exit_codes: dict[int, int]  # local rank -> exit code of the workers that it says have failed
     stopped: frozenset[int]  # pids of the workers that it told to stop itself, because another one had failed
@@ -214,14 +214,14 @@ _FAILURE = re.compile(
 # `SubprocessContext._close` in torch/distributed/elastic/multiprocessing/api.py says it before it sends the signal. The
 # line begins like "W1121 18:44:10.792000 1227 torch/...", with the local time (torch/_logging).
 _STOPPED = re.compile(r"^(?:W(?P<time>\d{4} \d\d:\d\d:\d\d\.\d+) )?.*Sending process (?P<pid>\d+) closing signal", re.M)
-# A line that seems older is of another time zone, or of a summer that has ended.
+# A line that seems older was written with another time zone or daylight saving time; its time is not used.
 _OLDEST_LINE_S = 900.0
 # `_terminate_process_handler` in torch/distributed/elastic/multiprocessing/api.py.
 _GOT_SIGNAL = re.compile(r"SignalException: Process \d+ got signal: (\d+)")
 
 
 def read_agent_report(folder: str) -> AgentReport:
-    """Return what torchrun, which has this log folder, has said; nothing of all that if its stderr is missing."""
+    """Return what the torchrun of this log folder printed; an empty report if its stderr is missing."""
     text = read_end(os.path.join(folder, "agent.stderr"))
     stopped = list(_STOPPED.finditer(text))
     got_signal = _GOT_SIGNAL.search(text)

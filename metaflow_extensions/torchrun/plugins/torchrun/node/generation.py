@@ -1,7 +1,7 @@
-"""One generation of workers on this node: its life from *go* to its end, and why it failed.
+"""One generation of workers on this node, from *go* to the end of its last process, and its failures.
 
-A generation is in one `Phase` at a time, and it alone changes that. Everything here belongs to the thread that calls
-`Supervisor.run`: what the agent tells arrives there as an `AgentEvent`.
+A generation is in one `Phase` at a time; only the generation changes it. Only the thread that calls `Supervisor.run`
+uses this module: the agent's events reach that thread through the launch's inbox.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NEVER = float("inf")
 
 
 class Phase(enum.Enum):
-    """Where a generation stands."""
+    """The state of a generation."""
 
     STARTING = "its agent is not started yet"
     RUNNING = "its agent runs"
@@ -61,7 +61,7 @@ class Generation:
         self.number = go.generation
         self.command = command  # the agent's argv
         self.phase = Phase.STARTING
-        self.said_started = self.said_output = False  # what the gang has heard of its workers
+        self.said_started = self.said_output = False  # whether the gang got *started*, and *wrote*
         self.exits = Exits(folder, replace(plan.spec, nproc=plan.nproc), host)
         self._plan = plan
         self._host = host
@@ -97,13 +97,13 @@ class Generation:
         self.phase = phase
 
     def start(self) -> None:
-        """Start the agent; what becomes of it arrives as events."""
+        """Start the agent. All further news arrives as events."""
         self._follower.start()
         self._agent.start()
         self._enter(Phase.RUNNING)
 
     def stop(self, first_signal: int | None = None) -> None:
-        """Have all processes end, unless that has begun. The workers alone get `first_signal` before, to save."""
+        """Stop all processes, unless that has begun. The workers alone get `first_signal` before, so that they can save."""
         if self.phase is not Phase.RUNNING:
             return
         self._enter(Phase.STOPPING)
@@ -132,7 +132,7 @@ class Generation:
         finally:
             self.watchers.close()
         known = self._agent_end.fault is not None or any(self.exits.causes(self._stopped_at))
-        # What torchrun says of an end that was good or is known would hide the cause (a box that names our script).
+        # torchrun prints a box that names our script. After a good end, or beside a known cause, it would only mislead.
         self._follower.finish(explained=self.ended_well or known)
         self._enter(Phase.ENDED)
 
@@ -143,7 +143,7 @@ class Generation:
 
     @property
     def all_run(self) -> bool:
-        """Whether all its workers are known to have begun; where they are not seen, what they have written tells."""
+        """Whether all its workers run: the guardian has seen them, or some have written."""
         return len(self._pids) >= self._plan.spec.nproc or self.active_at is not None
 
     @property
@@ -160,14 +160,14 @@ class Generation:
     # --- what its agent tells -------------------------------------------------------------------
 
     def handle(self, event: AgentEvent) -> str | None:
-        """Handle what the agent tells; return what has failed by that while it ran, in words for the log."""
+        """Handle an event; return for the log what has failed by it, or None."""
         match event:
             case WorkerStarted():
                 self._pids[event.rank] = event.pid
             case WorkerEnded():
                 return self._on_worker_ended(event)
             case Frozen() | Terminated():
-                return self._agent_end.note_fault(event) if self.phase is Phase.RUNNING else None
+                return self._agent_end.record_fault(event) if self.phase is Phase.RUNNING else None
             case AgentEnded():
                 return self._on_agent_ended(event)
             case End():
@@ -175,15 +175,15 @@ class Generation:
         return None
 
     def _on_worker_ended(self, event: WorkerEnded) -> str | None:
-        failed = self.exits.note(event)
+        failed = self.exits.record(event)
         self._worker_ended_at = event.at
-        # Where torchrun has reaped it first, `event` has no exit code; torchrun tells that at its own end.
+        # If torchrun reaped the worker first, `event` has no exit code; torchrun prints it at its own end.
         if failed and event.status is not None and self.phase is Phase.RUNNING and not self._plan.is_elastic:
             return f"rank {event.rank} {self._agent_end.machine.how_ended(event.status)}"
         return None
 
     def _on_agent_ended(self, event: AgentEnded) -> str | None:
-        """Take that the agent has ended by itself: well, or it saw a worker fail before us, or it failed itself."""
+        """Handle an agent that ended by itself: well, by its own failure, or by a worker's that it saw first."""
         self._agent_end.exit_code = event.status
         if event.status == 0 or self.phase is not Phase.RUNNING:
             return None
@@ -197,13 +197,13 @@ class Generation:
 
     def _on_end(self, event: End) -> None:
         if self._agent_end.exit_code is None:  # it has not ended by itself
-            self._agent_end.note(event)
+            self._agent_end.record(event)
             if event.status != 0 and not self.was_stopped:
                 self._agent_end.failed_at = time.monotonic()
         self.exits.complete(self._agent_end.exit_code, self.was_stopped)
 
     def failures(self) -> tuple[Failure, ...]:
-        """Return what has failed on this node, of many the first; the agent itself only where no worker is known to."""
+        """Return this node's first failure; the agent's own counts only if no worker is known to have failed."""
         agent = self._agent_end
         dated = [] if agent.fault is None else [agent.fault]
         dated += [(at, agent.machine.explained(cause)) for at, cause in self.exits.causes(self._stopped_at)]

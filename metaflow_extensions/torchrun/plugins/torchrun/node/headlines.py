@@ -1,4 +1,4 @@
-"""What the control node says of a launch, each in one line: at its begin the facts, at its end what came of it."""
+"""The log lines with which the control node begins and ends a launch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .plan import Plan
 
 
 def facts_line(plan: Plan, go: Go) -> str:
-    """Return what the workers start with: nodes, ranks, devices, and where the rendezvous of their backend is."""
+    """Return nodes, ranks, devices and the rendezvous address of a launch."""
     spec = plan.spec
     why = f" ({plan.nproc_why})" if plan.nproc_why else ""
     devices = f"{go.devices}; " if go.devices else ""

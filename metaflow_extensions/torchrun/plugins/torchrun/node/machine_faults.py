@@ -1,4 +1,4 @@
-"""What the machine has to do with the failure of a process: a full disk, or no memory left."""
+"""Failures that the machine explains: a full disk, or the kernel's out-of-memory killer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FULL_BYTES = 64 * 1024
 
 
 class MachineFaults:
-    """What this machine does to the workers of one generation, from now on."""
+    """What this machine has done to the workers of one generation since this object was made."""
 
     def __init__(self, folder: str) -> None:
         self._folder = folder  # where the workers' output goes
@@ -23,7 +23,7 @@ class MachineFaults:
         self.full_disk = f"a full disk: nothing more can be written to {folder}"
 
     def explained(self, cause: Cause) -> Cause:
-        """Return `cause` with what the machine knows of it, where the worker itself has said nothing."""
+        """Return `cause`, explained by the machine's state where the worker recorded no exception."""
         if cause.exception is None and self.is_disk_full():
             cause = replace(cause, exception=f"{self.full_disk}, where its output goes")
         if cause.kind == "signal" and self._is_out_of_memory(cause.exit_code):
@@ -35,7 +35,7 @@ class MachineFaults:
         return f"ran {describe_oom()}" if self._is_out_of_memory(exit_code) else describe_exit(exit_code)
 
     def how_vanished(self) -> str:
-        """Say how a process ended that is no child of the task, and has not said it itself."""
+        """Return how the guardian ended: it is no child of the task, so nobody gets its exit code."""
         is_oom = self._is_out_of_memory(-signal.SIGKILL)
         return f"ran {describe_oom()}" if is_oom else "ended without a word, as by SIGKILL"
 

@@ -1,7 +1,7 @@
-"""What features do for one launch because the user asks for it, as a function's values or outputs.
+"""What a launch does because the user asked for it, such as storing outputs or a function's values.
 
-What a `Watcher` does, a launch can do without, and so it ends none. A service is what was asked for: what it raises ends the
-launch. Everything here is called in the thread that calls `run`, but for the steps of a `ToStore`.
+An error of a `Watcher` is only logged. An error of a service ends the launch, since the user asked for the service.
+The thread that calls `run` calls everything here, except for the steps of a `ToStore`: the upload's thread runs those.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One launch on one node: what its agent does, and what the gang decides.
+"""One launch on one node: obeys the gang, watches the agent, reports to the gang.
 
 `Supervisor.run` reports *ready*, obeys *go*, *stop* and the *verdict*, and reports what happens to the workers.
 Everything that it waits for arrives in one queue, the launch's inbox: the gang's messages, the agent's events, news of
@@ -44,7 +44,7 @@ from .plan import Plan
 from .start import AgentNews, prepare
 from .upload import Upload, Uploads
 
-# How long to wait for news before looking around. Waking up now and then also lets Python run its signal handlers.
+# The longest wait for news before the features are polled. Python runs signal handlers only between two waits.
 _LOOK_S = 0.5
 
 
@@ -106,7 +106,7 @@ class Supervisor:
             return self._member.inbox.get(timeout=_LOOK_S)
 
     def _send_told(self) -> None:
-        """Tell the gang what the features have to tell, now and then."""
+        """Poll the features, and send what they hand out."""
         generation = self._living
         if generation is None or generation.phase is not Phase.RUNNING:
             return
@@ -245,8 +245,8 @@ class Supervisor:
             self._generation_ended(generation, news.event)
 
     def _on_quiet(self, _: None) -> None:
-        """See what no event tells: an upload that takes long, and output."""
-        self._uploads.look()
+        """Check what causes no event: a slow upload, and the workers' first output."""
+        self._uploads.poll()
         if (generation := self._living) is not None and generation.phase is Phase.RUNNING:
             self._say_output(generation)
 
@@ -305,7 +305,7 @@ class Supervisor:
     # --- the end ----------------------------------------------------------------------------------
 
     def _give_up(self, error: BaseException) -> None:
-        """Tell the gang first, unless it has decided, then stop everything here."""
+        """Report to the gang, unless it has decided; then stop everything here."""
         if self._verdict is None:
             self._report(error, given_up=True)
         self._uploads.give_up()
@@ -332,7 +332,7 @@ class Supervisor:
         Save: _on_save,
         Verdict: _on_verdict,
         AgentNews: _on_agent_news,
-        Upload: lambda self, upload: self._uploads.look(upload),
+        Upload: lambda self, upload: self._uploads.poll(upload),
         type(None): _on_quiet,
         Interruption: _on_interruption,
         TimedOut: _on_timed_out,

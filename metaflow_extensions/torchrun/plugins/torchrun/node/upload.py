@@ -1,4 +1,4 @@
-"""What features store when all workers of this node have ended, on its way to the datastore."""
+"""Uploads to the datastore after all workers of this node have ended."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ class Upload:
         self._transfer.start(lambda: inbox.put(self))
 
     def give_up(self) -> None:
-        """Leave it to itself; nothing more is told of it."""
+        """Abandon it: it sends and logs nothing more."""
         self._transfer.give_up()
 
-    def look(self, has_news: bool) -> bool:
+    def poll(self, has_news: bool) -> bool:
         """Tell the log and the gang of another value, of what takes long, or of the end; return whether it has ended."""
         if self._transfer.over:
             self._tell_end()
@@ -112,9 +112,9 @@ class Uploads:
         self._member.emit(Event("note", self._member.node, text))
         self._current.start()
 
-    def look(self, news: Upload | None = None) -> None:
-        """See how the upload goes on; `news` is the one that has some, which may have been given up since."""
-        if self._current is not None and news in (None, self._current) and self._current.look(news is not None):
+    def poll(self, news: Upload | None = None) -> None:
+        """Poll the current upload. `news` is the upload that has some; it may have been given up since."""
+        if self._current is not None and news in (None, self._current) and self._current.poll(news is not None):
             self._current = None
 
     def give_up(self, only_vital: bool = False) -> None:

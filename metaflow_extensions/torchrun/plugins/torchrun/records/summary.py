@@ -15,8 +15,8 @@ from ..gang.protocol import CONTROL
 from ..gang.texts import counted, duration, names
 
 NodeState = Literal[
-    "missing",  # has not joined
-    "own code",  # the step's code runs, outside of `run`
+    "not joined yet",
+    "step code",  # the step's code runs, outside of `run`
     "waiting",  # has called `run`; not all others have
     "preparing",  # its commands of before_run run
     "starting",  # its workers are to start; not all of them run
@@ -33,7 +33,7 @@ Outcome = Literal["waiting", "running", "stopping", "restarting", "done", "faile
 
 # What a node is after a record of its own, and what all are after one of the gang.
 _OF_NODE: dict[str, NodeState] = {
-    "joined": "own code",
+    "joined": "step code",
     "ready": "waiting",
     "stopped": "stopped",
     "finished": "finished",
@@ -44,10 +44,10 @@ _OF_ALL: dict[str, NodeState] = {
     "before_run": "preparing",
     "go": "starting",
     "restart": "restarting",
-    "done": "own code",
-    "failed": "own code",
+    "done": "step code",
+    "failed": "step code",
 }
-_OUT_OF_IT: tuple[NodeState, ...] = ("missing", "finished", "left", "lost")  # no launch changes these
+_OUT_OF_IT: tuple[NodeState, ...] = ("not joined yet", "finished", "left", "lost")  # no launch changes these
 _WITH_WORKERS: tuple[NodeState, ...] = ("preparing", "starting", "running")
 # How a worker ends that is told to stop: by SIGTERM, or by SIGKILL if it does not listen.
 _STOPPED_BY = (-15, -9)
@@ -59,12 +59,12 @@ _RANK_STATES: dict[NodeState, RankState] = {
     "restarting": "restarting",
     "lost": "lost",
 }
-_WORDS: dict[NodeState, str] = {"missing": "not joined", "finished": "storing", "left": "finished"}
+_WORDS: dict[NodeState, str] = {"finished": "storing", "left": "finished"}
 
 
 @dataclass(frozen=True)
 class Span:
-    """A time in which a node was in one state; seconds since the gang's begin."""
+    """A time in which a node was in one state; seconds since the gang's start."""
 
     state: NodeState
     begin_s: float
@@ -77,11 +77,11 @@ class Node:
 
     index: int
     host: str = ""
-    state: NodeState = "missing"
+    state: NodeState = "not joined yet"
     since_s: float = 0.0
     ended_well: bool = False  # its step
     has_failed: bool = False  # its step
-    # From the gang's begin to now; with a gap only where records are left out.
+    # From the gang's start to now; with a gap only where records are left out.
     spans: list[Span] = field(default_factory=list)
     exits: dict[int, Record] = field(default_factory=dict)  # how its ranks have ended, in this generation
 
@@ -93,7 +93,7 @@ class Node:
     @property
     def seconds(self) -> float | None:
         """How long it was in the gang; None if it has not joined."""
-        spans = [span for span in self.spans if span.state != "missing"]
+        spans = [span for span in self.spans if span.state != "not joined yet"]
         return round(sum(span.end_s - span.begin_s for span in spans), 3) if spans else None
 
     def enter(self, state: NodeState, at_s: float) -> None:
@@ -125,12 +125,12 @@ class Summary:
 
     outcome: Outcome
     sentence: str  # the same for people
-    seconds: float  # since the gang's begin
+    seconds: float  # since the gang's start
     nodes: tuple[Node, ...]
     ranks: tuple[Rank, ...]  # empty before the first launch
     launch: int | None  # number of the last launch
     has_started: bool  # whether its workers have, or its commands
-    restarts: int  # in all launches
+    restarts_s: tuple[float, ...]  # when the workers were started again, in all launches
     is_over: bool  # whether nothing more can come
     nproc: int | None  # ranks on each node
 
@@ -159,7 +159,7 @@ def summarize(
     """Return what has become of a gang.
 
     `nproc` is None where it is not known, as before the first launch; `until_s` is now, where the gang still runs, in
-    seconds since its begin. A member records itself alone: then `first_node` is its number.
+    seconds since its start. A member records itself alone: then `first_node` is its number.
     """
     fold = _Fold(range(first_node, first_node + num_nodes), nproc)
     for record in records:
@@ -181,7 +181,8 @@ class _Fold:
         self.phase_text, self.phase_s = "", 0.0  # of that record
         self.cause: Record | None = None
         self.failures: list[Record] = []  # of launches, and of the gang
-        self.restarts = self.all_restarts = 0
+        self.restarts = 0  # of this launch
+        self.restarts_s: list[float] = []
 
     def add(self, record: Record) -> None:
         """Go on with the next record; one of a later version's kind, or of an unknown node, changes nothing."""
@@ -235,13 +236,13 @@ class _Fold:
                 self.cause = record
             case "restart":
                 self.restarts += 1
-                self.all_restarts += 1
+                self.restarts_s.append(record.at_s)
             case "failed":
                 self.failures.append(record)
             case "broken":
                 # It may be because of the launch that has failed.
                 if not self.failures or self.failures[-1].text != record.text:
-                    self._fail(record, "own code")
+                    self._fail(record, "step code")
             case "omitted":
                 for node in self.nodes:  # what they did until then is not known
                     node.since_s = max(node.since_s, record.at_s)
@@ -284,7 +285,7 @@ class _Fold:
             ranks=ranks,
             launch=self.launch,
             has_started=self.went_s is not None,
-            restarts=self.all_restarts,
+            restarts_s=tuple(self.restarts_s),
             is_over=is_over,
             nproc=self.nproc,
         )
@@ -337,14 +338,14 @@ class _Fold:
         nodes = self.nodes
         if nodes and nodes[0].index > 0:
             return f"Node {nodes[0].index}: {nodes[0].word}."
-        missing = [node.index for node in nodes if node.state == "missing"]
+        missing = [node.index for node in nodes if node.state == "not joined yet"]
         if missing:
-            return f"{len(nodes) - len(missing)} of {len(nodes)} nodes have joined; missing: {names(missing)}."
+            return f"{len(nodes) - len(missing)} of {len(nodes)} nodes have joined; not joined yet: {names(missing)}."
         late = [node.index for node in nodes if node.state != "waiting"]
         if self.phase == "ready" and late:
             called = len(nodes) - len(late)
-            return f"{called} of {len(nodes)} nodes have called run; still in their own code: {names(late)}."
-        return f"{counted(len(nodes), 'node')} joined; the step's own code runs."
+            return f"{called} of {len(nodes)} nodes have called run; still in the step's code: {names(late)}."
+        return f"{counted(len(nodes), 'node')} joined; the step's code runs."
 
     def _workers(self) -> str:
         first, count = self.nodes[0].index, len(self.nodes)

@@ -25,7 +25,7 @@ class Word:
 
 
 def has_begun(snapshot: Snapshot | None) -> bool:
-    """Tell whether more than the control node's own code can have run: another node has joined, or it has called run."""
+    """Tell whether more than the control node's step code can have run: another node has joined, or it has called run."""
     events = () if snapshot is None else snapshot.events
     return any((event.kind, event.node) != ("joined", CONTROL) for event in events)
 

@@ -107,7 +107,7 @@ def _html(part: Part) -> str:
         return f'<ul class="tr-cells{" tr-small" * part.is_small}">{cells}</ul>'
     if isinstance(part, Bar):
         # Metaflow's component can't be read in the dark: its colours are fixed (2.19).
-        return f'<progress class="tr-bar" max="100" value="{part.percent}">{part.percent} %</progress>'
+        return f'<progress class="tr-bar {_colour(part.state)}" max="100" value="{part.percent}">{part.percent} %</progress>'
     assert isinstance(part, Block), f"{type(part).__name__} is no HTML"
     inner, title = "".join(map(_html, part.parts)), one_line(part.title)
     if part.is_folded:
@@ -123,6 +123,8 @@ def _sentence(part: Sentence) -> str:
     if part.kind == "outcome":
         word = f'<span class="tr-word">{one_line(part.word)}</span>'
         return f'<div class="tr-verdict {_colour(part.word)}">{word}<span class="tr-sentence">{text}</span></div>'
+    if part.kind == "headline":
+        return f'<p class="tr-headline">{text}</p>'
     return f'<div class="tr-slow"><p>{text}</p></div>' if part.kind == "warning" else f"<p>{text}</p>"
 
 

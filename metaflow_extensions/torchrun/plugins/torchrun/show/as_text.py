@@ -10,11 +10,11 @@ from .parts.model import Block, Chart, Code, Facts, Keys, Link, Page, Part, Sent
 
 def lines_of(page: Page) -> list[str]:
     """Return the page, with what has nothing to show on a terminal left out."""
-    lines = [_printable(page.title)]
+    lines: list[str] = []
     for section in page.sections:
         body = _written(section.parts)
         if body:
-            lines += ["", *([section.title] if section.title else []), *body]
+            lines += [*([""] if lines else []), *([section.title] if section.title else []), *body]
     return lines
 
 
@@ -24,7 +24,7 @@ def _written(parts: Iterable[Part]) -> list[str]:
 
 def _lines(part: Part) -> list[str]:
     if isinstance(part, Sentence):
-        return [_printable(part.text)]
+        return [_printable(part.text), *([""] if part.kind == "headline" else [])]
     if isinstance(part, Facts):
         known = [(name, _printable(value)) for name, value in part.rows if value]
         width = max((len(name) for name, _ in known), default=0)

@@ -9,7 +9,7 @@ import io
 import json
 import sys
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import datetime, timezone
 from typing import Any
 
@@ -102,8 +102,8 @@ def show(obj: Any, gang: str, attempt: int | None, as_json: bool) -> None:
         click.echo(json.dumps(shown_run, indent=2, allow_nan=False))
         return
     for number, (each, which) in enumerate(found):
-        where = f"{each.run}/{each.step}" + (f"/{each.control_task}" if len(found) > 1 or gang.count("/") > 1 else "")
-        click.echo("\n".join([*([""] if number else []), *_page(stored, each, which, where)]))
+        names_task = len(found) > 1 or gang.count("/") > 1
+        click.echo("\n".join([*([""] if number else []), *_page(stored, each, which, names_task)]))
 
 
 @torchrun.command(help="Show the stored logs of all nodes of a gang, merged by time.")
@@ -179,11 +179,9 @@ def _outputs(obj: Any, snapshot: Snapshot | None, launch: int | None) -> Outputs
     return Outputs(DatastoreValues(obj.flow_datastore).address, nodes)
 
 
-def _page(stored: StoredGangs, gang: StoredGang, attempt: int, where: str) -> list[str]:
-    place, snapshot = gang.place(attempt), now(stored, gang, attempt)
-    which = f" --attempt {attempt}" if attempt < gang.last_attempt else ""
-    ask = f"{stored.program} logs {where}{which}"
-    hints = ["", f"Logs of all nodes: {ask}"]
+def _page(stored: StoredGangs, gang: StoredGang, attempt: int, names_task: bool) -> list[str]:
+    place = replace(gang.place(attempt), program=stored.program, names_task=names_task)
+    snapshot = now(stored, gang, attempt)
     if snapshot is None:
         return [
             place.title,
@@ -191,18 +189,15 @@ def _page(stored: StoredGangs, gang: StoredGang, attempt: int, where: str) -> li
             "not run there, or the step has no @torchrun. This is what Metaflow knows:",
             "",
             *_told_by_metaflow(stored, gang, attempt),
-            *hints,
+            "",
+            place.commands(Snapshot()),
         ]
     from ..features.listed import FEATURES
 
-    if snapshot.features.get("outputs"):
-        hints.append(f"Its outputs: {stored.program} outputs {where}{which}")
-    if (rank := (snapshot.cause or {}).get("rank")) is not None:
-        hints.append(f"Of the rank that failed: {ask} --rank {rank}")
     text = lines_of(page_of(snapshot, place, FEATURES))
     if place.outcome(snapshot.summary) == "ended":
         text += ["", "This is what Metaflow knows:", "", *_told_by_metaflow(stored, gang, attempt)]
-    return [*text, *hints]
+    return text
 
 
 def _told_by_metaflow(stored: StoredGangs, gang: StoredGang, attempt: int) -> list[str]:

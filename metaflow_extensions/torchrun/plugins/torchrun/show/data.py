@@ -26,7 +26,7 @@ def as_data(place: Place, snapshot: Snapshot | None, kept: Iterable[str] = ()) -
         "sentence": None if snapshot is None else summary.sentence,
         "began": known.began,
         "seconds": None if snapshot is None else round(summary.seconds, 3),
-        "restarts": summary.restarts,
+        "restarts": len(summary.restarts_s),
         **{name: stored.get(name) for name in ("nproc_per_node", "facts", "command")},
         "nodes": [_node(place, known, number, nodes.get(number)) for number in sorted({*place.tasks, *nodes})],
         **{name: stored.get(name) for name in ("reports", "events")},

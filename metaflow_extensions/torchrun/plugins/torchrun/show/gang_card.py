@@ -53,12 +53,12 @@ def _layout(task: Any, given: dict[str, Any] | None) -> dict[str, Any]:
     from ..features.listed import FEATURES
     from ..records.snapshot import Snapshot
     from .as_card import layout, said
-    from .page import Place, page_of
+    from .page import Place, page_of, program
 
     flow, run, step, task_id = task.pathspec.split("/")
     snapshot = Snapshot.read(given) if given else _stored(task.metadata_dict, flow, run, step, task_id)
     if snapshot is not None:
-        place = Place(flow, run, step, task_id, ui_url=cards.ui_url())
+        place = Place(flow, run, step, task_id, ui_url=cards.ui_url(), program=program())
         return layout(page_of(snapshot, place, FEATURES, is_short=True))
     none = (
         "There are no records of a gang with this task. Its step has no @torchrun, or another task is the control node, "

@@ -27,7 +27,7 @@ from ..machine import processes
 from ..machine.detached import PROGRAM, Detached
 from ..records.snapshot import Snapshot
 from .as_card import part, said
-from .page import Place, page_of, section_names
+from .page import Place, page_of, program, section_names
 
 if TYPE_CHECKING:
     from ..node.watchers import Feature
@@ -220,7 +220,7 @@ class LiveCard:
 def this_task() -> Place:
     """Return where this task's gang is shown."""
     flow, run, step, task = map(str, (current.flow_name, current.run_id, current.step_name, current.task_id))
-    return Place(flow, run, step, task, ui_url=cards.ui_url())
+    return Place(flow, run, step, task, ui_url=cards.ui_url(), program=program())
 
 
 def _make_last(card: Any, first: str) -> None:

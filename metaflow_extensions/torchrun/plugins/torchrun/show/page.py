@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -10,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from ..gang.cause import signal_name
 from ..gang.history import Report
-from ..gang.texts import duration, names, shortened
+from ..gang.texts import counted, duration, names, shortened, size_text
 from ..records.snapshot import Snapshot
 from ..records.summary import Node, Rank, RankState, Summary
-from .parts.charts import COLOURS, frame
+from .parts.charts import COLOURS, frame, time_axis, time_unit
 from .parts.model import Block, Cell, Cells, Chart, Code, Facts, Keys, Link, Page, Part, Section, Sentence, Table
 from .timeline import timeline
 
@@ -49,6 +51,8 @@ class Place:
     is_done: bool = False  # whether Metaflow knows of the attempt's end
     clone: tuple[str, str] | None = None  # run and control task of the clone of it that was asked for
     ui_url: str | None = None  # of Metaflow's UI
+    program: str = "python flow.py torchrun"  # how our commands are called
+    names_task: bool = False  # whether commands name the control task, since the step has several gangs
 
     @property
     def is_over(self) -> bool:
@@ -61,7 +65,17 @@ class Place:
         tries = f", attempt {self.attempt}" if self.last_attempt else ""
         latest = f" (the latest is {self.last_attempt})" if self.attempt < self.last_attempt else ""
         clone = f", which run {self.clone[0]} has cloned as task {self.clone[1]}" if self.clone else ""
-        return f"Run {self.run}, step {self.step}, task {self.control_task}{tries}{latest}{clone}"
+        return f"{self.flow}, run {self.run}, step {self.step}, task {self.control_task}{tries}{latest}{clone}"
+
+    def commands(self, snapshot: Snapshot) -> str:
+        """Return the commands that show more of the gang, one on each line."""
+        which = f" --attempt {self.attempt}" if self.attempt < self.last_attempt else ""
+        of_task = f"/{self.control_task}" if self.names_task else ""
+        where = f"{self.run}/{self.step}{of_task}{which}"
+        names = ["show", *(["outputs"] if snapshot.features.get("outputs") else []), "logs"]
+        found = [f"{self.program} {name} {where}" for name in names]
+        rank = (snapshot.cause or {}).get("rank")
+        return "\n".join([*found, *([f"{found[-1]} --rank {rank}"] if rank is not None else [])])
 
     def task(self, pathspec: str) -> Link:
         """Return the way to a task of this flow that is named as run, step and task."""
@@ -83,9 +97,9 @@ class Place:
         summary = snapshot.summary
         if self.outcome(summary) != "ended":
             return summary.sentence
-        # It records every few seconds, so the last of what has happened can be missing.
+        # It stores its records every few seconds, so the last ones can be missing.
         last = f", of {_moment(snapshot.events[-1].time)}" if snapshot.events else ""
-        unknown = "The control node's task has ended, but has not recorded how."
+        unknown = "The task of the control node (node 0) has ended, but has not recorded how."
         return f"{unknown} Its last record{last}: {summary.sentence}"
 
 
@@ -106,6 +120,11 @@ class _Shown:
         """Return a text, of a long one its begin where there is little space."""
         more = len(text) - _MAX_CHARS
         return f"{text[:_MAX_CHARS]}\n… {more} characters are left out here" if self.is_short and more > 0 else text
+
+
+def program() -> str:
+    """Return how our commands are called in a process of the flow."""
+    return f"python {os.path.basename(sys.argv[0])} torchrun"
 
 
 def section_names(features: Iterable[Feature] = ()) -> list[str]:
@@ -141,10 +160,16 @@ def _section_of(feature: Feature, shown: _Shown) -> Section:
 
 def _outcome(shown: _Shown) -> tuple[str, tuple[Part, ...]]:
     snapshot, summary = shown.snapshot, shown.summary
-    parts: list[Part] = [Sentence(shown.place.sentence(snapshot), "outcome", summary.outcome)]
+    parts: list[Part] = [
+        Sentence(shown.place.title + _as_of(snapshot), "headline"),
+        Sentence(shown.place.sentence(snapshot), "outcome", summary.outcome),
+    ]
+    cause = snapshot.cause or {}
+    if cause.get("kind") == "hang" and cause.get("detail"):
+        parts.append(Sentence(cause["detail"].partition("\n")[0], "warning"))  # where the ranks were
     if snapshot.control is not None:
         control = shown.place.task(snapshot.control)
-        said = f"This is node {snapshot.node}. The gang's card is that of the control task, {control.text}."
+        said = f"This is node {snapshot.node}. The card of node 0's task shows the gang, which is all nodes: {control.text}."
         parts.append(Sentence(said, link=control))
     before = list(snapshot.reports)
     is_failure = snapshot.error is not None or summary.outcome == "failed"
@@ -156,6 +181,13 @@ def _outcome(shown: _Shown) -> tuple[str, tuple[Part, ...]]:
     if len(before) > most:
         parts.append(Sentence(f"{len(before) - most} earlier failures are not shown here."))
     return "", tuple(parts)
+
+
+def _as_of(snapshot: Snapshot) -> str:
+    if snapshot.began is None:
+        return ""
+    moment = time.gmtime(snapshot.began + snapshot.summary.seconds)
+    return time.strftime(", as of %H:%M:%S UTC", moment)
 
 
 def _former(shown: _Shown, report: Report) -> Block:
@@ -222,10 +254,13 @@ def _nodes(shown: _Shown) -> tuple[str, tuple[Part, ...]]:
     if shown.is_short and len(nodes) > _MAX_NODES:
         title = "Node 0, and nodes that need a look"
         odd = {rank.node for rank in summary.ranks if rank.state in ("failed", "lost")}
-        nodes = [node for node in nodes if node.index in {0, *odd} or node.state in ("missing", "lost")][:_MAX_NODES]
+        nodes = [node for node in nodes if node.index in {0, *odd} or node.state in ("not joined yet", "lost")][
+            :_MAX_NODES
+        ]
     header = ("node", "host", "task", "ranks", "state", "seconds", "exit codes")
     rows = tuple(_node_row(shown, node) for node in nodes)
-    return title, (Table(header, rows, right=("node", "seconds")),)
+    what = "The gang is all nodes of one attempt of the step. Node 0 is the control node, which decides for all."
+    return title, (Table(header, rows, right=("node", "seconds")), Sentence(what))
 
 
 def _node_row(shown: _Shown, node: Node) -> tuple[str | Link, ...]:
@@ -278,13 +313,14 @@ def _timeline(shown: _Shown) -> tuple[str, tuple[Part, ...]]:
 
 def _times(summary: Summary) -> dict[str, Any]:
     """Return the chart of all times: a line for each node, a colour for each state."""
+    unit_s, _ = time_unit(summary.seconds)
     rows = [
         {
             "node": node.index,
             "host": node.host,
             "state": span.state,
-            "from": round(span.begin_s, 1),
-            "to": round(span.end_s, 1),
+            "from": round(span.begin_s / unit_s, 3),
+            "to": round(span.end_s / unit_s, 3),
         }
         for node in summary.nodes
         for span in node.spans
@@ -295,7 +331,6 @@ def _times(summary: Summary) -> dict[str, Any]:
     nodes = [node.index for node in summary.nodes]
     step = max(_MIN_STEP, min(_FULL_STEP, _HEIGHT // max(1, len(nodes))))
     y_axis = {"title": "node", "labelOverlap": True, "ticks": False, "domain": False}
-    x_axis = {"title": f"seconds since the {'node' if nodes and nodes[0] else 'gang'}'s begin", "tickCount": 6}
     legend = {"orient": "top", "title": None, "columns": 4}
     return {
         **frame(height={"step": step}),
@@ -303,7 +338,7 @@ def _times(summary: Summary) -> dict[str, Any]:
         "mark": {"type": "bar", "height": {"band": 0.8 if step > 8 else 1.0}},
         "encoding": {
             "y": {"field": "node", "type": "ordinal", "scale": {"domain": nodes, "padding": 0}, "axis": y_axis},
-            "x": {"field": "from", "type": "quantitative", "axis": x_axis},
+            "x": {"field": "from", **time_axis(summary.seconds, {"tickCount": 6})},
             "x2": {"field": "to"},
             "color": {"field": "state", "type": "nominal", "scale": colours, "legend": legend},
             "tooltip": [{"field": name} for name in ("node", "host", "state", "from", "to")],
@@ -318,17 +353,35 @@ def _launch(shown: _Shown) -> tuple[str, tuple[Part, ...]]:
         age = "" if snapshot.now_s is None else f", {duration(snapshot.now_s - events[-1].at_s)} ago"
         last = _moment(events[-1].time) + age
     rows = [
-        ("began", "" if snapshot.began is None else _moment(snapshot.began)),
+        ("started", "" if snapshot.began is None else _moment(snapshot.began)),
         ("took" if summary.is_over else "so far", duration(summary.seconds)),
         ("last record", last),
         ("nodes", str(snapshot.of_nodes or len(summary.nodes))),
         ("ranks on each", str(snapshot.nproc_per_node or "")),
         ("launch", "" if summary.launch is None else str(summary.launch)),
-        ("restarts", str(summary.restarts)),
+        ("restarts", _restarts(snapshot)),
+        ("outputs", _outputs(snapshot)),
+        ("entrypoint and arguments", (snapshot.command or "").partition(" -- ")[2]),
         *((title, snapshot.facts.get(name, "")) for name, title in _FACTS.items()),
     ]
     command = [Code(snapshot.command, f"Command on node {snapshot.node or 0}")] if snapshot.command else []
-    return "Launch", (Facts(tuple(rows)), *command)
+    return "Launch", (Facts(tuple(rows)), *command, Code(shown.place.commands(snapshot), "Commands that show more"))
+
+
+def _restarts(snapshot: Snapshot) -> str:
+    """Return how many there were, and what the record of the last one says of the limit."""
+    said = [event.text for event in snapshot.events if event.kind == "restart"]
+    number = str(len(snapshot.summary.restarts_s))
+    return f"{number} (the last was {said[-1].partition(' in ')[0]})" if said else number
+
+
+def _outputs(snapshot: Snapshot) -> str:
+    """Return how much each launch has stored; it is what the feature of outputs keeps, by launch and node."""
+    found = []
+    for launch, nodes in (snapshot.features.get("outputs") or {}).items():
+        files, size = (sum(each[name] for each in nodes.values()) for name in ("files", "size"))
+        found.append(f"launch {launch}: {counted(files, 'file')}, {size_text(size)}")
+    return "; ".join(found)
 
 
 def _moment(seconds: float) -> str:

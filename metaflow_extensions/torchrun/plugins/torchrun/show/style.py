@@ -15,11 +15,12 @@ _PARTS = """
 .tr-slow p { margin: 0; }
 .tr-word { background: var(--tr-c); color: #fff; border-radius: 4px; padding: .1rem .5rem; margin-right: .6rem;
   font-weight: 700; }
+.tr .tr-headline { font-size: 1rem; font-weight: 600; color: var(--dk-grey); margin: 0 0 .6rem; }
 .tr-sentence { font-size: 1.15rem; font-weight: 500; }
 .tr-cause, .tr-restart { border: 1px solid var(--grey); border-radius: 6px; padding: .6rem .9rem; margin-top: .6rem; }
 .tr-cause { border-color: var(--error); }
 .tr-restart summary { cursor: pointer; }
-.tr-bar { width: 100%; accent-color: #22a35a; margin-bottom: .6rem; }
+.tr-bar { width: 100%; accent-color: var(--tr-c); margin-bottom: .6rem; }
 .tr-progress .tr-facts { grid-template-columns: repeat(auto-fill, minmax(min(100%, 17rem), 1fr)); }
 .tr-cells { list-style: none; display: grid; gap: .5rem; grid-template-columns: repeat(auto-fill, minmax(9.5rem, 1fr)); }
 .tr-cell { border: 1px solid var(--tr-c); border-left-width: 6px; border-radius: 6px; padding: .4rem .6rem;

@@ -1,7 +1,6 @@
-"""Keeps what has happened to the gang in the datastore, with the control node's task, while the step runs and after.
+"""Stores the gang's history in the datastore, beside the control node's task.
 
-A thread of its own writes it: however slow the datastore is, neither the gang nor the step waits, but for a moment
-at the end.
+A thread of its own writes, so a slow datastore delays neither gang nor step, except for up to 5 s at the end.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""A gang whose tasks all run on this machine: what becomes of the other nodes' tasks.
+"""Watches and ends the other nodes' tasks, where all tasks of a gang run on this machine.
 
 On a local run Metaflow's control task starts them as its children (``_local_multinode_control_task_step_func`` in
 ``metaflow.plugins.parallel_decorator``, 2.19). They get the first ``python`` on the PATH. It does not look at
 them while its own step runs, and it does not stop them when that fails. `compat.steps.SameInterpreter` corrects the
 first, this module the others.
-A child is known as a node's task by its command line. Its environment does not tell: the children that make
-cards may have a node's. Its begin is kept, so that no process that gets its number later is taken for it.
+A child is recognised as a node's task by its command line, not by its environment: processes that make cards may have
+a node's environment. Pid and start time together identify it, since the kernel reuses pids.
 """
 
 from __future__ import annotations

@@ -13,8 +13,7 @@ from contextlib import suppress
 from typing import Any
 
 from ..compat.graph import LintWarn, sources_of_steps
-from ..run_arguments import instead_of
-from ..settings import ARGUMENTS
+from ..run_arguments import KNOWN, instead_of
 
 _RUNS = frozenset({"metaflow.current.torch.run", "metaflow.metaflow_current.current.torch.run"})
 
@@ -40,7 +39,7 @@ def unknown_arguments(path: str | None, first: int | None) -> Iterator[tuple[str
     for function in (node for node in nodes if isinstance(node, ast.FunctionDef) and node.lineno == first):
         for call in (node for node in ast.walk(function) if isinstance(node, ast.Call)):
             if _resolved(_dotted(call.func), names) in _RUNS:
-                yield from ((each.arg, each.lineno) for each in call.keywords if each.arg and each.arg not in ARGUMENTS)
+                yield from ((each.arg, each.lineno) for each in call.keywords if each.arg and each.arg not in KNOWN)
 
 
 def _hides(node: ast.AST) -> bool:

@@ -1,4 +1,4 @@
-"""Sees that this node is about to be taken away.
+"""Detects that this node is about to be taken away.
 
 There are two signs besides SIGTERM to the task itself. On Kubernetes and AWS Batch Metaflow (2.19) asks the cloud
 for spot notices, and writes one to the file that ``current.spot_termination_notice`` names. On Kubernetes a pod that is
@@ -33,13 +33,13 @@ fi
 
 
 def heed_sigterm_in_pod(environ: Mapping[str, str] = os.environ) -> None:
-    """Undo the blocking, which every process inherits from the shell; to be called before any process is started."""
+    """Unblock SIGTERM, which this process inherited blocked from the shell; call it before starting any process."""
     if environ.get(_SHELL):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
 
 
 def pod_is_told_to_stop(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Look whether SIGTERM is pending for the pod's shell."""
+    """Return why this pod will stop if SIGTERM is pending for its shell; else None."""
     status = processes.status(int(environ.get(_SHELL, "0")))
     pending = int(status.get("SigPnd", "0"), 16) | int(status.get("ShdPnd", "0"), 16)
     told = pending >> (signal.SIGTERM - 1) & 1

@@ -1,4 +1,4 @@
-"""Sees that no task of a local run outlives the processes that have started it; no task of Metaflow looks (2.19)."""
+"""Ends a task of a local run when a process that started it is gone; Metaflow (2.19) does not check that."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _POLL_S = 0.25
 
 
 def name_as_starter(env: MutableMapping[str, str], role: Literal["run", "control"]) -> None:
-    """Have tasks that are started with `env` know this process as one that they are not to outlive."""
+    """Add this process to `env`, so that tasks started with it end when this process is gone."""
     env[STARTED_BY] = f"{env.get(STARTED_BY, '')} {role}={os.getpid()}".strip()
 
 

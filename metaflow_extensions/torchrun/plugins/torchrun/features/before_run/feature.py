@@ -1,7 +1,7 @@
-"""What runs before the workers, once on each node: ``run(before_run=...)``.
+"""Commands that run once on each node before the workers: ``run(before_run=...)``.
 
-The gang runs it as a launch of its own. So all nodes begin together, all stop when a command fails on one, and no
-worker starts before the last command has ended.
+The gang runs them as a launch of their own. So all nodes begin together, and all stop when a command fails on one. No
+worker starts before the last command has ended on every node.
 """
 
 from __future__ import annotations
@@ -12,17 +12,16 @@ from typing import Any
 from ...gang.keepers import Happened, Keeper, Plain, Remarks
 from ...gang.protocol import Told
 from ...gang.texts import counted
-from ...gang.wire import from_plain, to_plain
 from ...launch.commands import beside_flow, foreign_python
 from ...launch.spec import LaunchSpec
 from ...node.preludes import Asked, Prelude, own_launch
 from ...node.watchers import Feature, Here, Watcher
 from ...result import TorchrunResult
-from .program import SCRIPT, Commands, Ran, Rans, before_commands
+from .program import SCRIPT, Commands, before_commands
 
 
 class BeforeRun(Feature):
-    """Commands of the user's before the workers."""
+    """Commands that the user wants run before the workers."""
 
     name = "before_run"
     together = MappingProxyType({"command": "{nodes}: {text}, {took}"})
@@ -33,11 +32,11 @@ class BeforeRun(Feature):
         return None if commands is None else CommandsFirst(commands, asked)
 
     def keeper(self, num_nodes: int, of_all: bool) -> Keeper:
-        """Return what makes records of commands that have ended."""
+        """Return what records the commands that have ended."""
         return CommandRecords()
 
     def watcher(self, here: Here) -> Watcher:
-        """Return what sees commands end, where some run."""
+        """Return what reports the end of commands, if this launch runs some."""
         program = here.plan.program
         return CommandWatcher(program, here.folder) if isinstance(program, Commands) else Watcher()
 
@@ -64,14 +63,14 @@ class CommandsFirst(Prelude):
         return spec
 
     def ended(self, result: TorchrunResult[Any]) -> None:
-        """Say how long it took."""
+        """Log how long the commands took."""
         if self._asked.is_control:
             on = counted(self._asked.num_nodes, "node")
             self._asked.say(f"before_run: {counted(len(self._commands), 'command')} on {on}, {result.duration_s:.1f} s")
 
 
 class CommandWatcher(Watcher):
-    """Tells which commands have ended on this node."""
+    """Reports which commands have ended on this node."""
 
     def __init__(self, program: Commands, folder: str) -> None:
         self._program, self._folder = program, folder
@@ -81,8 +80,7 @@ class CommandWatcher(Watcher):
         """Return those that have ended since the last time."""
         ended = self._program.ended(self._folder)
         new, self._told = ended[self._told :], len(ended)
-        told: Plain | None = to_plain(Rans(tuple(map(self._program.ran, new)))) if new else None
-        return told
+        return {"commands": [self._program.report(each) for each in new]} if new else None
 
     def ended(self) -> Plain | None:
         """Return the last ones."""
@@ -90,14 +88,10 @@ class CommandWatcher(Watcher):
 
 
 class CommandRecords(Keeper):
-    """Makes a record of each command that has ended, and keeps nothing."""
+    """Records each command that has ended, and keeps nothing."""
 
     has_record = False
 
     def handle(self, node: int, told: Told, at_s: float) -> Remarks:
         """Return the records of a node's commands."""
-        return Remarks(happened=tuple(_record(node, ran) for ran in from_plain(Rans, told.data, "before_run").commands))
-
-
-def _record(node: int, ran: Ran) -> Happened:
-    return Happened("command", node, ran.text, exit_code=ran.exit_code, seconds=ran.seconds)
+        return Remarks(happened=tuple(Happened("command", node, **each) for each in told.data["commands"]))

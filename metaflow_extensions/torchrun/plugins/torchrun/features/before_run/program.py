@@ -1,7 +1,7 @@
-"""One node's commands of ``before_run``, in the place of a generation of workers.
+"""The commands of ``before_run`` on one node, which run instead of workers.
 
-They run in a process of ours (`command_runner`), which stands where the agent stands. So a guardian watches and ends
-them as it does workers, and the gang hears of them as of a launch.
+A process of ours, `command_runner`, runs them instead of an agent. So a guardian watches and stops them as it does
+workers, and for the gang they are a launch.
 """
 
 from __future__ import annotations
@@ -65,22 +65,6 @@ class Ended:
     seconds: float
 
 
-@dataclass(frozen=True)
-class Ran:
-    """A command that has ended on this node, or could not be started, as the control node hears of it."""
-
-    text: str  # which one, and how
-    seconds: float
-    exit_code: int | None = None  # None: it could not be started
-
-
-@dataclass(frozen=True)
-class Rans:
-    """Some commands of a node."""
-
-    commands: tuple[Ran, ...]
-
-
 class Commands:
     """The program that runs the commands of one node; see `node.plan.Program`."""
 
@@ -93,17 +77,17 @@ class Commands:
         self._python = python
 
     def files(self) -> Mapping[str, str]:
-        """Return what the runner reads."""
+        """Return the files that the runner reads: name -> contents."""
         commands = []
         for words in self.commands:
-            # The shell is found whatever PATH the commands have.
+            # We find the shell ourselves: the PATH that the user sets for the commands may not have it.
             program = system_program(words[0]) if is_by_shell(words) else words[0]
             commands.append({"argv": [program, *words[1:]], "shown": shown(words)})
         return {"commands.json": json.dumps(commands)}
 
     def command(self, folder: str) -> list[str]:
         """Return the argv of the runner."""
-        # Neither the variables of the commands nor what is installed may change what it does.
+        # -I and -S: neither the variables for the commands nor installed packages may change what the runner does.
         return [self._python, "-I", "-S", SCRIPT, folder]
 
     def label(self, node: int, number: int) -> str:
@@ -116,10 +100,10 @@ class Commands:
             return [Ended(**json.loads(line)) for line in file if line.endswith("\n")]
         return []
 
-    def ran(self, ended: Ended) -> Ran:
-        """Return what is told of a command; without a hint, which the report has."""
-        how = self._how(ended, lambda status: describe_exit(status).partition(":")[0])
-        return Ran(how, round(ended.seconds, 3), ended.status)
+    def report(self, ended: Ended) -> dict[str, Any]:
+        """Return what the control node is sent about a command. Hints on signals are left out: the error has them."""
+        text = self._how(ended, lambda status: describe_exit(status).partition(":")[0])
+        return {"text": text, "exit_code": ended.status, "seconds": round(ended.seconds, 3)}
 
     def cause(self, folder: str, node: int, host: str, how_ended: Callable[[int], str]) -> Cause | None:
         """Return which command has failed, with its last lines; None if none has."""
@@ -136,6 +120,6 @@ class Commands:
 
 
 def _last_lines(text: str) -> str:
-    """Return the last lines of a command's output, of a progress bar its last state."""
+    """Return the last lines of a command's output; of a progress bar, which goes back with CR, its last state."""
     lines = [line.removesuffix("\r").rpartition("\r")[2] for line in text.rstrip("\n").split("\n")]
     return "\n".join(lines[-_TAIL_LINES:])

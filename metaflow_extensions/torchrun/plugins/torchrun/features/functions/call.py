@@ -1,8 +1,8 @@
-"""A Python function as entrypoint, seen from the task: how it gets to the workers and what comes back.
+"""A Python function as entrypoint, on the task's side: sends the call to the workers and collects their results.
 
-The function and its arguments go to the workers (`function_worker`) through files in a folder of this call, and what each
-worker has returned or raised comes back through others. Between nodes, values go through Metaflow's datastore; the gang's
-channel carries their keys only.
+The function and its arguments go to the workers (`function_worker`) as a file in a folder of this call. Each worker writes
+what it returned or raised into a file there. Between nodes, values go through Metaflow's datastore; the gang's channel
+carries only their keys.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ class FunctionCall(Service):
         call = (function, *_as_call(arguments))
         inner = function.func if isinstance(function, partial) else function
         name = str(getattr(inner, "__qualname__", type(inner).__qualname__))
-        # Whether the control node gets the values of all ranks. Who gathers them means the ranks to train alone.
+        # With gather, the control node gets the values of all ranks. A function that gathers is not expected to use a
+        # process group, so no warning says that its ranks train alone.
         self._gather = self.may_train_alone = gather
         self._store = store  # carries values between nodes; None for a gang of one
         self._node, self._ranks = CONTROL, range(0)
@@ -96,7 +97,7 @@ class FunctionCall(Service):
     # --- at the end -------------------------------------------------------------------------------
 
     def result(self, told: Plain, say: Callable[[str], None]) -> Mapping[str, Any]:
-        """Return the values of this node's ranks and of those that others have stored for it; they are the result's."""
+        """Return the values of this node's ranks and of those stored for it. From now on the result owns the folder."""
         values = self._values
         assert values is not None
         for rank in self._ranks:
@@ -141,7 +142,7 @@ class FunctionCall(Service):
         return exception
 
     def _raised(self, rank: int, key: str | None) -> bytes | None:
-        """Return what a rank has left of what it raised: on this node, or in the store, unless that takes long."""
+        """Return what a rank raised, from this node's disk or from the store; None if there is nothing, or it takes long."""
         with suppress(OSError):
             return Path(self._path(RAISED, rank)).read_bytes()
         store, found = self._store, list[bytes]()
@@ -248,7 +249,7 @@ def _dump(call: tuple[Any, ...], name: str, file: Any) -> None:
 
 
 def _add_note(exception: BaseException, note: str) -> None:
-    """Do as `add_note` does, which came with Python 3.11, also where a class forbids to set attributes or hides them."""
+    """Do what `add_note` does (from Python 3.11 on), also where a class forbids to set attributes or hides them."""
     attributes = vars(BaseException)["__dict__"].__get__(exception)
     notes = attributes.get("__notes__", [])
     if isinstance(notes, list):
@@ -256,7 +257,7 @@ def _add_note(exception: BaseException, note: str) -> None:
 
 
 def _unpickled(report: Mapping[str, Any]) -> tuple[BaseException | None, str]:
-    """Return the exception that a worker has left, or None and why it can't be had."""
+    """Return the exception of a worker's report, or None and the reason why it can't be unpickled."""
     if report["exception"] is None:
         return None, report.get("why", "")
     try:

@@ -1,10 +1,10 @@
-"""Calls a function in a worker; torchrun runs this file with the folder of a `FunctionCall` as its argument.
+"""Calls a function in a worker. torchrun runs this file; its argument is the folder of a `FunctionCall`.
 
-Besides the standard library it needs torch, and only where a process group is asked for or a value lies on a device.
-The file of the flow is imported only if the call needs something of it, under another name than ``__main__``, so
-that it does not run.
+It needs the standard library, and torch only if a process group is asked for or a value lies on a device. It imports
+the flow's file only if the call refers to something there, and under another name than ``__main__``, so that the flow
+does not run.
 
-`call`, the task's side, imports this file, so that both sides pickle alike and name the files alike.
+`call`, the task's side, imports this file too: both sides pickle in the same way and use the same file names.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class FlowStarts(BaseException):
 
 
 def main() -> None:
-    """Make the call, and leave what it returned or raised for the task."""
+    """Make the call, and write what it returned or raised into a file for the task."""
     folder, rank = sys.argv[1], int(os.environ["RANK"])
     try:
         with open(os.path.join(folder, CALL), "rb") as file:
@@ -119,7 +119,7 @@ def keep_flows_from_running() -> None:
 
 
 def rename(module: ModuleType) -> None:
-    """Have every function and class of `module` say ``__main__``, as in the task and in later steps."""
+    """Set `__module__` of all functions and classes of `module` to ``__main__``, as it is in the task and in later steps."""
     stack, seen = list(vars(module).values()), set()
     while stack:
         thing = stack.pop()
@@ -177,9 +177,9 @@ _HINTS = {"checkpoint": " `Checkpoint()`, imported from metaflow, works in worke
 
 
 def offer_current(told: bytes | None) -> None:
-    """Have Metaflow's `current` say here what it says in the task, from when this process imports it.
+    """Make Metaflow's `current` return here what it returns in the task, as soon as this process imports Metaflow.
 
-    To import it for this would cost each worker half a second.
+    Importing Metaflow only for this would cost each worker half a second.
     """
     if told is None:
         return
@@ -190,7 +190,7 @@ def offer_current(told: bytes | None) -> None:
 
 
 class CurrentFinder:
-    """Finds the module with Metaflow's `current` as ever, and tells `current` when the module has run."""
+    """An import hook that fills Metaflow's `current` as soon as its module has been imported."""
 
     def __init__(self, told: bytes) -> None:
         self._told = told
@@ -212,10 +212,10 @@ class CurrentFinder:
 
 
 def tell_current(module: Any, told: bytes) -> None:
-    """Have the `current` of Metaflow's `module` say what `compat/current` has found in the task.
+    """Fill the `current` of Metaflow's `module` with what `compat/current` found in the task.
 
-    Properties without a setter can't be written (2.13 to 2.19). Where `current` is otherwise, it says nothing here, and
-    `import metaflow` goes on.
+    `_update_env` and the instance's dictionary are private (read in 2.13 to 2.19): properties there have no setter. If
+    another Metaflow lacks them, `current` stays empty here, a line says so, and `import metaflow` goes on.
     """
     task = pickle.loads(told)  # noqa: S301 - as the call
     try:
@@ -229,7 +229,7 @@ def tell_current(module: Any, told: bytes) -> None:
 
 
 def withheld(name: str) -> property:
-    """Return what stands for a part of `current` that only the task can have."""
+    """Return a property for a part of `current` that exists only in the task; reading it raises AttributeError."""
 
     def refuse(_: Any) -> Any:
         raise AttributeError(
@@ -310,7 +310,7 @@ EVERYWHERE = ("cpu", "meta")  # devices that every process has
 
 
 def on_cpu(thing: Any) -> Any:
-    """Return how to pickle a tensor of a device: as one of the CPU, since who reads it may have no such device."""
+    """Pickle a tensor of a device as one of the CPU, since the reader may have no such device."""
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(thing, torch.Tensor) or thing.device.type in EVERYWHERE:
         return NotImplemented
@@ -337,7 +337,7 @@ def store(value: Any, rank: int, path: str) -> None:
 
 
 def report_of(error: BaseException) -> dict[str, Any]:
-    """Return an exception as the task wants it: pickled where that goes, and in words."""
+    """Return an exception for the task: pickled, if that is possible, and as text."""
     if isinstance(error, CantReturn):
         return {"exception": None, "text": str(error)}
     text = words_of(error)
@@ -359,7 +359,7 @@ def words_of(error: BaseException) -> str:
 
 @contextmanager
 def whole(path: str) -> Iterator[Any]:
-    """Open a file that is either there as a whole or not at all."""
+    """Open a file for writing that appears under its name only when it is complete."""
     with open(path + ".part", "wb") as file:
         yield file
     os.replace(path + ".part", path)

@@ -22,9 +22,10 @@ _FOLDER = re.compile(r"torchrun-call-([0-9a-f]{8})_([0-9]+)_([0-9]+)_\w+")
 
 
 def make_folder() -> str:
-    """Make a folder for temporary files, which whoever has asked for it removes.
+    """Make a folder for temporary files; the caller removes it.
 
-    Where a process is killed before it can, the next one that makes a folder here removes it: its name says whose it is.
+    A process that is killed can't remove its folders. The next process that makes one here does: a folder's name tells
+    its owner.
     """
     among, machine, pid = os.path.abspath(tempfile.gettempdir()), _this_machine(), os.getpid()
     if machine:
@@ -55,10 +56,9 @@ def _this_machine() -> str:
 class ValuesOnDisk(Mapping[int, bytes]):
     """Global rank -> pickled value, in files of one temporary folder.
 
-    In memory, each value would be there once more than its user wants it, as long as the result of its launch
-    lives. A descriptor for each would end in too many open files. The folder ends with this object or, at the latest,
-    when its process exits; see `make_folder` for a process that is killed. A fork of that process reads from it, and
-    never removes it.
+    In memory, pickled values would double what a result needs as long as it lives. An open file for each would exceed the
+    limit of open files. The folder is removed with this object or, at the latest, when its process exits; for a process
+    that is killed, see `make_folder`. A fork of the process can read values, but never removes the folder.
     """
 
     def __init__(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ _DIAGNOSTICS_S = 15.0
 # The gang hears of output once in this part of hang_timeout_s.
 _ACTIVE_PART = 0.1
 _MAX_LINES = 64
+_MAX_PLACES = 4  # in the sentence that concludes
 
 
 class Hangs(Feature):
@@ -136,12 +138,30 @@ class HangKeeper(Keeper):
 
     def detail(self, kind: str) -> str:
         """Return where every rank was when the launch hung, and where the stacks are."""
-        if kind != _KIND:
+        if kind != _KIND or not self._found:
             return ""
         found = sorted(self._found.items())
         where = sorted((rank, place) for _, each in found for rank, place in each.where.items())
         files = [f"Stacks of node {node} (host {each.host}): {each.file or 'in its log only'}" for node, each in found]
-        return "\n".join(_first(_places(where)) + _first(files))
+        return "\n".join([conclusion(where), *_first(_places(where)), *_first(files)])
+
+
+_FRAME = re.compile(r"(?P<at>\S+:\d+) in (?P<function>[^()]+?)(?: \((?P<inner>in .+)\))?")
+
+
+def conclusion(where: list[tuple[int, str]]) -> str:
+    """Return in one sentence where the ranks were, those at the same place together: "rank 3 in load at data.py:18"."""
+    at: dict[str, list[int]] = {}
+    for rank, place in where:
+        match = _FRAME.fullmatch(place)
+        text = f"{match['inner'] or 'in ' + match['function']} at {match['at']}" if match else f"unknown ({place})"
+        at.setdefault(text, []).append(rank)
+    most_first = sorted(at.items(), key=lambda each: -len(each[1]))
+    told = [
+        f"{names(ranks, 'rank') if len(ranks) == 1 else f'{len(ranks)} ranks'} {text}" for text, ranks in most_first
+    ]
+    more = len(told) - _MAX_PLACES
+    return ", ".join([*told[:_MAX_PLACES], *([f"and {more} more places"] if more > 0 else [])]) + "."
 
 
 def _places(where: list[tuple[int, str]]) -> list[str]:

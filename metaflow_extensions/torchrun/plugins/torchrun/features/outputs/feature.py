@@ -1,4 +1,4 @@
-"""Files that a launch leaves, stored in Metaflow's datastore when its workers have ended."""
+"""Outputs: files that a launch wrote, stored in Metaflow's datastore when its workers have ended."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Outputs(Feature):
     name = "outputs"
 
     def policy(self, given: Mapping[str, Any], settings: StepSettings) -> Plain:
-        """Return that a launch is to store some, where it is."""
+        """Return whether a launch is to store files."""
         return {} if given.get("outputs") is None else {"wanted": True}
 
     def service(self, call: RunCall) -> Service | None:
@@ -49,7 +49,7 @@ class Outputs(Feature):
         return OutputsService(patterns, whose == "all", call.node, call.store)
 
     def keeper(self, num_nodes: int, of_all: bool) -> Keeper | None:
-        """Return what keeps where all nodes' files are."""
+        """Return what keeps where the files of all nodes are."""
         return OutputsKeeper() if of_all else None
 
 
@@ -86,11 +86,11 @@ class OutputsService(Service):
         return None if self._pieces is None else self._pieces.kept
 
     def result(self, told: Plain, say: Callable[[str], None]) -> Mapping[str, Any]:
-        """Return the files that this node knows of."""
+        """Return the stored files that this node knows of."""
         return {"outputs": self._known(told)}
 
     def failed(self, error: TorchrunError, told: Plain) -> None:
-        """Tell of the files that were stored in spite of a failure."""
+        """Put the files that were stored after a failure on the error."""
         error.outputs = self._known(told)
 
     def _known(self, told: Plain) -> Stored:

@@ -1,7 +1,7 @@
-"""The files that the patterns of ``run(outputs=...)`` name, and what can't be stored of it.
+"""Finds the files that the patterns of ``run(outputs=...)`` name.
 
-A link is taken for what it leads to, as long as that lies in the working directory, or in what a pattern names outright.
-Everything else that is no file is left out, and said.
+A link is followed if its target lies in the working directory, or in a path that a pattern names without wildcards.
+Everything else that is not a file is left out, and reported.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Listing:
 
 
 def find(root: str, patterns: Sequence[str], apart: str | None = None) -> Listing:
-    """Search `root`, a folder; the folder `apart` is none of the outputs wherever it lies."""
+    """Search the folder `root`; the folder `apart` and what lies in it is never an output."""
     search = _Search(root, apart)
     for pattern in patterns:
         search.add(pattern)
@@ -57,7 +57,7 @@ class _Search:
         self._apart = None if apart is None else os.path.realpath(apart)
 
     def add(self, pattern: str) -> None:
-        """Add what a pattern names: a path that is there, or else what fits."""
+        """Add the path with exactly this name, if there is one, or else all that match the pattern."""
         if os.path.lexists(os.path.join(self._root, pattern)):
             self._allow(pattern)
             names = [pattern]
@@ -76,7 +76,7 @@ class _Search:
             return []
 
     def _allow(self, name: str) -> None:
-        """Follow what the user names outright wherever it leads, but say so."""
+        """Follow a path that the user names without wildcards wherever it leads, but report that."""
         real = self._real(name)
         if not self._is_inside(real):
             self._inside.append(real)
@@ -135,5 +135,5 @@ def _lies_in(real: str, folder: str) -> bool:
 
 
 def cant_be_read(error: OSError) -> str:
-    """Return why a file is left out that the system does not let read."""
+    """Return why a file is left out that could not be read."""
     return f"can't be read: {error.strerror or error}"

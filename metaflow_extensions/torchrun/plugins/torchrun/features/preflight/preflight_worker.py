@@ -1,9 +1,9 @@
-"""Finds out whether the nodes can work together and how fast their network is: the script of ``preflight=True``.
+"""The script of ``preflight=True``: checks whether the nodes can work together, and measures their network.
 
 torchrun runs it on every rank before the user's script. Its stages are the start, connecting the nodes, and the
-all-reduce. After each stage rank 0 hears from all ranks, over the store of torchrun's agent, and names the nodes that
-are silent or report a failure.
-It stands alone: it imports nothing of this package, and nothing imports it.
+all-reduce. After each stage, every rank writes a report to the store of torchrun's agent. Rank 0 reads all reports and
+names the nodes that sent none or that failed.
+The script imports nothing of this package, and nothing of the package imports it.
 """
 
 from __future__ import annotations
@@ -54,34 +54,15 @@ class Place(NamedTuple):
 
     @property
     def nodes(self) -> int:
-        """Nodes of the gang; torchrun's are of one width here."""
+        """Nodes of the gang: each has as many processes as the others."""
         return self.world // self.nproc
-
-    @property
-    def next_node(self) -> int:
-        """The node behind this one, in a ring."""
-        return (self.node + 1) % self.nodes
-
-
-class Figures(NamedTuple):
-    """What was measured of a collective: its latency, and its algorithm bandwidth (bytes / time)."""
-
-    latency_s: float
-    bytes_per_s: float
-
-    def __str__(self) -> str:
-        return f"{_short(self.latency_s * 1e3)} ms, {_short(self.bytes_per_s / 1e9)} GB/s"
-
-
-def _short(value: float) -> str:
-    return f"{value:.0f}" if value >= 100 else f"{value:.2g}"
 
 
 # --- the stages -----------------------------------------------------------------------------------
 
 
 class Stages:
-    """Takes a rank through the stages: it does its part, reports, and gets rank 0's answer. Every wait is bounded."""
+    """The stages, as one rank goes through them: do the work, report, wait for rank 0's answer. Every wait is bounded."""
 
     def __init__(self, store: Any, place: Place) -> None:
         self._store = store
@@ -105,13 +86,13 @@ class Stages:
             faulthandler.cancel_dump_traceback_later()
         self._store.set(f"{stage}/{self._place.rank}", json.dumps(report))
         if self._place.rank == 0:  # where its own part has failed, the others' soon will
-            answer = judge(self._collect(stage, _MARGIN_S if "error" in report else wait_s))
-            self._store.set(f"{stage}/answer", json.dumps(answer))
-            return answer
-        said = self._read(f"{stage}/answer", time.monotonic() + 2 * (wait_s + _MARGIN_S))
-        if said is None:  # rank 0 is alone to know who is at fault, unless it is itself
+            verdict = judge(self._collect(stage, _MARGIN_S if "error" in report else wait_s))
+            self._store.set(f"{stage}/answer", json.dumps(verdict))
+            return verdict
+        answer = self._read(f"{stage}/answer", time.monotonic() + 2 * (wait_s + _MARGIN_S))
+        if answer is None:  # rank 0 has failed, or has raised an error that names the nodes at fault
             raise PreflightError(f"node 0 did not answer after {stage}: its rank 0 is stuck or slow.")
-        return said
+        return answer
 
     def _collect(self, stage: str, wait_s: float) -> list[Report]:
         """Return the reports of all ranks, or raise for those that are silent or have failed."""
@@ -213,8 +194,11 @@ def judge_connections(reports: Sequence[Report], nproc: int, hosts: Sequence[str
 # --- measuring ------------------------------------------------------------------------------------
 
 
-def all_reduce(place: Place, backend: str, store: Any) -> Figures:
-    """Measure an all-reduce over all ranks, which meet at `store`: gloo on CPUs or NCCL on CUDA devices."""
+def all_reduce(place: Place, backend: str, store: Any) -> tuple[float, float]:
+    """Measure an all-reduce over all ranks; return its latency in seconds and its bandwidth in bytes per second.
+
+    The ranks meet at `store`. They use gloo on CPUs or NCCL on CUDA devices.
+    """
     import torch
     import torch.distributed as dist
 
@@ -234,11 +218,11 @@ def all_reduce(place: Place, backend: str, store: Any) -> Figures:
     size = _ALL_REDUCE_BYTES[backend]
     device = f"cuda:{place.local_rank}" if backend == "nccl" else "cpu"
     small, large = (torch.zeros(count, dtype=torch.float32, device=device) for count in (1, size // 4))
-    return Figures(median_s(reduce, small, _LAPS), size / median_s(reduce, large, _BULK_LAPS))
+    return median_s(reduce, small, _LAPS), size / median_s(reduce, large, _BULK_LAPS)
 
 
 def median_s(operation: Callable[[Any], None], tensor: Any, laps: int) -> float:
-    """Return what `operation` takes."""
+    """Return the median time of `operation`, in seconds."""
     operation(tensor)  # the first one connects, allocates, and opens TCP's window
     times = []
     for _ in range(laps):
@@ -252,7 +236,7 @@ def median_s(operation: Callable[[Any], None], tensor: Any, laps: int) -> float:
 
 
 def main() -> None:
-    """Go through the stages; an exception ends the launch, and its text names the nodes at fault."""
+    """Run all stages; an exception ends the launch, and its text names the nodes at fault."""
     import torch
     from torch.distributed import PrefixStore, TCPStore, is_nccl_available
 
@@ -272,7 +256,7 @@ def main() -> None:
 
 
 def _start(stages: Stages, place: Place, here: tuple[str, int], devices: int) -> Report:
-    """Meet the others; return the backend, and the host and address of each node."""
+    """Wait for all ranks; return the backend, and the host and address of each node."""
 
     def judge(reports: list[Report]) -> Report:
         firsts = reports[:: place.nproc]
@@ -284,12 +268,13 @@ def _start(stages: Stages, place: Place, here: tuple[str, int], devices: int) ->
 
 
 def _connect(stages: Stages, place: Place, main_addr: str, plan: Report) -> None:
-    """See whether this node reaches the next one on a port that nobody has pinned."""
+    """Check that this node reaches the next one, on a port that the kernel chose."""
 
     def work() -> Report:
-        address, port = plan["addresses"][place.next_node]
-        # The control node is reached as this node has reached it already.
-        target = (main_addr if place.next_node == 0 else address, port)
+        following = (place.node + 1) % place.nodes
+        address, port = plan["addresses"][following]
+        # This node has reached the control node by `main_addr` already; another address of it may not lead there.
+        target = (main_addr if following == 0 else address, port)
         return {"why": connect_to(target, _CONNECT_S) if place.local_rank == 0 else None}
 
     def judge(reports: list[Report]) -> Report:
@@ -299,7 +284,7 @@ def _connect(stages: Stages, place: Place, main_addr: str, plan: Report) -> None
 
 
 def _measure(stages: Stages, place: Place, plan: Report, store: Any) -> None:
-    """Measure the all-reduce, and say what came of it."""
+    """Measure the all-reduce, and print the figures of this node."""
     import torch.distributed as dist
 
     measured = []
@@ -310,18 +295,19 @@ def _measure(stages: Stages, place: Place, plan: Report, store: Any) -> None:
 
     stages.run("the all-reduce", work, lambda reports: {}, _OPERATION_S + _MARGIN_S)
     if place.local_rank == 0:
-        line = summary(place, plan["hosts"][place.node], measured[0])
+        line = summary(place, plan["hosts"][place.node], *measured[0])
         print(line, flush=True)  # noqa: T201 - it is a script
     dist.destroy_process_group()  # nobody is in the middle of the all-reduce any more
 
 
-def summary(place: Place, host: str, reduced: Figures) -> str:
-    """Return the line in which a node says what it measured."""
-    # nccl-tests' factor (doc/PERFORMANCE.md): what each rank must send and receive, so that the figure can be held
-    # against the hardware's, whatever the number of ranks.
-    bus = _short(reduced.bytes_per_s * 2 * (place.world - 1) / place.world / 1e9)
-    who = f"preflight: node {place.node} (host {host})"
-    return f"{who}: all-reduce over {place.world} ranks: {reduced} (bus {bus} GB/s)"
+def summary(place: Place, host: str, latency_s: float, bytes_per_s: float) -> str:
+    """Return the line with what a node measured."""
+    # The factor of nccl-tests (doc/PERFORMANCE.md) is what each rank must send and receive. With it, the figure can be
+    # compared with the hardware's bandwidth for any number of ranks.
+    rate = bytes_per_s / 1e9
+    bus = rate * 2 * (place.world - 1) / place.world
+    who = f"preflight: node {place.node} (host {host}): all-reduce over {place.world} ranks"
+    return f"{who}: {latency_s * 1e3:.3f} ms, {rate:.2f} GB/s (bus {bus:.2f} GB/s)"
 
 
 if __name__ == "__main__":
@@ -330,5 +316,5 @@ if __name__ == "__main__":
     sys.path[:] = [path for path in sys.path if os.path.abspath(path) != here]
     try:
         main()
-    except PreflightError as error:  # where in this file it was found tells nobody anything
+    except PreflightError as error:  # the text is for the user; a traceback into this file would not help
         raise error.with_traceback(None) from None

@@ -33,6 +33,7 @@ class _Kept:
     has_ended_well: bool = False
     last: dict[str, float | None] = field(default_factory=dict)  # value of each key
     series: dict[str, Series] = field(default_factory=dict)
+    speeds: Series = field(default_factory=lambda: Series(MAX_POINTS, 5.0, "mean"))  # over the gang's seconds
 
     def add(self, key: str, point: Point) -> None:
         if key in self.series or len(self.series) < MAX_KEYS:
@@ -82,6 +83,7 @@ class ProgressKeeper(Keeper):
                 return
             kept, pace = self._kept, metrics.paces.get(0)
             kept.steps_per_s = None if pace is None else pace.steps_per_s
+            kept.speeds.add(at_s, kept.steps_per_s)
             kept.step = kept.step if metrics.step is None else metrics.step
             kept.total = kept.total if metrics.total is None else metrics.total
             for key, points in metrics.points.items():
@@ -128,6 +130,7 @@ class ProgressKeeper(Keeper):
                 "left_s": kept.left_s,
                 "last": dict(kept.last),
                 "series": {key: [(int(x), value) for x, value in each.points] for key, each in kept.series.items()},
+                "speeds": [(round(x, 1), value) for x, value in kept.speeds.points],
                 "rates": self._rates,
             }
 

@@ -11,11 +11,12 @@ from typing import Any
 
 from ...gang.texts import duration
 from ...records.summary import Summary
-from ...show.parts.charts import COLOURS, frame
+from ...show.parts.charts import COLOURS, frame, restart_marks, time_axis, time_unit
 from ...show.parts.model import Bar, Chart, Facts, Part, Sentence
 from .stragglers import speed_text
 
 _HEIGHT = 130
+_DECADES = 100.0  # values that span more have a logarithmic scale
 # Vega counts with differences of values, and with powers of ten: of larger and of smaller ones these are no numbers.
 _LARGEST, _SMALLEST = 1e300, 1e-300
 
@@ -33,8 +34,14 @@ def progress_parts(progress: Mapping[str, Any], summary: Summary) -> list[Part]:
         ("last values", ", ".join(f"{key} {_number(value)}" for key, value in progress["last"].items())),
     )
     slow = _stragglers(progress["rates"], summary) if is_running else []
-    bar = [] if progress["total"] is None else [Bar(_percent(progress))]
-    charts = (_chart(key, points, progress["last"].get(key)) for key, points in progress["series"].items())
+    bar = [] if progress["total"] is None else [Bar(_percent(progress), summary.outcome)]
+    charts = [
+        _chart(key, points, progress["last"].get(key)) for key, points in progress["series"].items() if len(points) > 1
+    ]
+    # Older versions have stored no speeds.
+    speeds = [(at_s, _drawn(value)) for at_s, value in progress.get("speeds", ())]
+    if sum(value is not None for _, value in speeds) > 1:
+        charts.append(_speed_chart(speeds, summary))
     return [*(Sentence(line, "warning") for line in slow), *bar, Facts(rows), *charts]
 
 
@@ -102,7 +109,7 @@ def _chart(key: str, points: list[tuple[int, float | None]], last: float | None)
     spec = {
         **frame(f"{key}: {_number(last)}", _HEIGHT),
         "data": {"values": [{"step": step, "value": value} for step, value in shown]},
-        "mark": {"type": "line", "color": COLOURS["starting"], "point": len(shown) < 3},
+        "mark": {"type": "line", "color": COLOURS["running"]},
         "encoding": {
             "x": {"field": "step", "type": "quantitative", "axis": steps, "scale": {"zero": False}},
             "y": {"field": "value", "type": "quantitative", "axis": {"title": None, "tickCount": 4}, "scale": scale},
@@ -110,6 +117,23 @@ def _chart(key: str, points: list[tuple[int, float | None]], last: float | None)
         },
     }
     return Chart(spec)
+
+
+def _speed_chart(speeds: list[tuple[float, float | None]], summary: Summary) -> Chart:
+    """Return rank 0's speed over the time of the gang, with the restarts."""
+    unit_s, _ = time_unit(summary.seconds)
+    rows = [{"at": round(at_s / unit_s, 3), "value": value} for at_s, value in speeds]
+    layer = {
+        "data": {"values": rows},
+        "mark": {"type": "line", "color": COLOURS["running"]},
+        "encoding": {
+            "x": {"field": "at", **time_axis(summary.seconds, {"tickCount": 5})},
+            "y": {"field": "value", "type": "quantitative", "axis": {"title": None, "tickCount": 4}},
+            "tooltip": [{"field": "at"}, {"field": "value"}],
+        },
+    }
+    marks = restart_marks(summary.restarts_s, summary.seconds)
+    return Chart({**frame("speed: steps/s", _HEIGHT), "layer": [layer, *marks]})
 
 
 def _drawn(value: float | None) -> float | None:
@@ -122,4 +146,6 @@ def _drawn(value: float | None) -> float | None:
 def _scale(values: set[float]) -> dict[str, Any]:
     """Return how high the chart is; by itself Vega gives a value that never changes an axis with a rounded one."""
     value = min(values, default=0.0)
+    if value > 0 and max(values) / value > _DECADES:
+        return {"type": "log"}
     return {"domain": sorted((value / 2, value * 1.5))} if len(values) == 1 and value else {"zero": False}

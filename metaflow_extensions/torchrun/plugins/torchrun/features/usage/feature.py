@@ -46,7 +46,7 @@ class Usage(Feature):
 
     def parts(self, kept: Any, summary: Summary) -> Sequence[Part]:
         """Return the charts; an old run has none."""
-        return usage_parts(kept) if kept else ()
+        return usage_parts(kept, summary) if kept else ()
 
 
 @dataclass
@@ -57,7 +57,7 @@ class _Node:
 
 
 class UsageKeeper(Keeper):
-    """Keeps what the nodes have used, from the gang's begin."""
+    """Keeps what the nodes have used, from the gang's start."""
 
     def __init__(self, num_nodes: int, step_s: float) -> None:
         self._most = max(_LEAST_POINTS, min(_MOST_POINTS, _POINTS_OF_ALL // num_nodes))

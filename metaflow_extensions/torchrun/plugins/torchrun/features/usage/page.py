@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 from ...gang.texts import counted, duration
-from ...show.parts.charts import GREY, LINES, frame
+from ...records.summary import Summary
+from ...show.parts.charts import GREY, LINES, frame, restart_marks, time_axis, time_unit
 from ...show.parts.model import Chart, Keys, Part, Sentence
 
 _Values: TypeAlias = list[float | None]
@@ -25,7 +26,6 @@ _OF = {
     "processes": "CPU and memory are those of the launch's processes: torchrun, the workers, and what they have started. "
     "What there is of both is the machine's.",
 }
-_TIMES = ((3 * 3600.0, 3600.0, "hours"), (600.0, 60.0, "minutes"), (0.0, 1.0, "seconds"))
 
 
 class _Panel(NamedTuple):
@@ -49,21 +49,21 @@ _PANELS = (
 )
 
 
-def usage_parts(usage: Mapping[str, Any]) -> list[Part]:
+def usage_parts(usage: Mapping[str, Any], summary: Summary) -> list[Part]:
     """Return the words and the charts; `usage` is what `feature.UsageKeeper` keeps of all nodes."""
     nodes: _Nodes = {int(node): series for node, series in usage["nodes"].items()}
     if not nodes:
         return [Sentence("Nothing has been measured.")]
     step_s = usage["step_s"]
     shown = [panel for panel in _PANELS if any(panel.kind in series for series in nodes.values())]
-    return [*_words(step_s, nodes), *(_chart(panel, step_s, nodes) for panel in shown)]
+    return [*_words(step_s, nodes), *(_chart(panel, step_s, nodes, summary) for panel in shown)]
 
 
 # --- in words -------------------------------------------------------------------------------------
 
 
 def _words(step_s: float, nodes: _Nodes) -> list[Part]:
-    said = [f"A point stands for {duration(step_s)}. Time runs as in the timeline."]
+    said = [f"A point stands for {duration(step_s)}. Times are those of the timeline."]
     said += [_OF[of] for of in _OF if any(series.get("of") == of for series in nodes.values())]
     if len(nodes) > _MOST_LINES:
         said.append(f"Of {len(nodes)} nodes each chart shows three, by their means: highest, median and lowest.")
@@ -86,24 +86,26 @@ def _same_limit(name: str, nodes: _Nodes) -> float | None:
 # --- a chart --------------------------------------------------------------------------------------
 
 
-def _chart(panel: _Panel, step_s: float, nodes: _Nodes) -> Chart:
+def _chart(panel: _Panel, step_s: float, nodes: _Nodes, summary: Summary) -> Part:
     title, are_many = _title(panel, nodes), len(nodes) > _MOST_LINES
     values = {node: series[panel.kind] for node, series in nodes.items() if panel.kind in series}
-    length_s = max(map(len, values.values())) * step_s
-    unit_s, unit = next((each, name) for least, each, name in _TIMES if length_s >= least)
+    length_s = max(summary.seconds, max(map(len, values.values())) * step_s)
+    unit_s, _ = time_unit(length_s)
     names = picked(values) if are_many else {node: f"node {node}" for node in values}
     rows = [_row(name, step_s / unit_s, panel.divisor, values[node]) for node, name in names.items()]
     last = ", ".join(f"{row['node']} {row['v'][-1]:g}" for row in rows)
     scale = {"domain": [0, 100]} if panel.unit == "%" else {"zero": True}
-    time = {"title": unit, "tickCount": 5, "grid": False, "titleAnchor": "end", "titlePadding": 0}
+    if all(len(row["t"]) < 2 for row in rows):  # a chart of one dot shows less than its number
+        return Sentence(f"{title}: {last}")
+    time = {"tickCount": 5, "grid": False, "titleAnchor": "end", "titlePadding": 0}
     value = {"title": None, "tickCount": 4, "minExtent": 32}
     spec = {
         **frame(title, _HEIGHT),
         "encoding": {
-            "x": {"type": "quantitative", "axis": time, "scale": {"zero": True, "nice": False}},
+            "x": time_axis(length_s, time),
             "y": {"type": "quantitative", "axis": value, "scale": scale},
         },
-        "layer": [_layer(rows, with_legend=are_many)],
+        "layer": [_layer(rows, with_legend=are_many), *restart_marks(summary.restarts_s, length_s)],
     }
     return Chart(spec, f"{title}: {last}")
 
@@ -136,14 +138,13 @@ def _row(name: str, step: float, divisor: float, values: _Values) -> dict[str, A
 
 def _layer(rows: list[dict[str, Any]], with_legend: bool) -> dict[str, Any]:
     """Return the lines of a chart; where all charts show the same nodes, the page has one legend for all."""
-    is_short = all(len(row["t"]) < 2 for row in rows)
     legend = {"title": None, "orient": "bottom", "labelColor": GREY} if with_legend else None
     scale = {"domain": [row["node"] for row in rows], "range": list(LINES)}
     return {
         "data": {"values": rows},
         "transform": [{"flatten": ["t", "v"]}],
-        # Points carry the words that a mouse finds. They are seen only where there is no line between two yet.
-        "mark": {"type": "line", "strokeWidth": 1.5, "point": {"opacity": int(is_short), "size": 60}},
+        # Points carry the words that a mouse finds; they are not seen.
+        "mark": {"type": "line", "strokeWidth": 1.5, "point": {"opacity": 0, "size": 60}},
         "encoding": {
             "x": {"field": "t"},
             "y": {"field": "v"},

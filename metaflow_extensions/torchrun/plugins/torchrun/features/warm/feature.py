@@ -1,4 +1,4 @@
-"""Launches that start faster than cold; what the core calls of it."""
+"""Warm starts: what the core calls."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Warm(Feature):
     def starts(self, settings: StepSettings, machine: Machine, requested: Nproc | None) -> WarmStarts | None:
         """Start the spare of a step's first launch, in the background; return None where the user wants none.
 
-        Its environment is as far as it is known that of the launch.
+        It gets the environment of the launch, as far as that is known before `run` is called.
         """
         if settings.warm == "off" or sys.platform != "linux":
             return None
-        # Who only shows a gang has no need of these: they import all that starts a launch.
+        # Imported here: commands that only show a gang load this module, and need nothing that starts a launch.
         from ...launch.command import agent_environment
         from ...node.start import share_of_machine
         from .node import WarmNode

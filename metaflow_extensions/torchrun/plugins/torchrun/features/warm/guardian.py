@@ -1,7 +1,7 @@
-"""A guardian that begins before its launch: with a spare agent, which waits with it.
+"""A guardian that starts before its launch, and keeps a spare agent ready.
 
-When the task asks for the agent, this process becomes the guardian of it; see ``guardian/guardian.py``. Where the spare
-can't be used, the same guardian starts a cold agent. So a task has at most one of these beside those of its launch.
+When the task asks for the agent, this process becomes the agent's guardian; see ``guardian/guardian.py``. If the spare
+can't be used, the same guardian starts a cold agent. So a task has at most one such process besides its launch's.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ def main() -> int:
 
 
 class Waiting:
-    """The time until the task asks. There is one thread; the handler of SIGTERM only notes that it came."""
+    """The time until the task asks for an agent.
+
+    There is one thread. The handler of SIGTERM may run between any two lines of it, so it only sets flags.
+    """
 
     def __init__(self, task: Other, task_end: int | None, options: Mapping[str, Any]) -> None:
         self._task, self._task_end = task, task_end
@@ -48,13 +51,13 @@ class Waiting:
         self._got_sigterm = False
 
     def note_sigterm(self) -> None:
-        """Somebody wants this process to end; the loop sees to it."""
+        """Record that this process is to end; the loop acts on it."""
         self._got_sigterm = True
         if self._guardian is not None:
             self._guardian.note_sigterm()
 
     def run(self) -> int:
-        """Start the spare, wait, and be the guardian of the agent that is asked for."""
+        """Start the spare, wait for the request, then guard the agent until its end."""
         linux.adopt_orphans()
         try:
             more = {"stdin": subprocess.DEVNULL, "preexec_fn": linux.die_with_parent}
@@ -70,19 +73,19 @@ class Waiting:
         os.umask(request["agent"]["umask"])
         options = Options(**request["options"])
         self._guardian = Guardian(self._task, self._task_end, options, self._starter(request["agent"]), self._news)
-        if self._got_sigterm:  # before there was anybody to tell
+        if self._got_sigterm:  # it came before `self._guardian` was set
             self._guardian.note_sigterm()
         return self._guardian.run(request["cold_command"])
 
     def _next(self) -> dict[str, Any] | None:
         """Wait for the task to ask for an agent, as `WarmStart` does; None if this process is to end."""
-        # Its pipe alone does not tell: a process that the step has forked may hold the other end.
+        # The end of the pipe does not show the end of the task: a process that the step has forked may hold the other end.
         commands = sys.stdin.fileno()
         files = [commands] if self._task_end is None else [commands, self._task_end]
         data = b""
         while not (self._task.has_ended or self._got_sigterm):
             if commands in select.select(files, [], [], WATCH_S)[0]:
-                # A request says how long it is: what follows it is for the guardian.
+                # A request begins with its length. The bytes after it are commands, which `Guardian` reads.
                 size = int.from_bytes(os.read(commands, 8), "big")
                 while len(data) < size and (part := os.read(commands, size - len(data))):
                     data += part
@@ -91,7 +94,7 @@ class Waiting:
         return None
 
     def _starter(self, agent: Mapping[str, Any]) -> Any:
-        """Return what starts the agent: the spare, or a cold one where that fails in any way."""
+        """Return a function that starts the agent: from the spare or, if anything fails there, cold."""
 
         def start(command: Sequence[str], stdout: int, stderr: int) -> subprocess.Popen[bytes]:
             try:
@@ -111,10 +114,10 @@ class Waiting:
             os.write(sys.stdout.fileno(), as_line(event))
 
     def _end_spares(self) -> None:
-        """End the spare agent and its workers, which come to this process when the agent is gone."""
+        """End the spare agent and its workers. Workers become children of this process when their agent has ended."""
         await_or_kill(living_descendants(os.getpid()), 0.0)
 
     def _is_wanted(self) -> bool:
-        """Tell whether the task still waits for an agent."""
+        """Return whether the task still waits for an agent: a command is a request to stop."""
         told = select.select([sys.stdin], [], [], 0)[0]
         return not (self._task.has_ended or self._got_sigterm or told)

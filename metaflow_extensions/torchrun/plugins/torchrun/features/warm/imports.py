@@ -1,4 +1,4 @@
-"""What a spare has imported, and whether a program that starts now would find the same."""
+"""What a spare has imported, and the check whether a program that starts now would import the same."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _READ_AT_START = (
     *("LOGLEVEL", "TORCHDYNAMO_", "TORCHINDUCTOR_", "TORCHEXPORT_", "FX_", "COMPILE_STROBELIGHT_"),
     *("TORCH_", "PYTORCH_", "C10_", "ATEN_", "KINETO_", "GLOG_", "NPY_", "NUMPY_", "GFORTRAN_", "INTEL_"),
 )
-# Only who computes reads these. An agent does not, and hands them to its workers.
+# Only workers read these. An agent does not compute; it passes them on to its workers.
 _READ_TO_COMPUTE = (
     *("OMP_", "GOMP_", "KMP_", "MKL", "OPENBLAS_", "GOTO_", "BLIS_", "VECLIB_", "NUMEXPR_", "DNNL_", "ONEDNN_", "ACC_"),
     *("CUDA_", "NVIDIA_", "CUBLAS_", "CUDNN_", "HIP_", "ROCR_", "HSA_", "XLA_", "NEURON_", "HABANA_"),
@@ -30,7 +30,7 @@ _READ_LATER = ("TORCH_NCCL_", "TORCH_FR_", "TORCH_GLOO_")
 
 
 class StartCold(Exception):
-    """The spare can't become this program; the text says why."""
+    """The spare can't run this program; the text says why. The program starts cold then."""
 
 
 def in_words(error: BaseException) -> str:
@@ -45,14 +45,12 @@ class Imports:
         self._folder = folder  # was first on the path
         self._computes = computes
         self._fault = ""  # why no program may run here
-        self._env = dict(os.environ)
+        self._env = dict(os.environ)  # before the imports, which may change it
         try:
             for name in modules:
                 importlib.import_module(name)
         except BaseException as error:
             self._fault = f"{name} could not be imported: {type(error).__name__}: {error}"
-        now = dict(os.environ)
-        self._set = {name: now.get(name) for name in {*now, *self._env} if now.get(name) != self._env.get(name)}
         self._files = dict(_files_of_modules())
         if computes:  # an optional package may come later, or a ``.pth`` file; an agent needs neither
             installed = [entry for entry in sys.path if entry.endswith("-packages")]
@@ -61,7 +59,7 @@ class Imports:
         self._modules = {name: module for name, module in sys.modules.items() if "." not in name and name not in fixed}
 
     def check(self, argv: Sequence[str], env: Mapping[str, str], cwd: str) -> None:
-        """Raise `StartCold` if a program that starts now could import something else than is here."""
+        """Raise `StartCold` if a program that starts now could import something else than this process has."""
         if self._fault:
             raise StartCold(self._fault)
         if getattr(sys.flags, "safe_path", False):  # from Python 3.11 on
@@ -80,18 +78,16 @@ class Imports:
             raise StartCold(f"{relative[0]} in PYTHONPATH is relative to another working directory")
         self._check_path(first_entry(argv, cwd))
 
-    def take_over(self, argv: Sequence[str], cwd: str) -> None:
-        """Have what the imports changed stand beside what the program begins with."""
+    def apply(self, argv: Sequence[str], env: Mapping[str, str], cwd: str) -> None:
+        """Set the program's search path and variables; what the imports have set stays, as after a cold start."""
         sys.path[sys.path.index(self._folder)] = first_entry(argv, cwd)
-        for name, value in self._set.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        for name in self._env.keys() - env.keys():
+            os.environ.pop(name, None)
+        os.environ.update({name: value for name, value in env.items() if value != self._env.get(name)})
 
     def counts(self, name: str) -> bool:
-        """Tell whether a variable may have changed what was imported."""
-        if name in self._set:
+        """Return whether another value of a variable could have changed what was imported."""
+        if os.environ.get(name) != self._env.get(name):  # an import has set it, perhaps from its old value
             return True
         if name.startswith(_READ_LATER):
             return False
@@ -102,7 +98,7 @@ class Imports:
         return name.startswith(families) or (package in self._modules and package not in sys.stdlib_module_names)
 
     def _check_path(self, folder: str) -> None:
-        """Compare the program's own folder, which comes first on its path, with the one that was there at the imports."""
+        """Raise `StartCold` if the program's own folder, the first on its path, changes which modules are found."""
         own = self._folder
         if folder != own and sys.path.count(own) == 1:
             for name, module in self._modules.items():

@@ -1,7 +1,7 @@
 """The spares of one node, as its task holds them.
 
-One spare agent, with its workers, waits at a time. A launch takes it. The next one is started for a restart when all
-workers of a generation run, and for the step's next launch when a launch has ended.
+One spare agent waits at a time, with its spare workers. A launch uses it up. The next one is started for a restart when
+all workers of a generation run, and for the step's next launch when a launch has ended.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class WarmNode:
         return WarmStart(self, command, cold_command, workers, worker_env)
 
     def prepare(self) -> None:
-        """Start a spare like the last one, unless one waits. What goes wrong is told when a launch asks for it."""
+        """Start a spare like the last one, unless one waits. A failure is reported when a launch asks for the spare."""
         with harmless():
             if self._waiting is None or not self._waiting.is_alive:
                 self._start()
@@ -58,8 +58,8 @@ class WarmNode:
         self._inherited = inherited()
         self._waiting = GuardianProcess("features.warm.guardian", [json.dumps(options)], self._env)
 
-    def take(self, env: Mapping[str, str], workers: int) -> GuardianProcess:
-        """Return the guardian that waits, which is the caller's then; may raise anything."""
+    def pop(self, env: Mapping[str, str], workers: int) -> GuardianProcess:
+        """Return the guardian that waits, and keep it no longer: the caller closes it. May raise anything."""
         self._env, self._workers = dict(env), workers or self._workers
         if self._waiting is None or not self._waiting.is_alive:
             self._start()
@@ -68,11 +68,11 @@ class WarmNode:
         if changed := [name for name in now if now[name] != self._inherited[name]]:
             self.close()
             raise StartCold(f"{', '.join(changed)} changed after the step had begun")
-        taken, self._waiting = self._waiting, None
-        return taken
+        guardian, self._waiting = self._waiting, None
+        return guardian
 
     def renew(self) -> None:
-        """Have another spare import anew, in the background."""
+        """Replace the spare, in the background: packages may have changed since it imported them."""
         self.close()
         self.prepare()
 
@@ -114,7 +114,7 @@ class WarmStart:
             }
             request = {"options": options._asdict(), "agent": agent, "cold_command": self.cold_command}
             data = json.dumps(request).encode()
-            guardian = self.node.take(env, self.workers)
+            guardian = self.node.pop(env, self.workers)
             if guardian.ask(data):
                 return guardian
             guardian.close()
@@ -123,18 +123,20 @@ class WarmStart:
 
 
 def inherited() -> dict[str, str]:
-    """Return what a child of the calling thread inherits, besides environment and folder. Equal results: it still would."""
+    """Return the limits, user, cgroup, priority and CPUs of the calling thread, which its children inherit.
+
+    A spare has those of the moment when it was started. Where they differ at the request, the start is cold.
+    """
     return {
         **{name: str(resource.getrlimit(getattr(resource, name))) for name in _LIMITS},
         "user and groups": f"{os.geteuid(), os.getegid()} {sorted(os.getgroups())}",
         "cgroup": read("/proc/self/cgroup"),
-        "OOM score": read("/proc/self/oom_score_adj"),
         "priority": str(os.getpriority(os.PRIO_PROCESS, 0)),
         "CPU affinity": str(sorted(os.sched_getaffinity(0))),
     }
 
 
 def umask() -> int:
-    """Return the umask of this process. os.umask(2) would change it for its other threads (Linux 4.7 shows it)."""
+    """Return the umask of this process, from /proc (Linux 4.7). `os.umask` would change it for all threads meanwhile."""
     fields = dict(line.partition(":")[::2] for line in read("/proc/self/status").splitlines())
     return int(fields["Umask"], 8)

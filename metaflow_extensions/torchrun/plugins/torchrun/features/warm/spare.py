@@ -57,7 +57,7 @@ def main() -> Run:
         os.chdir(request["cwd"])  # the script's path may be relative to it
         run = _program(argv) if workers is None else _agent(workers, request)
         _take_over(request, stdout, stderr)
-        imports.take_over(argv, request["cwd"])
+        imports.apply(argv, env, request["cwd"])
         if workers is not None:
             sys.argv[0] = sys.modules[AGENT].__file__ or ""  # as ``-m`` has it
         elif hooks is not None:
@@ -72,22 +72,19 @@ def main() -> Run:
 
 
 def _receive(client: socket.socket) -> tuple[dict[str, Any], int, int]:
-    """Return what this process is to become, and the files for its output; see `spare_process`."""
+    """Wait for the request; return it with the files for stdout and stderr. `spare_process` describes the message."""
     data, files, _, _ = socket.recv_fds(client, 1, 3)
     if not data:
-        os._exit(0)  # whoever has started this process needs it no more
+        os._exit(0)  # the parent has closed its end: it needs this spare no more
     stdout, stderr, told = files
     with open(told, encoding="ascii") as file:
         return json.load(file), stdout, stderr
 
 
 def _take_over(request: Mapping[str, Any], stdout: int, stderr: int) -> None:
-    """Be what a process is that was started as `request` says."""
+    """Set umask, argv and output files as a process has them that was started cold."""
     os.umask(request["umask"])
-    argv, env = request["argv"], request["env"]
-    for name in set(os.environ) - set(env):
-        del os.environ[name]
-    os.environ.update(env)
+    argv = request["argv"]
     sys.orig_argv[:] = argv
     sys.argv[:] = argv[2:] if argv[2] != "-m" else ["-m", *argv[4:]]
     importlib.invalidate_caches()
@@ -104,7 +101,7 @@ def _take_over(request: Mapping[str, Any], stdout: int, stderr: int) -> None:
 
 
 def _is_kept(fd: int) -> bool:
-    """Tell whether another descriptor of this process is of the same file."""
+    """Return whether another descriptor of this process is open for the same file."""
     for other in map(int, os.listdir("/proc/self/fd")):
         with suppress(OSError):  # the listing's own
             if other > 2 and os.path.sameopenfile(other, fd):
@@ -148,7 +145,7 @@ def _agent(workers: SpareWorkers, request: dict[str, Any]) -> Run:
 
 
 def _hide_first_frame() -> None:
-    """Have the frame that is ours left out of the traceback that ends this process."""
+    """Leave the frame of this file out of the traceback that ends the process."""
     show = sys.excepthook
 
     def shorter(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
@@ -161,7 +158,8 @@ def _hide_first_frame() -> None:
 if __name__ == "__main__":
     _run = main()
     try:
-        # From here, so that one frame of ours only is below the program's; and nothing of ours holds its module.
+        # Called at this level, so that only one frame of ours is below the program's. `pop` drops our reference to the
+        # program's module, so that its objects are freed when they would be in a cold start.
         _run[0](*_run.pop())
     except SystemExit:
         raise

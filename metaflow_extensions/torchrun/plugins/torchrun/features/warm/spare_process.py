@@ -1,7 +1,8 @@
 """A spare process, as its parent holds it: a guardian holds a spare agent, a spare agent its spare workers.
 
-A request is three files that are sent over a socket: for the program's stdout, for its stderr, and one that says what to
-become, as JSON. An empty line answers that it is accepted. Any other line says why not; the spare has ended then.
+A request is three open files, sent over a socket: for the program's stdout, for its stderr, and one with the program,
+its environment and its folder as JSON. The spare answers with an empty line if it accepts. Any other line is the reason
+why not; the spare has then ended.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class Spare:
         deadline: float,
         is_wanted: Callable[[], bool] = lambda: True,
     ) -> subprocess.Popen[bytes]:
-        """Have it become what `request` describes; return its process. Whatever goes wrong ends it.
+        """Make it run the program of `request`; return its process. Any failure ends the spare.
 
         `deadline` is of the monotonic clock.
         """
@@ -79,7 +80,7 @@ class Spare:
         return self.process
 
     def _ask(self, files: Sequence[int], deadline: float, is_wanted: Callable[[], bool]) -> str:
-        """Send a request and return the answer; the spare may still import, and reads nothing then."""
+        """Send a request and return the answer, which comes when the spare has imported."""
         socket.send_fds(self._server, [b"?"], files)
         answer = b""
         while not answer.endswith(b"\n"):
@@ -87,7 +88,7 @@ class Spare:
                 if not (part := self._server.recv(65536)):
                     raise ConnectionError
                 answer += part
-            elif self.process.poll() is not None:  # what it has forked may hold the other end
+            elif self.process.poll() is not None:  # no end of the socket shows this if a fork of it holds the other end
                 raise ConnectionError
             elif not is_wanted():
                 raise StartCold("the launch was stopped")
@@ -108,7 +109,7 @@ class Spare:
         self._errors.close()
 
     def end(self) -> None:
-        """End it, and what its imports have started; after it has become a program nobody must."""
+        """End it, and what its imports have started. Call this only before the spare has become a program."""
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()

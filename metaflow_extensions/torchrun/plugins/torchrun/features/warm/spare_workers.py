@@ -1,4 +1,4 @@
-"""The spare workers of a spare agent: how torchrun gets them for its workers."""
+"""The spare workers of a spare agent, and how torchrun is made to use them for its workers."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class SpareWorkers:
             self.start(has_imported=False)
 
     def start(self, has_imported: bool) -> None:
-        """Start them, unless they are there, or a launch waits already: then torchrun is faster.
+        """Start them, unless they run, or a launch already waits: then torchrun starts its workers sooner.
 
-        Where cores are few they would take them from the agent, which a launch needs first: there they start when it
-        has imported.
+        On few cores, spare workers would slow down the imports of the agent, which a launch needs first. There they start
+        when the agent has imported.
         """
         if has_imported and (self._spares or select.select([self._client], [], [], 0)[0]):
             return
@@ -48,14 +48,15 @@ class SpareWorkers:
                 self._spares.append(Spare("worker", self._options, env, None))
 
     def keep(self, count: int) -> None:
-        """End all but so many."""
+        """End all but `count` of them."""
         while len(self._spares) > count:
             self._spares.pop().end()
 
     def serve(self, more_env: Mapping[str, str], umask: int) -> None:
-        """Have torchrun use them for its workers, each with `more_env` besides."""
+        """Replace torchrun's `Popen`, so that its workers start from spares. All workers get `more_env` as well."""
         module = importlib.import_module(POPEN_OF_WORKERS)
-        start = module.Popen  # an AttributeError means that this torch starts its workers in another way
+        # Without this name, another torch starts its workers in another way. The AttributeError then means a cold start.
+        start = module.Popen
 
         def popen(args: Sequence[str], env: Mapping[str, str], stdout: Any, stderr: Any, **options: Any) -> Any:
             own_env = {**env, **more_env}
@@ -67,7 +68,7 @@ class SpareWorkers:
         self._deadline = time.monotonic() + ANSWER_S
 
     def _one(self, request: Mapping[str, Any], stdout: Any, stderr: Any) -> Any:
-        """Return a spare that has become a worker; None if none can."""
+        """Return a spare that has become the worker; None if no spare can."""
         env = request["env"]
         while self._spares:
             try:

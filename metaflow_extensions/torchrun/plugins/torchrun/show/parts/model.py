@@ -22,7 +22,7 @@ class Sentence:
     """One sentence or more, as a paragraph."""
 
     text: str
-    kind: Literal["", "outcome", "warning"] = ""
+    kind: Literal["", "headline", "outcome", "warning"] = ""
     word: str = ""  # the outcome in a word; a key of `charts.COLOURS`
     link: Link | None = None  # its text stands in `text`
 
@@ -82,6 +82,7 @@ class Bar:
     """How much is done; a terminal shows none, since a sentence says it."""
 
     percent: int
+    state: str = "running"  # a key of `charts.COLOURS`
 
 
 @dataclass(frozen=True)
