@@ -34,6 +34,7 @@ DEBUG = ["py-spy"]
 EXAMPLES = ["torch>=2.8", "numpy"]
 # build, setuptools: a test builds this package and installs it in the ways that users do, without an index.
 # ipykernel, nbclient: functions from a notebook.
+# debugpy: ipykernel brings it; an editor attaches to a worker by it.
 # mypy: a test reads what it makes of a sample.
 # metaflow-checkpoint: a gang goes on from the checkpoints that it keeps.
 TEST = [
@@ -49,12 +50,15 @@ TEST = [
     "psutil",
     "build",
     "setuptools>=77",
+    "debugpy",
     "ipykernel",
     "nbclient",
     "mypy",
 ]
+# What docs/tracking.md shows. sqlalchemy, alembic: MLflow's database file, which its small package leaves out.
+TRACKING = ["wandb", "mlflow-skinny", "sqlalchemy", "alembic", "tensorboard"]
 # What the scripts in examples/frameworks train with.
-FRAMEWORKS = [*EXAMPLES, "transformers", "accelerate", "lightning", "deepspeed"]
+FRAMEWORKS = [*EXAMPLES, *TRACKING, "transformers", "accelerate", "lightning", "deepspeed"]
 # The clients of the backends that tests/remote talk to; it has no secrets.
 REMOTE = [*KUBERNETES, "boto3", "azure-identity", "azure-storage-blob", "google-cloud-storage", "google-auth"]
 # The site of the pages; newer than mkdocs 1 is another program.

@@ -61,6 +61,11 @@ RUN_ELSEWHERE = {
     ("docs/card.md", "from metaflow import FlowSpec, card, current, step, torchrun"),
     ("docs/checkpoints.md", "@retry(times=2)"),
     ("docs/checkpoints.md", "from metaflow import Checkpoint"),
+    ("docs/data.md", "from metaflow import FlowSpec, IncludeFile, current, step, torchrun"),
+    ("docs/data.md", "def own_files(files, rank, world_size):"),
+    ("docs/data.md", "import os"),
+    ("docs/debugging.md", "from metaflow import Run"),
+    ("docs/debugging.md", "import os"),
     ("docs/elastic.md", "current.torch.run("),
     ("docs/frameworks.md", "import os"),
     (
@@ -70,7 +75,6 @@ RUN_ELSEWHERE = {
     ("docs/functions.md", "def train(epochs, lr):"),
     ("docs/metrics.md", "import json, os"),
     ("docs/metrics.md", "import json, os, time"),
-    ("docs/metrics.md", 'result = current.torch.run("train.py", outputs="runs/")'),
     ("docs/outputs.md", "from metaflow import FlowSpec, current, step, torchrun"),
     ("docs/outputs.md", "from metaflow import Run"),
     ("docs/recipes/checkpoints.md", "import os"),
@@ -78,6 +82,9 @@ RUN_ELSEWHERE = {
     ("docs/recipes/spot.md", "import signal"),
     ("docs/start.md", "import argparse"),
     ("docs/start.md", "from metaflow import FlowSpec, Parameter, current, step, torchrun"),
+    ("docs/tracking.md", "import os"),
+    ("docs/tracking.md", 'current.torch.run("train.py", env={"WANDB_MODE": "offline"}, outputs=["wandb/"])'),
+    ("docs/tracking.md", 'result = current.torch.run("train.py", outputs=["runs/"])'),
 }
 
 

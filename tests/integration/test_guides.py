@@ -1,0 +1,240 @@
+"""The code of the guides: data on every node, debugging."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import metaflow
+import psutil
+import pytest
+from pages import blocks_of
+
+BARRIER = """
+import torch.distributed as dist
+dist.init_process_group("gloo")
+def load_data(folder):
+    print("loads into", folder, flush=True)
+"""
+ALONE = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+
+
+def code_of(page: str, words: str) -> str:
+    """Return the page's only block of Python with these words."""
+    (found,) = [block.text for block in blocks_of(page) if block.language == "python" and words in block.text]
+    return found
+
+
+def run_script(folder, text: str, *options: str, given: str = "") -> subprocess.CompletedProcess[str]:
+    (folder / "train.py").write_text(text)
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [*ALONE, *options]
+    return subprocess.run(command, cwd=folder, env=env, input=given, capture_output=True, text=True, timeout=120)
+
+
+def test_the_flow_with_a_small_file_gives_it_to_every_rank(start_flow, tmp_path):
+    (tmp_path / "flow.py").write_text(code_of("docs/data.md", "IncludeFile(").replace("/tmp/", f"{tmp_path}/"))
+    (tmp_path / "labels.txt").write_text("cat dog")
+    (tmp_path / "train.py").write_text("import sys\nprint('has', open(sys.argv[2]).read())")
+    flow = start_flow(flow="flow.py", folder=tmp_path, stand_in=True)
+    assert flow.wait() == 0, flow.text
+    assert [f"[rank {rank}] has cat dog" in flow.text for rank in range(4)] == [True] * 4
+
+
+def test_shards_are_disjoint_and_whole():
+    around: dict = {}
+    exec(code_of("docs/data.md", "def own_files"), around)
+    shards = [around["own_files"]("dbeac", rank, 2) for rank in range(2)]
+    assert shards == [["a", "c", "e"], ["b", "d"]]
+
+
+def test_the_download_moves_files_out_of_the_clients_temporary_folder(tmp_path, monkeypatch):
+    class Client:
+        def __init__(self, s3root):
+            assert s3root == "s3://bucket/train"
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *what):
+            pass
+
+        def get_all(self):
+            (tmp_path / "temporary").write_text("content")
+            return [SimpleNamespace(key="some/0.bin", path=str(tmp_path / "temporary"))]
+
+    monkeypatch.setattr(metaflow, "S3", Client)
+    around: dict = {}
+    exec(code_of("docs/data.md", "s3.get_all()"), around)
+    around["download"]("s3://bucket/train", str(tmp_path / "here"))
+    assert (tmp_path / "here" / "some" / "0.bin").read_text() == "content"
+
+
+@pytest.mark.s3
+def test_the_download_with_metaflows_client(tmp_path):
+    """Needs an S3 as tests/remote do (METAFLOW_DATATOOLS_S3ROOT)."""
+    if "METAFLOW_DATATOOLS_S3ROOT" not in os.environ:
+        pytest.skip("no S3 to test on: set METAFLOW_DATATOOLS_S3ROOT")
+    root = f"{os.environ['METAFLOW_DATATOOLS_S3ROOT']}/guides"
+    with metaflow.S3(s3root=root) as s3:
+        s3.put_many([("0.bin", "zero"), ("some/1.bin", "one")])
+    around: dict = {}
+    exec(code_of("docs/data.md", "s3.get_all()"), around)
+    around["download"](root, str(tmp_path / "here"))
+    assert (tmp_path / "here" / "0.bin").read_text() == "zero"
+    assert (tmp_path / "here" / "some" / "1.bin").read_text() == "one"
+
+
+@pytest.mark.long
+def test_local_rank_0_loads_and_the_others_wait(tmp_path):
+    script = BARRIER + code_of("docs/data.md", "dist.barrier()") + "dist.destroy_process_group()\n"
+    ran = run_script(tmp_path, script, "--nproc-per-node=2", "train.py")
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.count("loads into /tmp/train") == 1
+
+
+STOPS = "import os\nanswer = 41 + int(os.environ['WORLD_SIZE'])\nbreakpoint()\nprint('goes on')\n"
+
+
+@pytest.mark.long
+def test_a_breakpoint_works_in_one_process_of_torchrun(tmp_path):
+    ran = run_script(tmp_path, STOPS, "--nproc-per-node=1", "train.py", given="p answer\nc\n")
+    assert ran.returncode == 0, ran.stderr
+    assert "(Pdb) 42" in ran.stdout
+    assert "goes on" in ran.stdout
+
+
+@pytest.mark.long
+def test_pdb_stops_at_an_exception(tmp_path):
+    script = "answer = 42\nraise ValueError('no number')\n"
+    options = ["--nproc-per-node=1", "-m", "pdb", "-c", "continue", "train.py"]
+    ran = run_script(tmp_path, script, *options, given="p answer\nq\nq\n")
+    assert "ValueError: no number" in ran.stdout + ran.stderr
+    assert "(Pdb) 42" in ran.stdout
+
+
+FLOW = """
+from metaflow import FlowSpec, current, step, torchrun
+
+
+class DebugFlow(FlowSpec):
+    @step
+    def start(self):
+        self.next(self.train, num_parallel=1)
+
+    @torchrun(nproc_per_node=1)
+    @step
+    def train(self):
+        CALL
+        self.next(self.join)
+
+    @step
+    def join(self, inputs):
+        self.next(self.end)
+
+    @step
+    def end(self):
+        pass
+
+
+if __name__ == "__main__":
+    DebugFlow()
+"""
+
+
+@pytest.fixture
+def debug_flow(start_flow, tmp_path):
+    """Return a function that starts a script as the only rank of a flow, by the page's own call."""
+
+    def start(script: str):
+        (tmp_path / "train.py").write_text(script)
+        (tmp_path / "flow.py").write_text(FLOW.replace("CALL", code_of("docs/debugging.md", 'DEBUG_RANK":').strip()))
+        return start_flow(flow="flow.py", folder=tmp_path)
+
+    return start
+
+
+@pytest.mark.long
+def test_a_breakpoint_in_a_worker_ends_it(debug_flow):
+    flow = debug_flow(STOPS)
+    assert flow.wait() == 1
+    assert "bdb.BdbQuit" in flow.text
+
+
+def await_text(flow, words: str) -> None:
+    deadline = time.monotonic() + 60
+    while words not in flow.text:
+        assert flow.process.poll() is None, flow.text
+        assert time.monotonic() < deadline, flow.text
+        time.sleep(0.05)
+
+
+def greet(port: int) -> dict:
+    """Send what an editor sends first, by the debug adapter protocol; return the answer."""
+    body = json.dumps({"seq": 1, "type": "request", "command": "initialize", "arguments": {"adapterID": "test"}})
+    with socket.create_connection(("127.0.0.1", port), 30) as client, client.makefile("rwb") as stream:
+        stream.write(f"Content-Length: {len(body)}\r\n\r\n{body}".encode())
+        stream.flush()
+        while True:
+            length = 0
+            while line := stream.readline().strip():
+                length = int(line.split(b":")[1])
+            message = json.loads(stream.read(length))
+            if message.get("command") == "initialize":
+                return message
+
+
+@pytest.mark.long
+def test_debugpy_answers_an_editor_in_a_worker(debug_flow, unused_port, tmp_path):
+    flow = debug_flow(code_of("docs/debugging.md", "debugpy.listen").replace("5678", str(unused_port)))
+    await_text(flow, f"debugpy waits on port {unused_port}")
+    assert greet(unused_port)["success"]
+    worker_of(flow, tmp_path).kill()
+    assert flow.wait() == 1
+    flow.await_gone(30)
+
+
+@pytest.fixture
+def unused_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+WAITS = """
+import os, time
+
+
+def load_batch():
+    print("waits", flush=True)
+    while not os.path.exists("go-on"):
+        time.sleep(0.1)
+
+
+load_batch()
+"""
+
+
+@pytest.mark.long
+def test_py_spy_shows_where_a_worker_is(debug_flow, tmp_path):
+    flow = debug_flow(WAITS)
+    await_text(flow, "[rank 0] waits")
+    worker = worker_of(flow, tmp_path)
+    py_spy = os.path.join(os.path.dirname(sys.executable), "py-spy")
+    dumped = subprocess.run([py_spy, "dump", "--pid", str(worker.pid)], capture_output=True, text=True, timeout=60)
+    (tmp_path / "go-on").touch()
+    assert flow.wait() == 0, flow.text
+    assert "load_batch" in dumped.stdout, dumped.stderr
+
+
+def worker_of(flow, folder) -> psutil.Process:
+    """Return the only worker: the agent's command line has the script, too."""
+    lines = [(each, each.cmdline()) for each in flow.processes()]
+    script = str(folder / "train.py")
+    (worker,) = [each for each, words in lines if words[-1:] == [script] and "torch.distributed.run" not in words]
+    return worker
