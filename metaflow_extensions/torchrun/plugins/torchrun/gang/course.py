@@ -343,12 +343,12 @@ class Course:
         return Where(node, rank, self.nodes.host(node))
 
     def _send_remarks(self) -> None:
-        for feature, remarks in self.keepers.pop_remarks():
+        for feature, data in self.keepers.pop_asks():
+            if self.launch.phase is Phase.RUNNING:
+                self.broadcast(Ask(self.launch.number, self.launch.generation, feature, data))
+        for remarks in self.keepers.pop_remarks():
             for each in remarks.happened:
                 self.note(**asdict(each))
-            if remarks.ask is not None and self.launch.phase is Phase.RUNNING:
-                about = (self.launch.number, self.launch.generation)
-                self.broadcast(Ask(*about, feature, remarks.ask))
             for line in remarks.lines:
                 self.send(Note(line), CONTROL)
             if remarks.failing is not None and self.launch.phase is Phase.RUNNING:

@@ -115,7 +115,8 @@ class Keepers:
         self._counts = dict.fromkeys(self._keepers, 0)
         self._silent: set[tuple[str, int | None]] = set()  # of one node, or of all
         self._unread: set[str] = set()  # whose record could not be read, which was said
-        self._remarks: deque[tuple[str, Remarks]] = deque()
+        self._remarks: deque[Remarks] = deque()
+        self._asks: deque[tuple[str, Plain]] = deque()
         self._answers: dict[str, Plain] = {}  # by feature; the gang's thread adds, another one takes
 
     @property
@@ -176,9 +177,13 @@ class Keepers:
         told = self._ask_all(lambda keeper: keeper.verdict(launch, to_control, error))
         return {name: plain for name, plain in told.items() if plain}
 
-    def pop_remarks(self) -> list[tuple[str, Remarks]]:
-        """Return what there is to say since the last time, each with its feature."""
+    def pop_remarks(self) -> list[Remarks]:
+        """Return what there is to say since the last time."""
         return [self._remarks.popleft() for _ in range(len(self._remarks))]
+
+    def pop_asks(self) -> list[tuple[str, Plain]]:
+        """Return what keepers ask their watchers since the last time, each with its feature."""
+        return [self._asks.popleft() for _ in range(len(self._asks))]
 
     def pop_answer(self, feature: str) -> Plain | None:
         """Return the newest answer of a feature, once; any thread may ask."""
@@ -186,7 +191,9 @@ class Keepers:
 
     def _remember(self, name: str, remarks: Remarks | None) -> None:
         if remarks is not None:
-            self._remarks.append((name, remarks))
+            self._remarks.append(remarks)
+            if remarks.ask is not None:
+                self._asks.append((name, remarks.ask))
             if remarks.answer is not None:
                 self._answers[name] = remarks.answer
 
@@ -203,7 +210,7 @@ class Keepers:
         except Exception as error:
             if name not in self._unread:
                 self._unread.add(name)
-                self._warn(name, f"the record of {name} could not be read", error)
+                self._warn(f"the record of {name} could not be read", error)
             return None
 
     def _ask(self, name: str, ask: Callable[[Keeper], _T], node: int | None = None) -> _T | None:
@@ -215,8 +222,8 @@ class Keepers:
         except Exception as error:
             self._silent.add((name, node))
             whose = "the nodes'" if node is None else f"node {node}'s"
-            self._warn(name, f"nothing more is kept of {whose} {name}", error)
+            self._warn(f"nothing more is kept of {whose} {name}", error)
             return None
 
-    def _warn(self, name: str, what: str, error: Exception) -> None:
-        self._remarks.append((name, Remarks((f"warning: {what}: {type(error).__name__}: {error}",))))
+    def _warn(self, what: str, error: Exception) -> None:
+        self._remarks.append(Remarks((f"warning: {what}: {type(error).__name__}: {error}",)))

@@ -18,6 +18,7 @@ from ..compat.renamed import harmless
 from ..gang.keepers import Keeper, Keepers, Plain
 from ..gang.protocol import Told
 from ..machine.accelerators import Machine, Nproc
+from ..records.requests import GangCommand
 from ..records.summary import Summary
 from ..settings import StepSettings
 from ..show.parts.model import Part
@@ -126,8 +127,8 @@ class Feature:
         """Return what watches one generation; its agent does not run yet."""
         return Watcher()
 
-    def command(self) -> Any:
-        """Return its command of ``python flow.py torchrun`` (``click.Command``), or None; called on any machine."""
+    def command(self) -> GangCommand | None:
+        """Return its command of ``python flow.py torchrun``, if it has one."""
         return None
 
     def result(self, told: Plain) -> Mapping[str, Any]:

@@ -135,7 +135,7 @@ class NodeRecords:
 
     def _keep(self, told: Told) -> None:
         self._keepers.handle(self._node, told, self._clock() - self._began_at)
-        for _, remarks in self._keepers.pop_remarks():
+        for remarks in self._keepers.pop_remarks():
             for each in remarks.happened:
                 self._note(**asdict(each), launch=told.launch, generation=told.generation)
 

@@ -59,10 +59,11 @@ class _Commands(click.Group):  # type: ignore[misc]  # Metaflow is not typed
 
 
 def _commands_of_features() -> dict[str, Any]:
-    from ..features.listed import FEATURES  # here: every flow imports this module
+    from ..features.listed import FEATURES  # here, as in `show`: every flow imports this module
+    from .asking import click_command
 
-    commands = [command for feature in FEATURES if (command := feature.command()) is not None]
-    return {command.name: command for command in commands}
+    found = [(feature.name, feature.command()) for feature in FEATURES]
+    return {command.name: click_command(name, command) for name, command in found if command is not None}
 
 
 class NoOutputs(CommandException):  # type: ignore[misc]  # Metaflow is not typed
@@ -86,11 +87,26 @@ _OLDER = "  (older than the launch)"
 
 @torchrun.command(help="Show a gang: what came of it, why if it failed, its nodes, and what happened when.")
 @gang_argument
+@click.option(
+    "--follow", is_flag=True, default=False, help="Renew it until the attempt has ended; exit with 1 if it failed."
+)
 @attempt_option
 @json_option
 @click.pass_obj
-def show(obj: Any, gang: str, attempt: int | None, as_json: bool) -> None:
+def show(obj: Any, gang: str, follow: bool, attempt: int | None, as_json: bool) -> None:
     """Show the gangs of a step."""
+    if follow:
+        from .follow import wait_for_end
+
+        with suppress(KeyboardInterrupt):
+            is_well = wait_for_end(obj, gang, attempt, lambda: _pages(obj, gang, attempt, as_json=False))
+            click.echo("\n".join(_pages(obj, gang, attempt, as_json)))
+            sys.exit(0 if is_well else 1)
+        return
+    click.echo("\n".join(_pages(obj, gang, attempt, as_json)))
+
+
+def _pages(obj: Any, gang: str, attempt: int | None, as_json: bool) -> list[str]:
     stored = StoredGangs(obj.flow_datastore)
     found = [(each, checked(each, attempt)) for each in find(obj, stored, gang)]
     from ..features.listed import FEATURES  # here: every flow imports this module
@@ -99,11 +115,10 @@ def show(obj: Any, gang: str, attempt: int | None, as_json: bool) -> None:
         kept = [feature.name for feature in FEATURES if feature.after]
         gangs = [as_data(each.place(which), now(stored, each, which), kept) for each, which in found]
         shown_run = {"run": found[0][0].asked_run, "step": found[0][0].step, "gangs": gangs}
-        click.echo(json.dumps(shown_run, indent=2, allow_nan=False))
-        return
-    for number, (each, which) in enumerate(found):
-        names_task = len(found) > 1 or gang.count("/") > 1
-        click.echo("\n".join([*([""] if number else []), *_page(stored, each, which, names_task)]))
+        return [json.dumps(shown_run, indent=2, allow_nan=False)]
+    names_task = len(found) > 1 or gang.count("/") > 1
+    pages = [_page(stored, each, which, names_task) for each, which in found]
+    return "\n\n".join("\n".join(page) for page in pages).split("\n")
 
 
 @torchrun.command(help="Show the stored logs of all nodes of a gang, merged by time.")

@@ -17,6 +17,8 @@ from ...gang.wire import from_plain, to_plain
 from ...machine.stacks import FOLDER, HOOK, ask_workers, find_py_spy, hook_environment
 from ...node.plan import Plan
 from ...node.watchers import Feature, Here, Variables, Watcher
+from ...records.requests import GangCommand
+from .command import COMMAND
 from .told import GangStacks, NodeStacks, RankStacks
 
 # What the workers of one node have to answer: the signal takes a tenth of a second, py-spy with native frames seconds.
@@ -48,11 +50,9 @@ class Stacks(Feature):
         """Return what asks the workers of this node."""
         return StacksWatcher(here)
 
-    def command(self) -> Any:
+    def command(self) -> GangCommand:
         """Return ``python flow.py torchrun stacks``."""
-        from .command import stacks  # here: tasks need no click
-
-        return stacks
+        return COMMAND
 
 
 # --- on each node -----------------------------------------------------------------------------
