@@ -14,9 +14,10 @@ from types import SimpleNamespace
 import pytest
 from unit_helpers import eventually, is_running, worker_environment, write
 
-from metaflow_extensions.torchrun.plugins.torchrun.features.hangs import stacks
+from metaflow_extensions.torchrun.plugins.torchrun.features.hangs.stacks import collect as collected
+from metaflow_extensions.torchrun.plugins.torchrun.machine import stacks
 
-HOOK = str(Path(stacks.__file__).with_name("hook.py"))
+HOOK = stacks.HOOK
 PY_SPY = shutil.which("py-spy", path=os.path.dirname(sys.executable))
 BY_SIGNAL = None  # what is found where py-spy is not installed
 OURSELVES = {0: os.getpid()}  # a process without our hook
@@ -56,7 +57,7 @@ def until(pid, state):
 
 def collect(workers, folder, py_spy=BY_SIGNAL, keep_in=None, within_s=10.0, name="launch0"):
     keep_in = str(keep_in if keep_in is not None else folder.parent / "kept")
-    return stacks.collect(workers, str(folder), keep_in, name, within_s, py_spy)
+    return collected(workers, str(folder), keep_in, name, within_s, py_spy)
 
 
 def folder_in(path):
@@ -207,8 +208,12 @@ def test_a_worker_that_does_not_answer_is_said_so_in_time(folder):
         began = time.monotonic()
         found = collect(pids, folder, within_s=1.0)
         assert 1.0 <= time.monotonic() - began < 4.0
-    late = "no Python stack: it did not answer in time; it is in state"
-    assert found.where == {0: f"{late} S (sleeping)", 1: f"{late} T (stopped)", 2: "<string>:1 in <module>"}
+    why = "no Python stack: it"
+    assert found.where == {
+        0: f"{why} did not answer in time; it is in state S (sleeping)",
+        1: f"{why} is stopped (state T (stopped)), as by SIGSTOP or a debugger",
+        2: "<string>:1 in <module>",
+    }
 
 
 def test_workers_that_have_ended_are_said_so_and_none_is_no_error(folder):
@@ -280,7 +285,7 @@ def test_everything_is_in_a_fresh_folder_of_that_name(folder, tmp_path, monkeypa
     files = [Path(collect(OURSELVES, folder, keep_in=place, name="node1").file) for _ in range(2)]
     assert set(files) == set(place.glob("torchrun-hang-node1-*/stacks.txt"))
     assert files[0] != files[1]
-    found = stacks.collect(OURSELVES, str(folder), None, "launch0", 10.0, BY_SIGNAL)
+    found = collected(OURSELVES, str(folder), None, "launch0", 10.0, BY_SIGNAL)
     assert Path(found.file).parent.parent == tmp_path
     assert "rank 0" in Path(found.file).read_text()
 

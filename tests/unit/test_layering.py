@@ -18,7 +18,7 @@ SCRIPTS = "worker"
 # So do these, which are a feature's. The task imports function_worker, too, so that both sides pickle alike.
 SCRIPTS_OF_FEATURES = (
     "features.before_run.command_runner",
-    "features.hangs.hook",
+    "machine.stacks_hook",
     "features.preflight.preflight_worker",
     "features.functions.function_worker",
 )

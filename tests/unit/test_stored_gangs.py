@@ -14,7 +14,7 @@ from test_registry import KNOWN
 
 from metaflow_extensions.torchrun.plugins.torchrun.compat import stored as stored_files
 from metaflow_extensions.torchrun.plugins.torchrun.records.snapshot import Snapshot
-from metaflow_extensions.torchrun.plugins.torchrun.show import commands
+from metaflow_extensions.torchrun.plugins.torchrun.show import commands, finding
 from metaflow_extensions.torchrun.plugins.torchrun.show.stored_gangs import StoredGangs, place_of
 from metaflow_extensions.torchrun.plugins.torchrun.show.stored_logs import _PIECE, StoredLogs
 
@@ -122,7 +122,7 @@ def test_a_gang_that_resume_has_cloned_is_that_of_the_run_it_comes_from(stored, 
     assert stored.snapshot(gang, 0).features == {"of": "5"}
     assert "task 5, which run 200 has cloned as task 3" in gang.place(0).title
     for named in ("200", "200/train", "200/train/3", "200/train/5_node_1"):
-        assert commands._find(obj, stored, named) == [gang]
+        assert finding.find(obj, stored, named) == [gang]
 
 
 def test_of_several_clones_each_is_its_own_origin_or_itself_where_that_is_gone(stored, tmp_path):
@@ -156,7 +156,7 @@ def test_a_gang_is_named_by_run_step_or_any_of_its_tasks_or_is_of_the_last_run(s
     begin(root, "start", "1")
     begin(root, "train", "4", "4_node_1")
     (root.parent / "latest_run").write_text(RUN)
-    assert [gang.control_task for gang in commands._find(obj, stored, named)] == ["4"]
+    assert [gang.control_task for gang in finding.find(obj, stored, named)] == ["4"]
 
 
 @pytest.mark.parametrize(
@@ -176,15 +176,15 @@ def test_what_is_not_there_is_said_with_what_is(stored, obj, root, named, said):
     begin(root, "train", "4")
     begin(root, "tune", "5")
     with pytest.raises(CommandException, match=said):
-        commands._find(obj, stored, named)
+        finding.find(obj, stored, named)
 
 
 def test_an_attempt_that_is_not_there_is_said(stored, root):
     begin(root, "train", "4")
     (gang,) = stored.gangs(RUN, "train")
-    assert commands._checked(gang, None) == 0
+    assert finding.checked(gang, None) == 0
     with pytest.raises(CommandException, match="has only attempt 0, not 1"):
-        commands._checked(gang, 1)
+        finding.checked(gang, 1)
 
 
 def logs_of(stored, attempt=0):

@@ -2,8 +2,8 @@
 
 Who may touch what. The channel's thread runs one asyncio loop (`loop_thread`). The gang, the listener and
 the connections belong to that thread, and no other one calls them: that is why `Gang` needs no lock, and why
-each node's messages are handled one after the other. From any other thread, `listen`, `send`, `report_gone`
-and `close` hand their work to the channel's thread. `deliver` is called in the channel's thread.
+each node's messages are handled one after the other. From any other thread, `listen`, `send`, `request`,
+`report_gone` and `close` hand their work to the channel's thread. `deliver` is called in the channel's thread.
 
 Other threads may read `gang.nodes.absent`, `gang.nodes.members`, `gang.broken` and `own_address`. What they see
 may be one message old, but it is whole: the gang's nodes are fixed, and each value is replaced in one step. `relay`
@@ -26,6 +26,7 @@ from typing import Any
 
 from ..errors import GangError
 from ..gang.course import Outgoing
+from ..gang.keepers import Plain
 from ..gang.protocol import CONTROL, Abort, Beat, Join, Lines, Message
 from ..gang.state import Gang
 from .connection import BEATS, Connection, Reading, close_all, handshake_as_control, next_message
@@ -78,6 +79,10 @@ class ControlChannel:
     def send(self, message: Message) -> None:
         """Hand a message of the control node itself to the gang."""
         self._thread.post(self._step, self.gang.handle, CONTROL, message)
+
+    def request(self, feature: str, data: Plain) -> None:
+        """Hand a feature what a command asks of the gang."""
+        self._thread.post(self._step, self.gang.request, feature, data)
 
     def report_gone(self, node: int, reason: str) -> None:
         """Tell the gang that a node's task has ended; safe to call for one that left before."""

@@ -17,11 +17,13 @@ from ..compat.renamed import TimeoutException
 from ..errors import GangError, GangStartTimeout, TorchrunError
 from ..gang.policy import growing_pauses
 from ..gang.wire import from_plain, to_plain
+from ..records.requests import Answer, Request
 from ..records.snapshot import Snapshot
 from ..records.vanished import Word, told_by_others
 
 _RECORD = "torchrun_gang.json"
 _EVENTS = "torchrun_events.json"
+_REQUEST, _ANSWER = "torchrun_request.json", "torchrun_answer.json"
 # Who tells that the control node is gone: the task that has come in its place, or the process that looks after the
 # job. Each writes a file of its own, so that neither needs to read before it writes. The first that is there counts.
 _WORDS = {"replacement": "torchrun_replaced.json", "job": "torchrun_job.json"}
@@ -82,6 +84,27 @@ class Registry:
     def await_snapshot(self, patience_s: float) -> Snapshot | None:
         """Do the same as `load_snapshot`, with patience."""
         return self._request(self.load_snapshot, patience_s)
+
+    # What commands ask of a gang that runs. There is one request and one answer at a time, so that they stay bounded:
+    # the next one takes the place of the last. Each raises what the datastore raises.
+
+    def save_request(self, request: Request) -> None:
+        """Ask the gang."""
+        self._save_metadata({_REQUEST: to_plain(request)})
+
+    def load_request(self) -> Request | None:
+        """Return what is asked of the gang, or was the last time."""
+        found = self._load(_REQUEST)[_REQUEST]
+        return None if found is None else from_plain(Request, found, "the request")
+
+    def save_answer(self, answer: Answer) -> None:
+        """Answer what was asked."""
+        self._save_metadata({_ANSWER: to_plain(answer)})
+
+    def load_answer(self) -> Answer | None:
+        """Return the last answer."""
+        found = self._load(_ANSWER)[_ANSWER]
+        return None if found is None else from_plain(Answer, found, "the answer")
 
     def save_word(self, word: Word, who: Literal["replacement", "job"], patience_s: float) -> None:
         """Tell of a control node that is gone."""

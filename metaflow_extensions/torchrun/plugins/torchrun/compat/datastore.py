@@ -108,6 +108,12 @@ def metadata_type(flow_datastore: Any) -> str | None:
     return kind
 
 
+def datastore_type(flow_datastore: Any) -> str | None:
+    """Return what ``--datastore`` calls a flow's datastore, for example "local"; None where that can't be found."""
+    kind: str | None = getattr(flow_datastore, "TYPE", None)
+    return kind
+
+
 def watch_storing(task_datastore: Any, around: Callable[..., Any]) -> None:
     """Have `around` called in the place of each method that stores a task's results, with the method and its arguments."""
     for name in ("persist", "save_metadata", "done"):

@@ -12,6 +12,7 @@ from .hangs.feature import Hangs
 from .outputs.feature import Outputs
 from .preflight.feature import Preflight
 from .progress.feature import Progress
+from .stacks.feature import Stacks
 from .usage.feature import Usage
 from .warm.feature import Warm
 
@@ -22,6 +23,7 @@ FEATURES: tuple[Feature, ...] = (
     Functions(),
     Outputs(),
     Hangs(),
+    Stacks(),
     Progress(),
     Usage(),
     Warm(),

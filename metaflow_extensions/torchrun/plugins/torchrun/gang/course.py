@@ -20,6 +20,7 @@ from .policy import Rules
 from .protocol import (
     CONTROL,
     WORKERS,
+    Ask,
     Ended,
     Failed,
     Go,
@@ -342,6 +343,9 @@ class Course:
         return Where(node, rank, self.nodes.host(node))
 
     def _send_remarks(self) -> None:
+        for feature, data in self.keepers.pop_asks():
+            if self.launch.phase is Phase.RUNNING:
+                self.broadcast(Ask(self.launch.number, self.launch.generation, feature, data))
         for remarks in self.keepers.pop_remarks():
             for each in remarks.happened:
                 self.note(**asdict(each))

@@ -59,6 +59,8 @@ class Remarks:
     lines: tuple[str, ...] = ()  # for the control node's log
     happened: tuple[Happened, ...] = ()
     failing: Failing | None = None  # only of `tick`; the launch is stopped then
+    ask: Plain | None = None  # goes to its watcher on each node whose workers run
+    answer: Plain | None = None  # to what a command has asked; see `Keeper.request`
 
 
 class Keeper:
@@ -72,8 +74,13 @@ class Keeper:
     def handle(self, node: int, told: Told, at_s: float) -> Remarks | None:
         """Keep what a node tells; may raise where it does not fit. Return what there is to say of it."""
 
-    def ended(self, node: int, ok: bool) -> None:
+    def request(self, data: Plain, at_s: float) -> Remarks | None:
+        """Start to find out what a command asks of the gang; the answer comes in `Remarks`, of this call or a later one."""
+        return None
+
+    def ended(self, node: int, ok: bool) -> Remarks | None:
         """Take note that all workers of a node have ended."""
+        return None
 
     def tick(self, at_s: float, where: Callable[[int], Where]) -> Remarks:
         """Look at the clock, once a second while workers run; `where` takes a rank."""
@@ -109,6 +116,8 @@ class Keepers:
         self._silent: set[tuple[str, int | None]] = set()  # of one node, or of all
         self._unread: set[str] = set()  # whose record could not be read, which was said
         self._remarks: deque[Remarks] = deque()
+        self._asks: deque[tuple[str, Plain]] = deque()
+        self._answers: dict[str, Plain] = {}  # by feature; the gang's thread adds, another one takes
 
     @property
     def count(self) -> int:
@@ -130,16 +139,22 @@ class Keepers:
         """Hand a message to the keeper of its feature; one that nobody keeps is dropped."""
         if told.feature in self._keepers:
             self._counts[told.feature] += 1
-            remarks = self._ask(told.feature, lambda keeper: keeper.handle(node, told, at_s), node)
-            self._remarks += [] if remarks is None else [remarks]
+            self._remember(told.feature, self._ask(told.feature, lambda keeper: keeper.handle(node, told, at_s), node))
+
+    def request(self, feature: str, data: Plain, at_s: float) -> None:
+        """Hand what a command asks to the keeper of a feature; where nobody keeps it there is no answer."""
+        if feature in self._keepers:
+            self._remember(feature, self._ask(feature, lambda keeper: keeper.request(data, at_s)))
 
     def ended(self, node: int, ok: bool) -> None:
         """Tell all that a node's workers have ended."""
-        self._ask_all(lambda keeper: keeper.ended(node, ok))
+        for name, remarks in self._ask_all(lambda keeper: keeper.ended(node, ok)).items():
+            self._remember(name, remarks)
 
     def tick(self, at_s: float, where: Callable[[int], Where]) -> None:
         """Have all look at the clock."""
-        self._remarks += self._ask_all(lambda keeper: keeper.tick(at_s, where)).values()
+        for name, remarks in self._ask_all(lambda keeper: keeper.tick(at_s, where)).items():
+            self._remember(name, remarks)
 
     def record(self) -> Plain:
         """Return what is to be stored, by feature, and further fields."""
@@ -165,6 +180,22 @@ class Keepers:
     def pop_remarks(self) -> list[Remarks]:
         """Return what there is to say since the last time."""
         return [self._remarks.popleft() for _ in range(len(self._remarks))]
+
+    def pop_asks(self) -> list[tuple[str, Plain]]:
+        """Return what keepers ask their watchers since the last time, each with its feature."""
+        return [self._asks.popleft() for _ in range(len(self._asks))]
+
+    def pop_answer(self, feature: str) -> Plain | None:
+        """Return the newest answer of a feature, once; any thread may ask."""
+        return self._answers.pop(feature, None)
+
+    def _remember(self, name: str, remarks: Remarks | None) -> None:
+        if remarks is not None:
+            self._remarks.append(remarks)
+            if remarks.ask is not None:
+                self._asks.append((name, remarks.ask))
+            if remarks.answer is not None:
+                self._answers[name] = remarks.answer
 
     def _ask_all(self, ask: Callable[[Keeper], _T]) -> dict[str, _T]:
         answers = {name: self._ask(name, ask) for name in self._keepers}

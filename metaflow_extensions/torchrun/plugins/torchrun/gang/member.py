@@ -35,6 +35,7 @@ from .protocol import (
     Abort,
     Ack,
     Alone,
+    Ask,
     Bye,
     Done,
     Go,
@@ -164,7 +165,7 @@ class Member:
             with self._lock:
                 if self._state is State.WAITING:
                     self._enter(State.ALONE)
-        elif isinstance(message, Go | Stop | Restart | Save | Verdict):
+        elif isinstance(message, Go | Ask | Stop | Restart | Save | Verdict):
             with self._lock:
                 if self._state is State.LAUNCH:  # else it is late news of a launch that was given up
                     self.inbox.put(message)

@@ -11,6 +11,7 @@ Node 0 is the control node and a node of its own gang: its own messages take the
                                         <──  Go, when all nodes are ready and agree
     Started, Wrote, Failed              ──>
     Lines, Told                         ──>
+                                        <──  Ask, when a feature wants to know more
                                         <──  Stop, when a node has failed
     Ended, then Storing and Stored      ──>
                                         <──  Restart and another Go; or Save, if all has failed
@@ -223,6 +224,16 @@ class Stop:
 
 
 @dataclass(frozen=True)
+class Ask:
+    """A feature wants to know something of this node's workers; `Told` answers, and nobody waits for it."""
+
+    launch: int
+    generation: int
+    feature: str  # its name
+    data: dict[str, Any]  # plain data
+
+
+@dataclass(frozen=True)
 class Restart:
     """All nodes start again after a pause; `Go` follows."""
 
@@ -299,7 +310,7 @@ class Alone:
 
 Message: TypeAlias = (
     Join | Ready | Started | Wrote | Failed | Lines | Told | Ended | Storing | Stored | Done | Leave | Beat
-    | Welcome | Refused | Go | Stop | Restart | Save | Verdict | Abort | Replaced | Note | Ack | Bye | Alone
+    | Welcome | Refused | Go | Ask | Stop | Restart | Save | Verdict | Abort | Replaced | Note | Ack | Bye | Alone
 )  # fmt: skip
 _CLASSES: dict[str, type[Any]] = {cls.__name__.lower(): cls for cls in typing.get_args(Message)}
 

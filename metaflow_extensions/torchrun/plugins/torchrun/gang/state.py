@@ -16,7 +16,7 @@ from . import obstacles
 from .cause import Cause, Failure, cause_of, first_failure
 from .course import Course, Outgoing
 from .history import History, of_the_gang
-from .keepers import Keepers
+from .keepers import Keepers, Plain
 from .launch import LONGER, Launch, Phase, events_for
 from .nodes import Nodes, NodeState
 from .policy import LaunchPolicy, Rules
@@ -114,6 +114,11 @@ class Gang:
     def _is_early(self, failed: Failed) -> bool:
         """Tell whether a node gives up a launch that waits for the end of another."""
         return failed.given_up and any(ready.launch == failed.launch for ready in self._early.values())
+
+    def request(self, feature: str, data: Plain) -> list[Outgoing]:
+        """Hand a feature what a command asks of the gang; `Keepers.pop_answer` has the answer later."""
+        self.keepers.request(feature, data, self._course.age_s)
+        return self._course.flush()
 
     def lost(self, node: int, why: str) -> list[Outgoing]:
         """Handle the loss of a node: its connection or task has ended, or it is silent."""

@@ -22,6 +22,7 @@ from ..gang.keepers import Plain
 from ..gang.member import Interruption, Member, TimedOut
 from ..gang.protocol import (
     CONTROL,
+    Ask,
     Ended,
     Failed,
     Go,
@@ -122,7 +123,7 @@ class Supervisor:
         return None if generation is None or generation.phase is Phase.ENDED else generation
 
     def _handle(self, news: Any) -> None:
-        if isinstance(news, Go | Stop | Restart | Save | Verdict) and news.launch != self._launch:
+        if isinstance(news, Go | Ask | Stop | Restart | Save | Verdict) and news.launch != self._launch:
             return  # late news of a launch that the step's code gave up
         self._HANDLERS[type(news)](self, news)
 
@@ -177,6 +178,11 @@ class Supervisor:
             for told in generation.watchers.before_stop(stop.kind):
                 self._member.send(told)
         generation.stop(stop.signal)
+
+    def _on_ask(self, ask: Ask) -> None:
+        generation = self._living
+        if generation is not None and generation.number == ask.generation and generation.phase is Phase.RUNNING:
+            generation.watchers.asked(ask.feature, ask.data)
 
     def _on_restart(self, restart: Restart) -> None:
         cause = restart.cause
@@ -320,6 +326,7 @@ class Supervisor:
 
     _HANDLERS: ClassVar[dict[type, Callable[[Supervisor, Any], None]]] = {
         Go: _on_go,
+        Ask: _on_ask,
         Stop: _on_stop,
         Restart: _on_restart,
         Save: _on_save,

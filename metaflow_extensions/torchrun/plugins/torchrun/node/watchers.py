@@ -18,6 +18,7 @@ from ..compat.renamed import harmless
 from ..gang.keepers import Keeper, Keepers, Plain
 from ..gang.protocol import Told
 from ..machine.accelerators import Machine, Nproc
+from ..records.requests import GangCommand
 from ..records.summary import Summary
 from ..settings import StepSettings
 from ..show.parts.model import Part
@@ -76,6 +77,9 @@ class Watcher:
         """Look at the workers before they are stopped for a cause of this kind; return what is to be told."""
         return None
 
+    def asked(self, data: Plain) -> None:
+        """Start to find out what its keeper asks; `poll` returns the answer later."""
+
     def ended(self) -> Plain | None:
         """Return what is left to tell when all workers have ended."""
         return None
@@ -123,6 +127,10 @@ class Feature:
         """Return what watches one generation; its agent does not run yet."""
         return Watcher()
 
+    def command(self) -> GangCommand | None:
+        """Return its command of ``python flow.py torchrun``, if it has one."""
+        return None
+
     def result(self, told: Plain) -> Mapping[str, Any]:
         """Return fields of `TorchrunResult`, from what the verdict tells."""
         return {}
@@ -163,7 +171,9 @@ def variables_of(plan: Plan, folder: str, say: Callable[[str], None]) -> Variabl
     for each in plan.features:
         with _no_harm(each.name, say):
             found = each.variables(plan, folder)
-            folders, hooks = (*all_of.folders, *found.folders), (*all_of.hooks, *found.hooks)
+            # Two features may need the same folder and hook: each is made and runs once.
+            folders = tuple(dict.fromkeys((*all_of.folders, *found.folders)))
+            hooks = tuple(dict.fromkeys((*all_of.hooks, *found.hooks)))
             all_of = Variables({**all_of.of_node, **found.of_node}, {**all_of.of_rank, **found.of_rank}, folders, hooks)
     return all_of
 
@@ -200,6 +210,13 @@ class Watchers:
     def before_stop(self, kind: str) -> list[Told]:
         """Have all look at the workers before they are stopped."""
         return self._told(lambda watcher: watcher.before_stop(kind))
+
+    def asked(self, feature: str, data: Plain) -> None:
+        """Hand what a keeper asks to the watcher of its feature; what was left out hears nothing."""
+        watcher = self._watchers.get(feature)
+        if watcher is not None:
+            with _no_harm(feature, self._say):
+                watcher.asked(data)
 
     def ended(self) -> list[Told]:
         """Return what is left to tell when all workers have ended."""

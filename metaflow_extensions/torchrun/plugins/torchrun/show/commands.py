@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import sys
-import time
 from contextlib import suppress
 from dataclasses import asdict, replace
 from datetime import datetime, timezone
@@ -17,22 +15,29 @@ from typing import Any
 
 from ..compat.cli import CommandException, click
 from ..compat.datastore import DatastoreValues
-from ..compat.graph import parallel_steps
 from ..compat.renamed import versions
-from ..compat.stored import latest_run
 from ..errors import TorchrunError
 from ..gang.texts import size_text
 from ..launch.outputs import Outputs
 from ..records.snapshot import Snapshot
 from .as_text import lines_of, printable, table
 from .data import as_data
+from .finding import attempt_option, checked, find, find_one, gang_argument, json_option, now
 from .page import page_of
 from .stored_gangs import StoredGang, StoredGangs
 from .stored_logs import Line, StoredLogs
 
 
 class _Commands(click.Group):  # type: ignore[misc]  # Metaflow is not typed
-    """Says so where one of the commands meets another Metaflow than it knows."""
+    """Has the commands of features besides; says so where a command meets another Metaflow than it knows."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Return the names of all commands."""
+        return sorted({*super().list_commands(ctx), *_commands_of_features()})
+
+    def get_command(self, ctx: Any, name: str) -> Any:
+        """Return a command, or None."""
+        return super().get_command(ctx, name) or _commands_of_features().get(name)
 
     def invoke(self, ctx: Any) -> Any:
         """Run a command."""
@@ -53,6 +58,14 @@ class _Commands(click.Group):  # type: ignore[misc]  # Metaflow is not typed
             ) from error
 
 
+def _commands_of_features() -> dict[str, Any]:
+    from ..features.listed import FEATURES  # here, as in `show`: every flow imports this module
+    from .asking import click_command
+
+    found = [(feature.name, feature.command()) for feature in FEATURES]
+    return {command.name: click_command(name, command) for name, command in found if command is not None}
+
+
 class NoOutputs(CommandException):  # type: ignore[misc]  # Metaflow is not typed
     """There is nothing to list or fetch; the command itself is right."""
 
@@ -70,46 +83,57 @@ def torchrun() -> None:
 
 
 _OLDER = "  (older than the launch)"
-_gang = click.argument("gang", metavar="[RUN[/STEP[/TASK]]]", default="")
-_attempt = click.option("--attempt", type=int, default=None, help="Which attempt; the latest by default.")
-_json = click.option("--json", "as_json", is_flag=True, default=False, help="Write JSON.")
 
 
 @torchrun.command(help="Show a gang: what came of it, why if it failed, its nodes, and what happened when.")
-@_gang
-@_attempt
-@_json
+@gang_argument
+@click.option(
+    "--follow", is_flag=True, default=False, help="Renew it until the attempt has ended; exit with 1 if it failed."
+)
+@attempt_option
+@json_option
 @click.pass_obj
-def show(obj: Any, gang: str, attempt: int | None, as_json: bool) -> None:
+def show(obj: Any, gang: str, follow: bool, attempt: int | None, as_json: bool) -> None:
     """Show the gangs of a step."""
+    if follow:
+        from .follow import wait_for_end
+
+        with suppress(KeyboardInterrupt):
+            is_well = wait_for_end(obj, gang, attempt, lambda: _pages(obj, gang, attempt, as_json=False))
+            click.echo("\n".join(_pages(obj, gang, attempt, as_json)))
+            sys.exit(0 if is_well else 1)
+        return
+    click.echo("\n".join(_pages(obj, gang, attempt, as_json)))
+
+
+def _pages(obj: Any, gang: str, attempt: int | None, as_json: bool) -> list[str]:
     stored = StoredGangs(obj.flow_datastore)
-    found = [(each, _checked(each, attempt)) for each in _find(obj, stored, gang)]
+    found = [(each, checked(each, attempt)) for each in find(obj, stored, gang)]
     from ..features.listed import FEATURES  # here: every flow imports this module
 
     if as_json:
         kept = [feature.name for feature in FEATURES if feature.after]
-        gangs = [as_data(each.place(which), _now(stored, each, which), kept) for each, which in found]
+        gangs = [as_data(each.place(which), now(stored, each, which), kept) for each, which in found]
         shown_run = {"run": found[0][0].asked_run, "step": found[0][0].step, "gangs": gangs}
-        click.echo(json.dumps(shown_run, indent=2, allow_nan=False))
-        return
-    for number, (each, which) in enumerate(found):
-        names_task = len(found) > 1 or gang.count("/") > 1
-        click.echo("\n".join([*([""] if number else []), *_page(stored, each, which, names_task)]))
+        return [json.dumps(shown_run, indent=2, allow_nan=False)]
+    names_task = len(found) > 1 or gang.count("/") > 1
+    pages = [_page(stored, each, which, names_task) for each, which in found]
+    return "\n\n".join("\n".join(page) for page in pages).split("\n")
 
 
 @torchrun.command(help="Show the stored logs of all nodes of a gang, merged by time.")
-@_gang
+@gang_argument
 @click.option("--rank", type=int, default=None, help="Only what this rank has written.")
 @click.option("--node", type=int, default=None, help="Only what this node and its ranks have written.")
 @click.option("--follow", is_flag=True, default=False, help="Go on until the attempt has ended.")
-@_attempt
-@_json
+@attempt_option
+@json_option
 @click.pass_obj
 def logs(
     obj: Any, gang: str, rank: int | None, node: int | None, follow: bool, attempt: int | None, as_json: bool
 ) -> None:
     """Show the logs of one gang."""
-    kept = StoredLogs(*_find_one(obj, gang, attempt))
+    kept = StoredLogs(*find_one(obj, gang, attempt))
     is_empty = True
     with suppress(KeyboardInterrupt):
         for line in kept.follow() if follow else kept.lines():
@@ -122,15 +146,15 @@ def logs(
 
 
 @torchrun.command(help="List the files that run(outputs=...) has stored, also when it has failed, or download them.")
-@_gang
+@gang_argument
 @click.option("--to", metavar="FOLDER", default=None, help="Write the files below this folder.")
 @click.option("--launch", type=int, default=None, help="Of which call of run, from 0; the last that has stored any.")
 @click.option("--node", type=int, default=None, help="Only the files of this node.")
-@_attempt
+@attempt_option
 @click.pass_obj
 def outputs(obj: Any, gang: str, to: str | None, launch: int | None, node: int | None, attempt: int | None) -> None:
     """Show or fetch the outputs of one gang."""
-    stored, found, which = _find_one(obj, gang, attempt)
+    stored, found, which = find_one(obj, gang, attempt)
     kept = _outputs(obj, stored.snapshot(found, which), launch)
     if node not in (None, *kept.nodes):
         raise NoOutputs(f"Node {node} has stored none; nodes that have: {', '.join(map(str, kept.nodes))}.")
@@ -170,76 +194,9 @@ def _outputs(obj: Any, snapshot: Snapshot | None, launch: int | None) -> Outputs
     return Outputs(DatastoreValues(obj.flow_datastore).address, nodes)
 
 
-def _find_one(obj: Any, named: str, attempt: int | None) -> tuple[StoredGangs, StoredGang, int]:
-    """Return what is stored, the one gang that is meant, and its attempt, or say which gangs there are."""
-    stored = StoredGangs(obj.flow_datastore)
-    found = _find(obj, stored, named)
-    if len(found) > 1:
-        known = ", ".join(f"{each.run}/{each.step}/{each.control_task}" for each in found)
-        raise CommandException(f"{named} has {len(found)} gangs, and each has a rank 0. Name one of them: {known}.")
-    return stored, found[0], _checked(found[0], attempt)
-
-
-def _find(obj: Any, stored: StoredGangs, named: str) -> list[StoredGang]:
-    """Return the gangs that are meant by ``RUN``, ``RUN/STEP`` or ``RUN/STEP/TASK``, or say what there is."""
-    name = obj.flow.name
-    asked = named or latest_run(name)
-    if not asked:
-        raise CommandException(f"No run of {name} was started here. Name one: {stored.program} show RUN.")
-    parts = [part for part in asked.split("/") if part]
-    if parts and parts[0] == name:  # as Metaflow's client names it
-        parts = parts[1:]
-    if not 1 <= len(parts) <= 3:
-        raise CommandException(f"{named!r} is no gang: write RUN, RUN/STEP or RUN/STEP/TASK, for example 1234/train.")
-    run, named_step, task = parts[0], *([*parts[1:], None, None][:2])
-    steps = stored.steps(run)
-    if not steps:
-        raise CommandException(
-            f"The datastore ({stored.storage.place}) has no run {run} of {name}. If the run used another datastore, "
-            f"name it: python {os.path.basename(sys.argv[0])} --datastore NAME torchrun show {named}."
-        )
-    step = named_step or _only_gang(obj, run, steps)
-    gangs = stored.gangs(run, step)
-    if not gangs:
-        raise CommandException(f"Run {run} has no tasks of step {step}. It has begun: {', '.join(steps)}.")
-    found = [gang for gang in gangs if task is None or gang.is_named(task)]
-    if not found:
-        known = ", ".join(gang.control_task for gang in gangs)
-        raise CommandException(
-            f"Step {step} of run {run} has no task {task}. Its gangs have the control tasks {known}."
-        )
-    return found
-
-
-def _only_gang(obj: Any, run: str, steps: list[str]) -> str:
-    """Return the one step of a run that is a gang."""
-    found = [name for name in parallel_steps(obj.graph) if name in steps]
-    if len(found) == 1:
-        return found[0]
-    if found:
-        raise CommandException(f"Run {run} has several gangs. Name the step: {', '.join(f'{run}/{s}' for s in found)}.")
-    raise CommandException(f"No parallel step of run {run} has begun. It has: {', '.join(steps)}.")
-
-
-def _checked(gang: StoredGang, attempt: int | None) -> int:
-    """Return the attempt that is meant."""
-    if attempt is None:
-        return gang.last_attempt
-    if not 0 <= attempt <= gang.last_attempt:
-        known = "only attempt 0" if gang.last_attempt == 0 else f"attempts 0 to {gang.last_attempt}"
-        raise CommandException(f"{gang.run}/{gang.step}/{gang.control_task} has {known}, not {attempt}.")
-    return attempt
-
-
-def _now(stored: StoredGangs, gang: StoredGang, attempt: int) -> Snapshot | None:
-    """Return what is stored of an attempt; of one that may still run as of now."""
-    snapshot = stored.snapshot(gang, attempt)
-    return None if snapshot is None else gang.place(attempt).now(snapshot, time.time())
-
-
 def _page(stored: StoredGangs, gang: StoredGang, attempt: int, names_task: bool) -> list[str]:
     place = replace(gang.place(attempt), program=stored.program, names_task=names_task)
-    snapshot = _now(stored, gang, attempt)
+    snapshot = now(stored, gang, attempt)
     if snapshot is None:
         return [
             place.title,

@@ -28,7 +28,7 @@ from ..channel.join import (
     rules_of,
 )
 from ..channel.registry import Registry
-from ..compat.datastore import metadata_type, save_log, watch_storing
+from ..compat.datastore import datastore_type, metadata_type, save_log, watch_storing
 from ..compat.renamed import convenience
 from ..compat.steps import control_task_of, is_local
 from ..errors import TorchrunPreempted
@@ -47,6 +47,7 @@ from .event_store import EventStore
 from .local_nodes import LocalNodes
 from .pods import why_it_waits
 from .report import end_with, report
+from .requests import Requests
 from .spot_notice import watch
 from .starters import STARTED_BY, end_after, name_as_starter, starters
 from .step_timeout import StepTimeout
@@ -93,6 +94,7 @@ class TaskGang:
         self._member: Member | None = None
         self._channel: ControlChannel | None = None  # on a control node of several
         self._events: EventStore | None = None  # on any control node
+        self._requests: Requests | None = None  # on any control node
         self._records: NodeRecords | None = None  # on any other node
         self.live_card: LiveCard | None = None  # what shows the gang, or this node of it
         self._about: dict[str, Any] = {}  # more fields of `Snapshot`, as they become known
@@ -208,6 +210,8 @@ class TaskGang:
         """Store and show what happens to the gang, on the control node."""
         self._events = EventStore(registry, channel.gang, self._about)
         gang = channel.gang
+        is_on_disk = datastore_type(self._flow_datastore) == "local"
+        self._requests = Requests(registry, channel.request, gang.keepers.pop_answer, is_on_disk)
         self.live_card = LiveCard(
             self._events.snapshot, lambda: _news_of(gang), self._runs_own_code, features=self.features
         )
@@ -276,6 +280,8 @@ class TaskGang:
                 self._records.failed(error)
         if self._member is not None:
             self._member.leave(error, hold_s=0.0 if self._is_local or self._channel is not None else _HOLD_S)
+        if self._requests is not None:
+            self._requests.close()
         if self._events is not None:
             self._events.close()
         if self.live_card is not None:

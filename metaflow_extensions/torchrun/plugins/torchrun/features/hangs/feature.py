@@ -13,17 +13,15 @@ from ...gang.keepers import Failing, Keeper, Plain, Remarks, Where
 from ...gang.protocol import Told
 from ...gang.texts import names
 from ...gang.wire import from_plain, to_plain
+from ...machine.stacks import FOLDER, HOOK, find_py_spy, hook_environment
 from ...node.plan import Plan
 from ...node.watchers import Feature, Here, Variables, Watcher
 from ...settings import StepSettings, choose
-from .stacks import collect, find_py_spy, hook_environment
+from .stacks import collect
 
 _KIND = "hang"  # of the cause
 # How long the nodes may take to write down what the workers of a hang are doing.
 _DIAGNOSTICS_S = 15.0
-_HOOK = os.path.join(os.path.dirname(os.path.abspath(__file__)), "hook.py")
-# Where workers leave their stacks when asked for them, in the folder of their logs.
-_STACKS = "stacks"
 # The gang hears of output once in this part of hang_timeout_s.
 _ACTIVE_PART = 0.1
 _MAX_LINES = 64
@@ -48,7 +46,7 @@ class Hangs(Feature):
         """Return what lets workers be asked what they do."""
         if limit_s(plan) is None:
             return Variables()
-        return Variables(hook_environment(os.path.join(folder, _STACKS)), folders=(_STACKS,), hooks=(_HOOK,))
+        return Variables(hook_environment(os.path.join(folder, FOLDER)), folders=(FOLDER,), hooks=(HOOK,))
 
     def watcher(self, here: Here) -> Watcher:
         """Return what tells that workers do something, where a limit asks for it."""
@@ -95,7 +93,7 @@ class HangWatcher(Watcher):
         if kind != _KIND:
             return None
         here = self._here
-        folder, keep_in = os.path.join(here.folder, _STACKS), here.plan.spec.log_dir
+        folder, keep_in = os.path.join(here.folder, FOLDER), here.plan.spec.log_dir
         found = collect(here.running(), folder, keep_in, here.name, _DIAGNOSTICS_S, find_py_spy())
         here.show(f"what the workers were doing:\n{found.text}")
         told: Plain = to_plain(Diagnostics(here.host, found.file, found.where))

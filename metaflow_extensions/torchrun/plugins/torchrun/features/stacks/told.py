@@ -1,0 +1,67 @@
+"""What the workers of a gang were doing at one moment, as nodes send it and as the datastore keeps it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...gang.wire import from_plain
+
+
+@dataclass(frozen=True)
+class RankStacks:
+    """One worker."""
+
+    where: str  # where its main thread was, in one line; or why that is not known
+    mark: str  # equal marks: the main thread was at the same place, in all its frames; "" where that is not known
+    text: str  # the stacks of all its threads; shortened where they are long
+
+
+@dataclass(frozen=True)
+class NodeStacks:
+    """The workers of one node."""
+
+    host: str
+    ranks: dict[int, RankStacks]  # by global rank
+
+
+@dataclass(frozen=True)
+class GangStacks:
+    """An answer: all that the nodes have sent in time."""
+
+    launch: int | None = None  # None: no worker runs
+    generation: int | None = None
+    nodes: dict[int, NodeStacks] = field(default_factory=dict)
+    missing: dict[int, str] = field(default_factory=dict)  # node -> why it has sent nothing
+    native: bool = False  # whether the frames of C and C++ were asked for
+
+    @staticmethod
+    def read(plain: Mapping[str, Any]) -> GangStacks:
+        """Return what the datastore has; raise ValueError where it is no such answer."""
+        found: GangStacks = from_plain(GangStacks, plain, "the answer")
+        return found
+
+    @property
+    def ranks(self) -> dict[int, RankStacks]:
+        """All workers, by global rank."""
+        return {rank: found for node in self.nodes.values() for rank, found in sorted(node.ranks.items())}
+
+    def node_of(self, rank: int) -> int:
+        """Return the node of a rank that is in `ranks`."""
+        return next(node for node, found in self.nodes.items() if rank in found.ranks)
+
+    def has_moved(self, before: GangStacks) -> tuple[list[int], list[int]]:
+        """Return the ranks that have moved since an earlier answer, and those that are where they were.
+
+        Ranks whose stacks are not known at both moments are in neither list. Stacks of another generation, and those
+        with native frames and those without, can't be compared.
+        """
+        moved: list[int] = []
+        same: list[int] = []
+        if (self.launch, self.generation, self.native) == (before.launch, before.generation, before.native):
+            former = before.ranks
+            for rank, found in self.ranks.items():
+                if found.mark and rank in former and former[rank].mark:
+                    (same if found.mark == former[rank].mark else moved).append(rank)
+        return moved, same

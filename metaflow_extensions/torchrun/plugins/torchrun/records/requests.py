@@ -1,0 +1,53 @@
+"""What a command asks of a gang that runs: the request and the answer, as the datastore keeps them, and the command. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True)
+class Request:
+    """A question; it lies beside the records of the gang's attempt, and the control node looks for it."""
+
+    id: str  # when it was asked (UTC), by whom, and something random
+    time: float  # when, in seconds since 1970, by the clock of the machine that asks
+    feature: str  # which feature answers
+    data: dict[str, Any] = field(default_factory=dict)  # what it asks, as plain data
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the gang has answered."""
+
+    id: str  # of the request
+    time: float  # when it was made, in seconds since 1970, by the control node's clock
+    data: dict[str, Any] = field(default_factory=dict)  # of the feature, as plain data
+
+
+class Asking(Protocol):
+    """A gang that a feature's command asks."""
+
+    where: str  # run, step and control task
+
+    def last(self) -> Answer | None:
+        """Return the last answer, which may be to another command."""
+
+    def ask(self, data: Mapping[str, Any]) -> Answer:
+        """Ask the feature, and wait for the answer; raise an error that ends the command where none comes."""
+
+    def is_over(self) -> bool:
+        """Tell whether the gang has ended."""
+
+
+@dataclass(frozen=True)
+class GangCommand:
+    """A command of ``python flow.py torchrun`` that a feature has; it takes a gang and an attempt, too."""
+
+    name: str
+    help: str
+    # name -> its type, None for a flag; and what it means. Each is None, or False, where it is not given.
+    options: Mapping[str, tuple[type | None, str]]
+    # Yields lines to print, or raises `TorchrunError`; the options are in the mapping.
+    run: Callable[[Asking, Mapping[str, Any]], Iterator[str]]

@@ -1,0 +1,118 @@
+"""How commands ask a gang that runs: a request beside its records in the datastore, which its control node answers."""
+
+# mypy: disable-error-code="untyped-decorator"
+# Metaflow's copy of click has no types.
+
+from __future__ import annotations
+
+import getpass
+import time
+import uuid
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+from ..channel.registry import Registry
+from ..compat.cli import CommandException, click
+from ..errors import TorchrunError
+from ..records.requests import Answer, GangCommand, Request
+from .as_text import printable
+from .finding import attempt_option, find_one, gang_argument
+from .stored_gangs import StoredGang, StoredGangs
+
+# The control node looks for requests twice a minute where a look is a request to an object store (`task/requests`). Then
+# a feature takes some seconds.
+_PATIENCE_S = 75.0
+_LOOK_S = 2.0
+_LOOK_ON_DISK_S = 0.2
+_SEE_END_S = 10.0  # between looks whether the gang has ended, which cost several requests
+
+
+class NoAnswer(CommandException):  # type: ignore[misc]  # Metaflow is not typed
+    """Nobody answers; the command itself is right."""
+
+    headline = "No answer"
+
+
+class AskedGang:
+    """One attempt of a gang, which a feature's command asks: `records.requests.Asking`."""
+
+    def __init__(self, flow_datastore: Any, stored: StoredGangs, gang: StoredGang, attempt: int, feature: str) -> None:
+        self.where = f"{gang.run}/{gang.step}/{gang.control_task}"
+        self._stored, self._gang, self._attempt, self._feature = stored, gang, attempt, feature
+        self._registry = Registry(flow_datastore, gang.run, gang.step, gang.control_task, attempt)
+
+    def last(self) -> Answer | None:
+        """Return the last answer, which may be to another command."""
+        return self._registry.load_answer()
+
+    def is_over(self) -> bool:
+        """Tell whether the attempt has ended, as far as the datastore knows."""
+        gangs = self._stored.gangs(self._gang.run, self._gang.step)
+        found = [each for each in gangs if each.control_task == self._gang.control_task]
+        if not found or found[0].place(self._attempt).is_over:
+            return True
+        snapshot = self._stored.snapshot(found[0], self._attempt)
+        return snapshot is not None and snapshot.summary.is_over
+
+    def ask(self, data: Mapping[str, Any]) -> Answer:
+        """Store a request, and return the first answer that is new since.
+
+        It may be the answer to what somebody else has asked a moment before: there is one request at a time.
+        """
+        self._refuse_if_over()
+        before = self.last()
+        self._registry.save_request(Request(_id(), time.time(), self._feature, dict(data)))
+        look_s = _LOOK_ON_DISK_S if self._stored.storage.kind == "local" else _LOOK_S
+        began = looked = time.monotonic()
+        while time.monotonic() - began < _PATIENCE_S:
+            time.sleep(look_s)
+            answer = self.last()
+            if answer is not None and (before is None or answer.id != before.id):
+                return answer
+            if time.monotonic() - looked > _SEE_END_S:
+                self._refuse_if_over()
+                looked = time.monotonic()
+        raise NoAnswer(
+            f"{self.where} has not answered within {_PATIENCE_S:g} s. Its control node answers while its step runs: it may "
+            "wait for a machine, or have been killed, or run a version of metaflow-torchrun that can't answer. To see what "
+            f"is known of it: {self._show}."
+        )
+
+    @property
+    def _show(self) -> str:
+        return f"{self._stored.program} show {self.where}"
+
+    def _refuse_if_over(self) -> None:
+        if self.is_over():
+            raise NoAnswer(f"{self.where} has ended, so none of its workers runs. To see how it ended: {self._show}.")
+
+
+def click_command(feature: str, command: GangCommand) -> Any:
+    """Return a feature's command as Metaflow's command line takes it (``click.Command``)."""
+
+    def run(obj: Any, gang: str, attempt: int | None, **options: Any) -> None:
+        stored, found, which = find_one(obj, gang, attempt)
+        asked = AskedGang(obj.flow_datastore, stored, found, which, feature)
+        with suppress(KeyboardInterrupt):
+            try:
+                for line in command.run(asked, options):
+                    click.echo(printable(line))
+            except TorchrunError as error:
+                raise CommandException(str(error)) from error
+
+    made = click.pass_obj(run)
+    for name, (kind, text) in command.options.items():
+        option = click.option(
+            f"--{name}", name, type=kind, is_flag=kind is None, default=None if kind else False, help=text
+        )
+        made = option(made)
+    return click.command(command.name, help=command.help)(gang_argument(attempt_option(made)))
+
+
+def _id() -> str:
+    try:
+        who = getpass.getuser()
+    except (KeyError, OSError):  # no such user in the system, as in many containers
+        who = "somebody"
+    return f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{who}-{uuid.uuid4().hex[:8]}"

@@ -1,0 +1,88 @@
+"""Which gang a command means: its argument and options, and what the datastore has."""
+
+# mypy: disable-error-code="untyped-decorator"
+# Metaflow's copy of click has no types.
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from typing import Any
+
+from ..compat.cli import CommandException, click
+from ..compat.graph import parallel_steps
+from ..compat.stored import latest_run
+from ..records.snapshot import Snapshot
+from .stored_gangs import StoredGang, StoredGangs
+
+gang_argument = click.argument("gang", metavar="[RUN[/STEP[/TASK]]]", default="")
+attempt_option = click.option("--attempt", type=int, default=None, help="Which attempt; the latest by default.")
+json_option = click.option("--json", "as_json", is_flag=True, default=False, help="Write JSON.")
+
+
+def find_one(obj: Any, named: str, attempt: int | None) -> tuple[StoredGangs, StoredGang, int]:
+    """Return what is stored, the one gang that is meant, and its attempt, or say which gangs there are."""
+    stored = StoredGangs(obj.flow_datastore)
+    found = find(obj, stored, named)
+    if len(found) > 1:
+        known = ", ".join(f"{each.run}/{each.step}/{each.control_task}" for each in found)
+        raise CommandException(f"{named} has {len(found)} gangs, and each has a rank 0. Name one of them: {known}.")
+    return stored, found[0], checked(found[0], attempt)
+
+
+def find(obj: Any, stored: StoredGangs, named: str) -> list[StoredGang]:
+    """Return the gangs that are meant by ``RUN``, ``RUN/STEP`` or ``RUN/STEP/TASK``, or say what there is."""
+    name = obj.flow.name
+    asked = named or latest_run(name)
+    if not asked:
+        raise CommandException(f"No run of {name} was started here. Name one: {stored.program} show RUN.")
+    parts = [part for part in asked.split("/") if part]
+    if parts and parts[0] == name:  # as Metaflow's client names it
+        parts = parts[1:]
+    if not 1 <= len(parts) <= 3:
+        raise CommandException(f"{named!r} is no gang: write RUN, RUN/STEP or RUN/STEP/TASK, for example 1234/train.")
+    run, named_step, task = parts[0], *([*parts[1:], None, None][:2])
+    steps = stored.steps(run)
+    if not steps:
+        raise CommandException(
+            f"The datastore ({stored.storage.place}) has no run {run} of {name}. If the run used another datastore, "
+            f"name it: python {os.path.basename(sys.argv[0])} --datastore NAME torchrun show {named}."
+        )
+    step = named_step or _only_gang(obj, run, steps)
+    gangs = stored.gangs(run, step)
+    if not gangs:
+        raise CommandException(f"Run {run} has no tasks of step {step}. It has begun: {', '.join(steps)}.")
+    found = [gang for gang in gangs if task is None or gang.is_named(task)]
+    if not found:
+        known = ", ".join(gang.control_task for gang in gangs)
+        raise CommandException(
+            f"Step {step} of run {run} has no task {task}. Its gangs have the control tasks {known}."
+        )
+    return found
+
+
+def _only_gang(obj: Any, run: str, steps: list[str]) -> str:
+    """Return the one step of a run that is a gang."""
+    found = [name for name in parallel_steps(obj.graph) if name in steps]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise CommandException(f"Run {run} has several gangs. Name the step: {', '.join(f'{run}/{s}' for s in found)}.")
+    raise CommandException(f"No parallel step of run {run} has begun. It has: {', '.join(steps)}.")
+
+
+def checked(gang: StoredGang, attempt: int | None) -> int:
+    """Return the attempt that is meant."""
+    if attempt is None:
+        return gang.last_attempt
+    if not 0 <= attempt <= gang.last_attempt:
+        known = "only attempt 0" if gang.last_attempt == 0 else f"attempts 0 to {gang.last_attempt}"
+        raise CommandException(f"{gang.run}/{gang.step}/{gang.control_task} has {known}, not {attempt}.")
+    return attempt
+
+
+def now(stored: StoredGangs, gang: StoredGang, attempt: int) -> Snapshot | None:
+    """Return what is stored of an attempt; of one that may still run as of now."""
+    snapshot = stored.snapshot(gang, attempt)
+    return None if snapshot is None else gang.place(attempt).now(snapshot, time.time())

@@ -1,0 +1,61 @@
+"""``torchrun show --follow``: the page of a gang, renewed in place until its attempt has ended."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ..compat.cli import click
+from ..records.summary import Summary
+from .finding import checked, find, now
+from .stored_gangs import StoredGangs
+
+_PAUSE_S = 3.0
+# Moves to the terminal's first column of the first line, ends a line, ends the screen (ECMA-48: CUP, EL, ED).
+_HOME, _END_OF_LINE, _END_OF_SCREEN = "\x1b[H", "\x1b[K", "\x1b[J"
+
+
+def wait_for_end(
+    obj: Any, gang: str, attempt: int | None, page: Callable[[], list[str]], sleep: Callable[[float], None] = time.sleep
+) -> bool:
+    """Show `page` until the named gangs have ended; return whether all have ended well.
+
+    Where stdout is no terminal, a line is written for each change of a gang's state, and no page.
+    """
+    is_terminal = sys.stdout.isatty()
+    said: dict[str, Any] = {}  # control task -> the state that the last line told
+    if is_terminal:
+        click.clear()
+    while True:
+        stored = StoredGangs(obj.flow_datastore)
+        outcomes = []
+        for each in find(obj, stored, gang):
+            which = checked(each, attempt)
+            place, snapshot = each.place(which), now(stored, each, which)
+            is_over = place.is_over or (snapshot is not None and snapshot.summary.is_over)
+            outcomes.append(None if not is_over else snapshot is not None and place.outcome(snapshot.summary) == "done")
+            state = None if snapshot is None else _state(snapshot.summary)
+            if not is_terminal and said.get(each.control_task, "nothing") != state:
+                said[each.control_task] = state
+                sentence = "Nothing is recorded yet." if snapshot is None else place.sentence(snapshot)
+                click.echo(f"{time.strftime('%H:%M:%S')} {each.run}/{each.step}/{each.control_task}: {sentence}")
+        if is_terminal:
+            _renew(page())
+        if None not in outcomes:
+            return all(outcomes)
+        sleep(_PAUSE_S)
+
+
+def _state(summary: Summary) -> Any:
+    """Return what of a gang's summary is worth a new line: not the time, which its sentence has."""
+    return summary.outcome, summary.launch, len(summary.restarts_s), summary.has_started
+
+
+def _renew(lines: list[str]) -> None:
+    """Write the first lines over those that stand there; a page may be longer than the terminal."""
+    columns, rows = shutil.get_terminal_size()
+    text = "".join(f"{line[: columns - 1]}{_END_OF_LINE}\n" for line in lines[: rows - 1])
+    click.echo(f"{_HOME}{text}{_END_OF_SCREEN}", nl=False)

@@ -1,0 +1,115 @@
+"""`torchrun stacks` and `torchrun show --follow`, on a gang that computes, and whose rank 3 then waits for data."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("asked")]
+
+
+@pytest.fixture(scope="module")
+def asked(start_shared_flow):
+    flow = start_shared_flow(flow="asked.py")
+    flow.await_notes("run", 1)
+    yield flow
+    if flow.process.poll() is None:
+        (flow.out / "enough").touch()
+        flow.wait()
+
+
+@pytest.fixture(scope="module")
+def command(asked):
+    folder = next(asked.out.parent.glob("flow folder"))
+
+    def start(*words, **options):
+        argv = [sys.executable, "asked.py", "--no-pylint", "torchrun", *words]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        return subprocess.Popen(argv, cwd=folder, env=asked.env, **pipes, **options)
+
+    return start
+
+
+@pytest.fixture(scope="module")
+def ask(command):
+    def done(*words, expect=0):
+        process = command("stacks", *words)
+        out, err = process.communicate(timeout=100)
+        assert process.returncode == expect, out + err
+        return out if expect == 0 else err
+
+    return done
+
+
+def until(done, what, deadline_s=90):
+    deadline = time.monotonic() + deadline_s
+    while not (value := done()):
+        assert time.monotonic() < deadline, f"{what} did not happen"
+        time.sleep(0.1)
+    return value
+
+
+def test_1_every_rank_of_a_gang_that_computes_is_shown_and_moves(asked, ask):
+    until(lambda: "train.py" in (text := ask()) or "asked_worker.py" in text, "a worker in its script")
+    before = json.loads(ask("--json"))
+    assert sorted(rank for node in before["nodes"].values() for rank in node["ranks"]) == ["0", "1", "2", "3"]
+    for _ in range(10):
+        text = ask()
+        assert re.search(r"Launch 0, 4 ranks on 2 nodes:\n", text), text
+        assert "has no answer" not in text
+
+
+def test_2_the_rank_that_holds_all_up_is_named_and_does_not_move(asked, ask):
+    until(lambda: (asked.out / "waits").exists(), "the wait of rank 3")
+    time.sleep(1)  # the others reach the collective; the next assertions wait for nothing else
+    until(
+        lambda: "rank 3: asked_worker.py" in ask() and re.search(r"ranks 0, 1, 2: asked_worker.py:\d+ in", ask()), "it"
+    )
+    text = ask()
+    assert re.search(r"rank 3: asked_worker.py:\d+ in load_batch", text), text
+    assert re.search(r"ranks [\d, ]*3 have not moved since", text), text
+    assert "load_batch" in ask("--rank", "3")
+    assert "Rank 9 has not answered" in ask("--rank", "9", expect=1)
+
+
+def test_3_a_rank_that_is_stopped_is_told_as_that_and_harms_nobody(asked, ask):
+    pid = next(
+        process.pid
+        for process in asked.processes()
+        if process.environ().get("RANK") == "2" and "asked_worker.py" in " ".join(process.cmdline())
+    )
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        until(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED, "its stop")
+        text = ask()
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert "rank 2: no Python stack: it is stopped (state T" in text, text
+    assert "rank 3: asked_worker.py" in text
+
+
+def test_4_asked_over_and_over_it_computes_the_same_and_the_end_is_followed(asked, ask, command):
+    for _ in range(5):
+        ask()
+    following = command("show", "--follow")
+    try:
+        (asked.out / "enough").touch()
+        assert asked.wait() == 0, asked.text
+        out, err = following.communicate(timeout=60)
+    finally:
+        following.kill()
+    assert asked.note("loss-0") == asked.note("loss-1"), "launch 1 was asked nothing"
+    assert following.returncode == 0, out + err
+    assert "have ended well" in out
+
+
+def test_5_a_gang_that_is_over_says_so_at_once(asked, ask):
+    began = time.monotonic()
+    assert "has ended, so none of its workers runs" in ask(expect=1)
+    assert time.monotonic() - began < 20

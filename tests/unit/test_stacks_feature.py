@@ -1,0 +1,250 @@
+"""Stacks on demand: what the control node asks and answers, what a node finds out, what the command prints."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from fake_node import FakeNode
+from test_state import crash, running
+from unit_helpers import eventually, worker_environment
+
+from metaflow_extensions.torchrun.plugins.torchrun.features.stacks import feature
+from metaflow_extensions.torchrun.plugins.torchrun.features.stacks.command import Shown
+from metaflow_extensions.torchrun.plugins.torchrun.features.stacks.feature import Stacks
+from metaflow_extensions.torchrun.plugins.torchrun.features.stacks.told import GangStacks, NodeStacks, RankStacks
+from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Ask, Stop, Told
+from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import to_plain
+from metaflow_extensions.torchrun.plugins.torchrun.machine import stacks
+from metaflow_extensions.torchrun.plugins.torchrun.node.watchers import keepers_of
+from metaflow_extensions.torchrun.plugins.torchrun.records.requests import Answer
+
+
+def node_stacks(node, line=1):
+    where = f"train.py:{line} in step"
+    return NodeStacks(
+        f"host-{node}", {2 * node + local: RankStacks(where, f"mark{line}", "text") for local in range(2)}
+    )
+
+
+def told(node, id_="a", generation=0, **data):
+    data = data or {"found": to_plain(node_stacks(node))}
+    return Told(0, generation, "stacks", {"id": id_, **data})
+
+
+# --- the gang ----------------------------------------------------------------------------------------
+
+
+def asked_gang(num_nodes=3, id_="a", **data):
+    gang = running(num_nodes, keepers=keepers_of([Stacks()], num_nodes))
+    gang.post(gang.state.request("stacks", {"id": id_, **data}))
+    return gang
+
+
+def answer_of(gang):
+    answer = gang.state.keepers.pop_answer("stacks")
+    return None if answer is None else (answer["id"], GangStacks.read(answer["found"]))
+
+
+def test_all_nodes_are_asked_and_the_answer_is_whole_when_all_have_answered():
+    gang = asked_gang(native=True)
+    for node in range(3):
+        assert gang.got(node, Ask) == [Ask(0, 0, "stacks", {"id": "a", "native": True})]
+    gang.say(2, told(2))
+    gang.say(0, told(0))
+    assert answer_of(gang) is None
+    gang.say(1, told(1, failed="OSError: torn"))
+    id_, found = answer_of(gang)
+    assert (id_, found.launch, found.generation, found.native) == ("a", 0, 0, True)
+    assert sorted(found.ranks) == [0, 1, 4, 5]
+    assert "OSError: torn" in found.missing[1]
+    assert answer_of(gang) is None, "an answer is given once"
+
+
+def test_a_node_that_does_not_answer_holds_up_the_others_for_seconds_only():
+    gang = asked_gang()
+    gang.say(0, told(0))
+    gang.say(1, told(1))
+    gang.pass_time(feature._WORKERS_S + feature._NODES_MARGIN_S - 1.5)
+    assert answer_of(gang) is None
+    gang.pass_time(3)
+    _, found = answer_of(gang)
+    assert list(found.missing) == [2]
+    gang.say(2, told(2))  # too late
+    assert answer_of(gang) is None
+
+
+def test_a_node_whose_workers_end_meanwhile_is_not_waited_for():
+    gang = asked_gang()
+    gang.say(0, told(0))
+    gang.ended(1)
+    gang.ended(2)
+    _, found = answer_of(gang)
+    assert found.missing == dict.fromkeys((1, 2), "its workers have ended")
+    gang.post(gang.state.request("stacks", {"id": "b"}))
+    gang.ended(0)
+    assert answer_of(gang)[1].missing == dict.fromkeys((0, 1, 2), "its workers have ended")
+    gang.post(gang.state.request("stacks", {"id": "c"}))
+    assert answer_of(gang) == ("c", GangStacks()), "no worker runs, and nobody is asked"
+
+
+def test_the_newest_question_counts():
+    gang = asked_gang(2)
+    gang.say(0, told(0))
+    gang.post(gang.state.request("stacks", {"id": "b"}))
+    gang.say(1, told(1))
+    assert answer_of(gang) is None
+    gang.say(0, told(0, "b"))
+    gang.say(1, told(1, "b"))
+    assert answer_of(gang)[0] == "b"
+
+
+def test_a_gang_that_stops_asks_nobody():
+    gang = running(2, keepers=keepers_of([Stacks()], 2))
+    gang.failed(1, crash())
+    assert gang.got(0, Stop)
+    gang.post(gang.state.request("stacks", {"id": "a"}))
+    assert gang.got(0, Ask) == []
+
+
+def test_what_no_feature_answers_is_dropped():
+    gang = running(2, keepers=keepers_of([Stacks()], 2))
+    gang.post(gang.state.request("none", {"id": "a"}))
+    assert gang.state.keepers.pop_answer("none") is None
+
+
+# --- a node ------------------------------------------------------------------------------------------
+
+LOOP = "print('ready', flush=True); import time\nwhile True: time.sleep(0.01)"
+
+
+@pytest.fixture
+def worker():
+    """Return a function that starts a Python program as a worker whose stacks go to a folder."""
+    started = []
+
+    def start(folder, code=LOOP):
+        hook = {**stacks.hook_environment(str(folder)), "TORCHRUN_HOOKS": stacks.HOOK}
+        env = worker_environment({**os.environ, **hook}, folder.parent)
+        process = subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE)
+        started.append(process)
+        assert process.stdout.readline() == b"ready\n"
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def test_a_node_asks_its_workers_while_the_launch_goes_on(tmp_path):
+    node = FakeNode(tmp_path, features=(Stacks(),))
+    agent = node.running()
+    assert agent.env["TORCHRUN_STACKS_FOLDER"] == str(node.agent_folder(agent) / stacks.FOLDER)
+    node.member.deliver(Ask(0, 1, "stacks", {"id": "late", "native": False}))  # of another generation
+    node.member.deliver(Ask(0, 0, "stacks", {"id": "a", "native": False}))
+    answer = node.expect(Told)
+    assert (answer.feature, answer.data["id"]) == ("stacks", "a")
+    found = answer.data["found"]["ranks"]
+    assert sorted(found) == ["0", "1"]
+    assert all("no Python stack" in each["where"] for each in found.values()), "they are no processes"
+    node.ends(agent)
+
+
+@pytest.mark.parametrize(
+    ("state", "said"),
+    [
+        ("stopped", "it is stopped (state T"),
+        ("gone", "the process has ended"),
+        ("no hook", "it has no handler of ours"),
+    ],
+)
+def test_a_worker_that_can_not_answer_is_told_as_what_it_is(state, said, tmp_path, worker):
+    folder = tmp_path / "logs" / stacks.FOLDER
+    folder.mkdir(parents=True)
+    process = worker(folder)
+    if state == "stopped":
+        process.send_signal(signal.SIGSTOP)
+        eventually(lambda: stacks._state(process.pid)[:1] == "T", "a stopped worker")
+    elif state == "gone":
+        process.kill()
+        process.wait()
+    else:
+        next(folder.iterdir()).unlink()
+    began = time.monotonic()
+    (found,) = stacks.ask_workers({3: process.pid}, str(folder), 5.0, None).values()
+    assert said in found.where
+    assert (found.mark, found.text) == ("", "")
+    assert time.monotonic() - began < 3.0, "nobody waits for it"
+
+
+def test_a_worker_can_be_asked_a_hundred_times(tmp_path, worker):
+    folder = tmp_path / "logs" / stacks.FOLDER
+    folder.mkdir(parents=True)
+    process = worker(folder)
+    before = len(os.listdir(f"/proc/{process.pid}/fd")), len(os.listdir("/proc/self/fd"))
+    for _ in range(100):
+        (found,) = stacks.ask_workers({0: process.pid}, str(folder), 5.0, None).values()
+        assert found.where.startswith("<string>:2 in <module>"), found
+    assert (len(os.listdir(f"/proc/{process.pid}/fd")), len(os.listdir("/proc/self/fd"))) == before
+    assert len(list(folder.iterdir())) == 1
+    assert process.poll() is None
+
+
+# --- the command -------------------------------------------------------------------------------------
+
+
+def gang_stacks(lines=(1, 1), generation=0, **more):
+    return GangStacks(0, generation, {node: node_stacks(node, line) for node, line in enumerate(lines)}, **more)
+
+
+def shown(found, before=None):
+    former = None if before is None else Answer("a", 100.0, {"found": to_plain(before)})
+    return Shown.of(Answer("b", 112.0, {"found": to_plain(found)}), former)
+
+
+def test_ranks_at_one_place_are_named_together_and_each_stack_stands_once():
+    text = "\n".join(shown(gang_stacks((1, 7), missing={2: "it has not answered in time"})).lines(None, short=False))
+    assert "ranks 0, 1: train.py:1 in step" in text
+    assert "ranks 2, 3: train.py:7 in step" in text
+    assert "node 2 has no answer: it has not answered in time" in text
+    assert text.count("\ntext") == 2
+    assert "--- rank 0 (node 0, host host-0), and the same in rank 1" in text
+
+
+@pytest.mark.parametrize(
+    ("before", "said"),
+    [
+        (gang_stacks((9, 1)), ["ranks 0, 1 have moved since 12 s ago", "ranks 2, 3 have not moved since 12 s ago"]),
+        (gang_stacks((1, 1), generation=1), []),
+        (gang_stacks((1, 1), native=True), []),
+        (GangStacks(), []),
+        (None, []),
+    ],
+)
+def test_who_has_moved_is_told_where_it_can_be_known(before, said):
+    lines = shown(gang_stacks((1, 1)), before).lines(None, short=True)
+    moves = [line.strip().partition(":")[0] for line in lines if "moved" in line]
+    assert moves == said
+
+
+def test_one_rank_is_shown_alone_and_one_that_has_not_answered_is_an_error():
+    found = shown(gang_stacks())
+    assert found.lines(2, short=True)[-2].startswith("--- rank 2 (node 1")
+    with pytest.raises(Exception, match=r"Rank 9 has not answered.*ranks 0, 1, 2, 3"):
+        found.lines(9, short=True)
+    plain = json.loads(json.dumps(found.data(2)))
+    assert [sorted(node["ranks"]) for node in plain["nodes"].values()] == [[], ["2"]]
+
+
+def test_where_no_worker_runs_that_is_said():
+    assert "No worker runs" in shown(GangStacks()).lines(None, short=False)[0]
+
+
+def test_stacks_can_not_steer_the_terminal():
+    nasty = NodeStacks("h", {0: RankStacks("\x1b[2J", "m", "a\x1b[2Jb")})
+    assert "\x1b" not in "\n".join(shown(GangStacks(0, 0, {0: nasty})).lines(None, short=False))
