@@ -43,6 +43,11 @@ class Seen:
         """Return what ``torchrun outputs`` prints, which lists the files of the gang or fetches them."""
         return self._from_datastore("outputs", *options)
 
+    def stacks(self, *options: str) -> dict[str, Any]:
+        """Ask the gang what its ranks do now."""
+        asked: dict[str, Any] = json.loads(self._from_datastore("stacks", "--json", *options))
+        return asked
+
     def words(self, rank: int) -> list[int]:
         """Return the numbers of the words that a talking rank has said, as `torchrun logs` shows them."""
         if self._words is None:  # a process for all ranks: each imports Metaflow, and what its datastore needs

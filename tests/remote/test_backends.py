@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import time
 
 import pytest
 from backends import Cluster, Queue
@@ -109,6 +110,28 @@ def test_commands_before_the_workers_and_what_the_workers_leave(run_remote, back
 def left(kind, rank):
     """Return what the flow says of the files that a rank has left, which is alone on its node."""
     return {f"{rank} {kind}/shards/{rank}.bin": str(rank) * 3, f"{rank} {kind}-{rank}.json": '{"c'}
+
+
+# --- what is seen while it runs -------------------------------------------------------------------
+
+
+def test_every_rank_of_a_gang_that_runs_is_asked_for_its_stacks_from_elsewhere(start_remote, backend):
+    flow = start_remote(DO="*:talk", **backend.on())
+    flow.await_line("[rank 3] word ")
+    seen = Seen(flow)
+    began = time.monotonic()
+    first = seen.stacks()
+    took_s = time.monotonic() - began
+    assert took_s < 60, "30 s until the control node looks, and some for a slow machine"
+    ranks = {rank: each for node in first["nodes"].values() for rank, each in node["ranks"].items()}
+    assert sorted(ranks) == ["0", "1", "2", "3"]
+    assert all("worker.py" in each["where"] for each in ranks.values()), ranks
+    began = time.monotonic()
+    assert seen.stacks()["since_s"] > 0
+    assert time.monotonic() - began < took_s + 20
+    os.killpg(flow.process.pid, signal.SIGINT)
+    flow.wait()
+    backend.await_gone(flow)
 
 
 # --- what fails -----------------------------------------------------------------------------------
