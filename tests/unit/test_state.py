@@ -490,11 +490,7 @@ PORT_TAKEN = Cause(
 
 @pytest.mark.parametrize(
     ("facts", "taken", "tries"),
-    [
-        ({}, 1, [40001, 40002]),
-        ({}, 9, [40001, 40002, 40003, 40004]),
-        ({"master_port": 29500}, 9, [29500]),
-    ],
+    [({}, 1, [40001, 40002]), ({}, 9, [40001, 40002, 40003, 40004]), ({"master_port": 29500}, 9, [29500])],
 )
 def test_a_port_that_is_taken_after_it_was_chosen_is_replaced_and_counts_as_no_restart(facts, taken, tries):
     gang = running(2, **facts)

@@ -322,8 +322,7 @@ def test_what_keeps_an_agent_from_starting_is_told_and_leaves_no_files(spec, wor
 
 
 @pytest.mark.parametrize(
-    ("number", "here", "teller", "is_said"),
-    [(0, 1, 1, True), (0, 2, 1, False), (0, 2, 0, True), (1, 1, 1, False)],
+    ("number", "here", "teller", "is_said"), [(0, 1, 1, True), (0, 2, 1, False), (0, 2, 0, True), (1, 1, 1, False)]
 )
 def test_why_all_are_stopped_is_said_by_one_node_of_a_terminal(number, here, teller, is_said, tmp_path):
     node = FakeNode(tmp_path, number, machine=Machine(1, nodes_here=here))

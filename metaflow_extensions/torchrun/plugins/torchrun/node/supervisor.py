@@ -20,19 +20,7 @@ from ..events import Event, Kind
 from ..gang.cause import Cause, Failure
 from ..gang.keepers import Plain
 from ..gang.member import Interruption, Member, TimedOut
-from ..gang.protocol import (
-    CONTROL,
-    Ended,
-    Failed,
-    Go,
-    Ready,
-    Restart,
-    Save,
-    Started,
-    Stop,
-    Verdict,
-    Wrote,
-)
+from ..gang.protocol import CONTROL, Ended, Failed, Go, Ready, Restart, Save, Started, Stop, Verdict, Wrote
 from ..guardian.agent_events import End, Refused
 from ..result import TorchrunResult
 from .agent import AgentProcess
