@@ -1610,6 +1610,23 @@ def test_a_node_that_loses_the_control_node_before_the_verdict_has_the_events_of
 # --- any order of anything -------------------------------------------------------------------------
 
 
+def by_a_node(which, **drawn):
+    """Return a decorator for what one node does, drawn from those that `which` returns, whenever there is any."""
+
+    def decorate(act):
+        def of_one(self, data, **given):
+            act(self, data.draw(st.sampled_from(which(self))), **given)
+
+        of_one.__name__ = act.__name__
+        return precondition(which)(rule(data=st.data(), **drawn)(of_one))
+
+    return decorate
+
+
+def in_state(*states):
+    return lambda self: self.nodes(*states)
+
+
 class AnyInterleaving(RuleBasedStateMachine):
     """Nodes that behave, in any order, on a network that drops any of them at any time."""
 
@@ -1694,20 +1711,17 @@ class AnyInterleaving(RuleBasedStateMachine):
         self.launches[node] += 1
         self.stores.pop(node, None)
 
-    @precondition(lambda self: self.nodes("absent"))
-    @rule(data=st.data())
-    def join(self, data):
-        self.join_gang(data.draw(st.sampled_from(self.nodes("absent"))))
+    @by_a_node(in_state("absent"))
+    def join(self, node):
+        self.join_gang(node)
 
     def join_gang(self, node):
         assert self.gang.state.nodes.may_join(Join(node))
         self.state[node] = "out"
         self.gang.join(node)
 
-    @precondition(lambda self: self.nodes("out"))
-    @rule(data=st.data(), odd=st.booleans())
-    def ready(self, data, odd):
-        node = data.draw(st.sampled_from(self.nodes("out")))
+    @by_a_node(in_state("out"), odd=st.booleans())
+    def ready(self, node, odd):
         self.begin_launch(node, **({"torch": "2.5.1"} if odd and node == 1 else {}))
 
     def begin_launch(self, node, **facts):
@@ -1715,10 +1729,8 @@ class AnyInterleaving(RuleBasedStateMachine):
         limits = {"timeout_s": 40.0, "hang_timeout_s": self.hang_timeout_s}
         self.gang.ready(node, self.launches[node], max_restarts=self.max_restarts, **limits, **facts)
 
-    @precondition(lambda self: self.busy())
-    @rule(data=st.data(), how=st.sampled_from(["ok", "crash", "stopped"]), stores=st.booleans())
-    def end(self, data, how, stores):
-        node = data.draw(st.sampled_from(self.busy()))
+    @by_a_node(lambda self: self.busy(), how=st.sampled_from(["ok", "crash", "stopped"]), stores=st.booleans())
+    def end(self, node, how, stores):
         about, self.running[node] = self.about(node), None
         if stores:
             self.stores[node] = about["generation"]
@@ -1726,41 +1738,31 @@ class AnyInterleaving(RuleBasedStateMachine):
         saves = "its outputs" if node in self.saving else None
         self.gang.ended(node, *causes, ok=how == "ok", storing=VALUE if stores else None, saves=saves, **about)
 
-    @precondition(lambda self: getattr(self, "stores", None))
-    @rule(data=st.data(), fails=st.booleans())
-    def store(self, data, fails):
-        node = data.draw(st.sampled_from(sorted(self.stores)))
+    @by_a_node(lambda self: sorted(getattr(self, "stores", ())), fails=st.booleans())
+    def store(self, node, fails):
         about = {"launch": self.launches[node], "generation": self.stores.pop(node)}
         self.gang.stored(node, *([store_failure(node)] if fails else []), **about)
 
-    @precondition(lambda self: self.busy())
-    @rule(data=st.data(), kind=st.sampled_from(["exception", "terminated"]))
-    def fail(self, data, kind):
-        node = data.draw(st.sampled_from(self.busy()))
+    @by_a_node(lambda self: self.busy(), kind=st.sampled_from(["exception", "terminated"]))
+    def fail(self, node, kind):
         if kind == "terminated":  # its task gets SIGTERM, or its machine a spot notice
             self.preempted.add((self.launches[node], self.running[node]))
         self.gang.failed(node, crash(node, kind=kind), **self.about(node))
 
-    @precondition(lambda self: self.nodes("in"))
-    @rule(data=st.data())
-    def give_up(self, data):
+    @by_a_node(in_state("in"))
+    def give_up(self, node):
         """Something in the node's own process ends its `run`."""
-        node = data.draw(st.sampled_from(self.nodes("in")))
         number = self.launches[node]
         self.given_up.add((number, node))
         self.leave_launch(node)
         self.gang.give_up(node, step_failure(node), launch=number)
 
-    @precondition(lambda self: self.busy())
-    @rule(data=st.data(), age_s=st.sampled_from([0.0, 15.0]))
-    def write(self, data, age_s):
-        node = data.draw(st.sampled_from(self.busy()))
+    @by_a_node(lambda self: self.busy(), age_s=st.sampled_from([0.0, 15.0]))
+    def write(self, node, age_s):
         self.gang.say(node, Told(feature="hangs", data={"age_s": age_s}, **self.about(node)))
 
-    @precondition(lambda self: self.nodes("in"))
-    @rule(data=st.data(), kind=st.sampled_from(["failed", "ended", "active"]))
-    def say_again_what_is_long_over(self, data, kind):
-        node = data.draw(st.sampled_from(self.nodes("in")))
+    @by_a_node(in_state("in"), kind=st.sampled_from(["failed", "ended", "active"]))
+    def say_again_what_is_long_over(self, node, kind):
         about = (self.launches[node] - 1, 0)
         late = {
             "failed": Failed(*about),
@@ -1769,25 +1771,19 @@ class AnyInterleaving(RuleBasedStateMachine):
         }[kind]
         self.gang.say(node, late)
 
-    @precondition(lambda self: [node for node in self.nodes("absent", "out", "in", "aborted", "storing") if node])
-    @rule(data=st.data())
-    def lose(self, data):
-        nodes = self.nodes("absent", "out", "in", "aborted", "storing")
-        node = data.draw(st.sampled_from([node for node in nodes if node]))  # without its host there is no gang
+    # Without the control node, which decides, there is no gang.
+    @by_a_node(lambda self: [node for node in self.nodes("absent", "out", "in", "aborted", "storing") if node])
+    def lose(self, node):
         self.state[node] = "gone"
         self.gang.lost(node)
 
-    @precondition(lambda self: self.nodes("out"))
-    @rule(data=st.data())
-    def done(self, data):
-        node = data.draw(st.sampled_from(self.nodes("out")))
+    @by_a_node(in_state("out"))
+    def done(self, node):
         self.state[node] = "storing" if node != 0 else "waiting"
         self.gang.done(node)
 
-    @precondition(lambda self: self.nodes("out", "aborted", "storing"))
-    @rule(data=st.data(), badly=st.booleans())
-    def leave(self, data, badly):
-        node = data.draw(st.sampled_from(self.nodes("out", "aborted", "storing")))
+    @by_a_node(in_state("out", "aborted", "storing"), badly=st.booleans())
+    def leave(self, node, badly):
         if node != 0 or len(self.nodes("out", "in", "absent")) == 1:
             self.state[node] = "gone"
             self.gang.leave(node, step_failure(node) if badly else None)
