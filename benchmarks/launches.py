@@ -14,19 +14,7 @@ from pathlib import Path
 
 from pairs import differences, in_turns, ratios
 from report import Report, parser
-from starting import (
-    COLD,
-    HEATS,
-    HERE,
-    WARM_AGENT,
-    WARM_WORKERS,
-    Launch,
-    Shape,
-    by_flow,
-    by_torchrun,
-    count_gpus,
-    last,
-)
+from starting import COLD, HEATS, HERE, WARM_AGENT, WARM_WORKERS, Launch, Shape, by_flow, by_torchrun, count_gpus, last
 
 SCRIPT = HERE / "collective_worker.py"
 _SECOND_AFTER_S = 5.0  # of the step after its first launch

@@ -262,15 +262,7 @@ def test_a_card_can_be_made_again_from_what_is_stored(cards, ended):
         ),
         (
             "failed of 1",
-            [
-                "failed",
-                "This is node 1.",
-                "shows the gang",
-                "raise ValueError(",
-                "rank 2",
-                "rank 3",
-                "GangFlow/",
-            ],
+            ["failed", "This is node 1.", "shows the gang", "raise ValueError(", "rank 2", "rank 3", "GangFlow/"],
         ),
         ("restarted", ["done", "after 1 restart", "RuntimeError: only the first time"]),
     ],

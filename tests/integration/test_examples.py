@@ -110,9 +110,7 @@ def test_torch_ddp_goes_on_where_its_snapshot_ends(example):
     assert "3 epochs are done already" in first.text
     assert epoch.findall(first.text) == ["0", "1", "2", "3"]
     second = example(
-        "torch-ddp",
-        "python flow.py run --epochs 6 --snapshot-dir snapshots",
-        "--nproc 1 --snapshot-dir restarted",
+        "torch-ddp", "python flow.py run --epochs 6 --snapshot-dir snapshots", "--nproc 1 --snapshot-dir restarted"
     )
     assert "4 epochs are done already" in second.text
     assert epoch.findall(second.text) == ["4", "5"]

@@ -299,10 +299,7 @@ def test_the_origin_is_named_although_others_fail_faster(run_flow):
 # --- what is wrong from the start ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("attribute", "value"),
-    [("master_port", 99999), ("nonsense", 1)],
-)
+@pytest.mark.parametrize(("attribute", "value"), [("master_port", 99999), ("nonsense", 1)])
 def test_wrong_attributes_are_refused_before_any_task(run_flow, attribute, value):
     """Which values are wrong is a matter of tests/unit/test_settings.py."""
     flow = run_flow("--with", "torchrun:nproc_per_node=1", expect=1, attrs={attribute: value})

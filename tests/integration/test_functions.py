@@ -19,10 +19,7 @@ def test_functions_of_a_flow_in_launches_of_different_widths(run_flow):
     flow = run_flow(flow="functions.py")
     end = flow.note("end")
     losses = [1.0, 1 / 2, 1 / 3]
-    assert end["trained"] == [
-        *([rank, rank // 2, losses, 0, ""] for rank in range(3)),
-        [3, 1, losses, 2 << 20, "03"],
-    ]
+    assert end["trained"] == [*([rank, rank // 2, losses, 0, ""] for rank in range(3)), [3, 1, losses, 2 << 20, "03"]]
     for rank, (of_worker, of_task) in enumerate(end["tasks"]):
         assert of_worker == of_task, "a worker's `current` is not the task's"
         assert of_worker[3][1:3] == [2, rank // 2]

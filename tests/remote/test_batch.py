@@ -21,12 +21,7 @@ def queue() -> Queue:
 
 @pytest.mark.parametrize(
     ("attributes", "resources", "neuron_devices", "nproc"),
-    [
-        ({"gpu": 8}, None, 0, 8),
-        ({}, {"gpu": 2}, 0, 2),
-        ({"trainium": 1}, None, 1, 2),
-        ({"gpu": 0}, None, 0, 1),
-    ],
+    [({"gpu": 8}, None, 0, 8), ({}, {"gpu": 2}, 0, 2), ({"trainium": 1}, None, 1, 2), ({"gpu": 0}, None, 0, 1)],
     ids=["plain", "merged", "other", "none"],
 )
 def test_processes_per_node_are_the_requested_accelerators(

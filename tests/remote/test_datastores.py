@@ -69,12 +69,7 @@ def run_id(flow: FlowRun) -> str:
 
 @pytest.mark.parametrize("store", STORES)
 def test_a_gang_fails_is_tried_again_and_leaves_results_and_logs(run_on: RunFlow, tmp_path: Path, store: str) -> None:
-    flow = run_on(
-        store,
-        runs_=[{"entrypoint": "speaker.py", "nproc_per_node": 2}],
-        hook="retry",
-        do="2:once",
-    )
+    flow = run_on(store, runs_=[{"entrypoint": "speaker.py", "nproc_per_node": 2}], hook="retry", do="2:once")
     first, second = (flow.note(f"error-{node}-0.0") for node in (0, 1))
     assert all(first[fact] == second[fact] for fact in ("class", "message", "cause"))
     cause = first["cause"]

@@ -146,12 +146,7 @@ def offered(cluster, resource, count) -> Iterator[None]:
 @pytest.mark.xdist_group("gpus")
 @pytest.mark.parametrize(
     ("attributes", "resources", "nproc"),
-    [
-        ({"gpu": 4}, None, 4),
-        ({}, {"gpu": 2}, 2),
-        ({"extended_resources": {GPU: "8"}}, None, 8),
-        ({"gpu": 0}, None, 1),
-    ],
+    [({"gpu": 4}, None, 4), ({}, {"gpu": 2}, 2), ({"extended_resources": {GPU: "8"}}, None, 8), ({"gpu": 0}, None, 1)],
     ids=["plain", "merged", "other", "none"],
 )
 def test_processes_per_node_are_the_requested_gpus(run_remote, cluster, gpus, attributes, resources, nproc):

@@ -7,10 +7,7 @@ import pytest
 from unit_helpers import HOSTILE, write
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import TorchrunConfigError
-from metaflow_extensions.torchrun.plugins.torchrun.features.before_run.feature import (
-    BeforeRun,
-    CommandRecords,
-)
+from metaflow_extensions.torchrun.plugins.torchrun.features.before_run.feature import BeforeRun, CommandRecords
 from metaflow_extensions.torchrun.plugins.torchrun.features.before_run.program import before_commands, shown
 from metaflow_extensions.torchrun.plugins.torchrun.gang.keepers import Happened
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Told

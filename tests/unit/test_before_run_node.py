@@ -30,8 +30,6 @@ echo $$ > self.part && mv self.part self
 while :; do sleep 1; done
 """
 
-FAILS = r"printf '50%%\r100%%\r\n'; echo E: no such thing"  # with a progress bar
-
 
 @pytest.fixture
 def node_with(tmp_path, monkeypatch):

@@ -54,10 +54,10 @@ def test_the_median_decides_whether_a_target_is_met(values, target, at_least, me
 
 def test_a_row_tells_median_spread_and_target():
     assert report.Figure("go", (0.0521, 0.049, 2.5), "s", 0.1).as_row() == [
-        *("go", "0.052 s", "0.049 to 2.50", "3", "<= 0.100 s", "met"),
+        *("go", "0.052 s", "0.049 to 2.50", "3", "<= 0.100 s", "met")
     ]
     assert report.Figure("speed", (75.0,), "%", 80, at_least=True).as_row() == [
-        *("speed", "75.00 %", "", "1", ">= 80.00 %", "**not met**"),
+        *("speed", "75.00 %", "", "1", ">= 80.00 %", "**not met**")
     ]
 
 

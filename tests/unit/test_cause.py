@@ -2,12 +2,7 @@
 
 import pytest
 
-from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import (
-    Cause,
-    Failure,
-    describe_exit,
-    first_failure,
-)
+from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause, Failure, describe_exit, first_failure
 
 # --- exit statuses -------------------------------------------------------------------------------
 

@@ -12,11 +12,7 @@ from hypothesis import strategies as st
 from unit_helpers import HOSTILE, write
 
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Go
-from metaflow_extensions.torchrun.plugins.torchrun.launch.command import (
-    WORKER_HOOKS,
-    agent_command,
-    agent_environment,
-)
+from metaflow_extensions.torchrun.plugins.torchrun.launch.command import WORKER_HOOKS, agent_command, agent_environment
 from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec
 
 ENV = shutil.which("env", path=os.defpath)
@@ -59,10 +55,7 @@ def test_torchruns_template_gives_back_every_argument(args):
     [
         ({}, ["/usr/bin/python3", "-u", "/flow/train.py"]),
         ({"module": True, "entrypoint": "pack.train"}, ["/usr/bin/python3", "-u", "-m", "pack.train"]),
-        (
-            {"options": (("no-python", None),), "entrypoint": "./run $me"},
-            ["OWN=/my logs/7", "./run $me"],
-        ),
+        ({"options": (("no-python", None),), "entrypoint": "./run $me"}, ["OWN=/my logs/7", "./run $me"]),
     ],
 )
 def test_workers_are_told_how_often_the_gang_was_restarted(facts, program):

@@ -7,10 +7,7 @@ import pytest
 from recorded_calls import recorded_calls
 
 from metaflow_extensions.torchrun.plugins.torchrun import executor, gang_of_one
-from metaflow_extensions.torchrun.plugins.torchrun.errors import (
-    TorchrunConfigError,
-    TorchrunError,
-)
+from metaflow_extensions.torchrun.plugins.torchrun.errors import TorchrunConfigError, TorchrunError
 from metaflow_extensions.torchrun.plugins.torchrun.executor import Context, TorchrunExecutor
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause, rename_node
 from metaflow_extensions.torchrun.plugins.torchrun.gang.launch import Launch
@@ -27,12 +24,7 @@ def launch_of(monkeypatch, tmp_path):
 
 
 def test_a_call_decides_what_it_says_and_leaves_the_rest_to_the_attributes(launch_of):
-    attributes = {
-        "nproc_per_node": 7,
-        "max_restarts": "2",
-        "restart_on": "hang",
-        "master_port": 29500,
-    }
+    attributes = {"nproc_per_node": 7, "max_restarts": "2", "restart_on": "hang", "master_port": 29500}
     spec, policy, said = launch_of({**attributes, "preemption_signal": "USR1"})
     assert (spec.nproc, spec.max_restarts, spec.master_port) == (7, 2, 29500)
     assert said[0] == "processes per node: 7 (set by @torchrun(nproc_per_node))"

@@ -13,13 +13,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.channel.frames import (
     length_of,
 )
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause, Failure
-from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
-    Ended,
-    Note,
-    Restart,
-    Told,
-    to_wire,
-)
+from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Ended, Note, Restart, Told, to_wire
 
 
 def sent(message):

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from fake_node import ERROR, FakeNode
+from fake_node import FakeNode
 from unit_helpers import MemoryStore, write
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import (
@@ -27,8 +27,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.features.functions.call impor
 from metaflow_extensions.torchrun.plugins.torchrun.features.functions.feature import FunctionKeeper, Functions
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
 from metaflow_extensions.torchrun.plugins.torchrun.gang.keepers import Keepers
-from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Ended, Failed, Stored, Storing, Told
-from metaflow_extensions.torchrun.plugins.torchrun.guardian.agent_events import End
+from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Ended, Stored, Storing, Told
 from metaflow_extensions.torchrun.plugins.torchrun.launch.facts import contents_digest
 from metaflow_extensions.torchrun.plugins.torchrun.launch.outputs import Outputs
 from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec, Node, build_spec
@@ -324,57 +323,23 @@ def test_what_can_not_be_unpickled_comes_in_words(data, make):
 # --- in a launch -----------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def store():
-    return MemoryStore()
-
-
-@pytest.fixture
-def call(store):
+def test_a_members_values_go_to_the_control_node(tmp_path):
+    store = MemoryStore()
     with closing(FunctionCall(print, None, None, True, store)) as call:
-        yield call
-
-
-def node_of(folder, number, call, store):
-    return FakeNode(folder, number=number, services=Services({"functions": call}), store=store)
-
-
-def leaves(call, *ranks, name="returned"):
-    for rank in ranks:
-        Path(call.folder, "values", f"{name}-{rank}.pkl").write_bytes(pickle.dumps(f"of rank {rank}"))
-
-
-def told_by(node):
-    told = {}
-    while not isinstance(message := node.next_message(), Stored):
-        assert isinstance(message, Storing | Told)
-        told |= message.data if isinstance(message, Told) else {}
-    return told
-
-
-def test_a_members_values_go_to_the_control_node(tmp_path, call, store):
-    node = node_of(tmp_path, 1, call, store)
-    agent = node.running()
-    assert list(agent.options.scratch) == [call.folder]
-    leaves(call, 2, 3)
-    node.all_end_well(agent)
-    ended = node.expect(Ended)
-    assert ended.storing.startswith("rank 2's value (")
-    assert (ended.saves, ended.alone) == (None, False)
-    assert told_by(node) == {"2": "0", "3": "1"}
-    assert list(node.verdict()) == ["of rank 2", "of rank 3"]
-
-
-def test_what_ranks_raised_goes_to_all_nodes(tmp_path, call, store):
-    node = node_of(tmp_path, 0, call, store)
-    agent = node.running()
-    leaves(call, 1, name="raised")
-    node.worker_ended(agent, 1, 1)
-    agent.say(End(1))
-    node.expect(Failed)
-    assert node.expect(Ended).storing.startswith("what its ranks raised (")
-    assert told_by(node) == {"1": "0"}
-    node.verdict(ERROR)
+        node = FakeNode(tmp_path, number=1, services=Services({"functions": call}), store=store)
+        agent = node.running()
+        assert list(agent.options.scratch) == [call.folder]
+        for rank in (2, 3):
+            leave(call, f"returned-{rank}.pkl", f"of rank {rank}")
+        node.all_end_well(agent)
+        ended = node.expect(Ended)
+        assert ended.storing.startswith("rank 2's value (")
+        assert (ended.saves, ended.alone) == (None, False)
+        while isinstance(message := node.next_message(), Storing):
+            pass
+        assert (type(message), message.data) == (Told, {"2": "0", "3": "1"})
+        assert node.expect(Stored).failures == ()
+        assert list(node.verdict()) == ["of rank 2", "of rank 3"]
 
 
 # --- on the control node --------------------------------------------------------------------------

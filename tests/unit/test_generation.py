@@ -12,9 +12,9 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Go
 from metaflow_extensions.torchrun.plugins.torchrun.guardian.agent_events import AgentEnded, Frozen
 from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec
 from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import Machine
-from metaflow_extensions.torchrun.plugins.torchrun.node import machine_faults
+from metaflow_extensions.torchrun.plugins.torchrun.node import agent_end
+from metaflow_extensions.torchrun.plugins.torchrun.node.agent_end import MachineFaults
 from metaflow_extensions.torchrun.plugins.torchrun.node.generation import Generation, Phase
-from metaflow_extensions.torchrun.plugins.torchrun.node.machine_faults import MachineFaults
 from metaflow_extensions.torchrun.plugins.torchrun.node.plan import Plan
 
 SPEC = LaunchSpec("/flow/train.py", (), False, nproc=2, num_nodes=2, node_index=1, python="python3")
@@ -77,7 +77,7 @@ def test_the_way_of_a_generation(acts, phases, generation):
 )
 def test_a_worker_killed_for_lack_of_memory_is_called_so(before, now, exit_code, is_oom, monkeypatch):
     counts = iter([before, now, now])
-    monkeypatch.setattr(machine_faults, "oom_kills", lambda: next(counts))
+    monkeypatch.setattr(agent_end, "oom_kills", lambda: next(counts))
     faults = MachineFaults("/")
     assert (faults.explained(replace(KILLED, exit_code=exit_code)).kind == "oom") is is_oom
     assert faults.how_ended(exit_code).startswith("ran out of memory") is is_oom

@@ -43,8 +43,7 @@ def test_the_end_says_how_long_and_how_often():
 
 
 @pytest.mark.parametrize(
-    ("logs", "node", "shown"),
-    [("all", 0, [0, 1]), ("node", 1, [0, 1]), ("rank0", 0, [0]), ("rank0", 1, [])],
+    ("logs", "node", "shown"), [("all", 0, [0, 1]), ("node", 1, [0, 1]), ("rank0", 0, [0]), ("rank0", 1, [])]
 )
 def test_whose_lines_a_node_shows(logs, node, shown):
     spec = LaunchSpec("train.py", (), False, 2, 2, node, "python3")

@@ -64,10 +64,7 @@ ROOMS = sorted(
 )
 MODULES = sorted(
     ".".join(path.relative_to(FOLDER).with_suffix("").parts)
-    for path in [
-        *FOLDER.glob("*.py"),
-        *(path for room in ROOMS for path in (FOLDER / room).glob("*.py")),
-    ]
+    for path in [*FOLDER.glob("*.py"), *(path for room in ROOMS for path in (FOLDER / room).glob("*.py"))]
     if path.name != "__init__.py"
 )
 

@@ -3,7 +3,7 @@
 import pytest
 from unit_helpers import write
 
-from metaflow_extensions.torchrun.plugins.torchrun.machine.memory import describe_oom, memory_limit_bytes, oom_kills
+from metaflow_extensions.torchrun.plugins.torchrun.machine.cgroup import describe_oom, memory_limit_bytes, oom_kills
 
 V1, V2 = "sys/fs/cgroup/memory", "sys/fs/cgroup"
 

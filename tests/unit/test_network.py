@@ -49,13 +49,7 @@ def test_a_port_with_a_listener_of_either_family_is_not_picked(host, has_ipv6, m
 
 
 @pytest.mark.parametrize(
-    ("address", "interface"),
-    [
-        ("127.0.0.1", "lo"),
-        ("127.0.0.2", "lo"),
-        ("192.0.2.1", None),
-        ("2001:db8::1", None),
-    ],
+    ("address", "interface"), [("127.0.0.1", "lo"), ("127.0.0.2", "lo"), ("192.0.2.1", None), ("2001:db8::1", None)]
 )
 def test_an_address_belongs_to_an_interface_of_this_host_or_to_none(address, interface):
     assert interface_of(address) == interface

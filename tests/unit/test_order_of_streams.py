@@ -13,6 +13,7 @@ import pytest
 from metaflow.mflog.mflog import merge_logs
 from metaflow.procpoll import make_poll
 from metaflow.runtime import Worker
+from test_logs import worker_file
 from unit_helpers import eventually, write
 
 from metaflow_extensions.torchrun.plugins.torchrun.logs import console
@@ -93,10 +94,6 @@ def of_rank(rank, number):
     printed = [f"epoch {number}.{line} of {rank}" for line in range(1 + number % 7)]
     block = ["Traceback (most recent call last):", *(f'  File "*{line}", in {rank}' for line in range(number)), "E: 🙂"]
     return printed, block
-
-
-def worker_file(root, rank, stream):
-    return root / "launch0-0_x8" / "attempt_0" / str(rank) / f"{stream}.log"
 
 
 def print_and_fail(folder, times=PAIRS):
@@ -199,16 +196,9 @@ def test_what_is_written_while_stdout_is_read_waits_for_what_was_printed_before_
     assert "".join(shown)[-46:] == "[rank 0] second stdout\n[rank 0] second stderr\n"
 
 
-def test_a_rank_that_has_printed_much_is_shown_to_its_traceback_first(look, tmp_path, monkeypatch):
-    monkeypatch.setattr(logs, "_CHUNK_BYTES", 64)
-    write(worker_file(tmp_path, 0, "stdout"), "printed\n" * 100)
-    write(worker_file(tmp_path, 0, "stderr"), "Traceback\n")
-    shown = []
-    look(lambda stream, lines: shown.append(lines.decode()) or True)()
-    assert "".join(shown) == "[rank 0] printed\n" * 100 + "[rank 0] Traceback\n"
-
-
-def test_a_stdout_that_is_cut_to_nothing_does_not_hold_back_stderr(look, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("is_cut", "shown_lines"), [(False, 100), (True, 8)])
+def test_a_rank_that_has_printed_much_is_shown_to_its_traceback_first(is_cut, shown_lines, look, tmp_path, monkeypatch):
+    """A stdout that is cut to nothing meanwhile does not hold back stderr."""
     monkeypatch.setattr(logs, "_CHUNK_BYTES", 64)
     out = write(worker_file(tmp_path, 0, "stdout"), "printed\n" * 100)
     write(worker_file(tmp_path, 0, "stderr"), "Traceback\n")
@@ -216,11 +206,12 @@ def test_a_stdout_that_is_cut_to_nothing_does_not_hold_back_stderr(look, tmp_pat
 
     def show(stream, lines):
         shown.append(lines.decode())
-        os.truncate(out, 0)
+        if is_cut:
+            os.truncate(out, 0)
         return True
 
     look(show)()
-    assert shown[-2:] == ["[rank 0] Traceback\n", ""]
+    assert "".join(shown) == "[rank 0] printed\n" * shown_lines + "[rank 0] Traceback\n"
 
 
 def test_torchs_own_label_of_a_rank_does_not_follow_ours(look, tmp_path, monkeypatch):

@@ -11,14 +11,7 @@ from unit_helpers import MemoryStore
 from metaflow_extensions.torchrun.plugins.torchrun.errors import LaunchFailed, TorchrunConfigError
 from metaflow_extensions.torchrun.plugins.torchrun.features.outputs.feature import Outputs, OutputsKeeper
 from metaflow_extensions.torchrun.plugins.torchrun.gang.keepers import Keepers
-from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
-    Ended,
-    Failed,
-    Save,
-    Stored,
-    Storing,
-    Told,
-)
+from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Ended, Failed, Save, Stored, Storing, Told
 from metaflow_extensions.torchrun.plugins.torchrun.guardian.agent_events import End
 from metaflow_extensions.torchrun.plugins.torchrun.node.services import RunCall, Services
 

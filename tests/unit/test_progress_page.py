@@ -76,7 +76,7 @@ def test_progress_has_a_bar_the_time_left_speeds_and_a_chart_for_each_key():
         "last values": f"loss not finite, {MARKUP} 1",
     }
     assert [chart["data"]["values"] for chart in charts] == [
-        [{"step": 1, "value": 3.0}, {"step": 30, "value": None}],
+        [{"step": 1, "value": 3.0}, {"step": 30, "value": None}]
     ], "one value is no line"
     assert charts[0]["title"]["text"] == "loss: not finite"
     assert all(chart["width"] == "container" for chart in charts)

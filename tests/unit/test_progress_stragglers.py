@@ -2,12 +2,7 @@
 
 import pytest
 
-from metaflow_extensions.torchrun.plugins.torchrun.features.progress.stragglers import (
-    Change,
-    Speeds,
-    Stragglers,
-    lines,
-)
+from metaflow_extensions.torchrun.plugins.torchrun.features.progress.stragglers import Change, Speeds, Stragglers, lines
 from metaflow_extensions.torchrun.plugins.torchrun.features.progress.told import Pace
 from metaflow_extensions.torchrun.plugins.torchrun.gang.keepers import Where
 

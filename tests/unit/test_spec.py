@@ -8,12 +8,7 @@ import pytest
 from unit_helpers import write
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import EntrypointError, TorchrunConfigError
-from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import (
-    FunctionSpec,
-    LaunchSpec,
-    Node,
-    build_spec,
-)
+from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import FunctionSpec, LaunchSpec, Node, build_spec
 from metaflow_extensions.torchrun.plugins.torchrun.settings import parse_settings
 
 NODE = Node(num_nodes=2, node_index=1, main_addr="10.0.0.7")

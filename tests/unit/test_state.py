@@ -213,20 +213,13 @@ def test_a_launch_begins_when_all_are_ready_and_ends_well_when_all_have(num_node
 
 
 @pytest.mark.parametrize("alone", [[True, True, True], [True, False, True], [False, True, True]])
-def test_all_know_if_each_rank_of_each_node_has_trained_alone(alone):
+@pytest.mark.parametrize("causes", [[], [crash(1)]], ids=["ends well", "fails"])
+def test_all_know_if_each_rank_of_each_node_has_trained_alone_in_a_launch_that_ends_well(causes, alone):
     gang = running(3)
     for node, each in enumerate(alone):
-        gang.ended(node, alone=each)
-    assert [verdict.alone for node in range(3) for verdict in gang.got(node, Verdict)] == [all(alone)] * 3
-
-
-def test_of_a_launch_that_fails_nobody_says_how_it_has_trained():
-    gang = running(2, max_restarts=1)
-    gang.all_ended(crash(1), alone=True)
-    gang.pass_time(1.1)
-    gang.ended(0, generation=1, alone=True)
-    gang.ended(1, crash(1), generation=1, alone=True)
-    assert [verdict.alone for verdict in gang.got(0, Verdict)] == [False]
+        gang.ended(node, *causes, alone=each)
+    expected = all(alone) and not causes
+    assert [verdict.alone for node in range(3) for verdict in gang.got(node, Verdict)] == [expected] * 3
 
 
 @pytest.mark.parametrize("first", ["ends well", "fails", "can't begin"])
@@ -276,32 +269,6 @@ def test_commands_run_on_all_nodes_and_are_taken_down_one_by_one():
     assert [record.kind for record in of_the_gang(gang.state.history.records)] == ["before_run", "done", "go"]
 
 
-def test_a_command_that_fails_stops_all_nodes_and_nothing_restarts_it():
-    cause = Cause("command", 1, "host-1", exit_code=1, exception="before_run 1/1 (make) exited with code 1")
-    gang = GangOf(3)
-    gang.all_ready(runs="before_run", max_restarts=3, restart_on=frozenset({"user", "killed", "start"}))
-    gang.failed(1, cause)
-    assert all(len(gang.got(node, Stop)) == 1 for node in range(3))
-    gang.ended(1, cause)
-    gang.ended(0, ok=False)
-    gang.ended(2, ok=False)
-    error = gang.same_verdict()
-    assert (type(error), error.cause["category"]) == (LaunchFailed, "before_run")
-    assert "Node 1 (host host-1) failed: before_run 1/1 (make) exited with code 1." in str(error)
-
-
-def test_nodes_that_have_commands_and_nodes_that_do_not_are_told_apart():
-    gang = GangOf(3)
-    gang.ready(0, runs="before_run", digest="another")
-    gang.ready(1)
-    gang.ready(2)
-    error = gang.same_verdict()
-    assert isinstance(error, GangError)
-    said = "differ in the kind of launch (node 0: before_run, nodes 1, 2: the workers)"
-    assert said in str(error)
-    assert "before_run=[]" in str(error)
-
-
 # --- joining -------------------------------------------------------------------------------------
 
 
@@ -333,15 +300,9 @@ def test_the_command_that_tells_why_a_node_waits_stands_in_the_reminders_and_in_
     told = " To see why node 2 is missing: ask about 2"
     (note,) = gang.notes(0)
     assert note == f"launch 0 waits for nodes 2, 3 to start and for node 1 to call current.torch.run.{told}"
-    for node in (2, 3):
-        gang.join(node)
-    gang.pass_time(30.0)
-    assert gang.notes(0)[1:] == ["launch 0 waits for nodes 1, 2, 3 to call current.torch.run"]
-    gang = GangOf(2, started_timeout_s=60.0, join=False, why_it_waits=lambda node: f"ask about {node}")
-    gang.join(0)
-    gang.pass_time(61.0)
-    (abort,) = gang.got(0, Abort)
-    assert str(abort.error).endswith("To see why node 1 is missing: ask about 1")
+    gang.join(2)
+    gang.pass_time(51.0)
+    assert str(gang.abort(0)).endswith("To see why node 3 is missing: ask about 3")
 
 
 def newcomer(node, task="b", place="pod-b"):
@@ -490,16 +451,6 @@ def test_what_a_feature_has_to_tell_comes_with_the_verdict_to_all_nodes(cause):
         assert [verdict.features for verdict in gang.got(node, Verdict)] == [{"notes": told}]
 
 
-def test_a_feature_that_fails_ends_no_launch():
-    notebook, gang = with_notebook()
-    notebook.handle = None
-    gang.say(1, Told(0, 0, "notes", {}))
-    (line,) = gang.notes(0)
-    assert line.startswith("warning: nothing more is kept of node 1's notes: TypeError: ")
-    gang.all_ended()
-    assert [verdict.error for verdict in gang.got(1, Verdict)] == [None]
-
-
 # --- contradictions ------------------------------------------------------------------------------
 
 
@@ -511,6 +462,7 @@ def test_a_feature_that_fails_ends_no_launch():
         ("nproc", 4, "processes per node"),
         ("digest", "xyz", "entrypoint and torchrun options"),
         ("launch", 7, "launch number"),
+        ("runs", "before_run", "kind of launch"),
     ],
 )
 def test_a_contradiction_names_nodes_and_values_and_nothing_starts(fact, value, named):
@@ -520,7 +472,9 @@ def test_a_contradiction_names_nodes_and_values_and_nothing_starts(fact, value, 
     gang.ready(2, **{fact: value})
     error = gang.same_verdict()
     assert isinstance(error, GangError)
-    assert f"in the {named} (nodes 0, 1: { {**FACTS, **FIELDS}.get(fact, 0) }, node 2: {value})" in str(error)
+    others = {**FACTS, **FIELDS, "launch": 0, "runs": "the workers"}[fact]
+    assert f"in the {named} (nodes 0, 1: {others}, node 2: {value})" in str(error)
+    assert ("calls it with before_run=[]" in str(error)) is (fact == "runs")
     assert not gang.got(0, Go)
 
 
@@ -536,11 +490,7 @@ PORT_TAKEN = Cause(
 
 @pytest.mark.parametrize(
     ("facts", "taken", "tries"),
-    [
-        ({}, 1, [40001, 40002]),
-        ({}, 9, [40001, 40002, 40003, 40004]),
-        ({"master_port": 29500}, 9, [29500]),
-    ],
+    [({}, 1, [40001, 40002]), ({}, 9, [40001, 40002, 40003, 40004]), ({"master_port": 29500}, 9, [29500])],
 )
 def test_a_port_that_is_taken_after_it_was_chosen_is_replaced_and_counts_as_no_restart(facts, taken, tries):
     gang = running(2, **facts)
@@ -707,29 +657,22 @@ def test_a_control_node_that_calls_run_less_often_is_named_and_fails_as_well(fir
     assert str(gang.abort(0)) == str(error)
 
 
-def test_a_control_node_that_is_done_hears_when_it_is_alone():
-    gang = GangOf(4)
-    gang.leave(1)
-    gang.done(0)
-    gang.done(2)
-    gang.leave(2)
-    assert not gang.got(0, Alone)
-    gang.leave(3)
-    assert gang.got(0, Alone)
-    assert not gang.got(0, Abort)
-
-
-@pytest.mark.parametrize("how", ["fails", "lost"])
+@pytest.mark.parametrize("how", ["well", "fails", "lost"])
 def test_a_control_node_that_is_done_hears_of_a_failure_before_it_hears_that_it_is_alone(how):
-    gang = GangOf(2)
+    gang = GangOf(3)
+    gang.leave(2)
     gang.done(0)
     gang.done(1)
-    if how == "fails":
-        gang.leave(1, step_failure(1))
-    else:
+    assert not gang.got(0, Alone)
+    if how == "lost":
         gang.lost(1)
-    assert [type(message) for message in gang.sent[0]][-2:] == [Abort, Alone]
-    assert "before its results were stored" in str(gang.abort(0))
+    else:
+        gang.leave(1, step_failure(1) if how == "fails" else None)
+    assert gang.got(0, Alone) == [gang.sent[0][-1]]
+    if how == "well":
+        assert not gang.got(0, Abort)
+    else:
+        assert "before its results were stored" in str(gang.abort(0))
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -815,6 +758,7 @@ def test_the_pause_before_a_restart_counts_from_the_failure_not_from_the_end_of_
         (crash(1, kind="hang"), "hang", True),
         (crash(1, kind="frozen"), "hang", True),
         (crash(1, kind="agent"), "start", False),
+        (crash(1, kind="command"), "before_run", False),
         (crash(1, kind="agent_ended"), "killed", True),
         (crash(1, kind="lost"), "node_lost", False),
         (crash(1, kind="terminated"), "preempted", False),
@@ -1666,6 +1610,23 @@ def test_a_node_that_loses_the_control_node_before_the_verdict_has_the_events_of
 # --- any order of anything -------------------------------------------------------------------------
 
 
+def by_a_node(which, **drawn):
+    """Return a decorator for what one node does, drawn from those that `which` returns, whenever there is any."""
+
+    def decorate(act):
+        def of_one(self, data, **given):
+            act(self, data.draw(st.sampled_from(which(self))), **given)
+
+        of_one.__name__ = act.__name__
+        return precondition(which)(rule(data=st.data(), **drawn)(of_one))
+
+    return decorate
+
+
+def in_state(*states):
+    return lambda self: self.nodes(*states)
+
+
 class AnyInterleaving(RuleBasedStateMachine):
     """Nodes that behave, in any order, on a network that drops any of them at any time."""
 
@@ -1750,20 +1711,17 @@ class AnyInterleaving(RuleBasedStateMachine):
         self.launches[node] += 1
         self.stores.pop(node, None)
 
-    @precondition(lambda self: self.nodes("absent"))
-    @rule(data=st.data())
-    def join(self, data):
-        self.join_gang(data.draw(st.sampled_from(self.nodes("absent"))))
+    @by_a_node(in_state("absent"))
+    def join(self, node):
+        self.join_gang(node)
 
     def join_gang(self, node):
         assert self.gang.state.nodes.may_join(Join(node))
         self.state[node] = "out"
         self.gang.join(node)
 
-    @precondition(lambda self: self.nodes("out"))
-    @rule(data=st.data(), odd=st.booleans())
-    def ready(self, data, odd):
-        node = data.draw(st.sampled_from(self.nodes("out")))
+    @by_a_node(in_state("out"), odd=st.booleans())
+    def ready(self, node, odd):
         self.begin_launch(node, **({"torch": "2.5.1"} if odd and node == 1 else {}))
 
     def begin_launch(self, node, **facts):
@@ -1771,10 +1729,8 @@ class AnyInterleaving(RuleBasedStateMachine):
         limits = {"timeout_s": 40.0, "hang_timeout_s": self.hang_timeout_s}
         self.gang.ready(node, self.launches[node], max_restarts=self.max_restarts, **limits, **facts)
 
-    @precondition(lambda self: self.busy())
-    @rule(data=st.data(), how=st.sampled_from(["ok", "crash", "stopped"]), stores=st.booleans())
-    def end(self, data, how, stores):
-        node = data.draw(st.sampled_from(self.busy()))
+    @by_a_node(lambda self: self.busy(), how=st.sampled_from(["ok", "crash", "stopped"]), stores=st.booleans())
+    def end(self, node, how, stores):
         about, self.running[node] = self.about(node), None
         if stores:
             self.stores[node] = about["generation"]
@@ -1782,41 +1738,31 @@ class AnyInterleaving(RuleBasedStateMachine):
         saves = "its outputs" if node in self.saving else None
         self.gang.ended(node, *causes, ok=how == "ok", storing=VALUE if stores else None, saves=saves, **about)
 
-    @precondition(lambda self: getattr(self, "stores", None))
-    @rule(data=st.data(), fails=st.booleans())
-    def store(self, data, fails):
-        node = data.draw(st.sampled_from(sorted(self.stores)))
+    @by_a_node(lambda self: sorted(getattr(self, "stores", ())), fails=st.booleans())
+    def store(self, node, fails):
         about = {"launch": self.launches[node], "generation": self.stores.pop(node)}
         self.gang.stored(node, *([store_failure(node)] if fails else []), **about)
 
-    @precondition(lambda self: self.busy())
-    @rule(data=st.data(), kind=st.sampled_from(["exception", "terminated"]))
-    def fail(self, data, kind):
-        node = data.draw(st.sampled_from(self.busy()))
+    @by_a_node(lambda self: self.busy(), kind=st.sampled_from(["exception", "terminated"]))
+    def fail(self, node, kind):
         if kind == "terminated":  # its task gets SIGTERM, or its machine a spot notice
             self.preempted.add((self.launches[node], self.running[node]))
         self.gang.failed(node, crash(node, kind=kind), **self.about(node))
 
-    @precondition(lambda self: self.nodes("in"))
-    @rule(data=st.data())
-    def give_up(self, data):
+    @by_a_node(in_state("in"))
+    def give_up(self, node):
         """Something in the node's own process ends its `run`."""
-        node = data.draw(st.sampled_from(self.nodes("in")))
         number = self.launches[node]
         self.given_up.add((number, node))
         self.leave_launch(node)
         self.gang.give_up(node, step_failure(node), launch=number)
 
-    @precondition(lambda self: self.busy())
-    @rule(data=st.data(), age_s=st.sampled_from([0.0, 15.0]))
-    def write(self, data, age_s):
-        node = data.draw(st.sampled_from(self.busy()))
+    @by_a_node(lambda self: self.busy(), age_s=st.sampled_from([0.0, 15.0]))
+    def write(self, node, age_s):
         self.gang.say(node, Told(feature="hangs", data={"age_s": age_s}, **self.about(node)))
 
-    @precondition(lambda self: self.nodes("in"))
-    @rule(data=st.data(), kind=st.sampled_from(["failed", "ended", "active"]))
-    def say_again_what_is_long_over(self, data, kind):
-        node = data.draw(st.sampled_from(self.nodes("in")))
+    @by_a_node(in_state("in"), kind=st.sampled_from(["failed", "ended", "active"]))
+    def say_again_what_is_long_over(self, node, kind):
         about = (self.launches[node] - 1, 0)
         late = {
             "failed": Failed(*about),
@@ -1825,25 +1771,19 @@ class AnyInterleaving(RuleBasedStateMachine):
         }[kind]
         self.gang.say(node, late)
 
-    @precondition(lambda self: [node for node in self.nodes("absent", "out", "in", "aborted", "storing") if node])
-    @rule(data=st.data())
-    def lose(self, data):
-        nodes = self.nodes("absent", "out", "in", "aborted", "storing")
-        node = data.draw(st.sampled_from([node for node in nodes if node]))  # without its host there is no gang
+    # Without the control node, which decides, there is no gang.
+    @by_a_node(lambda self: [node for node in self.nodes("absent", "out", "in", "aborted", "storing") if node])
+    def lose(self, node):
         self.state[node] = "gone"
         self.gang.lost(node)
 
-    @precondition(lambda self: self.nodes("out"))
-    @rule(data=st.data())
-    def done(self, data):
-        node = data.draw(st.sampled_from(self.nodes("out")))
+    @by_a_node(in_state("out"))
+    def done(self, node):
         self.state[node] = "storing" if node != 0 else "waiting"
         self.gang.done(node)
 
-    @precondition(lambda self: self.nodes("out", "aborted", "storing"))
-    @rule(data=st.data(), badly=st.booleans())
-    def leave(self, data, badly):
-        node = data.draw(st.sampled_from(self.nodes("out", "aborted", "storing")))
+    @by_a_node(in_state("out", "aborted", "storing"), badly=st.booleans())
+    def leave(self, node, badly):
         if node != 0 or len(self.nodes("out", "in", "absent")) == 1:
             self.state[node] = "gone"
             self.gang.leave(node, step_failure(node) if badly else None)

@@ -163,8 +163,7 @@ def test_the_number_of_nodes_is_checked_when_the_run_tells_it(decorator):
 
 
 @pytest.mark.parametrize(
-    ("beside", "num_nodes", "told"),
-    [("kubernetes", 1, None), ("kubernetes", 2, "2"), ("batch", 1, "1")],
+    ("beside", "num_nodes", "told"), [("kubernetes", 1, None), ("kubernetes", 2, "2"), ("batch", 1, "1")]
 )
 def test_a_gang_of_one_is_an_ordinary_pod(beside, num_nodes, told, decorator):
     """Metaflow 2.19 refuses a job set of one."""

@@ -1,7 +1,6 @@
 """What one node does in one launch: which message follows on what its agent says and what its gang decides."""
 
 import functools
-import os
 import queue
 import signal
 import tempfile
@@ -58,6 +57,10 @@ def node(tmp_path):
     return FakeNode(tmp_path)
 
 
+def commands_are_details(node):
+    return [event.is_detail for event in node.events if event.kind == "command"]
+
+
 # --- a launch that ends well ------------------------------------------------------------------------
 
 
@@ -74,6 +77,7 @@ def test_a_launch_from_ready_to_its_result(number, policy, tmp_path):
     assert (ended.ok, ended.failures, ended.exit_codes, ended.storing) == (True, (), codes, None)
     assert (result.launch, result.world_size, result.restarts, result.exit_codes) == (0, 4, [], codes)
     assert node.texts("command") == [f"runs: {result.command}"]
+    assert commands_are_details(node) == [number != 0], "the control node alone shows it"
     assert [text.partition(":")[0] for text in node.texts("facts")] == ["launch 0 starts on 2 nodes"] * (number == 0)
     assert [text.partition(":")[0] for text in node.texts("ended")] == ["launch 0 has ended well"] * (number == 0)
     assert agent.orders == ["start", CLOSE]
@@ -154,20 +158,6 @@ def test_the_control_node_alone_warns_of_it_at_the_end(tmp_path, number, functio
     said = [text for text in node.texts("note") if "launch 0 each of the 4 ranks has trained by itself" in text]
     assert [remedy in text for text in said] == [True] * (remedy is not None)
     assert not said or [kind for kind, _ in node.said][-2:] == ["ended", "note"]
-
-
-# --- what is said -----------------------------------------------------------------------------------
-
-
-def test_only_the_control_node_tells_the_command_and_only_of_the_first_start(tmp_path):
-    details = []
-    for number in (0, 1):
-        node = FakeNode(tmp_path / str(number), number)
-        os.makedirs(tmp_path / str(number))
-        node.all_end_well(node.running())
-        node.ends_well(node.go(1))
-        details.append([event.is_detail for event in node.events if event.kind == "command"])
-    assert details == [[False, True], [True, True]]
 
 
 # --- failures of this node --------------------------------------------------------------------------
@@ -332,8 +322,7 @@ def test_what_keeps_an_agent_from_starting_is_told_and_leaves_no_files(spec, wor
 
 
 @pytest.mark.parametrize(
-    ("number", "here", "teller", "is_said"),
-    [(0, 1, 1, True), (0, 2, 1, False), (0, 2, 0, True), (1, 1, 1, False)],
+    ("number", "here", "teller", "is_said"), [(0, 1, 1, True), (0, 2, 1, False), (0, 2, 0, True), (1, 1, 1, False)]
 )
 def test_why_all_are_stopped_is_said_by_one_node_of_a_terminal(number, here, teller, is_said, tmp_path):
     node = FakeNode(tmp_path, number, machine=Machine(1, nodes_here=here))
@@ -374,6 +363,7 @@ def test_a_restart_is_a_new_generation_and_stands_in_the_result(node):
     node.worker_ended(first, 0, 4)  # nothing, as the generation is over
     ended, result = node.ends_well(second)
     assert (ended.generation, ended.ok) == (1, True)
+    assert commands_are_details(node) == [False, True]
     assert result.restarts == [{"generation": 1, "cause": cause.as_dict()}]
     assert node.texts("restart") == [f"restart 1 of 3 in 0 s, because {cause.who} exited with code 3"]
 

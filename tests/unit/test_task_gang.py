@@ -84,11 +84,7 @@ def test_what_has_happened_is_in_the_datastore_when_the_task_has_left(gang, data
     gang.leave(None)
     stored = Registry(datastore, "1", "train", "2", 0).load_snapshot()
     assert (stored.version, stored.num_nodes, stored.nproc_per_node) == (1, 1, None)
-    assert [(event.kind, event.node) for event in stored.events] == [
-        ("joined", 0),
-        ("finished", 0),
-        ("left", 0),
-    ]
+    assert [(event.kind, event.node) for event in stored.events] == [("joined", 0), ("finished", 0), ("left", 0)]
 
 
 def test_an_error_of_the_step_is_raised_and_leaves_the_gang(gang):

@@ -113,10 +113,7 @@ def test_of_many_nodes_the_highest_the_median_and_the_lowest_have_a_line_with_th
 
 @pytest.mark.parametrize(
     ("values", "names"),
-    [
-        ({7: [1.0]}, {7: "lowest: node 7"}),
-        ({7: [1.0], 8: [None, 2.0]}, {8: "highest: node 8", 7: "lowest: node 7"}),
-    ],
+    [({7: [1.0]}, {7: "lowest: node 7"}), ({7: [1.0], 8: [None, 2.0]}, {8: "highest: node 8", 7: "lowest: node 7"})],
 )
 def test_a_node_has_one_line_where_fewer_than_three_measure_something(values, names):
     assert picked(values) == names

@@ -106,6 +106,14 @@ class Warm:
         self.node.prepare()
         return Agent(agent, events, out)
 
+    def cold_worker(self, **options):
+        """Have an agent that was a spare start a worker that was none; return why, as the agent tells."""
+        agent = self.start(**options)
+        end = agent.end()
+        assert (end["refused"], end["left"], agent.worker()["early"]) == (None, [], False)
+        (line,) = (self.root / "agent.stderr").read_text().splitlines()
+        return line.removeprefix("A worker starts cold: ")
+
     def spares(self):
         """Return the pids of the spare agent that waits, and of its workers, once all of them have imported."""
         found = []

@@ -87,11 +87,7 @@ def main(program):
 # installed into the task, and a module that can't be imported stands for it in the workers.
 import pickle  # noqa: E402
 
-from metaflow_extensions.torchrun.plugins.torchrun.errors import (  # noqa: E402
-    EntrypointError,
-    LaunchFailed,
-    WorkerFailed,
-)
+from metaflow_extensions.torchrun.plugins.torchrun.errors import EntrypointError, LaunchFailed, WorkerFailed  # noqa: E402
 from metaflow_extensions.torchrun.plugins.torchrun.features.functions.call import FUNCTION_WORKER, FunctionCall  # noqa: E402
 from metaflow_extensions.torchrun.plugins.torchrun.launch.command import WORKER_HOOKS  # noqa: E402
 from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec  # noqa: E402

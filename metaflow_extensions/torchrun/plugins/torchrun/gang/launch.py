@@ -35,7 +35,7 @@ _MUST_AGREE = {
 # What else to say of one of these.
 _REMEDIES = {
     "devices": " Without accelerators a node would compute on its CPU and hold up the others: look at what it was given, and "
-    "at CUDA_VISIBLE_DEVICES there. run(env={'CUDA_VISIBLE_DEVICES': ''}) on every node lets all compute on CPUs.",
+    "at CUDA_VISIBLE_DEVICES there. run(env={'CUDA_VISIBLE_DEVICES': ''}) on every node lets all compute on CPUs."
 }
 BACKOFF_LIMIT_S = 30.0
 """The longest pause before a restart."""

@@ -1,14 +1,58 @@
-"""How the agent of one generation ended, and failures that are not a worker's own: agent, guardian, frozen processes."""
+"""Failures that no worker explains itself: how the agent of one generation ended, and what the machine has done."""
 
 from __future__ import annotations
 
+import os
+import signal
+from contextlib import suppress
 from dataclasses import replace
 
 from ..gang.cause import Cause, describe_exit, signal_name
 from ..guardian.agent_events import End, Frozen, Terminated
+from ..machine.cgroup import describe_oom, oom_kills
 from .exits import read_agent_report
-from .machine_faults import MachineFaults
 from .plan import Plan
+
+# What is left of a disk that can't take another block.
+_FULL_BYTES = 64 * 1024
+
+
+class MachineFaults:
+    """What this machine has done to the workers of one generation since this object was made."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder  # where the workers' output goes
+        self._oom_kills_before = oom_kills()
+        self.full_disk = f"a full disk: nothing more can be written to {folder}"
+
+    def explained(self, cause: Cause) -> Cause:
+        """Return `cause`, explained by the machine's state where the worker recorded no exception."""
+        if cause.exception is None and self.is_disk_full():
+            cause = replace(cause, exception=f"{self.full_disk}, where its output goes")
+        if cause.kind == "signal" and self._is_out_of_memory(cause.exit_code):
+            cause = replace(cause, kind="oom", exception=describe_oom())
+        return cause
+
+    def how_ended(self, exit_code: int) -> str:
+        """Say how a process ended."""
+        return f"ran {describe_oom()}" if self._is_out_of_memory(exit_code) else describe_exit(exit_code)
+
+    def how_vanished(self) -> str:
+        """Return how the guardian ended: it is no child of the task, so nobody gets its exit code."""
+        is_oom = self._is_out_of_memory(-signal.SIGKILL)
+        return f"ran {describe_oom()}" if is_oom else "ended without a word, as by SIGKILL"
+
+    def is_disk_full(self) -> bool:
+        """Tell whether the disk with the workers' output takes nothing more."""
+        with suppress(OSError):
+            status = os.statvfs(self._folder)
+            return status.f_bavail * status.f_frsize < _FULL_BYTES
+        return False
+
+    def _is_out_of_memory(self, exit_code: int | None) -> bool:
+        """Tell whether it was the kernel's out-of-memory killer: its counter has moved since *go*."""
+        before, now = self._oom_kills_before, oom_kills()
+        return exit_code == -signal.SIGKILL and before is not None and now is not None and now > before
 
 
 class AgentEnd:

@@ -55,7 +55,7 @@ def _prepare_in(folder: str, plan: Plan, go: Go, member: Member, new_agent: Call
         os.mkdir(os.path.join(folder, name))
     command = _command(plan, go, folder, variables)
     warm = _warm(plan, go, folder, command)
-    env = _environment(plan, folder, member.own_address, variables)
+    env = _environment(plan, member.own_address, variables)
     own_label = f"[torchrun node {plan.spec.node_index}] "
     # An elastic agent goes on after it has reported a failure.
     hold_report = plan.program is None and not plan.is_elastic
@@ -83,7 +83,7 @@ def _make_folder(plan: Plan, go: Go) -> str:
     return os.path.abspath(tempfile.mkdtemp(prefix=name, dir=plan.spec.log_dir))
 
 
-def _environment(plan: Plan, folder: str, own_address: str | None, variables: Variables) -> dict[str, str]:
+def _environment(plan: Plan, own_address: str | None, variables: Variables) -> dict[str, str]:
     spec, machine = plan.spec, plan.machine
     # A gang of one has no connection; it is reached by its loopback address.
     interface = interface_of(own_address or plan.main_addr)

@@ -29,10 +29,7 @@ class Progress(Feature):
     name = "progress"
     after = "outcome"
     together = MappingProxyType(
-        {
-            "straggler": "{ranks}: slower than half the median for a minute",
-            "recovered": "{ranks}: no longer slow",
-        }
+        {"straggler": "{ranks}: slower than half the median for a minute", "recovered": "{ranks}: no longer slow"}
     )
 
     def keeper(self, num_nodes: int, of_all: bool) -> Keeper | None:

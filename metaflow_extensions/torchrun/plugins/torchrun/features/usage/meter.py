@@ -12,8 +12,7 @@ from typing import TypeAlias
 from ...gang.keepers import Plain
 from ...gang.wire import to_plain
 from ...logs.follower import new_logs
-from ...machine.cgroup import container_folder
-from ...machine.memory import memory_limit_bytes
+from ...machine.cgroup import container_folder, memory_limit_bytes
 from ...node.watchers import Here, Watcher
 from .consumption import of_container, of_processes, traffic
 from .nvidia import NvidiaSmi

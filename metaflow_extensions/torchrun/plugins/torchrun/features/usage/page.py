@@ -101,10 +101,7 @@ def _chart(panel: _Panel, step_s: float, nodes: _Nodes, summary: Summary) -> Par
     value = {"title": None, "tickCount": 4, "minExtent": 32}
     spec = {
         **frame(title, _HEIGHT),
-        "encoding": {
-            "x": time_axis(length_s, time),
-            "y": {"type": "quantitative", "axis": value, "scale": scale},
-        },
+        "encoding": {"x": time_axis(length_s, time), "y": {"type": "quantitative", "axis": value, "scale": scale}},
         "layer": [_layer(rows, with_legend=are_many), *restart_marks(summary.restarts_s, length_s)],
     }
     return Chart(spec, f"{title}: {last}")

@@ -23,10 +23,7 @@ _RECORD = "exception.json"
 _ALONE = "trained-alone"
 _OTHER_WAYS = ("horovod", "mpi4py")  # for ranks to exchange gradients, without a process group of torch's
 _FEATURES = os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(__file__))), "features")
-_OURS = (
-    os.path.join(_FEATURES, "functions", "function_worker.py"),
-    os.path.join(_FEATURES, "warm", "spare.py"),
-)
+_OURS = (os.path.join(_FEATURES, "functions", "function_worker.py"), os.path.join(_FEATURES, "warm", "spare.py"))
 _MAX_CHARS = 4096  # of a message, and of each frame or message in a traceback
 _MAX_TRACEBACK_CHARS = 32 * 1024
 
