@@ -66,7 +66,7 @@ def test_the_log_says_what_was_stored_and_what_was_not_found(flow):
         flow.text.index(words)
         for words in (
             "ValueError: after saving",
-            "stores its outputs, for 120 s at most",
+            "storing its outputs, for 120 s at most",
             "launch 3 has failed",
         )
     )

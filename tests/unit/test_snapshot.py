@@ -19,7 +19,7 @@ def test_an_old_record_is_read_whole_and_stored_as_it_was(path):
     assert json.loads(json.dumps(known.stored())) == stored
     assert (known.version, known.num_nodes, known.tasks) == (1, 2, ("12/train/4", "12/train/4_node_1"))
     of_outputs = {"outputs", "wants_outputs", "launches_left_out"}
-    assert (known.len(summary.restarts_s), set(known.features)) == (1, {"progress", "usage"} | of_outputs)
+    assert (len(known.summary.restarts_s), set(known.features)) == (1, {"progress", "usage"} | of_outputs)
 
 
 def test_what_an_old_record_lacks_has_a_default():

@@ -80,7 +80,7 @@ class Connection(asyncio.Protocol):
         except StopIteration:
             self.close()
         except ValueError as error:
-            self.abort(f"its connection was closed, because what came over it can't be understood: {error}")
+            self.abort(f"its connection was closed, because a message on it could not be read: {error}")
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Report the end of the connection, once."""
@@ -132,7 +132,7 @@ class Connection(asyncio.Protocol):
         """
         now, silent_at = time.monotonic(), self._heard_at + self._timeout_s
         if now >= silent_at:
-            self.abort(f"nothing was heard from it for {self._timeout_s:g} s (heartbeat_timeout_s)")
+            self.abort(f"nothing arrived from it for {self._timeout_s:g} s (heartbeat_timeout_s)")
         elif now >= self._beat_at:
             self._beat_at = now + self._timeout_s / BEATS
             self.write(BEAT)

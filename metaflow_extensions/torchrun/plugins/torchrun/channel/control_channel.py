@@ -131,8 +131,8 @@ class ControlChannel:
         self._has_failed = True
         trace = "".join(traceback.format_exception(error)).rstrip()
         told = GangError(
-            f"The gang's channel failed on the control node (host {socket.gethostname()}). This is a mistake of the torchrun "
-            f"extension; please report it.\n{trace}"
+            f"The gang's channel failed on the control node (host {socket.gethostname()}). This is a bug in "
+            f"metaflow-torchrun; please report it.\n{trace}"
         )
         try:
             self._dispatch(self.gang.give_up(told))

@@ -127,7 +127,7 @@ def refuse_second_run(registry: Registry, num_nodes: int, patience_s: float = ST
     if not has_begun(known):
         return
     here, there = socket.gethostname(), host_of_control(known)
-    before = "had told its end" if has_ended(known) else "is gone without a word"
+    before = "had reported its end" if has_ended(known) else "ended unexpectedly"
     error = TorchrunPreempted(
         f"The control node's pod (or container) was deleted or replaced: node {CONTROL} (host {there}) {before}, and "
         f"this task (host {here}) has come in its place. It does not run the step's code, which has run already in "
@@ -218,7 +218,7 @@ class _Search:
                 self._check_refused(error, record)
                 if time.monotonic() + pause_s > self._deadline:
                     tried = f"tried {', '.join(record.addresses)} on port {record.port} for {self._timeout_s:g} s"
-                    raise ConnectionError(f"{tried}, in vain ({error})") from error
+                    raise ConnectionError(f"{tried}; the last try failed: {error}") from error
             time.sleep(pause_s)
         raise AssertionError("the pauses never end")
 
@@ -247,6 +247,6 @@ class _Search:
         if time.monotonic() - self._since >= limit_s:
             raise GangError(
                 f"Node {self._member.node} (host {self._member.host}) gave up: {where}, for {limit_s:g} s. That port was "
-                "open once, so its task has ended without a word. Look at its log, and at the events of its pod or job."
+                "open once, so its task has ended unexpectedly. Look at its log, and at the events of its pod or job."
             )
         self._log(f"{where}: its task may have ended; trying for {limit_s:g} s in all")

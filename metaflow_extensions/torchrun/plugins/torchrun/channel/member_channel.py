@@ -145,7 +145,7 @@ class MemberChannel:
             if not works:
                 connection.abort()
         if not works:
-            raise ConnectionError("who answers does not know the gang's token")
+            raise ConnectionError("the process that answers there does not know this gang's token")
         return connection
 
     def _dialogue(self, connection: Connection, token: str, is_proven: asyncio.Future[bool]) -> Reading[None]:
@@ -197,7 +197,7 @@ class MemberChannel:
     def _fail(self, error: BaseException) -> None:
         """Report an exception in the loop to the step, and abort the connection so that the control node sees the loss."""
         what = "".join(traceback.format_exception_only(error)).strip()
-        self._lose_control(f"this node's own channel failed, which is a mistake of the torchrun extension: {what}")
+        self._lose_control(f"this node's own channel failed, which is a bug in metaflow-torchrun: {what}")
         if self._connection is not None:
             self._connection.abort()
 

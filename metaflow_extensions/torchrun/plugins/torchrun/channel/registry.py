@@ -114,7 +114,7 @@ class Registry:
             except Exception as error:
                 if time.monotonic() + pause_s > give_up_at:
                     raise GangError(
-                        f"The nodes meet in Metaflow's datastore, but it failed for {self._where}: "
+                        f"The nodes find each other through Metaflow's datastore, but it failed for {self._where}: "
                         f"{type(error).__name__}: {error}. Check that it is up and that this task may read and write there."
                     ) from error
             time.sleep(pause_s)

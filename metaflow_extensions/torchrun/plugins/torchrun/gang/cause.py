@@ -65,6 +65,18 @@ _CATEGORIES = {
     "frozen": "hang",  # stopped by a signal
     "store": "store",  # a returned value could not be stored or loaded
 }
+CATEGORY_TEXTS = {
+    "user": "an error in your code",
+    "killed": "a process was killed",
+    "before_run": "a command of before_run failed",
+    "start": "torchrun could not start the workers",
+    "node_lost": "a node was lost",
+    "preempted": "a node was told to stop",
+    "timeout": "the time was up",
+    "hang": "a process was stopped or made no progress",
+    "store": "the datastore failed",
+}
+"""The classes of causes, each in words."""
 
 
 @dataclass(frozen=True)
@@ -181,7 +193,7 @@ class FailureText:
         """Return the text for a place near which the cause's detail can be read."""
         report = replace(self.cause, detail="").describe()
         if self.cause.detail and self.cause.kind not in ("step", "call"):
-            report += " What it wrote itself stands above."
+            report += " Its traceback is above." if self.cause.kind == "exception" else " Its output is above."
         return self._with(report)
 
     def without_report(self) -> str:

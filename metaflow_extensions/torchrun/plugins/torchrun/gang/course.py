@@ -237,7 +237,9 @@ class Course:
         elif follows is Next.MOVE:
             launch.generation += 1
             launch.moves += 1
-            self.broadcast(Note("the port chosen for the rendezvous was taken meanwhile; starting on another"))
+            self.broadcast(
+                Note("another program took the port of the rendezvous; all workers start again with another port")
+            )
             self.go()
         elif follows is Next.RESTART and cause is not None:
             self._restart(cause, now)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..errors import GangError, LaunchFailed, LaunchHung, LaunchTimeout, TorchrunError, TorchrunPreempted
-from .cause import Cause, Failure, FailureText, cause_of, failed, first_failure
+from .cause import CATEGORY_TEXTS, Cause, Failure, FailureText, cause_of, failed, first_failure
 from .history import Record, of_the_gang
 from .policy import LaunchPolicy
 from .protocol import CONTROL, WORKERS, Ended, Ready, Verdict
@@ -52,10 +52,10 @@ class Phase(enum.Enum):
 
     GATHERING = "waits until all nodes are ready"
     RUNNING = "the workers run"
-    STORING = "all workers have ended well, and what they have returned or written is being stored"
+    STORING = "all workers have ended well, and their values and outputs are being stored"
     STOPPING = "the workers are told to stop"
     PAUSING = "all workers are gone; a restart follows after a pause"
-    SAVING = "it has failed, all workers are gone, and what they have left is being stored"
+    SAVING = "it has failed, no worker is left, and the outputs are being stored"
     OVER = "every node knows how it ended"
 
 
@@ -262,7 +262,9 @@ class Launch:
 
     def error(self, cause: Cause | None, silent: list[int]) -> LaunchFailed:
         """Return what every node raises after a failed launch; `silent` nodes did not report their end."""
-        quiet = f"\nNo word came from {names(silent)} about their end." if silent else ""
+        quiet = (
+            f"\n{names(silent).capitalize()} did not report in time that the workers there had ended." if silent else ""
+        )
         if cause is None:
             return LaunchFailed(f"Launch {self.number} failed.{quiet}")
         cls, failure = self._class_and_text(cause)
@@ -299,11 +301,19 @@ class Launch:
             more = f"\n{stopped} on all nodes. {ended}\n{TorchrunPreempted.remedy}"
             return TorchrunPreempted, FailureText(cause, after=more)
         count = f" after {counted(self.restarts, 'restart')}" if self.restarts else ""
-        more = f"\n{stopped} on all nodes{count} (class of the cause: {cause.category})."
+        more = f"\n{stopped} on all nodes{count} ({cause.category}: {CATEGORY_TEXTS[cause.category]})."
+        more += self._restart_hint(cause)
         if self.preempted is not None:
             # By its host and not by its index: `rename_node` changes the cause alone.
             more += f" Meanwhile host {self.preempted.host} {self.preempted.what}."
         return LaunchFailed, FailureText(cause, after=more)
+
+    def _restart_hint(self, cause: Cause) -> str:
+        """Say how to have such a failure restarted, where no restart was asked for and one could have helped."""
+        is_possible = cause.category in self.policy.restart_on and cause.kind not in ("step", "call")
+        if self.policy.max_restarts or not is_possible or self.given_up or self.preempted is not None:
+            return ""
+        return "\nWith max_restarts=N, all workers start again after such a failure, up to N times."
 
 
 def _accelerators_text(seen: str | None) -> str:

@@ -367,7 +367,7 @@ class Member:
         patience_s = QUIET_S
         while not self._wait(lambda: self._state is not State.WAITING or self.broken is not None, patience_s):
             patience_s = REMIND_S
-            text = f"done here; waiting until {names(remaining())} ended the step and stored the results"
+            text = f"this node has finished; waiting until {names(remaining())} ended the step and stored the results"
             self.emit(Event("note", self.node, text))
         if self.broken is not None:
             raise self.broken
@@ -413,7 +413,7 @@ class Member:
         if isinstance(error, TorchrunError) and (cause := cause_of(error)) is not None:
             if error is not self._lost:
                 return cause
-            text = f"it does not hear the control node any more: {cause.exception}"
+            text = f"it lost the connection to the control node: {cause.exception}"
             return Cause("lost", self.node, self.host, exception=text)
         kind = "call" if isinstance(error, TorchrunError) else "step"
         return Cause(kind, self.node, self.host, exception=words_of(error), detail=user_traceback(error))

@@ -15,7 +15,7 @@ class NodeState(enum.Enum):
     JOINED = "is a member; its step's code runs"
     DONE = "its step's code has ended well; its results are being stored"
     LEFT = "has said that nothing more will come of it"
-    LOST = "its task has ended, or nothing was heard from it, without a word"
+    LOST = "its task has ended unexpectedly, or nothing arrives from it"
 
 
 _NEXT = {

@@ -139,7 +139,7 @@ def _function(function: FunctionSpec, min_nodes: int | None) -> dict[str, Any]:
     if min_nodes is not None:
         raise TorchrunConfigError(
             "torchrun's own elasticity (nnodes='MIN:MAX') gives ranks out anew while it runs, so a function's values "
-            "would be nobody's. Launch a script with it, or the function with max_restarts."
+            "would belong to no rank. Launch a script with it, or the function with max_restarts."
         )
     return {"entrypoint": function.script, "args": (function.folder,), "source": function.source, "function": function}
 
@@ -185,7 +185,7 @@ def _take_min_nodes(options: dict[str, str | None], num_nodes: int) -> int | Non
             raise TorchrunConfigError(
                 f"torchrun_args nnodes={nnodes} asks for a gang of changing size, but num_parallel={num_nodes} fixes it: "
                 "all nodes start together, and a failure stops or restarts all of them. Remove nnodes, or, for torchrun's "
-                "own elasticity, add rdzv_backend='c10d'; docs/elastic.md says what Metaflow makes of it."
+                "own elasticity, add rdzv_backend='c10d'; docs/elastic.md says what works with Metaflow."
             )
         return None
     fewest, most = parse_int(low or high), parse_int(high)

@@ -27,7 +27,7 @@ class AgentEnd:
     def record_fault(self, event: Frozen | Terminated) -> str:
         """Record what somebody else did to a process; return the log line."""
         if isinstance(event, Terminated):
-            text = "its guardian process got SIGTERM, which nobody of the gang has sent"
+            text = "its guardian process got SIGTERM from outside of the gang"
             cause = Cause("agent_ended", self._node, self._host, exception=text)
         else:
             whose = f"its {self._plan.agent} " if event.rank is None else ""
@@ -64,7 +64,7 @@ class AgentEnd:
         if guardian_gone:
             code, who, how = None, "its guardian process", self.machine.how_vanished()
         elif report.got_signal is not None:  # without a guardian it gets SIGTERM from the kernel
-            how = f"got {signal_name(report.got_signal)}, which nobody of the gang has sent, and gave up"
+            how = f"got {signal_name(report.got_signal)} from outside of the gang, and gave up"
         elif self._end is not None and self._end.error is not None:
             how = self._end.error
         else:

@@ -147,7 +147,7 @@ class Supervisor:
         is_first = self._member.node == CONTROL and go.generation == 0 and not self._plan.is_ours
         if is_first:
             self._emit("facts", facts_line(self._plan, go))
-        self._emit("command", f"runs: {shlex.join(generation.command)}", is_detail=not is_first)
+        self._emit("command", f"runs: {shlex.join(generation.command)}", is_detail=True)
 
     def _say_end(self, error: TorchrunError | None) -> None:
         self._member.settle_lines()  # what the other nodes' workers wrote stands before
@@ -181,7 +181,10 @@ class Supervisor:
     def _on_restart(self, restart: Restart) -> None:
         cause = restart.cause
         self._restarts.append({"generation": restart.number, "cause": cause.as_dict()})
-        text = f"restart {restart.number} of {restart.of} in {restart.pause_s:g} s, because {cause.who} {cause.what}"
+        text = (
+            f"restart {restart.number} of {restart.of}: all workers start again in {restart.pause_s:g} s, "
+            f"because {cause.who[0].lower()}{cause.who[1:]} {cause.what}"
+        )
         self._emit("restart", text)
 
     def _on_save(self, save: Save) -> None:
@@ -275,7 +278,7 @@ class Supervisor:
             self._say_output(generation)
         if end.left:
             who = "workers" if self._plan.program is None else self._plan.program.what
-            self._emit("left_behind", f"stopped what the {who} had left running: {', '.join(end.left)}")
+            self._emit("left_behind", f"stopped processes that the {who} had left running: {', '.join(end.left)}")
         message = Ended(
             self._launch,
             generation.ended_well,

@@ -108,7 +108,7 @@ class Uploads:
             self._member.send(Stored(save.launch, save.generation))
             return
         self._current = Upload(to_store, self._plan, save, self._member, vital=False)
-        text = f"stores {self._plan.services.saves}, for {save.within_s:g} s at most"
+        text = f"storing {self._plan.services.saves}, for {save.within_s:g} s at most"
         self._member.emit(Event("note", self._member.node, text))
         self._current.start()
 

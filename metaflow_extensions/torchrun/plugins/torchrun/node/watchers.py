@@ -233,7 +233,7 @@ def _checked(data: Plain) -> Plain:
     """Return `data`, or raise ValueError where it can't be told."""
     size = len(json.dumps(data, allow_nan=False))
     if size > MAX_TOLD_BYTES:
-        raise ValueError(f"it tells {size} bytes at once, and the limit is {MAX_TOLD_BYTES}")
+        raise ValueError(f"it sends {size} bytes at once, and the limit is {MAX_TOLD_BYTES}")
     return data
 
 
@@ -242,7 +242,7 @@ def _no_harm(name: str, say: Callable[[str], None]) -> Iterator[None]:
     """Have what a feature raises end in a line."""
 
     def tell(error: Exception) -> None:
-        say(f"this node tells nothing more of its {name}: {type(error).__name__}: {error}")
+        say(f"this node reports its {name} no more: {type(error).__name__}: {error}")
 
     with harmless(tell):
         yield

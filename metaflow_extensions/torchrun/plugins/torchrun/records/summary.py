@@ -314,9 +314,12 @@ class _Fold:
             case "failed" | "broken":
                 return self._told_failure()
             case "before_run":
-                return "running", f"The commands of before_run run for {duration(until_s - went_s)}."
+                return "running", f"The commands of before_run have run for {duration(until_s - went_s)}."
             case "go":
-                return "running", f"{self._workers()} run for {duration(until_s - went_s)}{self._after_restarts()}."
+                return (
+                    "running",
+                    f"{self._workers()} have run for {duration(until_s - went_s)}{self._after_restarts()}.",
+                )
             case "stopping":
                 return "stopping", _sentence("All nodes are told to stop", self.phase_text)
             case "restart":

@@ -38,7 +38,7 @@ class RunEnd:
             for gang in stored.gangs(self._run_id, self._step):
                 if match["task"] in (None, gang.control_task):
                     lines += self._known(stored, gang)
-        lines.append(f"To see what came of the gang: {stored.program} show {self._where}")
+        lines.append(f"To see what happened on all nodes: {stored.program} show {self._where}")
         return "".join(f"[torchrun] {line}\n" for line in lines)
 
     def _known(self, stored: StoredGangs, gang: StoredGang) -> Iterator[str]:

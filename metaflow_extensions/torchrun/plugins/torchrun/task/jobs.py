@@ -95,9 +95,9 @@ def _gone(ends: Sequence[End], has_joined: bool) -> tuple[list[str], str]:
         said = f"{who} failed before it had joined its gang ({text}). Its log says why."
         return [said], GangError.__name__
     if text:
-        return [f"{who} ended without a word: {text}."], TorchrunPreempted.__name__
+        return [f"{who} ended unexpectedly: {text}."], TorchrunPreempted.__name__
     why = "it was deleted, evicted or killed, or its memory ran out"
-    return [f"{who} ended without a word: {why}.", TorchrunPreempted.remedy], TorchrunPreempted.__name__
+    return [f"{who} ended unexpectedly: {why}.", TorchrunPreempted.remedy], TorchrunPreempted.__name__
 
 
 def told(error: BaseException) -> tuple[str, list[End]]:

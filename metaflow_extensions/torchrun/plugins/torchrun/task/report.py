@@ -55,7 +55,7 @@ def _was_written(cause: Cause) -> bool:
 def _pointer(verdict: TorchrunError, failure: FailureText | None) -> str:
     """Return where the report stands that this node does not repeat."""
     cause = None if failure is None else failure.cause
-    place = f"see the report of node {teller(cause)}."
+    place = f"see the error of node {teller(cause)}."
     if failure is not None and failure.cause.kind in ("step", "call"):
         return _headed(verdict, f"{failure.without_detail()}\n{place.capitalize()}")
     who = "" if cause is None or cause.kind in ("hang", "timeout") else f"{cause.who}; "  # those are the launch's

@@ -136,7 +136,7 @@ class FunctionCall(Service):
         report = pickle.loads(data)  # noqa: S301 - our own workers', through the run's datastore
         exception, why = _unpickled(report)
         if exception is None:
-            because = f"\nIt is told in words because {why}." if why else ""
+            because = f"\nThe exception itself can't be raised here, because {why}." if why else ""
             return retold(error, WorkerFailed, f"{report['text']}\n", because)
         _add_note(exception, f"raised by rank {cause.rank} on node {cause.node} (host {cause.host})")
         return exception

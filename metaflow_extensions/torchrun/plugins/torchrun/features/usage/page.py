@@ -63,7 +63,7 @@ def usage_parts(usage: Mapping[str, Any], summary: Summary) -> list[Part]:
 
 
 def _words(step_s: float, nodes: _Nodes) -> list[Part]:
-    said = [f"A point stands for {duration(step_s)}. Times are those of the timeline."]
+    said = [f"Each point covers {duration(step_s)}. The times are those of the timeline."]
     said += [_OF[of] for of in _OF if any(series.get("of") == of for series in nodes.values())]
     if len(nodes) > _MOST_LINES:
         said.append(f"Of {len(nodes)} nodes each chart shows three, by their means: highest, median and lowest.")

@@ -128,7 +128,7 @@ def _is_of_a_peer(error: BaseException) -> bool:
         pattern, name = os.environ.get(_PEER_GONE), _name(error)
         found = pattern and _nobody_catches(error) and re.search(pattern, name, re.IGNORECASE)
         if found:
-            sys.stderr.write(name.splitlines()[0] + " (a peer is gone; the traceback is left out)\n")
+            sys.stderr.write(name.splitlines()[0] + " (another rank has ended; the traceback is left out)\n")
         return bool(found)
     except BaseException:
         return False
