@@ -25,7 +25,7 @@ from .loop_thread import CLOSE_S, LoopThread
 
 
 class MemberChannel:
-    """A member's end."""
+    """A member's end of its connection to the control node."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class MemberChannel:
         policy: ConnectPolicy | None = None,
         num_nodes: int = 2,
     ) -> None:
-        # How long a task that was turned away shall put off its end, unless the connection ends before.
+        # How long a refused task delays its end, unless the connection ends before.
         self.hold_s = 0.0
         self.own_address: str | None = None  # between it and the control node
         self._deliver = deliver
@@ -83,7 +83,7 @@ class MemberChannel:
         connection = await self._first_to_open(addresses, port, token, attempt_s)
         if connection.is_closing():
             raise ConnectionError("the connection ended at once")
-        # Now we say who we are, and wait until the control node has taken us in.
+        # Send *join*, and wait for the control node's answer.
         self._connection, self._answer = connection, self._thread.loop.create_future()
         connection.write(encode(self._join))
         try:

@@ -1,6 +1,6 @@
-"""What the control node leaves in Metaflow's datastore: its address record, and what has happened to the gang.
+"""Reads and writes the control node's address record and the gang's records in Metaflow's datastore.
 
-Beside them lies what others tell of a control node that is gone without a word. All of it is metadata of the control
+Beside them lies what others report about a control node that ended unexpectedly. All of it is metadata of the control
 node's task (`compat.datastore.metadata_of`). That works alike on local disks, S3, Azure and Google Cloud Storage, and
 its names carry the attempt, so that a retry never reads what the attempt before has left.
 """
@@ -22,8 +22,8 @@ from ..records.vanished import Word, told_by_others
 
 _RECORD = "torchrun_gang.json"
 _EVENTS = "torchrun_events.json"
-# Who tells that the control node is gone: the task that has come in its place, or the process that looks after the
-# job. Each writes a file of its own, so that neither needs to read before it writes. The first that is there counts.
+# Who may report that the control node is gone: the task that replaces it, or the process that looks after the job.
+# Each writes a file of its own, so that neither must read before it writes. The first file found counts.
 _WORDS = {"replacement": "torchrun_replaced.json", "job": "torchrun_job.json"}
 # Of a member that finds no record. Where all nodes start at once, it is there by then, and the second look is the last.
 _FIRST_PAUSE_S = 0.2
@@ -45,16 +45,16 @@ class AddressRecord:
 
 
 class Registry:
-    """Keeps them for one attempt of one gang, in the run's `FlowDataStore`."""
+    """The stored records of one attempt of one gang, in the run's `FlowDataStore`."""
 
     def __init__(self, flow_datastore: Any, run_id: str, step_name: str, control_task_id: str, attempt: int) -> None:
         self._where = f"{run_id}/{step_name}/{control_task_id}, attempt {attempt}"
-        # Looked up here, once: what fails later is the datastore, and is tried again.
+        # Looked up once, here: a missing private name fails now. What fails later is the datastore, and is tried again.
         self._load_metadata, self._save_metadata = metadata_of(
             flow_datastore, run_id, step_name, control_task_id, attempt
         )
 
-    # What has `patience_s` raises GangError if the datastore fails for so long.
+    # Methods with `patience_s` raise GangError if the datastore fails for that long.
 
     def publish(self, record: AddressRecord, patience_s: float = STORE_PATIENCE_S) -> None:
         """Write the record."""
@@ -84,7 +84,7 @@ class Registry:
         return self._request(self.load_snapshot, patience_s)
 
     def save_word(self, word: Word, who: Literal["replacement", "job"], patience_s: float) -> None:
-        """Tell of a control node that is gone."""
+        """Write that the control node is gone."""
         self._request(lambda: self._save_metadata({_WORDS[who]: to_plain(word)}), patience_s)
 
     def look_up(self, timeout_s: float, sleep: Callable[[float], None] = time.sleep) -> AddressRecord:

@@ -242,7 +242,7 @@ def _no_harm(name: str, say: Callable[[str], None]) -> Iterator[None]:
     """Have what a feature raises end in a line."""
 
     def tell(error: Exception) -> None:
-        say(f"this node reports its {name} no more: {type(error).__name__}: {error}")
+        say(f"this node reports nothing more of its {name}: {type(error).__name__}: {error}")
 
     with harmless(tell):
         yield
