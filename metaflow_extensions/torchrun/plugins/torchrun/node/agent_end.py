@@ -1,4 +1,4 @@
-"""How the agent of one generation ended, and failures that are not a worker's own: agent, guardian, frozen processes."""
+"""The end of one generation's agent, and failures that are no worker's own: of the agent, the guardian, frozen processes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class AgentEnd:
         self._end: End | None = None
 
     def record_fault(self, event: Frozen | Terminated) -> str:
-        """Record what somebody else did to a process; return the log line."""
+        """Record that another program stopped or signalled a process; return the log line."""
         if isinstance(event, Terminated):
             text = "its guardian process got SIGTERM from outside of the gang"
             cause = Cause("agent_ended", self._node, self._host, exception=text)
@@ -69,6 +69,6 @@ class AgentEnd:
             how = self._end.error
         else:
             how = "vanished" if code is None else self.machine.how_ended(code)
-        # One that has started its workers did start; it was ended, or lost its own connections.
+        # An agent with workers did start: it was killed, or lost its own connections.
         kind = "agent_ended" if has_workers or guardian_gone else "agent"
         return Cause(kind, self._node, self._host, None, None, code, f"{who} {how}", report.tail)

@@ -1,4 +1,4 @@
-"""Failures that the machine explains: a full disk, or the kernel's out-of-memory killer."""
+"""Recognises failures caused by a full disk or by the kernel's out-of-memory killer."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from dataclasses import replace
 from ..gang.cause import Cause, describe_exit
 from ..machine.memory import describe_oom, oom_kills
 
-# What is left of a disk that can't take another block.
+# A disk with less free space than this can't take another block.
 _FULL_BYTES = 64 * 1024
 
 
 class MachineFaults:
-    """What this machine has done to the workers of one generation since this object was made."""
+    """Faults of this machine since this object was made, which is when a generation starts."""
 
     def __init__(self, folder: str) -> None:
         self._folder = folder  # where the workers' output goes
@@ -31,16 +31,16 @@ class MachineFaults:
         return cause
 
     def how_ended(self, exit_code: int) -> str:
-        """Say how a process ended."""
+        """Return in words how a process ended."""
         return f"ran {describe_oom()}" if self._is_out_of_memory(exit_code) else describe_exit(exit_code)
 
     def how_vanished(self) -> str:
-        """Return how the guardian ended: it is no child of the task, so nobody gets its exit code."""
+        """Return in words how the guardian ended: it is no child of the task, so its exit code can't be read."""
         is_oom = self._is_out_of_memory(-signal.SIGKILL)
         return f"ran {describe_oom()}" if is_oom else "ended unexpectedly, as by SIGKILL"
 
     def is_disk_full(self) -> bool:
-        """Tell whether the disk with the workers' output takes nothing more."""
+        """Return whether the disk with the workers' output is full."""
         with suppress(OSError):
             status = os.statvfs(self._folder)
             return status.f_bavail * status.f_frsize < _FULL_BYTES
