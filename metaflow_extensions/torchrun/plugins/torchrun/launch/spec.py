@@ -1,4 +1,4 @@
-"""One launch as data: the call of `run`, checked and complete. Pure: arguments in, values out."""
+"""`LaunchSpec`: one call of `run`, checked and complete. Pure: arguments in, values out."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class FunctionSpec:
 
     name: str
     script: str  # that calls it in a worker
-    folder: str  # where the script finds the call, and leaves what became of it
+    folder: str  # where the script finds the call, and writes its outcome
     source: str | None  # the file with its code
 
 
@@ -46,15 +46,15 @@ class LaunchSpec:
     python: str
     options: tuple[tuple[str, str | None], ...] = ()  # torchrun's further ones, with hyphens; None marks a flag
     shown_local_ranks: frozenset[int] | None = None  # whose output is shown; None shows all
-    master_port: int | None = None  # None lets the control node choose
+    master_port: int | None = None  # None: the control node chooses
     max_restarts: int = 0
     env: tuple[tuple[str, str], ...] = ()  # what the user sets for this launch
     cwd: str | None = None  # absolute path; None is the task's own
     log_dir: str | None = None  # absolute path of where torchrun's log files are kept; None keeps none
-    min_nodes: int | None = None  # how few torchrun's own elasticity may go on with; None without it
+    min_nodes: int | None = None  # with torchrun's own elasticity: the smallest number of nodes; else None
     elastic_timeout_s: int = 600  # how long elastic agents wait for each other
     function: FunctionSpec | None = None  # what the entrypoint calls, where that is ours
-    source: str | None = None  # the file that must be the same on all nodes; None is the entrypoint
+    source: str | None = None  # the file that must be the same on all nodes; None means the entrypoint
     bools: tuple[tuple[str, bool], ...] = ()  # of `args`, those that were given as True or False, by their names
     command: tuple[str, ...] = ()  # the words of a command as entrypoint, as they were given
 
