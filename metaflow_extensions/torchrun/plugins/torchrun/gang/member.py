@@ -90,7 +90,9 @@ class Member:
     def __init__(self, node: int, num_nodes: int, emit: Subscriber) -> None:
         self.node, self.num_nodes, self.emit = node, num_nodes, emit
         self.host = socket.gethostname()
-        self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()  # of the current launch; each launch has its own
+        # Of the current launch; each launch has its own. A SimpleQueue, since signal handlers put into it: its `put` may
+        # interrupt itself (CPython's C code), where that of `queue.Queue` would wait for its own lock for ever.
+        self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.shows_output = True  # whether the last launch shows everything that a failing worker writes
         # The first sends lines to the control node's log. The second waits there until all lines that arrived are written.
         self.send_lines: Callable[[str, str], None] = lambda stream, text: None
@@ -100,7 +102,7 @@ class Member:
         self._link: Link | None = None
         self.at_end: Callable[[], None] = lambda: None  # called when the node has left, before its channel closes
         self._pid = os.getpid()
-        self._lock = threading.RLock()
+        self._lock = threading.RLock()  # an RLock: a signal handler may take it while the main thread holds it
         self._changed = threading.Condition(self._lock)
         self._wakeup = Wakeup(self, self._lock)
         self._state = State.STEP

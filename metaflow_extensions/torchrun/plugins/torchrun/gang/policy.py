@@ -22,9 +22,8 @@ class Rules:
     grace_s: float = 30.0  # time of the workers between SIGTERM and SIGKILL
     name: str = "gang"  # unique: two gangs that pin the same port must not share one torch store
     deadline: float = float("inf")  # end of the step's ``@timeout`` on the gang's clock
-    why_it_waits: Callable[[int], str] = lambda node: (
-        ""
-    )  # returns a shell command that shows why a node is missing, or ""
+    # Returns a shell command that shows why a node is missing, or "".
+    why_it_waits: Callable[[int], str] = lambda node: ""
 
     @property
     def stop_s(self) -> float:

@@ -114,12 +114,13 @@ class Wakeup:
 
     def wake(self) -> None:
         """Have the member's news raised in the main thread soon, even if a call blocks there. Any thread may call it."""
+        # A thread repeats the signal: one that arrives between a check and the blocking call after it ends nothing.
         if self._wake_once():
             with suppress(RuntimeError):  # no more threads can start
                 threading.Thread(target=self._keep_waking, name="torchrun-wake", daemon=True).start()
 
     def _keep_waking(self) -> None:
-        for pause_s in growing_pauses():  # a signal can fall between a check and the blocking call after it
+        for pause_s in growing_pauses():
             time.sleep(pause_s)
             if not self._wake_once():
                 return
@@ -129,7 +130,8 @@ class Wakeup:
             # A step may have reset all signals.
             if self not in _active or not self.member.has_news() or not callable(signal.getsignal(_WAKE)):
                 return False
-            # The first gets through where the step has blocked signals, the second ends a blocking call.
+            # `interrupt_main` sets Python's own flag for the signal, so it works even if the step has blocked signals.
+            # `pthread_kill` sends the real signal, which ends a blocking system call.
             _thread.interrupt_main(_WAKE)  # type: ignore[arg-type]  # an int will do
             signal.pthread_kill(threading.main_thread().ident or 0, _WAKE)
             return True

@@ -42,9 +42,7 @@ class WorkerEnded(NamedTuple):
     rank: int
     local_rank: int
     pid: int
-    status: (
-        int | None
-    )  # None if torchrun reaped the worker before the guardian could read it: then only torchrun knows it
+    status: int | None  # None if torchrun reaped the worker first: then only torchrun knows the exit code
     stopped: bool  # whether it may have ended because it was told to stop; also true if its exit code is not known
     at: float
 

@@ -98,9 +98,8 @@ class GuardianProcess:
             for each in (events,) if end is None else (events, end):
                 poll.register(each, select.POLLIN)
             while True:
-                gone = (
-                    not self.is_alive
-                )  # checked before the pipe is read: then its last events are in the pipe already
+                # Checked before the pipe is read: a guardian that is gone has written all its events by now.
+                gone = not self.is_alive
                 ready = dict(poll.poll(0 if gone else None if end is not None and deadline is None else _LOOK_S * 1000))
                 if not ready and deadline is not None and time.monotonic() > deadline:
                     return

@@ -169,9 +169,8 @@ class LogFollower:
         self._files = list(agent.values())
         self._processes = {"": _Process(**agent)}  # by folder
         self._known: set[str] = set()  # written by this object's thread, read by others, too
-        self._unended: str | None = (
-            None  # the stream that must still learn that no more lines follow for now; only this thread touches it
-        )
+        # The stream that must still learn that no more lines follow for now; only this object's thread touches it.
+        self._unended: str | None = None
         self._stop = threading.Event()
         self._released = threading.Event()  # whoever waits for this object's thread, by it
         self._explained = False  # set before `_stop`, read after

@@ -16,7 +16,7 @@ _NO_LIMIT = 2**60  # version 1 writes a number near 2**63 for "none"
 
 
 def oom_kills(root: str = "/") -> int | None:
-    """Return how many processes of this cgroup the kernel has killed for lack of memory; None where nothing counts.
+    """Return how many processes of this cgroup the kernel has killed for lack of memory; None without such a counter.
 
     The counter is ``oom_kill`` of ``memory.events`` or ``memory.oom_control`` (Linux,
     ``Documentation/admin-guide/cgroup-v2.rst`` and ``cgroup-v1/memory.rst``).
@@ -30,7 +30,7 @@ def oom_kills(root: str = "/") -> int | None:
 
 
 def describe_oom(root: str = "/") -> str:
-    """Say that the kernel's out-of-memory killer ended a process, and what to change."""
+    """Return in words that the kernel's out-of-memory killer ended a process, and what to change."""
     limit = _cgroup_limit(root)
     room = "this node's memory is used up"
     if limit < _NO_LIMIT:

@@ -1,4 +1,4 @@
-"""Addresses, ports and interface names of this host."""
+"""Finds addresses, free ports and interface names of this host."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 def place() -> str:
-    """Return what tells this container, or this machine, from others; a pod that replaces another has its host name."""
+    """Return a name of this container or machine that no other has; a pod's replacement has the same host name."""
     with suppress(OSError):
         return f"{read('/proc/sys/kernel/random/boot_id').strip()}/{os.stat('/proc/self/ns/pid').st_ino}"
     return socket.gethostname()

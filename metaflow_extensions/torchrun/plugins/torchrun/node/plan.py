@@ -68,9 +68,8 @@ class Plan:
     machine: Machine  # what this node may use
     write: Write  # writes the workers' output
     policy: LaunchPolicy = field(default_factory=LaunchPolicy)  # the control node's counts
-    facts: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # what must be equal on all nodes besides `spec`, such as the torch version
+    # What must be equal on all nodes besides `spec`, such as the torch version.
+    facts: Mapping[str, Any] = field(default_factory=dict)
     grace_s: float = 30.0  # that workers have between SIGTERM and SIGKILL
     silence_s: float = 30.0  # how long a process of this node may be stopped by a signal
     services: Services = field(default_factory=Services)  # features' services that this call of `run` asks for

@@ -170,9 +170,8 @@ class Supervisor:
         self._uploads.give_up(only_vital=True)
         if (generation := self._living) is None:
             return
-        is_told = (
-            stop.teller != CONTROL and self._plan.shares_machine
-        )  # another node has logged the reason in this terminal
+        # Then another node has logged the reason in this terminal.
+        is_told = stop.teller != CONTROL and self._plan.shares_machine
         if self._member.node == CONTROL and stop.because and not is_told:
             self._emit("stopping", f"{stop.because}; stopping all nodes")
         if generation.phase is Phase.RUNNING:

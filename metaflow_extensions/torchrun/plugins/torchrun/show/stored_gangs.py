@@ -1,6 +1,6 @@
-"""Finds the gangs of a run in the datastore, and what it has of each.
+"""Finds the gangs of a run, and their records, in the datastore.
 
-Only the datastore is asked, so it does not matter where the run's metadata is. To see a step costs two listings,
+It reads only the datastore, so it does not matter where the run's metadata is. To find a step's gangs costs two listings,
 however many nodes it has. The names of tasks and files are those of Metaflow 2.19.
 """
 

@@ -41,6 +41,8 @@ class EventStore:
         self._numbers, self._numbers_due_at = 0, time.monotonic() + _NUMBERS_EVERY_S
         self._wake = threading.Event()
         self._is_over = False
+        # Only this thread touches the fields from `_pause_s` to `_numbers_due_at`. Other threads set `_wake` and, once,
+        # `_is_over`.
         self._thread = threading.Thread(target=self._run, name="torchrun-events", daemon=True)
         self._thread.start()
 

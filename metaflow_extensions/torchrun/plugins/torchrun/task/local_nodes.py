@@ -42,12 +42,14 @@ class LocalNodes:
         self._run = ("--run-id", run_id)
         self._options = {("--task-id", f"{control_task_id}_node_{node}"): node for node in range(1, num_nodes)}
         self._tasks: dict[int, Process] = {}
-        self._lock = (
-            threading.Lock()
-        )  # guards the table of tasks: the watching thread and the main thread both search for tasks
+        # Guards `_tasks`: the watching thread and the main thread both search for tasks and add them.
+        self._lock = threading.Lock()
 
     def watch(self, on_gone: Callable[[int, str], None]) -> None:
-        """Have a daemon thread call `on_gone` with index and reason for every node whose task ends, also normally."""
+        """Have a daemon thread call `on_gone` with index and reason for every node whose task ends, also normally.
+
+        `on_gone` must be safe in any thread.
+        """
         self.tasks()
         threading.Thread(target=self._watch, args=(on_gone,), name="torchrun-nodes", daemon=True).start()
 
@@ -56,7 +58,7 @@ class LocalNodes:
             time.sleep(_POLL_S)  # during its exec a process has no command line
         running = dict(self.tasks())
         if not running and not self._has_ended_children():
-            return  # Metaflow's command lines are otherwise than `_node_of` knows them (2.19); the gang's clocks are left
+            return  # a Metaflow with other command lines than 2.19's: the heartbeats remain
         for node in set(self._options.values()) - set(running):
             on_gone(node, "its task ended at once, before it joined")
         ends = Ends(task.pid for task in running.values())

@@ -58,9 +58,8 @@ def _pointer(verdict: TorchrunError, failure: FailureText | None) -> str:
     place = f"see the error of node {teller(cause)}."
     if failure is not None and failure.cause.kind in ("step", "call"):
         return _headed(verdict, f"{failure.without_detail()}\n{place.capitalize()}")
-    who = (
-        "" if cause is None or cause.kind in ("hang", "timeout") else f"{cause.who}; "
-    )  # these concern the launch as a whole
+    # A hang and a timeout concern the launch as a whole.
+    who = "" if cause is None or cause.kind in ("hang", "timeout") else f"{cause.who}; "
     return f"{verdict.headline}: {who}{place}"
 
 

@@ -56,7 +56,10 @@ def _spot_notice(path: str) -> str | None:
 
 
 def watch(notice_file: str | None, on_sign: Callable[[str], None]) -> threading.Event:
-    """Have a daemon thread call `on_sign` once, with the text of the first sign; the returned event stops it."""
+    """Have a daemon thread call `on_sign` once, with the text of the first sign; the returned event stops it.
+
+    `on_sign` must be safe in any thread.
+    """
     over = threading.Event()
 
     def look() -> None:

@@ -35,7 +35,8 @@ def starters(env: Mapping[str, str]) -> dict[str, int]:
 def end_after(pid: int, on_gone: Callable[[int], float]) -> None:
     """End this process when process `pid`, an ancestor, is gone, whatever it is doing then; returns at once.
 
-    A daemon thread then calls `on_gone`. What it returns are the seconds that this process has to end by itself.
+    A daemon thread then calls `on_gone`, which must be safe in any thread. It returns the seconds that this process has
+    to end by itself.
     """
 
     def follow() -> None:

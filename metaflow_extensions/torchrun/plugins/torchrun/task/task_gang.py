@@ -133,9 +133,8 @@ class TaskGang:
 
     def name_tasks(self, tasks: Sequence[str]) -> None:
         """Record the tasks of all nodes, in order, each as run, step and task. All have been started by then."""
-        os.environ.pop(
-            STARTED_BY, None
-        )  # meant for tasks alone, neither for spares nor for what the step's code starts
+        # Meant for tasks alone, neither for spares nor for what the step's code starts.
+        os.environ.pop(STARTED_BY, None)
         self._about["tasks"] = tuple(tasks)
 
     def join(self) -> tuple[Member, str]:
