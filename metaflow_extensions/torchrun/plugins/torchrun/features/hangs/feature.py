@@ -1,4 +1,4 @@
-"""Launches that hang: ``hang_timeout_s``, on one node and on the control node."""
+"""The feature ``hang_timeout_s``: detects launches that hang, and finds out where their workers are."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _MAX_PLACES = 4  # in the sentence that concludes
 
 
 class Hangs(Feature):
-    """All ranks are silent for too long: what they do is written down, and the launch fails."""
+    """When all ranks are silent for too long, writes their stacks down and lets the launch fail."""
 
     name = "hangs"
 
@@ -45,7 +45,7 @@ class Hangs(Feature):
         return HangKeeper() if of_all else None
 
     def variables(self, plan: Plan, folder: str) -> Variables:
-        """Return what lets workers be asked what they do."""
+        """Return the variables with which workers can be asked for their stacks."""
         if limit_s(plan) is None:
             return Variables()
         return Variables(hook_environment(os.path.join(folder, _STACKS)), folders=(_STACKS,), hooks=(_HOOK,))
@@ -75,7 +75,7 @@ class Diagnostics:
 
 
 class HangWatcher(Watcher):
-    """Tells when workers of this node have written or ended, and where they are when all hang."""
+    """Reports when workers of this node have written or ended, and where they are in a hang."""
 
     def __init__(self, here: Here, timeout_s: float) -> None:
         self._here = here
@@ -106,7 +106,7 @@ class HangWatcher(Watcher):
 
 
 class HangKeeper(Keeper):
-    """Has a launch fail whose ranks are all silent for too long."""
+    """Fails a launch whose ranks are all silent for too long."""
 
     has_record = False
 

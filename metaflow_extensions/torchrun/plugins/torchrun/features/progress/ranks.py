@@ -1,4 +1,4 @@
-"""What this node's ranks tell of their progress, for the gang. Nothing here has a thread, and no worker waits for it."""
+"""Reads the progress of this node's ranks for the gang. It has no thread of its own, and no worker waits for it."""
 
 from __future__ import annotations
 

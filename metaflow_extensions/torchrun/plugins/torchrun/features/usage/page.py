@@ -1,6 +1,6 @@
-"""What each node uses over time, as small charts of the gang's page. Pure.
+"""The usage section of the gang's page: small charts of each node's usage over time. Pure.
 
-Of few nodes each has a line. Of many, each chart has three: the node with the highest mean, the one in the middle, and
+With few nodes, each has a line. With many, each chart has three: the node with the highest mean, the one in the middle, and
 the lowest. So a page has a bounded size, however large the gang is.
 """
 

@@ -1,4 +1,4 @@
-"""The spares of one node, as its task holds them.
+"""Holds the spares of one node, in its task.
 
 One spare agent waits at a time, with its spare workers. A launch uses it up. The next one is started for a restart when
 all workers of a generation run, and for the step's next launch when a launch has ended.

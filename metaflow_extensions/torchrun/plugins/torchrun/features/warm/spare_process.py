@@ -1,4 +1,4 @@
-"""A spare process, as its parent holds it: a guardian holds a spare agent, a spare agent its spare workers.
+"""The parent's side of a spare process: a guardian holds a spare agent, a spare agent holds its spare workers.
 
 A request is three open files, sent over a socket: for the program's stdout, for its stderr, and one with the program,
 its environment and its folder as JSON. The spare answers with an empty line if it accepts. Any other line is the reason
