@@ -63,7 +63,7 @@ class Relay:
             self._hurry.clear()
 
     def has_written(self, node: int, text: str) -> bool:
-        """Tell whether all lines of a text are among the last that a node's workers wrote to stderr, and stand in this log.
+        """Return whether all lines of a text are among the last that a node's workers wrote to stderr, and stand in this log.
 
         Lines may be left out, or get lost with the node.
         """

@@ -33,7 +33,7 @@ def check_parallel() -> None:
 
 
 def is_local() -> bool:
-    """Tell whether all tasks run on this machine, as ``metaflow.plugins.parallel_decorator`` does."""
+    """Return whether all tasks run on this machine, as ``metaflow.plugins.parallel_decorator`` does."""
     return os.environ.get("METAFLOW_RUNTIME_ENVIRONMENT", "local") == "local"
 
 

@@ -35,7 +35,7 @@ def argv_of(given: Any, setting: str) -> tuple[str, ...]:
 
 
 def is_by_shell(words: Sequence[str]) -> bool:
-    """Tell whether a command is a line for the shell."""
+    """Return whether a command is a line for the shell."""
     return len(words) == 3 and tuple(words[:2]) == SHELL
 
 

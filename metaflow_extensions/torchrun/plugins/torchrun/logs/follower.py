@@ -72,7 +72,7 @@ class FollowedFile:
         return len(data)
 
     def read_ahead(self) -> bool:
-        """Read what is to be shown next, at most one chunk; tell whether that is something new."""
+        """Read what is to be shown next, at most one chunk; return whether that is something new."""
         if self._ahead:
             return False
         with suppress(OSError):  # a fault of the disk; the other files can still be read
@@ -85,7 +85,7 @@ class FollowedFile:
         return os.fstat(self._file.fileno()).st_size
 
     def is_shown_to(self, size: int) -> bool:
-        """Tell whether so much of the file was shown, or all that it has by now."""
+        """Return whether so much of the file was shown, or all that it has by now."""
         return self._read_bytes >= size or self._read_bytes >= self.size()
 
     def finish(self, show: Show, show_held: bool) -> None:

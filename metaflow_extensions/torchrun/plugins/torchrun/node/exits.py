@@ -50,7 +50,7 @@ class Exits:
         return {end.rank: end.status for end in self._ends.values() if end.status is not None}
 
     def has_ended(self, rank: int) -> bool:
-        """Tell whether a worker has ended."""
+        """Return whether a worker has ended."""
         return any(end.rank == rank for end in self._ends.values())
 
     def record(self, end: WorkerEnded) -> bool:

@@ -47,6 +47,6 @@ class MachineFaults:
         return False
 
     def _is_out_of_memory(self, exit_code: int | None) -> bool:
-        """Tell whether it was the kernel's out-of-memory killer: its counter has moved since *go*."""
+        """Return whether it was the kernel's out-of-memory killer: its counter has moved since *go*."""
         before, now = self._oom_kills_before, oom_kills()
         return exit_code == -signal.SIGKILL and before is not None and now is not None and now > before

@@ -65,7 +65,7 @@ class StoredGang:
     clone: tuple[str, str] | None = None  # run and control task of the clone that was asked for; this is its origin
 
     def is_named(self, task: str) -> bool:
-        """Tell whether a task is one of this gang's, or the control task of its clone."""
+        """Return whether a task is one of this gang's, or the control task of its clone."""
         return task in self.tasks.values() or (self.clone is not None and task == self.clone[1])
 
     @property
@@ -79,7 +79,7 @@ class StoredGang:
         return max((attempt for task in self.tasks.values() for attempt in self.files[task]), default=0)
 
     def has(self, task: str, attempt: int, name: str) -> bool:
-        """Tell whether a task has a file."""
+        """Return whether a task has a file."""
         return name in self.files.get(task, {}).get(attempt, set())
 
     def place(self, attempt: int) -> Place:

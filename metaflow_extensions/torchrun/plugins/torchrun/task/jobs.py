@@ -146,7 +146,7 @@ def _ends_of(pod: Any) -> Iterator[str]:
 
 
 def _has_run(pod: Any) -> bool:
-    """Tell whether a container of the pod has run; True where Kubernetes does not say."""
+    """Return whether a container of the pod has run; True where Kubernetes does not say."""
     states = [state for each in pod.status.container_statuses or () for state in (each.state, each.last_state)]
     return not states or any(state.running or state.terminated for state in states)
 

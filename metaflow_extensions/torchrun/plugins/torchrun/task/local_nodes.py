@@ -82,7 +82,7 @@ class LocalNodes:
 
     @staticmethod
     def _has_ended_children() -> bool:
-        """Tell whether children have ended: a process that has ended shows no command line any more."""
+        """Return whether children have ended: a process that has ended shows no command line any more."""
         found = [find(pid) for pid in children_of_main_thread(os.getpid())]
         return not found or any(child is None or not child.is_alive for child in found)
 

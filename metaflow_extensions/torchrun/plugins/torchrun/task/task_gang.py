@@ -317,5 +317,5 @@ class TaskGang:
         if text is not None and self._channel is not None and member is not None and not self._is_local:
             member.emit(Event("failed", node, text))
             self._log.save(_UPLOAD_S)
-            text = f"{type(error).__name__}: see the report of [torchrun node {node}] above."
+            text = f"{type(error).__name__}: see the error of [torchrun node {node}] above."
         end_with(error, text)

@@ -294,7 +294,7 @@ def main_file() -> str | None:
 
 
 def is_of_main_file(thing: Any) -> bool:
-    """Tell whether `thing` is a function or class that importing the program's file would give."""
+    """Return whether `thing` is a function or class that importing the program's file would give."""
     if not isinstance(thing, (type, FunctionType)) or thing.__module__ != "__main__" or main_file() is None:
         return False
     try:

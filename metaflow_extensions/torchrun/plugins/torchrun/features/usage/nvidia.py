@@ -99,7 +99,7 @@ def parse(text: str, wanted: Sequence[str]) -> Gpus | None:
 
 
 def _is_wanted(index: str, uuid: str, wanted: Sequence[str]) -> bool:
-    """Tell whether a list as in ``CUDA_VISIBLE_DEVICES`` names a GPU: by its number, or by how its name begins."""
+    """Return whether a list as in ``CUDA_VISIBLE_DEVICES`` names a GPU: by its number, or by how its name begins."""
     return any(each == index or (each.startswith("GPU-") and uuid.startswith(each)) for each in wanted)
 
 

@@ -118,7 +118,7 @@ def _in_one_piece(show: "Callable[[], None]") -> None:
 
 
 def _is_of_a_peer(error: BaseException) -> bool:
-    """Show an error that only says that a peer is gone in one line; return whether it is one.
+    """Show in one line an error that only says that a peer is gone; return whether it is one.
 
     One line is enough where many ranks share a terminal. The node shows the whole record if it is the cause.
     """
