@@ -66,7 +66,7 @@ def join_as_control(
     """Open the gang's channel, publish where it is, and return it with the control node as a member.
 
     `main_ip` is the control node's address or name as Metaflow knows it. With `here_only` all nodes run on this
-    machine, and the channel listens to nobody else. `keepers` are those of the features.
+    machine, and the channel accepts connections only from it. `keepers` are those of the features.
     """
     # Less than the gang's own limit: otherwise the error would blame nodes that could not find the address.
     patience_s = min(STORE_PATIENCE_S, _PUBLISH_PART * settings.all_nodes_started_timeout)

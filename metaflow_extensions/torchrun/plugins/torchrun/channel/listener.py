@@ -20,7 +20,7 @@ _HANDSHAKE_WHEN_FULL_S = 2.0
 # How many may be at the same moment, besides the members; more have to wait in the kernel's queue.
 _MAX_UNAUTHENTICATED = 2048
 _BACKLOG = 65535  # the kernel's own limit counts (net.core.somaxconn)
-_FULL_PAUSE_S = 0.1  # between looks for a free place
+_FULL_PAUSE_S = 0.1  # between two checks for a free place
 
 
 class Listener:

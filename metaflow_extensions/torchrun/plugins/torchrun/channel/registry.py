@@ -25,7 +25,7 @@ _EVENTS = "torchrun_events.json"
 # Who may report that the control node is gone: the task that replaces it, or the process that looks after the job.
 # Each writes a file of its own, so that neither must read before it writes. The first file found counts.
 _WORDS = {"replacement": "torchrun_replaced.json", "job": "torchrun_job.json"}
-# Of a member that finds no record. Where all nodes start at once, it is there by then, and the second look is the last.
+# Pause of a member that finds no record. If all nodes start at once, the record is there after one pause.
 _FIRST_PAUSE_S = 0.2
 # How long a datastore may fail without an interruption. It has patience of its own besides (S3: 7 tries).
 STORE_PATIENCE_S = 30.0
@@ -121,7 +121,7 @@ class Registry:
         raise AssertionError("the pauses never end")
 
     def _load(self, *names: str) -> dict[str, Any]:
-        """Return what is stored under each name, or None; no need to look first."""
+        """Return what is stored under each name, or None; no need to check for it first."""
         try:
             found: dict[str, Any] = self._load_metadata(list(names))
             return found

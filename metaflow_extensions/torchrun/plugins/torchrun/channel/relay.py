@@ -33,7 +33,7 @@ class Relay:
         self._queue: queue.Queue[tuple[int, Lines] | threading.Event | None] = queue.Queue(_WAITING)
         self._left_out: Counter[int] = Counter()  # dropped lines of each node; only the channel's thread touches it
         self._ends: dict[int, str] = {}  # of each node's stderr; replaced by the thread that writes, read by others
-        self._hurry = threading.Event()  # somebody waits: no more lines need to gather
+        self._hurry = threading.Event()  # set while a thread waits in `settle`: then lines are written at once
         self._is_over = threading.Event()
         self._thread: threading.Thread | None = None
 

@@ -44,7 +44,7 @@ _SIGNAL_HINTS = {
     # alive after destroy_process_group: "terminate called without an active exception".
     "SIGABRT": "native code gave up; its last lines on stderr say why. If that was at its very end, delete the DDP model "
     "and call gc.collect() before destroy_process_group()",
-    "SIGTERM": "somebody told it to stop",
+    "SIGTERM": "it was told to stop",
 }
 
 # The kinds of causes, each with its class.

@@ -296,7 +296,7 @@ class Course:
             self._record_error(error)
         launch.enter(Phase.OVER)
         launch.verdict = error
-        launch.stores.clear()  # nobody waits for it any more
+        launch.stores.clear()  # no node waits for it any more
         if error is None:
             self.note("done")
         else:

@@ -133,7 +133,7 @@ def _read_fields(cls: Any, data: Any) -> Any:
     if not needed <= data.keys() <= hints.keys():
         missing = [name for name in hints if name in needed and name not in data]
         unknown = [str(name)[:40] for name in data if name not in hints]
-        raise _Misfit(f" lacks the fields {missing}, or has fields that nobody knows: {unknown}")
+        raise _Misfit(f" lacks the fields {missing}, or has unknown fields: {unknown}")
     values, name = {}, ""
     try:
         for name, value in data.items():

@@ -134,7 +134,7 @@ class Guardian:
         self._left: list[str] = []
 
     def note_sigterm(self) -> None:
-        """Record that somebody sent SIGTERM; the main loop acts on it."""
+        """Record that SIGTERM arrived; the main loop acts on it."""
         self._got_sigterm = True
 
     def run(self, command: Sequence[str]) -> int:

@@ -39,7 +39,7 @@ class GuardianProcess:
     def __init__(self, module: str, words: Sequence[str], env: Mapping[str, str]) -> None:
         task = str(os.getpid())
         told = [_PACKAGE, task, processes.began(os.getpid()), *words]
-        # A message in a socket that nobody takes does not end the task by SIGPIPE.
+        # A socket, since sending on one whose other end is closed need not raise SIGPIPE, which could end the task.
         self._commands, theirs = socket.socketpair()
         with theirs:
             source = _MAIN.format(module=module)

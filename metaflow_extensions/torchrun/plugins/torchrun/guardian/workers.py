@@ -1,4 +1,4 @@
-"""The guardian's table of workers, and its check for processes that somebody stopped with SIGSTOP."""
+"""The guardian's table of workers, and its check for processes that were stopped by SIGSTOP."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Workers:
 
 
 class FrozenWatch:
-    """Finds processes that somebody else has stopped (SIGSTOP) and not continued in time.
+    """Finds processes that another program has stopped (SIGSTOP) and not continued in time.
 
     A frozen worker keeps all others waiting, a frozen agent never ends, and a frozen task reads no messages of its gang.
     A process under a debugger has another state (t).

@@ -172,7 +172,7 @@ class LogFollower:
         # The stream that must still learn that no more lines follow for now; only this object's thread touches it.
         self._unended: str | None = None
         self._stop = threading.Event()
-        self._released = threading.Event()  # whoever waits for this object's thread, by it
+        self._released = threading.Event()  # set by this object's thread for those that wait for it
         self._explained = False  # set before `_stop`, read after
         self._thread = threading.Thread(target=self._follow, name="torchrun-logs", daemon=True)
         self._seen_bytes = 0
@@ -252,7 +252,7 @@ class LogFollower:
         while not self._write(stream, lines):
             lines = b""
             if self._stop.is_set():
-                self._find_files()  # the folder may be removed once nobody waits
+                self._find_files()  # the folder may be removed as soon as no thread waits
                 self._released.set()
 
     def _find_files(self) -> None:

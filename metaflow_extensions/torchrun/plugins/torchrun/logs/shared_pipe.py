@@ -30,7 +30,7 @@ class PipeLock:
         self._pipe = (0, 0)  # which one it is, as `_identity` says
 
     def acquire(self, pipe_fd: int, patience_s: float) -> bool:
-        """Return whether to write now; False: somebody else has it after `patience_s`, and may wait for the reader."""
+        """Return whether to write now; False: another node still holds it after `patience_s`, and may wait for the reader."""
         pipe = _identity(pipe_fd)
         if self._fd is not None and pipe == self._pipe:
             return True

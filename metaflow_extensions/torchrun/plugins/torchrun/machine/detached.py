@@ -38,7 +38,7 @@ PROGRAM = "os.dup2(os.open(os.devnull, os.O_WRONLY), 1); os.execv(sys.argv[1], s
 class Detached(processes.Other):
     """A process that runs `source`, Python code, with `words` as its arguments; its standard output is a pipe to us.
 
-    With the source `PROGRAM` it becomes another program, whose output nobody reads. `more` is what `Popen` takes.
+    With the source `PROGRAM` it becomes another program, whose output is discarded. `more` is what `Popen` takes.
     """
 
     def __init__(self, source: str, words: Sequence[str], env: Mapping[str, str], **more: Any) -> None:

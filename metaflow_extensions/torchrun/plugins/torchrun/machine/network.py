@@ -35,7 +35,7 @@ def listening_socket(port: int, host: str = "", backlog: int | None = None) -> s
             return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=backlog)
         except OSError as error:
             if error.errno in _PORT_TAKEN:
-                raise  # by IPv6 alone, perhaps: then nobody would get here by IPv6
+                raise  # taken for IPv6 only: then no node could connect by IPv6
             # IPv6 can be compiled in and switched off
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, port), family=family, backlog=backlog)
@@ -44,7 +44,7 @@ def listening_socket(port: int, host: str = "", backlog: int | None = None) -> s
 def pick_port(pinned: int | None = None) -> int | None:
     """Return the pinned port if it is free on all interfaces, IPv4 and IPv6, else None; without one, a free port.
 
-    Another process can take the port before it is used; whoever uses it must be ready to ask again.
+    Another process can take the port before it is used; so callers must be ready to ask again.
     """
     try:
         with listening_socket(pinned or 0) as probe:

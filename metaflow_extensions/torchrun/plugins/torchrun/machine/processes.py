@@ -30,7 +30,7 @@ class Process(NamedTuple):
     state: str  # one letter, such as "T" (stopped by a signal) or "Z" (dead, but not reaped)
     began: str = ""  # its start time. Pid and start time together name one process: the kernel reuses pids
     status: int | None = None  # the exit code of a dead process, negative for a signal
-    threads: int = 1  # a dead one that nobody has reaped has one
+    threads: int = 1  # a dead process that is not reaped has one
 
     @property
     def is_alive(self) -> bool:
@@ -168,7 +168,7 @@ class Other:
 
     @property
     def has_ended(self) -> bool:
-        """Whether it has ended; dead ones that nobody has reaped have."""
+        """Whether it has ended; also true for dead processes that are not reaped."""
         if _HAS_PROC:
             return not is_alive(self.pid, self.began)
         with suppress(PermissionError):

@@ -112,7 +112,7 @@ class Feature:
         return None
 
     def policy(self, given: Mapping[str, Any], settings: StepSettings) -> Plain:
-        """Return what its keeper is to look after in a launch, of the arguments of `run` and the attributes."""
+        """Return its keeper's settings for a launch, from the arguments of `run` and the attributes."""
         return {}
 
     def variables(self, plan: Plan, folder: str) -> Variables:
@@ -144,7 +144,7 @@ def keepers_of(features: Iterable[Feature], num_nodes: int, of_all: bool = True)
 def starts_of(
     features: Iterable[Feature], settings: StepSettings, machine: Machine, requested: Nproc | None
 ) -> WarmStarts | None:
-    """Return who starts the agents of a step faster than cold; None if nobody does, or something went wrong."""
+    """Return what starts the agents of a step warm; None if no feature does, or if it has failed."""
     with harmless():  # all starts are cold then
         found = (each.starts(settings, machine, requested) for each in features)
         return next((starts for starts in found if starts is not None), None)
@@ -152,7 +152,7 @@ def starts_of(
 
 
 def policies_of(features: Iterable[Feature], given: Mapping[str, Any], settings: StepSettings) -> dict[str, Plain]:
-    """Return what all features are to look after in a launch; raises TorchrunConfigError."""
+    """Return the settings of all features' keepers for a launch; raises TorchrunConfigError."""
     found = {each.name: each.policy(given, settings) for each in features}
     return {name: policy for name, policy in found.items() if policy}
 

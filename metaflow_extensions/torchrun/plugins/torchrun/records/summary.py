@@ -211,7 +211,7 @@ class _Fold:
             case "left":
                 node.has_failed = bool(record.text)
             case "lost" if record.node == CONTROL:
-                # Others have told so. What has become of the other nodes without it, nobody has recorded.
+                # Reported by others. The fate of the other nodes after that is not recorded.
                 self.cause = record
                 self._fail(record, "lost")
         if record.kind in _OF_NODE:

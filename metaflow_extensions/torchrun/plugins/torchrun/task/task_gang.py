@@ -84,7 +84,7 @@ class TaskGang:
     ) -> None:
         self.features = features
         self._settings = settings
-        # The end of the step's @timeout in monotonic seconds, on a control node, where nobody else looks at it.
+        # The end of the step's @timeout in monotonic seconds, on a control node, where Metaflow does not enforce it.
         self._deadline = deadline
         self._flow_datastore = flow_datastore  # metaflow.datastore.FlowDataStore
         self._run_id, self._step_name, self._task_id, self._attempt = run_id, step_name, task_id, attempt

@@ -37,7 +37,7 @@ PROCESS_GROUPS = ("gloo", "nccl", "auto")  # what the workers make before the ca
 RAISED_PATIENCE_S = 10.0
 # How many values a store may load at once. All at once would need twice the disk space.
 _LOADED_AT_ONCE = 64
-# How the end of a worker that has raised may look: if something disturbs its exit, as an exit code or a signal.
+# The causes with which a worker that has raised may end: also an exit code or a signal, if something disturbs its exit.
 _RAISING = frozenset({"exception", "exit", "signal"})
 
 
@@ -263,7 +263,7 @@ def _unpickled(report: Mapping[str, Any]) -> tuple[BaseException | None, str]:
     try:
         exception = pickle.loads(report["exception"])  # noqa: S301 - as above
     except KeyboardInterrupt:
-        raise  # somebody has pressed Ctrl-C
+        raise  # the user has pressed Ctrl-C
     except BaseException as problem:  # also an exit, in what its __reduce__ asks for
         return None, (
             f"the exception can't be unpickled ({words_of(problem)}). What its __init__ takes must go to "

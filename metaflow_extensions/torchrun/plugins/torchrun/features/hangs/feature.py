@@ -24,7 +24,7 @@ _DIAGNOSTICS_S = 15.0
 _HOOK = os.path.join(os.path.dirname(os.path.abspath(__file__)), "hook.py")
 # Where workers leave their stacks when asked for them, in the folder of their logs.
 _STACKS = "stacks"
-# The gang hears of output once in this part of hang_timeout_s.
+# Output is reported to the gang once in this fraction of hang_timeout_s.
 _ACTIVE_PART = 0.1
 _MAX_LINES = 64
 _MAX_PLACES = 4  # in the sentence that concludes
@@ -57,7 +57,7 @@ class Hangs(Feature):
 
 
 def limit_s(plan: Plan) -> float | None:
-    """Return how long all ranks of a launch may be silent; None does not look."""
+    """Return how long all ranks of a launch may be silent; None sets no limit."""
     found: float | None = plan.policy.features.get(Hangs.name, {}).get("timeout_s")
     return found
 
@@ -116,7 +116,7 @@ class HangKeeper(Keeper):
         self._found: dict[int, Diagnostics] = {}  # by node
 
     def begin(self, launch: int, policy: Plain, at_s: float) -> None:
-        """Begin to look at the clock, where the launch has such a limit."""
+        """Start the clock, if the launch has such a limit."""
         self._timeout_s, self._active_at = policy.get("timeout_s"), at_s
         self._found = {}
 

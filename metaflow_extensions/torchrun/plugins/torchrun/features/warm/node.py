@@ -100,7 +100,7 @@ class WarmStart:
     worker_env: Mapping[str, str]  # what these have besides
 
     def start(self, env: Mapping[str, str], options: Options) -> GuardianProcess | Refused:
-        """Ask for the agent; return its guardian, or why nobody takes the request."""
+        """Ask for the agent; return its guardian, or the reason why the request failed."""
         refused: list[Exception] = []
         with harmless(refused.append):  # a cold start needs nothing of what can go wrong here
             options = options._replace(cwd=options.cwd or os.getcwd())

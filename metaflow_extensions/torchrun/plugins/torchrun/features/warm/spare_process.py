@@ -94,7 +94,7 @@ class Spare:
                 raise StartCold("the launch was stopped")
             elif time.monotonic() > deadline:
                 what = ", ".join(self._modules)
-                why = f"it imports {what}, or somebody has stopped it"
+                why = f"it imports {what}, or it was stopped"
                 raise StartCold(f"within {ANSWER_S:g} s it did not answer; {why}")
         return answer.decode(errors="replace").strip()
 
