@@ -93,7 +93,7 @@ def test_from_shell_without_mpi_says_what_to_do(example):
     page = next(each for each in outputs("from-shell") if "MPI is only" in each).replace("\\\n", "").splitlines()
     shown = [re.sub(r"^.*?\] *", "", line.text) for line in flow.lines]
     wanted = [re.sub(r"\(host \w+\)", "", line) for line in page]
-    found = [line for line in shown if re.sub(r"\(host \S+\)", "", line).split(" What it wrote")[0] in wanted]
+    found = [line for line in shown if re.sub(r"\(host \S+\)", "", line).split(" Its traceback")[0] in wanted]
     assert len(found) == len(wanted), flow.text
 
 
@@ -106,7 +106,7 @@ def test_torch_ddp_goes_on_where_its_snapshot_ends(example):
         "python flow.py run --epochs 6 --snapshot-dir restarted --restarts 2 --fail-after 3",
         "--nproc 1 --epochs 4",
     )
-    assert re.search(r"restart 1 of 2 .* because rank 1 on node 1", first.text)
+    assert re.search(r"restart 1 of 2: .* because rank 1 on node 1", first.text)
     assert "3 epochs are done already" in first.text
     assert epoch.findall(first.text) == ["0", "1", "2", "3"]
     second = example(

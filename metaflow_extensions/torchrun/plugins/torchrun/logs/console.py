@@ -40,8 +40,8 @@ def write_output(stream: str, lines: bytes, patience_s: float = _STUCK_S, more_f
     """Write whole lines of UTF-8 to stdout or stderr; return False if the reader has taken nothing for `patience_s`.
 
     Any thread may call it. Nothing is lost while the stream can be read: text that its reader did not take in time is
-    written before the next text, or at the process's end. If the stream has no reader any more, text is dropped, which is logged
-    once.
+    written before the next text, or at the process's end. If the stream has no reader any more, text is dropped,
+    and one line says so.
     With `more_follows`, the last line may wait for the next call, which must come soon, with lines or without. On stderr
     it never does: a block there is written whole.
     """
