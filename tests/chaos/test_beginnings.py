@@ -51,7 +51,7 @@ def test_a_control_node_that_is_killed_before_another_has_come(gang, recorder):
     outcome = gang.await_end(begun_at, [1], WITHIN_S)
     recorder.silent("the control node is killed before another has come", outcome, REFUSED_S)
     assert "refuses connections at 127.0.0.1" in outcome.error["text"]
-    assert "its task has ended without a word" in outcome.error["text"]
+    assert "its task has ended unexpectedly" in outcome.error["text"]
 
 
 @pytest.mark.untimed

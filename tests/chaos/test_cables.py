@@ -46,7 +46,7 @@ def test_a_cut_that_is_mended_too_late(cut, make_gang, hosts, switch, recorder):
     gang.begin_launch(1)  # now all call run() again, with nothing between them
     outcome = gang.await_end(struck_at, together, WITHIN_S)
     recorder.silent(f"cut of {'the control node' if cut == 0 else 'one node'}, mended too late", outcome, HEARTBEAT_S)
-    silence = f"nothing was heard from it for {HEARTBEAT_S} s (heartbeat_timeout_s)"
+    silence = f"nothing arrived from it for {HEARTBEAT_S} s (heartbeat_timeout_s)"
     for launch in range(2):
         (said,) = {gang.launch(node, launch)["text"] for node in together}
         alone = gang.launch(cut, launch)["text"]

@@ -29,7 +29,7 @@ SAID = {  # who is hurt, and how: the cause's category and text
     ("agent", signal.SIGTERM): ("killed", f"{NODE_1} failed: its torchrun agent got SIGTERM"),
     ("guardian", signal.SIGKILL): (
         "killed",
-        f"{NODE_1} failed: its guardian process ended without a word, as by SIGKILL",
+        f"{NODE_1} failed: its guardian process ended unexpectedly, as by SIGKILL",
     ),
     ("guardian", signal.SIGTERM): ("killed", f"{NODE_1} failed: its guardian process"),
     ("task", signal.SIGKILL): ("node_lost", f"{NODE_1} failed: its connection to the control node was closed"),
@@ -75,7 +75,7 @@ def test_a_process_that_gets(number, victim, gang, recorder):
 
 
 STOPPED = f"was stopped by a signal (SIGSTOP or the like) and not continued for {HEARTBEAT_S} s"
-SILENT = f"nothing was heard from it for {HEARTBEAT_S} s"
+SILENT = f"nothing arrived from it for {HEARTBEAT_S} s"
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,7 @@ def test_reports_that_are_too_long_for_a_message(gang, recorder):
 def test_a_disk_that_is_full_from_the_start(gang, small_disk, recorder, tmp_path):
     """Not even a folder can be made for the logs."""
     gang.start(wrap={1: small_disk("nr_inodes=1")}, torchrun_args={"log-dir": str(tmp_path / "disk")})
-    gang.await_that(lambda: "] runs: " in gang.log(0), "go")
+    gang.await_that(lambda: "launch 0 starts" in gang.log(0), "go")
     outcome = gang.await_end(time.monotonic(), [0, 1], WITHIN_S)
     recorder.died("the disk for logs is full from the start", outcome)
     begin = f"Node 1 (host {socket.gethostname()}) failed: its torchrun agent could not be started: [Errno 28] No space left"

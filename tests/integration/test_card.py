@@ -200,14 +200,14 @@ def test_a_browser_shows_a_running_gang_and_it_moves(cards, live, chromium):
         chromium.wait_for("document.querySelectorAll('[data-section-id=Progress] .vega-embed').length >= 4")
         chromium.wait_for("document.body.innerText.includes('best: 1.798e+308')")
     before = chromium.value_of("document.querySelector('.tr-sentence').innerText")
-    assert re.search(r"4 ranks on 2 nodes run for \d+ ", before)
+    assert re.search(r"4 ranks on 2 nodes have run for \d+ ", before)
     own = cards.paths(flow, "default-own")[0]
     data = await_data(ask, own, "tr-cell tr-running", 4)["data"]
     chromium.open(ask.at + own, READY)
     chromium.value_of(f"window.metaflow_card_update({json.dumps(data)})")
     chromium.wait_for("document.querySelectorAll('.tr-cell.tr-running').length === 4")
     chromium.wait_for(FITS.replace("WIDTH", str(VIEWS[-1][0])))
-    assert chromium.text.index("Mine") < chromium.text.index("4 ranks on 2 nodes run for")
+    assert chromium.text.index("Mine") < chromium.text.index("4 ranks on 2 nodes have run for")
     chromium.open(ask.at + path, READY)
     (flow.out / "go-launch0-0").touch()
     newest = await_data(ask, path, "ended well")

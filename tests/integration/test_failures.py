@@ -196,7 +196,7 @@ def test_sigkill_of_a_task_stops_everything(start_flow):
     assert "task ended or was killed" in error["message"]
     run_id = re.search(r"run-id (\d+)", flow.text)[1]
     last = [line.text for line in flow.lines if line.stream == "stderr"][-1]
-    assert last == f"[torchrun] To see what came of the gang: python gang.py torchrun show {run_id}"
+    assert last == f"[torchrun] To see what happened on all nodes: python gang.py torchrun show {run_id}"
 
 
 def test_sigterm_of_a_task_lets_the_workers_save(start_flow):

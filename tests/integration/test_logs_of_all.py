@@ -34,7 +34,6 @@ def test_moderate_lines_of_all_nodes_are_complete(gang):
     assert "left out" not in gang.log(0)
     end = gang.log(0).index("launch 0 has ended well: ranks 0-5")
     assert end > max(match.end() for match in _LINE.finditer(gang.log(0)))
-    assert [gang.log(node).count("] runs: ") for node in range(3)] == [1, 0, 0]
     assert [gang.log(node).count("launch 0 ") for node in range(3)] == [2, 0, 0]
 
 

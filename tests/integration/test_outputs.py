@@ -64,7 +64,7 @@ def test_the_log_says_what_was_stored_and_what_was_not_found(flow):
     )
     cause, saves, failed = (
         flow.text.index(words)
-        for words in ("ValueError: after saving", "stores its outputs, for 120 s at most", "launch 3 has failed")
+        for words in ("ValueError: after saving", "storing its outputs, for 120 s at most", "launch 3 has failed")
     )
     assert cause < saves < failed, "what has failed is told before anything is stored"
     for node in (0, 1):

@@ -91,10 +91,9 @@ def test_a_gang_runs_twice_with_hostile_arguments_and_paths(run_flow):
     # The Metaflow task must stay small: torch lives in the agent and the workers.
     assert all(note["torch"] is False for note in flow.notes("task-*"))
 
-    commands = [line.text for line in flow.lines if "] runs: " in line.text]
-    assert len(commands) == 2  # two launches: the control node says it for all
-    assert len(re.findall(r"launch [01] has ended well: ranks 0-[13], [\d.]+ s, no restart", flow.text)) == 2
-    # ... each in one piece for a shell, since the newline in an argument is quoted with it.
+    assert "] runs: " not in flow.text  # a detail
+    assert len(re.findall(r"launch [01] has ended well: ranks 0-[13], [\d.]+ s, workers not restarted", flow.text)) == 2
+    # The command is in one piece for a shell, since the newline in an argument is quoted with it.
     shown = tasks[0]["results"][0]["command"]
     assert shlex.split(shown)[-len(expected) :] == [word.replace("$", "$$") for word in expected]
     assert "2 (set by run(nproc_per_node))" in flow.text
@@ -115,7 +114,9 @@ def together(start_shared_flow, tmp_path_factory):
         "legacy": start_shared_flow(flow="legacy.py", stand_in=True),
         "single": start_shared_flow(flow="single.py", stand_in=True),
         "foreach": start_shared_flow(flow="foreach.py", stand_in=True),
-        "one node": start_shared_flow("--nodes", "1", runs_=[arguments, elsewhere]),
+        "one node": start_shared_flow(
+            "--nodes", "1", runs_=[arguments, elsewhere], env={"METAFLOW_TORCHRUN_DEBUG": "1"}
+        ),
     }
     for flow in flows.values():
         flow.wait(160)
@@ -188,7 +189,7 @@ def test_the_printed_command_can_be_pasted(together, tmp_path):
 
 @pytest.mark.xdist_group("together")
 def test_grandchildren_left_after_success_are_stopped_and_named(together):
-    assert "what the workers had left running" in well(together["one node"]).text
+    assert "that the workers had left running" in well(together["one node"]).text
 
 
 @pytest.mark.xdist_group("together")

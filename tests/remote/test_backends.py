@@ -182,7 +182,7 @@ def test_out_of_memory_of_a_task_itself_is_told_by_the_backend(run_remote, backe
         if node == 0
         else rf"{'Kubernetes' if backend.name == 'kubernetes' else 'AWS Batch'} says of node 1's"
     )
-    told = rf"\[torchrun\] {who} (pod \S+|container)(:| ended without a word:) .*\(exit code 137\)"
+    told = rf"\[torchrun\] {who} (pod \S+|container)(:| ended unexpectedly:) .*\(exit code 137\)"
     assert len(re.findall(told, flow.text)) == 1, flow.text
     last = [line.text for line in flow.lines][-2:]
     assert last[1].endswith(f"torchrun show {flow.run_id}"), flow.text

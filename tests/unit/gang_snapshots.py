@@ -32,7 +32,7 @@ def snapshot(told, *reports, num_nodes=2, nproc=2, **more):
 def launch(begin, codes, generation=0):
     """Return a launch from *go* to the ends of two nodes with two ranks each."""
     of = {"launch": 0, "generation": generation}
-    ends = {0: "exited with code 0", 1: "exited with code 1", -15: "was killed by SIGTERM: somebody told it to stop"}
+    ends = {0: "exited with code 0", 1: "exited with code 1", -15: "was killed by SIGTERM: it was told to stop"}
     exits = [
         (begin + 3 + rank, "exited", {**of, "node": rank // 2, "rank": rank, "exit_code": code, "text": ends[code]})
         for rank, code in enumerate(codes)

@@ -161,7 +161,7 @@ def test_what_a_command_leaves_running_ends_with_the_last_command(node_with, tmp
     assert messages(node)[-1].ok
     assert not is_running(int((tmp_path / "cwd" / "child").read_text()))
     (left,) = node.texts("left_behind")
-    assert left.startswith("stopped what the commands had left running: ")
+    assert left.startswith("stopped processes that the commands had left running: ")
     node.verdict()
 
 
@@ -207,7 +207,7 @@ def test_when_its_guardian_is_killed_a_command_ends_all_the_same(node_with, tmp_
     runner = psutil.Process(running[0]).parent()
     os.kill(runner.ppid(), signal.SIGKILL)
     cause = messages(node)[-1].failures[0].cause
-    assert cause.exception.startswith("its guardian process ended without a word, as by SIGKILL")
+    assert cause.exception.startswith("its guardian process ended unexpectedly, as by SIGKILL")
     assert not any(map(is_running, running))
     node.verdict(ERROR)
 

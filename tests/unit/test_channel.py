@@ -515,7 +515,7 @@ def test_a_control_node_that_falls_silent_is_lost(welcome, answering, new_member
     try:
         if welcome:
             member.connect([HOST], port, token, 5.0)
-            assert "nothing was heard from it for 0.3 s" in member.inbox.expect(ControlLost, 5.0).reason
+            assert "nothing arrived from it for 0.3 s" in member.inbox.expect(ControlLost, 5.0).reason
         else:
             with pytest.raises(TimeoutError, match=r"0\.3 s \(heartbeat_timeout_s\)"):
                 member.connect([HOST], port, token, 5.0)

@@ -37,9 +37,11 @@ def test_what_a_launch_starts_with(nproc, num_nodes, address, devices, line):
 
 def test_the_end_says_how_long_and_how_often():
     spec = spec_of(2, 2)
-    assert end_line(0, spec, 3.14, 0, None) == "launch 0 has ended well: ranks 0-3, 3.1 s, no restart"
-    assert end_line(1, spec, 3600, 1, LaunchFailed("x")) == "launch 1 has failed: ranks 0-3, 3600.0 s, 1 restart"
-    assert end_line(1, spec_of(1, 1), 1, 2, None).endswith("rank 0, 1.0 s, 2 restarts")
+    assert end_line(0, spec, 3.14, 0, None) == "launch 0 has ended well: ranks 0-3, 3.1 s, workers not restarted"
+    assert end_line(1, spec, 3600, 1, LaunchFailed("x")).endswith(
+        "has failed: ranks 0-3, 3600.0 s, workers restarted 1 time"
+    )
+    assert end_line(1, spec_of(1, 1), 1, 2, None).endswith("rank 0, 1.0 s, workers restarted 2 times")
 
 
 @pytest.mark.parametrize(

@@ -121,19 +121,19 @@ def test_another_node_without_memory_is_named_and_what_the_control_node_has_told
     [
         (
             [pod(0, "c-2", state("running"))],
-            "pod c-1 ended without a word: it was deleted or evicted, and pod c-2 came in",
+            "pod c-1 ended unexpectedly: it was deleted or evicted, and pod c-2 came in",
         ),
-        ([], "pod c-1 ended without a word: it was deleted, evicted or killed, or its memory ran out"),
+        ([], "pod c-1 ended unexpectedly: it was deleted, evicted or killed, or its memory ran out"),
         (
             [pod(0, "c-1", state("terminated", reason="Error", exit_code=137))],
-            "c-1 ended without a word: exit code 137",
+            "c-1 ended unexpectedly: exit code 137",
         ),
-        ([pod(0, "c-1", reason="Evicted", message="no disk")], "pod c-1 ended without a word: Evicted: no disk."),
+        ([pod(0, "c-1", reason="Evicted", message="no disk")], "pod c-1 ended unexpectedly: Evicted: no disk."),
         (
             [pod(0, "c-1", conditions=[SimpleNamespace(type="DisruptionTarget", reason="Preempted", message="by x")])],
-            "pod c-1 ended without a word: Preempted: by x.",
+            "pod c-1 ended unexpectedly: Preempted: by x.",
         ),
-        ([pod(0, "c-1", state("waiting", reason="ErrImagePull"))], "ended without a word: it waits: ErrImagePull."),
+        ([pod(0, "c-1", state("waiting", reason="ErrImagePull"))], "ended unexpectedly: it waits: ErrImagePull."),
     ],
 )
 def test_what_the_cluster_knows_of_a_control_node_that_is_gone(job, registry, pods, told):
@@ -154,7 +154,7 @@ def test_what_the_cluster_knows_of_a_control_node_that_is_gone(job, registry, po
         ),
         (
             [],
-            "The control node's pod c-1 ended without a word: it was deleted, evicted or killed, or its memory ran out.",
+            "The control node's pod c-1 ended unexpectedly: it was deleted, evicted or killed, or its memory ran out.",
         ),
     ],
 )

@@ -54,11 +54,11 @@ def node_3(*messages, keepers=None):
     [
         ((), "waiting", "Node 3: step code.", []),
         (RUNNING[:1], "waiting", "Node 3: waiting.", ["waiting"] * 2),
-        (RUNNING[:2], "running", "2 ranks on node 3 run for ", ["starting"] * 2),
-        ((*RUNNING[:2], Started(0, 0)), "running", "2 ranks on node 3 run for ", ["running"] * 2),
-        (RUNNING, "running", "2 ranks on node 3 run for ", ["running"] * 2),
+        (RUNNING[:2], "running", "2 ranks on node 3 have run for ", ["starting"] * 2),
+        ((*RUNNING[:2], Started(0, 0)), "running", "2 ranks on node 3 have run for ", ["running"] * 2),
+        (RUNNING, "running", "2 ranks on node 3 have run for ", ["running"] * 2),
         (TOLD_TO[:-1], "stopping", "All nodes are told to stop: a rank failed.", ["stopping"] * 2),
-        (COMMANDS, "running", "The commands of before_run run for ", ["waiting"] * 2),
+        (COMMANDS, "running", "The commands of before_run have run for ", ["waiting"] * 2),
         ((*COMMANDS, Ended(0, True, 0), Verdict(0), *RUNNING), "running", "2 ranks on node 3", ["running"] * 2),
         ((*ENDED, Verdict(0), Done(), Leave()), "done", "2 ranks on node 3 have ended well after", ["done"] * 2),
         ((*STOPPED, failing(OWN)), "failed", "Rank 7 on node 3 (host host-3)", ["stopped", "failed"]),
@@ -94,7 +94,7 @@ def test_an_error_of_the_gang_and_a_restart_leave_a_report():
 def test_a_launch_after_one_that_failed_has_no_error():
     known = node_3(*STOPPED, failing(OTHER), Ready(1, 2, "digest"), Go(1, 0, 29500, "gang", 0, 1)).snapshot()
     assert (known.error, known.cause, known.nproc_per_node) == (None, None, 2)
-    assert known.summary.sentence.startswith("2 ranks on node 3 run")
+    assert known.summary.sentence.startswith("2 ranks on node 3 have run")
 
 
 @pytest.mark.parametrize("cause", [ConnectionError("refused"), "a text", {"node": 1}])

@@ -114,7 +114,7 @@ def test_after_a_failure_outputs_are_stored_when_the_gang_says_so(fails, writing
     error = LaunchFailed(ERROR.message, ERROR.cause)
     assert node.verdict(error, features={"outputs": {"nodes": {} if fails else {"0": list(told.values())}}}) is error
     begun, *said = (text for text in node.texts("note") if "outputs" in text)
-    assert begun == "stores its outputs, for 60 s at most"
+    assert begun == "storing its outputs, for 60 s at most"
     if fails:
         assert told is None
         assert said[0].startswith("what outputs there are could not be stored in the s3 datastore s3://bucket after 0")

@@ -205,6 +205,6 @@ def test_the_first_line_that_tells_nothing_is_said_once(node):
     node.write(0, "again")
     node.wait(5)
     (said,) = node.said
-    assert said.startswith("rank 1 has written a line to its metrics")
+    assert said.startswith("rank 1 wrote a line to its metrics")
     assert "größe" in said or "\\xc3" in said
     assert len(said) < 300

@@ -64,7 +64,7 @@ def test_on_one_terminal_the_node_of_the_cause_tells_it_and_the_others_point_the
     assert told.count("expected 2*3*4 values 🙂") == 1
     assert "*second* line" in told
     assert "Launch 0 was stopped on all nodes" in told
-    assert pointer == "@torchrun: launch failed: Rank 3 on node 1 (host b); see the report of node 1."
+    assert pointer == "@torchrun: launch failed: Rank 3 on node 1 (host b); see the error of node 1."
 
 
 PEER_GONE = Cause("exception", 1, "b", 3, 1, 1, "ConnectionResetError: Connection reset by peer", TRACE)
@@ -81,7 +81,7 @@ PEER_GONE = Cause("exception", 1, "b", 3, 1, 1, "ConnectionResetError: Connectio
         (RAISED, {"node": 1, "shared": False}, False),
     ],
     ids=[
-        "stands above",
+        "is above",
         "written unseen",
         "was shown in one line",
         "another node's log",
@@ -102,7 +102,7 @@ def test_a_long_traceback_that_stands_above_is_left_out_as_well():
 def test_the_control_node_tells_what_no_other_can(kind):
     error = verdict(Cause(kind, 1, "b", exception="why"))
     assert "why" in report(error, 0)
-    assert report(error, 1).endswith("see the report of node 0.")
+    assert report(error, 1).endswith("see the error of node 0.")
     assert ("the launch" in report(error, 1)) is False
     assert ("node 1 (host b)" in report(error, 1)) is (kind == "lost")
 
@@ -117,7 +117,7 @@ def test_a_failure_of_a_steps_own_code_is_named_by_the_others_without_its_traceb
     pointer = report(failed(LaunchFailed, FailureText(cause, after="\nIt happened outside.")), 0)
     assert "expected 2*3*4" in pointer
     assert "It happened outside." in pointer
-    assert "See the report of node 1." in pointer
+    assert "See the error of node 1." in pointer
     assert "train.py" not in pointer
 
 
@@ -130,7 +130,7 @@ def test_what_a_function_raised_is_shown_from_the_users_line_on_without_the_verd
     assert "ValueError: a*b" in told
     assert TEXT not in told
     assert module.__file__ not in told
-    assert report(error, 0).endswith("see the report of node 1.")
+    assert report(error, 0).endswith("see the error of node 1.")
     assert "File 'train.py', line 1" in report(error, 0, shared=False, live=False)
 
 

@@ -46,7 +46,7 @@ def told(datastore, step="train", task="3", is_only_gang=True, is_remote=False):
     return RunEnd(datastore, 7, "train", is_only_gang, is_remote).tell(error).splitlines()
 
 
-SHOW = "[torchrun] To see what came of the gang: python my flow.py torchrun show 7"
+SHOW = "[torchrun] To see what happened on all nodes: python my flow.py torchrun show 7"
 
 
 def test_the_command_that_shows_the_gang_is_the_last_line(datastore):

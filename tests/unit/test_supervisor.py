@@ -250,7 +250,7 @@ GOT_SIGNAL = "torch.distributed.elastic.multiprocessing.api.SignalException: Pro
     ("stderr", "words"),
     [
         ("RuntimeError: the store is gone", "exited with code 1"),
-        (GOT_SIGNAL, "got SIGTERM, which nobody of the gang has sent, and gave up"),
+        (GOT_SIGNAL, "got SIGTERM from outside of the gang, and gave up"),
     ],
     ids=["itself", "signal"],
 )
@@ -271,7 +271,7 @@ def test_an_agent_that_fails_itself(stderr, words, node):
     ("end", "kind", "exit_code", "words"),
     [
         ((None, "could not be started: no such file"), "agent", None, "its torchrun agent could not be started: no"),
-        ((None, None, (), True), "agent_ended", None, "its guardian process ended without a word, as by SIGKILL"),
+        ((None, None, (), True), "agent_ended", None, "its guardian process ended unexpectedly, as by SIGKILL"),
         ((None,), "agent", None, "its torchrun agent vanished"),
         ((-9,), "agent", -9, "its torchrun agent was killed by SIGKILL"),
     ],
@@ -347,7 +347,9 @@ def test_a_stop_that_meets_an_agent_that_ends_well(node):
     agent.say(AgentEnded(0, 0.0))
     node.stop()
     assert node.ends(agent, 0, None, ("17 sleep 100", "18 sleep 200")).ok
-    assert node.texts("left_behind") == ["stopped what the workers had left running: 17 sleep 100, 18 sleep 200"]
+    assert node.texts("left_behind") == [
+        "stopped processes that the workers had left running: 17 sleep 100, 18 sleep 200"
+    ]
 
 
 def test_a_restart_is_a_new_generation_and_stands_in_the_result(node):
@@ -365,7 +367,9 @@ def test_a_restart_is_a_new_generation_and_stands_in_the_result(node):
     assert (ended.generation, ended.ok) == (1, True)
     assert commands_are_details(node) == [False, True]
     assert result.restarts == [{"generation": 1, "cause": cause.as_dict()}]
-    assert node.texts("restart") == [f"restart 1 of 3 in 0 s, because {cause.who} exited with code 3"]
+    (said,) = node.texts("restart")
+    assert said.startswith("restart 1 of 3: ")
+    assert said.endswith(f"in 0 s, because {cause.who.lower()} exited with code 3")
 
 
 def test_messages_of_another_launch_and_a_stop_after_the_end_are_nothing(node):
@@ -663,7 +667,7 @@ def test_what_is_left_of_a_failed_launch_is_stored_when_the_gang_says_so(saves, 
     error = LaunchFailed(ERROR.message, ERROR.cause)
     assert with_service.verdict(error, features={"files": {"2": "key"}}) is error
     assert error.outputs == {"2": "key"}
-    assert ("stores its files, for 60 s at most" in with_service.texts("note")) is (saves is not None)
+    assert ("storing its files, for 60 s at most" in with_service.texts("note")) is (saves is not None)
 
 
 def test_a_result_that_can_not_be_loaded_is_a_failure_of_a_launch_that_had_ended_well(tmp_path, service):

@@ -142,7 +142,7 @@ def test_the_end_is_recorded_whatever_hook_the_user_has(hook, work):
 def test_the_end_of_a_peer_is_shown_in_one_line_and_recorded_whole(hook, work):
     fails = "def train():\n    raise OSError('Connection reset by\\npeer')\ntrain()"
     done, record = work(f"import sys\n{HOOKS[hook]}\n{fails}", **SHORT_PEER_ERRORS)
-    line = "OSError: Connection reset by (a peer is gone; the traceback is left out)\n"
+    line = "OSError: Connection reset by (another rank has ended; the traceback is left out)\n"
     assert done.stderr == ("[rank0]: " if hook == "torch's" else "") + line
     assert "in train" in record.traceback
     assert record.exception == "OSError: Connection reset by\npeer"

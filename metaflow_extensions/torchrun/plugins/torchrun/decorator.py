@@ -1,7 +1,7 @@
-"""``@torchrun``: Metaflow's lifecycle, wired to the rest.
+"""The decorator ``@torchrun``: connects Metaflow's lifecycle hooks with the gang.
 
-Metaflow imports this module whenever it is imported itself, and most programs have no step of ours. So a method imports
-what it alone needs: the submitting process never imports what tasks do, nor does another step's task.
+Metaflow imports this module whenever it is imported itself, and most programs have no ``@torchrun`` step. So each method
+imports what only it needs: a submitting process never loads the code of tasks, nor does the task of another step.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from .task.submit_checks import Submission
     from .task.task_gang import TaskGang
 
-# What is left out where Metaflow is otherwise.
+# What is left out if Metaflow has other private names.
 _LAST_WORDS = "what the submitting machine says last of a gang that has failed"
 
 heed_sigterm_in_pod()  # here, since Metaflow imports this before it starts any process
@@ -160,7 +160,7 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
                 _tell_of_job(flow_datastore, step_name)
 
     def _check(self, name: str, *args: Any) -> None:
-        """Have one of the checks of `Submission` made, if there are any."""
+        """Run one of the checks of `Submission`, if there are any."""
         if self._submission is not None:
             getattr(self._submission, name)(*args)
 
@@ -197,7 +197,7 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
         name_as_starter(steps.environment_of(cli_args), "run")
 
     def task_pre_step(self, *args: Any) -> None:
-        """Note which gang this is."""
+        """Record which gang this is."""
         from .features.listed import FEATURES
         from .task.report import print_errors_ourselves
         from .task.task_gang import TaskGang
@@ -242,7 +242,7 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
         return lambda: gang.run(inner)
 
     def task_exception(self, exception: BaseException, *args: Any) -> Any:
-        """Tell the gang of an exception after the step's code, in another decorator; handling it is left to others."""
+        """Report to the gang an exception after the step's code, in another decorator; it is not handled here."""
         cut_frames_around(exception)
         if self._gang is not None:
             self._gang.fail(exception)
@@ -292,7 +292,7 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
 
 
 def _tell_of_job(flow_datastore: Any, step_name: str) -> None:
-    """Have this process, which looks after a remote job of the step, say what the backend knows when that fails."""
+    """In the process that looks after a remote job of the step: log the backend's report if the job fails."""
     from .task.jobs import Job
     from .task.report import tell_after_errors
 

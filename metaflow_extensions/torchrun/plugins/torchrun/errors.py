@@ -64,7 +64,7 @@ class TorchrunError(MetaflowException):  # type: ignore[misc]  # Metaflow is not
     outputs: Outputs | None
 
     def __init__(self, message: str = "", cause: dict[str, Any] | None = None) -> None:
-        # What it tells of, as data, of which `message` and `cause` are made. None: no node has failed, or it was pickled.
+        # The failure as data, from which `message` and `cause` are made. None if no node has failed, or after pickling.
         self._failure: FailureText | None = None
         self._cause = cause
         super().__init__(message)

@@ -1,4 +1,4 @@
-"""Events of a gang, in words for the node's log."""
+"""`Event`: a change on one node, in words for its log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``current.torch`` offers."""
+"""`TorchrunExecutor`, the object ``current.torch``."""
 
 from __future__ import annotations
 
@@ -35,22 +35,22 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack  # in typing since Python 3.11
 
 T = TypeVar("T")
-_warned: set[str] = set()  # what this task has said, which it says once
+_warned: set[str] = set()  # lines that this task logs only once
 
 
 @dataclass(frozen=True)
 class Context:
-    """What a node knows when its step's code begins."""
+    """The facts and settings of a node when its step's code begins."""
 
     member: Member
     main_addr: str
     machine: Machine
     settings: StepSettings
     requested: Nproc | None = None  # what the resources of a remote task amount to
-    store: ValueStore | None = None  # takes what features store; None: no flow runs
-    warm: WarmStarts | None = None  # what has imported torch already
+    store: ValueStore | None = None  # where features store data; None outside of a flow
+    warm: WarmStarts | None = None  # the spares of this node
     features: Sequence[Feature] = ()  # of each launch
-    live_card: LiveCard | None = None  # has what the step's own cards can show of the gang
+    live_card: LiveCard | None = None  # the gang's parts for the step's own cards
 
 
 class TorchrunExecutor:
@@ -218,7 +218,7 @@ class TorchrunExecutor:
         GangError
             If the nodes could not agree or not all of them came.
         """
-        self._context.member.refuse_in_child()  # before any lock, which a thread of the task may hold for ever here
+        self._context.member.refuse_in_child()  # before any lock: in a fork, another thread of the task may hold it for ever
         ignored = ", ".join([name for name in LEGACY if options.pop(name, None)])
         if ignored:
             self._note_once(f"warning: run({ignored}) has no effect; name files to store with run(outputs=...) instead")
@@ -262,7 +262,7 @@ class TorchrunExecutor:
         return warm
 
     def _warn(self, spec: LaunchSpec) -> None:
-        """Say what may go wrong with `spec` on this machine."""
+        """Log warnings about `spec` on this machine."""
         machine = self._context.machine
         warnings = [shm_warning(shm_bytes(), spec.nproc, machine.accelerators, os.environ)]
         if self.is_control:
@@ -298,7 +298,7 @@ class TorchrunExecutor:
                 raise TorchrunConfigError(f"run({name}=...) needs the feature {feature}, which is not installed here.")
 
     def _run_before(self, prelude: Prelude, of_run: LaunchSpec, policy: LaunchPolicy, warm: str, goes_on: bool) -> bool:
-        """Run what comes before `of_run` on all nodes; return whether there was anything."""
+        """Run the preludes of `of_run` on all nodes; return whether there were any."""
         spec = prelude.spec(of_run)
         if spec is None:
             return False
@@ -371,7 +371,7 @@ class TorchrunExecutor:
     def _policy(self, given: Mapping[str, Any], spec: LaunchSpec) -> LaunchPolicy:
         settings = ("timeout_s", "restart_on", "preemption_signal")
         chosen = {name: choose(name, given, {}, self._context.settings).value for name in settings}
-        restarts = spec.max_restarts if spec.min_nodes is None else 0  # an elastic agent restarts by itself
+        restarts = spec.max_restarts if spec.min_nodes is None else 0  # an elastic agent restarts workers by itself
         features = policies_of(self._context.features, given, self._context.settings)
         return LaunchPolicy(**chosen, max_restarts=restarts, min_nodes=spec.min_nodes, features=features)
 

@@ -1,4 +1,4 @@
-"""What `TorchrunSingleNodeMultiGPU` does: a gang of one node, in a step without ``num_parallel``."""
+"""A gang of one node for `TorchrunSingleNodeMultiGPU`, in a step without ``num_parallel``."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class GangOfOne:
                 member, LOOPBACK, machine, settings, store=values_of_running_flow(), warm=self._warm, features=FEATURES
             )
             executor = TorchrunExecutor(context)
-            run: Callable[..., TorchrunResult[Any]] = executor.run  # which overload is the caller's to know
+            run: Callable[..., TorchrunResult[Any]] = executor.run  # the caller knows which overload applies
             return run(**options)
         except BaseException as caught:
             error = caught

@@ -1,4 +1,4 @@
-"""What `run` returns."""
+"""`TorchrunResult`, which `run` returns."""
 
 from __future__ import annotations
 

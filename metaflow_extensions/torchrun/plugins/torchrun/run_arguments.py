@@ -81,7 +81,7 @@ def checked(run: F) -> F:
             return run(self, **dict(zip(names, args, strict=False)), **options)
         if len(args) > _BY_POSITION:
             raise TorchrunConfigError(
-                "run() takes two arguments without a name, the entrypoint and its arguments. "
+                "run() takes two positional arguments, the entrypoint and its arguments. "
                 f"Name the others, as in nproc_per_node={args[_BY_POSITION]!r}."
             )
         return run(self, *args, **options)

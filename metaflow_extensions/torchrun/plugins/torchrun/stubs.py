@@ -1,7 +1,7 @@
-"""What Metaflow's generator of type stubs (2.19) leaves out of a class, in a shape that it shows.
+"""Rewrites classes so that Metaflow's generator of type stubs (2.19) shows all of their types.
 
-It shows methods and properties, but no annotated attributes. Of ``Generic[T]`` it shows ``Generic``, which makes nothing
-of T, and of ``dict[int, int]`` only ``dict``. Classes are changed in the generator's own process, when it looks at their
+The generator shows methods and properties, but no annotated attributes. It shows ``Generic[T]`` as ``Generic``, and
+``dict[int, int]`` as ``dict``. Classes are changed in the generator's own process, when it looks at their
 module. Where it shows all that by itself one day, this module can go.
 """
 

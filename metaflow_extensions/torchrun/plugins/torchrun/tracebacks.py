@@ -62,7 +62,7 @@ def cut_frames_around(error: BaseException) -> None:
 
 
 def _is_handed_on(error: BaseException) -> bool:
-    """Tell whether `error` stands for what happened elsewhere: in the gang, or in a worker."""
+    """Return whether `error` stands for what happened elsewhere: in the gang, or in a worker."""
     return isinstance(error, TorchrunError) or isinstance(error.__cause__, TorchrunError)
 
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from ..gang.protocol import Lines
 
-# Of all nodes together, so that the control node can bear it, and of each at least and at most.
+# Characters a second: of all nodes together, as many as the control node can read, and of one node at least and at most.
 _ALL_WAITING_CHARS, _LEAST_WAITING_CHARS, _MOST_WAITING_CHARS = 4 * 1024**2, 32 * 1024, 512 * 1024
 _ALL_CHARS_PER_S, _LEAST_CHARS_PER_S = 1024**2, 1024
 # Each message wakes the control node's task, which costs up to 0.5 ms. So of a gang come so few in a second, as long as
@@ -33,7 +33,7 @@ LINE_CHARS = 8 * 1024
 
 @dataclass(frozen=True)
 class Limits:
-    """What one node of a gang may have waiting, and send."""
+    """How much of one node's lines may wait, and how fast they are sent."""
 
     waiting_chars: int
     chars_per_s: float
@@ -50,7 +50,7 @@ class Limits:
 
 
 class _Piece(NamedTuple):
-    """Some lines."""
+    """Whole lines of one stream."""
 
     stream: str
     text: str
@@ -58,7 +58,7 @@ class _Piece(NamedTuple):
 
 
 class Backlog:
-    """Lines that wait. Where there are too many the oldest go, and are counted."""
+    """Lines that wait to be sent. If there are too many, the oldest are dropped and counted."""
 
     def __init__(self, most_chars: int) -> None:
         self._most_chars = most_chars
@@ -116,7 +116,7 @@ def _pieces(text: str) -> Iterator[str]:
 
 
 class LineSender:
-    """Sends lines; `has_room` tells whether all that was sent before has left."""
+    """Sends lines when `has_room` says that the connection has no unsent bytes."""
 
     def __init__(
         self,

@@ -40,7 +40,7 @@ def new_token() -> str:
 
 
 class Connection(asyncio.Protocol):
-    """One connection; `dialogue` reads from it, from its begin to its end."""
+    """One connection. The coroutine `dialogue` reads from it until it ends. Only the channel's thread may use it."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._heard_at = self.opened_at = time.monotonic()
         self._beat_at = _NEVER  # when the next heartbeat is due
-        self.node: int | None = None  # which member is at the other end, where the control node has taken it in
+        self.node: int | None = None  # on the control node: the member at the other end, once it has joined
         self.why_closed: str | None = None  # why this side has aborted it, if it has
         self.has_ended = False
 
@@ -80,7 +80,7 @@ class Connection(asyncio.Protocol):
         except StopIteration:
             self.close()
         except ValueError as error:
-            self.abort(f"its connection was closed, because what came over it can't be understood: {error}")
+            self.abort(f"its connection was closed, because a message on it could not be read: {error}")
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Report the end of the connection, once."""
@@ -90,7 +90,7 @@ class Connection(asyncio.Protocol):
     # --- called by the channels -----------------------------------------------------------------
 
     def is_closing(self) -> bool:
-        """Tell whether nothing can be sent any more."""
+        """Return whether nothing can be sent any more."""
         return self._transport is None or self._transport.is_closing()
 
     @property
@@ -116,11 +116,14 @@ class Connection(asyncio.Protocol):
 
     @property
     def is_proven(self) -> bool:
-        """Whether the member at the other end has proven that it is one; to the control node."""
+        """On the control node: whether the other end has proven that it knows the token."""
         return self._beat_at < _NEVER
 
     def begin_beating(self) -> None:
-        """Have `beat` send heartbeats, the first after a random time: else thousands that came at once would beat at once."""
+        """Have `beat` send heartbeats, the first after a random time.
+
+        Otherwise thousands of connections that began together would all send at the same moment.
+        """
         self._beat_at = time.monotonic() + random.random() * self._timeout_s / BEATS  # noqa: S311 - no secret
 
     def beat(self) -> float:
@@ -132,7 +135,7 @@ class Connection(asyncio.Protocol):
         """
         now, silent_at = time.monotonic(), self._heard_at + self._timeout_s
         if now >= silent_at:
-            self.abort(f"nothing was heard from it for {self._timeout_s:g} s (heartbeat_timeout_s)")
+            self.abort(f"nothing arrived from it for {self._timeout_s:g} s (heartbeat_timeout_s)")
         elif now >= self._beat_at:
             self._beat_at = now + self._timeout_s / BEATS
             self.write(BEAT)
@@ -159,7 +162,7 @@ async def close_all(connections: Collection[Connection]) -> None:
 
 
 def handshake_as_control(connection: Connection, token: str) -> Reading[bool]:
-    """Tell whether the other side knows the token, and prove that we do."""
+    """Return whether the other side knows the token, and prove that we do."""
     nonce = secrets.token_bytes(_NONCE_BYTES)
     connection.write(_MAGIC + nonce)
     answer = yield _NONCE_BYTES + _MAC_BYTES
@@ -172,7 +175,7 @@ def handshake_as_control(connection: Connection, token: str) -> Reading[bool]:
 
 
 def handshake_as_member(connection: Connection, token: str) -> Reading[bool]:
-    """Prove that we know the token, and tell whether the other side does."""
+    """Prove that we know the token, and return whether the other side does."""
     greeting = yield len(_MAGIC) + _NONCE_BYTES
     if not greeting.startswith(_MAGIC):
         return False  # another service answers there

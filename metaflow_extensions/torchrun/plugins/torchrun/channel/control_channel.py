@@ -10,8 +10,8 @@ may be one message old, but it is whole: the gang's nodes are fixed, and each va
 has a thread and a lock of its own.
 
 The control node's own messages take the same way as the members', without a socket, so that there is one
-code path for all nodes. An exception in the loop breaks the gang with its text: nobody would hear of it
-otherwise.
+code path for all nodes. An exception in the loop breaks the gang with its text: otherwise no node would
+report it.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ from .listener import Listener
 from .loop_thread import CLOSE_S, LoopThread
 from .relay import Relay
 
-_TICK_S = 1.0  # between looks at the clock, at most
-# After its own end the control node waits so long for the others', to hear of late failures.
+_TICK_S = 1.0  # the longest time between two ticks
+# How long the control node waits after its own end for the other nodes' ends, so that it gets late failures.
 _LEAVE_WAIT_S = 5.0
 _CLOSE_LOOK_S = 0.025
-# A node whose task has ended is reported so much later, so that its own last words, which say more, come first.
+# Delay before a node whose task has ended is reported: its own last message says more, and should come first.
 _REPORT_GONE_S = 0.2
 
 
 class ControlChannel:
-    """The control node's end: holds the gang and, for more than one node, listens."""
+    """The control node's end: holds the gang and, with more than one node, listens for members."""
 
     def __init__(self, gang: Gang, deliver: Callable[[Message], None], token: str, heartbeat_timeout_s: float) -> None:
         self.gang = gang
-        self.own_address: str | None = None  # between it and the others, as the first connection tells it
-        self._deliver = deliver  # takes the messages for the control node itself
+        self.own_address: str | None = None  # this host's, as the first connection shows it
+        self._deliver = deliver  # gets the messages for the control node itself, in the channel's thread
         self._token = token
         self._timeout_s = heartbeat_timeout_s  # a member silent for so long is lost
         self.relay = Relay()  # of the members' lines; dropped, unless it is started
@@ -57,7 +57,7 @@ class ControlChannel:
         self._members: dict[int, Connection] = {}  # each has its `node`
         self._has_failed = False
         self._is_closing = False
-        self._timer: asyncio.TimerHandle | None = None  # of the next tick; the channel's thread alone has it
+        self._timer: asyncio.TimerHandle | None = None  # of the next tick; only the channel's thread touches it
         self._thread = LoopThread("torchrun-control", self._fail)
         self._thread.post(self._tick)
 
@@ -102,7 +102,7 @@ class ControlChannel:
 
     def _tick(self) -> None:
         if not self._is_closing:
-            tick_s = min(_TICK_S, self._timeout_s / BEATS / 3)  # the heartbeats are sent here, too
+            tick_s = min(_TICK_S, self._timeout_s / BEATS / 3)  # the tick also sends heartbeats
             self._timer = self._thread.loop.call_later(tick_s, self._tick)
             self._step(self.gang.tick)
             if self._listener is not None:
@@ -130,18 +130,18 @@ class ControlChannel:
                 self._members[node].write(frame)
 
     def _fail(self, error: BaseException) -> None:
-        """Tell all nodes that the channel itself has failed, which is a mistake of ours; the first time only."""
+        """Break the gang because the channel itself has failed, which is a bug of ours; only the first time."""
         if self._has_failed or self._is_closing:
             return
         self._has_failed = True
         trace = "".join(traceback.format_exception(error)).rstrip()
         told = GangError(
-            f"The gang's channel failed on the control node (host {socket.gethostname()}). This is a mistake of the torchrun "
-            f"extension; please report it.\n{trace}"
+            f"The gang's channel failed on the control node (host {socket.gethostname()}). This is a bug in "
+            f"metaflow-torchrun; please report it.\n{trace}"
         )
         try:
             self._dispatch(self.gang.give_up(told))
-        except Exception:  # not even that can be sent: the members see their connections end
+        except Exception:  # even this failed: close all connections, so that the members notice
             for connection in self._members.values():
                 connection.abort("the channel failed")
             self._deliver(Abort(told))
@@ -156,7 +156,7 @@ class ControlChannel:
         return self._listener.port
 
     def _dialogue(self, connection: Connection) -> Reading[None]:
-        """Read what a connection says, once it has proven that it knows the token."""
+        """Handle the messages of a connection after it has proven that it knows the token."""
         if not (yield from handshake_as_control(connection, self._token)):
             return
         join = yield from next_message()
@@ -189,7 +189,7 @@ class ControlChannel:
         self._step(self.gang.handle, join.node, join)
 
     def _turn_away(self, connection: Connection, join: Join) -> bool:
-        """Tell a task why it can't be its node, and return whether it shall stay connected until the gang's end."""
+        """Send a task the reason why it can't be its node; return whether it may stay connected until the gang's end."""
         refused, outgoing = self.gang.turn_away(join)
         connection.write(encode(refused))
         self._step(lambda: outgoing)

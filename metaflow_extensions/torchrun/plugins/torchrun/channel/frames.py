@@ -1,7 +1,7 @@
-"""How a message becomes bytes: four bytes of length, big endian, and so many bytes of JSON.
+"""Encodes messages as frames: four bytes of length, big endian, and that many bytes of JSON.
 
-The length has a limit. A message over it is shortened: long texts and long lists of objects lose their middle. A
-failure that is told in part is worth more than one that nobody hears of.
+The length has a limit. A longer message is shortened: long texts and long lists of objects lose their middle. A part
+of a failure report is better than none.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ..gang.protocol import Message, from_wire, to_wire
 
 LENGTH = struct.Struct(">I")
 MAX_FRAME_BYTES = 1024 * 1024
-# What is tried, in this order, with a message that is too long: characters of one text, entries of one list.
+# The limits tried in this order on a message that is too long: characters of one text, entries of one list.
 _SHORTER = ((8192, 300), (2048, 100), (1024, 40), (256, 10), (128, 2))
 
 

@@ -41,7 +41,7 @@ def control_addresses(main_ip: str, here_only: bool) -> list[str]:
 
 
 def rules_of(settings: StepSettings, deadline: float | None = None) -> Rules:
-    """Return what a gang goes by; `deadline` is the end of the step's ``@timeout`` in monotonic seconds."""
+    """Return the rules of a gang; `deadline` is the end of the step's ``@timeout`` in monotonic seconds."""
     until = float("inf") if deadline is None else deadline
     return Rules(settings.all_nodes_started_timeout, settings.grace_s, secrets.token_hex(4), until)
 
@@ -66,9 +66,9 @@ def join_as_control(
     """Open the gang's channel, publish where it is, and return it with the control node as a member.
 
     `main_ip` is the control node's address or name as Metaflow knows it. With `here_only` all nodes run on this
-    machine, and the channel listens to nobody else. `keepers` are those of the features.
+    machine, and the channel accepts connections only from it. `keepers` are those of the features.
     """
-    # Before the gang's own time is up, or the others' absence would be blamed for it.
+    # Less than the gang's own limit: otherwise the error would blame nodes that could not find the address.
     patience_s = min(STORE_PATIENCE_S, _PUBLISH_PART * settings.all_nodes_started_timeout)
     if not here_only:
         _give_way_to_former(registry, num_nodes, settings, emit, patience_s)
@@ -103,9 +103,9 @@ def _give_way_to_former(
     """Raise if another task was the control node of this attempt: this one has come in its place.
 
     If the other one lives, joining tells it so. If it is gone, this task takes its place only where no gang had begun.
-    Else the step's code would run twice in one attempt, and write its own story over that of the first.
+    Otherwise the step's code would run twice in one attempt, and overwrite the records of the first run.
     """
-    # Where the datastore fails, nothing tells whether there was one. Publishing would fail, too.
+    # If the datastore fails here, it can't be known whether there was one. Publishing would fail, too.
     former = registry.peek(patience_s)
     if former is None:
         return
@@ -114,20 +114,20 @@ def _give_way_to_former(
         with suppress(OSError), _leave_if_it_fails(member, channel):
             _Search(member, _POLICY.former_s).connect(channel, lambda _: former)
     try:
-        refuse_second_run(registry, num_nodes, patience_s)  # after that, so that what the former was writing is there
+        refuse_second_run(registry, num_nodes, patience_s)  # last, so that the former's writes have arrived
     except TorchrunPreempted as error:
-        with suppress(GangError):  # without it, other new tasks look for the former until it counts as dead
+        with suppress(GangError):  # otherwise other new tasks would search for the former until they count it as dead
             registry.publish(replace(former, closed=True, error=former.error or error), _LAST_RECORD_S)
         raise
 
 
 def refuse_second_run(registry: Registry, num_nodes: int, patience_s: float = STORE_PATIENCE_S) -> None:
-    """Raise if a gang of this attempt had begun, whose control node is gone; tell all others so."""
+    """Raise if a gang of this attempt had begun and its control node is gone; record that for all others."""
     known = registry.await_snapshot(patience_s)
     if not has_begun(known):
         return
     here, there = socket.gethostname(), host_of_control(known)
-    before = "had told its end" if has_ended(known) else "is gone without a word"
+    before = "had reported its end" if has_ended(known) else "ended unexpectedly"
     error = TorchrunPreempted(
         f"The control node's pod (or container) was deleted or replaced: node {CONTROL} (host {there}) {before}, and "
         f"this task (host {here}) has come in its place. It does not run the step's code, which has run already in "
@@ -141,7 +141,7 @@ def refuse_second_run(registry: Registry, num_nodes: int, patience_s: float = ST
 def _publish_end(registry: Registry, record: AddressRecord, channel: ControlChannel) -> None:
     """Publish the control node's end for nodes that have not arrived, so that none waits for it."""
     if channel.gang.nodes.absent:
-        with suppress(GangError):  # without the word they wait until their time is up
+        with suppress(GangError):  # without this record they wait until their time is up
             registry.publish(replace(record, closed=True, error=channel.gang.broken), _LAST_RECORD_S)
 
 
@@ -196,7 +196,7 @@ def _leave_if_it_fails(member: Member, channel: MemberChannel) -> Iterator[None]
 
 
 class _Search:
-    """The tries of a node to become a member, within `timeout_s` seconds, and its log lines meanwhile."""
+    """Tries to become a member for `timeout_s` seconds, and logs what it waits for."""
 
     def __init__(self, member: Member, timeout_s: float) -> None:
         self._member = member
@@ -218,7 +218,7 @@ class _Search:
                 self._check_refused(error, record)
                 if time.monotonic() + pause_s > self._deadline:
                     tried = f"tried {', '.join(record.addresses)} on port {record.port} for {self._timeout_s:g} s"
-                    raise ConnectionError(f"{tried}, in vain ({error})") from error
+                    raise ConnectionError(f"{tried}; the last try failed: {error}") from error
             time.sleep(pause_s)
         raise AssertionError("the pauses never end")
 
@@ -247,6 +247,6 @@ class _Search:
         if time.monotonic() - self._since >= limit_s:
             raise GangError(
                 f"Node {self._member.node} (host {self._member.host}) gave up: {where}, for {limit_s:g} s. That port was "
-                "open once, so its task has ended without a word. Look at its log, and at the events of its pod or job."
+                "open once, so its task has ended unexpectedly. Look at its log, and at the events of its pod or job."
             )
         self._log(f"{where}: its task may have ended; trying for {limit_s:g} s in all")

@@ -20,7 +20,7 @@ _HANDSHAKE_WHEN_FULL_S = 2.0
 # How many may be at the same moment, besides the members; more have to wait in the kernel's queue.
 _MAX_UNAUTHENTICATED = 2048
 _BACKLOG = 65535  # the kernel's own limit counts (net.core.somaxconn)
-_FULL_PAUSE_S = 0.1  # between looks for a free place
+_FULL_PAUSE_S = 0.1  # between two checks for a free place
 
 
 class Listener:
@@ -30,8 +30,9 @@ class Listener:
         self._loop = asyncio.get_running_loop()
         self._new_connection = new_connection
         self._places = room_for_connections(num_members, _MAX_UNAUTHENTICATED)
-        self.connections: set[Connection] = set()  # whoever is told of the end of one takes it out
-        self._opening: set[asyncio.Task[None]] = set()  # the loop itself does not keep its tasks
+        self.connections: set[Connection] = set()  # removed by the callback at a connection's end
+        # asyncio keeps its tasks in a WeakSet (read in Python 3.11): without this set, one could vanish while it runs.
+        self._opening: set[asyncio.Task[None]] = set()
         self._socket = listening_socket(port, host, _BACKLOG)
         self._socket.setblocking(False)
         self.port = int(self._socket.getsockname()[1])
@@ -46,7 +47,7 @@ class Listener:
     def tick(self) -> None:
         """Send heartbeats, and abort connections that are silent or do not prove who they are.
 
-        One timer for all: each would wake the task.
+        One timer serves all connections, since each timer wakes the task.
         """
         patience_s = _HANDSHAKE_S if len(self.connections) < self._places else _HANDSHAKE_WHEN_FULL_S
         too_old = time.monotonic() - patience_s

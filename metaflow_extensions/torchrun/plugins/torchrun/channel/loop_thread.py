@@ -23,7 +23,7 @@ class LoopThread:
     """An asyncio loop in a daemon thread; `on_error` is called there with what a callback has raised."""
 
     def __init__(self, name: str, on_error: Callable[[BaseException], None]) -> None:
-        # Not the kind of loop that the step may have set as its policy: `descriptors` must know the selector.
+        # Always a selector loop, whatever policy the step has set (uvloop, for example): `descriptors` reads its selector.
         self._selector = selectors.DefaultSelector()
         self.loop = asyncio.SelectorEventLoop(self._selector)
         self.loop.set_exception_handler(lambda _, what: on_error(what["exception"]) if "exception" in what else None)

@@ -25,7 +25,7 @@ from .loop_thread import CLOSE_S, LoopThread
 
 
 class MemberChannel:
-    """A member's end."""
+    """A member's end of its connection to the control node."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class MemberChannel:
         policy: ConnectPolicy | None = None,
         num_nodes: int = 2,
     ) -> None:
-        # How long a task that was turned away shall put off its end, unless the connection ends before.
+        # How long a refused task delays its end, unless the connection ends before.
         self.hold_s = 0.0
         self.own_address: str | None = None  # between it and the control node
         self._deliver = deliver
@@ -83,7 +83,7 @@ class MemberChannel:
         connection = await self._first_to_open(addresses, port, token, attempt_s)
         if connection.is_closing():
             raise ConnectionError("the connection ended at once")
-        # Now we say who we are, and wait until the control node has taken us in.
+        # Send *join*, and wait for the control node's answer.
         self._connection, self._answer = connection, self._thread.loop.create_future()
         connection.write(encode(self._join))
         try:
@@ -145,7 +145,7 @@ class MemberChannel:
             if not works:
                 connection.abort()
         if not works:
-            raise ConnectionError("who answers does not know the gang's token")
+            raise ConnectionError("the process that answers there does not know this gang's token")
         return connection
 
     def _dialogue(self, connection: Connection, token: str, is_proven: asyncio.Future[bool]) -> Reading[None]:
@@ -197,7 +197,7 @@ class MemberChannel:
     def _fail(self, error: BaseException) -> None:
         """Report an exception in the loop to the step, and abort the connection so that the control node sees the loss."""
         what = "".join(traceback.format_exception_only(error)).strip()
-        self._lose_control(f"this node's own channel failed, which is a mistake of the torchrun extension: {what}")
+        self._lose_control(f"this node's own channel failed, which is a bug in metaflow-torchrun: {what}")
         if self._connection is not None:
             self._connection.abort()
 

@@ -1,6 +1,6 @@
-"""What the control node leaves in Metaflow's datastore: its address record, and what has happened to the gang.
+"""Reads and writes the control node's address record and the gang's records in Metaflow's datastore.
 
-Beside them lies what others tell of a control node that is gone without a word. All of it is metadata of the control
+Beside them lies what others report about a control node that ended unexpectedly. All of it is metadata of the control
 node's task (`compat.datastore.metadata_of`). That works alike on local disks, S3, Azure and Google Cloud Storage, and
 its names carry the attempt, so that a retry never reads what the attempt before has left.
 """
@@ -24,10 +24,10 @@ from ..records.vanished import Word, told_by_others
 _RECORD = "torchrun_gang.json"
 _EVENTS = "torchrun_events.json"
 _REQUEST, _ANSWER = "torchrun_request.json", "torchrun_answer.json"
-# Who tells that the control node is gone: the task that has come in its place, or the process that looks after the
-# job. Each writes a file of its own, so that neither needs to read before it writes. The first that is there counts.
+# Who may report that the control node is gone: the task that replaces it, or the process that looks after the job.
+# Each writes a file of its own, so that neither must read before it writes. The first file found counts.
 _WORDS = {"replacement": "torchrun_replaced.json", "job": "torchrun_job.json"}
-# Of a member that finds no record. Where all nodes start at once, it is there by then, and the second look is the last.
+# Pause of a member that finds no record. If all nodes start at once, the record is there after one pause.
 _FIRST_PAUSE_S = 0.2
 # How long a datastore may fail without an interruption. It has patience of its own besides (S3: 7 tries).
 STORE_PATIENCE_S = 30.0
@@ -47,16 +47,16 @@ class AddressRecord:
 
 
 class Registry:
-    """Keeps them for one attempt of one gang, in the run's `FlowDataStore`."""
+    """The stored records of one attempt of one gang, in the run's `FlowDataStore`."""
 
     def __init__(self, flow_datastore: Any, run_id: str, step_name: str, control_task_id: str, attempt: int) -> None:
         self._where = f"{run_id}/{step_name}/{control_task_id}, attempt {attempt}"
-        # Looked up here, once: what fails later is the datastore, and is tried again.
+        # Looked up once, here: a missing private name fails now. What fails later is the datastore, and is tried again.
         self._load_metadata, self._save_metadata = metadata_of(
             flow_datastore, run_id, step_name, control_task_id, attempt
         )
 
-    # What has `patience_s` raises GangError if the datastore fails for so long.
+    # Methods with `patience_s` raise GangError if the datastore fails for that long.
 
     def publish(self, record: AddressRecord, patience_s: float = STORE_PATIENCE_S) -> None:
         """Write the record."""
@@ -107,7 +107,7 @@ class Registry:
         return None if found is None else from_plain(Answer, found, "the answer")
 
     def save_word(self, word: Word, who: Literal["replacement", "job"], patience_s: float) -> None:
-        """Tell of a control node that is gone."""
+        """Write that the control node is gone."""
         self._request(lambda: self._save_metadata({_WORDS[who]: to_plain(word)}), patience_s)
 
     def look_up(self, timeout_s: float, sleep: Callable[[float], None] = time.sleep) -> AddressRecord:
@@ -137,14 +137,14 @@ class Registry:
             except Exception as error:
                 if time.monotonic() + pause_s > give_up_at:
                     raise GangError(
-                        f"The nodes meet in Metaflow's datastore, but it failed for {self._where}: "
+                        f"The nodes find each other through Metaflow's datastore, but it failed for {self._where}: "
                         f"{type(error).__name__}: {error}. Check that it is up and that this task may read and write there."
                     ) from error
             time.sleep(pause_s)
         raise AssertionError("the pauses never end")
 
     def _load(self, *names: str) -> dict[str, Any]:
-        """Return what is stored under each name, or None; no need to look first."""
+        """Return what is stored under each name, or None; no need to check for it first."""
         try:
             found: dict[str, Any] = self._load_metadata(list(names))
             return found

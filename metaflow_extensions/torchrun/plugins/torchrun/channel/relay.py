@@ -26,16 +26,14 @@ Write = Callable[[str, str], bool]
 
 
 class Relay:
-    """Writes what members send of their workers' lines."""
+    """Writes the lines of the members' workers into this node's log, in a thread of its own."""
 
     def __init__(self) -> None:
         # Lines of a node; an event is set when all before it is written; None is the end.
         self._queue: queue.Queue[tuple[int, Lines] | threading.Event | None] = queue.Queue(_WAITING)
-        self._left_out: Counter[int] = (
-            Counter()
-        )  # lines of a node that found no place; the channel's thread alone has it
+        self._left_out: Counter[int] = Counter()  # dropped lines of each node; only the channel's thread touches it
         self._ends: dict[int, str] = {}  # of each node's stderr; replaced by the thread that writes, read by others
-        self._hurry = threading.Event()  # somebody waits: no more lines need to gather
+        self._hurry = threading.Event()  # set while a thread waits in `settle`: then lines are written at once
         self._is_over = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -59,13 +57,13 @@ class Relay:
         if self._thread is not None:
             written = threading.Event()
             self._hurry.set()
-            with suppress(queue.Full):  # nobody reads
+            with suppress(queue.Full):  # no reader takes anything
                 self._queue.put(written, timeout=patience_s)
                 written.wait(patience_s)
             self._hurry.clear()
 
     def has_written(self, node: int, text: str) -> bool:
-        """Tell whether all lines of a text are among the last that a node's workers wrote to stderr, and stand in this log.
+        """Return whether all lines of a text are among the last that a node's workers wrote to stderr, and stand in this log.
 
         Lines may be left out, or get lost with the node.
         """
@@ -78,7 +76,7 @@ class Relay:
         self._hurry.set()
         if self._thread is not None:
             with suppress(queue.Full):
-                self._queue.put(None, timeout=_END_S)  # there is room soon: no reader is waited for any more
+                self._queue.put(None, timeout=_END_S)  # room comes soon: the thread no longer waits for the reader
             self._thread.join(_END_S)
 
     def _run(self, write: Write) -> None:

@@ -1,7 +1,7 @@
-"""Metaflow's cards: ``metaflow/plugins/cards``, read in 2.13 and 2.19.39.
+"""Private names of Metaflow's cards: ``metaflow/plugins/cards``, read in 2.13 and 2.19.39.
 
-Nobody's success or error depends on a card. So where Metaflow has renamed something, a card shows less, and one line
-says what. `import metaflow` loads this module; what takes time is imported where it is needed.
+No result and no error depends on a card. If Metaflow renames something, a card shows less, and one line of the log
+says what. `import metaflow` loads this module, so slow imports stand in the functions that need them.
 """
 
 from __future__ import annotations
@@ -52,8 +52,9 @@ def _has(card: Any, kind: type) -> bool:
 
 
 def give(card: Any, data: dict[str, Any]) -> None:
-    """Set what a card is made of, as its `refresh` does, but make none now."""
+    """Set the data of a card, as its `refresh` does, but make no card now."""
     with convenience(LIVE):
+        # What `CardComponentManager.refresh` sets (component_serializer.py, 2.19.39).
         card._latest_user_data = data
 
 
@@ -86,7 +87,7 @@ def make_last(card: Any, mode: str) -> None:
 
 
 def is_busy(card: Any) -> bool:
-    """Tell whether the card's last process still runs: Metaflow would drop another refresh without a word."""
+    """Return whether the card's last process still runs: Metaflow would silently drop another refresh."""
     with convenience(LIVE):
         process = process_of(card._card_creator_args["card_uuid"])
         return process is not None and process.poll() is None
@@ -94,7 +95,7 @@ def is_busy(card: Any) -> bool:
 
 
 def process_of(card_uuid: str) -> Any:
-    """Return the process that makes a card, or has made it last; what is asked of it is what `Popen` offers."""
+    """Return the process that makes a card, or made it last; Metaflow treats it as a `Popen`."""
     from metaflow.plugins.cards.card_creator import CardProcessManager
 
     process, _ = CardProcessManager._get_card_process(card_uuid)
@@ -102,14 +103,14 @@ def process_of(card_uuid: str) -> Any:
 
 
 def name_process(card_uuid: str, process: Any) -> None:
-    """Have Metaflow take a process for the one that makes a card."""
+    """Register a process with Metaflow as the one that makes a card."""
     from metaflow.plugins.cards.card_creator import CardProcessManager
 
     CardProcessManager._register_card_process(card_uuid, process)
 
 
 def start_by(card: Any, start: Start) -> None:
-    """Have `start` begin the processes that make a card and that nobody waits for; it gets command, uuid, environment.
+    """Let `start` begin the processes that make a card in the background; it gets command, uuid and environment.
 
     Metaflow does it (`CardCreator._run_command`) where `start` returns False or fails, and where that has another name, or
     what `name_process` calls.

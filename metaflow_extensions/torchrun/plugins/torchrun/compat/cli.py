@@ -1,4 +1,4 @@
-"""Metaflow's command line: how it prints errors, and what commands are made with.
+"""Private names of Metaflow's command line: how it prints errors, and how commands are made.
 
 Read in ``metaflow/cli.py``, ``exception.py`` and ``runtime.py`` of 2.13 and 2.19.39.
 """
@@ -25,9 +25,10 @@ CommandException: Any = known("metaflow.exception", "CommandException", Torchrun
 
 
 def print_errors_by(show: Callable[..., None]) -> None:
-    """Have `show` called in the place of what prints the error that ends a program; can be called again.
+    """Replace the functions that print the error at a program's end by `show`; can be called again.
 
-    It gets Metaflow's own function first, and then what that gets. Without the names Metaflow prints all itself.
+    `show` gets Metaflow's own function and then that function's arguments. If the names are missing, Metaflow prints
+    every error itself.
     """
     cli = sys.modules.get("metaflow.cli")
     for name in () if cli is None else ("print_metaflow_exception", "print_unknown_exception"):

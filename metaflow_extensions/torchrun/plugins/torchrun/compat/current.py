@@ -1,6 +1,6 @@
-"""What Metaflow's `current` says in this task, as data for the workers of a function.
+"""Copies Metaflow's `current` of this task into data for the workers of a function.
 
-`features/functions/function_worker` has a worker's own `current` say the same. Read in
+`features/functions/function_worker` makes a worker's own `current` return the same. Read in
 ``metaflow/metaflow_current.py`` of 2.13 and 2.19.39.
 """
 
@@ -14,7 +14,7 @@ from metaflow import current
 from .renamed import convenience, known
 
 _PARALLEL = known("metaflow.metaflow_current", "Parallel", None)
-# They ask Metaflow's metadata when somebody looks at them. A worker's `current` makes them itself.
+# Reading these asks Metaflow's metadata service. A worker's `current` makes them itself.
 _MADE_WHEN_ASKED = frozenset({"run", "task"})
 _PLAIN = (type(None), bool, int, float, str, bytes)
 _CONTAINERS = (list, tuple, set, frozenset)
@@ -51,7 +51,7 @@ def _told() -> bytes:
 
 
 def is_plain(thing: Any) -> bool:
-    """Tell whether `thing` is data that can't act on anything, however it is nested."""
+    """Return whether `thing` is plain data, nested or not: without methods that act on something."""
     kind = type(thing)
     if kind is dict:
         return all(is_plain(part) for pair in thing.items() for part in pair)

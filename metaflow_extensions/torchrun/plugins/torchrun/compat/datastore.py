@@ -1,7 +1,7 @@
-"""What a task stores through Metaflow's datastore: ``metaflow/datastore``, read in 2.13 and 2.19.39.
+"""Private names of Metaflow's datastore, with which a task stores data: ``metaflow/datastore``, read in 2.13 and 2.19.39.
 
-`DatastoreValues` has values by their content, `metadata_of` what belongs to one attempt of a task. A gang needs both
-and fails without them, with the name in the error; all else is left out.
+`DatastoreValues` stores values by their content, `metadata_of` stores data of one attempt of a task. A gang needs both
+and fails without them, with the missing name in the error. Everything else here is left out if its name is missing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TASK_LOG_SOURCE = known("metaflow.mflog", "TASK_LOG_SOURCE", "task")
 
 
 class DatastoreValues:
-    """The content-addressed part of a flow's datastore, where artifacts lie, too."""
+    """The content-addressed part of a flow's datastore, which also holds the artifacts."""
 
     def __init__(self, flow_datastore: Any) -> None:
         self._store = flow_datastore  # metaflow.datastore.FlowDataStore
@@ -115,7 +115,7 @@ def datastore_type(flow_datastore: Any) -> str | None:
 
 
 def watch_storing(task_datastore: Any, around: Callable[..., Any]) -> None:
-    """Have `around` called in the place of each method that stores a task's results, with the method and its arguments."""
+    """Replace each method that stores a task's results by `around`, which gets the method and its arguments."""
     for name in ("persist", "save_metadata", "done"):
         with convenience("word to the gang of results that can't be stored"):
             setattr(task_datastore, name, partial(around, getattr(task_datastore, name)))

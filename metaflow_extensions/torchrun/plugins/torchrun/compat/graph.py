@@ -52,16 +52,18 @@ def parallel_steps(graph: Any) -> list[str]:
 
 
 def check_first(check: Callable[[Any], None]) -> None:
-    """Have `check` look at each graph before Metaflow's own checks do."""
+    """Run `check` on each graph before Metaflow's own checks."""
     with convenience(_LINT):
         from metaflow.lint import linter
 
         linter.ensure_static_graph(linter.check(check))
+        # `linter.check` appends to this private list (lint.py, 2.13 and 2.19.39). At its end, ours would run after
+        # Metaflow's check of num_parallel, whose error speaks of @parallel.
         linter._checks.insert(0, linter._checks.pop())
 
 
 def check_last(check: Callable[[Any], None]) -> None:
-    """Have `check` look at each graph after all others."""
+    """Run `check` on each graph after all other checks."""
     with convenience(_ARGUMENTS):
         from metaflow.lint import linter
 
@@ -96,7 +98,7 @@ def sources_of_steps(graph: Any) -> Iterator[tuple[str, str | None, int | None]]
 
 
 def ignored_by_with(name: str) -> list[str]:
-    """Return what ``--with`` says of the decorator `name`, which Metaflow drops where a step has it in its source."""
+    """Return the ``--with`` option for the decorator `name`, which Metaflow drops if a step has it in its source."""
     specs: list[str] = []
     with convenience("the word that --with is ignored where a step has its decorator in the source"):
         from metaflow._vendor import click

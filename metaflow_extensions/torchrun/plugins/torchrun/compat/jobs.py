@@ -1,8 +1,8 @@
-"""The remote job that ``flow.py kubernetes step`` or ``batch step`` looks after, as an object of Metaflow's.
+"""Finds Metaflow's object of the remote job in ``flow.py kubernetes step`` or ``batch step``.
 
-Read in ``plugins/kubernetes`` and ``plugins/aws/batch`` of 2.19.39. All that is used of it is private. It is found in the
-frames of the error that is shown, and nothing is replaced. Where a name is missing, nothing is said, and nothing else
-is lost: a job that could not be made looks the same.
+Read in ``plugins/kubernetes`` and ``plugins/aws/batch`` of 2.19.39. All names are private. The job is found in the
+frames of the error that ends the process; nothing of Metaflow is replaced. If a name is missing, nothing is reported
+about the job, as for a job that could not be made.
 """
 
 from __future__ import annotations

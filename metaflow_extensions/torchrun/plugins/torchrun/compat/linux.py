@@ -1,7 +1,7 @@
 """prctl(2) of Linux, which Python does not offer.
 
 A guardian imports this without Metaflow, and in a child between fork and exec. So nothing here raises: without ctypes
-(a Python built without libffi), or without prctl, a call says that nothing was done.
+(a Python built without libffi), or without prctl, a call returns that nothing was done.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _PR_GET_CHILD_SUBREAPER = 37
 
 
 def adopt_orphans() -> bool:
-    """Become the parent of every descendant of this process whose own parent ends; tell whether that was done.
+    """Become the parent of every descendant of this process whose own parent ends; return whether that was done.
 
     Without it nobody ends a process that has detached itself and lost its parent.
     """
@@ -32,7 +32,7 @@ def adopt_orphans() -> bool:
 
 
 def adopts_orphans() -> bool:
-    """Tell whether this process is the parent of every descendant whose own parent ends."""
+    """Return whether this process is the parent of every descendant whose own parent ends."""
     if _call is None:
         return os.getpid() == 1
     is_subreaper = ctypes.c_int()

@@ -22,10 +22,10 @@ _said: set[str] = set()  # what was left out in this process; threads may add to
 
 @contextmanager
 def harmless(tell: Callable[[Exception], None] = lambda error: None) -> Iterator[None]:
-    """Leave out what fails, and tell of it.
+    """Catch every exception and pass it to `tell`, except our own errors and that of Metaflow's ``@timeout``.
 
-    Our own errors pass, and that of Metaflow's ``@timeout``: handlers of signals raise them in the main thread, out of
-    whatever runs there. Who catches one has the gang wait for a node that knows nothing of the gang's end.
+    Signal handlers raise those in the main thread, in the middle of any code. If this caught one, the node would miss the
+    gang's end, and the gang would wait for the node.
     """
     try:
         yield
@@ -52,7 +52,7 @@ def convenience(what: str) -> Iterator[None]:
 
 
 def known(module: str, name: str, instead: Any = _REQUIRED) -> Any:
-    """Return what Metaflow's `module` calls `name`; where it is not there `instead`, or without that `TorchrunError`."""
+    """Return `name` of Metaflow's `module`; if it is missing, return `instead`, or raise `TorchrunError` without one."""
     try:
         return getattr(import_module(module), name)
     except (ImportError, AttributeError) as error:
@@ -68,7 +68,7 @@ TimeoutException: Any = known("metaflow.plugins.timeout_decorator", "TimeoutExce
 
 
 def need(thing: Any, name: str) -> Any:
-    """Return the attribute `name` of something of Metaflow's; raise `TorchrunError` where it is not there."""
+    """Return the attribute `name` of an object of Metaflow; raise `TorchrunError` if it is missing."""
     try:
         return getattr(thing, name)
     except AttributeError as error:
@@ -79,7 +79,7 @@ def need(thing: Any, name: str) -> Any:
 
 
 def versions() -> str:
-    """Say which versions of Metaflow this code knows, and which one runs."""
+    """Return in words which versions of Metaflow this code knows, and which one runs."""
     # Metaflow itself may still be on its way in.
     here = getattr(sys.modules.get("metaflow"), "__version__", "another version")
     return f"This version of metaflow-torchrun knows Metaflow {_KNOWN}, and this is {here}"

@@ -1,4 +1,4 @@
-"""Metaflow's steps and tasks: their decorators, what a flow object knows of its gang, and how a task is started.
+"""Private names of Metaflow's steps and tasks: decorators, a flow object's facts of its gang, the start of a task.
 
 Read in ``metaflow/decorators.py``, ``plugins/parallel_decorator.py``, ``runtime.py`` and ``plugins/kubernetes`` of 2.13
 and 2.19.39. `import metaflow` loads this module, and must not fail: what is missing is said where somebody writes
@@ -33,7 +33,7 @@ def check_parallel() -> None:
 
 
 def is_local() -> bool:
-    """Tell whether all tasks run on this machine, as ``metaflow.plugins.parallel_decorator`` does."""
+    """Return whether all tasks run on this machine, as ``metaflow.plugins.parallel_decorator`` does."""
     return os.environ.get("METAFLOW_RUNTIME_ENVIRONMENT", "local") == "local"
 
 
@@ -91,14 +91,14 @@ def num_nodes_told(cli_args: Any) -> int | None:
 
 
 def start_one_node_as_pod(cli_args: Any) -> None:
-    """Have a gang of one node on Kubernetes start as an ordinary pod: Metaflow refuses to make a job set of one."""
+    """Start a gang of one node on Kubernetes as an ordinary pod: Metaflow refuses to make a job set of one."""
     with convenience("a gang of one node as an ordinary pod"):
         if cli_args.command_options.get("num-parallel") == "1":
             del cli_args.command_options["num-parallel"]
 
 
 def run_first_in_pod(cli_args: Any, script: str) -> None:
-    """Have the pod's shell run `script` first, and then what the user has set."""
+    """Make the pod's shell run `script` first, and then the user's own script."""
     with convenience("word to the workers that their pod is deleted"):
         cli_args.env[_POD_SCRIPT] = script + (_OWN_SCRIPT or "true")
 
@@ -126,7 +126,7 @@ def make_gang_of_one(flow: Any) -> None:
 
 
 def set_tasks_of_one(flow: Any, task: str) -> None:
-    """Say what Metaflow's join asks of a control task, for an ordinary pod that is the whole gang."""
+    """Set what Metaflow's join reads of a control task, for an ordinary pod that is the whole gang."""
     flow._control_mapper_tasks = [task]
     flow._control_task_is_mapper_zero = True
 
@@ -144,5 +144,5 @@ def control_task_of(parallel: Any) -> str | None:
 
 
 def offer(name: str, thing: Any) -> None:
-    """Have ``current`` offer `thing` to the step's code."""
+    """Add `thing` to ``current`` for the step's code."""
     need(current, "_update_env")({name: thing})

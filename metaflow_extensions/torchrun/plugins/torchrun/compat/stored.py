@@ -1,7 +1,7 @@
-"""What Metaflow has stored of tasks: files, logs and artifacts, read by another process than the task's.
+"""Private names with which other processes read a task's stored files, logs and artifacts.
 
-Read in ``metaflow/datastore``, ``mflog`` and ``plugins/datastores`` of 2.13 and 2.19.39. Who asks is a command or a
-card: where a name is gone, a command ends with an error that has it, and a card shows less.
+Read in ``metaflow/datastore``, ``mflog`` and ``plugins/datastores`` of 2.13 and 2.19.39. Commands and
+cards use it: if a name is missing, a command ends with an error that has the name, and a card shows less.
 """
 
 from __future__ import annotations

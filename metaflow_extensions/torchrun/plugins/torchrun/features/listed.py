@@ -1,6 +1,7 @@
-"""The one list of features: what is not in it, a launch does without.
+"""The list of all features. A launch works without any of them: remove one here, and the rest stays as it is.
 
-Those that wire a gang import it (`decorator`, `gang_of_one`), and those that show one (`show.commands`, `show.gang_card`).
+Only the modules that put a gang together import it (`decorator`, `gang_of_one`), and those that show one
+(`show.commands`, `show.gang_card`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Why a launch failed, as data; how an error tells it; and which of several failures was the first.
+"""The causes of failures as data, the texts of errors made from them, and the choice of the first failure.
 
-Each failure becomes a `Cause`, and `first_failure` picks the one that started it all. An error has a `FailureText`: its
-cause, and the text around it. Who wants an error to say something else changes that, and never a finished text.
+Each failure becomes a `Cause`, and `first_failure` picks the one that the others follow from. An error holds a
+`FailureText`: its cause and the text around it. To change what an error says, change that object: nothing parses a
+finished text.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _CONNECTION_ERRORS = re.compile(
     r"failed to recv|failed to connect|recvValue failed|watchdog caught collective operation timeout",
     re.IGNORECASE,
 )
-# Has the workers' hook (`worker_hooks`) show such an exception in one line.
+# With this variable the workers' hook (`worker_hooks`) prints such an exception in one line.
 SHORT_PEER_ERRORS = {"TORCHRUN_PEER_GONE": _CONNECTION_ERRORS.pattern}
 _STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 
@@ -43,7 +44,7 @@ _SIGNAL_HINTS = {
     # alive after destroy_process_group: "terminate called without an active exception".
     "SIGABRT": "native code gave up; its last lines on stderr say why. If that was at its very end, delete the DDP model "
     "and call gc.collect() before destroy_process_group()",
-    "SIGTERM": "somebody told it to stop",
+    "SIGTERM": "it was told to stop",
 }
 
 # The kinds of causes, each with its class.
@@ -54,8 +55,8 @@ _CATEGORIES = {
     "call": "user",  # `run` refused it
     "signal": "killed",
     "oom": "killed",  # out of memory
-    "command": "before_run",  # one of it failed
-    "agent": "start",  # it gave up before or without its workers
+    "command": "before_run",  # a command failed
+    "agent": "start",  # it ended before its workers ran
     "agent_ended": "killed",  # while its workers ran
     "lost": "node_lost",
     "terminated": "preempted",
@@ -65,6 +66,18 @@ _CATEGORIES = {
     "frozen": "hang",  # stopped by a signal
     "store": "store",  # a returned value could not be stored or loaded
 }
+CATEGORY_TEXTS = {
+    "user": "an error in your code",
+    "killed": "a process was killed",
+    "before_run": "a command of before_run failed",
+    "start": "torchrun could not start the workers",
+    "node_lost": "a node was lost",
+    "preempted": "a node was told to stop",
+    "timeout": "the time was up",
+    "hang": "a process was stopped or made no progress",
+    "store": "the datastore failed",
+}
+"""The classes of causes, each in words."""
 
 
 @dataclass(frozen=True)
@@ -103,12 +116,12 @@ class Cause:
         return Cause(**{each.name: data[each.name] for each in fields(Cause) if each.name in data})
 
     def is_same_event(self, other: Cause) -> bool:
-        """Tell whether `other` tells of this same failure, perhaps from another place in the code."""
+        """Return whether `other` describes the same failure, perhaps as another place in the code reported it."""
         return all(getattr(self, name) == getattr(other, name) for name in ("kind", "node", "rank", "exception"))
 
-    @cached_property  # the look takes milliseconds in a long text
+    @cached_property  # the search takes milliseconds in a long text
     def is_consequence(self) -> bool:
-        """Whether it follows from another failure, as far as it tells itself."""
+        """Whether its own text or signal says that it follows from another failure."""
         if self.exception is None and self.exit_code is not None and -self.exit_code in _STOP_SIGNALS:
             return True
         if self.kind in ("exception", "exit"):
@@ -117,7 +130,7 @@ class Cause:
 
     @property
     def who(self) -> str:
-        """Name the failed worker or node, or the launch as a whole."""
+        """The failed worker or node, or the launch as a whole, for a sentence."""
         if self.kind in ("hang", "timeout"):
             return "the launch"
         node = f"node {self.node} (host {self.host})"
@@ -125,7 +138,7 @@ class Cause:
 
     @property
     def what(self) -> str:
-        """Say in one line how it ended."""
+        """How it ended, in one line."""
         if self.kind == "store" or (self.kind == "frozen" and self.rank is not None):
             return str(self.exception)
         if self.kind in ("command", "agent", "agent_ended", "lost", "frozen"):
@@ -142,7 +155,7 @@ class Cause:
 
     @property
     def remedy(self) -> str:
-        """What to change, where the worker's own words do not say it; empty where nothing is known."""
+        """What to change, if the exception's own text does not say it; empty if nothing is known."""
         if self.advice:
             return self.advice
         return remedy(self.exception) if self.kind == "exception" and self.exception else ""
@@ -165,12 +178,12 @@ class Cause:
 
 @dataclass(frozen=True)
 class FailureText:
-    """What an error says: its cause, and the text around it."""
+    """The text of an error: its cause, and what stands around the cause's own report."""
 
     cause: Cause
     before: str = ""
     after: str = ""
-    instead: str | None = None  # of what the cause itself says
+    instead: str | None = None  # of the cause's own report
 
     @property
     def text(self) -> str:
@@ -178,14 +191,14 @@ class FailureText:
         return self._with(self.cause.describe())
 
     def without_detail(self) -> str:
-        """Return the text for a place near which the cause's detail can be read."""
+        """Return the text without the traceback or output, for a log that shows those already."""
         report = replace(self.cause, detail="").describe()
         if self.cause.detail and self.cause.kind not in ("step", "call"):
-            report += " What it wrote itself stands above."
+            report += " Its traceback is above." if self.cause.kind == "exception" else " Its output is above."
         return self._with(report)
 
     def without_report(self) -> str:
-        """Return the text for a place where all but the remedy has just been said."""
+        """Return only what to change, for a log that has just shown everything else."""
         return self._with(self.cause.remedy).strip()
 
     def _with(self, report: str) -> str:
@@ -196,14 +209,14 @@ E = TypeVar("E", bound=TorchrunError)
 
 
 def failed(cls: type[E], failure: FailureText) -> E:
-    """Return the error that tells of a failure, in texts of bounded size: here as on all nodes that it is sent to."""
+    """Return the error for a failure; its texts have a bounded size, here and on all nodes that it is sent to."""
     error = cls()
     error._failure = replace(failure, cause=failure.cause.bounded())
     return error
 
 
 def failure_of(error: TorchrunError) -> FailureText | None:
-    """Return what an error tells of; None where no node has failed. An error that was pickled has a text only."""
+    """Return the failure behind an error; None if no node has failed. An error that was pickled has only a text."""
     if error._failure is None and error.cause is not None:
         return FailureText(Cause.from_dict(error.cause), instead=error.message)
     return error._failure
@@ -226,13 +239,13 @@ def retold(error: TorchrunError, cls: type[E], before: str = "", after: str = ""
 
 
 def rename_node(error: TorchrunError, node: int) -> None:
-    """Give the cause of an error another node index: a gang of one has node 0 alone, and can run in a gang's step."""
+    """Change the node index in an error's cause: a gang of one knows only node 0, and may run on another node of a gang."""
     if (failure := failure_of(error)) is not None:
         error._failure = replace(failure, cause=replace(failure.cause, node=node))
 
 
 def describe_exit(code: int) -> str:
-    """Say what an exit code (negative for a signal) means."""
+    """Return an exit code (negative for a signal) in words."""
     if code >= 0:
         return f"exited with code {code}"
     name = signal_name(-code)
@@ -257,6 +270,6 @@ class Failure:
 
 
 def first_failure(failures: Iterable[Failure]) -> Failure | None:
-    """Return the failure that started it all, or None without any: a consequence may be seen before its origin."""
+    """Return the failure that the others follow from, or None without any: a consequence may be reported before it."""
     ordered = sorted(failures, key=lambda failure: -failure.age_s)
     return next((each for each in ordered if not each.cause.is_consequence), ordered[0] if ordered else None)

@@ -40,8 +40,8 @@ from .texts import counted, headline, names
 Outgoing = tuple[int, Message]
 """A node's index and a message for it."""
 
-# How long it may take to store what a launch that has failed has left, and the list of what was stored in that time.
-# The nodes wait for it, and cost.
+# How long storing the outputs of a failed launch may take, and then the list of them. All nodes wait meanwhile, and
+# the user pays for them.
 SAVE_S = 120.0
 _LIST_S = 15.0
 
@@ -85,7 +85,7 @@ class Course:
             self.keepers.tick(self.age_s, self._where)
 
     def go(self) -> None:
-        """Have all nodes start a generation of workers."""
+        """Send *go*: all nodes start a generation of workers."""
         launch = self.launch
         pinned = launch.ready[CONTROL].master_port
         port = self._pick_port(pinned)
@@ -179,7 +179,7 @@ class Course:
             self.fail(launch.error(self._first_cause(), []))
             return
         wanted = launch.policy.min_nodes
-        if wanted is None:  # before all nodes are looked through
+        if wanted is None:  # first, since the rest looks at every node
             self._stop()
             return
         others = [other for other in self.nodes.joined if other != node and other not in launch.dropped]
@@ -200,18 +200,18 @@ class Course:
             return
         launch.enter(Phase.STOPPING)
         for node in [node for node in launch.stores if launch.ended[node].ok]:
-            del launch.stores[node]  # after a failure, only what was raised is wanted
+            del launch.stores[node]  # after a failure, only raised exceptions are stored
         cause = launch.first_cause()
         kind = "" if cause is None else cause.kind
         launch.until = self._clock() + self.rules.stop_s + self.keepers.find_out_s(kind)
         number = launch.signal_for(cause)
         self.note("stopping", text="" if cause is None else summary(cause))
         self.broadcast(Stop(launch.number, launch.generation, reason(cause), teller(cause), number, kind))
-        self.decide_if_all_ended()  # no word of the workers' ends will come, if there are none
+        self.decide_if_all_ended()  # without members, no report of an end will come
 
     def decide_if_all_ended(self) -> None:
         """Decide what follows, once all nodes have reported their end."""
-        # Each node's message leads here, so what is quickly known comes first.
+        # This runs for each node's message, thousands of times in a large gang, so the cheap checks come first.
         launch = self.launch
         if launch.phase is Phase.SAVING and not any(self.nodes[node] is NodeState.JOINED for node in launch.stores):
             self.finish(launch.failing_with)
@@ -238,7 +238,9 @@ class Course:
         elif follows is Next.MOVE:
             launch.generation += 1
             launch.moves += 1
-            self.broadcast(Note("the port chosen for the rendezvous was taken meanwhile; starting on another"))
+            self.broadcast(
+                Note("another program took the port of the rendezvous; all workers start again with another port")
+            )
             self.go()
         elif follows is Next.RESTART and cause is not None:
             self._restart(cause, now)
@@ -254,24 +256,24 @@ class Course:
         self.broadcast(Restart(launch.number, launch.restarts, launch.policy.max_restarts, pause_s, cause))
 
     def _first_cause(self) -> Cause | None:
-        """Return the failure that started it all, with what features have found out of it."""
+        """Return the first failure, with what features have found out about it."""
         cause = self.launch.first_cause()
         detail = "" if cause is None else self.keepers.detail(cause.kind)
         return replace(cause, detail=detail) if cause is not None and detail else cause
 
     def fail_as_a_whole(self, kind: str, text: str) -> None:
-        """Stop the launch because of something that is no node's failure."""
+        """Stop the launch for a reason that concerns all nodes, such as a time limit."""
         self.note(kind, text=text)
         cause = Cause(kind, CONTROL, self.nodes.host(CONTROL), exception=text)
         self.launch.add_failures([Failure(cause)], self._clock())
         self._stop()
 
     def fail(self, error: TorchrunError) -> None:
-        """End the launch with an error, when what the nodes save is stored."""
+        """End the launch with an error, after the nodes have stored their outputs."""
         launch = self.launch
         nodes = [node for node in launch.saved_by(error) if self.nodes[node] is NodeState.JOINED]
         now = self._clock()
-        # Workers have the grace to end after the step's time, and what they have written as long again.
+        # After the step's @timeout the workers may use the grace to end, and storing their outputs as long again.
         within_s = min(SAVE_S, max(launch.deadline - now, self.rules.grace_s))
         if not nodes or within_s <= 0:
             self.finish(error)
@@ -291,11 +293,11 @@ class Course:
     def finish(self, error: TorchrunError | None) -> None:
         """End the launch with its verdict; None: all has gone well."""
         launch = self.launch
-        if error is not None and launch.phase is not Phase.SAVING:  # where it is, that was told when it began
+        if error is not None and launch.phase is not Phase.SAVING:  # else `fail` has recorded it
             self._record_error(error)
         launch.enter(Phase.OVER)
         launch.verdict = error
-        launch.stores.clear()  # nobody waits for it any more
+        launch.stores.clear()  # no node waits for it any more
         if error is None:
             self.note("done")
         else:

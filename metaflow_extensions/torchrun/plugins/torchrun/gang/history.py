@@ -16,7 +16,7 @@ Kind = Literal[
     "preempted", "hang", "timeout", "dropped", "stopping", "cause", "restart", "done", "failed", "broken", "omitted",
     "stored", "before_run", "command", "told",
 ]  # fmt: skip
-# What every node gets to know with a verdict; the others concern one node that is as it should be.
+# The kinds that every node gets with a verdict. The others are about one node, and report no problem.
 _OF_THE_GANG = frozenset(
     {
         "before_run",
@@ -35,9 +35,9 @@ _OF_THE_GANG = frozenset(
         "omitted",
     }
 )
-# How many records are kept: of a long life its begin and its last part.
+# How many records are kept: the first and the last ones.
 _FIRST, _LAST = 4000, 6000
-# How many of them a message to another node has at most: with the longest texts that is half of what a frame may hold.
+# How many records a message to another node has at most: with the longest texts they fill half a frame.
 _TOLD_FIRST, _TOLD_LAST = 100, 200
 # How many reports are kept, the last ones, and how many characters of each: stacks of many ranks are long.
 _REPORTS, _REPORT_CHARS = 20, 128 * 1024
@@ -45,7 +45,7 @@ _REPORTS, _REPORT_CHARS = 20, 128 * 1024
 
 @dataclass(frozen=True)
 class Record:
-    """One thing that has happened; what does not apply is None."""
+    """One event of the gang; a field that does not apply is None."""
 
     kind: str  # a `Kind`, or a feature's own
     at_s: float  # seconds since the gang's begin, by the control node's clock
@@ -56,7 +56,7 @@ class Record:
     rank: int | None = None  # global
     exit_code: int | None = None  # of a worker or a command; negative for a signal
     text: str = ""
-    seconds: float | None = None  # that a command took
+    seconds: float | None = None  # how long a command took
 
     def as_dict(self) -> dict[str, Any]:
         """Return it as plain data, with all fields."""
@@ -64,13 +64,13 @@ class Record:
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> Record:
-        """Return the record that `as_dict` has described; fields that nobody knows are ignored."""
+        """Return the record that `as_dict` has described; unknown fields are ignored."""
         return Record(**{each.name: data[each.name] for each in fields(Record) if each.name in data})
 
 
 @dataclass(frozen=True)
 class Report:
-    """All that is known of one failure; of what has happened, its record says it in one line."""
+    """The full report of one failure; its `Record` has one line of it."""
 
     at_s: float
     launch: int | None = None
@@ -81,7 +81,7 @@ class Report:
 
 
 class History:
-    """The records of one gang; notes are taken in one thread, and any thread may read `records` and `reports`."""
+    """The records of one gang. One thread adds them; any thread may read `records` and `reports`."""
 
     def __init__(self, clock: Callable[[], float], wall: Callable[[], float] = time.time) -> None:
         self._clock = clock
@@ -90,7 +90,7 @@ class History:
         self._first: list[Record] = []
         self._last: deque[Record] = deque(maxlen=_LAST)
         self._reports: deque[Report] = deque(maxlen=_REPORTS)
-        self.count = 0  # of all that were noted
+        self.count = 0  # of all records, also those not kept
 
     def note(self, kind: Kind | str, **facts: Any) -> None:
         """Add a record, of a `Kind` or a feature's own; `facts` are fields of `Record`."""
@@ -116,11 +116,11 @@ class History:
 
     @property
     def records(self) -> tuple[Record, ...]:
-        """All that were kept; where some were not, a record in their place says how many."""
+        """All records that are kept; one record in the place of the dropped ones has their number."""
         return self.since(0)
 
     def since(self, mark: int) -> tuple[Record, ...]:
-        """Return those that were noted when `count` was `mark` or more; else the same as `records`."""
+        """Return the records from number `mark` on; otherwise as `records`."""
         first, last = tuple(self._first), tuple(self._last)
         began = max(len(first), self.count - len(last))  # so many had been noted before those in `last`
         missing = began - max(len(first), mark)
@@ -129,7 +129,7 @@ class History:
 
 
 def of_the_gang(records: Iterable[Record]) -> tuple[Record, ...]:
-    """Return those that concern the gang as a whole; of very many the first and the last."""
+    """Return the records about the gang as a whole; of very many, the first and the last ones."""
     found = tuple(record for record in records if record.kind in _OF_THE_GANG)
     missing = len(found) - _TOLD_FIRST - _TOLD_LAST
     if missing <= 0:
@@ -139,5 +139,5 @@ def of_the_gang(records: Iterable[Record]) -> tuple[Record, ...]:
 
 
 def omitted(count: int, after: Record) -> Record:
-    """Return what stands in place of records that are left out; `after` is the next one."""
+    """Return the record that stands for `count` dropped ones; `after` is the next one."""
     return Record("omitted", after.at_s, after.time, text=f"{count} records are left out here")

@@ -1,4 +1,4 @@
-"""What the control node knows of one launch, and the error it makes of its end.
+"""The state of one launch on the control node, and the error with which it ends.
 
 A launch is in one `Phase` at a time, and `Launch.enter` is the only way to another.
 """
@@ -12,14 +12,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..errors import GangError, LaunchFailed, LaunchHung, LaunchTimeout, TorchrunError, TorchrunPreempted
-from .cause import Cause, Failure, FailureText, cause_of, failed, first_failure
+from .cause import CATEGORY_TEXTS, Cause, Failure, FailureText, cause_of, failed, first_failure
 from .history import Record, of_the_gang
 from .policy import LaunchPolicy
 from .protocol import CONTROL, WORKERS, Ended, Ready, Verdict
 from .texts import REMIND_S, counted, first_values, headline, names, shortened
 
-# What must be the same on every node besides the launch's number, and how to call it. The first two are
-# fields of *ready*, the others its facts.
+# What must be the same on every node, and its name for the error. The first two are fields of *ready*, the others are
+# among its facts.
 _MUST_AGREE = {
     "launch": "launch number",
     "runs": "kind of launch",
@@ -32,19 +32,19 @@ _MUST_AGREE = {
     "digest": "entrypoint and torchrun options",
     "contents": "contents of the entrypoint",
 }
-# What else to say of one of these.
+# What to change, for those where the error would not say it.
 _REMEDIES = {
     "devices": " Without accelerators a node would compute on its CPU and hold up the others: look at what it was given, and "
     "at CUDA_VISIBLE_DEVICES there. run(env={'CUDA_VISIBLE_DEVICES': ''}) on every node lets all compute on CPUs."
 }
 BACKOFF_LIMIT_S = 30.0
 """The longest pause before a restart."""
-# What an agent says when its store can't listen (TCPStore, torch 2.13).
+# What an agent prints when its store can't listen (TCPStore, torch 2.13).
 _PORT_TAKEN = re.compile("EADDRINUSE|address already in use", re.IGNORECASE)
 _MAX_MOVES = 3
 _NODES_SAID = 3
 LONGER = "longer than the step's @timeout allows"
-"""What is said of a step whose time is up, after "it ran "."""
+"""The text for a step whose time is up; "it ran " stands before it."""
 
 
 class Phase(enum.Enum):
@@ -52,10 +52,10 @@ class Phase(enum.Enum):
 
     GATHERING = "waits until all nodes are ready"
     RUNNING = "the workers run"
-    STORING = "all workers have ended well, and what they have returned or written is being stored"
+    STORING = "all workers have ended well, and their values and outputs are being stored"
     STOPPING = "the workers are told to stop"
     PAUSING = "all workers are gone; a restart follows after a pause"
-    SAVING = "it has failed, all workers are gone, and what they have left is being stored"
+    SAVING = "it has failed, no worker is left, and the outputs are being stored"
     OVER = "every node knows how it ended"
 
 
@@ -81,18 +81,18 @@ class Launch:
     generation: int = 0
     moves: int = 0  # generations that began because the rendezvous' port was taken
     ended: dict[int, Ended] = field(default_factory=dict)  # without what failed, which is in `failures`
-    failures: list[Failure] = field(default_factory=list)  # with ages as of the clock's zero, so that all compare
-    dropped: set[int] = field(default_factory=set)  # nodes that an elastic launch goes on without
-    verdict: TorchrunError | None = None  # when it is over: what it has ended with
+    failures: list[Failure] = field(default_factory=list)  # ages as of the clock's zero, so that they compare
+    dropped: set[int] = field(default_factory=set)  # nodes that an elastic launch has lost and continues without
+    verdict: TorchrunError | None = None  # the error at its end; None while it runs, or if it succeeded
     given_up: set[int] = field(default_factory=set)  # nodes whose own code has ended their call of `run`
     policy: LaunchPolicy = field(default_factory=LaunchPolicy)
     went_at: float = 0.0
     deadline: float = float("inf")
-    until: float = float("inf")  # when to go on from STOPPING, PAUSING or SAVING, whatever is missing
-    remind_at: float = float("inf")  # when to say next what the launch waits for
+    until: float = float("inf")  # deadline of STOPPING, PAUSING or SAVING
+    remind_at: float = float("inf")  # when to log next what the launch waits for
     stores: dict[int, str] = field(default_factory=dict)  # nodes whose workers have ended -> what they store
     stores_since: float = 0.0
-    failing_with: TorchrunError | None = None  # while SAVING: what it ends with then
+    failing_with: TorchrunError | None = None  # while SAVING: the error it will end with
 
     def enter(self, phase: Phase) -> None:
         """Go to another phase."""
@@ -100,7 +100,7 @@ class Launch:
         self.phase = phase
 
     def begin_generation(self, now: float) -> None:
-        """All nodes start their workers; nothing of the generation before counts any more."""
+        """Begin a generation: forget the ends and failures of the one before."""
         self.enter(Phase.RUNNING)
         self.went_at = now
         for each in (self.ended, self.stores, self.failures):
@@ -119,7 +119,7 @@ class Launch:
         return round(left_s, 1)
 
     def begin_saving(self, nodes: Iterable[int], error: TorchrunError, now: float, until: float) -> None:
-        """It will fail with `error` when `nodes` have stored what they save, or when it is `until`."""
+        """Wait until `nodes` have stored their outputs, or until the time `until`; then fail with `error`."""
         self.enter(Phase.SAVING)
         self.failing_with, self.until = error, until
         self.stores.clear()
@@ -134,7 +134,7 @@ class Launch:
 
     @property
     def restarts(self) -> int:
-        """How often the gang was restarted because of a failure; a move to another port is none."""
+        """How often the gang was restarted because of a failure; a move to another port does not count."""
         return self.generation - self.moves
 
     def add_ready(self, node: int, ready: Ready) -> None:
@@ -145,20 +145,20 @@ class Launch:
     def add_failures(self, failures: Iterable[Failure], now: float) -> None:
         """Keep the first failure and the first preemption only: thousands of texts would take hundreds of megabytes."""
         self.failures += [Failure(each.cause, each.age_s - now) for each in failures]
-        if self.policy.min_nodes is None:  # where the launch may go on, each node's own is wanted
+        if self.policy.min_nodes is None:  # an elastic launch may continue, and needs each node's own failure
             preempted = first_failure(each for each in self.failures if each.cause.category == "preempted")
             kept = (first_failure(self.failures), preempted)
             self.failures = [each for each in dict.fromkeys(kept) if each is not None]
 
     def add_storing(self, node: int, what: str, now: float) -> None:
-        """Keep what a node stores whose workers have ended."""
+        """Record what a node stores after its workers have ended."""
         if not self.stores:
             self.stores_since, self.remind_at = now, now + REMIND_S
         self.stores[node] = what
 
     @property
     def preempted(self) -> Cause | None:
-        """A preemption of a node in this generation, be it the first cause or not; that node will not come back."""
+        """A preemption of a node in this generation, even if it was not the first failure: that node will not come back."""
         return next((each.cause for each in self.failures if each.cause.category == "preempted"), None)
 
     def cause_of(self, node: int) -> Cause | None:
@@ -167,7 +167,7 @@ class Launch:
         return None if first is None else first.cause
 
     def contradiction(self) -> TorchrunError | None:
-        """Return what keeps the nodes from working together, naming nodes and values, or None."""
+        """Return the error if the nodes' settings or software differ, with nodes and values; else None."""
         for key, name in _MUST_AGREE.items():
             values: dict[Any, list[int]] = {}
             for node in sorted(self.ready):
@@ -188,14 +188,14 @@ class Launch:
         return _REMEDIES.get(key, "")
 
     def _accelerators(self) -> dict[str | None, list[int]]:
-        """Return the nodes by what their workers see: ``"8 nvidia"`` or ``"none"``; None: nobody has said."""
+        """Return the nodes by what their workers see: ``"8 nvidia"``, ``"none"``, or None if not reported."""
         found: dict[str | None, list[int]] = {}
         for node in sorted(self.ready):
             found.setdefault(self.ready[node].facts.get("accelerators"), []).append(node)
         return found
 
     def _sees_one_kind(self) -> bool:
-        """Tell whether `run` gives all workers the same kind of accelerators, whatever kinds there are."""
+        """Return whether all workers see the same kind of accelerators, even if the nodes' own kinds differ."""
         seen = self._accelerators()
         return None not in seen and len({str(each).partition(" ")[2] for each in seen}) == 1
 
@@ -215,20 +215,20 @@ class Launch:
         return seen["none"] if len(seen) > 1 and "none" in seen else []
 
     def saved_by(self, error: TorchrunError) -> list[int]:
-        """Return which nodes have something to store when the launch fails with `error`: of those that have ended."""
+        """Return the nodes that have outputs to store when the launch fails with `error`, among those that have ended."""
         cause = cause_of(error)
-        if cause is not None and cause.kind == "store":  # then the datastore is the failure
+        if cause is not None and cause.kind == "store":  # the datastore itself has failed
             return []
         able = self.ended.keys() - self.dropped - self.given_up
         return sorted(node for node in able if self.ended[node].saves)
 
     def signal_for(self, cause: Cause | None) -> int | None:
-        """Return what the workers get so that they can save, where `cause` leaves time for it."""
+        """Return the signal that tells workers to save, if `cause` leaves time for that; else None."""
         is_preempted = cause is not None and cause.category == "preempted"
         return self.policy.preemption_signal if is_preempted else None
 
     def overrun(self, now: float) -> str | None:
-        """Return what limit the workers, or what they have left, have passed; else None."""
+        """Return in words which time limit the workers, or the storing after them, have passed; else None."""
         policy = self.policy
         if self.phase not in (Phase.RUNNING, Phase.STORING):
             return None
@@ -236,18 +236,18 @@ class Launch:
             stores = self.who_stores(now) if self.phase is Phase.STORING else ""
             return LONGER + (f"; {stores}" if stores else "")
         if self.phase is Phase.STORING:
-            return None  # no worker is left that could take too long
+            return None  # no worker runs any more
         if policy.timeout_s is not None and now - self.went_at > policy.timeout_s:
             return f"longer than {policy.timeout_s:g} s"
         return None
 
     def first_cause(self) -> Cause | None:
-        """Return the failure that started it all."""
+        """Return the first failure, or None."""
         first = first_failure(self.failures)
         return None if first is None else first.cause
 
     def who_stores(self, now: float, besides: int | None = None) -> str:
-        """Say which nodes store what."""
+        """Return in words which nodes store what, except node `besides`; empty if none does."""
         said = [f"node {node} stores {what}" for node, what in sorted(self.stores.items()) if node != besides]
         more = f"; so do {len(said) - _NODES_SAID} other nodes" if len(said) > _NODES_SAID else ""
         since = f" (for {now - self.stores_since:.0f} s so far)"
@@ -255,21 +255,23 @@ class Launch:
 
     @property
     def alone(self) -> bool:
-        """Whether each of all ranks has trained by itself."""
+        """Whether every rank has trained by itself, without a process group."""
         return bool(self.ended) and all(ended.alone for ended in self.ended.values())
 
     # --- what becomes an error ------------------------------------------------------------------
 
     def error(self, cause: Cause | None, silent: list[int]) -> LaunchFailed:
         """Return what every node raises after a failed launch; `silent` nodes did not report their end."""
-        quiet = f"\nNo word came from {names(silent)} about their end." if silent else ""
+        quiet = (
+            f"\n{names(silent).capitalize()} did not report in time that the workers there had ended." if silent else ""
+        )
         if cause is None:
             return LaunchFailed(f"Launch {self.number} failed.{quiet}")
         cls, failure = self._class_and_text(cause)
         return failed(cls, replace(failure, after=failure.after + quiet))
 
     def dropped_error(self, node: int) -> LaunchFailed:
-        """Return what a node raises that an elastic launch goes on without."""
+        """Return the error for a node that an elastic launch has lost and continues without."""
         goes_on = f"Launch {self.number} goes on without it, by torchrun's own elasticity."
         cause = self.cause_of(node)
         if cause is None:
@@ -299,11 +301,19 @@ class Launch:
             more = f"\n{stopped} on all nodes. {ended}\n{TorchrunPreempted.remedy}"
             return TorchrunPreempted, FailureText(cause, after=more)
         count = f" after {counted(self.restarts, 'restart')}" if self.restarts else ""
-        more = f"\n{stopped} on all nodes{count} (class of the cause: {cause.category})."
+        more = f"\n{stopped} on all nodes{count} ({cause.category}: {CATEGORY_TEXTS[cause.category]})."
+        more += self._restart_hint(cause)
         if self.preempted is not None:
-            # By its host and not by its index: `rename_node` changes the cause alone.
+            # Named by its host: `rename_node` changes the node index in the cause, but not in this text.
             more += f" Meanwhile host {self.preempted.host} {self.preempted.what}."
         return LaunchFailed, FailureText(cause, after=more)
+
+    def _restart_hint(self, cause: Cause) -> str:
+        """Say how to have such a failure restarted, where no restart was asked for and one could have helped."""
+        is_possible = cause.category in self.policy.restart_on and cause.kind not in ("step", "call")
+        if self.policy.max_restarts or not is_possible or self.given_up or self.preempted is not None:
+            return ""
+        return "\nWith max_restarts=N, all workers start again after such a failure, up to N times."
 
 
 def _accelerators_text(seen: str | None) -> str:
@@ -320,12 +330,12 @@ def error_of(cause: Cause, more: str) -> LaunchFailed:
 
 
 def teller(cause: Cause | None) -> int:
-    """Return the node whose log tells the most of a failure: its own, unless it can't or all are concerned."""
+    """Return the node whose log has the full report: the failed one, unless it is lost or the launch as a whole failed."""
     return CONTROL if cause is None or cause.kind in ("lost", "timeout", "hang") else cause.node
 
 
 def reason(cause: Cause | None) -> str:
-    """Return who failed and how in one line, for the logs; empty if the control node has said so itself."""
+    """Return who failed and how in one line, for the logs; empty if the control node has logged it already."""
     if cause is None or (cause.node == CONTROL and cause.kind not in ("timeout", "hang")):
         return ""
     return summary(cause)
@@ -340,7 +350,7 @@ def summary(cause: Cause) -> str:
 
 
 class Next(enum.Enum):
-    """What is done next."""
+    """What follows when all nodes have reported the end of their workers."""
 
     FINISH = "the launch has ended well"
     MOVE = "all workers start again at once, with another port"
@@ -357,7 +367,7 @@ def decide(launch: Launch, cause: Cause | None, silent: list[int], is_whole: boo
     all_well = all(ended.ok for node, ended in launch.ended.items() if node not in launch.dropped)
     if (cause is None or launch.dropped) and not silent and all_well:
         return Next.FINISH
-    # A node that has given the launch up by itself does not listen to it.
+    # A node whose own code has left `run` would not obey another *go*.
     can_start_again = is_whole and not launch.given_up and launch.preempted is None
     if cause is None or silent or not can_start_again:
         return Next.FAIL
@@ -367,14 +377,14 @@ def decide(launch: Launch, cause: Cause | None, silent: list[int], is_whole: boo
 
 
 def _may_move(launch: Launch, cause: Cause) -> bool:
-    """Tell whether somebody took the chosen port before the agent did, and another may be chosen."""
+    """Return whether another program took the chosen port before the agent did, and another port may be chosen."""
     taken = cause.kind == "agent" and _PORT_TAKEN.search(cause.detail) is not None
     return taken and launch.ready[CONTROL].master_port is None and launch.moves < _MAX_MOVES
 
 
 def _may_restart(launch: Launch, cause: Cause, now: float) -> bool:
     policy = launch.policy
-    over = cause.kind == "step_timeout" or now >= launch.deadline  # as one node's clock has it
+    over = cause.kind == "step_timeout" or now >= launch.deadline  # by one node's clock
     return cause.category in policy.restart_on and launch.restarts < policy.max_restarts and not over
 
 
@@ -388,13 +398,13 @@ def verdicts(
     records: tuple[Record, ...],
     features: Callable[[bool], dict[str, dict[str, Any]]],
 ) -> Iterator[tuple[int, Verdict]]:
-    """Yield what each node gets: one message for all that get the same.
+    """Yield each node's verdict; nodes that get the same share one object.
 
-    `features` takes whether the control node is asked for, and returns what each feature tells.
+    `features` takes whether the control node is meant, and returns the data of each feature.
     """
     made: dict[tuple[int, bool], Verdict] = {}
     for node in nodes:
-        if node in launch.ready:  # by the number the node itself gave it, which may be the contradiction
+        if node in launch.ready:  # with the node's own number, which may be what differs
             number = launch.ready[node].launch
             key = (number, node == CONTROL)
             if key not in made:
@@ -404,5 +414,5 @@ def verdicts(
 
 
 def events_for(node: int, records: tuple[Record, ...]) -> tuple[Record, ...]:
-    """Return what a node gets to know of what has happened: the control node all, others what concerns the gang."""
+    """Return the records for a node: all of them for the control node, those about the whole gang for others."""
     return records if node == CONTROL else of_the_gang(records)

@@ -1,17 +1,18 @@
 """A node as a member of its gang, from the step's begin to its end.
 
-It holds the channel, numbers the launches, and makes sure that news reaches the step's code wherever that is: inside
-of `run` as a message, outside of it as an exception in the main thread (see `wakeup`).
+It holds the channel and numbers the launches. News of the gang must reach the step's code wherever that is: inside of
+`run` it arrives as a message, outside of it as an exception in the main thread (see `wakeup`).
 
 Who may touch what. Three kinds of threads meet here: those of the step's code, which call `run`; the channel's thread,
 which calls `deliver` and `lose_control`; and watching threads, which call `notice`. Handlers of signals interrupt the
-main thread. All that changes, changes under `_lock`, together with what has to be told. Nobody waits while holding it.
+main thread. All state changes under `_lock`. No thread waits while it holds the lock, except in `_wait`, which releases it.
 
 - In the handler of SIGTERM only `record_sigterm` runs. It takes no lock: it reads, and adds to `_sigterms`, a deque.
 - In the handlers of the wake signal and of the alarm, `raise_news` and `time_out` run. They take the lock, even where
   they have interrupted the main thread while that holds it. That is safe, because they either leave the state alone or
   raise, so that what they have interrupted does not go on.
-- In a forked child nothing works, and nobody may wait for the lock: `in_task` is asked first.
+- In a forked child nothing works. The lock may be held there for ever by a thread that was not forked, so every
+  method checks `in_task` before it takes the lock.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ from .wakeup import NEXT, OVER, State, Wakeup
 from .wakeup import Interruption as Interruption
 from .wakeup import TimedOut as TimedOut
 
-# How long a leaving node waits for the control node to say that it has read the cause.
+# How long a leaving node waits for the control node's receipt (*ack*).
 _ACK_WAIT_S = 5.0
 _SIGTERM_CAME = "its Metaflow task got SIGTERM"
 
@@ -72,12 +73,12 @@ class Link(Protocol):
 
 
 class ControlNode(enum.IntEnum):
-    """What this node knows of the control node; it only goes down this list."""
+    """The state of the control node as this node knows it; it only moves down this list."""
 
-    UNKNOWN = 0  # it has not taken this node in
+    UNKNOWN = 0  # this node is no member yet
     HERE = 1
     ACKNOWLEDGED = 2  # it has read that this node leaves
-    BYE = 3  # it has left, in order
+    BYE = 3  # it has announced that it leaves
     GONE = 4  # the connection has ended
 
 
@@ -90,26 +91,28 @@ class Member:
     def __init__(self, node: int, num_nodes: int, emit: Subscriber) -> None:
         self.node, self.num_nodes, self.emit = node, num_nodes, emit
         self.host = socket.gethostname()
-        self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()  # for the launch that runs; each has its own
-        self.shows_output = True  # whether the last launch shows all that a worker writes of its failure
-        # Sends lines to the control node's log; waits there until the members' lines that have come are written.
+        # Of the current launch; each launch has its own. A SimpleQueue, since signal handlers put into it: its `put` may
+        # interrupt itself (CPython's C code), where that of `queue.Queue` would wait for its own lock for ever.
+        self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.shows_output = True  # whether the last launch shows everything that a failing worker writes
+        # The first sends lines to the control node's log. The second waits there until all lines that arrived are written.
         self.send_lines: Callable[[str, str], None] = lambda stream, text: None
         self.settle_lines: Callable[[], None] = lambda: None
-        # Gets every message that is sent or comes, in whatever thread; it must return at once.
+        # Called with every message that is sent or arrives, in any thread; it must return at once.
         self.follow: Callable[[Message], None] = lambda message: None
         self._link: Link | None = None
         self.at_end: Callable[[], None] = lambda: None  # called when the node has left, before its channel closes
         self._pid = os.getpid()
-        self._lock = threading.RLock()
+        self._lock = threading.RLock()  # an RLock: a signal handler may take it while the main thread holds it
         self._changed = threading.Condition(self._lock)
         self._wakeup = Wakeup(self, self._lock)
         self._state = State.STEP
         self._control = ControlNode.UNKNOWN
         self._launches = 0
         self._sigterms: deque[str] = deque()  # SIGTERMs that `raise_news` has not handled
-        self._order: str | None = None  # why this node must end
-        self.broken: TorchrunError | None = None  # why the gang can't go on; others only read it
-        self._lost: TorchrunError | None = None  # that the control node is not heard, which it may not know
+        self._order: str | None = None  # why this node must end, if it must
+        self.broken: TorchrunError | None = None  # why the gang can't go on; other threads may read it without the lock
+        self._lost: TorchrunError | None = None  # the loss of the control node, which that node may not know of
         self._verdict: TorchrunError | None = None  # of the last launch
 
     def attach(self, link: Link) -> None:
@@ -124,7 +127,7 @@ class Member:
 
     @property
     def in_task(self) -> bool:
-        """Whether this is the task's own process, and not one that it has forked."""
+        """Whether this is the task's own process, not a fork of it."""
         return os.getpid() == self._pid
 
     @property
@@ -134,7 +137,7 @@ class Member:
 
     @property
     def runs_own_code(self) -> bool:
-        """Whether the step's own code runs here, and none of ours."""
+        """Whether the step's own code runs here, outside of `run`."""
         return self._state in (State.STEP, State.TOLD)
 
     def _enter(self, state: State) -> None:
@@ -167,7 +170,7 @@ class Member:
                     self._enter(State.ALONE)
         elif isinstance(message, Go | Ask | Stop | Restart | Save | Verdict):
             with self._lock:
-                if self._state is State.LAUNCH:  # else it is late news of a launch that was given up
+                if self._state is State.LAUNCH:  # otherwise it is about a launch that this node has given up
                     self.inbox.put(message)
 
     def lose_control(self, reason: str) -> None:
@@ -200,19 +203,19 @@ class Member:
     # --- reaching the step's code ---------------------------------------------------------------
 
     def record_sigterm(self) -> bool:
-        """Keep a SIGTERM for `raise_news`, which the handler has called next; return whether this member handles it."""
+        """Keep a SIGTERM for `raise_news`, which the wake signal calls next; return whether this member handles it."""
         if not self.in_task or self._state in OVER:
             return False
         self._sigterms.append(_SIGTERM_CAME)
         return True
 
     def notice(self, why: str) -> None:
-        """End this node as after a SIGTERM; `why` goes on after "node 1 was preempted: "."""
+        """End this node as after a SIGTERM; `why` follows the words "node 1 was preempted: "."""
         # As with a signal, the innermost launch stops in order, and what it raises reaches this node's step.
         self._wakeup.innermost.notice_here(why)
 
     def notice_here(self, why: str) -> None:
-        """Do so for this member, the first time only: notices repeat, and a second order ends a launch at once."""
+        """Do so for this member, once: notices repeat, but a second order would end a launch without its grace."""
         with self._lock:
             if self.broken is not None or self._order is not None:
                 return
@@ -226,17 +229,17 @@ class Member:
                 self.inbox.put(Interruption.MUST_END)
 
     def has_news(self) -> bool:
-        """Tell whether the step's own code has to be interrupted."""
+        """Return whether the step's own code must be interrupted."""
         if self._state is State.LAUNCH or self._state in OVER:
             return False
         return self._order is not None or (self.broken is not None and self._state is not State.TOLD)
 
     def raise_news(self) -> None:
-        """Raise what the step's own code has to know, once; called in its thread, or in a handler there."""
+        """Raise the gang's error or the order to end, once; called in the step's thread, or in a handler there."""
         if not self.in_task:
             return
         with self._lock:
-            with suppress(IndexError):  # a handler of the wake signal may interrupt this, and take them first
+            with suppress(IndexError):  # the handler of the wake signal may interrupt this loop and take them first
                 while True:
                     self._set_order(self._sigterms.popleft())
             if not self.has_news():
@@ -280,7 +283,7 @@ class Member:
             self._link.send(message)
 
     def refuse_in_child(self) -> None:
-        """Raise if this is a process that the task has forked: the gang's nodes are the tasks alone."""
+        """Raise if this process is a fork of the task: only the task itself is a node of the gang."""
         if not self.in_task:
             raise GangError(
                 f"current.torch.run was called in process {os.getpid()}, which was forked from the task (process "
@@ -334,7 +337,7 @@ class Member:
                 self._enter(State.TOLD if told else State.STEP)
             unread = [self.inbox.get_nowait() for _ in range(self.inbox.qsize())]
             if Interruption.MUST_END not in unread:
-                self._order = None  # the launch has dealt with it
+                self._order = None  # the launch has handled it
         if not failing or Interruption.MUST_END in unread:
             self.raise_news()
         for news in unread:
@@ -342,7 +345,7 @@ class Member:
                 self.time_out(news.text)
 
     def finish(self) -> None:
-        """Say that the step's code has ended well; the node stays a member until its results are stored."""
+        """Report that the step's code has ended well; the node stays a member until its results are stored."""
         if not self.in_task:
             return
         with self._lock:
@@ -368,7 +371,7 @@ class Member:
         patience_s = QUIET_S
         while not self._wait(lambda: self._state is not State.WAITING or self.broken is not None, patience_s):
             patience_s = REMIND_S
-            text = f"done here; waiting until {names(remaining())} ended the step and stored the results"
+            text = f"this node has finished; waiting until {names(remaining())} ended the step and stored the results"
             self.emit(Event("note", self.node, text))
         if self.broken is not None:
             raise self.broken
@@ -376,7 +379,7 @@ class Member:
     def leave(self, error: BaseException | None = None, hold_s: float = 0.0) -> None:
         """Leave the gang; safe to call more than once, and without effect in a forked child.
 
-        The control node's receipt is awaited, since some systems kill all tasks as soon as one has failed. After an
+        It waits for the control node's receipt, since some systems kill all tasks as soon as one has failed. After an
         error it waits `hold_s` seconds at most for the channel's end: then the control node's log holds the cause.
         """
         if not self.in_task or self._link is None:
@@ -385,15 +388,15 @@ class Member:
             before = self._state
             if before is State.LEFT:
                 return
-            if before is State.LAUNCH:  # in another thread than the step's code, which has ended
+            if before is State.LAUNCH:  # it runs in another thread; the step's code itself has ended
                 self.inbox.put(Interruption.BROKEN)
             self._enter(State.LEFT)
         try:
-            if before is not State.ENDING:  # else it has been said
+            if before is not State.ENDING:  # otherwise *leave* was sent already
                 cause = None if error is None or self.gang_knows(error) else self.cause_of(error)
                 self.send(Leave(cause, failed=error is not None))
             self._wait(lambda: self._control is not ControlNode.HERE, _ACK_WAIT_S)
-            if error is not None and before is not State.ENDING:  # a machine that is taken away has no time for it
+            if error is not None and before is not State.ENDING:  # a preempted machine has no time for it
                 self._wait(lambda: self._control is ControlNode.GONE, hold_s)
             self.at_end()
         finally:
@@ -401,7 +404,7 @@ class Member:
             self._wakeup.restore_handlers()
 
     def gang_knows(self, error: BaseException) -> bool:
-        """Tell whether the gang has this error already: it is its own verdict, bare or chained."""
+        """Return whether the gang knows this error already: it is, or is chained to, the gang's own verdict."""
         link: BaseException | None = error
         while link is not None:
             if link is self._verdict or (link is self.broken and link is not self._lost):
@@ -414,7 +417,7 @@ class Member:
         if isinstance(error, TorchrunError) and (cause := cause_of(error)) is not None:
             if error is not self._lost:
                 return cause
-            text = f"it does not hear the control node any more: {cause.exception}"
+            text = f"it lost the connection to the control node: {cause.exception}"
             return Cause("lost", self.node, self.host, exception=text)
         kind = "call" if isinstance(error, TorchrunError) else "step"
         return Cause(kind, self.node, self.host, exception=words_of(error), detail=user_traceback(error))

@@ -1,4 +1,4 @@
-"""Which nodes have joined, and what has become of each: a part of the gang's state. Pure."""
+"""The state of each node, as the control node knows it: a part of the gang's state. Pure."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ class NodeState(enum.Enum):
     ABSENT = "has not joined yet"
     JOINED = "is a member; its step's code runs"
     DONE = "its step's code has ended well; its results are being stored"
-    LEFT = "has said that nothing more will come of it"
-    LOST = "its task has ended, or nothing was heard from it, without a word"
+    LEFT = "has left: it sends nothing more"
+    LOST = "its task has ended unexpectedly, or nothing arrives from it"
 
 
 _NEXT = {
     NodeState.ABSENT: {NodeState.JOINED, NodeState.LOST},
-    # One that has lost its connection, and does not know yet that it was taken in, joins again.
+    # JOINED to JOINED: a node that lost its connection before *welcome* arrived joins again.
     NodeState.JOINED: {NodeState.JOINED, NodeState.DONE, NodeState.LEFT, NodeState.LOST},
     NodeState.DONE: {NodeState.LEFT, NodeState.LOST},
     NodeState.LEFT: set[NodeState](),
@@ -34,7 +34,7 @@ class Nodes:
     def __init__(self, num_nodes: int) -> None:
         self.size = num_nodes
         self._states = dict.fromkeys(range(num_nodes), NodeState.ABSENT)
-        # How many have which state: thousands are not to be looked through at each message.
+        # Nodes per state, kept up to date: counting thousands anew at each message would be slow.
         self._count: Counter[NodeState] = Counter(self._states.values())
         self._joins: dict[int, Join] = {}
         self.replaced: set[int] = set()  # nodes that know that another task has come in their place
@@ -51,17 +51,17 @@ class Nodes:
         self._states[node] = state
 
     def may_join(self, join: Join) -> bool:
-        """Tell whether a task may be its node: nobody is that node, or the task itself is, without knowing it yet."""
+        """Return whether a task may join: no task is that node yet, or this task is, and has not got *welcome*."""
         again = self[join.node] is NodeState.JOINED and join == self._joins[join.node]
         return again or self[join.node] is NodeState.ABSENT
 
     def join(self, join: Join) -> None:
-        """Make a task the member for its node."""
+        """Record that a task is now this node's member."""
         self.enter(join.node, NodeState.JOINED)
         self._joins[join.node] = join
 
     def is_same_place(self, join: Join) -> bool:
-        """Tell whether a task is in the same container as the node that it wants to be."""
+        """Return whether a task runs in the same container as the node whose place it wants."""
         return self._joins.get(join.node, Join(join.node)).place == join.place
 
     def host(self, node: int) -> str:

@@ -1,4 +1,4 @@
-"""Why a launch can't begin: the errors for what has happened while none ran. Pure."""
+"""The errors for launches that can't begin, and for failures while no launch runs. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .texts import names
 
 
 def missing(absent: Sequence[int], num_nodes: int, waited_s: float, command: str = "") -> GangStartTimeout:
-    """Return the error for nodes that did not come in time; `command` tells why the first did not, or is empty."""
+    """Return the error for nodes that did not come in time; `command` shows why the first did not, or is empty."""
     return GangStartTimeout(
         f"Waited {waited_s:g} s, but {names(absent)} of {num_nodes} did not arrive. Look at the logs of these tasks: "
         "they may wait for machines, fail to pull their image, or not reach the control node. "
@@ -21,12 +21,12 @@ def missing(absent: Sequence[int], num_nodes: int, waited_s: float, command: str
 
 
 def to_see_why(node: int, command: str) -> str:
-    """Return what to add to a text on missing nodes; `command` tells why this one is missing, or is empty."""
+    """Return the sentence with the command that shows why a node is missing; empty without a command."""
     return f" To see why node {node} is missing: {command}" if command else ""
 
 
 def step_has_ended(number: int, gone: Sequence[int]) -> GangError:
-    """Return the error for a launch that some nodes will never come to."""
+    """Return the error for a launch that some nodes will never call."""
     return GangError(
         f"Launch {number} can't begin: the step's code has already ended on {names(gone)}. Every node must call "
         "current.torch.run the same number of times."
@@ -34,7 +34,7 @@ def step_has_ended(number: int, gone: Sequence[int]) -> GangError:
 
 
 def port_taken(port: int | None, host: str) -> GangError:
-    """Return the error for a pinned port that somebody else uses."""
+    """Return the error for a pinned port that another program uses."""
     return GangError(
         f"Port {port} is taken on the control node (host {host}). Pin another with master_port, or leave it out: the "
         "kernel then chooses a free one."
@@ -42,7 +42,7 @@ def port_taken(port: int | None, host: str) -> GangError:
 
 
 def dropped_out(number: int, node: int, running: int) -> GangError:
-    """Return the error for a node that an elastic launch goes on without, and that calls `run` again."""
+    """Return the error for a node that calls `run` again after an elastic launch has dropped it."""
     return GangError(
         f"Launch {number} can't begin on node {node}: it has dropped out of launch {running}, which goes on without it, "
         "by torchrun's own elasticity. Let the step end there with the error that launch has raised."
@@ -62,7 +62,7 @@ def outside(cause: Cause, after_step: bool) -> TorchrunError:
 
 
 def turned_away(join: Join, num_nodes: int, host: str | None) -> GangError:
-    """Return the error for a task whose node another one is, on `host`; None: the gang has no such node."""
+    """Return the error for a task whose node index belongs to a task on `host`; None: the gang has no such index."""
     why = f"another task of this attempt has the same node index (host {host})"
     return GangError(f"{_turned_away(join)}: {why if host else f'there are {num_nodes} nodes in this gang'}.")
 

@@ -1,4 +1,4 @@
-"""Limits and times: of a gang, of a launch (time limits, restarts, preemptions), and of connecting."""
+"""Time limits and rules: of a gang, of a launch (restarts, preemptions), and of connecting."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ _STOP_MARGIN_S = 15.0
 
 @dataclass(frozen=True)
 class Rules:
-    """What a gang goes by, whatever it launches."""
+    """The settings of a gang that hold for all its launches."""
 
     started_timeout_s: float = 600.0  # ``all_nodes_started_timeout``
-    grace_s: float = 30.0  # what workers have between SIGTERM and SIGKILL
-    name: str = "gang"  # its own in the world, so that two gangs with one pinned port can't meet in one store
-    deadline: float = float("inf")  # end of the step's ``@timeout`` by the clock, whatever the gang does then
-    why_it_waits: Callable[[int], str] = lambda node: ""  # returns a command that tells it of a node, or nothing
+    grace_s: float = 30.0  # time of the workers between SIGTERM and SIGKILL
+    name: str = "gang"  # unique: two gangs that pin the same port must not share one torch store
+    deadline: float = float("inf")  # end of the step's ``@timeout`` on the gang's clock
+    # Returns a shell command that shows why a node is missing, or "".
+    why_it_waits: Callable[[int], str] = lambda node: ""
 
     @property
     def stop_s(self) -> float:
@@ -32,7 +33,7 @@ class Rules:
 
 @dataclass(frozen=True)
 class LaunchPolicy:
-    """What is to be done with a launch when; the control node's counts for all."""
+    """Limits and restarts of one launch; the control node's values count for all nodes."""
 
     # How long one generation may run, from *go* to its end. As Metaflow's ``@timeout`` counts for each attempt, so
     # does this for each restart.
@@ -40,14 +41,14 @@ class LaunchPolicy:
     max_restarts: int = 0  # how often the gang may be restarted
     restart_on: frozenset[str] = DEFAULT_RESTART_ON  # the classes of causes that restart it
     preemption_signal: int = signal.SIGTERM  # what workers get when a node is preempted
-    # How many nodes must be left where torchrun's own elasticity is used; None: all, which is the rule.
+    # With torchrun's own elasticity: how many nodes must be left. None, the usual case: all.
     min_nodes: int | None = None
-    features: dict[str, dict[str, Any]] = field(default_factory=dict)  # what each has to look after, as plain data
+    features: dict[str, dict[str, Any]] = field(default_factory=dict)  # each feature's own settings, as plain data
 
 
 @dataclass(frozen=True)
 class ConnectPolicy:
-    """How long a node tries what until it is a member; all in seconds."""
+    """The time limits of a node that joins, in seconds."""
 
     attempt_s: float = 5.0  # one address, until it answers, and once more until it has proven that it knows the token
     # After how long the next address is tried beside the one before (RFC 8305), and within what time all are: a host

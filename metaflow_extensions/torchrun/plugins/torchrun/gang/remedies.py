@@ -1,7 +1,7 @@
 """What to change after an exception whose own text does not say it. Pure.
 
-Most are about a backend of ``torch.distributed`` that a script asks for and that its PyTorch or its node does not have:
-nobody can know before the launch what a script will ask for.
+Most are about a backend of ``torch.distributed`` that the PyTorch or the node of a script does not have. Nothing can
+check that before the launch, since only the script names its backend.
 """
 
 from __future__ import annotations

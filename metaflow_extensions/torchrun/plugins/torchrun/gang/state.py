@@ -1,8 +1,8 @@
 """The gang's state machine on the control node: joining, the begin and end of launches, leaving.
 
 `Gang` is pure: messages and the clock go in, messages come out. It starts no thread, opens no
-socket and never sleeps, so every interleaving can be tried in a test. One object decides, so there is
-one decision, and every node gets the same.
+socket and never sleeps, so a test can try every order of messages. One object decides, so every node gets the
+same decision.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from .texts import QUIET_S, REMIND_S, headline, names
 
 
 class Gang:
-    """The gang's state machine."""
+    """The gang's state machine. It has no lock: only the control node's channel thread calls it."""
 
     def __init__(
         self,
@@ -54,21 +54,21 @@ class Gang:
     ) -> None:
         self.num_nodes = num_nodes
         self.nodes = Nodes(num_nodes)
-        self.broken: TorchrunError | None = None  # why nothing can be launched any more
+        self.broken: TorchrunError | None = None  # why no launch can begin any more
         self._rules = rules or Rules()
         self.keepers = keepers or Keepers()
         self._course = Course(self.nodes, self._rules, self.keepers, pick_port, clock, self._launch_is_over)
-        self._is_time_up = False  # whether the control node's own code has had the time, or was told that it is over
+        self._is_time_up = False  # whether the end of the step's @timeout was handled
         self._clock = clock
         self._mark = 0  # how many records there were when the last launch ended
-        # By the launch's number, of those only to which a node may still come.
+        # By the launch's number; only of launches that a node may still call.
         self._verdicts: dict[int, TorchrunError | None] = {}
-        self._early: dict[int, Ready] = {}  # of nodes that have given up the launch that still runs
-        self._failed_with: TorchrunError | None = None  # a verdict that a member's step has ended with
+        self._early: dict[int, Ready] = {}  # the *ready* of nodes that wait for the next launch while one still runs
+        self._failed_with: TorchrunError | None = None  # the verdict with which a member's step has ended
 
     @property
     def history(self) -> History:
-        """What has happened."""
+        """The records of the gang."""
         return self._course.history
 
     @property
@@ -82,24 +82,24 @@ class Gang:
 
     @property
     def facts(self) -> dict[str, str]:
-        """What the control node's software is, as it said in the last launch; empty before the first."""
+        """The control node's software, as reported in the last launch; empty before the first."""
         ready = self._launch.ready.get(CONTROL)
         return {} if ready is None else ready.facts
 
     @property
     def due_at(self) -> float:
-        """The time of its clock at which `tick` must come: the workers start again then."""
+        """The time at which `tick` must be called, since the workers start again then."""
         return self._launch.until if self._launch.phase is Phase.PAUSING else float("inf")
 
     @property
     def error(self) -> TorchrunError | None:
-        """What the gang is broken by, or what the last launch has ended with."""
+        """The error that broke the gang, or with which the last launch ended."""
         return self.broken or self._launch.verdict
 
     # --- what can happen ------------------------------------------------------------------------
 
     def handle(self, node: int, message: Message) -> list[Outgoing]:
-        """Handle a node's message and return the messages to send; a message that no node sends is ignored."""
+        """Handle a node's message and return the messages to send; any other message is ignored."""
         handler = _HANDLERS.get(type(message))
         if self.nodes[node] is None:
             pass
@@ -112,7 +112,7 @@ class Gang:
         return self._course.flush()
 
     def _is_early(self, failed: Failed) -> bool:
-        """Tell whether a node gives up a launch that waits for the end of another."""
+        """Return whether a node gives up a launch that still waits for the end of the one before."""
         return failed.given_up and any(ready.launch == failed.launch for ready in self._early.values())
 
     def request(self, feature: str, data: Plain) -> list[Outgoing]:
@@ -133,7 +133,7 @@ class Gang:
         return self._course.flush()
 
     def give_up(self, error: TorchrunError) -> list[Outgoing]:
-        """Break the gang because of something that is no node's fault."""
+        """Break the gang for a reason that is no node's fault."""
         self._break(error)
         return self._course.flush()
 
@@ -158,22 +158,22 @@ class Gang:
             absent = self.nodes.absent
             why = obstacles.to_see_why(absent[0], self._rules.why_it_waits(absent[0])) if absent else ""
             text = f"launch {launch.number} waits for {self._waits_for()}{why and '.' + why}"
-            self._course.send(Note(text), CONTROL)  # whose log the terminal shows, even if it is the one that is late
+            self._course.send(Note(text), CONTROL)  # even if it is late itself: the terminal shows its log
             self._course.send(Note(text, is_detail=True), *(node for node in launch.ready if node != CONTROL))
-        elif text := launch.who_stores(now, besides=CONTROL):  # which says so itself
+        elif text := launch.who_stores(now, besides=CONTROL):  # the control node logs its own
             self._course.send(Note(text), CONTROL)
 
     def _waits_for(self) -> str:
-        """Say which nodes have not called `run`, while others have."""
+        """Return in words which nodes have not called `run`, while others have."""
         absent, late = self.nodes.absent, [node for node in self.nodes.joined if node not in self._launch.ready]
         waits = [f"{names(absent)} to start"] if absent else []
         waits += [f"{names(late)} to call current.torch.run"] if late else []
         return " and for ".join(waits)
 
     def _time_is_up(self) -> None:
-        """End what waits or runs beyond the step's ``@timeout``; workers, and what they store, `Launch.overrun` ends."""
+        """End waits that exceed the step's ``@timeout``; `Launch.overrun` ends workers and storing."""
         launch = self._launch
-        if launch.phase in (Phase.STOPPING, Phase.SAVING):  # soon over
+        if launch.phase in (Phase.STOPPING, Phase.SAVING):  # ends soon anyway
             return
         if launch.phase is Phase.GATHERING:
             text = f"{LONGER}, while launch {launch.number} waited for {self._waits_for()}"
@@ -182,7 +182,7 @@ class Gang:
             self._course.fail(launch.error(self._timed_out(LONGER), []))
         elif launch.phase is Phase.OVER and not self._is_time_up and self.nodes[CONTROL] is NodeState.JOINED:
             self._break(obstacles.outside(self._timed_out(LONGER), after_step=False))
-        self._is_time_up = True  # as an alarm, which rings once; a launch begins in vain from now on
+        self._is_time_up = True  # once only, as an alarm; a later launch ends at once
 
     def _timed_out(self, text: str) -> Cause:
         self.history.note("timeout", launch=self._launch.number if self._launch.ready else None, text=text)
@@ -200,7 +200,7 @@ class Gang:
                 self._course.send(Abort(self.broken), node)
 
     def turn_away(self, join: Join) -> tuple[Refused, list[Outgoing]]:
-        """Return what a task gets that can't be its node, and what the nodes have to know.
+        """Return the answer to a task that can't be its node, and the messages for the nodes.
 
         Kubernetes starts a second task at once where a pod is deleted or drained, while the first still has its grace.
         The first is told, so that all can save. The second waits for their ends, because its own would have all pods
@@ -226,7 +226,7 @@ class Gang:
     def _on_ready(self, node: int, ready: Ready) -> None:
         number = ready.launch
         if number in self._verdicts:
-            self._send_late_verdict(number, node, self._verdicts[number])  # it was over before this node came to it
+            self._send_late_verdict(number, node, self._verdicts[number])  # it was over before this node called it
             return
         if self.broken is not None:
             self._send_late_verdict(number, node, self.broken)
@@ -255,7 +255,7 @@ class Gang:
             if error is not None:
                 self._course.finish(error)
                 return
-            self._verdicts.clear()  # all nodes have left the launches before
+            self._verdicts.clear()  # all nodes have left the earlier launches
             launch.policy = launch.ready[CONTROL].policy or LaunchPolicy()
             self._course.go()
 
@@ -277,7 +277,7 @@ class Gang:
         launch = self._launch
         # Where the nodes' numbers contradict each other, each of these launches has ended.
         numbers = {launch.number, *(ready.launch for ready in launch.ready.values())}
-        if len(numbers) > 1 or len(launch.ready) < self.num_nodes:  # else all nodes have come to it
+        if len(numbers) > 1 or len(launch.ready) < self.num_nodes:  # otherwise all nodes have called it
             self._verdicts.update(dict.fromkeys(numbers, error))
         self._mark = self.history.count
         if error is not None and self.nodes.count(NodeState.LOST):
@@ -288,9 +288,9 @@ class Gang:
                 self._on_ready(node, ready)
 
     def _send_late_verdict(self, number: int, node: int, error: TorchrunError | None) -> None:
-        """Send the end of a launch to a node that has come to it since, or that can't take part in it."""
+        """Send the verdict of a launch to a node that called it too late, or that can't take part in it."""
         records = self._course.events()
-        if number < self._launch.number:  # to which others have come meanwhile
+        if number < self._launch.number:  # the others are in a later launch
             records = tuple(record for record in self.history.records if record.launch in (number, None))
         self._course.send(Verdict(number, error, events=events_for(node, records)), node)
 
@@ -356,7 +356,7 @@ class Gang:
             self._course.decide_if_all_ended()
 
     def _break(self, error: TorchrunError) -> None:
-        """Nothing can be launched any more: tell every node, wherever its code is."""
+        """Break the gang: no launch can begin any more. Send *abort* to every node."""
         if self.broken is None:
             self.broken = error
             self.history.note("broken", text=headline(error.message))
@@ -365,7 +365,7 @@ class Gang:
             self._course.send(
                 Abort(error, of_the_gang(records)), *(node for node in self.nodes.joined if node != CONTROL)
             )
-            if self.nodes[CONTROL] in (NodeState.JOINED, NodeState.DONE):  # done, it waits for the others
+            if self.nodes[CONTROL] in (NodeState.JOINED, NodeState.DONE):  # when done, it waits for the others
                 self._course.send(Abort(error, records), CONTROL)
 
 

@@ -1,10 +1,10 @@
-"""Sentences and lists for people, and when a node that waits says so."""
+"""Numbers, lists and durations as text for people."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-# Who waits for another node says so after the first, then each time after the second.
+# A node that waits for another logs that after QUIET_S seconds, then every REMIND_S seconds.
 QUIET_S = 10.0
 REMIND_S = 30.0
 

@@ -1,13 +1,14 @@
-"""Interrupts the step's own code: SIGTERM comes from outside, and a signal of our own brings the news of the gang.
+"""Interrupts the step's own code with the gang's news, and handles SIGTERM.
 
-Whether it does depends on the member's `State`. In a launch, news goes to the launch's inbox instead.
+The member's `State` decides whether the step's code is interrupted. In a launch, news goes to the launch's inbox
+instead.
 
 Who may touch what. Python runs signal handlers in the main thread, between two instructions of whatever runs there and
-with whatever locks that holds. So the handler of SIGTERM only has it noted and sends the wake signal: it takes no
+with whatever locks that holds. So the handler of SIGTERM only records it and sends the wake signal: it takes no
 lock, uses no socket and waits for nothing. The handler of the wake signal lets the member raise its news out of the
-step's code. It takes the member's lock, which a thread that has it can take again; other threads hold it for
-moments. It waits for nothing, too. `wake` may be called in any thread; signals are set and given back in the main
-thread alone. `_active` is changed there only.
+step's code. It takes the member's lock, an RLock: the main thread may hold it already, and other threads hold it only
+briefly. It waits for nothing else. `wake` may be called in any thread; handlers are set and restored in the main
+thread alone, since Python allows it nowhere else. `_active` changes only there.
 
 A forked child shares none of this: its handlers are the former ones, and it has none of our threads.
 """
@@ -35,7 +36,7 @@ _WAKE = int(signal.SIGRTMAX) - 6 if hasattr(signal, "SIGRTMAX") else int(signal.
 
 
 class State(enum.Enum):
-    """Where the step's code is, which decides how news reaches it."""
+    """Where the step's code is; this decides how news reaches it."""
 
     STEP = "joins, or is in code of its own: news interrupts it"
     LAUNCH = "in a launch: news goes to the launch's inbox"
@@ -44,7 +45,7 @@ class State(enum.Enum):
     ALONE = "ended on the control node, and all others have left: news still interrupts it, as how the last has left"
     STORING = "ended on a member; its results are being stored"
     ENDING = "was ordered to end: the gang knows, and the code of the step has the error"
-    LEFT = "nothing more will come of this node"
+    LEFT = "this node has left"
 
 
 NEXT = {
@@ -61,7 +62,7 @@ OVER = frozenset({State.STORING, State.ENDING, State.LEFT})
 
 
 class Interruption(enum.Enum):
-    """What happens to this node itself in a launch; it goes to the launch's inbox, beside the gang's messages."""
+    """What interrupts this node in a launch; it goes to the launch's inbox, like the gang's messages."""
 
     BROKEN = "the gang is broken, or the step's code has ended"
     MUST_END = "this node must end"
@@ -69,22 +70,22 @@ class Interruption(enum.Enum):
 
 @dataclass(frozen=True)
 class TimedOut:
-    """The step's time is up; `text` goes on after "node 1 ran "."""
+    """The step's time is up; `text` follows the words "node 1 ran "."""
 
     text: str
 
 
 class Wakeup:
-    """The signals of one member. Those of the one that took them last are in force."""
+    """The signal handlers of one member. If several members have set theirs, the last one's are in force."""
 
     def __init__(self, member: Member, lock: Any) -> None:
         self.member = member
-        self._lock = lock  # the member's: its news changes under it only
+        self._lock = lock  # the member's lock; news changes only under it
         self._handlers = {int(signal.SIGTERM): self._on_sigterm, _WAKE: self._on_wake}
         self._former: dict[int, Any] = {}
 
     def set_handlers(self) -> None:
-        """Set the handlers; only the main thread can, and in another nothing happens."""
+        """Set the handlers; does nothing outside of the main thread, since Python allows it only there."""
         if threading.current_thread() is threading.main_thread():
             _active.append(self)
             for number, handler in self._handlers.items():
@@ -101,33 +102,36 @@ class Wakeup:
         for number, handler in self._handlers.items():
             if signal.getsignal(number) == handler:
                 if number == _WAKE:
-                    signal.signal(number, signal.SIG_IGN)  # throws away what is pending, which would kill
+                    # Discards a pending wake signal. With the default handler it would kill the process.
+                    signal.signal(number, signal.SIG_IGN)
                 with suppress(TypeError):  # a handler not set from Python can't be set back
                     signal.signal(number, self._former[number])
 
     @property
     def innermost(self) -> Member:
-        """Who is to hear of what concerns the whole task: a member inside of this one, if there is one."""
+        """The member that handles what concerns the whole task: the innermost one, if members are nested."""
         return _active[-1].member if self in _active else self.member
 
     def wake(self) -> None:
-        """Have the member's news raised in the main thread soon, whatever blocks there; called in any thread."""
+        """Have the member's news raised in the main thread soon, even if a call blocks there. Any thread may call it."""
+        # A thread repeats the signal: one that arrives between a check and the blocking call after it ends nothing.
         if self._wake_once():
-            with suppress(RuntimeError):  # no thread is to be had any more
+            with suppress(RuntimeError):  # no more threads can start
                 threading.Thread(target=self._keep_waking, name="torchrun-wake", daemon=True).start()
 
     def _keep_waking(self) -> None:
-        for pause_s in growing_pauses():  # a signal can fall between a check and the blocking call after it
+        for pause_s in growing_pauses():
             time.sleep(pause_s)
             if not self._wake_once():
                 return
 
     def _wake_once(self) -> bool:
-        with self._lock:  # while there is news the handler is not given back, and without it the signal would kill
+        with self._lock:  # the handler stays set while there is news; without it the signal would kill the process
             # A step may have reset all signals.
             if self not in _active or not self.member.has_news() or not callable(signal.getsignal(_WAKE)):
                 return False
-            # The first gets through where the step has blocked signals, the second ends a blocking call.
+            # `interrupt_main` sets Python's own flag for the signal, so it works even if the step has blocked signals.
+            # `pthread_kill` sends the real signal, which ends a blocking system call.
             _thread.interrupt_main(_WAKE)  # type: ignore[arg-type]  # an int will do
             signal.pthread_kill(threading.main_thread().ident or 0, _WAKE)
             return True
@@ -149,13 +153,15 @@ class Wakeup:
             each.member.raise_news()
 
 
-# Whose handlers are set, the innermost last: a gang's step may use `TorchrunSingleNodeMultiGPU`.
+# The members whose handlers are set, the innermost last: a gang's step may use `TorchrunSingleNodeMultiGPU`. Only the
+# main thread changes it, and no signal handler does.
 _active: list[Wakeup] = []
 _fork = threading.local()
 
 
 def _before_fork() -> None:
-    # Python forgets a signal that came before its handler was set back to the default.
+    # Runs before each os.fork (os.register_at_fork). A SIGTERM that arrives between the fork and `_in_forked_child` must
+    # stay pending: Python forgets a signal that came before its handler was set back to the default.
     if _active:
         _fork.mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
@@ -166,7 +172,7 @@ def _after_fork() -> None:
 
 
 def _in_forked_child() -> None:
-    """Give a forked child the handlers that were there before ours: what we do with a signal is the task's."""
+    """Give a forked child the handlers that were there before ours: our handling of signals is for the task alone."""
     for each in _active[::-1]:
         each.restore_handlers()
     _after_fork()

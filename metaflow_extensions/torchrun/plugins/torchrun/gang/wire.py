@@ -1,4 +1,4 @@
-"""How a dataclass becomes plain data, and back: its fields' types say what fits.
+"""Converts dataclasses to plain data and back, checked against the types of their fields.
 
 The types are str, int, float, bool, X | None, tuple, frozenset and dict of these, other such dataclasses,
 TorchrunError, and Any for plain data, which travels as it is.
@@ -25,7 +25,7 @@ def to_plain(value: Any) -> Any:
     cls = type(value)
     if cls is float:
         return value if math.isfinite(value) else None
-    if cls in _PLAIN:  # most are
+    if cls in _PLAIN:  # most values
         return value
     if isinstance(value, TorchrunError):
         if value._failure is None:
@@ -65,12 +65,12 @@ def from_plain(cls: type[Any], data: Any, where: str) -> Any:
 
 
 class _Misfit(Exception):
-    """Where in the data something does not fit, and what."""
+    """The place in the data that does not fit its type, and why."""
 
 
 def _read(hint: Any, value: Any) -> Any:
     """Return what plain data stands for, of a type; raise `_Misfit` where it does not fit."""
-    if type(value) is hint and hint in (str, int, bool):  # most are; True is no int here
+    if type(value) is hint and hint in (str, int, bool):  # most values; True does not count as int
         return value
     origin, inner = _parts(hint)
     if origin in (Union, types.UnionType):  # X | None; there is no other
@@ -133,7 +133,7 @@ def _read_fields(cls: Any, data: Any) -> Any:
     if not needed <= data.keys() <= hints.keys():
         missing = [name for name in hints if name in needed and name not in data]
         unknown = [str(name)[:40] for name in data if name not in hints]
-        raise _Misfit(f" lacks the fields {missing}, or has fields that nobody knows: {unknown}")
+        raise _Misfit(f" lacks the fields {missing}, or has unknown fields: {unknown}")
     values, name = {}, ""
     try:
         for name, value in data.items():

@@ -11,13 +11,13 @@ from typing import NamedTuple, TypeAlias, get_args
 
 
 class Refused(NamedTuple):
-    """A spare could not become this agent, so it is started cold; nothing has happened yet."""
+    """A spare could not become this agent, which starts cold instead; no process of it exists yet."""
 
     reason: str
 
 
 class Taken(NamedTuple):
-    """A guardian that has waited has read what it is to do; nothing has happened yet."""
+    """A guardian that waited with a spare has read its request; it has not started the agent yet."""
 
 
 class AgentStarted(NamedTuple):
@@ -42,13 +42,13 @@ class WorkerEnded(NamedTuple):
     rank: int
     local_rank: int
     pid: int
-    status: int | None  # None as long as only torchrun knows it: it reaped the worker before the guardian could look
-    stopped: bool  # whether it may have obeyed: somebody had told it to stop, or its exit code is not known
+    status: int | None  # None if torchrun reaped the worker first: then only torchrun knows the exit code
+    stopped: bool  # whether it may have ended because it was told to stop; also true if its exit code is not known
     at: float
 
 
 class Frozen(NamedTuple):
-    """Somebody has stopped a worker (or, without a rank, the agent) and has not continued it in time."""
+    """Another program has stopped a worker (or, without a rank, the agent) and has not continued it in time."""
 
     rank: int | None
     local_rank: int | None
@@ -57,7 +57,7 @@ class Frozen(NamedTuple):
 
 
 class Terminated(NamedTuple):
-    """Somebody has sent SIGTERM to the guardian, which now stops everything."""
+    """The guardian got SIGTERM from outside, and now stops everything."""
 
     at: float
 
@@ -75,7 +75,7 @@ class End(NamedTuple):
     status: int | None  # the agent's exit code
     error: str | None = None  # why it has none
     left: Sequence[str] = ()  # what the agent had left running when it ended by itself
-    guardian_gone: bool = False  # whether the guardian has ended without a word, so the task says this in its place
+    guardian_gone: bool = False  # whether the guardian ended unexpectedly; then the task makes this event in its place
 
 
 AgentEvent: TypeAlias = (
@@ -85,12 +85,12 @@ _EVENTS = {event.__name__: event for event in get_args(AgentEvent)}
 
 
 def as_line(event: AgentEvent) -> bytes:
-    """Return an event as the guardian says it."""
+    """Return an event as the guardian writes it."""
     return json.dumps([type(event).__name__, *event]).encode() + b"\n"
 
 
 def from_line(line: bytes) -> AgentEvent:
-    """Return the event that the guardian has said."""
+    """Return the event that the guardian has written."""
     name, *fields = json.loads(line)
     event: AgentEvent = _EVENTS[name](*fields)
     return event

@@ -48,8 +48,10 @@ class Options(NamedTuple):
 
     stdout: str  # files for the agent's own output
     stderr: str
-    grace_s: float  # that workers have after SIGTERM if the task dies
-    silence_s: float  # that a worker, the agent or the task may be stopped (SIGSTOP) before that counts as a failure
+    grace_s: float  # time of the workers after SIGTERM if the task dies
+    silence_s: (
+        float  # how long a worker, the agent or the task may be stopped (SIGSTOP) before that counts as a failure
+    )
     workers: int  # how many the agent will start
     restarts: bool = False  # whether the agent may start its workers again by itself
     cwd: str | None = None  # working directory; default is the task's
@@ -67,17 +69,17 @@ def main() -> int:
 
 
 def have_default_signals(note_sigterm: Callable[[], None]) -> None:
-    """Handle signals as a process of our own, whatever the step's code does with them."""
-    # What the step's code ignores came through exec, and would reach the workers. With SIGCHLD ignored, the kernel
-    # reaps our children and nobody hears of their ends.
+    """Reset all signals to their defaults, whatever the step's code has set."""
+    # Ignored signals survive exec, so those of the step's code would reach the workers. With SIGCHLD ignored, the
+    # kernel would reap our children and their exit codes would be lost.
     # Python ignores two for itself; a Popen sets them back in its child.
     for number in signal.valid_signals() - {signal.SIGPIPE, signal.SIGXFSZ}:
         with suppress(OSError):  # SIGKILL and SIGSTOP
             signal.signal(number, signal.SIG_DFL)
-    # Ctrl-C is the task's to handle: it tells us. A handler, since workers would inherit SIG_IGN.
+    # Ctrl-C reaches the task, too, and the task sends us the command. A handler, not SIG_IGN, which workers would inherit.
     signal.signal(signal.SIGINT, lambda *_: None)
     signal.signal(signal.SIGTERM, lambda *_: note_sigterm())
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # last: what was blocked may be waiting
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # last, since a blocked signal may be pending and arrives now
 
 
 # Starts a program with these files as its output.
@@ -104,7 +106,8 @@ def start_program(
 class Guardian:
     """One agent and everything that descends from it; `task_end` is the file that tells the end of `task`, if one does."""
 
-    # There is one thread. The handler of SIGTERM only sets a flag, since it may interrupt any line.
+    # This process has one thread, so nothing here needs a lock. The handler of SIGTERM may interrupt any line, so it
+    # only sets a flag.
 
     def __init__(
         self,
@@ -116,7 +119,7 @@ class Guardian:
     ) -> None:
         self._task, self._task_end = task, task_end
         self._start_program: Start = start or (lambda command, out, err: start_program(command, out, err, options.cwd))
-        self._news = news  # a file in which the agent tells of workers that it has not started anew; see `_read_news`
+        self._news = news  # a file in which the agent lists workers that were spares before; see `_read_news`
         self._options = options
         self._agent: subprocess.Popen[bytes]  # from `_start` on
         self._workers = Workers(options.workers, options.restarts)
@@ -125,13 +128,13 @@ class Guardian:
         self._commands = b""
         self._got_sigterm = False
         self._task_gone = False
-        self.task_is_frozen = False  # for so long that the gang takes it for lost
-        self._deadline: float | None = None  # when SIGKILL comes; set once, when everything is to end
+        self.task_is_frozen = False  # so long that the gang counts the node as lost
+        self._deadline: float | None = None  # when SIGKILL is sent; set once, when everything must end
         self._preempt_signal: int | None = None
         self._left: list[str] = []
 
     def note_sigterm(self) -> None:
-        """Record that somebody sent SIGTERM; the main loop acts on it."""
+        """Record that SIGTERM arrived; the main loop acts on it."""
         self._got_sigterm = True
 
     def run(self, command: Sequence[str]) -> int:
@@ -180,7 +183,7 @@ class Guardian:
                 self._read_commands()
 
     def _read_news(self, file: int) -> None:
-        """Hear of workers that were spares before: a line ``PID RANK LOCAL_RANK`` each."""
+        """Add workers that were spares before: one line ``PID RANK LOCAL_RANK`` for each."""
         news = os.read(file, 65536)  # whole lines: each is written at once
         if not news:  # the agent has ended
             self._news = None
@@ -200,10 +203,10 @@ class Guardian:
             self._begin_to_stop(float(grace_s), *map(int, first))
 
     def _observe(self, pid: int) -> None:
-        """Be woken by the end of `pid` where the system can do that (Linux 5.3); else we poll."""
+        """Have the end of `pid` wake the main loop, by a pidfd (Linux 5.3); without one we poll."""
         try:
             handle = processes.open_pidfd(pid)
-        except ProcessLookupError:  # torchrun has reaped it before we heard of it
+        except ProcessLookupError:  # torchrun has reaped it already
             self._report_exit(pid, None)
             return
         if handle is not None:
@@ -212,7 +215,7 @@ class Guardian:
     def _has_ended(self, pidfd: int) -> None:
         pid = self._pidfds.pop(pidfd)
         os.close(pidfd)
-        # torchrun polls ten times a second; until it does, the dead worker tells its exit code.
+        # torchrun reaps its workers ten times a second. Until then the dead worker's exit code can be read.
         dead = processes.find(pid)
         self._report_exit(pid, None if dead is None else dead.status)
 
@@ -259,13 +262,13 @@ class Guardian:
         return living_descendants(os.getpid())
 
     def _agent_ended(self, status: int) -> None:
-        """Tell of an agent that has ended by itself, and stop what it has left running."""
+        """Report an agent that has ended by itself, and stop what it has left running."""
         self._say(AgentEnded(status, time.monotonic()))
         self._left = [processes.describe(pid) for pid in self._descendants()]
         self._begin_to_stop(_STRAGGLER_GRACE_S if status == 0 else self._options.grace_s)
 
     def _is_frozen(self, pid: int) -> None:
-        if pid == self._task.pid:  # the gang takes its node for lost
+        if pid == self._task.pid:  # the gang counts its node as lost
             self.task_is_frozen = True
             self._begin_to_stop(self._options.grace_s)
             return
@@ -288,7 +291,7 @@ class Guardian:
     # --- stopping ------------------------------------------------------------------------------
 
     def _begin_to_stop(self, grace_s: float, preempt_signal: int | None = None) -> None:
-        """Have the main loop stop everything; the first call sets the deadline, later ones change nothing."""
+        """Make the main loop stop everything; the first call sets the deadline, later calls change nothing."""
         if self._deadline is None:
             self._deadline = time.monotonic() + grace_s
             self._preempt_signal = preempt_signal

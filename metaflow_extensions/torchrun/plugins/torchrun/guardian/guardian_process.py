@@ -26,8 +26,8 @@ from torchrun.{module} import main
 os._exit(main())
 """
 _NO_SIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)
-_TAKES_S = 5.0  # that a guardian may need to read a request that is longer than a socket's buffer
-_LOOK_S = 0.5  # between looks whether a silent guardian still lives, where the system does not tell (before Linux 5.3)
+_TAKES_S = 5.0  # time of a guardian to read a request that is longer than a socket's buffer
+_LOOK_S = 0.5  # between checks whether a silent guardian still lives, on systems without pidfd (before Linux 5.3)
 
 
 class GuardianProcess:
@@ -39,7 +39,7 @@ class GuardianProcess:
     def __init__(self, module: str, words: Sequence[str], env: Mapping[str, str]) -> None:
         task = str(os.getpid())
         told = [_PACKAGE, task, processes.began(os.getpid()), *words]
-        # A message in a socket that nobody takes does not end the task by SIGPIPE.
+        # A socket, since sending on one whose other end is closed need not raise SIGPIPE, which could end the task.
         self._commands, theirs = socket.socketpair()
         with theirs:
             source = _MAIN.format(module=module)
@@ -57,7 +57,7 @@ class GuardianProcess:
         return not self._process.has_ended
 
     def tell(self, line: str) -> bool:
-        """Send a command; tell whether somebody was there to take it.
+        """Send a command; return whether the guardian could still get it.
 
         One that somebody has stopped (SIGSTOP) is continued: else it and all below it would outlive the task. A process
         that runs does not notice this.
@@ -66,7 +66,7 @@ class GuardianProcess:
         return self._send(f"{line}\n".encode())
 
     def ask(self, request: bytes) -> bool:
-        """Send a request of any length, before any command; tell whether somebody was there to take it."""
+        """Send a request of any length, before any command; return whether the guardian could still get it."""
         self._commands.settimeout(_TAKES_S)
         try:
             return self._send(len(request).to_bytes(8, "big") + request)
@@ -80,9 +80,9 @@ class GuardianProcess:
         return False
 
     def events(self, first_within_s: float | None = None) -> Iterator[AgentEvent]:
-        """Yield what it tells of one agent, up to `End`, or to its own end, or nothing if the first takes too long.
+        """Yield its events of one agent up to `End` or its own end; nothing if the first one takes too long.
 
-        The pipe alone does not tell the end: a process that the step's code has forked can hold it open.
+        The pipe's end of file is not enough: a process that the step's code has forked can hold it open.
         """
         for line in self._lines(first_within_s):
             event = from_line(line)
@@ -98,7 +98,8 @@ class GuardianProcess:
             for each in (events,) if end is None else (events, end):
                 poll.register(each, select.POLLIN)
             while True:
-                gone = not self.is_alive  # asked first: what it has said is in the pipe by then
+                # Checked before the pipe is read: a guardian that is gone has written all its events by now.
+                gone = not self.is_alive
                 ready = dict(poll.poll(0 if gone else None if end is not None and deadline is None else _LOOK_S * 1000))
                 if not ready and deadline is not None and time.monotonic() > deadline:
                     return
@@ -121,7 +122,7 @@ class GuardianProcess:
         self._process.wait()
 
     def close(self) -> None:
-        """Let go of it; one that still runs ends what it has started, and itself."""
+        """Close the connection; a guardian that still runs then ends what it has started, and itself."""
         with suppress(OSError):
             self._commands.shutdown(socket.SHUT_RDWR)  # also where the step has forked a process that holds it open
         self._commands.close()

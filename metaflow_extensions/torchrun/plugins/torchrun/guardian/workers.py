@@ -1,4 +1,4 @@
-"""The guardian's table of workers, and its check for processes that somebody stopped with SIGSTOP."""
+"""The guardian's table of workers, and its check for processes that were stopped by SIGSTOP."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 from ..machine import processes
 
-SEARCH_S = 0.05  # between looks while workers are to come
-WATCH_S = 0.5  # between looks when all are known
+SEARCH_S = 0.05  # between two searches while workers are expected
+WATCH_S = 0.5  # between two searches when all are known
 
 
 class Worker:
@@ -43,16 +43,16 @@ class Workers:
 
     @property
     def any_reaped(self) -> bool:
-        """Whether torchrun has reaped one before we could see how it ended."""
+        """Whether torchrun has reaped one before its exit code could be read."""
         return any(worker.reaped for worker in self._by_pid.values())
 
     def expects_more(self) -> bool:
-        """Tell whether the agent has not started all its workers yet, or may start them again."""
+        """Return whether the agent has not started all its workers yet, or may start them again."""
         return len(self.living() if self._restarts else self._by_pid) < self._count
 
     @property
     def pause_s(self) -> float:
-        """Seconds until the next look."""
+        """Seconds until the next search."""
         return SEARCH_S if self.expects_more() else WATCH_S
 
     def find(self, agent: int) -> list[Worker]:
@@ -66,7 +66,7 @@ class Workers:
         return found
 
     def add_told(self, rank: int, local_rank: int, pid: int) -> list[Worker]:
-        """Add a worker that the agent has told of; return it, unless it is known."""
+        """Add a worker that the agent has listed; return it, unless it is known."""
         known = self._by_pid.get(pid)
         return [] if known is not None and known.is_alive else [self._add(rank, local_rank, pid)]
 
@@ -76,10 +76,10 @@ class Workers:
 
 
 class FrozenWatch:
-    """Finds processes that somebody else has stopped (SIGSTOP) and not continued in time.
+    """Finds processes that another program has stopped (SIGSTOP) and not continued in time.
 
-    A frozen worker keeps all others waiting, a frozen agent never ends, and a frozen task does not hear its gang. A
-    debugger's stop is another state (t).
+    A frozen worker keeps all others waiting, a frozen agent never ends, and a frozen task reads no messages of its gang.
+    A process under a debugger has another state (t).
     """
 
     def __init__(self, silence_s: float) -> None:
@@ -90,7 +90,7 @@ class FrozenWatch:
     def overdue(self, pids: Iterable[int], now: float) -> list[int]:
         """Return those of `pids` that have been frozen for too long, each once; `now` is the monotonic clock."""
         since_last = now - self._looked_at
-        if since_last < WATCH_S / 2:  # too soon to look again
+        if since_last < WATCH_S / 2:  # too soon to check again
             return []
         self._looked_at = now
         if since_last > 4 * WATCH_S:  # we were frozen ourselves, perhaps as part of a whole container
@@ -102,6 +102,6 @@ class FrozenWatch:
         if process is None or process.state != "T":
             self._since.pop(pid, None)
         elif now - self._since.setdefault(pid, now) >= self._silence_s:
-            self._since[pid] = float("inf")  # told once
+            self._since[pid] = float("inf")  # reported once
             return True
         return False

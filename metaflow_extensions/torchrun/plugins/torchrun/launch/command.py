@@ -1,4 +1,4 @@
-"""The argv and the environment that a launch becomes. Pure, but for where `env` and `sh` are: argv is a list."""
+"""Builds the argv and the environment of a launch's agent. Pure, except that it searches for `env` and `sh`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def agent_command(
 ) -> list[str]:
     """Return the argv of this node's agent: torchrun, with a static rendezvous unless the user wants its elasticity.
 
-    Without `sets_restarts` somebody else gives the workers the `restart_variables`. `of_rank` are variables of each
+    Without `sets_restarts`, the spare workers get the `restart_variables` in another way. `of_rank` are variables of each
     rank, with ``${local_rank}`` in them, for programs that are no Python: no hook of ours runs there.
     """
     own = [f"{name}={value}" for name, value in (of_rank or {}).items() if name not in dict(spec.env)]
@@ -59,7 +59,7 @@ def agent_command(
 
 
 def _worker_words(spec: LaunchSpec, restarts: Mapping[str, str], own: Sequence[str]) -> list[str]:
-    """Return the words that say what torchrun starts as a worker.
+    """Return the last words of the argv: what torchrun starts as a worker.
 
     Torchrun sets the variables of `restarts` to other values. So ``env`` sets them anew, and becomes the worker; of a
     program that is no Python, it also sets what is a rank's `own`.
@@ -82,7 +82,7 @@ def _worker_words(spec: LaunchSpec, restarts: Mapping[str, str], own: Sequence[s
 
 
 def _gang_options(spec: LaunchSpec, given: Mapping[str, str | None]) -> dict[str, str]:
-    """Return the options that say how the agents find each other."""
+    """Return the options with which the agents find each other."""
     if spec.min_nodes is None:
         # The gang restarts its generations as a whole; torchrun would restart one node alone.
         nodes = {"nnodes": str(spec.num_nodes), "node-rank": str(spec.node_index), "max-restarts": "0"}
@@ -104,7 +104,7 @@ def _gang_options(spec: LaunchSpec, given: Mapping[str, str | None]) -> dict[str
 
 
 def restart_variables(spec: LaunchSpec, go: Go) -> dict[str, str]:
-    """Return the variables that tell workers of the gang's restarts, where torchrun's own values are wrong.
+    """Return the variables with the gang's restarts, since torchrun's own values are wrong here.
 
     Each agent runs one generation only, so torchrun (2.13) sets both to 0. Of the nodes' limits the control node's
     counts, which is in `go`.
@@ -139,7 +139,7 @@ def agent_environment(
 def program_environment(
     given: Mapping[str, str], inherited: Mapping[str, str], omp_threads: int, interface: str | None
 ) -> dict[str, str]:
-    """Return the environment of a worker without what makes it one: without our hooks, and as yet without a rank."""
+    """Return the environment of a worker, but without our hooks and without a rank."""
     env = dict(inherited)
     for name in inherited:
         if name in _FOREIGN_NAMES or name.startswith(_FOREIGN_PREFIXES):
@@ -149,5 +149,5 @@ def program_environment(
     if interface:
         env.setdefault("GLOO_SOCKET_IFNAME", interface)
         env.setdefault("NCCL_SOCKET_IFNAME", interface)
-    env.update(given)  # it wins over everything, save that our hooks stay first on the path
+    env.update(given)  # the user's values win, except that our hooks stay first on the path
     return env

@@ -1,4 +1,4 @@
-"""Commands of the user's, which are lists of words: one as entrypoint, and what features run."""
+"""Checks commands of the user, which are lists of words: the entrypoint, and those that features run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SHELL = ("sh", "-ec")
 
 
 def argv_of(given: Any, setting: str) -> tuple[str, ...]:
-    """Return a command as argv words; raises TorchrunConfigError for what no process can be given."""
+    """Return a command as argv words; raises TorchrunConfigError for words that no process can get."""
     if not isinstance(given, list | tuple) or not all(isinstance(word, str | os.PathLike) for word in given):
         raise TorchrunConfigError(
             f"{setting} is {given!r}, but a command is a list of texts and paths, such as ['python', '-O', 'x.py']."
@@ -35,7 +35,7 @@ def argv_of(given: Any, setting: str) -> tuple[str, ...]:
 
 
 def is_by_shell(words: Sequence[str]) -> bool:
-    """Tell whether a command is a line for the shell."""
+    """Return whether a command is a line for the shell."""
     return len(words) == 3 and tuple(words[:2]) == SHELL
 
 
@@ -48,7 +48,7 @@ def system_program(name: str) -> str:
 
 
 def find_program(name: str, cwd: str | None, flow_dir: str | None, env: Mapping[str, str]) -> str:
-    """Return the program of a command as its process is to be given it; raises EntrypointError without one.
+    """Return a command's program for its argv; raises EntrypointError if there is none.
 
     A path is looked for in the working directory, then beside the flow file, as scripts are; a bare name in the PATH of
     `env`.
@@ -81,7 +81,7 @@ def beside_flow(name: str, cwd: str | None, flow_dir: str | None) -> str:
 
 
 def source_of(program: str, words: Sequence[str], cwd: str | None) -> str | None:
-    """Return the file that makes a command what it is: a program given by its path, or the first word that is a file."""
+    """Return the main file of a command: a program given by its path, or the first word that is a file."""
     names = [program] if os.sep in program else words[1:]
     return next((path for path in (_join(cwd, name) for name in names) if os.path.isfile(path)), None)
 

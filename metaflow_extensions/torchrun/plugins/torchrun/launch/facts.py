@@ -1,6 +1,6 @@
-"""Facts that a node reports before a launch; the gang compares them with those of the other nodes.
+"""Collects the facts that a node reports before a launch; the gang compares them between nodes.
 
-They are found without importing torch: the task stays small, and a node where torch can't be imported still reports.
+Nothing here imports torch: the task stays small, and a node where torch can't be imported still reports.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _DIGESTED_BYTES = 16 * 1024 * 1024  # a word of a command can name a file of any
 
 
 def node_facts(spec: LaunchSpec, machine: Machine) -> dict[str, str]:
-    """Return what this node's *ready* says besides the launch itself; raises TorchNotFoundError without PyTorch."""
+    """Return the facts for this node's *ready*; raises TorchNotFoundError without PyTorch."""
     folder = _torch_folder()
     built_with = _read_version_file(os.path.join(folder, "version.py"))
     seen = machine.seen_by(dict(spec.env))

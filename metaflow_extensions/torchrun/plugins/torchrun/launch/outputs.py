@@ -1,6 +1,7 @@
-"""Stored outputs, listed and read by whoever can reach the datastore.
+"""Lists and reads stored outputs, on any machine that can reach the datastore.
 
-A result has the keys of lists, which are in the datastore as well. So it stays small, however many files there are.
+A result holds only the keys of lists, which are in the datastore as well. So it stays small, however many files there
+are.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class Outputs:
     def __init__(self, datastore: Mapping[str, str], nodes: Mapping[int, tuple[str, int, int]]) -> None:
         self._datastore = dict(datastore)  # type, root and flow
         self._nodes = dict(nodes)  # node -> key of its list, number of files, bytes
-        self._lists: dict[int, dict[str, Any]] | None = None  # by node, once somebody asks
+        self._lists: dict[int, dict[str, Any]] | None = None  # by node, loaded at the first access
         self._opened: DatastoreValues | None = None
 
     @property
@@ -75,7 +76,7 @@ class Outputs:
 
     @property
     def left_out(self) -> dict[str, str]:
-        """What could not be stored, by name, and why; of several nodes with the node before the name."""
+        """The reason why a file was not stored, by name; with several nodes, the node stands before the name."""
         several = len(self._nodes) > 1
         return {
             f"node {node}: {name}" if several else name: why
@@ -206,7 +207,7 @@ class Outputs:
         return self._lists
 
     def _load(self, key: str) -> bytes:
-        """Return what is stored under a key: where it was stored, or else where this machine has its datastore."""
+        """Return the data of a key, from the datastore where it was stored, or else from this machine's own datastore."""
         first: Exception | None = None
         for store in values_at(self._datastore) if self._opened is None else [self._opened]:
             try:

@@ -1,4 +1,4 @@
-"""One launch as data: the call of `run`, checked and complete. Pure: arguments in, values out."""
+"""`LaunchSpec`: one call of `run`, checked and complete. Pure: arguments in, values out."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class FunctionSpec:
 
     name: str
     script: str  # that calls it in a worker
-    folder: str  # where the script finds the call, and leaves what became of it
+    folder: str  # where the script finds the call, and writes its outcome
     source: str | None  # the file with its code
 
 
@@ -46,15 +46,15 @@ class LaunchSpec:
     python: str
     options: tuple[tuple[str, str | None], ...] = ()  # torchrun's further ones, with hyphens; None marks a flag
     shown_local_ranks: frozenset[int] | None = None  # whose output is shown; None shows all
-    master_port: int | None = None  # None lets the control node choose
+    master_port: int | None = None  # None: the control node chooses
     max_restarts: int = 0
     env: tuple[tuple[str, str], ...] = ()  # what the user sets for this launch
     cwd: str | None = None  # absolute path; None is the task's own
     log_dir: str | None = None  # absolute path of where torchrun's log files are kept; None keeps none
-    min_nodes: int | None = None  # how few torchrun's own elasticity may go on with; None without it
+    min_nodes: int | None = None  # with torchrun's own elasticity: the smallest number of nodes; else None
     elastic_timeout_s: int = 600  # how long elastic agents wait for each other
     function: FunctionSpec | None = None  # what the entrypoint calls, where that is ours
-    source: str | None = None  # the file that must be the same on all nodes; None is the entrypoint
+    source: str | None = None  # the file that must be the same on all nodes; None means the entrypoint
     bools: tuple[tuple[str, bool], ...] = ()  # of `args`, those that were given as True or False, by their names
     command: tuple[str, ...] = ()  # the words of a command as entrypoint, as they were given
 
@@ -139,7 +139,7 @@ def _function(function: FunctionSpec, min_nodes: int | None) -> dict[str, Any]:
     if min_nodes is not None:
         raise TorchrunConfigError(
             "torchrun's own elasticity (nnodes='MIN:MAX') gives ranks out anew while it runs, so a function's values "
-            "would be nobody's. Launch a script with it, or the function with max_restarts."
+            "would belong to no rank. Launch a script with it, or the function with max_restarts."
         )
     return {"entrypoint": function.script, "args": (function.folder,), "source": function.source, "function": function}
 
@@ -185,7 +185,7 @@ def _take_min_nodes(options: dict[str, str | None], num_nodes: int) -> int | Non
             raise TorchrunConfigError(
                 f"torchrun_args nnodes={nnodes} asks for a gang of changing size, but num_parallel={num_nodes} fixes it: "
                 "all nodes start together, and a failure stops or restarts all of them. Remove nnodes, or, for torchrun's "
-                "own elasticity, add rdzv_backend='c10d'; docs/elastic.md says what Metaflow makes of it."
+                "own elasticity, add rdzv_backend='c10d'; docs/elastic.md says what works with Metaflow."
             )
         return None
     fewest, most = parse_int(low or high), parse_int(high)

@@ -1,4 +1,4 @@
-"""Transfers to the datastore and from it, in a thread of their own, so that the node still handles its gang's messages."""
+"""Stores and loads data in a thread of its own, so that the node still handles its gang's messages."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _TROUBLE_TEXT = 500
 
 
 class ValueStore(Protocol):
-    """Where things are stored, so that other nodes and later tasks find them."""
+    """A store for data that other nodes and later tasks can load by key."""
 
-    where: str  # what to call it, and where it is
+    where: str  # its name and place, for messages
     folder: str | None  # where it is on this machine; None: elsewhere
-    address: Mapping[str, str]  # by which a later task or another machine finds it
+    address: Mapping[str, str]  # for later tasks and other machines
 
     def save(self, data: bytes) -> str:
         """Store `data` and return its key."""
@@ -65,7 +65,7 @@ class Transfer:
         self.where = store.where
         self._doing = doing  # as in "stores"
         self._steps = iter(steps)  # at least one; the others are made as they are needed
-        self.step = next(self._steps)  # what is being carried, or was last
+        self.step = next(self._steps)  # the current or last step
         self._begun_at = self._step_begun_at = self._said_at = time.monotonic()
         self._error: BaseException | None = None
         self._ended = threading.Event()
@@ -77,12 +77,12 @@ class Transfer:
 
     @property
     def seconds(self) -> float:
-        """How long ago it was made."""
+        """Seconds since it was made."""
         return time.monotonic() - self._begun_at
 
     @property
     def over(self) -> bool:
-        """Whether it has ended, well or not, or takes too long."""
+        """Whether it has succeeded, failed, or takes too long."""
         return self._ended.is_set() or time.monotonic() - self._step_begun_at > self.step.patience_s
 
     def line(self) -> str | None:
@@ -137,7 +137,7 @@ class Transfer:
                 if step.is_news:
                     news()
                 step.do()
-        except BaseException as error:  # whatever a store's client raises
+        except BaseException as error:  # a store's client can raise anything
             self._error = error
         finally:
             self._ended.set()

@@ -2,12 +2,12 @@
 
 On a local run all nodes write to the pipe of the control task, one at a time: see `shared_pipe`.
 
-A reader may stop to read for a while (a paused terminal), or for ever. The stream may be closed, or non-blocking, as
-some programs leave it. So nobody writes before there is room. All text waits its turn in one queue for each stream.
-Any thread may write; the one that has the turn writes for those that could not wait.
+A reader may pause (as a stopped terminal does), or never read again. The stream may be closed, or non-blocking, as
+some programs leave it. So nothing is written before there is room. All text waits in one queue for each stream.
+Any thread may write; the thread that holds `_turn` also writes the text of those that could not wait.
 
-Who reads two pipes, as Metaflow does (2.19), takes a line of the one and a line of the other in turns. So a text waits
-until what is in the other pipe was read. And while one is written to stderr, no node writes to stdout: a traceback
+Metaflow (2.19) reads two pipes, and takes a line of the one and a line of the other in turns. So a text waits until
+the other pipe is empty. And while one is written to stderr, no node writes to stdout: a traceback
 stays in one piece.
 """
 
@@ -30,17 +30,18 @@ from .shared_pipe import PipeLock, await_reader, await_room, unread_bytes
 DEBUG = "METAFLOW_TORCHRUN_DEBUG"
 """Environment variable: ``1`` has the details written, too."""
 
-_STUCK_S = 3.0  # with a reader that leaves no room
-# The same for threads that tell of something; they have more to do than to wait.
+_STUCK_S = 3.0  # for a reader that leaves no room
+# The same for threads that log events; they must not wait long.
 _EVENT_PATIENCE_S = 0.5
-_OTHER_PATIENCE_S = 1.0  # with the reader of the other stream, when it takes nothing
+_OTHER_PATIENCE_S = 1.0  # for the reader of the other stream, while it reads nothing
 
 
 def write_output(stream: str, lines: bytes, patience_s: float = _STUCK_S, more_follows: bool = False) -> bool:
     """Write whole lines of UTF-8 to stdout or stderr; return False if the reader has taken nothing for `patience_s`.
 
-    Any thread may call it. Nothing is lost while somebody can read the stream: what is not taken in time is written
-    before the next text, or at the process's end. Where nobody can read it, it is dropped, and said once.
+    Any thread may call it. Nothing is lost while the stream can be read: text that its reader did not take in time is
+    written before the next text, or at the process's end. If the stream has no reader any more, text is dropped,
+    and one line says so.
     With `more_follows`, the last line may wait for the next call, which must come soon, with lines or without. On stderr
     it never does: a block there is written whole.
     """
@@ -53,7 +54,7 @@ def write_text(stream: str, text: str, patience_s: float = _STUCK_S) -> bool:
 
 
 def to_log(event: Event) -> None:
-    """Write an event to the node's log, on stderr as Metaflow's own words are; details only where they are wanted."""
+    """Write an event to the node's log, on stderr like Metaflow's own lines; details only with `DEBUG`."""
     if event.is_detail and os.environ.get(DEBUG, "") in ("", "0"):
         return
     text = "".join(f"[torchrun node {event.node}] {line}\n" for line in event.text.splitlines())
@@ -74,16 +75,16 @@ class _Output:
         self._pipe_lock = PipeLock()  # held from a line's first byte to its last, and from a text's first to its last
         self._other = "stderr" if name == "stdout" else "stdout"
         self._other_lock = PipeLock()  # of stdout, held while a text is written to stderr; never the other way round
-        self._left_unread = sys.maxsize  # so much stayed in the other pipe when it was waited for in vain
+        self._left_unread = sys.maxsize  # how many bytes stayed in the other pipe when its reader took nothing
         self._in_text = False  # whether the next text is the last line of the one before
         self._said_lost = False
-        self._takes_turns = True  # with other nodes that write to the same pipe
+        self._takes_turns = True  # whether it shares the pipe's lock with other nodes
 
     def write(self, lines: bytes, patience_s: float, more_follows: bool = False) -> bool:
         if lines:
             self._waiting.append(lines)
         if not self._turn.acquire(timeout=patience_s):
-            return False  # the thread that has the turn writes ours, too
+            return False  # the thread that holds `_turn` writes our text, too
         try:
             while self._cut or self._is_text_next(more_follows):
                 if not self._write_next(patience_s):
@@ -95,7 +96,7 @@ class _Output:
             self._turn.release()
 
     def finish(self) -> None:
-        """Write what waits, at the process's end; lines of two nodes rather mix than get lost."""
+        """Write what waits, at the process's end. Mixed lines of two nodes are better than lost ones."""
         if not self.write(b"", _STUCK_S):
             self._takes_turns = False
             self.write(b"", _STUCK_S)
@@ -109,7 +110,7 @@ class _Output:
         """Write the rest of what was begun, or the next text; return False if it has to wait."""
         try:
             return self._write_lines(b"" if self._cut else self._waiting.popleft(), patience_s)
-        except Exception as error:  # of a stream that the step's code has put there, it can be any
+        except Exception as error:  # a stream that the step's code has put there can raise anything
             self._cut = b""
             self._say_lost(error)
             return True
@@ -147,7 +148,7 @@ class _Output:
                 self._waiting.appendleft(lines)
             return False
         if not self._cut and not self._in_text and patience_s >= _STUCK_S:
-            with contextlib.suppress(OSError):  # somebody has closed the other stream: nothing is there to wait for
+            with contextlib.suppress(OSError):  # the other stream is closed: there is nothing to wait for
                 self._await_other(fd)
         self._cut = _write_all(fd, self._cut or self._next_for_pipe(fd, lines), patience_s)
         return not self._cut
@@ -213,9 +214,9 @@ def _pipe_of(target: TextIO | None) -> int | None:
 
 
 def _flush(target: TextIO, fd: int, is_pipe: bool) -> None:
-    """Let what others have printed go first, if there is room for it: here nobody may be made to wait."""
+    """Write what other code has printed first, if there is room: this must not block."""
     if await_room(fd, 0.0) and not (is_pipe and unread_bytes(fd)):
-        with contextlib.suppress(BlockingIOError):  # it keeps what it could not write, for the next time
+        with contextlib.suppress(BlockingIOError):  # Python keeps what it could not write, for the next flush
             target.flush()
 
 
@@ -231,6 +232,6 @@ def _write_all(fd: int, data: bytes, patience_s: float) -> bytes:
         end = at + select.PIPE_BUF
         if end < len(data):
             end = data.rfind(b"\n", at, end) + 1 or end
-        with contextlib.suppress(BlockingIOError):  # somebody else was faster
+        with contextlib.suppress(BlockingIOError):  # another process has filled the pipe first
             at += os.write(fd, memoryview(data)[at:end])
     return data[at:]

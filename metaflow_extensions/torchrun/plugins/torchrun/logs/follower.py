@@ -1,10 +1,10 @@
-"""Follows the log files of workers and agent, and shows their lines with labels.
+"""Follows the log files of workers and agent, and writes their lines with labels to the task's log.
 
-torchrun redirects every worker's stdout and stderr to files of their own, and a thread of ours follows them. So a
-worker never waits for us. What it wrote before it died is in the file, and is read up to the last byte.
+torchrun redirects every worker's stdout and stderr to files, and a thread of ours reads them. So a worker never
+waits for us. What it wrote before it died is in the file, and is read up to the last byte.
 
-The thread looks now and then. The kernel could tell it (inotify), but then each write of a worker would do more, and a
-machine has few such watches (128 by default, for all containers of a user).
+The thread polls. With inotify the kernel could wake it, but then each write of a worker would cost more, and a
+machine has few inotify instances (128 by default, for all containers of a user).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from typing import BinaryIO
 
 from .lines import LineSplitter
 
-# Between looks: under the half second in which a line must be seen. Most of what a look costs, some 0.3 ms, is to wake
-# up, so a look that has found a whole chunk is soon followed by another. The end waits for no look.
+# Between polls: under the half second in which a line must appear. Most of a poll's cost, some 0.3 ms, is waking up, so
+# after a whole chunk the next poll follows soon. The end waits for no poll.
 _LOOK_S, _FLOOD_LOOK_S = 0.4, 0.05
 # Read at once. The C library maps memory for anything above 128 KiB, and the kernel clears it: that would take longer
 # than all that is done with the bytes. With 96 KiB, that is so for lines that are no UTF-8.
@@ -72,10 +72,10 @@ class FollowedFile:
         return len(data)
 
     def read_ahead(self) -> bool:
-        """Read what is to be shown next, at most one chunk; tell whether that is something new."""
+        """Read what is to be shown next, at most one chunk; return whether that is something new."""
         if self._ahead:
             return False
-        with suppress(OSError):  # a disk's fault; the others' output is to be had
+        with suppress(OSError):  # a fault of the disk; the other files can still be read
             self._ahead = self._file.read(_CHUNK_BYTES)
         self._read_bytes += len(self._ahead)
         return bool(self._ahead)
@@ -85,7 +85,7 @@ class FollowedFile:
         return os.fstat(self._file.fileno()).st_size
 
     def is_shown_to(self, size: int) -> bool:
-        """Tell whether so much of the file was shown, or all that it has by now."""
+        """Return whether so much of the file was shown, or all that it has by now."""
         return self._read_bytes >= size or self._read_bytes >= self.size()
 
     def finish(self, show: Show, show_held: bool) -> None:
@@ -122,7 +122,7 @@ def _without(label: bytes, lines: bytes) -> bytes:
 
 
 class _Process:
-    """The files of one process. What it wrote to stdout before something to stderr is shown before it."""
+    """The two files of one process; stdout that was written before stderr is shown before it."""
 
     def __init__(self, **files: FollowedFile) -> None:
         self.files = files  # by stream
@@ -146,8 +146,8 @@ class _Process:
 class LogFollower:
     """Follows all logs of one generation of workers in a thread of its own.
 
-    If a reader of our output stops to read, only this thread stops: what is not read yet is safe in the files.
-    If it is still so at the end, the thread goes on alone, with files that are open and perhaps removed.
+    If the reader of our output pauses, only this thread stops: unread output is safe in the files. If the reader still
+    pauses at the end, the thread continues alone, with files that are open and perhaps removed.
     """
 
     def __init__(
@@ -169,9 +169,10 @@ class LogFollower:
         self._files = list(agent.values())
         self._processes = {"": _Process(**agent)}  # by folder
         self._known: set[str] = set()  # written by this object's thread, read by others, too
-        self._unended: str | None = None  # the stream that was not told yet that no more comes for now; its thread's
+        # The stream that must still learn that no more lines follow for now; only this object's thread touches it.
+        self._unended: str | None = None
         self._stop = threading.Event()
-        self._released = threading.Event()  # whoever waits for this object's thread, by it
+        self._released = threading.Event()  # set by this object's thread for those that wait for it
         self._explained = False  # set before `_stop`, read after
         self._thread = threading.Thread(target=self._follow, name="torchrun-logs", daemon=True)
         self._seen_bytes = 0
@@ -197,7 +198,7 @@ class LogFollower:
 
         A reader that takes nothing is not waited for; until the process's end it can still have all.
         """
-        self._explained = explained  # the agent's report of a failure would say less than what is known already
+        self._explained = explained  # the cause is known, and the agent's own report of the failure says less
         self._stop.set()
         self._await_thread()
         if self._thread.is_alive():
@@ -205,7 +206,7 @@ class LogFollower:
             atexit.register(self._await_thread)
 
     def _await_thread(self) -> None:
-        """Wait for the end of this object's thread, or until it has waited in vain for the reader of our output."""
+        """Wait until this object's thread ends, or until the reader of our output has taken nothing for too long."""
         while self._thread.is_alive() and not self._released.is_set():
             self._thread.join(_LOOK_S)
 
@@ -225,10 +226,10 @@ class LogFollower:
                 file.close()
 
     def _look(self) -> bool:
-        """Show what has come; tell whether that was much."""
+        """Show new output; return whether it was much."""
         self._find_files()
         turns, most = 0, _CHUNK_BYTES
-        while most == _CHUNK_BYTES:  # all in turns, so that a loud rank does not silence the others
+        while most == _CHUNK_BYTES:  # in turns, so that one rank with much output does not hide the others
             processes = list(self._processes.values())  # more can be found meanwhile
             loudest = max(process.pump_stdout(self._show) for process in processes)
             turns, most = turns + 1, max(loudest, *(process.pump_stderr(self._show) for process in processes))
@@ -251,7 +252,7 @@ class LogFollower:
         while not self._write(stream, lines):
             lines = b""
             if self._stop.is_set():
-                self._find_files()  # the folder may be removed once nobody waits
+                self._find_files()  # the folder may be removed as soon as no thread waits
                 self._released.set()
 
     def _find_files(self) -> None:

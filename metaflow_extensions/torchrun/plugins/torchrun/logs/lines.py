@@ -1,4 +1,4 @@
-"""Turns bytes into lines, and thins out progress bars.
+"""Splits bytes into lines, and drops most states of progress bars.
 
 A program that draws a progress bar begins or ends each state of the bar with ``\\r``, and ends the bar with ``\\n``.
 A terminal replaces the state before. A log would keep hundreds of states, so it gets one a second and the last.
@@ -54,7 +54,7 @@ class LineSplitter:
         return _as_utf8(found)
 
     def _split(self, data: bytes) -> None:
-        if b"\r" not in data:  # a search costs far less than a replacement and a split
+        if b"\r" not in data:  # a search costs far less than a replace and a split
             self._add(data)
             return
         text, *states = data.replace(b"\r\n", b"\n").split(b"\r")

@@ -1,4 +1,4 @@
-"""A lock for a pipe that several nodes write to, and waits for its reader, which may be slow or paused.
+"""A lock for a pipe that several nodes write to, and waits for the pipe's reader, which may be slow or paused.
 
 Only one thread at a time may use a `PipeLock`: in `console`, the one that holds `_turn`.
 """
@@ -14,7 +14,7 @@ import termios
 import time
 from contextlib import suppress
 
-_LOOK_S = 0.001  # between looks at a lock or a reader
+_LOOK_S = 0.001  # between two checks of a lock or a reader
 _FIRST_LOOK_S = 0.00005  # at a reader, who may be fast; each pause is twice as long as the one before, up to that
 _READER_PATIENCE_S = 0.05  # with a reader that has taken nothing, before the last line of a text
 
@@ -30,7 +30,7 @@ class PipeLock:
         self._pipe = (0, 0)  # which one it is, as `_identity` says
 
     def acquire(self, pipe_fd: int, patience_s: float) -> bool:
-        """Return whether to write now; False: somebody else has it after `patience_s`, and may wait for the reader."""
+        """Return whether to write now; False: another node still holds it after `patience_s`, and may wait for the reader."""
         pipe = _identity(pipe_fd)
         if self._fd is not None and pipe == self._pipe:
             return True
@@ -42,7 +42,7 @@ class PipeLock:
         self._pipe = pipe
         deadline = time.monotonic() + patience_s
         while True:
-            with suppress(OSError):  # somebody has it
+            with suppress(OSError):  # another node holds it
                 fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return True
             if time.monotonic() >= deadline:
@@ -51,11 +51,11 @@ class PipeLock:
             time.sleep(_LOOK_S)
 
     def release(self) -> None:
-        """Let others write; nothing happens where it is not held."""
+        """Let others write; does nothing if it is not held."""
         if self._fd is None:
             return
         fd, self._fd = self._fd, None
-        with suppress(OSError):  # the step's code has closed all that it did not know
+        with suppress(OSError):  # the step's code has closed all descriptors, including ours
             if _identity(fd) == self._pipe:
                 fcntl.flock(fd, fcntl.LOCK_UN)  # a child that was forked meanwhile holds it, too
                 os.close(fd)

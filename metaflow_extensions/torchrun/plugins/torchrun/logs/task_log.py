@@ -1,8 +1,8 @@
-"""Uploads a remote task's log at once when there is bad news.
+"""Uploads a remote task's log at once when the gang reports a failure.
 
 In a pod or container Metaflow writes the task's output to files. It uploads them every half second at first,
 and every 30 s later (`update_delay` in ``metaflow/mflog/__init__.py``, 2.19). But a Kubernetes job set is
-torn down within seconds of one pod's end, and what the control node says of the cause must be uploaded before.
+torn down within seconds of one pod's end, and the control node's lines about the cause must be uploaded before.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class TaskLog:
         self._uploading = threading.Lock()  # or an older state of the log could come last
 
     def take(self, event: Event) -> None:
-        """Write an event to the log, and upload the log if it is bad news."""
+        """Write an event to the log, and upload the log if the event reports a failure."""
         to_log(event)
         if event.kind in _URGENT:
             self.save()

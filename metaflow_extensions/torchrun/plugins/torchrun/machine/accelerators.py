@@ -1,7 +1,7 @@
-"""Accelerators, CPUs and processes of one node.
+"""Finds the accelerators and CPUs of one node, and decides its number of processes.
 
-`choose_nproc` decides the processes per node and says why. Everything it needs is handed to it, so that it can be
-asked on the machine that submits a flow and again inside the task.
+`choose_nproc` returns that number and its reason. It gets everything as arguments, so it works on the machine that
+submits a flow and again inside the task.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Nproc:
 
 @dataclass(frozen=True)
 class Machine:
-    """What this node may use."""
+    """The accelerators and CPUs that this node may use."""
 
     cpus: int  # at least one
     accelerators: tuple[str, ...] = ()  # as `CUDA_VISIBLE_DEVICES` names them

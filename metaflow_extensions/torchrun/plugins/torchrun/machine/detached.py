@@ -1,8 +1,7 @@
-"""Processes of ours that are no children of this one.
+"""Starts processes that are no children of this one.
 
-The step's own code may wait for all its children (``os.wait``), and count them. So what runs meanwhile is started by a
-process that ends at once: the system's first process, or a subreaper between, adopts it. Its end is told by its number
-and its begin.
+The step's own code may wait for all its children (``os.wait``), or count them. So a helper process that ends at once
+starts ours, and the system's first process, or a subreaper, adopts it. Its end is recognised by its pid and start time.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ PROGRAM = "os.dup2(os.open(os.devnull, os.O_WRONLY), 1); os.execv(sys.argv[1], s
 class Detached(processes.Other):
     """A process that runs `source`, Python code, with `words` as its arguments; its standard output is a pipe to us.
 
-    With the source `PROGRAM` it becomes another program, whose output nobody reads. `more` is what `Popen` takes.
+    With the source `PROGRAM` it becomes another program, whose output is discarded. `more` is what `Popen` takes.
     """
 
     def __init__(self, source: str, words: Sequence[str], env: Mapping[str, str], **more: Any) -> None:

@@ -1,4 +1,4 @@
-"""Addresses, ports and interface names of this host."""
+"""Finds addresses, free ports and interface names of this host."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 def place() -> str:
-    """Return what tells this container, or this machine, from others; a pod that replaces another has its host name."""
+    """Return a name of this container or machine that no other has; a pod's replacement has the same host name."""
     with suppress(OSError):
         return f"{read('/proc/sys/kernel/random/boot_id').strip()}/{os.stat('/proc/self/ns/pid').st_ino}"
     return socket.gethostname()
@@ -35,7 +35,7 @@ def listening_socket(port: int, host: str = "", backlog: int | None = None) -> s
             return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=backlog)
         except OSError as error:
             if error.errno in _PORT_TAKEN:
-                raise  # by IPv6 alone, perhaps: then nobody would get here by IPv6
+                raise  # taken for IPv6 only: then no node could connect by IPv6
             # IPv6 can be compiled in and switched off
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, port), family=family, backlog=backlog)
@@ -44,7 +44,7 @@ def listening_socket(port: int, host: str = "", backlog: int | None = None) -> s
 def pick_port(pinned: int | None = None) -> int | None:
     """Return the pinned port if it is free on all interfaces, IPv4 and IPv6, else None; without one, a free port.
 
-    Another process can take the port before it is used; whoever uses it must be ready to ask again.
+    Another process can take the port before it is used; so callers must be ready to ask again.
     """
     try:
         with listening_socket(pinned or 0) as probe:

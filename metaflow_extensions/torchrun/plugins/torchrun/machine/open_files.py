@@ -1,4 +1,4 @@
-"""Room for the connections of a gang: each is an open file."""
+"""Raises the limit of open files for the connections of a gang: each is an open file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def raise_limit(needed: int) -> None:
     taken = _open_files() + _FOR_THE_STEP
     if soft < taken + needed + _FEW_OTHERS:
         new = int(min(hard, taken + needed + _MANY_OTHERS))
-        with suppress(ValueError, OSError):  # the kernel refuses; then there is less room
+        with suppress(ValueError, OSError):  # the kernel refuses; then fewer files can be open
             resource.setrlimit(resource.RLIMIT_NOFILE, (new, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 
 

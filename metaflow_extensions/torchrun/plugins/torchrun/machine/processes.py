@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 _HAS_PROC = os.path.isdir("/proc/self")
 _POLL_S = 0.05
-_LOOK_S = 60.0  # where the system tells of an end
+_LOOK_S = 60.0  # on systems with pidfd
 _NEVER = float("inf")
 _KILL_WAIT_S = 10.0  # after SIGKILL only a process in uninterruptible sleep stays
 
@@ -28,9 +28,9 @@ class Process(NamedTuple):
     pid: int
     parent: int
     state: str  # one letter, such as "T" (stopped by a signal) or "Z" (dead, but not reaped)
-    began: str = ""  # when. With its pid it names one process, whoever gets that number later
+    began: str = ""  # its start time. Pid and start time together name one process: the kernel reuses pids
     status: int | None = None  # the exit code of a dead process, negative for a signal
-    threads: int = 1  # a dead one that nobody has reaped has one
+    threads: int = 1  # a dead process that is not reaped has one
 
     @property
     def is_alive(self) -> bool:
@@ -39,7 +39,7 @@ class Process(NamedTuple):
 
 
 def _has_ended(state: str, threads: int) -> bool:
-    """Tell what waitid(2) and a pidfd tell.
+    """Return whether the process has ended for waitid(2) and a pidfd.
 
     The state is that of the main thread alone. As long as others run, or free memory, the process has its memory,
     ports and devices, and no exit code.
@@ -72,7 +72,7 @@ def began(pid: int) -> str:
 
 
 def is_alive(pid: int, since: str) -> bool:
-    """Tell whether the process lives that has this number and began then."""
+    """Return whether the process with this pid and start time lives."""
     process = find(pid)
     return process is not None and process.is_alive and process.began == since
 
@@ -160,7 +160,7 @@ def open_pidfd(pid: int) -> int | None:
 
 
 class Other:
-    """A process that need not be a child of this one, so that no wait status tells of its end."""
+    """A process that need not be a child of this one, so that wait(2) can't report its end."""
 
     def __init__(self, pid: int, since: str) -> None:
         self.pid = pid
@@ -168,7 +168,7 @@ class Other:
 
     @property
     def has_ended(self) -> bool:
-        """Whether it has ended; dead ones that nobody has reaped have."""
+        """Whether it has ended; also true for dead processes that are not reaped."""
         if _HAS_PROC:
             return not is_alive(self.pid, self.began)
         with suppress(PermissionError):
@@ -226,7 +226,7 @@ class Ends:
             self._poll.poll(look_s * 1000 if None in self._handles.values() else None)
 
     def forget(self, pid: int) -> None:
-        """Wait for this process no more: it has ended."""
+        """Stop waiting for a process that has ended."""
         handle = self._handles.pop(pid, None)
         if handle is not None:
             self._poll.unregister(handle)
@@ -245,7 +245,7 @@ def await_or_kill(roots: Iterable[int], grace_s: float) -> None:
     tree = {pid: began(pid) for pid in roots}
     while True:
         tree = {pid: since for pid, since in tree.items() if is_alive(pid, since)}
-        # When a process ends, its children get another parent. So all that were found are remembered.
+        # When a process ends, its children get another parent. So every process found is remembered.
         tree.update({pid: began(pid) for root in tree for pid in living_descendants(root)})
         if not tree or time.monotonic() > deadline + _KILL_WAIT_S:
             return

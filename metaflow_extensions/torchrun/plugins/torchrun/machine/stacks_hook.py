@@ -1,4 +1,4 @@
-"""Has a worker write its Python stacks when a signal asks, even while it hangs; `stacks` reads them.
+"""Makes a worker write its Python stacks at a signal, even while it hangs; `stacks` reads them.
 
 The worker runs this file before its own program, and never imports it.
 """

@@ -1,6 +1,7 @@
-"""One agent and its process tree, as the task sees them.
+"""Starts and stops one agent and its process tree, from the task.
 
-The work is done by a guardian, which is another process; `guardian.py` says why. A thread reads the guardian's events.
+The task only asks: a guardian, which is a process of its own, starts and stops the tree (`guardian/guardian.py` says
+why). A thread of this object reads the guardian's events.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Warm(Protocol):
 
 
 class AgentProcess:
-    """The agent of one generation. `on_event` is called in a thread of its own; the last event is always `End`."""
+    """The agent of one generation. `on_event` is called in this object's reader thread; the last event is always `End`."""
 
     def __init__(
         self,
@@ -59,14 +60,14 @@ class AgentProcess:
         try:
             self._guardian = guardian
             self._reader.start()
-        except RuntimeError:  # no more threads. The kernel sends the agent SIGTERM when its guardian ends.
+        except RuntimeError:  # no more threads can start. The kernel sends the agent SIGTERM when its guardian ends.
             self._guardian = None
             guardian.kill()
             guardian.close()
             raise
 
     def _ask_warm(self) -> GuardianProcess | None:
-        """Return a guardian that starts the agent warm; None if there is none, after an event that says why."""
+        """Return a guardian that starts the agent warm, or None after an event with the reason."""
         asked = None if self._warm is None else self._warm.start(self._env, self._options)
         if isinstance(asked, Refused):
             self._warm = None

@@ -69,9 +69,9 @@ class AgentEnd:
         self._end: End | None = None
 
     def record_fault(self, event: Frozen | Terminated) -> str:
-        """Record what somebody else did to a process; return the log line."""
+        """Record that another program stopped or signalled a process; return the log line."""
         if isinstance(event, Terminated):
-            text = "its guardian process got SIGTERM, which nobody of the gang has sent"
+            text = "its guardian process got SIGTERM from outside of the gang"
             cause = Cause("agent_ended", self._node, self._host, exception=text)
         else:
             whose = f"its {self._plan.agent} " if event.rank is None else ""
@@ -108,11 +108,11 @@ class AgentEnd:
         if guardian_gone:
             code, who, how = None, "its guardian process", self.machine.how_vanished()
         elif report.got_signal is not None:  # without a guardian it gets SIGTERM from the kernel
-            how = f"got {signal_name(report.got_signal)}, which nobody of the gang has sent, and gave up"
+            how = f"got {signal_name(report.got_signal)} from outside of the gang, and gave up"
         elif self._end is not None and self._end.error is not None:
             how = self._end.error
         else:
             how = "vanished" if code is None else self.machine.how_ended(code)
-        # One that has started its workers did start; it was ended, or lost its own connections.
+        # An agent with workers did start: it was killed, or lost its own connections.
         kind = "agent_ended" if has_workers or guardian_gone else "agent"
         return Cause(kind, self._node, self._host, None, None, code, f"{who} {how}", report.tail)

@@ -31,7 +31,7 @@ _NEVER = float("inf")
 
 
 def _failed(end: WorkerEnded) -> bool:
-    """Return whether a worker is known to have failed by itself."""
+    """Return whether this end shows that the worker has failed by itself."""
     return end.status not in (0, None) and not end.stopped
 
 
@@ -50,13 +50,13 @@ class Exits:
         return {end.rank: end.status for end in self._ends.values() if end.status is not None}
 
     def has_ended(self, rank: int) -> bool:
-        """Tell whether a worker has ended."""
+        """Return whether a worker has ended."""
         return any(end.rank == rank for end in self._ends.values())
 
     def record(self, end: WorkerEnded) -> bool:
         """Record a worker's end; return whether it is known to have failed by itself."""
         if _failed(end) and end.pid in read_agent_report(self._folder).stopped:
-            # torchrun stops workers only after one has failed. So another one failed first, and the guardian did not see it.
+            # torchrun stops workers only after one has failed: another one failed first, unseen by the guardian.
             end = end._replace(stopped=True)
         self._ends[end.local_rank] = end
         return _failed(end)
@@ -95,7 +95,7 @@ class Exits:
         return sorted(filter(None, found), key=lambda dated: dated[0])
 
     def _told_to_stop_at(self, stopped_at: float) -> float:
-        """Return the first moment at which a worker of this node can have been told to stop.
+        """Return the earliest time at which a worker of this node may have got a signal to stop.
 
         torchrun does so, too, but not before a worker has failed.
         """
@@ -118,7 +118,7 @@ class Exits:
             shown = None if end.stopped and is_signal else code
             return record.at, Cause("exception", *who, shown, record.exception, record.traceback)
         if end.stopped:
-            return None  # it obeyed
+            return None  # it obeyed the signal
         advice, stderr = remedy_of_exit(code, self._spec.bools), read_end(os.path.join(folder, "stderr.log"))
         return end.at, Cause("signal" if is_signal else "exit", *who, code, None, _last_lines(stderr), advice)
 
@@ -128,7 +128,7 @@ class Exits:
 
 @dataclass(frozen=True)
 class Record:
-    """The exception that ended a worker, as it said itself."""
+    """The exception that ended a worker, as its hook recorded it."""
 
     exception: str  # type and message
     traceback: str
@@ -197,7 +197,7 @@ def _last_lines(text: str) -> str:
 
 @dataclass(frozen=True)
 class AgentReport:
-    """What torchrun printed on its stderr about the ends of its workers, and its own."""
+    """What torchrun printed on stderr about the ends of its workers and about its own."""
 
     exit_codes: dict[int, int]  # local rank -> exit code of the workers that it says have failed
     stopped: frozenset[int]  # pids of the workers that it told to stop itself, because another one had failed

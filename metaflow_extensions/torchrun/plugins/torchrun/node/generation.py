@@ -55,13 +55,13 @@ class Generation:
         command: list[str],
         agent: AgentProcess,
         follower: LogFollower,
-        say: Callable[..., None] = lambda text, is_detail=True: None,  # takes a line for the log, or for its details
+        say: Callable[..., None] = lambda text, is_detail=True: None,  # writes a line to the log, or to its details
     ) -> None:
         self.go = go
         self.number = go.generation
         self.command = command  # the agent's argv
         self.phase = Phase.STARTING
-        self.said_started = self.said_output = False  # whether the gang got *started*, and *wrote*
+        self.said_started = self.said_output = False  # whether *started* and *wrote* were sent
         self.exits = Exits(folder, replace(plan.spec, nproc=plan.nproc), host)
         self._plan = plan
         self._host = host
@@ -160,7 +160,7 @@ class Generation:
     # --- what its agent tells -------------------------------------------------------------------
 
     def handle(self, event: AgentEvent) -> str | None:
-        """Handle an event; return for the log what has failed by it, or None."""
+        """Handle an event; return the failure that it reports, for the log, or None."""
         match event:
             case WorkerStarted():
                 self._pids[event.rank] = event.pid
@@ -196,7 +196,7 @@ class Generation:
         return self._agent_end.describe(event.status)
 
     def _on_end(self, event: End) -> None:
-        if self._agent_end.exit_code is None:  # it has not ended by itself
+        if self._agent_end.exit_code is None:  # it was stopped
             self._agent_end.record(event)
             if event.status != 0 and not self.was_stopped:
                 self._agent_end.failed_at = time.monotonic()

@@ -8,22 +8,28 @@ from ..gang.texts import counted
 from ..launch.spec import LaunchSpec, bracketed
 from .plan import Plan
 
+_FIRST_LAUNCH = (
+    "\nlaunches (calls of current.torch.run) count from 0; torchrun and the workers import PyTorch first, so the first "
+    "output can take several seconds"
+)
+
 
 def facts_line(plan: Plan, go: Go) -> str:
     """Return nodes, ranks, devices and the rendezvous address of a launch."""
     spec = plan.spec
     why = f" ({plan.nproc_why})" if plan.nproc_why else ""
     devices = f"{go.devices}; " if go.devices else ""
+    first = _FIRST_LAUNCH if go.launch == 0 else ""
     return (
         f"launch {go.launch} starts on {counted(spec.num_nodes, 'node')}: {_ranks(spec)}; "
-        f"processes per node: {spec.nproc}{why}; {devices}rendezvous at {bracketed(plan.main_addr)}:{go.port}"
+        f"processes per node: {spec.nproc}{why}; {devices}rendezvous at {bracketed(plan.main_addr)}:{go.port}{first}"
     )
 
 
 def end_line(launch: int, spec: LaunchSpec, seconds: float, restarts: int, error: TorchrunError | None) -> str:
     """Return how a launch has ended."""
     how = "has ended well" if error is None else "has failed"
-    again = counted(restarts, "restart") if restarts else "no restart"
+    again = f"workers restarted {counted(restarts, 'time')}" if restarts else "workers not restarted"
     return f"launch {launch} {how}: {_ranks(spec)}, {seconds:.1f} s, {again}"
 
 

@@ -1,4 +1,4 @@
-"""What `run` returns of a launch that has ended well on all nodes."""
+"""Makes the result of `run` after a launch that has ended well on all nodes."""
 
 from __future__ import annotations
 

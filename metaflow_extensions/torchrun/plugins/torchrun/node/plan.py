@@ -1,4 +1,4 @@
-"""What one node does in one launch, as data."""
+"""The plan of one launch on one node: everything that it needs, as data."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ class WarmStarts(Protocol):
     def to_start(
         self, cold_command: list[str], command: list[str], workers: int, worker_env: Mapping[str, str]
     ) -> Warm:
-        """Return how to start one agent: by `command` where so many of its workers start faster, too, with `worker_env`."""
+        """Return how to start one agent warm: by `command` if as many `workers` can start warm, too, with `worker_env`."""
 
     def prepare(self) -> None:
-        """Make ready for another agent, in the background; raises nothing."""
+        """Prepare a spare for the next agent, in the background; raises nothing."""
 
     def renew(self) -> None:
-        """As `prepare`, after packages may have changed."""
+        """As `prepare`, but replace a spare that may have imported packages which have changed since."""
 
     def close(self) -> None:
-        """End what waits; safe to call more than once."""
+        """End the spare; safe to call more than once."""
 
 
 class Program(Protocol):
-    """What each node of a launch runs in the place of torchrun and its workers: a feature's own."""
+    """A feature's own program, which each node runs instead of torchrun and its workers."""
 
-    name: str  # of the argument of `run` that asks for it, and of the record of its begin
-    what: str  # it runs, in the plural
-    agent: str  # what to call its process
+    name: str  # name of the argument of `run` that asks for it, and of the record at its begin
+    what: str  # what it runs, in the plural
+    agent: str  # the name of its process in messages
 
     def files(self) -> Mapping[str, str]:
         """Return the files that it needs in its folder: name -> contents, ASCII."""
@@ -49,10 +49,10 @@ class Program(Protocol):
         """Return its argv. Its output goes to files in `folder`, where torchrun would put those of workers."""
 
     def label(self, node: int, number: int) -> str:
-        """Return what the log puts before the lines of the part `number`, from 0."""
+        """Return the label in the log of the lines of part `number`, from 0."""
 
     def cause(self, folder: str, node: int, host: str, how_ended: Callable[[int], str]) -> Cause | None:
-        """Return why it has failed, where it knows; `how_ended` puts an exit code into words."""
+        """Return why it has failed, or None if unknown; `how_ended` puts an exit code into words."""
 
 
 if TYPE_CHECKING:
@@ -66,21 +66,22 @@ class Plan:
     spec: LaunchSpec
     main_addr: str  # of the control node, as this node reaches it
     machine: Machine  # what this node may use
-    write: Write  # takes the workers' output
+    write: Write  # writes the workers' output
     policy: LaunchPolicy = field(default_factory=LaunchPolicy)  # the control node's counts
-    facts: Mapping[str, Any] = field(default_factory=dict)  # what must agree besides `spec`, as the torch version
+    # What must be equal on all nodes besides `spec`, such as the torch version.
+    facts: Mapping[str, Any] = field(default_factory=dict)
     grace_s: float = 30.0  # that workers have between SIGTERM and SIGKILL
-    silence_s: float = 30.0  # that a process of this node may be stopped by a signal
-    services: Services = field(default_factory=Services)  # what the user has asked features for
-    store: ValueStore | None = None  # takes what they store; None where no flow runs
-    logs: str = "node"  # whose lines are shown where, out of `parsing.LOGS`
+    silence_s: float = 30.0  # how long a process of this node may be stopped by a signal
+    services: Services = field(default_factory=Services)  # features' services that this call of `run` asks for
+    store: ValueStore | None = None  # where they store values; None outside of a flow
+    logs: str = "node"  # which lines are shown where: one of `parsing.LOGS`
     nproc_why: str = ""  # why there are so many processes on each node
-    warm: str = "off"  # what starts faster than cold, out of `parsing.WARM`
-    warm_node: WarmStarts | None = None  # who does that, where somebody can
+    warm: str = "off"  # what starts warm: one of `parsing.WARM`
+    warm_node: WarmStarts | None = None  # what starts it warm, if a feature can
     goes_on: bool = False  # whether the same call of `run` has made the launch before
-    features: Sequence[Feature] = ()  # what the launch has besides
-    is_ours: bool = False  # whether it goes before one of the user's, so that the log need not tell as much
-    program: Program | None = None  # what each node runs in the place of torchrun and its workers
+    features: Sequence[Feature] = ()  # the features of the launch
+    is_ours: bool = False  # internal launch (preflight, before_run): log less
+    program: Program | None = None  # what each node runs instead of torchrun and its workers
 
     @property
     def ranks(self) -> list[int]:
@@ -104,17 +105,17 @@ class Plan:
 
     @property
     def has_warm_workers(self) -> bool:
-        """Whether workers start faster than cold: programs in Python can that torchrun starts as processes."""
+        """Whether workers start warm: possible for Python programs that torchrun starts as processes."""
         return self.warm == "workers" and not {"no-python", "run-path"} & set(dict(self.spec.options))
 
     def prepare_warm(self) -> None:
-        """Make ready for another agent of this step: of a restart, or of its next launch."""
+        """Prepare a spare for the next agent of this step: of a restart, or of the next launch."""
         if self.warm_node is not None and self.warm != "off":
             self.warm_node.prepare()
 
     @property
     def agent(self) -> str:
-        """What to call the process that starts the workers, or what runs in their place."""
+        """The name, in messages, of the process that starts the workers or runs instead of them."""
         return "torchrun agent" if self.program is None else self.program.agent
 
     @property
@@ -124,11 +125,11 @@ class Plan:
 
     @property
     def shows_failures(self) -> bool:
-        """Whether all that any worker of this node writes is shown, so also what it writes of its failure."""
+        """Whether everything that the workers of this node write is shown, including their tracebacks."""
         return None not in map(self.label, range(max(1, self.nproc)))
 
     def label(self, local_rank: int) -> str | None:
-        """Return what the log puts before the lines of a worker; None if they are not shown."""
+        """Return the label of a worker's lines in the log; None if they are not shown."""
         spec = self.spec
         if self.program is not None:
             is_hidden = self.logs == "rank0" and spec.node_index != 0

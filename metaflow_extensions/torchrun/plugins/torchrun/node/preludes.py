@@ -1,4 +1,4 @@
-"""Launches that come before the user's own in the same call of `run`: what a feature says of one."""
+"""Preludes: launches of a feature before the user's own, in the same call of `run`."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ from .plan import Program
 
 @dataclass(frozen=True)
 class Asked:
-    """A call of `run`, as a feature sees it that may launch something before."""
+    """A call of `run`, as a feature sees it that may add a prelude."""
 
     arguments: Mapping[str, Any]  # of `run`, by name
     settings: StepSettings
     flow_dir: str | None  # the folder of the flow file, if there is one
     num_nodes: int
-    is_control: bool  # whether this is the control node, whose log says what concerns all
+    is_control: bool  # whether this is the control node, which logs what concerns all nodes
     has_been: bool  # whether this feature's launch has ended well in this step before
-    say: Callable[[str], None]  # takes a line for the log
-    say_once: Callable[[str], None]  # takes one that a task says once
+    say: Callable[[str], None]  # writes a line to the log
+    say_once: Callable[[str], None]  # writes a line to the log, once in a task
 
 
 class Prelude:
-    """One launch before the user's own. Nothing restarts it, and where it fails nothing else is launched."""
+    """One launch before the user's own. It is never restarted; if it fails, the user's launch does not begin."""
 
-    program: Program | None = None  # what it runs in the place of torchrun and its workers
-    # Whether it may make the entrypoint and install software: both are looked at after it then.
+    program: Program | None = None  # what it runs instead of torchrun and its workers
+    # Whether it may create the entrypoint or install software: then both are checked only after it.
     prepares = False
-    installs = False  # whether a process that has imported something before may not be what a new one is
-    failed = ""  # what its failure means, for the error
+    installs = False  # whether a spare may have imported what the prelude has changed since
+    failed = ""  # what its failure means, as text for the error
 
     def spec(self, of_run: LaunchSpec) -> LaunchSpec | None:
         """Return what is launched before `of_run`; None if nothing needs to be."""
         return None
 
     def ended(self, result: TorchrunResult[Any]) -> None:
-        """Take note that it has ended well on all nodes."""
+        """Handle its good end on all nodes."""
 
 
 def own_launch(of_run: LaunchSpec, script: str) -> LaunchSpec:

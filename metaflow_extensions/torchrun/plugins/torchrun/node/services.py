@@ -1,4 +1,4 @@
-"""What a launch does because the user asked for it, such as storing outputs or a function's values.
+"""Services: what a launch does because the user asked for it, such as storing outputs or a function's values.
 
 An error of a `Watcher` is only logged. An error of a service ends the launch, since the user asked for the service.
 The thread that calls `run` calls everything here, except for the steps of a `ToStore`: the upload's thread runs those.
@@ -27,7 +27,7 @@ class RunCall:
     given: Mapping[str, Any]  # the arguments by name
     num_nodes: int
     node: int
-    store: ValueStore | None  # None: no flow runs
+    store: ValueStore | None  # None outside of a flow
 
 
 class ToStore:
@@ -38,32 +38,32 @@ class ToStore:
         yield from ()
 
     def told(self) -> Plain | None:
-        """Return what is told of it at its end: what was stored by then."""
+        """Return the data for the gang at its end: what was stored by then."""
         return None
 
     def lines(self, problem: str | None, seconds: float) -> Iterable[str]:
-        """Return what to say at its end in this node's log; `problem` is why not all is stored."""
+        """Return the lines for this node's log at its end; `problem` is why not everything is stored."""
         return ()
 
 
 class Service:
     """One feature's service in one launch on this node."""
 
-    folder: str | None = None  # removed with the task, should that be killed
+    folder: str | None = None  # removed by the guardian if the task is killed
     function: FunctionSpec | None = None  # what the workers call instead of a script
     saves: str | None = None  # what it stores of a launch that fails for good
     # Whether ranks that have trained without a process group are meant to.
     may_train_alone = False
 
     def begin(self, spec: LaunchSpec) -> None:
-        """Forget what workers of a former generation have left; those of `spec` start now."""
+        """Forget the files of an earlier generation's workers; those of `spec` start now."""
 
     def to_store(self, ok: bool) -> ToStore | None:
         """Return what is to be stored when all workers of this node have ended, well or not."""
         return None
 
     def to_save(self, within_s: float) -> ToStore | None:
-        """Return what is to be stored of a launch that has failed for good, as far as that goes in the time."""
+        """Return what to store of a launch that has failed for good, as much as fits into the time."""
         return None
 
     def result(self, told: Plain, say: Callable[[str], None]) -> Mapping[str, Any]:
@@ -71,14 +71,14 @@ class Service:
         return {}
 
     def failed(self, error: TorchrunError, told: Plain) -> None:
-        """Add to what the launch has ended with."""
+        """Add data to the error with which the launch has ended."""
 
     def original(self, error: LaunchFailed, told: Plain) -> BaseException:
         """Return what `run` raises instead of `error`, or `error`."""
         return error
 
     def close(self) -> None:
-        """Let go of all that no result has."""
+        """Release everything that no result holds."""
 
 
 class Services(AbstractContextManager["Services"]):
@@ -93,7 +93,7 @@ class Services(AbstractContextManager["Services"]):
     @classmethod
     def of(cls, features: Iterable[Feature], call: RunCall) -> Services:
         """Return the services that a call of `run` asks for."""
-        with ExitStack() as made:  # which one that is refused closes
+        with ExitStack() as made:  # a service that is refused closes the ones before it
             services = {}
             for feature in features:
                 service = feature.service(call)
@@ -145,7 +145,7 @@ class Services(AbstractContextManager["Services"]):
         return {name: value for fields in found for name, value in fields.items()}
 
     def failed(self, error: TorchrunError, told: Mapping[str, Plain]) -> None:
-        """Add to what the launch has ended with."""
+        """Add data to the error with which the launch has ended."""
         for name, service in self._services.items():
             service.failed(error, told.get(name, {}))
 

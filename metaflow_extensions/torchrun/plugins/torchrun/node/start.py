@@ -1,4 +1,4 @@
-"""How a launch becomes an agent with workers: command, environment, folder and log files of one generation."""
+"""Prepares one generation: the command, environment, folder and log files of its agent."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from .watchers import HOOKS, Variables, variables_of
 
 @dataclass(frozen=True)
 class AgentNews:
-    """What has happened to the agent of one generation, in the launch's inbox."""
+    """An event of one generation's agent, in the launch's inbox."""
 
     generation: int
     event: AgentEvent
 
 
 def prepare(plan: Plan, go: Go, member: Member, new_agent: Callable[..., AgentProcess]) -> Generation:
-    """Make all that a generation needs, or raise what keeps it from starting; the inbox of `member` gets `AgentNews`."""
+    """Make all that a generation needs, or raise if it can't start. Its events go to the inbox of `member`."""
     plan.services.begin(plan.spec)
     folder = _make_folder(plan, go)
     try:
@@ -79,7 +79,7 @@ def _make_folder(plan: Plan, go: Go) -> str:
     name = f"torchrun-node{plan.spec.node_index}-launch{go.launch}-{go.generation}-"
     if plan.spec.log_dir is not None:
         os.makedirs(plan.spec.log_dir, exist_ok=True)
-    # Relative where the system has no temporary folder but the working one, which can be another for the agent.
+    # Made absolute: without a temporary folder mkdtemp uses the working directory, and the agent may have another one.
     return os.path.abspath(tempfile.mkdtemp(prefix=name, dir=plan.spec.log_dir))
 
 

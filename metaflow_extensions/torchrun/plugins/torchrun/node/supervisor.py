@@ -58,7 +58,7 @@ class Supervisor:
         self._launch = -1
         self._generation: Generation | None = None  # the latest; see `_living`
         self._uploads = Uploads(plan, member)
-        self._failing_with: TorchrunError | None = None  # what the verdict will be, once no worker is left
+        self._failing_with: TorchrunError | None = None  # the error that *save* has announced for the verdict
         self._verdict: Verdict | None = None
         self._is_preempted = False
         self._went_at: float | None = None
@@ -91,7 +91,7 @@ class Supervisor:
 
     @property
     def told(self) -> Mapping[str, Plain]:
-        """What the verdict tells this node, by feature."""
+        """The verdict's data for this node, by feature."""
         return {} if self._verdict is None else self._verdict.features
 
     def _ready(self) -> Ready:
@@ -101,7 +101,7 @@ class Supervisor:
         return Ready(self._launch, spec.nproc, spec.digest(), facts, port, policy, plan.runs, plan.goes_on)
 
     def _next(self) -> Any:
-        """Return what comes next, or None if nothing has come for a while."""
+        """Return the next news, or None if none has come for `_LOOK_S` seconds."""
         with suppress(queue.Empty):
             return self._member.inbox.get(timeout=_LOOK_S)
 
@@ -137,21 +137,21 @@ class Supervisor:
             self._generation = generation = prepare(self._plan, go, self._member, self._new_agent)
             self._say_begin(go, generation)
             generation.start()
-        except TorchrunError:  # of a gang around this one: see `harmless`
+        except TorchrunError:  # of a gang around this one, raised by a signal handler: see `harmless`
             raise
         except Exception as error:  # a full disk, no more processes, a zero byte in a variable
             self._could_not_start(go, error)
 
     def _say_begin(self, go: Go, generation: Generation) -> None:
         if self._plan.program is not None:
-            return  # its own lines say it
+            return  # the program logs its own lines
         is_first = self._member.node == CONTROL and go.generation == 0 and not self._plan.is_ours
         if is_first:
             self._emit("facts", facts_line(self._plan, go))
-        self._emit("command", f"runs: {shlex.join(generation.command)}", is_detail=not is_first)
+        self._emit("command", f"runs: {shlex.join(generation.command)}", is_detail=True)
 
     def _say_end(self, error: TorchrunError | None) -> None:
-        self._member.settle_lines()  # what the other nodes' workers wrote stands before
+        self._member.settle_lines()  # first write the lines of the other nodes' workers
         if self._member.node == CONTROL and self._went_at is not None:
             seconds = time.monotonic() - self._went_at
             text = end_line(self._launch, self._plan.spec, seconds, len(self._restarts), error)
@@ -171,7 +171,8 @@ class Supervisor:
         self._uploads.give_up(only_vital=True)
         if (generation := self._living) is None:
             return
-        is_told = stop.teller != CONTROL and self._plan.shares_machine  # another node has said why in this terminal
+        # Then another node has logged the reason in this terminal.
+        is_told = stop.teller != CONTROL and self._plan.shares_machine
         if self._member.node == CONTROL and stop.because and not is_told:
             self._emit("stopping", f"{stop.because}; stopping all nodes")
         if generation.phase is Phase.RUNNING:
@@ -187,7 +188,10 @@ class Supervisor:
     def _on_restart(self, restart: Restart) -> None:
         cause = restart.cause
         self._restarts.append({"generation": restart.number, "cause": cause.as_dict()})
-        text = f"restart {restart.number} of {restart.of} in {restart.pause_s:g} s, because {cause.who} {cause.what}"
+        text = (
+            f"restart {restart.number} of {restart.of}: all workers start again in {restart.pause_s:g} s, "
+            f"because {cause.who[0].lower()}{cause.who[1:]} {cause.what}"
+        )
         self._emit("restart", text)
 
     def _on_save(self, save: Save) -> None:
@@ -206,10 +210,10 @@ class Supervisor:
     def _on_interruption(self, interruption: Interruption) -> None:
         if interruption is Interruption.BROKEN:
             text = "The step's code has ended while another thread was still in current.torch.run."
-            # Where the control node is lost before its verdict, that was not what failed first.
+            # If the control node was lost after it had sent *save*, the error there came first.
             raise self._failing_with or self._member.broken or TorchrunError(text)
         error = self._member.terminated()
-        if self._living is None or self._is_preempted:  # the second time means: at once
+        if self._living is None or self._is_preempted:  # a second order means: end at once
             raise error
         self._is_preempted = True
         what = self._member.cause_of(error).what
@@ -223,7 +227,7 @@ class Supervisor:
         self._report(error)
 
     def _report(self, error: BaseException, given_up: bool = False) -> None:
-        """Tell the gang what has happened to this node, unless it knows; a launch goes on until the verdict."""
+        """Report this node's failure to the gang, unless it knows; the launch goes on until the verdict."""
         if not self._member.gang_knows(error):
             failure = Failure(self._member.cause_of(error))
             self._member.send(Failed(self._launch, failures=(failure,), given_up=given_up))
@@ -257,7 +261,7 @@ class Supervisor:
         generation.stop()
 
     def _say_started(self, generation: Generation) -> None:
-        """Tell the gang, once, that all workers of this node run."""
+        """Report to the gang, once, that all workers of this node run."""
         if not generation.said_started and self._plan.program is None:
             generation.said_started = True
             self._member.send(Started(self._launch, generation.number))
@@ -265,7 +269,7 @@ class Supervisor:
                 self._plan.prepare_warm()
 
     def _say_output(self, generation: Generation) -> None:
-        """Tell the gang, once, that workers of this node have written."""
+        """Report to the gang, once, that workers of this node have written."""
         if generation.active_at is not None:
             self._say_started(generation)
             if not generation.said_output:
@@ -281,7 +285,7 @@ class Supervisor:
             self._say_output(generation)
         if end.left:
             who = "workers" if self._plan.program is None else self._plan.program.what
-            self._emit("left_behind", f"stopped what the {who} had left running: {', '.join(end.left)}")
+            self._emit("left_behind", f"stopped processes that the {who} had left running: {', '.join(end.left)}")
         message = Ended(
             self._launch,
             generation.ended_well,
@@ -297,7 +301,7 @@ class Supervisor:
         self._uploads.start()
 
     def _trained_alone(self, generation: Generation) -> bool:
-        """Tell whether each of several ranks has trained by itself; who gathers values means them to."""
+        """Return whether every rank has trained by itself, unless the call means that, as by gathering values."""
         plan = self._plan
         is_meant = plan.is_ours or plan.services.may_train_alone or plan.spec.world_size == 1
         return generation.ended_well and not is_meant and generation.exits.trained_alone()
@@ -311,7 +315,7 @@ class Supervisor:
         self._uploads.give_up()
         self._close_generation(self._plan.grace_s)
         if self._verdict is None:
-            # Of whatever generation: others may have begun, or wait for, one that this node knows nothing of.
+            # Without a generation: other nodes may be in one that this node has not got *go* for.
             self._member.send(Ended(self._launch, ok=False))
 
     def _close_generation(self, grace_s: float) -> None:

@@ -16,7 +16,7 @@ from .services import ToStore
 
 
 class Upload:
-    """An upload, as this node tells of it.
+    """An upload, with what this node reports about it.
 
     The upload has a thread of its own, in `Transfer`. That thread puts this object into the launch's inbox whenever
     there is news; everything else here belongs to the thread that calls `Supervisor.run`.
@@ -33,7 +33,7 @@ class Upload:
         steps = itertools.chain.from_iterable(each.steps() for each in to_store.values())
         self._transfer = Transfer(plan.store, "stores", steps)
         self.what = self._transfer.step.what
-        self.is_vital = vital  # the launch fails without it
+        self.is_vital = vital  # whether the launch fails without it
 
     def start(self) -> None:
         """Begin."""
@@ -45,7 +45,7 @@ class Upload:
         self._transfer.give_up()
 
     def poll(self, has_news: bool) -> bool:
-        """Tell the log and the gang of another value, of what takes long, or of the end; return whether it has ended."""
+        """Report to the log and the gang: another value, a slow upload, or the end. Return whether it has ended."""
         if self._transfer.over:
             self._tell_end()
             return True
@@ -108,7 +108,7 @@ class Uploads:
             self._member.send(Stored(save.launch, save.generation))
             return
         self._current = Upload(to_store, self._plan, save, self._member, vital=False)
-        text = f"stores {self._plan.services.saves}, for {save.within_s:g} s at most"
+        text = f"storing {self._plan.services.saves}, for {save.within_s:g} s at most"
         self._member.emit(Event("note", self._member.node, text))
         self._current.start()
 
@@ -118,7 +118,7 @@ class Uploads:
             self._current = None
 
     def give_up(self, only_vital: bool = False) -> None:
-        """Leave the upload to itself, if there is one; `only_vital`: if the launch fails without it."""
+        """Abandon the current upload; with `only_vital`, only one without which the launch fails."""
         if self._current is not None and (self._current.is_vital or not only_vital):
             self._current.give_up()
             self._current = None

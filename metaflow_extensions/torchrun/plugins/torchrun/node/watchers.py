@@ -1,7 +1,7 @@
-"""What features do on a node while one generation runs.
+"""Calls the features on a node while one generation runs.
 
 The core gives the workers the variables of each feature, polls its watcher in the thread that calls `run`, and sends
-what the watcher hands out to the control node, where the feature's `Keeper` gets it. It knows none of them. A feature
+the watcher's data to the control node, where the feature's `Keeper` gets it. The core knows no feature by name. A feature
 that raises ends no launch: a line in the log's details says so once, and the feature is left out of this generation.
 """
 
@@ -28,7 +28,7 @@ from .services import RunCall, Service
 
 # Frames have a larger limit, and shorten what is over it; data would not survive that.
 MAX_TOLD_BYTES = 512 * 1024
-# Has the paths of the hooks, for `worker_hooks`.
+# The variable with the paths of the hooks, for `worker_hooks`.
 HOOKS = "TORCHRUN_HOOKS"
 
 
@@ -40,56 +40,56 @@ class Here:
     folder: str  # torchrun's --log-dir
     pid: Callable[[], int | None]  # of the guardian, once it runs
     has_ended: Callable[[int], bool]  # takes a global rank
-    say: Callable[[str], None]  # takes a line for the log's details
-    show: Callable[[str], None]  # takes lines for the log
+    say: Callable[[str], None]  # writes a line to the log's details
+    show: Callable[[str], None]  # writes lines to the log
     running: Callable[[], Mapping[int, int]]  # returns the workers that run: global rank -> pid
     active_at: Callable[[], float | None]  # returns when a worker was last found to have written or ended
-    name: str = ""  # its own among the generations of the gang
+    name: str = ""  # unique in the gang: node, launch and generation
     host: str = ""
 
 
 @dataclass(frozen=True)
 class Variables:
-    """Environment variables of the workers; what the user has set stays."""
+    """Environment variables of the workers; they never replace those of the user."""
 
     of_node: Mapping[str, str] = field(default_factory=dict)
-    # For programs that are no Python, so that no hook of ours runs there: torchrun fills ${local_rank} in.
+    # For programs in other languages, where no hook of ours runs: torchrun replaces ${local_rank} in them.
     of_rank: Mapping[str, str] = field(default_factory=dict)
     folders: tuple[str, ...] = ()  # that the workers need beside their logs
     hooks: tuple[str, ...] = ()  # paths of Python programs that each worker runs before its own
 
     @property
     def names(self) -> set[str]:
-        """The names of all; what a task has inherited under them is another worker's."""
+        """The names of all variables; values that the task itself has inherited under them belong to another worker."""
         return {*self.of_node, *self.of_rank, HOOKS}
 
 
 class Watcher:
     """What one feature does for one generation; everything is called in the thread that calls `run`."""
 
-    saw_workers = False  # whether what it has handed out came from the workers, so that they run
+    saw_workers = False  # whether its data came from the workers, which shows that they run
 
     def poll(self) -> Plain | None:
-        """Return what is to be told now; called twice a second and more often, so mostly None."""
+        """Return the data to send now; called at least twice a second, so mostly None."""
         return None
 
     def before_stop(self, kind: str) -> Plain | None:
-        """Look at the workers before they are stopped for a cause of this kind; return what is to be told."""
+        """Examine the workers before they are stopped for a cause of this kind; return the data to send."""
         return None
 
     def asked(self, data: Plain) -> None:
         """Start to find out what its keeper asks; `poll` returns the answer later."""
 
     def ended(self) -> Plain | None:
-        """Return what is left to tell when all workers have ended."""
+        """Return the last data to send, when all workers have ended."""
         return None
 
     def close(self) -> None:
-        """Let go of all that it has; safe to call more than once."""
+        """Release everything; safe to call more than once."""
 
 
 class Feature:
-    """What a launch can do without."""
+    """Something that a launch can do without: a plugin of the core, with parts for nodes, control node and page."""
 
     name = ""  # also where the stored record of a gang has what its keeper keeps, and of its section on the gang's page
     after = ""  # the section of the page that comes before its own; empty where it has none
@@ -116,7 +116,7 @@ class Feature:
         return None
 
     def policy(self, given: Mapping[str, Any], settings: StepSettings) -> Plain:
-        """Return what its keeper is to look after in a launch, of the arguments of `run` and the attributes."""
+        """Return its keeper's settings for a launch, from the arguments of `run` and the attributes."""
         return {}
 
     def variables(self, plan: Plan, folder: str) -> Variables:
@@ -152,7 +152,7 @@ def keepers_of(features: Iterable[Feature], num_nodes: int, of_all: bool = True)
 def starts_of(
     features: Iterable[Feature], settings: StepSettings, machine: Machine, requested: Nproc | None
 ) -> WarmStarts | None:
-    """Return who starts the agents of a step faster than cold; None if nobody does, or something went wrong."""
+    """Return what starts the agents of a step warm; None if no feature does, or if it has failed."""
     with harmless():  # all starts are cold then
         found = (each.starts(settings, machine, requested) for each in features)
         return next((starts for starts in found if starts is not None), None)
@@ -160,7 +160,7 @@ def starts_of(
 
 
 def policies_of(features: Iterable[Feature], given: Mapping[str, Any], settings: StepSettings) -> dict[str, Plain]:
-    """Return what all features are to look after in a launch; raises TorchrunConfigError."""
+    """Return the settings of all features' keepers for a launch; raises TorchrunConfigError."""
     found = {each.name: each.policy(given, settings) for each in features}
     return {name: policy for name, policy in found.items() if policy}
 
@@ -200,15 +200,15 @@ class Watchers:
 
     @property
     def saw_workers(self) -> bool:
-        """Whether any of them has heard of the workers themselves."""
+        """Whether any watcher has got data from the workers themselves."""
         return any(watcher.saw_workers for watcher in self._watchers.values())
 
     def poll(self) -> list[Told]:
-        """Return what is to be told now."""
+        """Return the data of all features to send now."""
         return self._told(lambda watcher: watcher.poll())
 
     def before_stop(self, kind: str) -> list[Told]:
-        """Have all look at the workers before they are stopped."""
+        """Have all features examine the workers before they are stopped."""
         return self._told(lambda watcher: watcher.before_stop(kind))
 
     def asked(self, feature: str, data: Plain) -> None:
@@ -219,11 +219,11 @@ class Watchers:
                 watcher.asked(data)
 
     def ended(self) -> list[Told]:
-        """Return what is left to tell when all workers have ended."""
+        """Return the last data to send, when all workers have ended."""
         return self._told(lambda watcher: watcher.ended())
 
     def close(self) -> None:
-        """Let go of everything; safe to call more than once."""
+        """Release everything; safe to call more than once."""
         for name, watcher in self._watchers.items():
             self._close(name, watcher)
         self._watchers = {}
@@ -247,19 +247,19 @@ class Watchers:
 
 
 def _checked(data: Plain) -> Plain:
-    """Return `data`, or raise ValueError where it can't be told."""
+    """Return `data`, or raise ValueError if it is too large to send."""
     size = len(json.dumps(data, allow_nan=False))
     if size > MAX_TOLD_BYTES:
-        raise ValueError(f"it tells {size} bytes at once, and the limit is {MAX_TOLD_BYTES}")
+        raise ValueError(f"it sends {size} bytes at once, and the limit is {MAX_TOLD_BYTES}")
     return data
 
 
 @contextmanager
 def _no_harm(name: str, say: Callable[[str], None]) -> Iterator[None]:
-    """Have what a feature raises end in a line."""
+    """Log an exception of a feature instead of raising it."""
 
     def tell(error: Exception) -> None:
-        say(f"this node tells nothing more of its {name}: {type(error).__name__}: {error}")
+        say(f"this node reports nothing more of its {name}: {type(error).__name__}: {error}")
 
     with harmless(tell):
         yield

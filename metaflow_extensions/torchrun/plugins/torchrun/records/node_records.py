@@ -1,6 +1,6 @@
-"""What has happened to one member, as it knows itself from its messages: records of its node, as if it were alone. Pure.
+"""Records of one member, made on that node from its own messages. Pure.
 
-The control node's history has all nodes. A member's own card needs one, and asks nobody for it.
+The control node's history has all nodes. A member's card needs only its own node, and so sends no request for it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _KINDS: dict[type[Message], str] = {Started: "started", Wrote: "output", Done: "
 
 
 class NodeRecords:
-    """The history of one node; the step's code, the channel's thread and a card's may use it at the same time."""
+    """The history of one node. Its lock lets the step's code, the channel's thread and a card's thread use it."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class NodeRecords:
     ) -> None:
         self._node = node
         self._about = about  # what else is known, as plain data; other threads may add to it
-        # A handler of a signal may send, and so come here, while the main thread has it.
+        # An RLock: a signal handler may send a message, and so take it while the main thread holds it.
         self._lock = threading.RLock()
         self._clock, self._began_at = clock, clock()
         self._history = History(clock)
@@ -60,16 +60,16 @@ class NodeRecords:
 
     @property
     def count(self) -> int:
-        """How many things have happened."""
+        """The number of records."""
         return self._history.count
 
     def joined(self, host: str) -> None:
-        """Take note that the gang has taken the node in."""
+        """Record that the node is a member."""
         with self._lock:
             self._note("joined", text=host)
 
     def failed(self, error: BaseException) -> None:
-        """Take note of what ends the node's step, if it was not the gang that said so."""
+        """Record the error that ends the node's step, unless it is the gang's own."""
         with self._lock:
             if self._error is None:
                 self._fail("broken", error)

@@ -1,7 +1,7 @@
-"""Values over time or over steps: a bounded number of them, however long it goes on. Pure.
+"""A series of values over time or steps that keeps a bounded number of points. Pure.
 
 The axis is cut into equal parts, and each part keeps one point. When there are too many parts, they become twice as
-long, and two neighbours become one. So the whole life is kept, and it gets coarser.
+long, and two neighbours become one. So the series covers the whole time, with fewer points for each minute.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Series:
         self._put(x, math.nan if value is None else value)
 
     def widen(self, width: float) -> None:
-        """Have longer parts."""
+        """Make the parts longer."""
         points = list(zip(self._xs, self._values, strict=True))
         self.width = width
         self._xs, self._values = array("d"), array("d")

@@ -1,4 +1,4 @@
-"""All that is known of one attempt of a gang: what the datastore keeps, and what its pages are made of. Pure."""
+"""`Snapshot`: everything known of one attempt of a gang, as the datastore stores it and pages show it. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .summary import Summary, summarize
 if TYPE_CHECKING:
     from ..gang.state import Gang
 
-VERSION = 1  # of the form of what is stored; a later one may add fields
+VERSION = 1  # version of the stored form; a later one may add fields
 MAX_MESSAGE = 8 * 1024
 # These are stored only where they are known; all others always, as null or empty.
 _WHERE_KNOWN = ("tasks", "command", "node", "control", "of_nodes", "now_s")
@@ -42,7 +42,7 @@ class Snapshot:
 
     @cached_property
     def summary(self) -> Summary:
-        """What has become of the gang."""
+        """The summary of the gang's records."""
         return summarize(self.events, self.num_nodes, self.nproc_per_node, self.now_s, self.node or 0)
 
     @property
@@ -67,7 +67,7 @@ class Snapshot:
         plain = _known(Snapshot, stored)
         for name, cls in (("events", Record), ("reports", Report)):
             plain[name] = [_known(cls, each) for each in stored.get(name, ())]
-        # All that is no field of ours is a feature's, or of a later version.
+        # Unknown fields belong to a feature, or to a later version.
         plain["features"] = {name: value for name, value in stored.items() if name not in _FIELDS}
         found: Snapshot = from_plain(Snapshot, plain, "the record of the gang")
         return found

@@ -1,6 +1,6 @@
-"""The one fold of a gang's records: its outcome, every node and its times, every rank. Pure.
+"""Summarizes a gang's records: the outcome, each node with its times, each rank. Pure.
 
-Whatever shows a gang is made of it, while the gang runs or years later.
+Everything that shows a gang uses this summary, while the gang runs and years later.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ NodeState = Literal[
 RankState = Literal["waiting", "starting", "running", "stopping", "restarting", "done", "failed", "stopped", "lost"]
 Outcome = Literal["waiting", "running", "stopping", "restarting", "done", "failed"]
 
-# What a node is after a record of its own, and what all are after one of the gang.
+# The state of a node after a record of its own, and of all nodes after a record of the gang.
 _OF_NODE: dict[str, NodeState] = {
     "joined": "step code",
     "ready": "waiting",
@@ -49,7 +49,7 @@ _OF_ALL: dict[str, NodeState] = {
 }
 _OUT_OF_IT: tuple[NodeState, ...] = ("not joined yet", "finished", "left", "lost")  # no launch changes these
 _WITH_WORKERS: tuple[NodeState, ...] = ("preparing", "starting", "running")
-# How a worker ends that is told to stop: by SIGTERM, or by SIGKILL if it does not listen.
+# The exit codes of a worker that was told to stop: SIGTERM, or SIGKILL if it did not obey.
 _STOPPED_BY = (-15, -9)
 _RANK_STATES: dict[NodeState, RankState] = {
     "preparing": "waiting",
@@ -121,7 +121,7 @@ class Rank:
 
 @dataclass(frozen=True)
 class Summary:
-    """What has become of a gang."""
+    """The state or outcome of a gang, of its nodes and of its ranks."""
 
     outcome: Outcome
     sentence: str  # the same for people
@@ -156,7 +156,7 @@ class Summary:
 def summarize(
     records: Iterable[Record], num_nodes: int, nproc: int | None, until_s: float | None = None, first_node: int = 0
 ) -> Summary:
-    """Return what has become of a gang.
+    """Return the summary of the records of a gang.
 
     `nproc` is None where it is not known, as before the first launch; `until_s` is now, where the gang still runs, in
     seconds since its start. A member records itself alone: then `first_node` is its number.
@@ -185,7 +185,7 @@ class _Fold:
         self.restarts_s: list[float] = []
 
     def add(self, record: Record) -> None:
-        """Go on with the next record; one of a later version's kind, or of an unknown node, changes nothing."""
+        """Add the next record; an unknown kind (of a later version) or an unknown node changes nothing."""
         self.at_s = max(self.at_s, record.at_s)
         if record.node is None:
             self._add_of_gang(record)
@@ -211,14 +211,14 @@ class _Fold:
             case "left":
                 node.has_failed = bool(record.text)
             case "lost" if record.node == CONTROL:
-                # Others have told so. What has become of the other nodes without it, nobody has recorded.
+                # Reported by others. The fate of the other nodes after that is not recorded.
                 self.cause = record
                 self._fail(record, "lost")
         if record.kind in _OF_NODE:
             node.enter(_OF_NODE[record.kind], record.at_s)
 
     def _call(self, record: Record) -> None:
-        """Take note that a node has called `run`, perhaps the first in this launch."""
+        """Handle that a node has called `run`, perhaps as the first in this launch."""
         if record.launch != self.launch:
             self.launch, self.restarts, self.went_s, self.cause = record.launch, 0, None, None
             self._forget_exits()
@@ -270,7 +270,7 @@ class _Fold:
     # --- the end of it
 
     def summary(self, until_s: float) -> Summary:
-        """Return what has become of the gang, `until_s` seconds after its begin."""
+        """Return the summary, `until_s` seconds after the gang's begin."""
         is_over = bool(self.nodes) and self.nodes[0].state == "left"
         for node in self.nodes:
             if not is_over and node.state not in ("left", "lost"):
@@ -314,9 +314,12 @@ class _Fold:
             case "failed" | "broken":
                 return self._told_failure()
             case "before_run":
-                return "running", f"The commands of before_run run for {duration(until_s - went_s)}."
+                return "running", f"The commands of before_run have run for {duration(until_s - went_s)}."
             case "go":
-                return "running", f"{self._workers()} run for {duration(until_s - went_s)}{self._after_restarts()}."
+                return (
+                    "running",
+                    f"{self._workers()} have run for {duration(until_s - went_s)}{self._after_restarts()}.",
+                )
             case "stopping":
                 return "stopping", _sentence("All nodes are told to stop", self.phase_text)
             case "restart":

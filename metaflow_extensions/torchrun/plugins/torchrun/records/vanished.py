@@ -1,4 +1,4 @@
-"""What others tell of a gang's end: the task that has come in its control node's place, or the submitting process. Pure.
+"""Reports of a gang's end by others: by the task that replaces its control node, or by the submitting process. Pure.
 
 Each of them stores a `Word` of its own, beside what the control node has stored and never in its place.
 """
@@ -16,7 +16,7 @@ from .snapshot import Snapshot
 
 @dataclass(frozen=True)
 class Word:
-    """What somebody else has to say of a gang's end."""
+    """A report of a gang's end that the control node has not written itself."""
 
     text: str  # the first line says how the control node has ended, if it has not told so itself
     time: float  # in seconds since 1970
@@ -25,13 +25,13 @@ class Word:
 
 
 def has_begun(snapshot: Snapshot | None) -> bool:
-    """Tell whether more than the control node's step code can have run: another node has joined, or it has called run."""
+    """Return whether a gang had begun: another node had joined, or the control node had called `run`."""
     events = () if snapshot is None else snapshot.events
     return any((event.kind, event.node) != ("joined", CONTROL) for event in events)
 
 
 def has_ended(snapshot: Snapshot | None) -> bool:
-    """Tell whether the control node itself has told its end."""
+    """Return whether the control node itself has recorded its end."""
     return snapshot is not None and snapshot.summary.is_over
 
 

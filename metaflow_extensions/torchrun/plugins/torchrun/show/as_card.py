@@ -41,7 +41,7 @@ def part(component_id: str, page: Page, names: Iterable[str]) -> Component:
 
 
 def said(text: str) -> Component:
-    """Return a section with one sentence, where there is no gang to show."""
+    """Return a section with one sentence, for a task without a gang to show."""
     return _section(Section("none", "", (Sentence(text),)))
 
 
@@ -65,7 +65,7 @@ def _components(section: Section) -> Iterator[Component]:
 
 
 def _kind(part: Part) -> str:
-    """Tell parts apart; folded ones stand by themselves, so that they stay open while others are renewed."""
+    """Return the kind of a part, for grouping; a folded part is its own group, so that it stays open when others change."""
     if isinstance(part, Chart | Table):
         return type(part).__name__.lower()
     return "folded" if isinstance(part, Block) and part.is_folded else "html"

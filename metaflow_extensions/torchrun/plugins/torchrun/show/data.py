@@ -1,4 +1,4 @@
-"""All that is known of a gang as plain data, for ``torchrun show --json``: ``docs/seeing.md`` has the fields. Pure."""
+"""Plain data of a gang, for ``torchrun show --json``; ``docs/seeing.md`` has the fields. Pure."""
 
 from __future__ import annotations
 

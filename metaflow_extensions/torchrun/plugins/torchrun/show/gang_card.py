@@ -1,4 +1,4 @@
-"""``@card(type="torchrun")``: the gang's page, as Metaflow asks for it.
+"""The card type ``@card(type="torchrun")``: returns the gang's page to Metaflow.
 
 It runs in a process of its own, ``flow.py card create``, which Metaflow starts. Metaflow imports this module whenever it
 is imported itself, so what takes time is imported where it is needed.
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class GangCard(cards.MetaflowCard):  # type: ignore[misc]  # Metaflow is not typed
     """Shows the gang on the control node's task, live and afterwards; on another node's task where that is.
 
-    What it shows comes from `show.live_card`, or, where that has said nothing, from the datastore: so the card of a
+    The page comes from `show.live_card` or, without that, from the datastore: so the card of a
     past run can be made again, by ``flow.py card create --type torchrun``.
     """
 
@@ -49,7 +49,7 @@ def _page(task: Any, given: dict[str, Any] | None, is_final: bool) -> str:
 
 
 def _layout(task: Any, given: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the page of a task; `given` is what `show.live_card` has said."""
+    """Return the page of a task; `given` is the data of `show.live_card`."""
     from ..features.listed import FEATURES
     from ..records.snapshot import Snapshot
     from .as_card import layout, said
@@ -68,7 +68,7 @@ def _layout(task: Any, given: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def _stored(facts: dict[str, str], flow: str, run: str, step: str, task: str) -> Snapshot | None:
-    """Return what is stored with a task; None where nothing is, as with another node's task or an old run."""
+    """Return the stored records of a task; None without any, as with another node's task or an old run."""
     from ..channel.registry import Registry
     from ..compat.stored import datastore_of_card, last_attempt
 

@@ -1,8 +1,8 @@
-"""Keeps the cards that show the gang up to date while the task runs, and at its end.
+"""Renews the cards that show the gang, while the task runs and at its end.
 
 They are ``@card(type="torchrun")`` and a user's own cards with parts of the gang's (`GangPart`). A thread of its own
 asks Metaflow for them, which starts a process each time; the workers, the gang and the step never wait for either.
-Without such a card nothing of this happens.
+Without such a card, this module does nothing.
 
 A user's own card is also the user's to refresh. So it is left alone while the step's own code runs, and what Metaflow
 keeps of the user's last refresh stays as it is: its data, and the time before which another one is dropped.
@@ -83,11 +83,11 @@ class GangPart(cards.component_class()):  # type: ignore[misc]  # Metaflow is no
                 f"current.torch.card knows no part {unknown[0]!r}. The parts are {', '.join(map(repr, known))}."
             )
         self._names = names
-        self._snapshot = snapshot  # what to show now, from any thread; None before the first launch
+        self._snapshot = snapshot  # returns the snapshot to show, in any thread; None before the first launch
         self._place, self._features = place, features
 
     def update(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: it always shows what is so now."""
+        """Do nothing: the part always shows the present state."""
 
     @cards.as_component
     def render(self) -> dict[str, Any]:
@@ -114,9 +114,9 @@ class LiveCard:
         with_ours: bool = True,
         features: Sequence[Feature] = (),
     ) -> None:
-        self._snapshot = snapshot  # what to show; any thread may ask
+        self._snapshot = snapshot  # returns the snapshot to show; any thread may call it
         self._features = features
-        self._count = count  # how many things have happened
+        self._count = count  # a count that grows with news
         self._runs_own_code = runs_own_code  # whether the step's own code runs now
         self._shortest_pause_s = _SHORTEST_S if shortest_pause_s is None else shortest_pause_s
         self._cards = cards.of_type("torchrun") if with_ours else []
@@ -178,7 +178,7 @@ class LiveCard:
     # --- the end of it
 
     def give_up(self) -> bool:
-        """Make no card, neither now nor at the end; tell whether there would be any of our type."""
+        """Make no card, neither now nor at the end; return whether the task has a card of our type."""
         had, self._cards, self._is_off = bool(self._cards), [], True
         self.settle()
         return had
@@ -233,7 +233,7 @@ def _make_last(card: Any, first: str) -> None:
 class _CardProcess(Detached):
     """A process that makes a card, with what Metaflow asks its `Popen`."""
 
-    is_of_use = True  # until one was seen that nobody has reaped; of all of them
+    is_of_use = True  # of all processes; False once a dead one was found that its parent has not reaped
     _ended_at: float | None = None  # when its end was seen first
 
     def poll(self) -> int | None:

@@ -1,4 +1,4 @@
-"""The page of a gang, made of its `Snapshot`; what it says is the same on a terminal and on a card. Pure."""
+"""The page of a gang, made from its `Snapshot`; the same page for a terminal and for a card. Pure."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _FULL_STEP, _HEIGHT, _MIN_STEP = 24, 420, 2  # of a node's line in the chart of 
 
 @dataclass(frozen=True)
 class Place:
-    """What Metaflow has of one attempt of one gang."""
+    """The place of one attempt of a gang in Metaflow: its run, step, tasks and links."""
 
     flow: str
     run: str
@@ -78,7 +78,7 @@ class Place:
         return "\n".join([*found, *([f"{found[-1]} --rank {rank}"] if rank is not None else [])])
 
     def task(self, pathspec: str) -> Link:
-        """Return the way to a task of this flow that is named as run, step and task."""
+        """Return the link to a task of this flow, which is named as run, step and task."""
         whole = f"{self.flow}/{pathspec}"
         return Link(whole, f"{self.ui_url.rstrip('/')}/{whole}" if self.ui_url else None)
 
@@ -105,7 +105,7 @@ class Place:
 
 @dataclass(frozen=True)
 class _Shown:
-    """What a section is made of."""
+    """The data from which sections are made."""
 
     snapshot: Snapshot
     place: Place
@@ -369,7 +369,7 @@ def _launch(shown: _Shown) -> tuple[str, tuple[Part, ...]]:
 
 
 def _restarts(snapshot: Snapshot) -> str:
-    """Return how many there were, and what the record of the last one says of the limit."""
+    """Return the number of restarts, with the limit from the record of the last one."""
     said = [event.text for event in snapshot.events if event.kind == "restart"]
     number = str(len(snapshot.summary.restarts_s))
     return f"{number} (the last was {said[-1].partition(' in ')[0]})" if said else number

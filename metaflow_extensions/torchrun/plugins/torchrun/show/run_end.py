@@ -1,6 +1,6 @@
-"""What the process that runs a flow says last when a gang has failed: the command that shows it, and what is recorded.
+"""The last lines of the process that runs a flow, after a gang has failed: the command that shows it, and its records.
 
-The control node tells its own end in its log. It can't where it is killed, and the terminal may lack the end of a remote
+The control node logs its own end. It can't if it is killed, and the terminal may lack the end of a remote
 log: on Kubernetes a replaced pod writes its log over the first one's (Metaflow 2.19).
 """
 
@@ -16,11 +16,11 @@ from ..gang.texts import names
 from .as_text import printable
 from .stored_gangs import StoredGang, StoredGangs
 
-_NODES = 8  # so many other nodes' ends are told at most: each has to be read
+_NODES = 8  # most other nodes whose ends are shown: each costs requests
 
 
 class RunEnd:
-    """Tells of the gangs of one step; made in the process of ``flow.py run``."""
+    """Writes the last lines for the gangs of one step, in the process of ``flow.py run``."""
 
     def __init__(self, flow_datastore: Any, run_id: str, step: str, is_only_gang: bool, is_remote: bool) -> None:
         self._flow_datastore = flow_datastore  # metaflow.datastore.FlowDataStore
@@ -34,11 +34,11 @@ class RunEnd:
             return ""
         stored = StoredGangs(self._flow_datastore)
         lines: list[str] = []
-        with suppress(Exception):  # whatever the datastore raises: the command is named even so
+        with suppress(Exception):  # the datastore can raise anything; the command is shown all the same
             for gang in stored.gangs(self._run_id, self._step):
                 if match["task"] in (None, gang.control_task):
                     lines += self._known(stored, gang)
-        lines.append(f"To see what came of the gang: {stored.program} show {self._where}")
+        lines.append(f"To see what happened on all nodes: {stored.program} show {self._where}")
         return "".join(f"[torchrun] {line}\n" for line in lines)
 
     def _known(self, stored: StoredGangs, gang: StoredGang) -> Iterator[str]:
@@ -47,7 +47,7 @@ class RunEnd:
         is_cut = snapshot is None
         if snapshot is not None:
             if not self._is_remote and snapshot.summary.is_over:
-                return  # it stands above
+                return  # its error is above
             snapshot = place.now(snapshot, time.time())
             is_cut = place.outcome(snapshot.summary) == "ended"
             yield printable(place.sentence(snapshot))

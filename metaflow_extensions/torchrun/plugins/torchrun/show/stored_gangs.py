@@ -1,6 +1,6 @@
-"""Finds the gangs of a run in the datastore, and what it has of each.
+"""Finds the gangs of a run, and their records, in the datastore.
 
-Only the datastore is asked, so it does not matter where the run's metadata is. To see a step costs two listings,
+It reads only the datastore, so it does not matter where the run's metadata is. To find a step's gangs costs two listings,
 however many nodes it has. The names of tasks and files are those of Metaflow 2.19.
 """
 
@@ -65,7 +65,7 @@ class StoredGang:
     clone: tuple[str, str] | None = None  # run and control task of the clone that was asked for; this is its origin
 
     def is_named(self, task: str) -> bool:
-        """Tell whether a task is one of this gang's, or the control task of its clone."""
+        """Return whether a task is one of this gang's, or the control task of its clone."""
         return task in self.tasks.values() or (self.clone is not None and task == self.clone[1])
 
     @property
@@ -79,7 +79,7 @@ class StoredGang:
         return max((attempt for task in self.tasks.values() for attempt in self.files[task]), default=0)
 
     def has(self, task: str, attempt: int, name: str) -> bool:
-        """Tell whether a task has a file."""
+        """Return whether a task has a file."""
         return name in self.files.get(task, {}).get(attempt, set())
 
     def place(self, attempt: int) -> Place:

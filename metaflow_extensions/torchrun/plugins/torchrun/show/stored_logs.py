@@ -1,4 +1,4 @@
-"""The stored logs of a gang's tasks, merged by time and told whose each line is; read on while they grow.
+"""Reads the stored logs of a gang's tasks, merges them by time with a label for each line, and follows growing ones.
 
 Metaflow keeps them as ``mflog`` (2.19): a line has the time at which it was taken down. Files may be large and many,
 so they are read piece by piece, and none is held open.

@@ -1,4 +1,4 @@
-"""What the gang's page adds to the style of Metaflow's cards, for light and dark. Pure."""
+"""The gang's page's own CSS inside of Metaflow's cards, for light and dark. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happened to a gang, record after record, in few lines. Pure."""
+"""Turns a gang's records into the few lines of its timeline. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from ..gang.history import Record
 from ..gang.texts import names
 
-# What each node or rank does for itself: of many, one line tells all who do it before the gang goes on.
+# Kinds that each node or rank has for itself: one line names all nodes or ranks with such a record in a row.
 _TOGETHER = {
     "joined": "{nodes} joined",
     "ready": "{nodes} called run",
@@ -20,7 +20,7 @@ _TOGETHER = {
     "finished": "{nodes}: the step has ended well",
     "left": "{nodes} left{because}",
 }
-# What concerns the gang as a whole, or is rare.
+# Kinds that concern the gang as a whole, or are rare.
 _ALONE = {
     "go": "start{because}",
     "go again": "start again{because}",
@@ -38,9 +38,9 @@ _ALONE = {
     "lost": "node {node} is lost: {text}",
     "broken": "nothing can be launched any more{because}",
 }
-# What stands without its text where the line before has said it.
+# Kinds whose text is left out if the line before has the same text.
 _MAY_BE_BRIEF = ("stopping", "failed", "broken")
-# That all workers of a node are gone, the chart of all times shows.
+# Not in the timeline: the chart of all times shows when the workers of a node were gone.
 _NOT_TOLD = ("stopped",)
 
 

@@ -19,11 +19,11 @@ from ..records.snapshot import Snapshot, snapshot_of
 from ..records.vanished import has_begun
 
 _EVERY_S = 5.0
-# Until the gang has begun: from then on a task that comes in this one's place must not run the step's code again, and
-# by the record alone it knows.
+# Between two writes until the gang has begun. From then on a task that replaces this one must not run the step's code
+# again, and only this record can show it that the gang has begun.
 _SOON_S = 0.25
-# What features keep, as what the nodes use, changes all the time, and of many nodes it is a megabyte. So for it alone
-# nothing is written more often than that.
+# The features' data (such as the nodes' usage) changes all the time, and with many nodes it is a megabyte. So changes of
+# it alone are written only this often.
 _NUMBERS_EVERY_S = 60.0
 _PATIENCE_S = 5.0  # for one writing, and for the last one at the step's end
 
@@ -41,15 +41,17 @@ class EventStore:
         self._numbers, self._numbers_due_at = 0, time.monotonic() + _NUMBERS_EVERY_S
         self._wake = threading.Event()
         self._is_over = False
+        # Only this thread touches the fields from `_pause_s` to `_numbers_due_at`. Other threads set `_wake` and, once,
+        # `_is_over`.
         self._thread = threading.Thread(target=self._run, name="torchrun-events", daemon=True)
         self._thread.start()
 
     def save_soon(self) -> None:
-        """Write what is new without waiting for the next time."""
+        """Write new records now, not at the next interval."""
         self._wake.set()
 
     def close(self) -> None:
-        """Write the last of it, within 5 s; can be repeated, and has no effect in a forked child."""
+        """Write the last records, within 5 s; can be repeated, and has no effect in a forked child."""
         if os.getpid() == self._pid:
             self._is_over = True
             self._wake.set()
@@ -66,7 +68,7 @@ class EventStore:
         numbers, count = self._gang.keepers.count, self._gang.history.count
         are_due = self._is_over or time.monotonic() > self._numbers_due_at
         if count > self._written or (numbers != self._numbers and are_due):
-            with suppress(GangError):  # the next time tries again
+            with suppress(GangError):  # the next write tries again
                 snapshot = self.snapshot()
                 self._registry.save_snapshot(snapshot, _PATIENCE_S)
                 self._pause_s = _EVERY_S if has_begun(snapshot) else _SOON_S

@@ -1,6 +1,6 @@
-"""Lets SIGTERM and SIGHUP to the submitting processes do what Ctrl-C does.
+"""Makes SIGTERM and SIGHUP do what Ctrl-C does, in the processes that submit a run.
 
-By default both end ``flow.py run`` without a word, and its tasks and remote jobs go on (Metaflow 2.19). Ctrl-C
+By default both end ``flow.py run`` at once, without cleanup, and its tasks and remote jobs go on (Metaflow 2.19). Ctrl-C
 reaches the whole process group of a terminal: the runtime stops its tasks, and the process that
 looks after a remote job, ``flow.py kubernetes step`` or ``batch step``, ends that job when it exits.
 """

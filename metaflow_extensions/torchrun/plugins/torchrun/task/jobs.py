@@ -1,7 +1,7 @@
-"""What Kubernetes and AWS Batch say of a job that has failed, in the process that looks after it.
+"""Reports why Kubernetes or AWS Batch says that a job has failed, in the process that looks after the job.
 
-That process is ``flow.py kubernetes step`` or ``batch step``; `compat.jobs` finds the job. Where it is not found, or the
-backend does not answer, nothing is said, and nothing else is lost.
+That process is ``flow.py kubernetes step`` or ``batch step``; `compat.jobs` finds the job. If it is not found, or the
+backend does not answer, nothing is reported, and nothing else changes.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _STARTING = ("ContainerCreating", "PodInitializing", None)
 
 @dataclass(frozen=True)
 class End:
-    """What the backend says of one node."""
+    """The end of one node's pod or container, as the backend reports it."""
 
     node: int
     what: str  # "pod js-1-control-0-x", "container"
-    text: str  # empty where it says nothing that matters
+    text: str  # empty if it says nothing useful
     is_ordinary: bool = False  # whether it is no more than an exit code
     has_run: bool = True  # whether its program has begun
 
@@ -76,7 +76,7 @@ class Job:
 
 
 def _told_itself(registry: Registry) -> tuple[list[str], str] | None:
-    """Return the error with which the control node has ended before its gang had a record, and its class."""
+    """Return the error that the control node stored before its gang had a record, and its class."""
     record = registry.peek(_PATIENCE_S)
     if record is None or record.error is None:
         return None
@@ -84,7 +84,7 @@ def _told_itself(registry: Registry) -> tuple[list[str], str] | None:
 
 
 def _gone(ends: Sequence[End], has_joined: bool) -> tuple[list[str], str]:
-    """Say how the control node has ended, which could not say so itself, and with which class of error."""
+    """Return lines on how the control node ended, which could not report it itself, and the class of the error."""
     of_control = [each for each in ends if each.node == CONTROL]
     first = next((each for each in of_control if each.text), of_control[0] if of_control else None)
     who = f"The control node's {first.what if first else 'task'}"
@@ -95,13 +95,13 @@ def _gone(ends: Sequence[End], has_joined: bool) -> tuple[list[str], str]:
         said = f"{who} failed before it had joined its gang ({text}). Its log says why."
         return [said], GangError.__name__
     if text:
-        return [f"{who} ended without a word: {text}."], TorchrunPreempted.__name__
+        return [f"{who} ended unexpectedly: {text}."], TorchrunPreempted.__name__
     why = "it was deleted, evicted or killed, or its memory ran out"
-    return [f"{who} ended without a word: {why}.", TorchrunPreempted.remedy], TorchrunPreempted.__name__
+    return [f"{who} ended unexpectedly: {why}.", TorchrunPreempted.remedy], TorchrunPreempted.__name__
 
 
 def told(error: BaseException) -> tuple[str, list[End]]:
-    """Return the backend's name, and what it says of each node; an empty name where no job is found in the error."""
+    """Return the backend's name and its report on each node; an empty name if the error holds no job."""
     job = job_of(error)
     if isinstance(job, KubernetesJob):
         return "Kubernetes", list(_of_kubernetes(job))
@@ -146,7 +146,7 @@ def _ends_of(pod: Any) -> Iterator[str]:
 
 
 def _has_run(pod: Any) -> bool:
-    """Tell whether a container of the pod has run; True where Kubernetes does not say."""
+    """Return whether a container of the pod has run; True where Kubernetes does not say."""
     states = [state for each in pod.status.container_statuses or () for state in (each.state, each.last_state)]
     return not states or any(state.running or state.terminated for state in states)
 
@@ -176,7 +176,7 @@ def _end_of(node: int, job: dict[str, Any]) -> End:
     code = container.get("exitCode")
     exit_code = "" if code is None else f" (exit code {code})"
     reason = container.get("reason")
-    was_killed = code == _KILLED  # no program can say that of itself
+    was_killed = code == _KILLED  # only a SIGKILL gives this code
     known = reason or job.get("statusReason") or ("it was killed by SIGKILL" if was_killed else "it ended")
     text = f"{known}{exit_code}" if job.get("status") == "FAILED" else ""
     return End(node, "container", text, not (reason or was_killed), code is not None or "startedAt" in job)

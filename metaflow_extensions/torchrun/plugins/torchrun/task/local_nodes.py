@@ -1,4 +1,4 @@
-"""Watches and ends the other nodes' tasks, where all tasks of a gang run on this machine.
+"""Watches and ends the other nodes' tasks on a local run, where all tasks of a gang run on this machine.
 
 On a local run Metaflow's control task starts them as its children (``_local_multinode_control_task_step_func`` in
 ``metaflow.plugins.parallel_decorator``, 2.19). They get the first ``python`` on the PATH. It does not look at
@@ -42,19 +42,23 @@ class LocalNodes:
         self._run = ("--run-id", run_id)
         self._options = {("--task-id", f"{control_task_id}_node_{node}"): node for node in range(1, num_nodes)}
         self._tasks: dict[int, Process] = {}
-        self._lock = threading.Lock()  # the watching thread and the main thread both look for tasks
+        # Guards `_tasks`: the watching thread and the main thread both search for tasks and add them.
+        self._lock = threading.Lock()
 
     def watch(self, on_gone: Callable[[int, str], None]) -> None:
-        """Have a daemon thread call `on_gone` with index and reason for every node whose task ends, also normally."""
+        """Have a daemon thread call `on_gone` with index and reason for every node whose task ends, also normally.
+
+        `on_gone` must be safe in any thread.
+        """
         self.tasks()
         threading.Thread(target=self._watch, args=(on_gone,), name="torchrun-nodes", daemon=True).start()
 
     def _watch(self, on_gone: Callable[[int, str], None]) -> None:
         if len(self.tasks()) < len(self._options):
-            time.sleep(_POLL_S)  # for a moment in its exec a process has no command line
+            time.sleep(_POLL_S)  # during its exec a process has no command line
         running = dict(self.tasks())
         if not running and not self._has_ended_children():
-            return  # Metaflow's command lines are otherwise than `_node_of` knows them (2.19); the gang's clocks are left
+            return  # a Metaflow with other command lines than 2.19's: the heartbeats remain
         for node in set(self._options.values()) - set(running):
             on_gone(node, "its task ended at once, before it joined")
         ends = Ends(task.pid for task in running.values())
@@ -78,7 +82,7 @@ class LocalNodes:
 
     @staticmethod
     def _has_ended_children() -> bool:
-        """Tell whether children have ended: a process that has ended shows no command line any more."""
+        """Return whether children have ended: a process that has ended shows no command line any more."""
         found = [find(pid) for pid in children_of_main_thread(os.getpid())]
         return not found or any(child is None or not child.is_alive for child in found)
 
@@ -103,7 +107,7 @@ class LocalNodes:
 
 
 def _end(task: Process) -> str | None:
-    """Say how a child ended, or None while it runs; its status is left for whoever waits for it."""
+    """Return in words how a child ended, or None while it runs; its status stays readable for others."""
     now = find(task.pid)
     if now is None or now.began != task.began:
         return "ended"  # Metaflow has waited for it already, or the step ignores SIGCHLD

@@ -1,6 +1,7 @@
-"""Where to look for a node that does not come, on Kubernetes: what holds up a pod stands in its events.
+"""While a pod is pending, the log shows the kubectl command that explains why.
 
-A task can't ask the cluster for them: its pod's account need not have the rights. Who reads its log may have them.
+The reason stands in the pod's events. A task may lack the rights to read those; the person who reads its log may have
+them.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Mapping
 
 
 def why_it_waits(node: int, environ: Mapping[str, str] = os.environ) -> str:
-    """Return the command that tells why the pod of a node other than the control node waits; empty elsewhere.
+    """Return the command that shows why the pod of a node (not the control node) waits; empty outside of Kubernetes.
 
     Metaflow (2.19) calls a job set's other pods ``worker``, and node 1 is the first of them. JobSet numbers their jobs, and
     Kubernetes labels pods with the names of their jobs.

@@ -1,11 +1,11 @@
-"""What is shown of the error that ends a task, or that keeps a run from starting.
+"""Prints the error that ends a task, or that keeps a run from starting.
 
 Metaflow's own printing (`print_metaflow_exception` and `print_unknown_exception` in ``metaflow/cli.py``, 2.19) drops
 every ``*``, which it takes for a mark of bold, and shows each frame between its command line and the step's code. So
 this module prints our errors, and in a task of a ``@torchrun`` step also what the step's code has raised.
 
-All nodes raise the same error. On a local run they share one terminal: one node tells the error, the others point
-there. Nobody repeats what a worker has written itself into the same log.
+All nodes raise the same error. On a local run they share one terminal: one node prints the error, the others name
+that node. A traceback that a worker has written into the same log is not repeated.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _INDENT = "    "  # as Metaflow has it
 def report(
     error: BaseException, node: int, shared: bool, known: bool, stands_above: Callable[[Cause], bool]
 ) -> str | None:
-    """Return the lines that tell `error` at the end of the task of `node`; None leaves it to Metaflow, as its own errors.
+    """Return the lines to print for `error` at the end of the task of `node`; None lets Metaflow print it.
 
     `shared`: all nodes write to one terminal. `known`: the gang has this error, so all nodes raise it. `stands_above`
     tells whether this log has all that the failed worker wrote.
@@ -42,23 +42,24 @@ def report(
     if failure is not None and _was_written(failure.cause) and stands_above(failure.cause):
         if not trace:
             return _headed(verdict, failure.without_detail())
-        # The traceback ends with what was raised, and by whom.
+        # The traceback already ends with the exception and its rank.
         return f"{trace}\n{failure.without_report()}"
     return f"{_headed(verdict, verdict.message)}\n{trace}".rstrip("\n")
 
 
 def _was_written(cause: Cause) -> bool:
-    """Tell whether the failed worker has written all that `cause` says in detail."""
+    """Return whether the failed worker itself has written all of the cause's detail."""
     return cause.kind in ("exception", "exit", "signal", "oom", "command") and not cause.is_consequence
 
 
 def _pointer(verdict: TorchrunError, failure: FailureText | None) -> str:
-    """Return where the report stands that this node does not repeat."""
+    """Return the line that names the node with the full error."""
     cause = None if failure is None else failure.cause
-    place = f"see the report of node {teller(cause)}."
+    place = f"see the error of node {teller(cause)}."
     if failure is not None and failure.cause.kind in ("step", "call"):
         return _headed(verdict, f"{failure.without_detail()}\n{place.capitalize()}")
-    who = "" if cause is None or cause.kind in ("hang", "timeout") else f"{cause.who}; "  # those are the launch's
+    # A hang and a timeout concern the launch as a whole.
+    who = "" if cause is None or cause.kind in ("hang", "timeout") else f"{cause.who}; "
     return f"{verdict.headline}: {who}{place}"
 
 
@@ -73,10 +74,10 @@ def _barred(text: str) -> str:
 
 # --- Metaflow's printing --------------------------------------------------------------------------
 
-# The error that ends this task and what to show of it; set and read in the main thread.
+# The error that ends this task, and its text; only the main thread sets and reads it.
 _end: tuple[BaseException, str] | None = None
 _in_task = False
-# What else is to be shown after an error: each returns whole lines, or nothing. Set and called in the main thread.
+# Functions that return further lines after an error, or nothing. Only the main thread sets and calls them.
 _afterwards: list[Callable[[BaseException], str]] = []
 
 
@@ -87,14 +88,14 @@ def end_with(error: BaseException, text: str | None) -> None:
 
 
 def print_errors_ourselves(in_task: bool) -> None:
-    """Take the printing of our errors over from Metaflow; in a task of ours, of all errors. Can be called again."""
+    """Replace Metaflow's printing of our errors; in a task of ours, of all errors. Can be called again."""
     global _in_task
     _in_task = _in_task or in_task
     print_errors_by(_print_error)
 
 
 def tell_after_errors(tell: Callable[[BaseException], str]) -> None:
-    """Have `tell` called with each error that Metaflow has printed; what it returns is written to stderr."""
+    """Call `tell` with each error that Metaflow has printed, and write the result to stderr."""
     _afterwards.append(tell)
 
 

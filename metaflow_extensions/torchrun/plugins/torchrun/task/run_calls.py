@@ -1,6 +1,6 @@
-"""Arguments that `run` does not have, found in the source of a step before anything is scheduled.
+"""Finds unknown arguments of `run` in the source of a step, before anything is scheduled.
 
-Where the source leaves a doubt about what is called, only `run` itself tells, in the tasks.
+If the source leaves a doubt about what is called, only `run` itself refuses them, in the tasks.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def check_arguments_of_run(graph: Any) -> None:
 
 
 def unknown_arguments(path: str | None, first: int | None) -> Iterator[tuple[str, int]]:
-    """Yield such arguments of the function whose ``def`` stands in line `first` of a file, each with its own line."""
+    """Yield unknown arguments in the function whose ``def`` is in line `first` of a file, each with its line."""
     tree: ast.AST = ast.Module([], [])
     with suppress(OSError, SyntaxError, ValueError, RecursionError), tokenize.open(path or "") as file:
         tree = ast.parse(file.read())
@@ -43,7 +43,7 @@ def unknown_arguments(path: str | None, first: int | None) -> Iterator[tuple[str
 
 
 def _hides(node: ast.AST) -> bool:
-    """Tell whether other names may mean something else than their only assignments say."""
+    """Return whether names may be bound in ways that can't be read from the source."""
     if isinstance(node, ast.ImportFrom):
         return any(each.name == "*" for each in node.names)
     if not isinstance(node, ast.Attribute) or node.attr not in ("current", "torch", "run"):

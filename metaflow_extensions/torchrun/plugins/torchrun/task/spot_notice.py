@@ -1,6 +1,6 @@
-"""Detects that this node is about to be taken away.
+"""Detects that this node's machine or pod is about to be taken away.
 
-There are two signs besides SIGTERM to the task itself. On Kubernetes and AWS Batch Metaflow (2.19) asks the cloud
+There are two signs besides a SIGTERM to the task itself. On Kubernetes and AWS Batch Metaflow (2.19) asks the cloud
 for spot notices, and writes one to the file that ``current.spot_termination_notice`` names. On Kubernetes a pod that is
 deleted gets SIGTERM, but only its process 1. That is the shell which Metaflow starts (2.19), and the kernel
 drops what a process 1 neither handles nor blocks. Metaflow lets that shell run a script first; ours starts the shell
@@ -17,7 +17,7 @@ from pathlib import Path
 
 from ..machine import processes
 
-_LOOK_S = 0.25  # Metaflow's pods have two seconds between SIGTERM and SIGKILL, unless who deletes them says more
+_LOOK_S = 0.25  # Metaflow's pods have two seconds between SIGTERM and SIGKILL, unless the deletion sets more
 _SHELL = "TORCHRUN_POD_SHELL"  # pid of the shell in which SIGTERM is blocked
 # What a pod's shell has to run first so that `pod_is_told_to_stop` can see SIGTERM.
 # Read by the shell that Metaflow starts as `bash -c COMMANDS`. Without Python, or in another shell, all stays as it is.
@@ -56,7 +56,10 @@ def _spot_notice(path: str) -> str | None:
 
 
 def watch(notice_file: str | None, on_sign: Callable[[str], None]) -> threading.Event:
-    """Have a daemon thread call `on_sign` once, with what the first sign says; the returned event stops it."""
+    """Have a daemon thread call `on_sign` once, with the text of the first sign; the returned event stops it.
+
+    `on_sign` must be safe in any thread.
+    """
     over = threading.Event()
 
     def look() -> None:

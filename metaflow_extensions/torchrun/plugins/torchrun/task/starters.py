@@ -1,4 +1,4 @@
-"""Ends a task of a local run when a process that started it is gone; Metaflow (2.19) does not check that."""
+"""Ends a task of a local run when a process that started it has ended; Metaflow (2.19) does not check that."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Literal
 
 from ..machine.processes import open_pidfd
 
-# Tells a task which processes it is not to outlive: ``run=PID``, and to a node also ``control=PID``.
+# Names the processes that a task must not outlive: ``run=PID``, and for a node also ``control=PID``.
 STARTED_BY = "METAFLOW_TORCHRUN_STARTED_BY"
 _POLL_S = 0.25
 
@@ -23,7 +23,7 @@ def name_as_starter(env: MutableMapping[str, str], role: Literal["run", "control
 
 
 def starters(env: Mapping[str, str]) -> dict[str, int]:
-    """Return role -> pid of the processes that this one is not to outlive.
+    """Return role -> pid of the processes that this one must not outlive.
 
     There is no ``run`` where somebody has started the control task by hand, with the command ``step``;
     they may want it to outlive the shell.
@@ -35,7 +35,8 @@ def starters(env: Mapping[str, str]) -> dict[str, int]:
 def end_after(pid: int, on_gone: Callable[[int], float]) -> None:
     """End this process when process `pid`, an ancestor, is gone, whatever it is doing then; returns at once.
 
-    A daemon thread then calls `on_gone`. What it returns are the seconds that this process has to end by itself.
+    A daemon thread then calls `on_gone`, which must be safe in any thread. It returns the seconds that this process has
+    to end by itself.
     """
 
     def follow() -> None:

@@ -1,4 +1,4 @@
-"""The step's ``@timeout``, taken over from Metaflow so that it ends the gang in order.
+"""Replaces Metaflow's handler of the step's ``@timeout``, so that it ends the gang in order.
 
 Metaflow's handler raises wherever the main thread is, and puts the stack there into its headline
 (`TimeoutDecorator` in ``metaflow/plugins/timeout_decorator.py``, 2.19). It has none on a control node.
@@ -29,7 +29,7 @@ class StepTimeout:
             signal.signal(signal.SIGALRM, self._on_alarm)
 
     def tell(self, member: Member) -> None:
-        """Tell `member` of the alarm from now on; before, the node waits for its gang and the alarm raises."""
+        """From now on the alarm calls `member.time_out`; before, while the node waits for its gang, the alarm raises."""
         self._member = member
 
     def _on_alarm(self, number: int, frame: FrameType | None) -> None:
@@ -38,6 +38,6 @@ class StepTimeout:
         self._member.time_out(self._text)
 
     def end(self) -> None:
-        """Give the alarm back to Metaflow."""
+        """Restore Metaflow's handler."""
         if signal.getsignal(signal.SIGALRM) == self._on_alarm:
             signal.signal(signal.SIGALRM, self._former)

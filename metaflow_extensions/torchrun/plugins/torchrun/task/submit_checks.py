@@ -1,6 +1,6 @@
-"""What can't work where the step is to run, said before anything is scheduled.
+"""Refuses what can't work on a step's backend, before anything is scheduled.
 
-What goes wrong is that of Metaflow 2.19. What Metaflow refuses itself is not checked here, for example Fargate.
+The limits are those of Metaflow 2.19. What Metaflow refuses itself (Fargate, for example) is not checked here.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .run_calls import check_arguments_of_run
 
 
 class Submission:
-    """The checks of one step, each for the moment when Metaflow has said enough; a step that is no gang has none."""
+    """The checks of one step, each made as soon as Metaflow has the facts for it; a step that is no gang has none."""
 
     def __init__(self, flow: Any, graph: Any, step: str, master_port: int | None, metadata_type: str | None) -> None:
         self._flow = flow

@@ -1,6 +1,6 @@
-"""The gang around one task: joined before the step's code, left when its results are stored or something has failed.
+"""Joins the gang before the step's code, and leaves it when the task's results are stored or it has failed.
 
-Everything runs in the task's main thread, but for what `follow_starters` starts: it only reads who the member is,
+Everything runs in the task's main thread, except the thread of `follow_starters`, which only reads who the member is
 and calls `Member.notice`.
 """
 
@@ -56,16 +56,16 @@ from .step_timeout import StepTimeout
 # take to upload it: on Kubernetes the first pod that ends takes all with it.
 _HOLD_S = 10.0
 _UPLOAD_S = 5.0
-# What a node's task needs beyond its workers' grace to end by itself.
+# Seconds that a node's task needs beyond its workers' grace to end by itself.
 _LOCAL_NODE_MARGIN_S = 10.0
-# What a local task has to end by itself when the run's process is gone. Nobody reads its output any more.
+# Seconds that a local task has to end by itself when the run's process is gone. Its output has no reader any more.
 _ORPHAN_S = 1.5
-# What a preempted task waits for its card: its machine is about to go.
+# How long a preempted task waits for its card: its machine is about to go.
 _PREEMPTED_CARD_S = 2.0
 
 
 def _news_of(gang: Gang) -> int:
-    """Return how much the gang's card has to show soon: what has happened, and the first of all numbers."""
+    """Return a count that grows when the card has news: a new record, or the first numbers."""
     return gang.history.count + gang.keepers.heard
 
 
@@ -85,7 +85,7 @@ class TaskGang:
     ) -> None:
         self.features = features
         self._settings = settings
-        # The end of the step's @timeout in monotonic seconds, on a control node, where nobody else looks at it.
+        # The end of the step's @timeout in monotonic seconds, on a control node, where Metaflow does not enforce it.
         self._deadline = deadline
         self._flow_datastore = flow_datastore  # metaflow.datastore.FlowDataStore
         self._run_id, self._step_name, self._task_id, self._attempt = run_id, step_name, task_id, attempt
@@ -111,7 +111,7 @@ class TaskGang:
             end_after(pid, followed[role])
 
     def _run_is_gone(self, pid: int) -> float:
-        """Take the news that nobody waits for this task any more, or reads its output."""
+        """Handle the end of the run's process: nothing waits for this task any more, or reads its output."""
         if self._member is None:
             return 0.0
         self._member.notice(f"the process of the run (pid {pid}) is gone")
@@ -125,19 +125,18 @@ class TaskGang:
         return 0.0
 
     def will_start_nodes(self, num_nodes: int) -> None:
-        """Take note that Metaflow starts the other nodes' tasks in this one, on a local run."""
+        """Record that Metaflow starts the other nodes' tasks from this one, on a local run."""
         if self._is_local:
             self._local_nodes = LocalNodes(self._run_id, self._task_id, num_nodes)
 
     def end_with_step(self, warm: WarmStarts | None) -> None:
-        """Take the spares of this node: nobody needs them when the step's own code has ended."""
+        """Keep the spares of this node, and end them with the step's own code."""
         self._warm = warm
 
     def name_tasks(self, tasks: Sequence[str]) -> None:
-        """Take note of the tasks of all nodes, in order, each as run, step and task. All have been started by then."""
-        os.environ.pop(
-            STARTED_BY, None
-        )  # meant for tasks alone, neither for spares nor for what the step's code starts
+        """Record the tasks of all nodes, in order, each as run, step and task. All have been started by then."""
+        # Meant for tasks alone, neither for spares nor for what the step's code starts.
+        os.environ.pop(STARTED_BY, None)
         self._about["tasks"] = tuple(tasks)
 
     def join(self) -> tuple[Member, str]:
@@ -222,7 +221,7 @@ class TaskGang:
             self._emit(Event("note", 0, f"the gang's card can't be made here: {reason}. There: {command}"))
 
     def _finds_tasks(self) -> bool:
-        """Tell whether Metaflow's client finds this task, which its cards need.
+        """Return whether Metaflow's client finds this task, which its cards need.
 
         In a pod or container it does not where the metadata is local (``LocalMetadataProvider.register_task_id``, 2.19).
         """
@@ -258,7 +257,7 @@ class TaskGang:
             self.live_card.settle()
 
     def finish(self) -> None:
-        """Say that the step's own code has ended well."""
+        """Report that the step's own code has ended well."""
         self._close_warm()
         if self._member is not None:
             self._member.finish()
@@ -294,7 +293,7 @@ class TaskGang:
             self._warm.close()
 
     def watch_storing(self, task_datastore: Any) -> None:
-        """Tell the gang of artifacts that can't be stored: then Metaflow calls no decorator any more (task.py, 2.19)."""
+        """Report to the gang that artifacts can't be stored: Metaflow calls no decorator after that (task.py, 2.19)."""
         watch_storing(task_datastore, self._or_fail)
 
     def _or_fail(self, store: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -305,14 +304,14 @@ class TaskGang:
             raise
 
     def _stands_above(self, node: int, cause: Cause) -> bool:
-        """Tell whether this node's log has all that the failed worker wrote; it may have copies of others' lines."""
+        """Return whether this node's log has everything that the failed worker wrote, as its own or as a copy."""
         if self._member is None or not self._member.shows_output:
             return False
         is_here = self._is_local or cause.node == node
         return is_here or (self._channel is not None and self._channel.relay.has_written(cause.node, cause.detail))
 
     def _report(self, error: BaseException) -> None:
-        """Say what is to be shown of the error; a remote control node has it in its log at once.
+        """Set the text to print for the error; a remote control node writes it to its log at once.
 
         Metaflow prints it only after storing all artifacts, which can be too late there.
         """
@@ -324,5 +323,5 @@ class TaskGang:
         if text is not None and self._channel is not None and member is not None and not self._is_local:
             member.emit(Event("failed", node, text))
             self._log.save(_UPLOAD_S)
-            text = f"{type(error).__name__}: see the report of [torchrun node {node}] above."
+            text = f"{type(error).__name__}: see the error of [torchrun node {node}] above."
         end_with(error, text)

@@ -18,7 +18,9 @@ import time
 from contextlib import suppress
 from typing import Any
 
-_HAS_LOCK = "TORCHRUN_BEFORE_RUN"  # tells a command that starts a gang of its own that this process has the lock
+_HAS_LOCK = (
+    "TORCHRUN_BEFORE_RUN"  # for a command that starts a gang of its own: this process has the lock of that folder
+)
 _STOPPED = 128 + signal.SIGTERM
 
 
@@ -35,7 +37,7 @@ class Runner:
         """Handle SIGTERM, which comes from the kernel if the guardian is killed: end the command, then this process."""
         self._is_stopped = True
         if not self._has_begun:
-            os._exit(_STOPPED)  # it waits for the lock
+            os._exit(_STOPPED)  # no command yet: it waits for the lock
         if self._process is not None:  # else it is just being started
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGTERM)
@@ -95,7 +97,9 @@ def lock_folder() -> None:
 
     They would install into the same place at the same time, or make the same files. The lock ends with this process.
     """
-    if os.environ.get(_HAS_LOCK) == os.getcwd():  # a command of such a node has started this gang, and waits for it
+    if (
+        os.environ.get(_HAS_LOCK) == os.getcwd()
+    ):  # a command that holds the lock has started this gang, and waits for it
         return
     os.environ[_HAS_LOCK] = os.getcwd()
     with suppress(OSError):  # a file system may have no such locks, as some of NFS
@@ -103,7 +107,7 @@ def lock_folder() -> None:
         try:
             fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            sys.stderr.write(f"before_run waits for that of another node, in {os.getcwd()}\n")
+            sys.stderr.write(f"waiting: before_run of another node runs in the same folder, {os.getcwd()}\n")
             fcntl.flock(folder, fcntl.LOCK_EX)
 
 

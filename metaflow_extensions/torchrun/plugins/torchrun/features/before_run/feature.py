@@ -1,4 +1,4 @@
-"""Commands that run once on each node before the workers: ``run(before_run=...)``.
+"""The feature ``run(before_run=...)``: commands that run once on each node before the workers.
 
 The gang runs them as a launch of their own. So all nodes begin together, and all stop when a command fails on one. No
 worker starts before the last command has ended on every node.
@@ -88,7 +88,7 @@ class CommandWatcher(Watcher):
 
 
 class CommandRecords(Keeper):
-    """Records each command that has ended, and keeps nothing."""
+    """Adds a record for each command that has ended, and keeps no data."""
 
     has_record = False
 

@@ -1,6 +1,6 @@
-"""The commands of ``before_run`` on one node, which run instead of workers.
+"""Starts the commands of ``before_run`` on one node, in the place of workers.
 
-A process of ours, `command_runner`, runs them instead of an agent. So a guardian watches and stops them as it does
+A process of ours, `command_runner`, runs them in the place of an agent. So a guardian watches and stops them as it does
 workers, and for the gang they are a launch.
 """
 

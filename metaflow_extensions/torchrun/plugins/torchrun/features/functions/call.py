@@ -1,4 +1,4 @@
-"""A Python function as entrypoint, on the task's side: sends the call to the workers and collects their results.
+"""The task's side of a function as entrypoint: sends the call to the workers and collects their results.
 
 The function and its arguments go to the workers (`function_worker`) as a file in a folder of this call. Each worker writes
 what it returned or raised into a file there. Between nodes, values go through Metaflow's datastore; the gang's channel
@@ -33,11 +33,11 @@ from .values import ValuesOnDisk
 # What torchrun runs where the entrypoint is a function.
 FUNCTION_WORKER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "function_worker.py")
 PROCESS_GROUPS = ("gloo", "nccl", "auto")  # what the workers make before the call; None makes none
-# How long what a function has raised may take. Without it there is still its text, so nobody should wait long.
+# How long storing or loading a raised exception may take. Without it there is still its text, so the limit is short.
 RAISED_PATIENCE_S = 10.0
 # How many values a store may load at once. All at once would need twice the disk space.
 _LOADED_AT_ONCE = 64
-# How the end of a worker that has raised may look: if something disturbs its exit, as an exit code or a signal.
+# The causes with which a worker that has raised may end: also an exit code or a signal, if something disturbs its exit.
 _RAISING = frozenset({"exception", "exit", "signal"})
 
 
@@ -77,14 +77,14 @@ class FunctionCall(Service):
             self._values.remove()
 
     def begin(self, spec: LaunchSpec) -> None:
-        """Forget what workers of a former generation have left."""
+        """Remove the files of an earlier generation's workers."""
         assert self._values is not None
         first = spec.global_rank(0)
         self._node, self._ranks = spec.node_index, range(first, first + spec.nproc)
         self._values.empty()
 
     def to_store(self, ok: bool) -> ToStore | None:
-        """Return what other nodes need of this node's ranks."""
+        """Return what to store of this node's ranks for other nodes."""
         if self._store is None or (ok and (self._node == CONTROL or not self._gather)):
             return None
         paths = {rank: self._path(RETURNED if ok else RAISED, rank) for rank in self._ranks}
@@ -136,7 +136,7 @@ class FunctionCall(Service):
         report = pickle.loads(data)  # noqa: S301 - our own workers', through the run's datastore
         exception, why = _unpickled(report)
         if exception is None:
-            because = f"\nIt is told in words because {why}." if why else ""
+            because = f"\nThe exception itself can't be raised here, because {why}." if why else ""
             return retold(error, WorkerFailed, f"{report['text']}\n", because)
         _add_note(exception, f"raised by rank {cause.rank} on node {cause.node} (host {cause.host})")
         return exception
@@ -233,7 +233,7 @@ def _dump(call: tuple[Any, ...], name: str, file: Any) -> None:
     try:
         dump(call, file)
     except (OSError, KeyboardInterrupt, TorchrunError):
-        raise  # the disk's failure, the user's wish, or news of the gang, and not the function's fault
+        raise  # a failure of the disk, Ctrl-C, or news of the gang: not the function's fault
     except BaseException as error:  # also an exit, in a __reduce__
         problem = words_of(error)
         if find_cloud_pickler() is None:
@@ -263,7 +263,7 @@ def _unpickled(report: Mapping[str, Any]) -> tuple[BaseException | None, str]:
     try:
         exception = pickle.loads(report["exception"])  # noqa: S301 - as above
     except KeyboardInterrupt:
-        raise  # somebody has pressed Ctrl-C
+        raise  # the user has pressed Ctrl-C
     except BaseException as problem:  # also an exit, in what its __reduce__ asks for
         return None, (
             f"the exception can't be unpickled ({words_of(problem)}). What its __init__ takes must go to "

@@ -1,4 +1,4 @@
-"""Python functions as entrypoints: every rank calls one, and what it returns or raises comes back."""
+"""The feature of functions as entrypoints: every rank calls one; its value or exception comes back to the task."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Functions(Feature):
 
 
 class FunctionKeeper(Keeper):
-    """Keeps where the ranks of the last launch have stored what they returned or raised."""
+    """Keeps the keys under which the ranks of the last launch have stored values and exceptions."""
 
     has_record = False
 

@@ -1,4 +1,4 @@
-"""Calls a function in a worker. torchrun runs this file; its argument is the folder of a `FunctionCall`.
+"""The worker's side of a function as entrypoint: torchrun runs this file, with the folder of a `FunctionCall`.
 
 It needs the standard library, and torch only if a process group is asked for or a value lies on a device. It imports
 the flow's file only if the call refers to something there, and under another name than ``__main__``, so that the flow
@@ -294,7 +294,7 @@ def main_file() -> str | None:
 
 
 def is_of_main_file(thing: Any) -> bool:
-    """Tell whether `thing` is a function or class that importing the program's file would give."""
+    """Return whether `thing` is a function or class that importing the program's file would give."""
     if not isinstance(thing, (type, FunctionType)) or thing.__module__ != "__main__" or main_file() is None:
         return False
     try:

@@ -1,4 +1,4 @@
-"""Pickled values of ranks, kept on disk until somebody looks at one."""
+"""Pickled values of ranks, kept on disk and loaded only when one is read."""
 
 from __future__ import annotations
 
@@ -71,12 +71,12 @@ class ValuesOnDisk(Mapping[int, bytes]):
         self._end()
 
     def empty(self) -> None:
-        """Remove what workers have left."""
+        """Remove all files of the workers."""
         shutil.rmtree(os.path.join(self.folder, VALUES), ignore_errors=True)
         os.makedirs(os.path.join(self.folder, VALUES))
 
     def add(self, path: str, *ranks: int) -> None:
-        """Have a file in the folder be the value of `ranks`; without that file there is no value."""
+        """Use a file in the folder as the value of `ranks`; without that file there is no value."""
         if os.path.exists(path):
             self._paths.update(dict.fromkeys(ranks, path))
 

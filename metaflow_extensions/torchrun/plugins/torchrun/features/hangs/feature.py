@@ -1,4 +1,4 @@
-"""Launches that hang: ``hang_timeout_s``, on one node and on the control node."""
+"""The feature ``hang_timeout_s``: detects launches that hang, and finds out where their workers are."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from .stacks import collect
 _KIND = "hang"  # of the cause
 # How long the nodes may take to write down what the workers of a hang are doing.
 _DIAGNOSTICS_S = 15.0
-# The gang hears of output once in this part of hang_timeout_s.
+# Output is reported to the gang once in this fraction of hang_timeout_s.
 _ACTIVE_PART = 0.1
 _MAX_LINES = 64
 _MAX_PLACES = 4  # in the sentence that concludes
 
 
 class Hangs(Feature):
-    """All ranks are silent for too long: what they do is written down, and the launch fails."""
+    """When all ranks are silent for too long, writes their stacks down and lets the launch fail."""
 
     name = "hangs"
 
@@ -43,7 +43,7 @@ class Hangs(Feature):
         return HangKeeper() if of_all else None
 
     def variables(self, plan: Plan, folder: str) -> Variables:
-        """Return what lets workers be asked what they do."""
+        """Return the variables with which workers can be asked for their stacks."""
         if limit_s(plan) is None:
             return Variables()
         return Variables(hook_environment(os.path.join(folder, FOLDER)), folders=(FOLDER,), hooks=(HOOK,))
@@ -55,7 +55,7 @@ class Hangs(Feature):
 
 
 def limit_s(plan: Plan) -> float | None:
-    """Return how long all ranks of a launch may be silent; None does not look."""
+    """Return how long all ranks of a launch may be silent; None sets no limit."""
     found: float | None = plan.policy.features.get(Hangs.name, {}).get("timeout_s")
     return found
 
@@ -73,7 +73,7 @@ class Diagnostics:
 
 
 class HangWatcher(Watcher):
-    """Tells when workers of this node have written or ended, and where they are when all hang."""
+    """Reports when workers of this node have written or ended, and where they are in a hang."""
 
     def __init__(self, here: Here, timeout_s: float) -> None:
         self._here = here
@@ -104,7 +104,7 @@ class HangWatcher(Watcher):
 
 
 class HangKeeper(Keeper):
-    """Has a launch fail whose ranks are all silent for too long."""
+    """Fails a launch whose ranks are all silent for too long."""
 
     has_record = False
 
@@ -114,7 +114,7 @@ class HangKeeper(Keeper):
         self._found: dict[int, Diagnostics] = {}  # by node
 
     def begin(self, launch: int, policy: Plain, at_s: float) -> None:
-        """Begin to look at the clock, where the launch has such a limit."""
+        """Start the clock, if the launch has such a limit."""
         self._timeout_s, self._active_at = policy.get("timeout_s"), at_s
         self._found = {}
 

@@ -1,4 +1,4 @@
-"""Outputs: files that a launch wrote, stored in Metaflow's datastore when its workers have ended."""
+"""The feature ``run(outputs=...)``: stores files of a launch in Metaflow's datastore when its workers have ended."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ...node.watchers import Feature
 from ...settings import StepSettings, argument
 from .pieces import OutputPieces, StoredOutputs
 
-# Of so many nodes of launches it is kept where their outputs are: some hundred kilobytes.
+# For how many nodes, over all launches, the places of outputs are kept: some hundred kilobytes.
 _MAX_KEPT = 4000
 
 

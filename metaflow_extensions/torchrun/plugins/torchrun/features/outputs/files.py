@@ -36,7 +36,7 @@ class Listing:
 
     files: list[File] = field(default_factory=list)  # sorted by name, each once
     left_out: dict[str, str] = field(default_factory=dict)  # name -> why, as in "is no file"
-    remarks: list[str] = field(default_factory=list)  # what else the user should know
+    remarks: list[str] = field(default_factory=list)  # warnings for the user
 
 
 def find(root: str, patterns: Sequence[str], apart: str | None = None) -> Listing:

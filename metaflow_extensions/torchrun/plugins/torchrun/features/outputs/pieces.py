@@ -1,7 +1,7 @@
 """Stores files in the datastore, as pieces and a list of them.
 
-Metaflow's datastore keeps what it is given under a hash of it, but wants each thing in memory as a whole. So a large
-file goes there in pieces, and small files share them. What another node or attempt has stored is not stored again.
+Metaflow's datastore stores data under its hash, and needs each piece of data in memory as a whole. So a large file is
+stored in pieces, and small files share them. Data that another node or attempt has stored is not stored again.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SAID = 10  # so many names stand in a line
 
 @dataclass(frozen=True)
 class StoredOutputs:
-    """Where the list of a node's outputs is, and what it comes to."""
+    """The key of the list of a node's outputs, with their number and size."""
 
     key: str  # of the list in the datastore
     files: int
@@ -45,7 +45,7 @@ _Piece = list[tuple[File, bytes]]
 class OutputPieces(ToStore):
     """Stores the files of `folder` that patterns name; those older than `since` were not written in the launch.
 
-    `kept` belongs to whoever asks, and everything else to the transfer's thread, until that has ended.
+    Until the transfer has ended, only its thread touches this object, except `kept`, which belongs to the caller.
     """
 
     def __init__(

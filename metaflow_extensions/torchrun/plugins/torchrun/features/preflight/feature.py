@@ -1,4 +1,4 @@
-"""What is checked before the first script starts: ``@torchrun(preflight=...)``, the gang's network.
+"""The feature ``@torchrun(preflight=...)``: checks and measures the gang's network before the first launch.
 
 `preflight_worker` measures it, as a launch of its own.
 """
@@ -15,7 +15,7 @@ SCRIPT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "preflight_wor
 
 
 class Preflight(Feature):
-    """A look at the network before the first launch."""
+    """The check of the network before the first launch."""
 
     name = "preflight"
 

@@ -297,7 +297,7 @@ def _measure(stages: Stages, place: Place, plan: Report, store: Any) -> None:
     if place.local_rank == 0:
         line = summary(place, plan["hosts"][place.node], *measured[0])
         print(line, flush=True)  # noqa: T201 - it is a script
-    dist.destroy_process_group()  # nobody is in the middle of the all-reduce any more
+    dist.destroy_process_group()  # no rank is inside of the all-reduce any more
 
 
 def summary(place: Place, host: str, latency_s: float, bytes_per_s: float) -> str:

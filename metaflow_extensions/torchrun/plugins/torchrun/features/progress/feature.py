@@ -1,4 +1,4 @@
-"""How far a launch is, as its scripts tell by lines of JSON, and which ranks are much slower than the others."""
+"""The feature of progress: scripts report steps and values as lines of JSON; ranks much slower than others are named."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far a launch is, and how fast each rank is: what scripts tell of it, as the control node keeps it."""
+"""Keeps the progress of a launch and the speed of each rank, on the control node."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _STALE_S = 20.0
 
 @dataclass
 class _Kept:
-    """What rank 0 has told in one launch."""
+    """The values of rank 0 in one launch."""
 
     launch: int
     step: int | None = None
@@ -49,17 +49,17 @@ class _Kept:
 
     @property
     def left_s(self) -> float | None:
-        """How long it will take; None where that can't be told."""
+        """How many seconds it will still take; None if unknown."""
         if self.total is None or self.step is None or not self.steps_per_s:
             return None
         return max(0.0, self.total - self.step) / self.steps_per_s
 
 
 class ProgressKeeper(Keeper):
-    """Keeps the progress of the last launch whose scripts have told any."""
+    """Keeps the progress of the last launch whose scripts have reported any."""
 
     def __init__(self) -> None:
-        # Of all below: the gang's thread changes it, and any thread asks for the record.
+        # Guards all fields below: the gang's thread changes them, and any thread may ask for the record.
         self._lock = threading.Lock()
         self._kept: _Kept | None = None
         self._paces: dict[int, tuple[float, Mapping[int, Pace]]] = {}  # node -> when it told, and its ranks

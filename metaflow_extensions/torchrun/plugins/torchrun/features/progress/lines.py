@@ -1,6 +1,6 @@
-"""Reads numbers out of a growing file of JSON lines, whatever is in it.
+"""Reads numbers from a growing file of JSON lines; anything else in the file is ignored.
 
-One look costs about the same, however much was written: of more than `MAX_BYTES` only the last are read.
+One read has a bounded cost: of more than `MAX_BYTES` only the last bytes are read.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _LEAST_SECONDS, _MOST_SECONDS = 1e-9, 1e9
 
 @dataclass(frozen=True)
 class Line:
-    """What one line tells."""
+    """The step and the numbers of one line."""
 
     step: int | None = None
     total: float | None = None  # at which step the script will be done
@@ -29,7 +29,7 @@ class Line:
 
 
 def parse_line(text: bytes) -> Line | None:
-    """Return what a line tells; None if it is no JSON object with a number that has a name."""
+    """Return the numbers of a line; None if it is no JSON object with a number that has a name."""
     try:
         data = json.loads(text)
     except (ValueError, RecursionError):  # ValueError also of what is no UTF-8, and of an int with too many digits
@@ -57,11 +57,11 @@ def _finite(value: float) -> float | None:
 
 
 class LineReader:
-    """What is new in one file to which a worker appends lines; it need not exist, and may begin anew."""
+    """Returns the new lines of one file to which a worker appends; the file may be missing, and may begin anew."""
 
     def __init__(self, path: str, refuse: Callable[[bytes], None]) -> None:
         self._path = path
-        self._refuse = refuse  # gets lines that tell nothing
+        self._refuse = refuse  # called with lines that hold no numbers
         self._read = 0  # bytes of the file
         self._rest = b""  # a line without its end
 

@@ -1,4 +1,4 @@
-"""How fast one rank is, from the steps that it tells and when. Pure."""
+"""Computes the speed of one rank from its reported steps and their times. Pure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LAST_SECONDS = 20
 
 
 class RankPace:
-    """How fast one rank is, from the steps that were seen and when."""
+    """The speed of one rank, from its steps and the times at which they were read."""
 
     def __init__(self) -> None:
         self._steps: deque[tuple[float, int]] = deque()

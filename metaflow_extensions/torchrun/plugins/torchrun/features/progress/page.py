@@ -1,6 +1,6 @@
-"""How far the launch is, on the gang's page: stragglers, a bar, speeds, a chart of each of rank 0's values. Pure.
+"""The progress section of the gang's page: stragglers, a bar, speeds, a chart of each of rank 0's values. Pure.
 
-It is made of what `kept.ProgressKeeper.record` has returned, as the datastore has it.
+Its input is the stored result of `kept.ProgressKeeper.record`.
 """
 
 from __future__ import annotations

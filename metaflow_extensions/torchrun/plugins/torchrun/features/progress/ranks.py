@@ -1,4 +1,4 @@
-"""What this node's ranks tell of their progress, for the gang. Nothing here has a thread, and no worker waits for it."""
+"""Reads the progress of this node's ranks for the gang. It has no thread of its own, and no worker waits for it."""
 
 from __future__ import annotations
 
@@ -66,7 +66,9 @@ class ProgressWatcher(Watcher):
         if not self._has_refused:
             self._has_refused = True
             shown = text[:_SHOWN_CHARS].decode("utf-8", "backslashreplace")
-            self._here.say(f"rank {rank} has written a line to its metrics without a number by name: {shown!r}")
+            self._here.say(
+                f"rank {rank} wrote a line to its metrics that holds no number by name; it is ignored: {shown!r}"
+            )
 
     def _keep(self, line: Line) -> None:
         self._step = self._step if line.step is None else line.step

@@ -1,7 +1,7 @@
-"""Which ranks are much slower than the others, and since when. Pure.
+"""Finds the ranks that are much slower than the others. Pure.
 
-A rank is a straggler when it was slower than half the median of all ranks for a minute, and none any more when it was
-not for a minute. Two ranks are not compared: of those nobody could say which one is normal.
+A rank becomes a straggler when it was slower than half the median of all ranks for a minute. It recovers when it was
+not that slow for a minute. Two ranks are not compared, since neither can be called normal.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def lines(changes: Sequence[Change], where: Callable[[int], Where]) -> list[str]
 
 
 class Stragglers:
-    """Follows the speeds of all ranks, from a start of the workers on."""
+    """The stragglers among all ranks, from a start of the workers on."""
 
     def __init__(self) -> None:
         self._turned_at: dict[int, float] = {}  # rank -> when its state last differed from the reported one

@@ -1,4 +1,4 @@
-"""What a node tells of its ranks' progress. Pure."""
+"""The message with which a node reports its ranks' progress. Pure."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Pace:
 
 @dataclass(frozen=True)
 class Metrics:
-    """What the scripts of one node have told; sent every 5 s where they tell any, and at the end."""
+    """The progress of one node's scripts; sent every 5 s if they report any, and at the end."""
 
     paces: dict[int, Pace] = field(default_factory=dict)  # global rank -> how fast it is; only those that still run
     points: dict[str, tuple[Point, ...]] = field(default_factory=dict)  # what is new of rank 0, by key

@@ -1,4 +1,4 @@
-"""What CPU, memory and network this node uses: its container, or its launch's processes.
+"""Measures the CPU, memory and network that this node uses: its container, or its launch's processes.
 
 A container has a cgroup of its own, and all that counts for its limits is in it. Elsewhere a cgroup holds other
 programs as well, and nodes of one machine share it. There the processes of the launch are added up. Made for Linux with

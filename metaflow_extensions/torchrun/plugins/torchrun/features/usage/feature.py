@@ -1,4 +1,4 @@
-"""What the nodes use while their workers run: measured on each node, kept as one series for each kind and node."""
+"""The feature of usage: measured on each node while its workers run, kept as one series for each kind and node."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class UsageKeeper(Keeper):
         self._most = max(_LEAST_POINTS, min(_MOST_POINTS, _POINTS_OF_ALL // num_nodes))
         self._step_s = step_s
         self._nodes: dict[int, _Node] = {}
-        self._lock = threading.Lock()  # of the nodes: the gang's thread adds, and any thread asks for the record
+        self._lock = threading.Lock()  # guards `_nodes`: the gang's thread adds, and any thread may ask for the record
 
     def handle(self, node: int, told: Told, at_s: float) -> None:
         """Keep what a node has used."""

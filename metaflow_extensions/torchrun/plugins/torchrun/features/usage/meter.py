@@ -1,4 +1,4 @@
-"""Measures what this node uses while the workers of one generation run; the workers notice nothing of it."""
+"""Measures the usage of this node while the workers of one generation run, without help from the workers."""
 
 from __future__ import annotations
 

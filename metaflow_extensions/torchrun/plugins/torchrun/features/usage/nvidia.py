@@ -1,8 +1,7 @@
-"""What this node's NVIDIA GPUs do, as ``nvidia-smi`` tells, which comes with the driver.
+"""Reads the usage of this node's NVIDIA GPUs from ``nvidia-smi``, which comes with the driver.
 
-It can take long, hang where a device is broken, or say anything. So nobody waits for it: one look starts it, and a
-later look takes what it has said. NVML inside of this process would be faster, but a call of it that hangs could not
-be ended.
+It can take long, hang on a broken device, or print anything. So nothing waits for it: one poll starts it, and a later
+poll reads its output. NVML inside of this process would be faster, but a call that hangs there could not be ended.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _MOST_BYTES = 64 * 1024
 
 @dataclass(frozen=True)
 class Gpus:
-    """What some GPUs do, all together; None is not known, as with a slice of a GPU (MIG)."""
+    """The usage of some GPUs together; None is unknown, as with a slice of a GPU (MIG)."""
 
     count: int
     percent: float | None  # of the time in which a kernel ran, on average over the GPUs
@@ -100,7 +99,7 @@ def parse(text: str, wanted: Sequence[str]) -> Gpus | None:
 
 
 def _is_wanted(index: str, uuid: str, wanted: Sequence[str]) -> bool:
-    """Tell whether a list as in ``CUDA_VISIBLE_DEVICES`` names a GPU: by its number, or by how its name begins."""
+    """Return whether a list as in ``CUDA_VISIBLE_DEVICES`` names a GPU: by its number, or by how its name begins."""
     return any(each == index or (each.startswith("GPU-") and uuid.startswith(each)) for each in wanted)
 
 

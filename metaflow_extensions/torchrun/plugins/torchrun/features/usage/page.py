@@ -1,6 +1,6 @@
-"""What each node uses over time, as small charts of the gang's page. Pure.
+"""The usage section of the gang's page: small charts of each node's usage over time. Pure.
 
-Of few nodes each has a line. Of many, each chart has three: the node with the highest mean, the one in the middle, and
+With few nodes, each has a line. With many, each chart has three: the node with the highest mean, the one in the middle, and
 the lowest. So a page has a bounded size, however large the gang is.
 """
 
@@ -63,7 +63,7 @@ def usage_parts(usage: Mapping[str, Any], summary: Summary) -> list[Part]:
 
 
 def _words(step_s: float, nodes: _Nodes) -> list[Part]:
-    said = [f"A point stands for {duration(step_s)}. Times are those of the timeline."]
+    said = [f"Each point covers {duration(step_s)}. The times are those of the timeline."]
     said += [_OF[of] for of in _OF if any(series.get("of") == of for series in nodes.values())]
     if len(nodes) > _MOST_LINES:
         said.append(f"Of {len(nodes)} nodes each chart shows three, by their means: highest, median and lowest.")

@@ -1,4 +1,4 @@
-"""Warm starts: what the core calls."""
+"""The feature of warm starts: its interface to the core."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from .spare_process import ANSWER_S, Spare
 
 
 def main() -> int:
-    """Serve one task until its agent has ended, or until nobody can ask for one any more."""
+    """Serve one task until its agent has ended, or until the task can't ask for one any more."""
     pid, began, told = sys.argv[1:]
     task = Other(int(pid), began)
     with task.end() as task_end:

@@ -1,4 +1,4 @@
-"""What a spare has imported, and the check whether a program that starts now would import the same."""
+"""Records the imports of a spare, and checks whether a program that starts now would import the same."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _READ_LATER = ("TORCH_NCCL_", "TORCH_FR_", "TORCH_GLOO_")
 
 
 class StartCold(Exception):
-    """The spare can't run this program; the text says why. The program starts cold then."""
+    """The spare can't run this program, which then starts cold; the text is the reason."""
 
 
 def in_words(error: BaseException) -> str:

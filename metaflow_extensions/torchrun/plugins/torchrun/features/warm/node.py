@@ -1,4 +1,4 @@
-"""The spares of one node, as its task holds them.
+"""Holds the spares of one node, in its task.
 
 One spare agent waits at a time, with its spare workers. A launch uses it up. The next one is started for a restart when
 all workers of a generation run, and for the step's next launch when a launch has ended.
@@ -100,7 +100,7 @@ class WarmStart:
     worker_env: Mapping[str, str]  # what these have besides
 
     def start(self, env: Mapping[str, str], options: Options) -> GuardianProcess | Refused:
-        """Ask for the agent; return its guardian, or why nobody takes the request."""
+        """Ask for the agent; return its guardian, or the reason why the request failed."""
         refused: list[Exception] = []
         with harmless(refused.append):  # a cold start needs nothing of what can go wrong here
             options = options._replace(cwd=options.cwd or os.getcwd())

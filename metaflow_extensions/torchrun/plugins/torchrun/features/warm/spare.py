@@ -38,7 +38,7 @@ Run = list[Any]
 
 
 def main() -> Run:
-    """Import, wait for a request, and return what it wants to run; ends the process where nobody asks any more."""
+    """Import, wait for a request, and return what it wants to run; ends the process if no request can come any more."""
     options = json.loads(sys.argv[1])
     is_agent = options["kind"] == "agent"
     hooks = sys.modules.pop(_HOOKS, None)

@@ -1,4 +1,4 @@
-"""A spare process, as its parent holds it: a guardian holds a spare agent, a spare agent its spare workers.
+"""The parent's side of a spare process: a guardian holds a spare agent, a spare agent holds its spare workers.
 
 A request is three open files, sent over a socket: for the program's stdout, for its stderr, and one with the program,
 its environment and its folder as JSON. The spare answers with an empty line if it accepts. Any other line is the reason
@@ -94,7 +94,7 @@ class Spare:
                 raise StartCold("the launch was stopped")
             elif time.monotonic() > deadline:
                 what = ", ".join(self._modules)
-                why = f"it imports {what}, or somebody has stopped it"
+                why = f"it imports {what}, or it was stopped"
                 raise StartCold(f"within {ANSWER_S:g} s it did not answer; {why}")
         return answer.decode(errors="replace").strip()
 

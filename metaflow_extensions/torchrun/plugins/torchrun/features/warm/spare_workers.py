@@ -1,4 +1,4 @@
-"""The spare workers of a spare agent, and how torchrun is made to use them for its workers."""
+"""The spare workers of a spare agent, and the replacement of torchrun's `Popen` that uses them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class SpareWorkers:
     def __init__(self, options: Mapping[str, Any], client: socket.socket) -> None:
         self._count = options["workers"]
         self._options = {"modules": options["worker_modules"]}
-        self._news = options["news"]  # the guardian hears there of workers that were spares
+        self._news = options["news"]  # here the guardian reads which workers were spares
         self._client = client
         self._spares: list[Spare] = []
         self._deadline = 0.0  # when all must have become workers

@@ -1,4 +1,4 @@
-"""What all charts of a gang's page have in common: colours for light and dark, and the frame of Vega-Lite. Pure."""
+"""Colours for light and dark, time axes and the Vega-Lite frame that all charts of the page share. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The parts of a gang's page: what it says, whoever writes it. Pure.
+"""The parts of a gang's page, independent of where it is shown. Pure.
 
 The core and the features make them; `as_text` writes them to a terminal, `as_card` as components of Metaflow's cards.
 """

@@ -1,6 +1,6 @@
-"""Lets a worker say which exception ended it, and runs what features have in workers.
+"""Records the exception that ends a worker, and runs the features' hooks in workers.
 
-It also tells the worker where to write how far it is, and lets it say at its end that it has trained by itself.
+It also names the file for the worker's metrics, and records at the worker's end whether it has trained by itself.
 
 Python imports the first module of this name on its path before it runs a script; `launch.command` puts this folder
 first. Every Python process of a launch loads it, so it imports nothing that costs anything. It acts only in a worker,
@@ -24,7 +24,7 @@ _ALONE = "trained-alone"
 _OTHER_WAYS = ("horovod", "mpi4py")  # for ranks to exchange gradients, without a process group of torch's
 _FEATURES = os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(__file__))), "features")
 _OURS = (os.path.join(_FEATURES, "functions", "function_worker.py"), os.path.join(_FEATURES, "warm", "spare.py"))
-_MAX_CHARS = 4096  # of a message, and of each frame or message in a traceback
+_MAX_CHARS = 4096  # characters of a message, and of each frame or message in a traceback
 _MAX_TRACEBACK_CHARS = 32 * 1024
 
 
@@ -60,7 +60,7 @@ def _record_the_end() -> None:
     show = sys.__excepthook__
 
     def look(error: "BaseException | None", trace: "TracebackType | None") -> "TracebackType | None":
-        """Record `error` if it ends this worker, and not a fork of it or a thread; return what to show of its trace."""
+        """Record `error` if it ends this worker, not a fork of it or a thread; return the traceback to show."""
         try:
             if error is not None and _nobody_catches(error):
                 trace = _from_users_line(error, trace)
@@ -97,7 +97,7 @@ def _find_folder() -> None:
 
 
 def _in_one_piece(show: "Callable[[], None]") -> None:
-    """Have what `show` writes to stderr written at once, so that no other line comes within.
+    """Write everything that `show` prints to stderr at once, so that no other line comes between.
 
     Python writes a traceback in hundreds of pieces where stderr has no buffer. Torch does the same once there is a
     process group (`_distributed_excepthook`, torch 2.13).
@@ -115,7 +115,7 @@ def _in_one_piece(show: "Callable[[], None]") -> None:
 
 
 def _is_of_a_peer(error: BaseException) -> bool:
-    """Show in one line an error that only says that a peer is gone; tell whether it is one.
+    """Show in one line an error that only says that a peer is gone; return whether it is one.
 
     One line is enough where many ranks share a terminal. The node shows the whole record if it is the cause.
     """
@@ -125,14 +125,14 @@ def _is_of_a_peer(error: BaseException) -> bool:
         pattern, name = os.environ.get(_PEER_GONE), _name(error)
         found = pattern and _nobody_catches(error) and re.search(pattern, name, re.IGNORECASE)
         if found:
-            sys.stderr.write(name.splitlines()[0] + " (a peer is gone; the traceback is left out)\n")
+            sys.stderr.write(name.splitlines()[0] + " (another rank has ended; the traceback is left out)\n")
         return bool(found)
     except BaseException:
         return False
 
 
 def _nobody_catches(error: BaseException) -> bool:
-    """Tell whether Python prints `error` because the program is over.
+    """Return whether Python prints `error` because the program is over.
 
     Before that it sets ``sys.last_value``. Others set it, too (pytest, pdb, `code`), or call the hook by hand; but of
     what they have caught, the first frame was called by another.
@@ -205,10 +205,10 @@ def _shortened(text: str, limit: int) -> str:
 
 
 def _tell_of_training_alone() -> None:
-    """Leave a file at the end if gradients were computed here, and there has been no process group for them.
+    """Write a file at the end if gradients were computed here without any process group.
 
-    Then this rank has exchanged none with the others, which few want of several ranks. Whatever can't be known leaves
-    no file.
+    Then this rank has exchanged none with the others, which is rarely meant. If anything about this can't be found out,
+    no file is written.
     """
     if _own_file(_ALONE) is None and not _is_spare:
         return
@@ -231,20 +231,20 @@ def _tell_of_training_alone() -> None:
 
 
 def _has_trained() -> bool:
-    """Tell whether this thread has recorded an operation for a gradient; what only predicts does not, as a rule.
+    """Return whether this thread has recorded an operation for a gradient; a program that only predicts has none, as a rule.
 
-    Torch numbers these operations in each thread (2.1 to 2.14). That torch is imported would tell nothing: a worker that
-    was a spare has imported it in any case.
+    Torch numbers these operations in each thread (2.1 to 2.14). It is no proof that torch is imported: a worker that was
+    a spare has imported it in any case.
     """
     torch = sys.modules.get("torch")
     return torch is not None and torch.autograd._get_sequence_nr() > 0
 
 
 def _has_exchanged() -> bool:
-    """Tell whether this process has, or has had, a default process group for them, or another way to the other ranks.
+    """Return whether this process has or had a default process group, or another way to reach the other ranks.
 
-    Torch sets two private names when it makes a group, and keeps them when the group is destroyed (read in 2.13). Where
-    one of them is gone, as in another torch, an exception says that nobody knows.
+    Torch sets two private names when it makes a group, and keeps them when the group is destroyed (read in 2.13). If
+    another torch lacks one of them, this raises, which means: unknown.
     """
     if any(name in sys.modules for name in _OTHER_WAYS):
         return True
@@ -258,7 +258,7 @@ def _has_exchanged() -> bool:
 
 
 def _accelerate_is_alone() -> bool:
-    """Tell whether Accelerate, which Hugging Face's Trainer uses, too, takes this process for the only one.
+    """Return whether Accelerate, which Hugging Face's Trainer uses, too, believes that this process is the only one.
 
     Without a GPU it makes a group without naming a backend, and then does not use it (1.15).
     """
@@ -290,14 +290,14 @@ def _begin_worker() -> None:
 
 
 def _begin_spare() -> None:
-    """Arrange what must come before whatever a spare imports; `features/warm/spare.py` finds this module again."""
+    """Do the part that must precede all imports of a spare; `features/warm/spare.py` finds this module again."""
     sys.modules["torchrun_worker_hooks"] = sys.modules[__name__]
     if _is_spare:
         _arrange(_record_the_end, _tell_of_training_alone)
 
 
 def _begin_program() -> None:
-    """Arrange the rest when a spare has the environment of its worker."""
+    """Do the rest, when a spare has got the environment of its worker."""
     if _is_worker():
         _find_folder()
         _arrange(_name_its_metrics, _run_hooks)
@@ -312,7 +312,7 @@ def _arrange(*what: "Callable[[], None]") -> None:
 
 
 def _step_aside() -> None:
-    """Import the ``sitecustomize`` that would have been without us; `site` sees its errors, or that there is none."""
+    """Import the ``sitecustomize`` that Python would have found without ours; `site` handles its errors or its absence."""
     own = os.path.dirname(__file__)
     sys.path[:] = [entry for entry in sys.path if entry != own]
     sys.modules.pop("sitecustomize", None)
