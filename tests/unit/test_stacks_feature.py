@@ -243,8 +243,3 @@ def test_one_rank_is_shown_alone_and_one_that_has_not_answered_is_an_error():
 
 def test_where_no_worker_runs_that_is_said():
     assert "No worker runs" in shown(GangStacks()).lines(None, short=False)[0]
-
-
-def test_stacks_can_not_steer_the_terminal():
-    nasty = NodeStacks("h", {0: RankStacks("\x1b[2J", "m", "a\x1b[2Jb")})
-    assert "\x1b" not in "\n".join(shown(GangStacks(0, 0, {0: nasty})).lines(None, short=False))
