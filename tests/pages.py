@@ -58,7 +58,6 @@ RUN_ELSEWHERE = {
     ("docs/backends.md", "from metaflow import FlowSpec, batch, current, kubernetes, step, torchrun"),
     ("docs/before-run.md", "import sys"),
     ("docs/before-run.md", "from metaflow import current"),
-    ("docs/card.md", "from metaflow import FlowSpec, card, current, step, torchrun"),
     ("docs/checkpoints.md", "@retry(times=2)"),
     ("docs/checkpoints.md", "from metaflow import Checkpoint"),
     ("docs/data.md", "from metaflow import FlowSpec, IncludeFile, current, step, torchrun"),
