@@ -57,7 +57,6 @@ RUN_ELSEWHERE = {
     ("README.md", "import argparse"),
     ("docs/before-run.md", "import sys"),
     ("docs/before-run.md", "from metaflow import current"),
-    ("docs/card.md", "from metaflow import FlowSpec, card, current, step, torchrun"),
     ("docs/checkpoints.md", "@retry(times=2)"),
     ("docs/checkpoints.md", "from metaflow import Checkpoint"),
     ("docs/data.md", "from metaflow import FlowSpec, IncludeFile, current, step, torchrun"),
