@@ -75,21 +75,6 @@ def test_the_download_moves_files_out_of_the_clients_temporary_folder(tmp_path, 
     assert (tmp_path / "here" / "some" / "0.bin").read_text() == "content"
 
 
-@pytest.mark.s3
-def test_the_download_with_metaflows_client(tmp_path):
-    """Needs an S3 as tests/remote do (METAFLOW_DATATOOLS_S3ROOT)."""
-    if "METAFLOW_DATATOOLS_S3ROOT" not in os.environ:
-        pytest.skip("no S3 to test on: set METAFLOW_DATATOOLS_S3ROOT")
-    root = f"{os.environ['METAFLOW_DATATOOLS_S3ROOT']}/guides"
-    with metaflow.S3(s3root=root) as s3:
-        s3.put_many([("0.bin", "zero"), ("some/1.bin", "one")])
-    around: dict = {}
-    exec(code_of("docs/data.md", "s3.get_all()"), around)
-    around["download"](root, str(tmp_path / "here"))
-    assert (tmp_path / "here" / "0.bin").read_text() == "zero"
-    assert (tmp_path / "here" / "some" / "1.bin").read_text() == "one"
-
-
 @pytest.mark.long
 def test_local_rank_0_loads_and_the_others_wait(tmp_path):
     script = BARRIER + code_of("docs/data.md", "dist.barrier()") + "dist.destroy_process_group()\n"

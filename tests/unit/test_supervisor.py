@@ -77,7 +77,7 @@ def test_a_launch_from_ready_to_its_result(number, policy, tmp_path):
     assert (ended.ok, ended.failures, ended.exit_codes, ended.storing) == (True, (), codes, None)
     assert (result.launch, result.world_size, result.restarts, result.exit_codes) == (0, 4, [], codes)
     assert node.texts("command") == [f"runs: {result.command}"]
-    assert commands_are_details(node) == [number != 0], "the control node alone shows it"
+    assert commands_are_details(node) == [True]
     assert [text.partition(":")[0] for text in node.texts("facts")] == ["launch 0 starts on 2 nodes"] * (number == 0)
     assert [text.partition(":")[0] for text in node.texts("ended")] == ["launch 0 has ended well"] * (number == 0)
     assert agent.orders == ["start", CLOSE]
@@ -365,7 +365,7 @@ def test_a_restart_is_a_new_generation_and_stands_in_the_result(node):
     node.worker_ended(first, 0, 4)  # nothing, as the generation is over
     ended, result = node.ends_well(second)
     assert (ended.generation, ended.ok) == (1, True)
-    assert commands_are_details(node) == [False, True]
+    assert commands_are_details(node) == [True, True]
     assert result.restarts == [{"generation": 1, "cause": cause.as_dict()}]
     (said,) = node.texts("restart")
     assert said.startswith("restart 1 of 3: ")

@@ -40,7 +40,7 @@ class MachineFaults:
     def how_vanished(self) -> str:
         """Return how the guardian ended: it is no child of the task, so nobody gets its exit code."""
         is_oom = self._is_out_of_memory(-signal.SIGKILL)
-        return f"ran {describe_oom()}" if is_oom else "ended without a word, as by SIGKILL"
+        return f"ran {describe_oom()}" if is_oom else "ended unexpectedly, as by SIGKILL"
 
     def is_disk_full(self) -> bool:
         """Tell whether the disk with the workers' output takes nothing more."""
