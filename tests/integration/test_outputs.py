@@ -99,7 +99,7 @@ def test_the_command_line_lists_and_fetches_them_of_a_launch_that_has_failed_too
         return done.stdout + done.stderr
 
     shown = ask("show", f"{run}/train")
-    assert f"Its outputs: python outputs.py torchrun outputs {run}/train" in shown
+    assert f"python outputs.py torchrun outputs {run}/train" in shown
     assert "nodes 0, 1 stored outputs" in shown
     listed = ask("outputs", f"{run}/train").splitlines()
     assert [line.split(maxsplit=3)[-1] for line in listed if re.match(r" +0 ", line)] == [
@@ -127,7 +127,8 @@ def test_a_resumed_run_shows_the_gang_its_logs_and_its_outputs_of_the_run_it_was
         return subprocess.run(argv, env=flow.env, cwd=folder, capture_output=True, text=True, check=True).stdout
 
     shown = ask("show", clone)
-    assert re.match(rf"Run {run}, step train, task (\d+), which run {clone} has cloned as task \d+\n", shown)
+    named = rf"OutputsFlow, run {run}, step train, task \d+, which run {clone} has cloned as task \d+, as of .*\n"
+    assert re.match(named, shown), shown
     assert shown.splitlines()[1:] == ask("show", run).splitlines()[1:]
     assert f"torchrun outputs {run}/train" in shown
     assert ask("logs", clone) == ask("logs", run) != ""

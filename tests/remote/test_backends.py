@@ -98,7 +98,7 @@ def test_commands_before_the_workers_and_what_the_workers_leave(run_remote, back
     assert [read["sizes"][f"good/shards/{rank}.bin"] for rank in (0, 1)] == [3_000_000] * 2
 
     seen = Seen(flow)
-    assert "Its outputs: python remote_outputs.py torchrun outputs " in seen.show()
+    assert "python remote_outputs.py torchrun outputs " in seen.show()
     listed = seen.outputs("--launch", "1", "--node", "1")
     assert [line.split() for line in listed.splitlines()[1:]] == [
         ["1", "52", "bytes", "good-1.json"],

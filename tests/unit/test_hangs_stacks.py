@@ -231,8 +231,9 @@ def test_workers_that_have_ended_are_said_so_and_none_is_no_error(folder):
 SHOW = """
 import json, os, signal, sys
 status = dict(line.split(":", 1) for line in open("/proc/self/status"))
+opened = os.open("/dev/null", os.O_RDONLY)
 print(json.dumps({
-    "path": sys.path, "argv": sys.argv, "name": __name__, "main": vars(sys.modules["__main__"])["__file__"],
+    "opened": opened, "path": sys.path, "argv": sys.argv, "name": __name__, "main": vars(sys.modules["__main__"])["__file__"],
     "modules": sorted(sys.modules), "custom": str(sys.modules.get("sitecustomize")), "mark": os.environ.get("MARK"),
     "handlers": int(status["SigCgt"], 16),
 }))
