@@ -69,6 +69,11 @@ def programs() -> list[tuple[tuple[str, ...], list[str]]]:
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_a_page_has_words(name):
+    assert len(read(name).split()) > 20
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_lines_have_less_than_100_columns(name):
     wide = [number for number, line in enumerate(read(name).splitlines(), 1) if len(line) >= 100]
     assert not wide, f"{name}: lines {wide}"
