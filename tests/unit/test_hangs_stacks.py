@@ -238,7 +238,7 @@ print(json.dumps({
     "handlers": int(status["SigCgt"], 16),
 }))
 """
-OUR_HANDLER = 1 << (stacks._SIGNAL - 1)
+OUR_HANDLER = 0b11 << (stacks._SIGNAL - 2)
 
 
 def run(argv, env):

@@ -25,6 +25,9 @@ class Store:
         return self.request
 
     def save_answer(self, answer):
+        if self.fails:
+            self.fails -= 1
+            raise OSError("the datastore is away")
         self.answers.append(answer)
 
 
@@ -60,7 +63,7 @@ def test_a_request_is_answered_once(looking):
     eventually(lambda: store.looks > looks + 2, "more looks")
     assert asks == [("stacks", {"native": True, "id": "one"})]
     (answer,) = store.answers
-    assert (answer.id, answer.data) == ("one", {"id": "one", "found": 1})
+    assert (answer.request.id, answer.data) == ("one", {"id": "one", "found": 1})
     store.request = Request("two", time.time(), "stacks")
     eventually(lambda: len(store.answers) == 2, "another answer")
 
@@ -73,7 +76,9 @@ def test_a_request_of_long_ago_is_not_answered_and_a_failing_store_ends_nothing(
     eventually(lambda: store.looks > 4, "more looks")
     assert asks == store.answers == []
     store.request = Request("new", time.time(), "stacks")
-    eventually(lambda: store.answers, "an answer")
+    eventually(lambda: asks, "a question")
+    store.fails = 2
+    eventually(lambda: store.answers, "an answer, though the datastore fails when it is stored")
 
 
 def test_an_object_store_is_asked_twice_a_minute_and_oftener_only_after_a_request(looking):

@@ -12,7 +12,8 @@ from fake_node import FakeNode
 from test_state import crash, running
 from unit_helpers import eventually, worker_environment
 
-from metaflow_extensions.torchrun.plugins.torchrun.features.stacks import feature
+from metaflow_extensions.torchrun.plugins.torchrun.errors import TorchrunError
+from metaflow_extensions.torchrun.plugins.torchrun.features.stacks import command, feature
 from metaflow_extensions.torchrun.plugins.torchrun.features.stacks.command import Shown
 from metaflow_extensions.torchrun.plugins.torchrun.features.stacks.feature import Stacks
 from metaflow_extensions.torchrun.plugins.torchrun.features.stacks.told import GangStacks, NodeStacks, RankStacks
@@ -20,7 +21,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Ask, Sto
 from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import to_plain
 from metaflow_extensions.torchrun.plugins.torchrun.machine import stacks
 from metaflow_extensions.torchrun.plugins.torchrun.node.watchers import keepers_of
-from metaflow_extensions.torchrun.plugins.torchrun.records.requests import Answer
+from metaflow_extensions.torchrun.plugins.torchrun.records.requests import Answer, GangHasEnded, Request
 
 
 def node_stacks(node, line=1):
@@ -176,7 +177,7 @@ def test_a_worker_that_can_not_answer_is_told_as_what_it_is(state, said, tmp_pat
     else:
         next(folder.iterdir()).unlink()
     began = time.monotonic()
-    (found,) = stacks.ask_workers({3: process.pid}, str(folder), 5.0, None).values()
+    (found,) = stacks.ask_workers({3: process.pid}, str(folder), 5.0, None, is_ending=False).values()
     assert said in found.where
     assert (found.mark, found.text) == ("", "")
     assert time.monotonic() - began < 3.0, "nobody waits for it"
@@ -188,11 +189,21 @@ def test_a_worker_can_be_asked_a_hundred_times(tmp_path, worker):
     process = worker(folder)
     before = len(os.listdir(f"/proc/{process.pid}/fd")), len(os.listdir("/proc/self/fd"))
     for _ in range(100):
-        (found,) = stacks.ask_workers({0: process.pid}, str(folder), 5.0, None).values()
+        (found,) = stacks.ask_workers({0: process.pid}, str(folder), 5.0, None, is_ending=False).values()
         assert found.where.startswith("<string>:"), found
     assert (len(os.listdir(f"/proc/{process.pid}/fd")), len(os.listdir("/proc/self/fd"))) == before
-    assert len(list(folder.iterdir())) == 1
+    (file,) = folder.iterdir()
+    assert file.stat().st_size < 500, "it does not grow with each question"
     assert process.poll() is None
+
+
+def test_the_stacks_of_one_node_fit_into_one_message():
+    for char in ("a", "\n", "語", "🙂"):
+        found = stacks.Found("here", "mark", char * 3_000_000)
+        for ranks in (1, 8, 64):
+            share = feature._NODE_CHARS // ranks
+            whole = {str(rank): feature._fitting(found, share) for rank in range(ranks)}
+            assert len(json.dumps(whole)) < 480_000
 
 
 # --- the command -------------------------------------------------------------------------------------
@@ -203,8 +214,12 @@ def gang_stacks(lines=(1, 1), generation=0, **more):
 
 
 def shown(found, before=None):
-    former = None if before is None else Answer("a", 100.0, {"found": to_plain(before)})
-    return Shown.of(Answer("b", 112.0, {"found": to_plain(found)}), former)
+    former = None if before is None else answer(before, 100.0)
+    return Shown.of(answer(found, 112.0), former)
+
+
+def answer(found, at, native=False):
+    return Answer(Request(str(at), at, "stacks", {"native": native}), at, {"found": to_plain(found)})
 
 
 def test_ranks_at_one_place_are_named_together_and_each_stack_stands_once():
@@ -219,7 +234,10 @@ def test_ranks_at_one_place_are_named_together_and_each_stack_stands_once():
 @pytest.mark.parametrize(
     ("before", "said"),
     [
-        (gang_stacks((9, 1)), ["ranks 0, 1 have moved since 12 s ago", "ranks 2, 3 have not moved since 12 s ago"]),
+        (
+            gang_stacks((9, 1)),
+            ["ranks 0, 1 are at another place than 12 s ago", "ranks 2, 3 are at the same place as 12 s ago"],
+        ),
         (gang_stacks((1, 1), generation=1), []),
         (gang_stacks((1, 1), native=True), []),
         (GangStacks(), []),
@@ -228,15 +246,47 @@ def test_ranks_at_one_place_are_named_together_and_each_stack_stands_once():
 )
 def test_who_has_moved_is_told_where_it_can_be_known(before, said):
     lines = shown(gang_stacks((1, 1)), before).lines(None, short=True)
-    moves = [line.strip().partition(":")[0] for line in lines if "moved" in line]
+    moves = [line.strip() for line in lines if line.endswith(" ago")]
     assert moves == said
 
 
-def test_one_rank_is_shown_alone_and_one_that_has_not_answered_is_an_error():
+class AskedGang:
+    """A gang that gives the answers of the test, one after another, and then has ended."""
+
+    where = "1/train/2"
+
+    def __init__(self, *answers):
+        self.answers = list(answers)
+
+    def last(self):
+        return None
+
+    def ask(self, data):
+        if not self.answers:
+            raise GangHasEnded("it has ended")
+        return answer(self.answers.pop(0), 100.0)
+
+
+@pytest.mark.parametrize("watch", [True, False])
+def test_a_gang_is_watched_to_its_end(watch, monkeypatch):
+    monkeypatch.setattr(command, "_WATCH_S", 0.0)
+    options = {"rank": None, "watch": watch, "native": False, "json": False}
+    lines = list(command.ask_gang(AskedGang(gang_stacks(), GangStacks(0, 0), gang_stacks((1, 7))), options))
+    assert sum("Launch 0" in line for line in lines) == (3 if watch else 1)
+    assert ("no worker has started yet" in "".join(lines)) is watch
+    assert (lines[-1] == "1/train/2 has ended.") is watch
+    with pytest.raises(GangHasEnded):
+        list(command.ask_gang(AskedGang(), options))
+
+
+def test_one_rank_is_shown_alone_and_one_that_has_not_answered_is_an_error(monkeypatch):
+    monkeypatch.setattr(command, "_WATCH_S", 0.0)
     found = shown(gang_stacks())
     assert found.lines(2, short=True)[-2].startswith("--- rank 2 (node 1")
-    with pytest.raises(Exception, match=r"Rank 9 has not answered.*ranks 0, 1, 2, 3"):
-        found.lines(9, short=True)
+    options = {"rank": 9, "watch": False, "native": False, "json": False}
+    with pytest.raises(TorchrunError, match=r"Rank 9 has not answered.*0, 1, 2, 3"):
+        list(command.ask_gang(AskedGang(gang_stacks()), options))
+    assert "Rank 9 has not" in next(command.ask_gang(AskedGang(gang_stacks()), {**options, "watch": True}))
     plain = json.loads(json.dumps(found.data(2)))
     assert [sorted(node["ranks"]) for node in plain["nodes"].values()] == [[], ["2"]]
 

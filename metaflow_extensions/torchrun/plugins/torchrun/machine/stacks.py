@@ -65,15 +65,22 @@ def find_py_spy() -> str | None:
 
 
 def ask_workers(
-    workers: Mapping[int, int], folder: str, within_s: float, py_spy: str | None, native: bool = False
+    workers: Mapping[int, int],
+    folder: str,
+    within_s: float,
+    py_spy: str | None,
+    native: bool = False,
+    is_ending: bool = True,
 ) -> dict[int, Found]:
     """Ask all workers at once what they do; return when all have answered, or when `within_s` seconds are over.
 
     `workers` has a pid for each global rank; `folder` is that of `hook_environment`. With a path of `py_spy` that is
-    tried first, `native` with the frames of C and C++, for which it stops a worker for seconds. A worker without our
-    hook is never signalled. Never raises for what workers or py-spy do.
+    tried first, `native` with the frames of C and C++, for which it stops a worker for seconds. The signal gives the
+    stacks of all threads only where the worker `is_ending`: to read those of others may end it (`stacks_hook`). A worker
+    without our hook is never signalled. Never raises for what workers or py-spy do.
     """
-    answers = _ask_all(workers, folder, within_s, _PySpy(py_spy, native) if py_spy is not None else None)
+    how = _How(folder, within_s, time.monotonic() + within_s, py_spy, native, is_ending)
+    answers = _ask_all(workers, how)
     return {rank: _found(stacks, problem, workers[rank]) for rank, (stacks, problem) in answers.items()}
 
 
@@ -84,19 +91,24 @@ _Answer: TypeAlias = tuple[str, str]
 """What one worker told: its stacks, or "" and why there are none."""
 
 
-class _PySpy(NamedTuple):
-    path: str
-    native: bool  # with the frames of C and C++
+class _How(NamedTuple):
+    """How the workers of one node are asked; the arguments of `ask_workers`."""
+
+    folder: str
+    within_s: float
+    deadline: float  # of the monotonic clock
+    py_spy: str | None
+    native: bool
+    is_ending: bool
 
 
-def _ask_all(workers: Mapping[int, int], folder: str, within_s: float, py_spy: _PySpy | None) -> dict[int, _Answer]:
+def _ask_all(workers: Mapping[int, int], how: _How) -> dict[int, _Answer]:
     """Ask every worker in a thread of its own: even reading /proc can block on a process that the kernel holds."""
-    deadline = time.monotonic() + within_s
     answers: dict[int, _Answer] = {}  # each thread sets its own rank's, and one that is late is not looked at
 
     def ask(rank: int, pid: int) -> None:
         try:
-            answers[rank] = _ask(pid, folder, deadline, within_s * _PY_SPY_SHARE, py_spy)
+            answers[rank] = _ask(pid, how)
         except Exception as error:
             answers[rank] = "", f"it could not be asked ({type(error).__name__}: {error})"
 
@@ -105,27 +117,28 @@ def _ask_all(workers: Mapping[int, int], folder: str, within_s: float, py_spy: _
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(max(0.0, deadline + _MARGIN_S - time.monotonic()))
+        thread.join(max(0.0, how.deadline + _MARGIN_S - time.monotonic()))
     found = dict(answers)
     for rank, pid in workers.items():
         if rank not in found:
-            found[rank] = "", f"nothing could be learned within {within_s:g} s; it is in state {_state(pid)}"
+            found[rank] = "", f"nothing could be learned within {how.within_s:g} s; it is in state {_state(pid)}"
     return dict(sorted(found.items()))
 
 
-def _ask(pid: int, folder: str, deadline: float, py_spy_s: float, py_spy: _PySpy | None) -> _Answer:
+def _ask(pid: int, how: _How) -> _Answer:
     process = processes.find(pid)
     if sys.platform == "linux" and (process is None or not process.is_alive):
         return "", "the process has ended"
-    stacks, failure = ("", "") if py_spy is None else _by_py_spy(py_spy, pid, py_spy_s)
+    stacks, failure = ("", "") if how.py_spy is None else _by_py_spy(how.py_spy, pid, how)
     if stacks:
         return stacks, ""
-    stacks, problem = _by_signal(pid, folder, deadline)
+    stacks, problem = _by_signal(pid, how)
     return stacks, f"{problem}; {failure}" if failure else problem
 
 
-def _by_py_spy(py_spy: _PySpy, pid: int, within_s: float) -> _Answer:
-    argv = [py_spy.path, "dump", *(["--native"] if py_spy.native else []), "--full-filenames", "--pid", str(pid)]
+def _by_py_spy(py_spy: str, pid: int, how: _How) -> _Answer:
+    within_s = how.within_s * _PY_SPY_SHARE
+    argv = [py_spy, "dump", *(["--native"] if how.native else []), "--full-filenames", "--pid", str(pid)]
     try:
         done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=within_s)
     except subprocess.TimeoutExpired:
@@ -139,31 +152,31 @@ def _by_py_spy(py_spy: _PySpy, pid: int, within_s: float) -> _Answer:
     return "", f"py-spy failed: {said[:200] or f'exit code {done.returncode}'}"
 
 
-def _by_signal(pid: int, folder: str, deadline: float) -> _Answer:
-    path = os.path.join(folder, f"stacks-{pid}.txt")
+def _by_signal(pid: int, how: _How) -> _Answer:
+    path = os.path.join(how.folder, f"stacks-{pid}.txt")
     state = _state(pid)
     if state[:1] in "Tt":  # it would answer when it goes on, which nobody waits for
         return "", f"it is stopped (state {state}), as by SIGSTOP or a debugger"
+    number = None if _SIGNAL is None else _SIGNAL if how.is_ending else _SIGNAL - 1
     # Without a handler the signal would kill it. The file says that ours ran in this process.
-    if _SIGNAL is None or not os.path.exists(path) or not _catches(pid, _SIGNAL):
+    if number is None or not os.path.exists(path) or not _catches(pid, number):
         return "", "it has no handler of ours (no Python, or one started with -I, -E or -S)"
-    former_size = os.path.getsize(path)
+    os.truncate(path, 0)  # else it would grow with each question; the worker appends
     with suppress(ProcessLookupError):
-        os.kill(pid, _SIGNAL)
-    _wait_for_growth(path, former_size, deadline)
+        os.kill(pid, number)
+    _wait_for_growth(path, how.deadline)
     with open(path, encoding="utf-8", errors="replace") as file:
-        file.seek(former_size)
         stacks = file.read().strip()
     return stacks, f"it did not answer in time; it is in state {_state(pid)}"
 
 
-def _wait_for_growth(path: str, former_size: int, deadline: float) -> None:
-    """Wait until the file is larger than `former_size` and stays as it is, or until the deadline."""
-    size, since = former_size, time.monotonic()
+def _wait_for_growth(path: str, deadline: float) -> None:
+    """Wait until the file has something and stays as it is, or until the deadline."""
+    size, since = 0, time.monotonic()
     while (now := time.monotonic()) < deadline:
         if (current := os.path.getsize(path)) != size:
             size, since = current, now
-        elif size > former_size and now - since >= _SETTLED_S:
+        elif size > 0 and now - since >= _SETTLED_S:
             return
         time.sleep(_POLL_S)
 
@@ -208,4 +221,5 @@ def _main_thread(stacks: str, pid: int) -> str:
         if thread.startswith(f"Thread {pid} "):
             return thread
     # faulthandler begins with the youngest (Python/traceback.c and add_threadstate in Python/pystate.c, 3.10 to 3.13).
-    return threads[-1] if threads else ""
+    # With one thread alone there is no line that names it.
+    return threads[-1] if threads else stacks

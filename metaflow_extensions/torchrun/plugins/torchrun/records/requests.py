@@ -21,9 +21,13 @@ class Request:
 class Answer:
     """What the gang has answered."""
 
-    id: str  # of the request
+    request: Request
     time: float  # when it was made, in seconds since 1970, by the control node's clock
     data: dict[str, Any] = field(default_factory=dict)  # of the feature, as plain data
+
+
+class GangHasEnded(Exception):
+    """Nobody is left to answer; the message says how to see how the gang has ended."""
 
 
 class Asking(Protocol):
@@ -35,10 +39,7 @@ class Asking(Protocol):
         """Return the last answer, which may be to another command."""
 
     def ask(self, data: Mapping[str, Any]) -> Answer:
-        """Ask the feature, and wait for the answer; raise an error that ends the command where none comes."""
-
-    def is_over(self) -> bool:
-        """Tell whether the gang has ended."""
+        """Ask the feature and wait for the answer; raise GangHasEnded, or an error that ends the command."""
 
 
 @dataclass(frozen=True)

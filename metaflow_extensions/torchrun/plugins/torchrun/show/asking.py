@@ -15,7 +15,7 @@ from typing import Any
 from ..channel.registry import Registry
 from ..compat.cli import CommandException, click
 from ..errors import TorchrunError
-from ..records.requests import Answer, GangCommand, Request
+from ..records.requests import Answer, GangCommand, GangHasEnded, Request
 from .as_text import printable
 from .finding import attempt_option, find_one, gang_argument
 from .stored_gangs import StoredGang, StoredGangs
@@ -46,7 +46,7 @@ class AskedGang:
         """Return the last answer, which may be to another command."""
         return self._registry.load_answer()
 
-    def is_over(self) -> bool:
+    def _is_over(self) -> bool:
         """Tell whether the attempt has ended, as far as the datastore knows."""
         gangs = self._stored.gangs(self._gang.run, self._gang.step)
         found = [each for each in gangs if each.control_task == self._gang.control_task]
@@ -56,36 +56,41 @@ class AskedGang:
         return snapshot is not None and snapshot.summary.is_over
 
     def ask(self, data: Mapping[str, Any]) -> Answer:
-        """Store a request, and return the first answer that is new since.
-
-        It may be the answer to what somebody else has asked a moment before: there is one request at a time.
-        """
+        """Store a request, and return the first answer to it, or to an equal one that somebody else has made since."""
         self._refuse_if_over()
         before = self.last()
-        self._registry.save_request(Request(_id(), time.time(), self._feature, dict(data)))
-        look_s = _LOOK_ON_DISK_S if self._stored.storage.kind == "local" else _LOOK_S
+        self._store_request(data)
+        look_s = _LOOK_S if self._stored.storage.kind != "local" else _LOOK_ON_DISK_S
         began = looked = time.monotonic()
         while time.monotonic() - began < _PATIENCE_S:
             time.sleep(look_s)
             answer = self.last()
-            if answer is not None and (before is None or answer.id != before.id):
-                return answer
+            if answer is not None and (before is None or answer.request.id != before.request.id):
+                if (answer.request.feature, answer.request.data) == (self._feature, dict(data)):
+                    return answer
+                self._store_request(data)  # somebody else's took the place of ours: there is one at a time
+                before = answer
             if time.monotonic() - looked > _SEE_END_S:
                 self._refuse_if_over()
                 looked = time.monotonic()
         raise NoAnswer(
             f"{self.where} has not answered within {_PATIENCE_S:g} s. Its control node answers while its step runs: it may "
-            "wait for a machine, or have been killed, or run a version of metaflow-torchrun that can't answer. To see what "
-            f"is known of it: {self._show}."
+            "wait for a machine, or have been killed, or have a clock that is 10 minutes from this one's, or run a version "
+            f"of metaflow-torchrun that can't answer. To see what is known of it: {self._show}."
         )
+
+    def _store_request(self, data: Mapping[str, Any]) -> None:
+        self._registry.save_request(Request(_id(), time.time(), self._feature, dict(data)))
 
     @property
     def _show(self) -> str:
         return f"{self._stored.program} show {self.where}"
 
     def _refuse_if_over(self) -> None:
-        if self.is_over():
-            raise NoAnswer(f"{self.where} has ended, so none of its workers runs. To see how it ended: {self._show}.")
+        if self._is_over():
+            raise GangHasEnded(
+                f"{self.where} has ended, so none of its workers runs. To see how it ended: {self._show}."
+            )
 
 
 def click_command(feature: str, command: GangCommand) -> Any:
@@ -98,6 +103,8 @@ def click_command(feature: str, command: GangCommand) -> Any:
             try:
                 for line in command.run(asked, options):
                     click.echo(printable(line))
+            except GangHasEnded as error:
+                raise NoAnswer(str(error)) from error
             except TorchrunError as error:
                 raise CommandException(str(error)) from error
 

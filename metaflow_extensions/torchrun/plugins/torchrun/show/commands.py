@@ -99,7 +99,8 @@ def show(obj: Any, gang: str, follow: bool, attempt: int | None, as_json: bool) 
         from .follow import wait_for_end
 
         with suppress(KeyboardInterrupt):
-            is_well = wait_for_end(obj, gang, attempt, lambda: _pages(obj, gang, attempt, as_json=False))
+            page = None if as_json else lambda: _pages(obj, gang, attempt, as_json=False)
+            is_well = wait_for_end(obj, gang, attempt, page)
             click.echo("\n".join(_pages(obj, gang, attempt, as_json)))
             sys.exit(0 if is_well else 1)
         return

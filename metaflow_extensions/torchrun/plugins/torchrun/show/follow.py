@@ -19,13 +19,18 @@ _HOME, _END_OF_LINE, _END_OF_SCREEN = "\x1b[H", "\x1b[K", "\x1b[J"
 
 
 def wait_for_end(
-    obj: Any, gang: str, attempt: int | None, page: Callable[[], list[str]], sleep: Callable[[float], None] = time.sleep
+    obj: Any,
+    gang: str,
+    attempt: int | None,
+    page: Callable[[], list[str]] | None,
+    sleep: Callable[[float], None] = time.sleep,
 ) -> bool:
     """Show `page` until the named gangs have ended; return whether all have ended well.
 
-    Where stdout is no terminal, a line is written for each change of a gang's state, and no page.
+    Where stdout is no terminal, or there is no page, a line is written for each change of a gang's state: to stderr
+    where there is no page, since stdout then has something else.
     """
-    is_terminal = sys.stdout.isatty()
+    is_terminal = page is not None and sys.stdout.isatty()
     said: dict[str, Any] = {}  # control task -> the state that the last line told
     if is_terminal:
         click.clear()
@@ -41,8 +46,11 @@ def wait_for_end(
             if not is_terminal and said.get(each.control_task, "nothing") != state:
                 said[each.control_task] = state
                 sentence = "Nothing is recorded yet." if snapshot is None else place.sentence(snapshot)
-                click.echo(f"{time.strftime('%H:%M:%S')} {each.run}/{each.step}/{each.control_task}: {sentence}")
-        if is_terminal:
+                click.echo(
+                    f"{time.strftime('%H:%M:%S')} {each.run}/{each.step}/{each.control_task}: {sentence}",
+                    err=page is None,
+                )
+        if page is not None and is_terminal:
             _renew(page())
         if None not in outcomes:
             return all(outcomes)

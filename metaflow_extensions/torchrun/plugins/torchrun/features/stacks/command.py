@@ -12,7 +12,7 @@ from typing import Any
 from ...errors import TorchrunError
 from ...gang.texts import counted, duration, names
 from ...gang.wire import to_plain
-from ...records.requests import Answer, Asking, GangCommand
+from ...records.requests import Answer, Asking, GangCommand, GangHasEnded
 from .told import GangStacks, RankStacks
 
 _WATCH_S = 5.0
@@ -21,20 +21,31 @@ _WATCH_S = 5.0
 def ask_gang(gang: Asking, options: Mapping[str, Any]) -> Iterator[str]:
     """Ask, and yield the answer as lines; with ``watch`` again and again, until the gang ends."""
     before = gang.last()
-    while True:
-        answer = gang.ask({"native": options["native"]})
-        shown = Shown.of(answer, before)
-        if options["json"]:
-            yield json.dumps(shown.data(options["rank"]), allow_nan=False)
-        else:
-            yield from shown.lines(options["rank"], short=options["watch"])
-        if not options["watch"]:
-            return
-        before = answer
+    answer = gang.ask({"native": options["native"]})
+    yield from _lines(answer, before, options)
+    while options["watch"]:
         time.sleep(_WATCH_S)
-        if gang.is_over():
+        before = answer
+        try:
+            answer = gang.ask({"native": options["native"]})
+        except GangHasEnded:
             yield f"{gang.where} has ended."
             return
+        yield from _lines(answer, before, options)
+
+
+def _lines(answer: Answer, before: Answer | None, options: Mapping[str, Any]) -> Iterator[str]:
+    shown = Shown.of(answer, before)
+    if options["rank"] not in (None, *shown.found.ranks) and shown.found.launch is not None:
+        known = ", ".join(map(str, shown.found.ranks)) or "none"
+        error = TorchrunError(f"Rank {options['rank']} has not answered. Ranks that have: {known}.")
+        if not options["watch"]:
+            raise error
+        yield str(error)
+    elif options["json"]:
+        yield json.dumps(shown.data(options["rank"]), allow_nan=False)
+    else:
+        yield from shown.lines(options["rank"], short=options["watch"])
 
 
 COMMAND = GangCommand(
@@ -86,8 +97,8 @@ class Shown:
             return [
                 f"{clock}  No worker runs: the step's code is outside of current.torch.run, or between two launches."
             ]
-        if rank is not None and rank not in ranks:
-            raise TorchrunError(f"Rank {rank} has not answered. Ranks that have: {names(sorted(ranks), 'rank')}.")
+        if not ranks and not self.found.missing:
+            return [f"{clock}  Launch {self.found.launch}: no worker has started yet."]
         lines = [
             f"{clock}  Launch {self.found.launch}, {counted(len(ranks), 'rank')} on {counted(self._nodes, 'node')}:"
         ]
@@ -104,13 +115,14 @@ class Shown:
         return [f"{names(ranks, 'rank')}: {where}" for where, ranks in _by(self.found.ranks, "where").items()]
 
     def _movement(self) -> list[str]:
-        since = f"since {duration(self.since_s)} ago"
+        since = f"{duration(self.since_s)} ago"
         said = []
         if self.moved:
-            said.append(f"{names(self.moved, 'rank')} {'has' if len(self.moved) == 1 else 'have'} moved {since}")
+            verb = "is" if len(self.moved) == 1 else "are"
+            said.append(f"{names(self.moved, 'rank')} {verb} at another place than {since}")
         if self.same:
-            verb = "has" if len(self.same) == 1 else "have"
-            said.append(f"{names(self.same, 'rank')} {verb} not moved {since}: slow, stuck, or in a long call")
+            verb = "is" if len(self.same) == 1 else "are"
+            said.append(f"{names(self.same, 'rank')} {verb} at the same place as {since}")
         return said
 
     def _stacks(self, rank: int | None) -> list[str]:

@@ -11,10 +11,11 @@ import os
 import threading
 from typing import Any
 
+from ...errors import TorchrunError
 from ...gang.keepers import Keeper, Plain, Remarks
 from ...gang.protocol import Told
 from ...gang.wire import from_plain, to_plain
-from ...machine.stacks import FOLDER, HOOK, ask_workers, find_py_spy, hook_environment
+from ...machine.stacks import FOLDER, HOOK, Found, ask_workers, find_py_spy, hook_environment
 from ...node.plan import Plan
 from ...node.watchers import Feature, Here, Variables, Watcher
 from ...records.requests import GangCommand
@@ -88,25 +89,32 @@ class StacksWatcher(Watcher):
         if self._thread is None and self._next is not None:
             data, self._next = self._next, None
             # A daemon: a worker that the kernel holds must not keep the task from its end.
-            self._thread = threading.Thread(target=self._ask, args=(data,), name="torchrun-asks", daemon=True)
+            about = data, dict(self._here.running())  # here: its table belongs to the thread that calls `run`
+            self._thread = threading.Thread(target=self._ask, args=about, name="torchrun-asks", daemon=True)
             self._thread.start()
 
-    def _ask(self, data: Plain) -> None:
-        here, native = self._here, bool(data.get("native"))
-        within_s = _WORKERS_NATIVE_S if native else _WORKERS_S
+    def _ask(self, data: Plain, workers: dict[int, int]) -> None:
         try:
-            workers = here.running()
-            found = ask_workers(
-                workers, os.path.join(here.folder, FOLDER), within_s, find_py_spy() if native else None, native
-            )
-            share = max(
-                _LEAST_CHARS, min(_NODE_CHARS // max(1, len(workers)), _GANG_CHARS // here.plan.spec.world_size)
-            )
-            ranks = {rank: RankStacks(each.where, each.mark, each.shortened(share)) for rank, each in found.items()}
-        except Exception as error:  # told, so that nobody waits for this node
+            self._answer = {"id": data["id"], "found": to_plain(self._found(bool(data.get("native")), workers))}
+        except Exception as error:  # sent, so that nobody waits for this node
             self._answer = {"id": data["id"], "failed": f"{type(error).__name__}: {error}"}
-        else:
-            self._answer = {"id": data["id"], "found": to_plain(NodeStacks(here.host, ranks))}
+
+    def _found(self, native: bool, workers: dict[int, int]) -> NodeStacks:
+        here, py_spy = self._here, find_py_spy() if native else None
+        if native and py_spy is None:
+            raise TorchrunError("py-spy is not installed there; install it, or leave out --native")
+        within_s = _WORKERS_NATIVE_S if native else _WORKERS_S
+        folder = os.path.join(here.folder, FOLDER)
+        found = ask_workers(workers, folder, within_s, py_spy, native, is_ending=False)
+        share = min(_NODE_CHARS // max(1, len(workers)), _GANG_CHARS // here.plan.spec.world_size)
+        ranks = {rank: RankStacks(each.where, each.mark, _fitting(each, share)) for rank, each in found.items()}
+        return NodeStacks(here.host, ranks)
+
+
+def _fitting(found: Found, share: int) -> str:
+    """Return the stacks, shortened to `share` characters where JSON doubles a character at most, else to fewer."""
+    share = share if found.text.isascii() else share // 6  # JSON writes an emoji as 12 characters
+    return found.shortened(max(_LEAST_CHARS, share))
 
 
 # --- on the control node ----------------------------------------------------------------------
