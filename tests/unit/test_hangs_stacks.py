@@ -80,7 +80,9 @@ def fake_py_spy(folder, text):
 
 ANOTHER_THREAD = "threading.Thread(target=time.sleep, args=(1000,), daemon=True)"
 NO_PYTHON = ["sh", "-c", "echo ready; sleep 1000; :"]
-NO_HANDLER = "no Python stack: it has no handler of ours (no Python, or one started with -I, -E or -S)"
+NO_HANDLER = (
+    "no Python stack: it has no handler of ours (no Python, started with -I, -E or -S, or it has reset the signal)"
+)
 # Without our file it is somebody else's; calling it could do anything.
 OWN_HANDLER = f"import signal, sys; signal.signal({stacks._SIGNAL}, lambda *_: sys.exit(1)); "
 

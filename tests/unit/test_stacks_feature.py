@@ -111,10 +111,10 @@ def test_a_gang_that_stops_asks_nobody():
     assert gang.got(0, Ask) == []
 
 
-def test_what_no_feature_answers_is_dropped():
+def test_what_no_feature_answers_is_answered_at_once():
     gang = running(2, keepers=keepers_of([Stacks()], 2))
     gang.post(gang.state.request("none", {"id": "a"}))
-    assert gang.state.keepers.pop_answer("none") is None
+    assert gang.state.keepers.pop_answer("none") == {"id": "a", "unknown": True}
 
 
 # --- a node ------------------------------------------------------------------------------------------
@@ -147,13 +147,28 @@ def test_a_node_asks_its_workers_while_the_launch_goes_on(tmp_path):
     agent = node.running()
     assert agent.env["TORCHRUN_STACKS_FOLDER"] == str(node.agent_folder(agent) / stacks.FOLDER)
     node.member.deliver(Ask(0, 1, "stacks", {"id": "late", "native": False}))  # of another generation
+    node.worker_ended(agent, 1, 0)
     node.member.deliver(Ask(0, 0, "stacks", {"id": "a", "native": False}))
     answer = node.expect(Told)
     assert (answer.feature, answer.data["id"]) == ("stacks", "a")
     found = answer.data["found"]["ranks"]
     assert sorted(found) == ["0", "1"]
-    assert all("no Python stack" in each["where"] for each in found.values()), "they are no processes"
+    assert ("no Python stack" in found["0"]["where"], found["1"]["where"]) == (True, "its process has ended")
     node.ends(agent)
+
+
+def test_a_worker_that_has_become_another_program_is_not_signalled(tmp_path, worker):
+    folder = tmp_path / "logs" / stacks.FOLDER
+    folder.mkdir(parents=True)
+    number = stacks._SIGNAL - 1
+    catches = (
+        f"import signal, time; signal.signal({number}, lambda *_: exit(9)); print('ready', flush=True); time.sleep(60)"
+    )
+    becomes = f"import os, sys; os.execv(sys.executable, [sys.executable, '-S', '-c', {catches!r}])"
+    process = worker(folder, becomes)
+    (found,) = stacks.ask_workers({0: process.pid}, str(folder), 5.0, None, is_ending=False).values()
+    assert "no handler of ours" in found.where
+    assert process.poll() is None
 
 
 @pytest.mark.parametrize(

@@ -142,9 +142,11 @@ class Keepers:
             self._remember(told.feature, self._ask(told.feature, lambda keeper: keeper.handle(node, told, at_s), node))
 
     def request(self, feature: str, data: Plain, at_s: float) -> None:
-        """Hand what a command asks to the keeper of a feature; where nobody keeps it there is no answer."""
+        """Hand what a command asks to the keeper of a feature; one that is not there answers at once that it is not."""
         if feature in self._keepers:
             self._remember(feature, self._ask(feature, lambda keeper: keeper.request(data, at_s)))
+        else:
+            self._answers[feature] = {"id": data.get("id"), "unknown": True}
 
     def ended(self, node: int, ok: bool) -> None:
         """Tell all that a node's workers have ended."""

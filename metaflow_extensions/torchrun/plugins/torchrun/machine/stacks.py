@@ -158,9 +158,13 @@ def _by_signal(pid: int, how: _How) -> _Answer:
     if state[:1] in "Tt":  # it would answer when it goes on, which nobody waits for
         return "", f"it is stopped (state {state}), as by SIGSTOP or a debugger"
     number = None if _SIGNAL is None else _SIGNAL if how.is_ending else _SIGNAL - 1
-    # Without a handler the signal would kill it. The file says that ours ran in this process.
-    if number is None or not os.path.exists(path) or not _catches(pid, number):
-        return "", "it has no handler of ours (no Python, or one started with -I, -E or -S)"
+    # Without a handler the signal would kill it. That it has our file open says that ours ran in this program: the file
+    # is closed when the process becomes another one (exec).
+    if number is None or not _holds(pid, path) or not _catches(pid, number):
+        return (
+            "",
+            "it has no handler of ours (no Python, started with -I, -E or -S, or it has reset the signal)",
+        )
     os.truncate(path, 0)  # else it would grow with each question; the worker appends
     with suppress(ProcessLookupError):
         os.kill(pid, number)
@@ -183,6 +187,15 @@ def _wait_for_growth(path: str, deadline: float) -> None:
 
 def _state(pid: int) -> str:
     return processes.status(pid).get("State", "unknown")
+
+
+def _holds(pid: int, path: str) -> bool:
+    wanted = os.path.realpath(path)
+    for number in os.listdir(f"/proc/{pid}/fd"):
+        with suppress(OSError):  # closed meanwhile
+            if os.readlink(f"/proc/{pid}/fd/{number}") == wanted:
+                return True
+    return False
 
 
 def _catches(pid: int, number: int) -> bool:

@@ -89,13 +89,21 @@ class StacksWatcher(Watcher):
         if self._thread is None and self._next is not None:
             data, self._next = self._next, None
             # A daemon: a worker that the kernel holds must not keep the task from its end.
-            about = data, dict(self._here.running())  # here: its table belongs to the thread that calls `run`
+            # Both here: the table of workers belongs to the thread that calls `run`.
+            about = data, dict(self._here.running()), self._ended()
             self._thread = threading.Thread(target=self._ask, args=about, name="torchrun-asks", daemon=True)
             self._thread.start()
 
-    def _ask(self, data: Plain, workers: dict[int, int]) -> None:
+    def _ended(self) -> list[int]:
+        spec = self._here.plan.spec
+        first = spec.node_index * spec.nproc
+        return [rank for rank in range(first, first + spec.nproc) if self._here.has_ended(rank)]
+
+    def _ask(self, data: Plain, workers: dict[int, int], ended: list[int]) -> None:
         try:
-            self._answer = {"id": data["id"], "found": to_plain(self._found(bool(data.get("native")), workers))}
+            found = self._found(bool(data.get("native")), workers)
+            found.ranks.update({rank: RankStacks("its process has ended", "", "") for rank in ended})
+            self._answer = {"id": data["id"], "found": to_plain(found)}
         except Exception as error:  # sent, so that nobody waits for this node
             self._answer = {"id": data["id"], "failed": f"{type(error).__name__}: {error}"}
 
