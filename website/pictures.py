@@ -19,7 +19,7 @@ sys.path.insert(0, str(ROOT / "tests"))  # the tests have what drives a browser
 from chromium import MISSING, PROGRAMS, Chromium  # noqa: E402
 
 FOLDER = ROOT / "docs" / "images"
-DEMO = Path("/tmp/demo")
+DEMO = Path("/tmp/demo")  # noqa: S108 - a neutral path, and one that this script makes itself
 LIMIT_BYTES = 150_000  # a page stays quick to load
 _RUN_S = 300
 _CHART = "[data-section-id=Timeline] .vega-embed"
@@ -91,7 +91,7 @@ def _flow(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def _take(browser: Chromium, picture: Picture, card: Path) -> None:
+def _save(browser: Chromium, picture: Picture, card: Path) -> None:
     """Write the pictures of a card."""
     with browser.fresh_page():
         browser.show_as(*picture.sizes[0])
@@ -106,12 +106,13 @@ def _take(browser: Chromium, picture: Picture, card: Path) -> None:
             path = FOLDER / _file_name(picture, width, dark)
             browser.screenshot(path, round(end) + _MARGIN)
             size = path.stat().st_size
-            print(f"{path.relative_to(ROOT)}: {size} bytes")
+            print(f"{path.relative_to(ROOT)}: {size} bytes")  # noqa: T201
             if size > LIMIT_BYTES:
                 raise SystemExit(f"{path.name} has more than {LIMIT_BYTES} bytes: show less of the card")
 
 
 def main() -> None:
+    """Run all flows and write all pictures."""
     program = next(filter(None, map(shutil.which, PROGRAMS)), None)
     if program is None:
         raise SystemExit(MISSING)
@@ -124,7 +125,7 @@ def main() -> None:
         browser = Chromium(program, folder)
         try:
             for picture in PICTURES:
-                _take(browser, picture, _card_of(picture))
+                _save(browser, picture, _card_of(picture))
         finally:
             browser.close()
     finally:
