@@ -45,15 +45,7 @@ PICTURES = (
     Picture("failed", "examples/failing-node", ("--with", "card:type=torchrun"), True, _TABLE),
     Picture("hang", "website/pictured", ("--how", "hang"), True, _CHART),
     Picture("restarted", "website/pictured", ("--how", "killed"), False, _TABLE),
-    Picture(
-        "finished", "examples/min-gpt", ("--steps", "60"), False, _CHART, ((1280, False), (1280, True), (390, False))
-    ),
 )
-
-
-def file_names() -> set[str]:
-    """Return the names of all files that this script writes."""
-    return {_file_name(each, width, dark) for each in PICTURES for width, dark in each.sizes}
 
 
 def _file_name(picture: Picture, width: int, dark: bool) -> str:
