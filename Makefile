@@ -29,7 +29,7 @@ export METAFLOW_DEFAULT_DATASTORE = local
 export PYTHONDONTWRITEBYTECODE =
 export PYTHONS
 
-.PHONY: help venv demo docs docs-serve test test-frameworks test-remote test-matrix test-gpu dist unit integration chaos bench lint clean
+.PHONY: help venv demo docs docs-serve pictures test test-frameworks test-remote test-matrix test-gpu dist unit integration chaos bench lint clean
 
 help:
 	@echo "make demo             train a small GPT on 2 nodes x 2 processes of this machine"
@@ -46,6 +46,7 @@ help:
 	@echo "make dist             wheel and source distribution, in dist/"
 	@echo "make docs             the pages as a site, in .site"
 	@echo "make docs-serve       the same on http://localhost:8000, renewed while you write"
+	@echo "make pictures         run flows and take the pictures of their cards for the pages; needs Chromium"
 
 # PyTorch first: with it installed, no other package asks for another build. Python compiles a module when it imports it
 # first. To compile all nine thousand of them here took half of the time, and nobody imports most of them.
@@ -74,6 +75,9 @@ docs: venv
 
 docs-serve: venv
 	$(MKDOCS) serve
+
+pictures: venv
+	$(BIN)/python website/pictures.py
 
 lint: venv
 	$(BIN)/ruff check .

@@ -130,10 +130,10 @@ class Chromium:
         """What a person can read on the page."""
         return self.value_of("document.body ? document.body.innerText : ''")
 
-    def screenshot(self, path: Path) -> None:
-        """Save a picture of the whole page."""
+    def screenshot(self, path: Path, height: int = 3000) -> None:
+        """Save a picture of the page from its top, at most so high."""
         size = self._call("Page.getLayoutMetrics")["cssContentSize"]
-        clip = {"x": 0, "y": 0, "width": size["width"], "height": min(size["height"], 3000), "scale": 1}
+        clip = {"x": 0, "y": 0, "width": size["width"], "height": min(size["height"], height), "scale": 1}
         data = self._call("Page.captureScreenshot", format="png", clip=clip, captureBeyondViewport=True)["data"]
         path.write_bytes(base64.b64decode(data))
 

@@ -18,6 +18,7 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).parents[1]
 _FENCE = re.compile(r"(^ *```.*?^ *```$)", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s#]*)(#[^)\s]*)?\)")
+_SOURCE = re.compile(r'\b(src|srcset)="([^":]+)"')  # of a <picture>, which has one for light and one for dark
 _EXAMPLES = "examples/README.md"
 _COMMENT = re.compile(r"^<!-- .*? -->\n", re.MULTILINE)
 
@@ -51,11 +52,20 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     uri = page.file.src_uri
     by_uri = {there: here for here, there in outside_pages().items()}
     path = by_uri.get(uri, f"docs/{uri}")
-    text = "".join(
-        part if part.startswith("```") else _LINK.sub(lambda match: _link(match, path, uri), part)
-        for part in _FENCE.split(markdown)
-    )
+    text = "".join(part if part.startswith("```") else _with_links(part, path, uri) for part in _FENCE.split(markdown))
     return _COMMENT.sub("", text) + _example_files(path)
+
+
+def _with_links(text: str, path: str, uri: str) -> str:
+    """Return a text of the page at `path` with all links and pictures as they must be at `uri` on the site."""
+    text = _LINK.sub(lambda match: _link(match, path, uri), text)
+    return _SOURCE.sub(lambda match: f'{match[1]}="{_moved(match[2], path, uri)}"', text)
+
+
+def _moved(target: str, path: str, uri: str) -> str | None:
+    """Return the relative address of a link's target on the site, or None if it is not there."""
+    there = _on_site(posixpath.normpath(posixpath.join(posixpath.dirname(path), target)))
+    return None if there is None else posixpath.relpath(there, posixpath.dirname(uri) or ".")
 
 
 def _link(match: re.Match[str], path: str, uri: str) -> str:
@@ -63,10 +73,8 @@ def _link(match: re.Match[str], path: str, uri: str) -> str:
     mark, label, target, anchor = match[1], match[2], match[3], match[4] or ""
     if not target or re.match(r"[a-z]+:", target):
         return match[0]
-    there = _on_site(posixpath.normpath(posixpath.join(posixpath.dirname(path), target)))
-    if there is None:
-        return label
-    return f"{mark}[{label}]({posixpath.relpath(there, posixpath.dirname(uri) or '.')}{anchor})"
+    there = _moved(target, path, uri)
+    return label if there is None else f"{mark}[{label}]({there}{anchor})"
 
 
 def _on_site(path: str) -> str | None:

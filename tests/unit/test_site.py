@@ -10,6 +10,7 @@ from pages import NAMES, REPOSITORY, built_site, read
 # What a browser fetches by itself, other than by a click; and what an address of another host begins with.
 FETCHED = re.compile(r"""<(?:script|img|iframe|source|video|audio)\b[^>]*?\bsrc=["']?([^"'\s>]+)|url\(["']?([^"')]+)""")
 LINKED = re.compile(r"""<link\b(?![^>]*rel=["']?(?:canonical|prev|next))[^>]*?\bhref=["']?([^"'\s>]+)""")
+IMAGE = re.compile(r"""(?:!\[[^\]]*\]\(|\bsrc(?:set)?=")((?!https?:)[^)"\s]+\.(?:png|svg))""")
 ELSEWHERE = re.compile(r"(?:https?:)?//")
 
 
@@ -38,3 +39,10 @@ def test_the_diagrams_are_those_that_the_script_draws():
         kept = (drawn["FOLDER"] / f"{name}.svg").read_text(encoding="utf-8")
         assert kept == draw().svg(), "run: python website/diagrams.py"
         assert any(f"({name}.svg)" in text or f"/{name}.svg)" in text for text in map(read, NAMES)), name
+
+
+def test_every_picture_of_a_page_exists_and_each_is_on_a_page():
+    on_pages = {(REPOSITORY / name).parent / path for name in NAMES for path in IMAGE.findall(read(name))}
+    assert [str(path) for path in on_pages if not path.is_file()] == []
+    folder = REPOSITORY / "docs" / "images"
+    assert {path.resolve() for path in on_pages} >= set(folder.iterdir()), "remove the pictures that no page shows"
