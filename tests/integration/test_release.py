@@ -130,4 +130,4 @@ def test_the_page_for_an_index_has_no_links_to_files(metadata):
     page = metadata.get_payload(decode=True).decode()
     assert not re.findall(r"\]\((?!https?:)[^)]*\)", page)
     assert "](https://metaflow.org)" in page
-    assert "docs/install.md has more" in page
+    assert "Install" in page

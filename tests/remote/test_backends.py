@@ -70,7 +70,7 @@ def test_workers_become_of_spares_and_again_after_a_restart(run_remote, backend)
     flow = run_remote(**ready, TORCHRUN=settings, **backend.on())
     check_gang(flow, 2)
     assert flow.text.count("torch was imported before") == 8
-    check_said(flow, "restart 1 of 1 ", "killed by SIGKILL")
+    check_said(flow, "restart 1 of 1: ", "killed by SIGKILL")
     backend.await_gone(flow)
 
 
