@@ -67,7 +67,6 @@ def test_1_every_rank_of_a_gang_that_computes_is_shown_and_moves(asked, ask):
 
 def test_2_the_rank_that_holds_all_up_is_named_and_does_not_move(asked, ask):
     until(lambda: (asked.out / "waits").exists(), "the wait of rank 3")
-    time.sleep(1)  # the others reach the collective; the next assertions wait for nothing else
     until(
         lambda: "rank 3: asked_worker.py" in ask() and re.search(r"ranks 0, 1, 2: asked_worker.py:\d+ in", ask()), "it"
     )

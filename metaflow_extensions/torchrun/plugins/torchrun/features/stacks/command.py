@@ -1,4 +1,4 @@
-"""``python flow.py torchrun stacks``: what every rank of a gang does now, and which ranks have moved since the last time."""
+"""``python flow.py torchrun stacks``: what every rank does now, and which are at the same place as before."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class Shown:
         if rank is not None:
             for node in plain["nodes"].values():
                 node["ranks"] = {name: each for name, each in node["ranks"].items() if name == str(rank)}
-        return {"time": self.at, "since_s": self.since_s, "moved": self.moved, "not_moved": self.same, **plain}
+        return {"time": self.at, "since_s": self.since_s, "other_place": self.moved, "same_place": self.same, **plain}
 
     def lines(self, rank: int | None, short: bool) -> list[str]:
         """Return it for a terminal: where all ranks are, who has moved, and, unless it shall be short, the stacks."""
