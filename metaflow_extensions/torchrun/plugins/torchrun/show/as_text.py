@@ -9,7 +9,7 @@ from .parts.model import Block, Chart, Code, Facts, Keys, Link, Page, Part, Sent
 
 
 def lines_of(page: Page) -> list[str]:
-    """Return the page, with what has nothing to show on a terminal left out."""
+    """Return the page's lines, without sections that are empty on a terminal."""
     lines: list[str] = []
     for section in page.sections:
         body = _written(section.parts)
@@ -42,9 +42,9 @@ def _lines(part: Part) -> list[str]:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str] = ()) -> list[str]:
-    """Return lines with columns one below the other; those named in `right` end at their right edge.
+    """Return the lines of a table with aligned columns; those named in `right` are aligned to the right.
 
-    The last column may be as long as it likes.
+    The last column may have any length.
     """
     cells = [tuple(header), *(tuple(_printable(cell) for cell in row) for row in rows)]
     widths = [max(_width(row[column]) for row in cells) for column in range(len(header))]
@@ -59,7 +59,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[
 
 
 def printable(text: str) -> str:
-    """Return a text of several lines without what could steer a terminal."""
+    """Return a text of several lines without control characters."""
     return "\n".join(_printable(line) for line in text.splitlines())
 
 
@@ -68,6 +68,6 @@ def _printable(text: str) -> str:
 
 
 def _width(text: str) -> int:
-    """Return how many columns of a terminal a text takes."""
+    """Return the width of a text in columns of a terminal."""
     wide = sum(unicodedata.east_asian_width(char) in "WF" for char in text)
     return len(text) + wide - sum(unicodedata.combining(char) != 0 for char in text)

@@ -1,4 +1,4 @@
-"""``python flow.py torchrun``: commands that Metaflow takes into each flow's command line (``CLIS_DESC``, 2.19)."""
+"""``python flow.py torchrun``: commands that Metaflow adds to each flow's command line (``CLIS_DESC``, 2.19)."""
 
 # mypy: disable-error-code="untyped-decorator"
 # Metaflow's copy of click has no types.
@@ -29,7 +29,7 @@ from .stored_logs import Line, StoredLogs
 
 
 class _Commands(click.Group):  # type: ignore[misc]  # Metaflow is not typed
-    """Has the commands of features besides; says so where a command meets another Metaflow than it knows."""
+    """Adds the commands of features, and turns errors of an unknown version of Metaflow into messages."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Return the names of all commands."""
@@ -42,7 +42,7 @@ class _Commands(click.Group):  # type: ignore[misc]  # Metaflow is not typed
     def invoke(self, ctx: Any) -> Any:
         """Run a command."""
         if isinstance(sys.stdout, io.TextIOWrapper):
-            # What a terminal can't show, as an emoji in the C locale, is shown as an escape.
+            # Characters that the terminal can't show, such as an emoji in the C locale, are printed as escapes.
             sys.stdout.reconfigure(errors="backslashreplace")
         try:
             return super().invoke(ctx)
@@ -67,14 +67,14 @@ def _commands_of_features() -> dict[str, Any]:
 
 
 class NoOutputs(CommandException):  # type: ignore[misc]  # Metaflow is not typed
-    """There is nothing to list or fetch; the command itself is right."""
+    """There is nothing to list or download, though the command is correct."""
 
     headline = "No outputs"
 
 
 @click.group()
 def cli() -> None:
-    """Hold the one command that Metaflow takes from here."""
+    """Hold the one command that Metaflow adds from here."""
 
 
 @cli.group(cls=_Commands, help="See the gangs of @torchrun steps: what came of them, and their logs.")
@@ -154,7 +154,7 @@ def logs(
 @attempt_option
 @click.pass_obj
 def outputs(obj: Any, gang: str, to: str | None, launch: int | None, node: int | None, attempt: int | None) -> None:
-    """Show or fetch the outputs of one gang."""
+    """List or download the outputs of one gang."""
     stored, found, which = find_one(obj, gang, attempt)
     kept = _outputs(obj, stored.snapshot(found, which), launch)
     if node not in (None, *kept.nodes):
@@ -177,8 +177,8 @@ def outputs(obj: Any, gang: str, to: str | None, launch: int | None, node: int |
 
 
 def _outputs(obj: Any, snapshot: Snapshot | None, launch: int | None) -> Outputs:
-    """Return what a launch of a gang has stored; by default the last one that has stored a file."""
-    # What the keeper of outputs keeps, by launch and node: it came from JSON.
+    """Return the outputs of a launch, by default of the last one that has stored a file."""
+    # The record of the keeper of outputs, by launch and node. Its keys are strings, as it came from JSON.
     kept: dict[str, Any] = {} if snapshot is None else snapshot.features.get("outputs") or {}
     known = {int(number): nodes for number, nodes in kept.items()}
     if launch is None:
@@ -223,7 +223,7 @@ def _told_by_metaflow(stored: StoredGangs, gang: StoredGang, attempt: int) -> li
 
 
 def _clock(line: Line) -> str:
-    """Return the local time of day of a line of a log."""
+    """Return the time of a log line as local time of day."""
     try:
         moment = datetime.fromisoformat(line.time).replace(tzinfo=timezone.utc).astimezone()
     except ValueError:  # a line without a time
