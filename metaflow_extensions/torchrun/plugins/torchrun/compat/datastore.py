@@ -17,7 +17,7 @@ from metaflow import current
 
 from .renamed import convenience, known, need
 
-# What is left out if the datastore can't be used.
+# The features that are left out if the datastore can't be used.
 OUTPUTS = "the datastore: outputs can't be stored, nor values of functions sent from node to node"
 TASK_LOG_SOURCE = known("metaflow.mflog", "TASK_LOG_SOURCE", "task")
 

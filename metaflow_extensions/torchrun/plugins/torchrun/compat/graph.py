@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from .renamed import convenience, known
 
 LintWarn: Any = known("metaflow.lint", "LintWarn", known("metaflow.exception", "MetaflowException", Exception))
-# What is left out if Metaflow has changed.
+# The checks that are left out if Metaflow has changed.
 _SUBMISSION = "the checks of what can't work on Kubernetes and AWS Batch"
 _LINT = "the check that a step with @torchrun is entered with num_parallel"
 _ARGUMENTS = "the check of the arguments of current.torch.run before anything is scheduled"

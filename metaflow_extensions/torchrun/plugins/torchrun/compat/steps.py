@@ -68,7 +68,7 @@ class SameInterpreter:
 
     def executable(self, *args: Any, **options: Any) -> Any:
         """Return the interpreter for a step; the arguments are those of Metaflow's own method."""
-        # The real environment is asked first, since @conda and @pypi name interpreters of their own.
+        # The real environment decides first, since @conda and @pypi have their own interpreters.
         asked = self._environment.executable(*args, **options)
         return sys.executable if asked in ("python", "python3") else asked
 

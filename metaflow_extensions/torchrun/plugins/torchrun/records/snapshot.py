@@ -84,7 +84,7 @@ def _known(cls: type[Any], plain: Mapping[str, Any]) -> dict[str, Any]:
 def snapshot_of(gang: Gang, about: Mapping[str, Any]) -> Snapshot:
     """Return all that has happened to a gang until now; `about` has more fields.
 
-    Any thread may call this: the gang's thread adds to what is copied here, and replaces the rest in one step.
+    Any thread may call this: the gang's thread adds to the data copied here, and replaces all other data in one step.
     """
     error = gang.error
     return Snapshot(

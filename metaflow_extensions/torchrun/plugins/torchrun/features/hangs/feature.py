@@ -62,7 +62,7 @@ def limit_s(plan: Plan) -> float | None:
 
 @dataclass(frozen=True)
 class Diagnostics:
-    """What the workers of one node were doing when the launch hung."""
+    """The places in the code of one node's workers when the launch hung."""
 
     host: str  # the node's host name
     file: str | None  # has all stacks; None if they could not be written

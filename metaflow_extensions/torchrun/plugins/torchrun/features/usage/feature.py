@@ -24,7 +24,7 @@ KINDS: dict[str, Merge] = {
     "gpu_memory_mib": "max",  # of all GPUs of the node
     "received_kib_s": "mean",  # from the network
     "sent_kib_s": "mean",
-    "output_bytes_s": "mean",  # what the workers write to stdout and stderr
+    "output_bytes_s": "mean",  # written by the workers to stdout and stderr
 }
 # The maximum number of values of one kind: of a node, of a node in a large gang, of all nodes.
 _MOST_POINTS, _LEAST_POINTS, _POINTS_OF_ALL = 120, 24, 16_384
