@@ -31,10 +31,11 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
 from metaflow_extensions.torchrun.plugins.torchrun.node.watchers import Feature
 from metaflow_extensions.torchrun.plugins.torchrun.records.snapshot import Snapshot
 from metaflow_extensions.torchrun.plugins.torchrun.show.as_card import layout
-from metaflow_extensions.torchrun.plugins.torchrun.show.as_text import lines_of, table
+from metaflow_extensions.torchrun.plugins.torchrun.show.as_text import lines_of
 from metaflow_extensions.torchrun.plugins.torchrun.show.data import as_data
 from metaflow_extensions.torchrun.plugins.torchrun.show.page import exit_codes, page_of, section_names
 from metaflow_extensions.torchrun.plugins.torchrun.show.parts.model import Sentence
+from metaflow_extensions.torchrun.plugins.torchrun.show.parts.terminal import table
 from metaflow_extensions.torchrun.plugins.torchrun.show.timeline import timeline
 
 # As versions before the `Snapshot` have stored them: of a gang of 2 x 2 that restarts, runs again, and fails.

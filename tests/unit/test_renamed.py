@@ -43,9 +43,9 @@ from metaflow_extensions.torchrun.plugins.torchrun.decorator import TorchrunDeco
 from metaflow_extensions.torchrun.plugins.torchrun.errors import GangError, TorchrunError
 from metaflow_extensions.torchrun.plugins.torchrun.features.functions import function_worker
 from metaflow_extensions.torchrun.plugins.torchrun.features.warm import spare
-from metaflow_extensions.torchrun.plugins.torchrun.launch.outputs import Outputs
 from metaflow_extensions.torchrun.plugins.torchrun.launch.transfer import Step, Transfer
 from metaflow_extensions.torchrun.plugins.torchrun.logs.task_log import TaskLog
+from metaflow_extensions.torchrun.plugins.torchrun.outputs import Outputs
 from metaflow_extensions.torchrun.plugins.torchrun.settings import DEFAULTS, parse_settings
 from metaflow_extensions.torchrun.plugins.torchrun.show import live_card
 from metaflow_extensions.torchrun.plugins.torchrun.task import report as node_report

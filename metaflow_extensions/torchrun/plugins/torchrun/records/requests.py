@@ -1,4 +1,4 @@
-"""What a command asks of a gang that runs: the request and the answer, as the datastore keeps them, and the command. Pure."""
+"""Commands of features: what they read and ask of a gang, and requests and answers as the datastore keeps them. Pure."""
 
 from __future__ import annotations
 
@@ -30,10 +30,14 @@ class GangHasEnded(Exception):
     """Nobody is left to answer; the message says how to see how the gang has ended."""
 
 
-class Asking(Protocol):
-    """A gang that a feature's command asks."""
+class Asked(Protocol):
+    """One attempt of a gang, as a feature's command gets it."""
 
     where: str  # run, step and control task
+    datastore: Mapping[str, str]  # its type, root and flow
+
+    def kept(self) -> Any:
+        """Return what the feature's keeper has recorded of the gang, from JSON; None without a record."""
 
     def last(self) -> Answer | None:
         """Return the last answer, which may be to another command."""
@@ -48,7 +52,8 @@ class GangCommand:
 
     name: str
     help: str
-    # name -> its type, None for a flag; and what it means. Each is None, or False, where it is not given.
+    # name -> its type, None for a flag; and its help. An option that is not given is None, a flag False.
     options: Mapping[str, tuple[type | None, str]]
     # Yields lines to print, or raises `TorchrunError`; the options are in the mapping.
-    run: Callable[[Asking, Mapping[str, Any]], Iterator[str]]
+    run: Callable[[Asked, Mapping[str, Any]], Iterator[str]]
+    is_of_kept: bool = False  # pages of gangs name the command where the feature has recorded something

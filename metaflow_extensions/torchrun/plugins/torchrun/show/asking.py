@@ -1,4 +1,4 @@
-"""How commands ask a gang that runs: a request beside its records in the datastore, which its control node answers."""
+"""Commands of features: each reads what is stored of a gang, or asks it by a request that its control node answers."""
 
 # mypy: disable-error-code="untyped-decorator"
 # Metaflow's copy of click has no types.
@@ -14,10 +14,11 @@ from typing import Any
 
 from ..channel.registry import Registry
 from ..compat.cli import CommandException, click
+from ..compat.datastore import DatastoreValues
 from ..errors import TorchrunError
 from ..records.requests import Answer, GangCommand, GangHasEnded, Request
-from .as_text import printable
 from .finding import attempt_option, find_one, gang_argument
+from .parts.terminal import printable
 from .stored_gangs import StoredGang, StoredGangs
 
 # The control node looks for requests twice a minute where a look is a request to an object store (`task/requests`). Then
@@ -35,12 +36,18 @@ class NoAnswer(CommandException):  # type: ignore[misc]  # Metaflow is not typed
 
 
 class AskedGang:
-    """One attempt of a gang, which a feature's command asks: `records.requests.Asking`."""
+    """One attempt of a gang, which a feature's command asks: `records.requests.Asked`."""
 
     def __init__(self, flow_datastore: Any, stored: StoredGangs, gang: StoredGang, attempt: int, feature: str) -> None:
         self.where = f"{gang.run}/{gang.step}/{gang.control_task}"
+        self.datastore = DatastoreValues(flow_datastore).address
         self._stored, self._gang, self._attempt, self._feature = stored, gang, attempt, feature
         self._registry = Registry(flow_datastore, gang.run, gang.step, gang.control_task, attempt)
+
+    def kept(self) -> Any:
+        """Return what the feature has recorded of the gang, or None."""
+        snapshot = self._stored.snapshot(self._gang, self._attempt)
+        return None if snapshot is None else snapshot.features.get(self._feature)
 
     def last(self) -> Answer | None:
         """Return the last answer, which may be to another command."""
