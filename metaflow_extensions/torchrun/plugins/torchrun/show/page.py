@@ -180,6 +180,9 @@ def _outcome(shown: _Shown) -> tuple[str, tuple[Part, ...]]:
     if is_failure and before and before[-1].error is not None:
         last = before.pop()
         parts.append(Block("Cause" if last.cause is not None else "Error", (Code(shown.cut(last.text)),)))
+        if last.cause is not None and last.cause.get("stdout"):
+            title = f"Last lines of rank {last.cause['rank']}'s stdout"
+            parts.append(Block(title, (Code(last.cause["stdout"]),)))
     most = _MAX_REPORTS if shown.is_short else len(before)
     parts += [_former(shown, each) for each in before[::-1][:most]]
     if len(before) > most:
@@ -376,10 +379,12 @@ def _launch(shown: _Shown) -> tuple[str, tuple[Part, ...]]:
 
 
 def _restarts(snapshot: Snapshot) -> str:
-    """Return the number of restarts, with the limit from the record of the last one."""
-    said = [event.text for event in snapshot.events if event.kind == "restart"]
-    number = str(len(snapshot.summary.restarts_s))
-    return f"{number} (the last was {said[-1].partition(' in ')[0]})" if said else number
+    """Return the number of restarts, and how many the last launch has left."""
+    number, limit = len(snapshot.summary.restarts_s), snapshot.max_restarts
+    if limit is None:  # no launch yet, a member's own page, or an older version's record
+        return str(number)
+    last = sum(event.kind == "restart" and event.launch == snapshot.summary.launch for event in snapshot.events)
+    return f"{number} ({max(0, limit - last)} left)" if limit else f"{number} (none allowed)"
 
 
 def _moment(seconds: float) -> str:
