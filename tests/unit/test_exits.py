@@ -56,7 +56,12 @@ class Node:
     def leaves(self, local_rank=0, stderr=None, error=None, record=None, stdout=None):
         """Write what a worker leaves; return its folder."""
         folder = self.folder / "run_x" / "attempt_0" / str(local_rank)
-        for name, text in (("stdout.log", stdout), ("stderr.log", stderr), ("error.json", error), ("exception.json", record)):
+        for name, text in (
+            ("stdout.log", stdout),
+            ("stderr.log", stderr),
+            ("error.json", error),
+            ("exception.json", record),
+        ):
             if text is not None:
                 write(folder / name, text)
         return str(folder)
@@ -165,7 +170,11 @@ def test_what_ended_the_main_thread_is_the_cause_however_the_process_ended_after
 @pytest.mark.parametrize("code", [3, -9])
 def test_a_traceback_on_stderr_is_shown_but_is_no_exception(code, node):
     """It may be of a logger, a thread or a destructor."""
-    node.leaves(0, stderr="\n".join([*(f"line {i}" for i in range(100)), *PLAIN, "[rank0]: after"]), stdout="\n".join(map(str, range(99))))
+    node.leaves(
+        0,
+        stderr="\n".join([*(f"line {i}" for i in range(100)), *PLAIN, "[rank0]: after"]),
+        stdout="\n".join(map(str, range(99))),
+    )
     node.ended(0, code)
     cause = node.cause()
     assert (cause.kind, cause.exit_code, cause.exception) == ("exit" if code > 0 else "signal", code, None)

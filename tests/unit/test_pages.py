@@ -84,7 +84,10 @@ CASES = {
         place(is_done=True),
     ),
     "restarted": (snapshot(RESTARTED, report(None), max_restarts=3), place(1, 2)),
-    "starting-again": (snapshot([each for each in RESTARTED if each[0] < 11], report(None), now_s=12.0, max_restarts=1), place()),
+    "starting-again": (
+        snapshot([each for each in RESTARTED if each[0] < 11], report(None), now_s=12.0, max_restarts=1),
+        place(),
+    ),
     "caught": (snapshot([*NOT_LEFT, *LEFT], report()), place(is_done=True)),
     "killed": (snapshot(RUNNING), place(is_done=True)),
     "running": (snapshot(RUNNING, now_s=60.0, tasks=("12/train/4", "12/train/5")), place(last=1, attempt=1, **UI)),

@@ -106,7 +106,9 @@ class Cause:
     def bounded(self) -> Cause:
         """Return the cause with texts of bounded size."""
         exception, detail = self.exception and self.exception[:_MAX_TEXT], self.detail[-_MAX_TEXT:]
-        return replace(self, exception=exception, detail=detail, advice=self.advice[:_MAX_TEXT], stdout=self.stdout[-_MAX_STDOUT:])
+        return replace(
+            self, exception=exception, detail=detail, advice=self.advice[:_MAX_TEXT], stdout=self.stdout[-_MAX_STDOUT:]
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """Return the cause as the plain data that errors carry (`TorchrunError.cause`), with its class."""
