@@ -35,6 +35,12 @@ class NoAnswer(CommandException):  # type: ignore[misc]  # Metaflow is not typed
     headline = "No answer"
 
 
+class CommandFailed(CommandException):  # type: ignore[misc]  # Metaflow is not typed
+    """A feature's command can't do what it was asked for."""
+
+    headline = "Command failed"
+
+
 class AskedGang:
     """One attempt of a gang, which a feature's command asks: `records.requests.Asked`."""
 
@@ -113,7 +119,7 @@ def click_command(feature: str, command: GangCommand) -> Any:
             except GangHasEnded as error:
                 raise NoAnswer(str(error)) from error
             except TorchrunError as error:
-                raise CommandException(str(error)) from error
+                raise CommandFailed(str(error)) from error
 
     made = click.pass_obj(run)
     for name, (kind, text) in command.options.items():

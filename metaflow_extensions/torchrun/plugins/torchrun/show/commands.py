@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import sys
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -38,6 +39,8 @@ class _Commands(click.Group):  # type: ignore[misc]  # Metaflow is not typed
 
     def invoke(self, ctx: Any) -> Any:
         """Run a command."""
+        if sys.stdout is None:  # closed by the caller (`>&-`); click of Metaflow 2.19 writes to it all the same
+            sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - until the process ends
         if isinstance(sys.stdout, io.TextIOWrapper):
             # What a terminal can't show, as an emoji in the C locale, is shown as an escape.
             sys.stdout.reconfigure(errors="backslashreplace")
