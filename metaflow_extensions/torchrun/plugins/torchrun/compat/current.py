@@ -22,7 +22,7 @@ _CONTAINERS = (list, tuple, set, frozenset)
 
 def current_for_workers() -> bytes | None:
     """Return what `_told` does; None where Metaflow's `current` is otherwise, so that a worker's says nothing."""
-    with convenience("what `current` says in the workers of a function"):
+    with convenience("`current` in the workers of a function"):
         return _told()
     return None
 

@@ -100,7 +100,7 @@ def sources_of_steps(graph: Any) -> Iterator[tuple[str, str | None, int | None]]
 def ignored_by_with(name: str) -> list[str]:
     """Return the ``--with`` option for the decorator `name`, which Metaflow drops if a step has it in its source."""
     specs: list[str] = []
-    with convenience("the word that --with is ignored where a step has its decorator in the source"):
+    with convenience("the note that --with is ignored where a step already has the decorator"):
         from metaflow._vendor import click
 
         context = click.get_current_context(silent=True)
