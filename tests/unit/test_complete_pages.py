@@ -16,7 +16,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import _CATEGORIES
 
 PACKAGE = Path(errors.__file__).parent
 MESSAGES = "docs/troubleshooting.md"
-ERRORS = {*errors.CLASSES, "LintWarn", "CommandException", "GangHasEnded", "NoAnswer", "NoOutputs"}
+ERRORS = {*errors.CLASSES, "LintWarn", "CommandException", "GangHasEnded", "NoAnswer", "CommandFailed"}
 
 
 def template(node: ast.expr) -> str:

@@ -32,7 +32,7 @@ def print_errors_by(show: Callable[..., None]) -> None:
     """
     cli = sys.modules.get("metaflow.cli")
     for name in () if cli is None else ("print_metaflow_exception", "print_unknown_exception"):
-        with convenience("our own printing of errors, with what the submitting machine says last"):
+        with convenience("the last line about a failed gang on the submitting machine"):
             printer = getattr(cli, name)
             if not isinstance(printer, partial):
                 setattr(cli, name, partial(show, printer))

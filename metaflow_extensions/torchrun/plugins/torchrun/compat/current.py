@@ -22,7 +22,7 @@ _CONTAINERS = (list, tuple, set, frozenset)
 
 def current_for_workers() -> bytes | None:
     """Return the pickle of `_told`, or None if Metaflow's `current` has changed; then a worker's has no values."""
-    with convenience("what `current` says in the workers of a function"):
+    with convenience("`current` in the workers of a function"):
         return _told()
     return None
 

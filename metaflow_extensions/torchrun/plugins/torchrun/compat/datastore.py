@@ -117,7 +117,7 @@ def datastore_type(flow_datastore: Any) -> str | None:
 def watch_storing(task_datastore: Any, around: Callable[..., Any]) -> None:
     """Replace each method that stores a task's results by `around`, which gets the method and its arguments."""
     for name in ("persist", "save_metadata", "done"):
-        with convenience("word to the gang of results that can't be stored"):
+        with convenience("the report to the gang when results can't be stored"):
             setattr(task_datastore, name, partial(around, getattr(task_datastore, name)))
 
 

@@ -100,7 +100,7 @@ def sources_of_steps(graph: Any) -> Iterator[tuple[str, str | None, int | None]]
 def ignored_by_with(name: str) -> list[str]:
     """Return the ``--with`` options for the decorator `name`; Metaflow ignores them for steps with it in the source."""
     specs: list[str] = []
-    with convenience("the word that --with is ignored where a step has its decorator in the source"):
+    with convenience("the note that --with is ignored where a step already has the decorator"):
         from metaflow._vendor import click
 
         context = click.get_current_context(silent=True)

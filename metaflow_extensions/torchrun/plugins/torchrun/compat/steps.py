@@ -84,7 +84,7 @@ class SameInterpreter:
 
 def num_nodes_told(cli_args: Any) -> int | None:
     """Return the gang's number of nodes from the command that starts its control task; None if unknown."""
-    with convenience("the check of how many nodes the run has told"):
+    with convenience("the check of the number of nodes"):
         return int(cli_args.task.ubf_iter.num_parallel)
     return None
 
@@ -98,7 +98,7 @@ def start_one_node_as_pod(cli_args: Any) -> None:
 
 def run_first_in_pod(cli_args: Any, script: str) -> None:
     """Make the pod's shell run `script` first, and then the user's own script."""
-    with convenience("word to the workers that their pod is deleted"):
+    with convenience("the signal to the workers when their pod is deleted"):
         cli_args.env[_POD_SCRIPT] = script + (_OWN_SCRIPT or "true")
 
 

@@ -1,4 +1,4 @@
-"""Requests of commands to a running gang, and its answers, as the datastore keeps them; and the commands. Pure."""
+"""Commands of features: their access to a gang, and requests and answers as the datastore keeps them. Pure."""
 
 from __future__ import annotations
 
@@ -30,10 +30,14 @@ class GangHasEnded(Exception):
     """The gang has ended, so it can't answer. The message names the command that shows how it ended."""
 
 
-class Asking(Protocol):
-    """A gang that a feature's command sends requests to."""
+class Asked(Protocol):
+    """One attempt of a gang, for a feature's command."""
 
     where: str  # run, step and control task
+    datastore: Mapping[str, str]  # its type, root and flow
+
+    def kept(self) -> Any:
+        """Return the record of the feature's keeper, from JSON; None without a record."""
 
     def last(self) -> Answer | None:
         """Return the gang's last answer, perhaps to a request of another command; None without any."""
@@ -51,4 +55,5 @@ class GangCommand:
     # name -> type (None for a flag) and help. An option that is not given is None, a flag False.
     options: Mapping[str, tuple[type | None, str]]
     # Gets the options by name; yields lines to print, or raises `TorchrunError`.
-    run: Callable[[Asking, Mapping[str, Any]], Iterator[str]]
+    run: Callable[[Asked, Mapping[str, Any]], Iterator[str]]
+    is_of_kept: bool = False  # pages of gangs name the command if the feature has recorded data

@@ -316,10 +316,8 @@ class _Fold:
             case "before_run":
                 return "running", f"The commands of before_run have run for {duration(until_s - went_s)}."
             case "go":
-                return (
-                    "running",
-                    f"{self._workers()} have run for {duration(until_s - went_s)}{self._after_restarts()}.",
-                )
+                took = duration(until_s - went_s)
+                return "running", f"{self._workers()} {self._have} run for {took}{self._after_restarts()}."
             case "stopping":
                 return "stopping", _sentence("All nodes are told to stop", self.phase_text)
             case "restart":
@@ -327,7 +325,7 @@ class _Fold:
                 return "restarting", _sentence(f"All workers start again ({self.phase_text})", why)
             case "done":
                 took = duration(self.phase_s - went_s)
-                return "done", f"{self._workers()} have ended well after {took}{self._after_restarts()}."
+                return "done", f"{self._workers()} {self._have} ended well after {took}{self._after_restarts()}."
         return "waiting", self._told_waiting()
 
     def _told_failure(self) -> tuple[Outcome, str]:
@@ -354,6 +352,10 @@ class _Fold:
         first, count = self.nodes[0].index, len(self.nodes)
         ranks = "The workers" if self.nproc is None else counted(self.nproc * count, "rank")
         return f"{ranks} on {names([first]) if first > 0 else counted(count, 'node')}"
+
+    @property
+    def _have(self) -> str:
+        return "has" if self.nproc is not None and self.nproc * len(self.nodes) == 1 else "have"
 
     def _after_restarts(self) -> str:
         return f", after {counted(self.restarts, 'restart')}" if self.restarts else ""

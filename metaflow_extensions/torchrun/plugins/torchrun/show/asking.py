@@ -1,4 +1,4 @@
-"""Sends requests of commands to a running gang: the datastore keeps a request, and the control node answers it."""
+"""Commands of features: each reads the stored data of a gang, or sends it a request, which the control node answers."""
 
 # mypy: disable-error-code="untyped-decorator"
 # Metaflow's copy of click has no types.
@@ -14,10 +14,11 @@ from typing import Any
 
 from ..channel.registry import Registry
 from ..compat.cli import CommandException, click
+from ..compat.datastore import DatastoreValues
 from ..errors import TorchrunError
 from ..records.requests import Answer, GangCommand, GangHasEnded, Request
-from .as_text import printable
 from .finding import attempt_option, find_one, gang_argument
+from .parts.terminal import printable
 from .stored_gangs import StoredGang, StoredGangs
 
 # The control node looks for requests twice a minute if the datastore is an object store (`task/requests`). A feature then
@@ -34,13 +35,25 @@ class NoAnswer(CommandException):  # type: ignore[misc]  # Metaflow is not typed
     headline = "No answer"
 
 
+class CommandFailed(CommandException):  # type: ignore[misc]  # Metaflow is not typed
+    """A feature's command has failed."""
+
+    headline = "Command failed"
+
+
 class AskedGang:
-    """One attempt of a gang, for a feature's command: `records.requests.Asking`."""
+    """One attempt of a gang, for a feature's command: `records.requests.Asked`."""
 
     def __init__(self, flow_datastore: Any, stored: StoredGangs, gang: StoredGang, attempt: int, feature: str) -> None:
         self.where = f"{gang.run}/{gang.step}/{gang.control_task}"
+        self.datastore = DatastoreValues(flow_datastore).address
         self._stored, self._gang, self._attempt, self._feature = stored, gang, attempt, feature
         self._registry = Registry(flow_datastore, gang.run, gang.step, gang.control_task, attempt)
+
+    def kept(self) -> Any:
+        """Return what the feature has recorded of the gang, or None."""
+        snapshot = self._stored.snapshot(self._gang, self._attempt)
+        return None if snapshot is None else snapshot.features.get(self._feature)
 
     def last(self) -> Answer | None:
         """Return the last answer, perhaps to another command."""
@@ -106,7 +119,7 @@ def click_command(feature: str, command: GangCommand) -> Any:
             except GangHasEnded as error:
                 raise NoAnswer(str(error)) from error
             except TorchrunError as error:
-                raise CommandException(str(error)) from error
+                raise CommandFailed(str(error)) from error
 
     made = click.pass_obj(run)
     for name, (kind, text) in command.options.items():

@@ -30,7 +30,6 @@ def as_data(place: Place, snapshot: Snapshot | None, kept: Iterable[str] = ()) -
         **{name: stored.get(name) for name in ("nproc_per_node", "facts", "command")},
         "nodes": [_node(place, known, number, nodes.get(number)) for number in sorted({*place.tasks, *nodes})],
         **{name: stored.get(name) for name in ("reports", "events")},
-        "outputs": None if snapshot is None else known.features.get("outputs", {}),
         **dict.fromkeys(kept),
         **{name: kept for name, kept in known.features.items() if kept is not None},
     }

@@ -13,7 +13,7 @@ from typing import Any
 
 from ..compat.cli import failed_task
 from ..gang.texts import names
-from .as_text import printable
+from .parts.terminal import printable
 from .stored_gangs import StoredGang, StoredGangs
 
 _NODES = 8  # for at most this many nodes: each costs requests

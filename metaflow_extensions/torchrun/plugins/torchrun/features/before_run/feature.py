@@ -17,7 +17,8 @@ from ...launch.spec import LaunchSpec
 from ...node.preludes import Asked, Prelude, own_launch
 from ...node.watchers import Feature, Here, Watcher
 from ...result import TorchrunResult
-from .program import SCRIPT, Commands, before_commands
+from ...settings import argument
+from .program import SCRIPT, Commands
 
 
 class BeforeRun(Feature):
@@ -28,7 +29,7 @@ class BeforeRun(Feature):
 
     def prelude(self, asked: Asked) -> Prelude | None:
         """Return the launch of the commands; None if `run` got none."""
-        commands = before_commands(asked.arguments.get("before_run"))
+        commands = argument("before_run", asked.arguments)
         return None if commands is None else CommandsFirst(commands, asked)
 
     def keeper(self, num_nodes: int, of_all: bool) -> Keeper:

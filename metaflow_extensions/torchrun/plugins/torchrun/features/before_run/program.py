@@ -14,38 +14,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from ...errors import TorchrunConfigError
 from ...gang.cause import Cause, describe_exit
-from ...launch.commands import SHELL, argv_of, is_by_shell, system_program
+from ...launch.commands import is_by_shell, system_program
 from ...node.exits import end_of
 
 SCRIPT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "command_runner.py")
 _TAIL_LINES = 30
 _SHOWN_CHARS = 200
-_EXAMPLE = "before_run=[['pip', 'install', '-r', 'requirements.txt'], 'make data']"
-
-
-def before_commands(given: Any) -> tuple[tuple[str, ...], ...] | None:
-    """Return ``before_run`` as one argv for each command; None if it is not given."""
-    if given is None:
-        return None
-    if not isinstance(given, list | tuple):
-        raise TorchrunConfigError(
-            f"run(before_run=...) must be a list of commands, but is a {type(given).__name__}. Write {_EXAMPLE}."
-        )
-    return tuple(_before_command(each, f"before_run[{number}]") for number, each in enumerate(given))
-
-
-def _before_command(given: Any, setting: str) -> tuple[str, ...]:
-    if not isinstance(given, str):
-        return argv_of(given, setting)
-    if not given.strip():
-        raise TorchrunConfigError(f"{setting} is an empty command.")
-    if given.lstrip().startswith("-"):
-        raise TorchrunConfigError(
-            f"{setting} is {given!r}, which is no command. The words of one command are a list of their own: {_EXAMPLE}."
-        )
-    return argv_of([*SHELL, given], setting)
 
 
 def shown(words: Sequence[str]) -> str:

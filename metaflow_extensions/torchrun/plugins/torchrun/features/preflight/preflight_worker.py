@@ -110,7 +110,7 @@ class Stages:
                 reports.append(report)
         if silent:
             named = nodes_text(silent, self.hosts)
-            raise PreflightError(f"{named} did not take part in {stage}: no word within {wait_s:g} s.")
+            raise PreflightError(f"{named} did not take part in {stage}: no message within {wait_s:g} s.")
         if failed:
             quoted = "; ".join(list(failed.values())[:_MOST_QUOTED])
             raise PreflightError(f"{stage} failed on {nodes_text(failed, self.hosts)}. {quoted}")

@@ -104,7 +104,7 @@ def _stragglers(rates: Mapping[str, Any] | None, summary: Summary) -> list[str]:
 
 def _chart(key: str, points: list[tuple[int, float | None]], last: float | None) -> Chart:
     shown = [(step, _drawn(value)) for step, value in points]
-    steps = {"title": None, "tickCount": 5}
+    steps = {"title": "step", "tickCount": 5, "tickMinStep": 1}
     scale = _scale({value for _, value in shown if value is not None})
     spec = {
         **frame(f"{key}: {_number(last)}", _HEIGHT),

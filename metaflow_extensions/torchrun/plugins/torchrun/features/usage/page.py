@@ -24,7 +24,7 @@ _BRIDGED = 2  # the line is drawn over this many missing values (a late sample);
 _OF = {
     "container": "CPU and memory are those of the node's container.",
     "processes": "CPU and memory are those of the launch's processes: torchrun, the workers, and what they have started. "
-    "What there is of both is the machine's.",
+    "The totals are those of the machine.",
 }
 
 
