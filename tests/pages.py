@@ -74,7 +74,6 @@ RUN_ELSEWHERE = {
     ("docs/kubernetes.md", "from metaflow import FlowSpec, batch, current, kubernetes, retry, step, torchrun"),
     ("docs/metrics.md", "import json, os"),
     ("docs/metrics.md", "import json, os, time"),
-    ("docs/outputs.md", "from metaflow import FlowSpec, current, step, torchrun"),
     ("docs/outputs.md", "from metaflow import Run"),
     ("docs/recipes/checkpoints.md", "import os"),
     ("docs/recipes/notebooks.md", "from metaflow import Runner"),

@@ -87,6 +87,12 @@ class FakeNode:
         """Take a message to the control node, as the member's link."""
         self._sent.put(message)
 
+    def send_lines(self, stream, text):
+        """Take lines for the control node's log."""
+
+    def settle_lines(self):
+        """Wait for no lines of other nodes."""
+
     def close(self):
         """Close nothing, as the member's link."""
 

@@ -13,7 +13,14 @@ MARKUP = (
     "<img src=x onerror=window.hit=1>\r\n\x1b[31m\0"
 )
 CAUSE = Cause(
-    "exception", 1, "gpu-2", rank=2, exit_code=1, exception="ValueError: *nan* 🙂", detail="Traceback\n  boom"
+    "exception",
+    1,
+    "gpu-2",
+    rank=2,
+    exit_code=1,
+    exception="ValueError: *nan* 🙂",
+    detail="Traceback\n  boom",
+    stdout="step 41: loss 2.3\nstep 42: loss nan",
 )
 WHAT = "Rank 2 on node 1 (host gpu-2) failed with ValueError: *nan* 🙂"
 HERE = {"launch": 0, "generation": 0}

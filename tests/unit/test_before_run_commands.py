@@ -8,46 +8,50 @@ from unit_helpers import HOSTILE, write
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import TorchrunConfigError
 from metaflow_extensions.torchrun.plugins.torchrun.features.before_run.feature import BeforeRun, CommandRecords
-from metaflow_extensions.torchrun.plugins.torchrun.features.before_run.program import before_commands, shown
+from metaflow_extensions.torchrun.plugins.torchrun.features.before_run.program import shown
 from metaflow_extensions.torchrun.plugins.torchrun.gang.keepers import Happened
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Told
 from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec
 from metaflow_extensions.torchrun.plugins.torchrun.node.preludes import Asked, own_launch
-from metaflow_extensions.torchrun.plugins.torchrun.settings import parse_settings
+from metaflow_extensions.torchrun.plugins.torchrun.settings import argument, parse_settings
 
 SPEC = LaunchSpec("/flow/train.py", ("x",), False, nproc=2, num_nodes=3, node_index=1, python="/usr/bin/python3")
+
+
+def commands(given):
+    return argument("before_run", {"before_run": given})
 
 
 # --- what is a command ---------------------------------------------------------------------------
 
 
 def test_a_list_is_taken_as_it_is_and_a_text_by_a_shell():
-    assert before_commands([["pip", "install", *HOSTILE], (Path("/a b"), "c"), "make data && echo $HOME"]) == (
+    assert commands([["pip", "install", *HOSTILE], (Path("/a b"), "c"), "make data && echo $HOME"]) == (
         ("pip", "install", *HOSTILE),
         ("/a b", "c"),
         ("sh", "-ec", "make data && echo $HOME"),
     )
-    assert before_commands(None) is None
-    assert before_commands([]) == ()
+    assert commands(None) is None
+    assert commands([]) == ()
 
 
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ("make data", ["before_run", "list of commands", "but is a str", "'make data'"]),
-        ({"a": 1}, ["list of commands", "dict"]),
-        ([["pip", 3]], ["before_run[0]", "list of texts and paths"]),
-        ([3], ["before_run[0] is 3"]),
-        (["make", []], ["before_run[1]", "names no program"]),
+        ("make data", ["run(before_run)", "list of commands", "'make data'"]),
+        ({"a": 1}, ["list of commands", "{'a': 1}"]),
+        ([["pip", 3]], ["run(before_run), command 1", "list of texts and paths"]),
+        ([3], ["run(before_run), command 1 is 3"]),
+        (["make", []], ["run(before_run), command 2", "names no program"]),
         ([[""]], ["names no program"]),
-        (["  "], ["before_run[0] is an empty command"]),
-        (["pip", "install", "-r"], ["before_run[2] is '-r'", "a list of their own", "['pip', 'install'"]),
+        (["  "], ["run(before_run), command 1 is empty"]),
+        (["pip", "install", "-r"], ["run(before_run), command 3 is '-r'", "a list of their own", "['pip', 'install'"]),
         ([["a", "b\0"]], ["NUL"]),
     ],
 )
 def test_what_is_none_is_refused_with_the_reason(given, words):
     with pytest.raises(TorchrunConfigError) as caught:
-        before_commands(given)
+        commands(given)
     assert all(word in str(caught.value) for word in words)
 
 

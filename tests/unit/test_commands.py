@@ -9,11 +9,11 @@ from unit_helpers import write
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import EntrypointError
 from metaflow_extensions.torchrun.plugins.torchrun.launch.commands import (
-    argv_of,
     find_program,
     foreign_python,
     source_of,
 )
+from metaflow_extensions.torchrun.plugins.torchrun.parsing import parse_argv
 
 
 @pytest.fixture
@@ -93,4 +93,4 @@ def test_a_python_of_another_installation_is_told(places):
 
 
 def test_a_command_takes_texts_and_paths():
-    assert argv_of([Path("/bin/sh"), "-c"], "x") == ("/bin/sh", "-c")
+    assert parse_argv([Path("/bin/sh"), "-c"], "x") == ("/bin/sh", "-c")

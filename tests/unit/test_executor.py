@@ -1,6 +1,8 @@
 """What `current.torch` makes of a call, before anything runs."""
 
 import signal
+from threading import Thread
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -100,7 +102,10 @@ def test_a_members_lines_are_sent_where_all_are_shown_in_another_terminal(logs, 
     """On a local run the nodes share one: a line must not stand there twice."""
     member = Member(1, 2, lambda event: None)
     lines = []
-    member.send_lines = lambda stream, text: lines.append((stream, text))
+    link = SimpleNamespace(send_lines=lambda stream, text: lines.append((stream, text)))
+    attach = Thread(target=member.attach, args=[link])  # in another thread, so that this process keeps its handlers
+    attach.start()
+    attach.join()
     context = Context(member, "127.0.0.1", Machine(8, nodes_here=nodes_here), parse_settings({"logs": logs}, "train"))
     for text in ("[rank 1] größe\n", ""):  # with nothing it is told that no more comes for now
         assert TorchrunExecutor(context)._write("stdout", text.encode())

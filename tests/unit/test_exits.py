@@ -53,10 +53,15 @@ class Node:
         self.exits = Exits(str(folder), spec, "host-1")
         self.stopped_at = float("inf")
 
-    def leaves(self, local_rank=0, stderr=None, error=None, record=None):
+    def leaves(self, local_rank=0, stderr=None, error=None, record=None, stdout=None):
         """Write what a worker leaves; return its folder."""
         folder = self.folder / "run_x" / "attempt_0" / str(local_rank)
-        for name, text in (("stderr.log", stderr), ("error.json", error), ("exception.json", record)):
+        for name, text in (
+            ("stdout.log", stdout),
+            ("stderr.log", stderr),
+            ("error.json", error),
+            ("exception.json", record),
+        ):
             if text is not None:
                 write(folder / name, text)
         return str(folder)
@@ -165,11 +170,16 @@ def test_what_ended_the_main_thread_is_the_cause_however_the_process_ended_after
 @pytest.mark.parametrize("code", [3, -9])
 def test_a_traceback_on_stderr_is_shown_but_is_no_exception(code, node):
     """It may be of a logger, a thread or a destructor."""
-    node.leaves(0, stderr="\n".join([*(f"line {i}" for i in range(100)), *PLAIN, "[rank0]: after"]))
+    node.leaves(
+        0,
+        stderr="\n".join([*(f"line {i}" for i in range(100)), *PLAIN, "[rank0]: after"]),
+        stdout="\n".join(map(str, range(99))),
+    )
     node.ended(0, code)
     cause = node.cause()
     assert (cause.kind, cause.exit_code, cause.exception) == ("exit" if code > 0 else "signal", code, None)
     assert cause.detail.splitlines() == [*(f"line {i}" for i in range(77, 100)), *PLAIN, "after"]
+    assert cause.stdout.splitlines() == list(map(str, range(89, 99)))
     assert "Last lines of its stderr:\n  | line 77" in cause.describe()
 
 

@@ -29,10 +29,10 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
 from metaflow_extensions.torchrun.plugins.torchrun.gang.keepers import Keepers
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Ended, Stored, Storing, Told
 from metaflow_extensions.torchrun.plugins.torchrun.launch.facts import contents_digest
-from metaflow_extensions.torchrun.plugins.torchrun.launch.outputs import Outputs
 from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec, Node, build_spec
 from metaflow_extensions.torchrun.plugins.torchrun.launch.transfer import TransferFailed
 from metaflow_extensions.torchrun.plugins.torchrun.node.services import RunCall, Services
+from metaflow_extensions.torchrun.plugins.torchrun.outputs import Outputs
 from metaflow_extensions.torchrun.plugins.torchrun.settings import parse_settings
 
 SPEC = LaunchSpec(FUNCTION_WORKER, ("folder",), False, nproc=2, num_nodes=2, node_index=1, python="python3")

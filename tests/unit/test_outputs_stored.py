@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 from metaflow.datastore import FlowDataStore
@@ -16,8 +17,9 @@ from unit_helpers import write
 from metaflow_extensions.torchrun.plugins.torchrun.compat.datastore import DatastoreValues
 from metaflow_extensions.torchrun.plugins.torchrun.errors import TorchrunError
 from metaflow_extensions.torchrun.plugins.torchrun.features.outputs import pieces as output_pieces
+from metaflow_extensions.torchrun.plugins.torchrun.features.outputs.command import list_or_download, outputs_of
 from metaflow_extensions.torchrun.plugins.torchrun.features.outputs.pieces import OutputPieces
-from metaflow_extensions.torchrun.plugins.torchrun.launch.outputs import Outputs
+from metaflow_extensions.torchrun.plugins.torchrun.outputs import Outputs
 
 KIB = 1024
 
@@ -288,3 +290,39 @@ def test_outputs_tell_what_they_are(root, store):
     (file,) = found
     assert repr(file) == f"OutputFile(name='a', size=1500, node=0, modified={file.modified!r})"
     assert not Outputs(store.address, {})
+
+
+# --- the command ------------------------------------------------------------------------------------
+
+
+SOME, NOTHING = {"key": "k", "files": 2, "size": 10}, {"key": "k", "files": 0, "size": 0}
+
+
+@pytest.mark.parametrize(
+    ("by_launch", "last"),
+    [
+        ({0: SOME, 1: SOME}, 1),
+        ({0: SOME, 1: NOTHING}, 0),
+        ({9: SOME, 10: SOME, 11: NOTHING}, 10),
+        ({0: NOTHING, 1: NOTHING}, 1),
+    ],
+)
+def test_the_command_takes_the_last_launch_that_has_stored_a_file(by_launch, last):
+    kept = {launch: {"0": {**row, "key": f"k{launch}"}} for launch, row in by_launch.items()}
+    for asked, found in ((None, last), (max(kept), max(kept))):
+        assert outputs_of(kept, asked, {}).as_data()["nodes"][0][0] == f"k{found}"
+
+
+@pytest.mark.parametrize(
+    ("kept", "options", "error"),
+    [
+        (None, {}, "No launch of this gang has stored outputs"),
+        ({}, {"launch": 0}, "No launch of this gang has stored outputs"),
+        ({"2": {"0": SOME}}, {"launch": 1}, "Launch 1 has stored no outputs. Launches that have: 2"),
+        ({"2": {"0": SOME}}, {"node": 7}, "Node 7 has stored no outputs. Nodes that have: 0"),
+    ],
+)
+def test_the_command_names_what_there_is(kept, options, error):
+    gang = SimpleNamespace(kept=lambda: kept, datastore={})
+    with pytest.raises(TorchrunError, match=error):
+        list(list_or_download(gang, {"launch": None, "node": None, "to": None, **options}))

@@ -31,10 +31,11 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
 from metaflow_extensions.torchrun.plugins.torchrun.node.watchers import Feature
 from metaflow_extensions.torchrun.plugins.torchrun.records.snapshot import Snapshot
 from metaflow_extensions.torchrun.plugins.torchrun.show.as_card import layout
-from metaflow_extensions.torchrun.plugins.torchrun.show.as_text import lines_of, table
+from metaflow_extensions.torchrun.plugins.torchrun.show.as_text import lines_of
 from metaflow_extensions.torchrun.plugins.torchrun.show.data import as_data
 from metaflow_extensions.torchrun.plugins.torchrun.show.page import exit_codes, page_of, section_names
 from metaflow_extensions.torchrun.plugins.torchrun.show.parts.model import Sentence
+from metaflow_extensions.torchrun.plugins.torchrun.show.parts.terminal import table
 from metaflow_extensions.torchrun.plugins.torchrun.show.timeline import timeline
 
 # As versions before the `Snapshot` have stored them: of a gang of 2 x 2 that restarts, runs again, and fails.
@@ -82,8 +83,11 @@ CASES = {
         snapshot(FAILURE, replace(report(text="The nodes differ\nin torch"), cause=None)),
         place(is_done=True),
     ),
-    "restarted": (snapshot(RESTARTED, report(None)), place(1, 2)),
-    "starting-again": (snapshot([each for each in RESTARTED if each[0] < 11], report(None), now_s=12.0), place()),
+    "restarted": (snapshot(RESTARTED, report(None), max_restarts=3), place(1, 2)),
+    "starting-again": (
+        snapshot([each for each in RESTARTED if each[0] < 11], report(None), now_s=12.0, max_restarts=1),
+        place(),
+    ),
     "caught": (snapshot([*NOT_LEFT, *LEFT], report()), place(is_done=True)),
     "killed": (snapshot(RUNNING), place(is_done=True)),
     "running": (snapshot(RUNNING, now_s=60.0, tasks=("12/train/4", "12/train/5")), place(last=1, attempt=1, **UI)),
@@ -221,7 +225,7 @@ def test_a_card_has_bounded_lists_and_texts_and_a_terminal_all():
     gang = snapshot(told, *(report(None, 60.0 * at, text) for at in range(1, 13)), report(text=text), error="x")
     short, whole = (lines_of(page_of(gang, place(), is_short=is_short)) for is_short in (True, False))
     assert "200 lines are left out here" in "\n".join(short)
-    assert (len([line for line in short if "restart 2" in line]), "restart 150" in "\n".join(whole)) == (83, True)
+    assert (len([line for line in short if "restart 2" in line]), "restart 150" in "\n".join(whole)) == (82, True)
     assert [sum(line.startswith("the error itself") for line in lines) for lines in (short, whole)] == [6, 13]
     assert "7 earlier failures are not shown here." in short
     assert [short.count(f"… {more} characters are left out here") for more in (8016, 8030)] == [5, 1]

@@ -34,7 +34,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.settings import (
         ("preload", "numpy, os.path", ("numpy", "os.path")),
         ("env", '{"SEED": 1}', {"SEED": "1"}),
         ("cwd", "not here", "not here"),
-        ("before_run", '["make data", ["a", "b"]]', ("make data", ["a", "b"])),
+        ("before_run", '["make data", ["a", "b"]]', (("sh", "-ec", "make data"), ("a", "b"))),
         ("timeout_s", "60", 60.0),
     ],
 )
@@ -147,7 +147,7 @@ def test_the_surroundings_of_a_call_override_those_of_the_step(tmp_path):
     step = {"env": {"A": "1"}, "cwd": str(tmp_path), "before_run": ["make"], "timeout_s": 7}
     settings = parse_settings(step, "train")
     of_step = with_attributes({"env": None, "gather": True}, settings)
-    assert of_step == {"env": {"A": "1"}, "gather": True, "cwd": str(tmp_path), "before_run": ("make",)}
+    assert of_step == {"env": {"A": "1"}, "gather": True, "cwd": str(tmp_path), "before_run": (("sh", "-ec", "make"),)}
     call = {"env": {}, "cwd": "/", "before_run": []}
     assert with_attributes(call, settings) == call
     assert [choose("timeout_s", given, {}, settings).value for given in ({}, {"timeout_s": 9})] == [7, 9]

@@ -251,43 +251,6 @@ def test_a_hint_names_the_datastore_where_it_is_not_the_default(stored, root, mo
     assert hint.endswith(f" {option}torchrun logs 100/train")
 
 
-# --- outputs ----------------------------------------------------------------------------------------
-
-SOME, NOTHING = {"key": "k", "files": 2, "size": 10}, {"key": "k", "files": 0, "size": 0}
-
-
-@pytest.mark.parametrize(
-    ("by_launch", "last"),
-    [
-        ({0: SOME, 1: SOME}, 1),
-        ({0: SOME, 1: NOTHING}, 0),
-        ({9: SOME, 10: SOME, 11: NOTHING}, 10),
-        ({0: NOTHING, 1: NOTHING}, 1),
-    ],
-)
-def test_outputs_are_those_of_the_last_launch_that_has_stored_a_file(obj, stored, by_launch, last):
-    obj.flow_datastore = stored._datastore
-    known = Snapshot.read(
-        {"outputs": {str(launch): {"0": {**kept, "key": f"k{launch}"}} for launch, kept in by_launch.items()}}
-    )
-    assert commands._outputs(obj, known, None)._nodes[0][0] == f"k{last}"
-    assert commands._outputs(obj, known, 0 if 0 in by_launch else 9)._nodes[0][0] in ("k0", "k9")
-
-
-@pytest.mark.parametrize(
-    ("content", "launch", "said"),
-    [
-        (None, None, "No launch of this gang has stored outputs"),
-        ({"outputs": {}}, 0, "No launch of this gang has stored outputs"),
-        ({"outputs": {"2": {"0": SOME}}}, 1, "Launch 1 has stored no outputs; launches that have: 2"),
-    ],
-)
-def test_why_there_are_no_outputs_is_said_and_the_command_is_not_blamed(obj, content, launch, said):
-    with pytest.raises(CommandException, match=said) as info:
-        commands._outputs(obj, None if content is None else Snapshot.read(content), launch)
-    assert info.value.headline == "No outputs"
-
-
 @pytest.mark.parametrize("error", [ValueError("events[0].kind is missing"), KeyError("files"), OverflowError("1e300")])
 def test_a_record_that_is_damaged_is_said_to_be(monkeypatch, error):
     def invoke(group, ctx):

@@ -25,7 +25,7 @@ from .stubs import ForStubs
 
 if TYPE_CHECKING:
     from .gang.cause import FailureText
-    from .launch.outputs import Outputs
+    from .outputs import Outputs
 
 try:
     from metaflow.exception import MetaflowException

@@ -206,12 +206,54 @@ def parse_path(value: Any, setting: str) -> str:
     return os.fsdecode(value)
 
 
-def parse_commands(value: Any, setting: str) -> tuple[Any, ...]:
-    """Return a list of commands, whose words are checked on the node; a text is a JSON list."""
+_COMMANDS_EXAMPLE = "before_run=[['pip', 'install', '-r', 'requirements.txt'], 'make data']"
+SHELL = ("sh", "-ec")
+"""The words before a line that a shell runs."""
+
+
+def parse_argv(value: Any, setting: str) -> tuple[str, ...]:
+    """Return a command as argv words; raises TorchrunConfigError for words that no process can get."""
+    if not isinstance(value, list | tuple) or not all(isinstance(word, str | os.PathLike) for word in value):
+        raise TorchrunConfigError(
+            f"{setting} is {value!r}, but a command is a list of texts and paths, such as ['python', '-O', 'x.py']."
+        )
+    words = tuple(os.fsdecode(word) for word in value)
+    if not words or not words[0]:
+        raise TorchrunConfigError(f"{setting} is {value!r}, which names no program.")
+    if words[0].startswith("-"):
+        raise TorchrunConfigError(
+            f"{setting} begins with {words[0]!r}, but the first word of a command is a program. Options of torchrun "
+            "go to torchrun_args."
+        )
+    if any("\0" in word for word in words):
+        raise TorchrunConfigError(f"{setting} is {value!r}; no process can be given a NUL character.")
+    return words
+
+
+def parse_commands(value: Any, setting: str) -> tuple[tuple[str, ...], ...]:
+    """Return commands as one argv for each: a list of words as it is, a text as a line for the shell.
+
+    A text in the place of the list is read as JSON.
+    """
     given = _from_json(value)
     if not isinstance(given, list | tuple):
-        raise TorchrunConfigError(f"{setting} is {value!r}, but it must be a list of commands, as in ['make data'].")
-    return tuple(given)
+        raise TorchrunConfigError(
+            f"{setting} is {value!r}, but it must be a list of commands. Write {_COMMANDS_EXAMPLE}."
+        )
+    return tuple(_parse_command(each, f"{setting}, command {number}") for number, each in enumerate(given, 1))
+
+
+def _parse_command(value: Any, setting: str) -> tuple[str, ...]:
+    if not isinstance(value, str):
+        return parse_argv(value, setting)
+    if not value.strip():
+        raise TorchrunConfigError(f"{setting} is empty.")
+    if value.lstrip().startswith("-"):
+        raise TorchrunConfigError(
+            f"{setting} is {value!r}, which is no command. The words of one command are a list of their own: "
+            f"{_COMMANDS_EXAMPLE}."
+        )
+    return parse_argv([*SHELL, value], setting)
 
 
 def _from_json(value: Any) -> Any:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from .stubs import ForStubs
 
 if TYPE_CHECKING:
-    from .launch.outputs import Outputs
+    from .outputs import Outputs
 
 _T = TypeVar("_T")  # private, or stubs would have it twice
 
@@ -119,7 +119,7 @@ class TorchrunResult(Generic[_T]):
     def __setstate__(self, state: dict[str, Any]) -> None:
         outputs = state.get("outputs")
         if isinstance(outputs, dict):
-            from .launch.outputs import Outputs
+            from .outputs import Outputs
 
             outputs = Outputs(**outputs)
         # Results of an older version have no such attributes.

@@ -49,7 +49,7 @@ SETTINGS = {
         Setting("preload", "step", PROCESSES, "warm", parsing.parse_modules, None, ()),
         Setting("env", "both", ENVIRONMENT, check=parsing.parse_env),
         Setting("cwd", "both", ENVIRONMENT, check=parsing.parse_folder, check_attribute=parsing.parse_path),
-        Setting("before_run", "both", ENVIRONMENT, "before-run", check_attribute=parsing.parse_commands),
+        Setting("before_run", "both", ENVIRONMENT, "before-run", parsing.parse_commands),
         Setting("timeout_s", "both", FAILURES, check=parsing.parse_seconds),
         Setting("max_restarts", "both", FAILURES, "restarts", parsing.parse_restarts, 0, 0),
         Setting("restart_on", "both", FAILURES, "restarts", parsing.parse_restart_on, None, parsing.DEFAULT_RESTART_ON),
@@ -97,7 +97,7 @@ class StepSettings:
     nproc_per_node: int | str | None
     env: Mapping[str, str] | None
     cwd: str | None  # may be missing on this node
-    before_run: tuple[Any, ...] | None
+    before_run: tuple[tuple[str, ...], ...] | None
     timeout_s: float | None
     all_nodes_started_timeout: float
     master_port: int | None

@@ -14,7 +14,7 @@ from contextlib import suppress
 from importlib import import_module
 from typing import Any, Generic
 
-_NAMED = ".launch.outputs"  # what has the classes that annotations name for type checkers alone
+_NAMED = ".outputs"  # what has the classes that annotations name for type checkers alone
 
 
 class ForStubs:

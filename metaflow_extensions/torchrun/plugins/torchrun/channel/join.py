@@ -14,7 +14,7 @@ from ..events import Event, Subscriber
 from ..gang.keepers import Keepers
 from ..gang.member import Member
 from ..gang.policy import ConnectPolicy, Rules, growing_pauses
-from ..gang.protocol import CONTROL, Bye, Join
+from ..gang.protocol import CONTROL, Bye, Join, Message
 from ..gang.state import Gang
 from ..gang.texts import QUIET_S, REMIND_S
 from ..machine.network import addresses_for_others, pick_port, place
@@ -72,13 +72,10 @@ def join_as_control(
     patience_s = min(STORE_PATIENCE_S, _PUBLISH_PART * settings.all_nodes_started_timeout)
     if not here_only:
         _give_way_to_former(registry, num_nodes, settings, emit, patience_s)
-    member, channel = _open_channel(num_nodes, settings, emit, token := new_token(), rules, keepers)
-    record = AddressRecord(tuple(control_addresses(main_ip, here_only)), 0, token)
-    member.at_end = lambda: _publish_end(registry, record, channel)
+    address = _PublishedAddress(registry, AddressRecord(tuple(control_addresses(main_ip, here_only)), 0, new_token()))
+    member, channel = _open_channel(num_nodes, settings, emit, address.record.token, rules, keepers, address.close)
     try:
-        port = channel.listen(settings.channel_port, LOOPBACK if here_only else "")
-        record = replace(record, port=port)
-        registry.publish(record, patience_s)
+        address.publish(channel.listen(settings.channel_port, LOOPBACK if here_only else ""), patience_s)
     except BaseException as error:
         member.leave(error)
         raise
@@ -86,13 +83,18 @@ def join_as_control(
 
 
 def _open_channel(
-    num_nodes: int, settings: StepSettings, emit: Subscriber, token: str, rules: Rules, keepers: Keepers | None
+    num_nodes: int,
+    settings: StepSettings,
+    emit: Subscriber,
+    token: str,
+    rules: Rules,
+    keepers: Keepers | None,
+    at_end: Callable[[Gang], None] = lambda gang: None,
 ) -> tuple[Member, ControlChannel]:
     member = Member(CONTROL, num_nodes, emit)
     gang = Gang(num_nodes, pick_port, rules, keepers)
     channel = ControlChannel(gang, member.deliver, token, settings.heartbeat_timeout_s)
-    member.attach(channel)
-    member.settle_lines = channel.relay.settle
+    member.attach(channel, lambda: at_end(gang))
     channel.send(Join(CONTROL, member.host, place=place()))
     return member, channel
 
@@ -138,21 +140,40 @@ def refuse_second_run(registry: Registry, num_nodes: int, patience_s: float = ST
     raise error
 
 
-def _publish_end(registry: Registry, record: AddressRecord, channel: ControlChannel) -> None:
-    """Publish the control node's end for nodes that have not arrived, so that none waits for it."""
-    if channel.gang.nodes.absent:
-        with suppress(GangError):  # without this record they wait until their time is up
-            registry.publish(replace(record, closed=True, error=channel.gang.broken), _LAST_RECORD_S)
+class _PublishedAddress:
+    """Where the control node is, as the datastore has it for the other nodes."""
+
+    def __init__(self, registry: Registry, record: AddressRecord) -> None:
+        self._registry, self.record = registry, record
+
+    def publish(self, port: int, patience_s: float) -> None:
+        """Publish the address with the port on which the channel listens."""
+        self.record = replace(self.record, port=port)
+        self._registry.publish(self.record, patience_s)
+
+    def close(self, gang: Gang) -> None:
+        """Publish the control node's end for nodes that have not arrived, so that none waits for it."""
+        if gang.nodes.absent:
+            with suppress(GangError):  # without this record they wait until their time is up
+                self._registry.publish(replace(self.record, closed=True, error=gang.broken), _LAST_RECORD_S)
 
 
 # --- as another member ----------------------------------------------------------------------------
 
 
 def join_as_member(
-    registry: Registry, node: int, num_nodes: int, settings: StepSettings, emit: Subscriber
+    registry: Registry,
+    node: int,
+    num_nodes: int,
+    settings: StepSettings,
+    emit: Subscriber,
+    follow: Callable[[Message], None] = lambda message: None,
 ) -> tuple[Member, str]:
-    """Find the control node, join, and return this node as a member, and the address that worked."""
-    member, channel = _member(node, num_nodes, settings, emit)
+    """Find the control node, join, and return this node as a member, and the address that worked.
+
+    `follow` gets every message between both, in any thread.
+    """
+    member, channel = _member(node, num_nodes, settings, emit, follow)
     search = _Search(member, settings.all_nodes_started_timeout)
 
     def find(left_s: float) -> AddressRecord:
@@ -174,11 +195,16 @@ def join_as_member(
     return member, address
 
 
-def _member(node: int, num_nodes: int, settings: StepSettings, emit: Subscriber) -> tuple[Member, MemberChannel]:
-    member = Member(node, num_nodes, emit)
+def _member(
+    node: int,
+    num_nodes: int,
+    settings: StepSettings,
+    emit: Subscriber,
+    follow: Callable[[Message], None] = lambda message: None,
+) -> tuple[Member, MemberChannel]:
+    member = Member(node, num_nodes, emit, follow)
     channel = MemberChannel(node, member.deliver, member.lose_control, settings.heartbeat_timeout_s, _POLICY, num_nodes)
     member.attach(channel)
-    member.send_lines = channel.send_lines
     return member, channel
 
 

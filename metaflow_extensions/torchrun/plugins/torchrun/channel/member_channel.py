@@ -70,6 +70,9 @@ class MemberChannel:
         """Send lines of this node's workers, as far as that holds up nothing else; returns at once."""
         self._thread.post(self._lines.add, stream, text)
 
+    def settle_lines(self) -> None:
+        """Wait for nothing: only the control node's log has lines of other nodes."""
+
     def close(self) -> None:
         """Close the connection."""
         with suppress(Exception):

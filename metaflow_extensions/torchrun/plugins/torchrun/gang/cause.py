@@ -19,6 +19,7 @@ from .remedies import remedy
 
 # Far below the channel's limit of 1 MiB for a message.
 _MAX_TEXT = 8 * 1024
+_MAX_STDOUT = 2 * 1024
 
 # What NCCL says of its own rank's call (`ncclResult_t` as torch 2.1 to 2.14 explain it, getNcclErrorDetailString in
 # NCCLUtils.cpp), not of a peer. It stands on the line after "NCCL error in: FILE:LINE, ...".
@@ -93,6 +94,7 @@ class Cause:
     exception: str | None = None  # type and message; for "oom" what the kernel says
     detail: str = ""  # traceback, or the end of the worker's stderr
     advice: str = ""  # what to change, where the node knows
+    stdout: str = ""  # the end of the worker's stdout, for pages
 
     @property
     def category(self) -> str:
@@ -104,7 +106,9 @@ class Cause:
     def bounded(self) -> Cause:
         """Return the cause with texts of bounded size."""
         exception, detail = self.exception and self.exception[:_MAX_TEXT], self.detail[-_MAX_TEXT:]
-        return replace(self, exception=exception, detail=detail, advice=self.advice[:_MAX_TEXT])
+        return replace(
+            self, exception=exception, detail=detail, advice=self.advice[:_MAX_TEXT], stdout=self.stdout[-_MAX_STDOUT:]
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """Return the cause as the plain data that errors carry (`TorchrunError.cause`), with its class."""

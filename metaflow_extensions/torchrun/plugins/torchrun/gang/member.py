@@ -68,6 +68,12 @@ class Link(Protocol):
     def send(self, message: Message) -> None:
         """Send a message to the control node; returns at once."""
 
+    def send_lines(self, stream: str, text: str) -> None:
+        """Send lines of this node's workers to the control node's log; returns at once."""
+
+    def settle_lines(self) -> None:
+        """Wait until this node's log has all lines of other nodes that have arrived, a bounded time."""
+
     def close(self) -> None:
         """End all connections."""
 
@@ -88,20 +94,19 @@ _SAYS: dict[type, ControlNode] = {Welcome: ControlNode.HERE, Ack: ControlNode.AC
 class Member:
     """One node in its gang."""
 
-    def __init__(self, node: int, num_nodes: int, emit: Subscriber) -> None:
+    def __init__(
+        self, node: int, num_nodes: int, emit: Subscriber, follow: Callable[[Message], None] = lambda message: None
+    ) -> None:
+        """`follow` gets every message that is sent or arrives, in any thread; it must return at once."""
         self.node, self.num_nodes, self.emit = node, num_nodes, emit
         self.host = socket.gethostname()
         # Of the current launch; each launch has its own. A SimpleQueue, since signal handlers put into it: its `put` may
         # interrupt itself (CPython's C code), where that of `queue.Queue` would wait for its own lock for ever.
         self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.shows_output = True  # whether the last launch shows everything that a failing worker writes
-        # The first sends lines to the control node's log. The second waits there until all lines that arrived are written.
-        self.send_lines: Callable[[str, str], None] = lambda stream, text: None
-        self.settle_lines: Callable[[], None] = lambda: None
-        # Called with every message that is sent or arrives, in any thread; it must return at once.
-        self.follow: Callable[[Message], None] = lambda message: None
+        self._follow = follow
         self._link: Link | None = None
-        self.at_end: Callable[[], None] = lambda: None  # called when the node has left, before its channel closes
+        self._at_end: Callable[[], None] = lambda: None
         self._pid = os.getpid()
         self._lock = threading.RLock()  # an RLock: a signal handler may take it while the main thread holds it
         self._changed = threading.Condition(self._lock)
@@ -115,9 +120,12 @@ class Member:
         self._lost: TorchrunError | None = None  # the loss of the control node, which that node may not know of
         self._verdict: TorchrunError | None = None  # of the last launch
 
-    def attach(self, link: Link) -> None:
-        """Begin to use `link`; `deliver` must get its messages from now on."""
-        self._link = link
+    def attach(self, link: Link, at_end: Callable[[], None] = lambda: None) -> None:
+        """Begin to use `link`; `deliver` must get its messages from now on.
+
+        `at_end` is called when the node has left, before the link closes.
+        """
+        self._link, self._at_end = link, at_end
         self._wakeup.set_handlers()
 
     @property
@@ -154,7 +162,7 @@ class Member:
 
     def deliver(self, message: Message) -> None:
         """Handle a message of the control node."""
-        self.follow(message)
+        self._follow(message)
         if isinstance(message, Welcome | Ack | Bye):
             self._advance_control(_SAYS[type(message)])
         elif isinstance(message, Note):
@@ -279,8 +287,18 @@ class Member:
     def send(self, message: Message) -> None:
         """Send a message to the control node."""
         if self._link is not None and self.in_task:
-            self.follow(message)
+            self._follow(message)
             self._link.send(message)
+
+    def send_lines(self, stream: str, text: str) -> None:
+        """Send lines of this node's workers to the control node's log; returns at once."""
+        if self._link is not None:
+            self._link.send_lines(stream, text)
+
+    def settle_lines(self) -> None:
+        """Wait until this node's log has all lines of other nodes that have arrived, a bounded time."""
+        if self._link is not None:
+            self._link.settle_lines()
 
     def refuse_in_child(self) -> None:
         """Raise if this process is a fork of the task: only the task itself is a node of the gang."""
@@ -398,7 +416,7 @@ class Member:
             self._wait(lambda: self._control is not ControlNode.HERE, _ACK_WAIT_S)
             if error is not None and before is not State.ENDING:  # a preempted machine has no time for it
                 self._wait(lambda: self._control is ControlNode.GONE, hold_s)
-            self.at_end()
+            self._at_end()
         finally:
             self._link.close()
             self._wakeup.restore_handlers()

@@ -81,6 +81,12 @@ class Gang:
         return self._launch.nproc
 
     @property
+    def max_restarts(self) -> int | None:
+        """How often the last launch may be restarted; None before the control node is ready."""
+        ready = self._launch.ready.get(CONTROL)
+        return None if ready is None or ready.policy is None else ready.policy.max_restarts
+
+    @property
     def facts(self) -> dict[str, str]:
         """The control node's software, as reported in the last launch; empty before the first."""
         ready = self._launch.ready.get(CONTROL)

@@ -7,31 +7,9 @@ import re
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-from ..errors import EntrypointError, TorchrunConfigError
-
-SHELL = ("sh", "-ec")
-"""The words before a line that is a command."""
-
-
-def argv_of(given: Any, setting: str) -> tuple[str, ...]:
-    """Return a command as argv words; raises TorchrunConfigError for words that no process can get."""
-    if not isinstance(given, list | tuple) or not all(isinstance(word, str | os.PathLike) for word in given):
-        raise TorchrunConfigError(
-            f"{setting} is {given!r}, but a command is a list of texts and paths, such as ['python', '-O', 'x.py']."
-        )
-    words = tuple(os.fsdecode(word) for word in given)
-    if not words or not words[0]:
-        raise TorchrunConfigError(f"{setting} is {given!r}, which names no program.")
-    if words[0].startswith("-"):
-        raise TorchrunConfigError(
-            f"{setting} begins with {words[0]!r}, but the first word of a command is a program. Options of torchrun "
-            "go to torchrun_args."
-        )
-    if any("\0" in word for word in words):
-        raise TorchrunConfigError(f"{setting} is {given!r}; no process can be given a NUL character.")
-    return words
+from ..errors import EntrypointError
+from ..parsing import SHELL
 
 
 def is_by_shell(words: Sequence[str]) -> bool:

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import EntrypointError, TorchrunConfigError
-from ..parsing import parse_int
+from ..parsing import parse_argv, parse_int
 from ..settings import StepSettings, argument, choose
 from .arguments import entrypoint_arguments, torchrun_options
-from .commands import argv_of, beside_flow, find_program, source_of
+from .commands import beside_flow, find_program, source_of
 
 STATIC_BACKEND = "static"
 # torchrun's own elasticity.
@@ -154,7 +154,7 @@ def _command(
     may_come: bool,
 ) -> dict[str, Any]:
     """Return a command; its `options` get ``--no-python``."""
-    words = argv_of(given["entrypoint"], "the entrypoint")
+    words = parse_argv(given["entrypoint"], "the entrypoint")
     for name, is_given in (("module", module), ("run-path", "run-path" in options)):
         if is_given:
             raise TorchrunConfigError(

@@ -25,7 +25,7 @@ from ..guardian.agent_events import WorkerEnded
 from ..launch.spec import LaunchSpec
 from ..logs.follower import worker_folder
 
-_TAIL_LINES = 30
+_TAIL_LINES, _STDOUT_LINES = 30, 10
 _TAIL_BYTES = 64 * 1024
 _NEVER = float("inf")
 
@@ -112,15 +112,16 @@ class Exits:
         code, is_signal = end.status, (end.status or 0) < 0
         who = (self._spec.node_index, self._host, end.rank, end.local_rank)
         folder = worker_folder(self._folder, end.local_rank)
+        stdout = _last_lines(read_end(os.path.join(folder, "stdout.log")), _STDOUT_LINES)
         if (record := read_record(folder)) is not None:
             if end.stopped and record.at > told:
                 return None
             shown = None if end.stopped and is_signal else code
-            return record.at, Cause("exception", *who, shown, record.exception, record.traceback)
+            return record.at, Cause("exception", *who, shown, record.exception, record.traceback, "", stdout)
         if end.stopped:
             return None  # it obeyed the signal
         advice, stderr = remedy_of_exit(code, self._spec.bools), read_end(os.path.join(folder, "stderr.log"))
-        return end.at, Cause("signal" if is_signal else "exit", *who, code, None, _last_lines(stderr), advice)
+        return end.at, Cause("signal" if is_signal else "exit", *who, code, None, _last_lines(stderr), advice, stdout)
 
 
 # --- what a worker leaves -----------------------------------------------------------------------
@@ -188,8 +189,8 @@ def end_of(path: str) -> str:
         return ""
 
 
-def _last_lines(text: str) -> str:
-    return "\n".join(text.split("\n")[-_TAIL_LINES:])
+def _last_lines(text: str, most: int = _TAIL_LINES) -> str:
+    return "\n".join(text.split("\n")[-most:])
 
 
 # --- what torchrun prints -----------------------------------------------------------------------

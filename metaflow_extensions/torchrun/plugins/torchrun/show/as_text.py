@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from .parts.model import Block, Chart, Code, Facts, Keys, Link, Page, Part, Sentence, Table
+from .parts.terminal import printable, printable_line, table
 
 
 def lines_of(page: Page) -> list[str]:
-    """Return the page, with what has nothing to show on a terminal left out."""
+    """Return the page's lines, without sections that are empty on a terminal."""
     lines: list[str] = []
     for section in page.sections:
         body = _written(section.parts)
@@ -24,9 +24,9 @@ def _written(parts: Iterable[Part]) -> list[str]:
 
 def _lines(part: Part) -> list[str]:
     if isinstance(part, Sentence):
-        return [_printable(part.text), *([""] if part.kind == "headline" else [])]
+        return [printable_line(part.text), *([""] if part.kind == "headline" else [])]
     if isinstance(part, Facts):
-        known = [(name, _printable(value)) for name, value in part.rows if value]
+        known = [(name, printable_line(value)) for name, value in part.rows if value]
         width = max((len(name) for name, _ in known), default=0)
         return [f"{name.ljust(width)}  {value}" for name, value in known]
     if isinstance(part, Table):
@@ -37,37 +37,5 @@ def _lines(part: Part) -> list[str]:
     if isinstance(part, Block):
         return ["", part.title, *_written(part.parts)]
     if isinstance(part, Keys | Chart):
-        return [_printable(part.said)] if part.said else []
+        return [printable_line(part.said)] if part.said else []
     return []
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str] = ()) -> list[str]:
-    """Return lines with columns one below the other; those named in `right` end at their right edge.
-
-    The last column may be as long as it likes.
-    """
-    cells = [tuple(header), *(tuple(_printable(cell) for cell in row) for row in rows)]
-    widths = [max(_width(row[column]) for row in cells) for column in range(len(header))]
-    lines = []
-    for row in cells:
-        padded = []
-        for name, cell, width in zip(header, row, widths, strict=True):
-            pad = " " * (width - _width(cell))
-            padded.append(pad + cell if name in right else cell + pad)
-        lines.append("  ".join(padded).rstrip())
-    return lines
-
-
-def printable(text: str) -> str:
-    """Return a text of several lines without what could steer a terminal."""
-    return "\n".join(_printable(line) for line in text.splitlines())
-
-
-def _printable(text: str) -> str:
-    return "".join(char if char == "\t" or unicodedata.category(char) != "Cc" else "?" for char in text)
-
-
-def _width(text: str) -> int:
-    """Return how many columns of a terminal a text takes."""
-    wide = sum(unicodedata.east_asian_width(char) in "WF" for char in text)
-    return len(text) + wide - sum(unicodedata.combining(char) != 0 for char in text)

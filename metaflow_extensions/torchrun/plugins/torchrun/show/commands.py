@@ -1,4 +1,4 @@
-"""``python flow.py torchrun``: commands that Metaflow takes into each flow's command line (``CLIS_DESC``, 2.19)."""
+"""``python flow.py torchrun``: commands that Metaflow adds to each flow's command line (``CLIS_DESC``, 2.19)."""
 
 # mypy: disable-error-code="untyped-decorator"
 # Metaflow's copy of click has no types.
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import sys
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -14,22 +15,19 @@ from datetime import datetime, timezone
 from typing import Any
 
 from ..compat.cli import CommandException, click
-from ..compat.datastore import DatastoreValues
 from ..compat.renamed import versions
-from ..errors import TorchrunError
-from ..gang.texts import size_text
-from ..launch.outputs import Outputs
 from ..records.snapshot import Snapshot
-from .as_text import lines_of, printable, table
+from .as_text import lines_of
 from .data import as_data
 from .finding import attempt_option, checked, find, find_one, gang_argument, json_option, now
 from .page import page_of
+from .parts.terminal import table
 from .stored_gangs import StoredGang, StoredGangs
 from .stored_logs import Line, StoredLogs
 
 
 class _Commands(click.Group):  # type: ignore[misc]  # Metaflow is not typed
-    """Has the commands of features besides; says so where a command meets another Metaflow than it knows."""
+    """Adds the commands of features, and turns errors of an unknown version of Metaflow into messages."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Return the names of all commands."""
@@ -41,8 +39,10 @@ class _Commands(click.Group):  # type: ignore[misc]  # Metaflow is not typed
 
     def invoke(self, ctx: Any) -> Any:
         """Run a command."""
+        if sys.stdout is None:  # closed by the caller (`>&-`); click of Metaflow 2.19 writes to it all the same
+            sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - until the process ends
         if isinstance(sys.stdout, io.TextIOWrapper):
-            # What a terminal can't show, as an emoji in the C locale, is shown as an escape.
+            # Characters that the terminal can't show, such as an emoji in the C locale, are printed as escapes.
             sys.stdout.reconfigure(errors="backslashreplace")
         try:
             return super().invoke(ctx)
@@ -66,23 +66,14 @@ def _commands_of_features() -> dict[str, Any]:
     return {command.name: click_command(name, command) for name, command in found if command is not None}
 
 
-class NoOutputs(CommandException):  # type: ignore[misc]  # Metaflow is not typed
-    """There is nothing to list or fetch; the command itself is right."""
-
-    headline = "No outputs"
-
-
 @click.group()
 def cli() -> None:
-    """Hold the one command that Metaflow takes from here."""
+    """Hold the one command that Metaflow adds from here."""
 
 
 @cli.group(cls=_Commands, help="See the gangs of @torchrun steps: what came of them, and their logs.")
 def torchrun() -> None:
     """Hold our commands."""
-
-
-_OLDER = "  (older than the launch)"
 
 
 @torchrun.command(help="Show a gang: what came of it, why if it failed, its nodes, and what happened when.")
@@ -146,55 +137,6 @@ def logs(
         click.echo(f"No such line is stored. {more}", err=True)
 
 
-@torchrun.command(help="List the files that run(outputs=...) has stored, also when it has failed, or download them.")
-@gang_argument
-@click.option("--to", metavar="FOLDER", default=None, help="Write the files below this folder.")
-@click.option("--launch", type=int, default=None, help="Of which call of run, from 0; the last that has stored any.")
-@click.option("--node", type=int, default=None, help="Only the files of this node.")
-@attempt_option
-@click.pass_obj
-def outputs(obj: Any, gang: str, to: str | None, launch: int | None, node: int | None, attempt: int | None) -> None:
-    """Show or fetch the outputs of one gang."""
-    stored, found, which = find_one(obj, gang, attempt)
-    kept = _outputs(obj, stored.snapshot(found, which), launch)
-    if node not in (None, *kept.nodes):
-        raise NoOutputs(f"Node {node} has stored none; nodes that have: {', '.join(map(str, kept.nodes))}.")
-    try:
-        if to is not None:
-            click.echo(f"The files are in {kept.download(to, node)}.")
-            return
-        rows = [
-            [str(each.node), size_text(each.size), printable(each.name) + (_OLDER if each.older else "")]
-            for each in kept
-            if node in (None, each.node)
-        ]
-    except (TorchrunError, LookupError, OSError) as error:
-        raise CommandException(str(error)) from error
-    listed = table(("node", "size", "name"), rows, right=("node", "size"))
-    click.echo("\n".join(listed if rows else ["No file is stored."]))
-    for name, why in kept.left_out.items():
-        click.echo(f"Left out: {printable(name)} {why}")
-
-
-def _outputs(obj: Any, snapshot: Snapshot | None, launch: int | None) -> Outputs:
-    """Return what a launch of a gang has stored; by default the last one that has stored a file."""
-    # What the keeper of outputs keeps, by launch and node: it came from JSON.
-    kept: dict[str, Any] = {} if snapshot is None else snapshot.features.get("outputs") or {}
-    known = {int(number): nodes for number, nodes in kept.items()}
-    if launch is None:
-        with_files = [number for number, nodes in known.items() if any(each["files"] for each in nodes.values())]
-        launch = max(with_files or known, default=None)
-    if launch not in known and known:
-        raise NoOutputs(f"Launch {launch} has stored no outputs; launches that have: {', '.join(map(str, known))}.")
-    if launch is None or launch not in known:
-        raise NoOutputs(
-            "No launch of this gang has stored outputs: current.torch.run(outputs=[...]) names what to store, and it is "
-            "stored when all workers have ended."
-        )
-    nodes = {int(node): (each["key"], each["files"], each["size"]) for node, each in known[launch].items()}
-    return Outputs(DatastoreValues(obj.flow_datastore).address, nodes)
-
-
 def _page(stored: StoredGangs, gang: StoredGang, attempt: int, names_task: bool) -> list[str]:
     place = replace(gang.place(attempt), program=stored.program, names_task=names_task)
     snapshot = now(stored, gang, attempt)
@@ -223,7 +165,7 @@ def _told_by_metaflow(stored: StoredGangs, gang: StoredGang, attempt: int) -> li
 
 
 def _clock(line: Line) -> str:
-    """Return the local time of day of a line of a log."""
+    """Return the time of a log line as local time of day."""
     try:
         moment = datetime.fromisoformat(line.time).replace(tzinfo=timezone.utc).astimezone()
     except ValueError:  # a line without a time

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..gang.cause import signal_name
 from ..gang.history import Report
-from ..gang.texts import counted, duration, names, shortened, size_text
+from ..gang.texts import duration, names, shortened
 from ..records.snapshot import Snapshot
 from ..records.summary import Node, Rank, RankState, Summary
 from .parts.charts import COLOURS, frame, time_axis, time_unit
@@ -67,13 +67,17 @@ class Place:
         clone = f", which run {self.clone[0]} has cloned as task {self.clone[1]}" if self.clone else ""
         return f"{self.flow}, run {self.run}, step {self.step}, task {self.control_task}{tries}{latest}{clone}"
 
-    def commands(self, snapshot: Snapshot) -> str:
+    def commands(self, snapshot: Snapshot, features: Iterable[Feature] = ()) -> str:
         """Return the commands that show more of the gang, one on each line."""
+        of_features = [
+            command.name
+            for feature in features
+            if (command := feature.command()) and command.is_of_kept and snapshot.features.get(feature.name)
+        ]
         which = f" --attempt {self.attempt}" if self.attempt < self.last_attempt else ""
         of_task = f"/{self.control_task}" if self.names_task else ""
         where = f"{self.run}/{self.step}{of_task}{which}"
-        names = ["show", *(["outputs"] if snapshot.features.get("outputs") else []), "logs"]
-        found = [f"{self.program} {name} {where}" for name in names]
+        found = [f"{self.program} {name} {where}" for name in ("show", *of_features, "logs")]
         rank = (snapshot.cause or {}).get("rank")
         return "\n".join([*found, *([f"{found[-1]} --rank {rank}"] if rank is not None else [])])
 
@@ -176,6 +180,9 @@ def _outcome(shown: _Shown) -> tuple[str, tuple[Part, ...]]:
     if is_failure and before and before[-1].error is not None:
         last = before.pop()
         parts.append(Block("Cause" if last.cause is not None else "Error", (Code(shown.cut(last.text)),)))
+        if last.cause is not None and last.cause.get("stdout"):
+            title = f"Last lines of rank {last.cause['rank']}'s stdout"
+            parts.append(Block(title, (Code(last.cause["stdout"]),)))
     most = _MAX_REPORTS if shown.is_short else len(before)
     parts += [_former(shown, each) for each in before[::-1][:most]]
     if len(before) > most:
@@ -360,28 +367,24 @@ def _launch(shown: _Shown) -> tuple[str, tuple[Part, ...]]:
         ("ranks on each", str(snapshot.nproc_per_node or "")),
         ("launch", "" if summary.launch is None else str(summary.launch)),
         ("restarts", _restarts(snapshot)),
-        ("outputs", _outputs(snapshot)),
         ("entrypoint and arguments", (snapshot.command or "").partition(" -- ")[2]),
         *((title, snapshot.facts.get(name, "")) for name, title in _FACTS.items()),
     ]
     command = [Code(snapshot.command, f"Command on node {snapshot.node or 0}")] if snapshot.command else []
-    return "Launch", (Facts(tuple(rows)), *command, Code(shown.place.commands(snapshot), "Commands that show more"))
+    return "Launch", (
+        Facts(tuple(rows)),
+        *command,
+        Code(shown.place.commands(snapshot, shown.features), "Commands that show more"),
+    )
 
 
 def _restarts(snapshot: Snapshot) -> str:
-    """Return the number of restarts, with the limit from the record of the last one."""
-    said = [event.text for event in snapshot.events if event.kind == "restart"]
-    number = str(len(snapshot.summary.restarts_s))
-    return f"{number} (the last was {said[-1].partition(' in ')[0]})" if said else number
-
-
-def _outputs(snapshot: Snapshot) -> str:
-    """Return how much each launch has stored; it is what the feature of outputs keeps, by launch and node."""
-    found = []
-    for launch, nodes in (snapshot.features.get("outputs") or {}).items():
-        files, size = (sum(each[name] for each in nodes.values()) for name in ("files", "size"))
-        found.append(f"launch {launch}: {counted(files, 'file')}, {size_text(size)}")
-    return "; ".join(found)
+    """Return the number of restarts, and how many the last launch has left."""
+    number, limit = len(snapshot.summary.restarts_s), snapshot.max_restarts
+    if limit is None:  # no launch yet, a member's own page, or an older version's record
+        return str(number)
+    last = sum(event.kind == "restart" and event.launch == snapshot.summary.launch for event in snapshot.events)
+    return f"{number} ({max(0, limit - last)} left)" if limit else f"{number} (none allowed)"
 
 
 def _moment(seconds: float) -> str:

@@ -191,8 +191,7 @@ class TaskGang:
         )
         if not self._finds_tasks():
             self.live_card.give_up()
-        member, main_addr = join_as_member(registry, node, num_nodes, self._settings, self._emit)
-        member.follow = records.handle
+        member, main_addr = join_as_member(registry, node, num_nodes, self._settings, self._emit, records.handle)
         records.joined(member.host)
         return member, main_addr
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -13,12 +13,16 @@ from ...gang.keepers import Happened, Keeper, Plain, Remarks
 from ...gang.protocol import CONTROL, Told
 from ...gang.texts import counted, size_text
 from ...gang.wire import from_plain
-from ...launch.outputs import Outputs as Stored
 from ...launch.spec import LaunchSpec
 from ...launch.transfer import ValueStore
 from ...node.services import RunCall, Service, ToStore
 from ...node.watchers import Feature
+from ...outputs import Outputs as Stored
+from ...records.requests import GangCommand
+from ...records.summary import Summary
 from ...settings import StepSettings, argument
+from ...show.parts.model import Facts, Part
+from .command import COMMAND
 from .pieces import OutputPieces, StoredOutputs
 
 # For how many nodes, over all launches, the places of outputs are kept: some hundred kilobytes.
@@ -29,6 +33,7 @@ class Outputs(Feature):
     """Files that a launch leaves."""
 
     name = "outputs"
+    after = "nodes"
 
     def policy(self, given: Mapping[str, Any], settings: StepSettings) -> Plain:
         """Return whether a launch is to store files."""
@@ -51,6 +56,18 @@ class Outputs(Feature):
     def keeper(self, num_nodes: int, of_all: bool) -> Keeper | None:
         """Return what keeps where the files of all nodes are."""
         return OutputsKeeper() if of_all else None
+
+    def command(self) -> GangCommand | None:
+        """Return the command that lists and downloads the files."""
+        return COMMAND
+
+    def parts(self, kept: Any, summary: Summary) -> Sequence[Part]:
+        """Return how much each launch has stored."""
+        rows = []
+        for launch, nodes in (kept or {}).items():
+            files, size = (sum(each[name] for each in nodes.values()) for name in ("files", "size"))
+            rows.append((f"launch {launch}", f"{counted(files, 'file')}, {size_text(size)}"))
+        return (Facts(tuple(rows)),) if rows else ()
 
 
 class OutputsService(Service):

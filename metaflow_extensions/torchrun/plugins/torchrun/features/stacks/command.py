@@ -12,13 +12,13 @@ from typing import Any
 from ...errors import TorchrunError
 from ...gang.texts import counted, duration, names
 from ...gang.wire import to_plain
-from ...records.requests import Answer, Asking, GangCommand, GangHasEnded
+from ...records.requests import Answer, Asked, GangCommand, GangHasEnded
 from .told import GangStacks, RankStacks
 
 _WATCH_S = 5.0
 
 
-def ask_gang(gang: Asking, options: Mapping[str, Any]) -> Iterator[str]:
+def ask_gang(gang: Asked, options: Mapping[str, Any]) -> Iterator[str]:
     """Ask, and yield the answer as lines; with ``watch`` again and again, until the gang ends."""
     before = gang.last()
     answer = gang.ask({"native": options["native"]})

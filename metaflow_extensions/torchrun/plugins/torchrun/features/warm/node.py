@@ -1,7 +1,7 @@
 """Holds the spares of one node, in its task.
 
-One spare agent waits at a time, with its spare workers. A launch uses it up. The next one is started for a restart when
-all workers of a generation run, and for the step's next launch when a launch has ended.
+One spare agent waits at a time, with its spare workers, and a launch uses it. The next one is started when all workers
+of a generation run (for a restart), and when a launch has ended (for the step's next launch).
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ _LIMITS = sorted(name for name in dir(resource) if name.startswith("RLIMIT_"))
 
 
 class WarmNode:
-    """The spare of this node, while one waits; belongs to the step's thread."""
+    """Holds the waiting spare of this node, if any; only the step's thread uses it."""
 
     def __init__(self, preload: Sequence[str], env: Mapping[str, str], workers: int) -> None:
         self._preload = list(preload)
-        self._env, self._workers = dict(env), workers  # as the last launch had them
+        self._env, self._workers = dict(env), workers  # of the last launch
         self._waiting: GuardianProcess | None = None
-        self._inherited: dict[str, str] = {}  # by the one that waits
+        self._inherited: dict[str, str] = {}  # by the waiting spare
         self._owner = os.getpid()
 
     def to_start(
         self, cold_command: list[str], command: list[str], workers: int, worker_env: Mapping[str, str]
     ) -> WarmStart:
-        """Return how to start one agent; see `WarmStarts`."""
+        """Return the warm start of one agent; see `WarmStarts`."""
         return WarmStart(self, command, cold_command, workers, worker_env)
 
     def prepare(self) -> None:
-        """Start a spare like the last one, unless one waits. A failure is reported when a launch asks for the spare."""
+        """Start a spare like the last one, unless one waits. A failure is reported when a launch requests the spare."""
         with harmless():
             if self._waiting is None or not self._waiting.is_alive:
                 self._start()
@@ -59,7 +59,7 @@ class WarmNode:
         self._waiting = GuardianProcess("features.warm.guardian", [json.dumps(options)], self._env)
 
     def pop(self, env: Mapping[str, str], workers: int) -> GuardianProcess:
-        """Return the guardian that waits, and keep it no longer: the caller closes it. May raise anything."""
+        """Return the waiting guardian, which the caller must close. May raise any exception."""
         self._env, self._workers = dict(env), workers or self._workers
         if self._waiting is None or not self._waiting.is_alive:
             self._start()
@@ -72,37 +72,37 @@ class WarmNode:
         return guardian
 
     def renew(self) -> None:
-        """Replace the spare, in the background: packages may have changed since it imported them."""
+        """Replace the spare in the background, because packages may have changed since it imported them."""
         self.close()
         self.prepare()
 
     def close(self) -> None:
-        """End the spare, without waiting for that; safe to call more than once."""
-        # A process that the step has forked has a copy of the socket, and must not end its parent's spare.
+        """End the spare without waiting for its end; safe to call more than once."""
+        # A process that the step has forked has a copy of the socket, but must not end its parent's spare.
         if self._waiting is not None and os.getpid() == self._owner:
             self._waiting.close()
             self._waiting = None
 
     @property
     def pid(self) -> int | None:
-        """The pid of the guardian that waits; None without one."""
+        """The pid of the waiting guardian, or None."""
         return None if self._waiting is None else self._waiting.pid
 
 
 @dataclass(frozen=True)
 class WarmStart:
-    """How one agent is started warm."""
+    """The warm start of one agent."""
 
     node: WarmNode
     command: Sequence[str]  # of a spare agent
     cold_command: Sequence[str]
-    workers: int  # that are spares, too
-    worker_env: Mapping[str, str]  # what these have besides
+    workers: int  # number of spare workers
+    worker_env: Mapping[str, str]  # additional variables of these
 
     def start(self, env: Mapping[str, str], options: Options) -> GuardianProcess | Refused:
-        """Ask for the agent; return its guardian, or the reason why the request failed."""
+        """Request the agent; return its guardian, or the reason why that failed."""
         refused: list[Exception] = []
-        with harmless(refused.append):  # a cold start needs nothing of what can go wrong here
+        with harmless(refused.append):  # after any failure here the agent starts cold
             options = options._replace(cwd=options.cwd or os.getcwd())
             agent = {
                 "argv": [self.command[0], "-u", *self.command[1:]],
@@ -125,7 +125,7 @@ class WarmStart:
 def inherited() -> dict[str, str]:
     """Return the limits, user, cgroup, priority and CPUs of the calling thread, which its children inherit.
 
-    A spare has those of the moment when it was started. Where they differ at the request, the start is cold.
+    A spare has those of its start. If they differ at the request, the start is cold.
     """
     return {
         **{name: str(resource.getrlimit(getattr(resource, name))) for name in _LIMITS},
@@ -137,6 +137,6 @@ def inherited() -> dict[str, str]:
 
 
 def umask() -> int:
-    """Return the umask of this process, from /proc (Linux 4.7). `os.umask` would change it for all threads meanwhile."""
+    """Return the umask of this process from /proc (Linux 4.7). `os.umask` would change it for all threads."""
     fields = dict(line.partition(":")[::2] for line in read("/proc/self/status").splitlines())
     return int(fields["Umask"], 8)

@@ -16,9 +16,9 @@ from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
-from ..compat.datastore import DatastoreValues, values_at
-from ..errors import TorchrunError
-from ..gang.texts import counted, first_values, names, size_text
+from .compat.datastore import DatastoreValues, values_at
+from .errors import TorchrunError
+from .gang.texts import counted, first_values, names, size_text
 
 _PIECES_KEPT = 2  # while files are fetched: small ones share pieces
 
