@@ -20,10 +20,8 @@ from .services import Services
 class WarmStarts(Protocol):
     """Starts the agents of one node faster than cold; belongs to the step's thread."""
 
-    def to_start(
-        self, cold_command: list[str], command: list[str], workers: int, worker_env: Mapping[str, str]
-    ) -> Warm:
-        """Return how to start one agent warm: by `command` if as many `workers` can start warm, too, with `worker_env`."""
+    def to_start(self, command: list[str], workers: int) -> Warm:
+        """Return how to start one agent warm, and so many of its `workers`."""
 
     def prepare(self) -> None:
         """Prepare a spare for the next agent, in the background; raises nothing."""

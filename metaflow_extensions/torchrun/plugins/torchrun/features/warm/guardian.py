@@ -75,7 +75,7 @@ class Waiting:
         self._guardian = Guardian(self._task, self._task_end, options, self._starter(request["agent"]), self._news)
         if self._got_sigterm:  # it came before `self._guardian` was set
             self._guardian.note_sigterm()
-        return self._guardian.run(request["cold_command"])
+        return self._guardian.run(request["command"])
 
     def _next(self) -> dict[str, Any] | None:
         """Wait for the task to ask for an agent, as `WarmStart` does; None if this process is to end."""

@@ -38,11 +38,9 @@ class WarmNode:
         self._inherited: dict[str, str] = {}  # by the one that waits
         self._owner = os.getpid()
 
-    def to_start(
-        self, cold_command: list[str], command: list[str], workers: int, worker_env: Mapping[str, str]
-    ) -> WarmStart:
+    def to_start(self, command: list[str], workers: int) -> WarmStart:
         """Return how to start one agent; see `WarmStarts`."""
-        return WarmStart(self, command, cold_command, workers, worker_env)
+        return WarmStart(self, command, workers)
 
     def prepare(self) -> None:
         """Start a spare like the last one, unless one waits. A failure is reported when a launch asks for the spare."""
@@ -94,10 +92,8 @@ class WarmStart:
     """How one agent is started warm."""
 
     node: WarmNode
-    command: Sequence[str]  # of a spare agent
-    cold_command: Sequence[str]
+    command: Sequence[str]
     workers: int  # that are spares, too
-    worker_env: Mapping[str, str]  # what these have besides
 
     def start(self, env: Mapping[str, str], options: Options) -> GuardianProcess | Refused:
         """Ask for the agent; return its guardian, or the reason why the request failed."""
@@ -110,9 +106,8 @@ class WarmStart:
                 "cwd": options.cwd,
                 "umask": umask(),
                 "workers": self.workers,
-                "worker_env": dict(self.worker_env),
             }
-            request = {"options": options._asdict(), "agent": agent, "cold_command": self.cold_command}
+            request = {"options": options._asdict(), "agent": agent, "command": self.command}
             data = json.dumps(request).encode()
             guardian = self.node.pop(env, self.workers)
             if guardian.ask(data):
