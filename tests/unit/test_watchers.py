@@ -180,8 +180,8 @@ class Warm:
     def __init__(self):
         self.states = []
 
-    def to_start(self, *_):
-        return None
+    def start(self, *_):
+        """The agent of this test asks for nothing."""
 
     def prepare(self):
         self.states.append(self.node.member.runs_own_code)

@@ -4,11 +4,12 @@ import json
 import os
 import queue
 import sys
+from functools import partial
 from pathlib import Path
 
 from unit_helpers import eventually, is_running, write
 
-from metaflow_extensions.torchrun.plugins.torchrun.features.warm.node import WarmNode, WarmStart
+from metaflow_extensions.torchrun.plugins.torchrun.features.warm.node import WarmNode
 from metaflow_extensions.torchrun.plugins.torchrun.features.warm.spare_workers import POPEN_OF_WORKERS
 from metaflow_extensions.torchrun.plugins.torchrun.guardian.agent_events import End, Refused
 from metaflow_extensions.torchrun.plugins.torchrun.guardian.guardian import Options
@@ -99,7 +100,7 @@ class Warm:
         options = Options(*logs, workers=count, **{"grace_s": 2.0, "silence_s": 30.0, **options})
         words = [str(out), what, str(count), *(script or [self.script, "löss", ""])]
         command = [sys.executable, "-m", "torch.distributed.run", *words]
-        start = WarmStart(self.node, command, count if self.workers else 0)
+        start = partial(self.node.start, command, count if self.workers else 0)
         agent = AgentProcess(command, {**self.env, **(env or {})}, options, events.put, start)
         self.agents.append(agent)
         agent.start()

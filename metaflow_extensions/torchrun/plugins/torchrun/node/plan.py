@@ -9,19 +9,23 @@ from typing import TYPE_CHECKING, Any, Protocol
 from ..gang.cause import Cause
 from ..gang.policy import LaunchPolicy
 from ..gang.protocol import WORKERS
+from ..guardian.agent_events import Refused
+from ..guardian.guardian import Options
+from ..guardian.guardian_process import GuardianProcess
 from ..launch.spec import LaunchSpec
 from ..launch.transfer import ValueStore
 from ..logs.follower import Write
 from ..machine.accelerators import Machine
-from .agent import Warm
 from .services import Services
 
 
 class WarmStarts(Protocol):
     """Starts the agents of one node faster than cold; belongs to the step's thread."""
 
-    def to_start(self, command: list[str], workers: int) -> Warm:
-        """Return how to start one agent warm, and so many of its `workers`."""
+    def start(
+        self, command: list[str], workers: int, env: Mapping[str, str], options: Options
+    ) -> GuardianProcess | Refused:
+        """Return a guardian that starts an agent warm, and so many of its workers; or why there is none."""
 
     def prepare(self) -> None:
         """Prepare a spare for the next agent, in the background; raises nothing."""

@@ -7,6 +7,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from ..events import Event
 from ..gang.cause import SHORT_PEER_ERRORS
@@ -111,7 +112,7 @@ def share_of_machine(machine: Machine, given: Mapping[str, str]) -> dict[str, st
 def _warm(plan: Plan, command: list[str]) -> Warm | None:
     if plan.warm_node is None or plan.warm == "off":
         return None
-    return plan.warm_node.to_start(command, plan.spec.nproc if plan.has_warm_workers else 0)
+    return partial(plan.warm_node.start, command, plan.spec.nproc if plan.has_warm_workers else 0)
 
 
 def _options(plan: Plan, folder: str, logs: dict[str, str]) -> Options:
