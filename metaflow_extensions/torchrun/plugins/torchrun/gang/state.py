@@ -13,6 +13,7 @@ from typing import Any
 
 from ..errors import TorchrunError
 from . import obstacles
+from .agreement import contradiction
 from .cause import Cause, Failure, cause_of
 from .course import Course, Outgoing
 from .history import History, of_the_gang
@@ -255,7 +256,7 @@ class Gang:
         if self.nodes.count(*gone):
             self._course.finish(obstacles.step_has_ended(launch.number, self.nodes.which(*gone)))
         elif len(launch.ready) == self.num_nodes:
-            error = launch.contradiction()
+            error = contradiction(launch.ready)
             if error is not None:
                 self._course.finish(error)
                 return
