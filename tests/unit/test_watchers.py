@@ -83,7 +83,7 @@ class Counting(Feature):
 
 def watchers_of(*features):
     said = []
-    here = Here(None, "/folder", lambda: None, lambda rank: False, said.append, said.append, dict, lambda: None)
+    here = Here(None, "/folder", lambda: None, lambda rank: False, said.append, said.append, dict, lambda: None, int)
     return Watchers(features, here, 3, 4), said
 
 
