@@ -86,11 +86,6 @@ class Plan:
     program: Program | None = None  # what each node runs instead of torchrun and its workers
 
     @property
-    def ranks(self) -> list[int]:
-        """The global ranks of this node."""
-        return [self.spec.global_rank(local_rank) for local_rank in range(self.spec.nproc)]
-
-    @property
     def is_elastic(self) -> bool:
         """Whether torchrun itself may start workers again."""
         return self.spec.min_nodes is not None

@@ -91,14 +91,10 @@ class StacksWatcher(Watcher):
             data, self._next = self._next, None
             # A daemon: a worker that the kernel holds must not keep the task from its end.
             # Both here: the table of workers belongs to the thread that calls `run`.
-            about = data, dict(self._here.running()), self._ended()
+            ended = [rank for rank in self._here.plan.spec.ranks if self._here.has_ended(rank)]
+            about = data, dict(self._here.running()), ended
             self._thread = threading.Thread(target=self._ask, args=about, name="torchrun-asks", daemon=True)
             self._thread.start()
-
-    def _ended(self) -> list[int]:
-        spec = self._here.plan.spec
-        first = spec.node_index * spec.nproc
-        return [rank for rank in range(first, first + spec.nproc) if self._here.has_ended(rank)]
 
     def _ask(self, data: Plain, workers: dict[int, int], ended: list[int]) -> None:
         try:
