@@ -62,7 +62,7 @@ class Gang:
         self._is_time_up = False  # whether the end of the step's @timeout was handled
         self._clock = clock
         self._mark = 0  # how many records there were when the last launch ended
-        # By the launch's number; only of launches that a node may still call.
+        # Launch number -> verdict, of launches that have ended since workers last began: a node may still call them.
         self._verdicts: dict[int, TorchrunError | None] = {}
         # The *ready* of nodes that wait for the next launch while one still runs, and the *failed* of those that give
         # it up meanwhile: they are handled when that one is over.
@@ -269,8 +269,7 @@ class Gang:
         launch = self._launch
         # Where the nodes' numbers contradict each other, each of these launches has ended.
         numbers = {launch.number, *(ready.launch for ready in launch.ready.values())}
-        if len(numbers) > 1 or len(launch.ready) < self.num_nodes:  # otherwise all nodes have called it
-            self._verdicts.update(dict.fromkeys(numbers, error))
+        self._verdicts.update(dict.fromkeys(numbers, error))
         self._mark = self.history.count
         if error is not None and self.nodes.count(NodeState.LOST):
             self._break(error)  # without all its nodes the gang can't launch again
