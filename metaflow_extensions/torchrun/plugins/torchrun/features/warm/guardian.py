@@ -113,7 +113,8 @@ class Waiting:
 
     def _end_spares(self) -> None:
         """End the spare agent and its workers. Workers become children of this process when their agent has ended."""
-        await_or_kill(living_descendants(os.getpid()), 0.0)
+        for _ in range(2):  # what a spare has forked while it was killed is a child of this process by now
+            await_or_kill(living_descendants(os.getpid()), 0.0)
 
     def _is_wanted(self) -> bool:
         """Return whether the task still waits for an agent: a command is a request to stop."""
