@@ -55,31 +55,26 @@ class GuardianProcess:
         """Whether it has not ended."""
         return not self._process.has_ended
 
-    def tell(self, line: str) -> bool:
-        """Send a command; return whether the guardian could still get it.
+    def tell(self, line: str) -> None:
+        """Send a command, unless the guardian has ended.
 
         One that somebody has stopped (SIGSTOP) is continued: else it and all below it would outlive the task. A process
         that runs does not notice this.
         """
         self._process.send_signal(signal.SIGCONT)
-        return self._send(f"{line}\n".encode())
+        with suppress(OSError):
+            self._commands.sendall(f"{line}\n".encode(), _NO_SIGNAL)
 
     def ask(self, request: bytes) -> bool:
         """Send a request of any length, before any command; return whether the guardian has confirmed it."""
         self._commands.settimeout(_ANSWER_S)
         try:
-            is_sent = self._send(len(request).to_bytes(8, "big") + request)
             with suppress(OSError):  # it has ended, or its time is up
-                return is_sent and self._commands.recv(1) == CONFIRMED
+                self._commands.sendall(len(request).to_bytes(8, "big") + request, _NO_SIGNAL)
+                return self._commands.recv(1) == CONFIRMED
             return False
         finally:
             self._commands.settimeout(None)
-
-    def _send(self, data: bytes) -> bool:
-        with suppress(OSError):
-            self._commands.sendall(data, _NO_SIGNAL)
-            return True
-        return False
 
     def events(self) -> Iterator[AgentEvent]:
         """Yield its events of one agent up to `End` or its own end.
