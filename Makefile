@@ -1,6 +1,6 @@
 # `make demo` and `make test` need only Python (3.10 or newer; on Debian and Ubuntu also python3-venv) and make.
 #
-#   TORCH=torch==2.13.0   what to install as PyTorch; see README.md for CUDA builds
+#   TORCH=torch==2.13.0   what to install as PyTorch; see CONTRIBUTING.md for other builds
 #   VENV=.venv            where the virtual environment goes
 #   CHAOS=                options for `make chaos`, such as --chaos-table=FILE
 #   BENCH=                options for `make bench`, such as --only NAME

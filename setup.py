@@ -70,6 +70,7 @@ def page_without_links_to_files() -> str:
     """Return the README for a package index, which has none of the files that it links to."""
     page = (HERE / "README.md").read_text(encoding="utf-8")
     page = re.sub(r"^!\[[^]]*\]\((?!https?:)[^)]*\)\n", "", page, flags=re.MULTILINE)  # an image has a line of its own
+    page = re.sub(r"<picture>.*?</picture>\n*", "", page, flags=re.DOTALL)
     return re.sub(r"\[([^]]*)\]\((?!https?:)[^)]*\)", r"\1", page)
 
 

@@ -112,10 +112,6 @@ def train(slope):
     return slope * int(os.environ["RANK"])
 
 
-def train_func(config):
-    return config["lr"]
-
-
 """
 _AROUND = """
     @step

@@ -45,7 +45,7 @@ PICTURES = (
     Picture("failed", "examples/failing-node", ("--with", "card:type=torchrun"), True, _TABLE),
     Picture("hang", "website/pictured", ("--how", "hang"), True, _CHART),
     Picture(
-        "finished", "examples/min-gpt", ("--steps", "60"), False, _CHART, ((1280, False), (1280, True), (390, False))
+        "finished", "examples/min-gpt", ("--steps", "60"), False, _CHART, ((1280, False), (1280, True), (390, False), (390, True))
     ),
     Picture("restarted", "website/pictured", ("--how", "killed"), False, _TABLE),
 )

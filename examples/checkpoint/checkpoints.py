@@ -1,7 +1,7 @@
 """Checkpoints of a distributed job: in Metaflow's datastore under @checkpoint, else in a folder.
 
-A checkpoint has one part or more, each a folder that one process saves. It counts when all its parts are there, so a job
-that ends while it saves leaves the checkpoint before it as the last one.
+A checkpoint has one or more parts. One process saves each part, a folder. The checkpoint is complete when all parts are
+there. So a job that ends while it saves leaves the former checkpoint as the last one.
 """
 
 import os
@@ -13,13 +13,13 @@ from typing import Any
 
 
 class InMetaflow:
-    """What `@checkpoint` keeps for the step's task, of all its attempts."""
+    """The checkpoints that `@checkpoint` stores for all attempts of the step's task."""
 
     def save(self, part: Path, about: dict[str, int]) -> None:
         from metaflow import Checkpoint
 
-        # Each process numbers its checkpoints from 0, also after a restart. A name of its own keeps this one from being
-        # written over another.
+        # Each process numbers its checkpoints from 0, also after a restart. So without its own name, this one would
+        # overwrite an earlier one.
         Checkpoint().save(str(part), name="-".join(f"{word}{number}" for word, number in about.items()), metadata=about)
 
     def parts(self) -> Iterator[tuple[dict[str, int], Any]]:
@@ -57,7 +57,7 @@ class InFolder:
 
 
 def open_store(folder: Path) -> InMetaflow | InFolder:
-    """The environment of a task with @checkpoint has this variable, and its workers inherit it."""
+    """Return the store: a task with @checkpoint has this variable, and its workers inherit it."""
     return InMetaflow() if "METAFLOW_CHECKPOINT_UID" in os.environ else InFolder(folder)
 
 
@@ -68,7 +68,7 @@ def save_part(store: InMetaflow | InFolder, folder: Path, step: int, part: int =
 
 
 def find_last(store: InMetaflow | InFolder) -> tuple[int, list[Any]] | None:
-    """The last checkpoint that has all its parts: the number of steps, and the parts' keys."""
+    """Return the last complete checkpoint: its number of steps, and the keys of its parts."""
     found: dict[tuple[int, ...], list[Any]] = defaultdict(list)
     for about, key in store.parts():
         found[about["step"], about["attempt"], about["restart"], about["parts"]].append(key)

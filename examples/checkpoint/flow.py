@@ -1,4 +1,4 @@
-"""Train with checkpoints in Metaflow's datastore: an attempt that loses a node is followed by one that goes on."""
+"""Train with checkpoints in Metaflow's datastore: after a lost node, the next attempt continues."""
 
 import hashlib
 import tempfile
@@ -14,12 +14,12 @@ class CheckpointFlow(FlowSpec):
         "nproc-again", type=int, default=0, help="processes per node when tried again; 0: as before"
     )
     steps = Parameter("steps", type=int, default=20, help="steps in all")
-    every = Parameter("every", type=int, default=4, help="steps from one checkpoint to the next")
+    every = Parameter("every", type=int, default=4, help="steps between two checkpoints")
     sharded = Parameter("sharded", is_flag=True, default=False, help="each rank has and saves a part of the weights")
     restarts = Parameter(
         "restarts", type=int, default=0, help="how often to start all processes again within an attempt"
     )
-    pause = Parameter("pause", type=float, default=0.0, help="seconds after each step, to have time to disturb it")
+    pause = Parameter("pause", type=float, default=0.0, help="seconds to wait after each step")
     die_at = Parameter("die-at", type=int, default=0, help="let the last rank die once after so many steps")
 
     @step
@@ -28,7 +28,7 @@ class CheckpointFlow(FlowSpec):
 
     @retry(times=2, minutes_between_retries=0)
     @model
-    # The script loads; else each node would load the last part first. The card could make a step fail (0.2.14).
+    # The script itself loads checkpoints, not each task. The card of 0.2.14 can make a step fail.
     @checkpoint(load_policy="none", show_card=False)
     @torchrun
     @step

@@ -1,4 +1,4 @@
-"""Brings the last checkpoint to all nodes."""
+"""Load the last checkpoint on all nodes."""
 
 import os
 import shutil
@@ -14,9 +14,9 @@ from checkpoints import InFolder, InMetaflow, find_last
 
 @contextmanager
 def last_checkpoint(store: InMetaflow | InFolder) -> Iterator[tuple[int, Path] | None]:
-    """All ranks enter it; they get the last checkpoint's step and a folder with all its files, or None.
+    """Yield the last checkpoint's step and a folder with its files, or None; all ranks must call it.
 
-    Rank 0 chooses, since the others might see a newer one. One process of each node brings the files.
+    Rank 0 chooses, since the others might see a newer one. One process of each node downloads the files.
     """
     chosen = [find_last(store) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(chosen, src=0)
@@ -36,7 +36,7 @@ def last_checkpoint(store: InMetaflow | InFolder) -> Iterator[tuple[int, Path] |
 
 
 def node_folder(name: str) -> Path:
-    """A new folder of this node's, which its ranks share; the first of them makes it."""
+    """Return a new folder for all ranks of this node; local rank 0 creates it."""
     made = [tempfile.mkdtemp(prefix=f"{name}-") if os.environ["LOCAL_RANK"] == "0" else ""]
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, made[0])

@@ -1,4 +1,4 @@
-"""Trains a small network. Rank 0 saves model and optimizer, and every start goes on from the last checkpoint."""
+"""Train a small network. Rank 0 saves model and optimizer, and every start continues from the last checkpoint."""
 
 import argparse
 import gc
@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 FILE = "state.pt"
-BATCH = 32  # examples a step, over all ranks
+BATCH = 32  # examples in a step, over all ranks
 
 
 def build_model() -> nn.Module:
@@ -25,7 +25,7 @@ def build_model() -> nn.Module:
 
 
 def batch_of(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """This rank's examples of a step; they depend on the step alone, so that who goes on sees the same ones."""
+    """Return this rank's examples of a step. They depend only on the step, so a restart sees the same ones."""
     inputs = torch.randn(BATCH, 8, generator=torch.Generator().manual_seed(step))
     rank, size = dist.get_rank(), dist.get_world_size()
     mine = inputs[rank * BATCH // size : (rank + 1) * BATCH // size]
@@ -38,8 +38,8 @@ class Trainer:
         self.model = build_model()
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01)
         self.resume()
-        # It keeps DDP from grouping the gradients anew after the first step. Whoever goes on would add them up in another
-        # order than whoever was not disturbed, and with more than two ranks the weights would differ in the last bits.
+        # The argument keeps DDP from grouping the gradients again after its first step. Otherwise, with more than two ranks,
+        # a training that continues would add them in another order, and the last bits of the weights would differ.
         self.ddp = DistributedDataParallel(self.model, find_unused_parameters=True)
 
     def resume(self) -> None:
@@ -75,20 +75,20 @@ class Trainer:
 
 
 class Stop:
-    """A node that is to end has its workers told by SIGTERM; all ranks must stop after the same step."""
+    """Notices SIGTERM, which the workers of a node get when it must end. All ranks must stop after the same step."""
 
     def __init__(self) -> None:
-        self.told = torch.zeros(1)
-        signal.signal(signal.SIGTERM, lambda *_: self.told.fill_(1))
+        self.asked = torch.zeros(1)
+        signal.signal(signal.SIGTERM, lambda *_: self.asked.fill_(1))
 
     def on_any_rank(self) -> bool:
-        told = self.told.clone()
-        dist.all_reduce(told, dist.ReduceOp.MAX)
-        return bool(told)
+        asked = self.asked.clone()
+        dist.all_reduce(asked, dist.ReduceOp.MAX)
+        return bool(asked)
 
 
 def die_at(step: int) -> None:
-    """To show what happens: let the last rank die by SIGKILL, the first time that it has done so many steps."""
+    """Kill the last rank by SIGKILL after this step, once, to show what happens."""
     if dist.get_rank() == dist.get_world_size() - 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         print(f"dies after step {step}")
         os.kill(os.getpid(), signal.SIGKILL)
@@ -115,11 +115,11 @@ def train(trainer: Trainer, args: argparse.Namespace) -> None:
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=20, help="steps in all, those before a checkpoint included")
-    parser.add_argument("--every", type=int, default=4, help="steps from one checkpoint to the next")
+    parser.add_argument("--steps", type=int, default=20, help="steps in all, including those before a checkpoint")
+    parser.add_argument("--every", type=int, default=4, help="steps between two checkpoints")
     parser.add_argument("--checkpoints", type=Path, default="checkpoints", help="where, if not in Metaflow's datastore")
     parser.add_argument("--output", type=Path, help="rank 0 writes the model's weights here")
-    parser.add_argument("--pause", type=float, default=0.0, help="seconds after each step, to have time to disturb it")
+    parser.add_argument("--pause", type=float, default=0.0, help="seconds to wait after each step")
     parser.add_argument("--die-at", type=int, help="let the last rank die once after so many steps")
     return parser.parse_args()
 

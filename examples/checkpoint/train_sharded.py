@@ -1,6 +1,6 @@
-"""The same training with FSDP, where each rank has a part of the weights, and saves it in a file of its own.
+"""The same training with FSDP: each rank has a part of the weights, and saves it in its own file.
 
-torch.distributed.checkpoint puts the parts together for any number of ranks. FSDP2 needs torch 2.6 or newer.
+torch.distributed.checkpoint can load the parts on any number of ranks. FSDP2 needs torch 2.6 or newer.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""One rank fails on purpose: see how the whole job stops and what every node reports."""
+"""One rank fails on purpose: all nodes stop, and each reports the cause."""
 
 import json
 import tempfile
@@ -33,7 +33,7 @@ class FailingNodeFlow(FlowSpec):
                 entrypoint_args={"how": self.how, "fail-rank": self.fail_rank, "output-dir": output_dir},
                 nproc_per_node=self.nproc,
             )
-            # Rank 0 lives on node 0, and only that node can see the file it wrote.
+            # Rank 0 is on node 0, and only that node has the file that it wrote.
             if current.parallel.node_index == 0:
                 self.done = json.loads((Path(output_dir) / "done.json").read_text())
         self.next(self.join)

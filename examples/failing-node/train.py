@@ -1,4 +1,4 @@
-"""Ranks work in step with each other until one of them fails and leaves the rest waiting."""
+"""The ranks meet at every step, until one of them fails and the others wait for it."""
 
 import argparse
 import json
@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 
 def pick_device() -> torch.device:
-    """One GPU per process where this node has enough of them, else the CPU."""
+    """Return one GPU per process where this node has enough of them, else the CPU."""
     if torch.cuda.device_count() < int(os.environ["LOCAL_WORLD_SIZE"]):
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -27,17 +27,17 @@ def fail(how: str, step: int) -> None:
         raise ValueError(f"the loss is not a number at step {step}")
     if how == "exit":
         sys.exit(7)
-    # What the kernel does to a process when memory runs out: no handler runs, no traceback is left.
+    # The kernel does the same when memory runs out: no handler runs, and there is no traceback.
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def work(args: argparse.Namespace, device: torch.device) -> int:
-    """The number of steps done, after which every rank has met every other that many times."""
+    """Return the number of steps done. In each step, all ranks meet once."""
     for step in range(1, args.steps + 1):
         if args.how != "none" and dist.get_rank() == args.fail_rank and step == args.fail_at_step:
             fail(args.how, step)
         met = torch.ones(1, device=device)
-        # The healthy ranks wait here for the one that is gone.
+        # The other ranks wait here for the one that failed.
         dist.all_reduce(met)
         print(f"step {step}: met {int(met.item())} ranks", flush=True)
         time.sleep(args.step_s)

@@ -1,4 +1,4 @@
-"""DeepSpeed with ZeRO-1: each rank has all weights, and the optimizer's state of some of them."""
+"""DeepSpeed with ZeRO-1: each rank has all weights, and the optimizer state of a part of them."""
 
 import os
 
@@ -9,14 +9,14 @@ from torch import nn
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 16,
-    "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}},  # its own would be compiled first
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}},  # its own Adam would be compiled first
     "zero_optimization": {"stage": 1},
 }
 
 
 def main() -> None:
     if not torch.cuda.is_available():
-        # On a CPU, DeepSpeed would compile a shortcut between ranks of one machine first: a minute, and a compiler.
+        # On a CPU, DeepSpeed would first compile its communication in shared memory: a minute, and a compiler.
         deepspeed.ops.__compatible_ops__ = {}
     deepspeed.init_distributed()  # with gloo where there is no GPU
     rank, ranks = dist.get_rank(), dist.get_world_size()

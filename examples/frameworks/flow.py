@@ -4,7 +4,7 @@ from pathlib import Path
 
 from metaflow import FlowSpec, Parameter, current, step, torchrun
 
-# The scripts are not named like the packages: Python would import them instead.
+# A script must not have the name of a package: Python would import the script instead.
 SCRIPTS = {
     "trainer": "hf_trainer.py",
     "accelerate": "hf_accelerate.py",
@@ -34,7 +34,7 @@ class FrameworksFlow(FlowSpec):
     @step
     def train(self):
         script, run = SCRIPTS[self.framework], current.torch.run
-        if self.framework == "fsdp2":  # half of the ranks go on where all of them have ended
+        if self.framework == "fsdp2":  # half of the ranks continue where all ranks ended
             run(script, {"folder": self.checkpoints, "steps": 20}, nproc_per_node=self.nproc)
             run(script, {"folder": self.checkpoints, "steps": 40}, nproc_per_node=max(1, self.nproc // 2))
         else:

@@ -1,4 +1,4 @@
-"""FSDP2: each rank has a part of the weights; what some ranks have saved, fewer or more can load."""
+"""FSDP2: each rank has a part of the weights. Another number of ranks can load what they saved."""
 
 import argparse
 import os
@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 
 
 def pick_device() -> torch.device:
-    """One GPU per process where this node has enough of them, else the CPU."""
+    """Return one GPU per process where this node has enough of them, else the CPU."""
     if torch.cuda.device_count() < int(os.environ["LOCAL_WORLD_SIZE"]):
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -24,7 +24,7 @@ def pick_device() -> torch.device:
 
 
 class Training:
-    """All that a checkpoint must hold; torch.distributed.checkpoint calls the last two methods."""
+    """The contents of a checkpoint; torch.distributed.checkpoint calls the last two methods."""
 
     def __init__(self, device: torch.device) -> None:
         torch.manual_seed(0)
@@ -36,7 +36,7 @@ class Training:
         self.step, self.saved_by, self.loss = 0, 0, 0.0
 
     def loss_at(self, step: int) -> torch.Tensor:
-        """Return this rank's part of the loss; what a step learns from does not depend on the number of ranks."""
+        """Return this rank's part of the loss. The data of a step does not depend on the number of ranks."""
         inputs = torch.randn(64, 8, generator=torch.Generator().manual_seed(step))
         labels = (inputs[:, 0] > 0).long() + 2 * (inputs[:, 1] > 0).long()
         own = slice(dist.get_rank(), None, dist.get_world_size())
@@ -67,7 +67,7 @@ class Training:
 
 
 def last_checkpoint(folder: Path) -> Path | None:
-    """Return the last one that is whole, as rank 0 sees it: its file of metadata is written last."""
+    """Return the last complete checkpoint that rank 0 finds: the file .metadata is written last."""
     found = [max((file.parent for file in folder.glob("step-*/.metadata")), default=None)]
     dist.broadcast_object_list(found, src=0)
     return found[0]

@@ -1,4 +1,4 @@
-"""Hugging Face's Accelerate: a training loop of one's own, on whatever there is."""
+"""Hugging Face's Accelerate: your own training loop, on GPUs or CPUs."""
 
 import argparse
 import os
@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 
 def data() -> TensorDataset:
-    """Points, and on which side of a line they are."""
+    """Points with a label: on which side of a line they are."""
     points = torch.randn(512, 2, generator=torch.Generator().manual_seed(0))
     return TensorDataset(points, (points @ torch.tensor([1.0, -2.0]) > 0).long())
 
@@ -19,7 +19,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--forget-cpu", action="store_true", help="see what becomes of that")
     args = parser.parse_args()
-    # Without a GPU, and without `cpu`, Accelerate makes no process group: each rank would train by itself.
+    # Without a GPU and without `cpu`, Accelerate makes no process group, and each rank would train by itself.
     accelerator = Accelerator(cpu=not torch.cuda.is_available() and not args.forget_cpu)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 16), nn.ReLU(), nn.Linear(16, 2))

@@ -12,7 +12,7 @@ NUMBERS, LENGTH = 32, 16
 
 
 def rows(count: int) -> list[dict[str, list[int]]]:
-    """Each counts on from another number."""
+    """Sequences that count, each from another number."""
     texts = [[(row + place) % NUMBERS for place in range(LENGTH)] for row in range(count)]
     return [{"input_ids": text, "labels": text} for text in texts]
 
@@ -20,7 +20,7 @@ def rows(count: int) -> list[dict[str, list[int]]]:
 def arguments(forget_use_cpu: bool, folder: str) -> TrainingArguments:
     return TrainingArguments(
         output_dir=folder,
-        # Without a GPU, and without this, Trainer makes no process group: each rank would train by itself.
+        # Without a GPU and without this, Trainer makes no process group, and each rank would train by itself.
         use_cpu=not torch.cuda.is_available() and not forget_use_cpu,
         max_steps=40,
         per_device_train_batch_size=8,

@@ -1,4 +1,4 @@
-"""Lightning's Trainer with its strategy ``ddp``."""
+"""Lightning's Trainer with the strategy ``ddp``."""
 
 import os
 from typing import Any
@@ -38,7 +38,7 @@ def main() -> None:
     trainer = lightning.Trainer(
         accelerator="gpu" if torch.cuda.is_available() else "cpu",
         strategy="ddp",
-        # Lightning does not take these from torchrun: it only compares them with the number of ranks.
+        # Lightning does not read these numbers from torchrun, but checks them against the number of ranks.
         devices=int(os.environ["LOCAL_WORLD_SIZE"]),
         num_nodes=int(os.environ["GROUP_WORLD_SIZE"]),
         max_epochs=4,

@@ -1,4 +1,4 @@
-"""Pipelining: each rank has some layers, and passes what comes of a small batch on to the next rank."""
+"""Pipelining: each rank has some layers, and sends their output to the next rank."""
 
 import os
 
@@ -11,13 +11,13 @@ MICROBATCHES = 4
 
 
 def layer(number: int, device: torch.device) -> nn.Module:
-    """Return one of the layers: the same on whatever rank."""
+    """Return a layer, with the same weights on every rank."""
     torch.manual_seed(number)
     return nn.Sequential(nn.Linear(16, 16), nn.Tanh()).to(device)
 
 
 def trained_whole(layers: int, inputs: torch.Tensor, wanted: torch.Tensor) -> list[float]:
-    """Train one model of all layers here, to compare with; return the losses."""
+    """Train a model of all layers here, for comparison; return the losses."""
     model = nn.Sequential(*(layer(number, inputs.device) for number in range(layers)))
     optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.5), []
     for _ in range(20):
@@ -46,7 +46,7 @@ def main() -> None:
         parts: list[torch.Tensor] = []
         if rank == 0:
             schedule.step(inputs)
-        else:  # the last one judges
+        else:  # the last rank computes the loss
             schedule.step(**({"target": wanted, "losses": parts} if rank == ranks - 1 else {}))
         optimizer.step()
         losses.append(sum(part.item() for part in parts) / MICROBATCHES)

@@ -10,7 +10,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 
 class Block(nn.Module):
-    """What the wide part of a transformer's layer is."""
+    """The wide part of a transformer's layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -21,7 +21,7 @@ class Block(nn.Module):
 
 
 def trained(model: nn.Module, inputs: torch.Tensor) -> list[float]:
-    """Train to give back what it gets; return the losses."""
+    """Train the model to return its input; return the losses."""
     optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.5), []
     for _ in range(20):
         optimizer.zero_grad()

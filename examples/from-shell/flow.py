@@ -1,4 +1,4 @@
-"""What took a shell on every machine: one torchrun, or one mpirun, over all nodes."""
+"""A script that was started by hand on every machine, run by torchrun or mpirun on all nodes."""
 
 import json
 import tempfile
@@ -25,7 +25,7 @@ class FromShellFlow(FlowSpec):
             output = Path(folder) / "found.json"
             words = ["--backend", self.backend, "--ranks", self.nodes * self.nproc, "--output", output]
             if self.backend == "mpi":
-                # mpirun starts the ranks. On each node it takes one process that lets it.
+                # mpirun starts the ranks. Each node runs one process that helps it.
                 entrypoint = [self.python, "mpirun.py"] if self.python else "mpirun.py"
                 current.torch.run(entrypoint, [self.nproc, "train.py", *words], nproc_per_node=1)
             else:

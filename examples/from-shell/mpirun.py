@@ -2,8 +2,8 @@
 
     torchrun ... --nproc-per-node=1 mpirun.py RANKS_PER_NODE SCRIPT [ARGUMENTS]
 
-mpirun runs on the first node. It wants to start one daemon on every node, and calls ssh for that. Here it calls a
-shell script instead, which leaves the command in a folder. It goes to the node through torchrun's store. For Open MPI.
+mpirun runs on the first node, and calls ssh to start a daemon on every node. Here it calls a shell script instead, which
+writes the command to a folder. This program then sends the command to its node through torchrun's store. For Open MPI.
 """
 
 import os
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from torch.distributed import PrefixStore, Store, TCPStore, init_process_group, is_mpi_available
 
-# What ssh does, but for the way to the other side: the first argument is the host, the others are one command line.
+# It has the arguments of ssh: the first one is the host, the others are the command line.
 AGENT = """#!/bin/sh
 host=$1; shift
 printf '%s' "$*" > "{folder}/$host.part"
@@ -24,7 +24,7 @@ mv "{folder}/$host.part" "{folder}/$host"
 
 
 def host(node: int) -> str:
-    """A name that mpirun can't take for the machine that it runs on."""
+    """Return a name for a node that mpirun does not take for its own machine."""
     return f"node-{node}.gang"
 
 
@@ -34,11 +34,11 @@ def mpirun(folder: str, nodes: int, ranks_per_node: int, words: list[str]) -> li
     agent.write_text(AGENT.format(folder=folder))
     agent.chmod(0o700)
     options = ["--host", hosts, "-np", str(nodes * ranks_per_node), "--prtemca", "plm_ssh_agent", str(agent)]
-    options += ["--mca", "mpi_yield_when_idle", "1"]  # ranks that wait leave the CPU to those who watch them
-    interface = os.environ.get("GLOO_SOCKET_IFNAME")  # it leads to the other nodes; the launcher has found it
+    options += ["--mca", "mpi_yield_when_idle", "1"]  # waiting ranks leave the CPU to other processes
+    interface = os.environ.get("GLOO_SOCKET_IFNAME")  # the interface to the other nodes, which the launcher set
     if interface:
         options += ["--mca", "btl_tcp_if_include", interface]
-    if interface == "lo":  # all nodes are on this machine: Open MPI 5.0.7 mixes up their ranks and their shared memory
+    if interface == "lo":  # all nodes are on this machine: Open MPI 5.0.7 confuses their ranks and shared memory
         options += ["--mca", "coll", "^han", "--mca", "btl", "self,tcp"]
     if os.geteuid() == 0:
         options.append("--allow-run-as-root")
@@ -46,7 +46,7 @@ def mpirun(folder: str, nodes: int, ranks_per_node: int, words: list[str]) -> li
 
 
 def run_on_all(store: Store, nodes: int, ranks_per_node: int, words: list[str]) -> int:
-    """Run mpirun to its end, with a daemon here, and hand on what the other nodes have to run; return its exit code."""
+    """Run mpirun to its end, start its daemon here, and send the other nodes their commands; return its exit code."""
     with tempfile.TemporaryDirectory() as folder:
         running = subprocess.Popen(mpirun(folder, nodes, ranks_per_node, words))
         waiting = set(range(nodes))
@@ -59,13 +59,13 @@ def run_on_all(store: Store, nodes: int, ranks_per_node: int, words: list[str]) 
                     store.set(host(node), command)
                 waiting.remove(node)
             time.sleep(0.05)
-    for node in waiting:  # mpirun has failed before it came to them
+    for node in waiting:  # mpirun failed before it reached them
         store.set(host(node), f"exit {running.returncode}")
     return running.returncode
 
 
 def torchruns_store() -> Store:
-    """Connect to the store that torchrun has; the usual way to it wants libuv, which Debian's PyTorch lacks."""
+    """Connect to torchrun's store without libuv, which Debian's PyTorch lacks."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = TCPStore(address, port, is_master=False, use_libuv=False)
     return PrefixStore(f"mpirun/{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
@@ -74,7 +74,7 @@ def torchruns_store() -> Store:
 def main() -> None:
     ranks_per_node, words = int(sys.argv[1]), sys.argv[2:]
     if not is_mpi_available():
-        init_process_group("mpi")  # raises what PyTorch has to say about that
+        init_process_group("mpi")  # raises PyTorch's own error
     node, nodes = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = torchruns_store()
     if node == 0:

@@ -1,4 +1,4 @@
-"""Fits a line to points on all machines, with the backend that is asked for; started by hand, by a launcher or by a flow.
+"""Fit a line to points on all machines, with the given backend. Start it by hand, by a launcher or by a flow.
 
 Who it is, it takes from the environment, as torchrun and older launchers set it: RANK, WORLD_SIZE, LOCAL_RANK,
 MASTER_ADDR and MASTER_PORT. With MPI, mpirun says it in its own way.
@@ -17,7 +17,7 @@ SLOPE, OFFSET = 3.0, -1.0
 
 
 def pick_device(backend: str) -> torch.device:
-    """A GPU of its own for nccl, else the CPU."""
+    """Return a GPU for this process with nccl, otherwise the CPU."""
     if backend != "nccl":
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -26,13 +26,13 @@ def pick_device(backend: str) -> torch.device:
 
 
 def average(tensor: torch.Tensor) -> torch.Tensor:
-    """The mean over all ranks."""
+    """Return the mean over all ranks."""
     dist.all_reduce(tensor)
     return tensor / dist.get_world_size()
 
 
 def fit(steps: int, device: torch.device) -> tuple[torch.Tensor, float]:
-    """Weights that all ranks share, and the last loss; each rank has points of its own."""
+    """Return the weights, equal on all ranks, and the last loss; each rank has its own points."""
     torch.manual_seed(dist.get_rank())
     x = torch.rand(256, device=device)
     y = SLOPE * x + OFFSET
@@ -47,7 +47,7 @@ def fit(steps: int, device: torch.device) -> tuple[torch.Tensor, float]:
 
 
 def are_the_same(weights: torch.Tensor) -> bool:
-    """Whether all ranks have the same weights."""
+    """Return whether all ranks have the same weights."""
     least, most = weights.clone(), weights.clone()
     dist.all_reduce(least, op=dist.ReduceOp.MIN)
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
@@ -76,7 +76,7 @@ def main() -> None:
     if rank == 0 and args.output:
         found = {"slope": weights[0].item(), "offset": weights[1].item(), "loss": loss, "ranks": ranks, "same": same}
         args.output.write_text(json.dumps(found))
-    dist.barrier()  # With MPI (torch 2.6), tensors whose last collective is just over deadlock with what follows.
+    dist.barrier()  # With MPI (torch 2.6), to destroy the group right after a collective can deadlock.
     dist.destroy_process_group()
 
 

@@ -1,4 +1,4 @@
-"""The model, its training on all ranks and its evaluation; nothing here knows of Metaflow."""
+"""The model, its training on all ranks and its evaluation; nothing here uses Metaflow."""
 
 import gzip
 
@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def load(data: bytes) -> tuple[torch.Tensor, torch.Tensor]:
-    """Images and labels; a line is 8 x 8 pixels from 0 to 16, and the digit."""
+    """Return images and labels; a line has 8 x 8 pixels from 0 to 16, and the digit."""
     lines = gzip.decompress(data).decode().splitlines()
     rows = torch.tensor([[int(value) for value in line.split(",")] for line in lines])
     rows = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))]
@@ -28,7 +28,7 @@ def build_model() -> nn.Module:
 
 
 def train(data: bytes, epochs: int, lr: float, batch_size: int) -> tuple[nn.Module, list[float]]:
-    """Train on this rank's share; the process group is there already."""
+    """Train on this rank's part of the images; the process group already exists."""
     rank, world = dist.get_rank(), dist.get_world_size()
     device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
     images, labels = (tensor.to(device) for tensor in split(data, held_out=False))
@@ -52,7 +52,7 @@ def train(data: bytes, epochs: int, lr: float, batch_size: int) -> tuple[nn.Modu
 
 @torch.no_grad()
 def accuracy(weights: dict[str, torch.Tensor], data: bytes) -> tuple[float, int]:
-    """Share of the held-out digits that are recognised, and how many these are."""
+    """Return the accuracy on the held-out digits, and their number."""
     model = build_model()
     model.load_state_dict(weights)
     images, labels = split(data, held_out=True)

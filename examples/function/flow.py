@@ -1,4 +1,4 @@
-"""Train by a function: hyperparameters in, weights and metrics out, evaluated in the next step."""
+"""Train with a function. Its arguments are hyperparameters, its value is weights and metrics for the next step."""
 
 import os
 from dataclasses import dataclass
@@ -22,8 +22,8 @@ class Trained:
 
 
 def train(hyper: Hyperparameters, data: bytes) -> Trained | None:
-    """Every rank calls this; what rank 0 returns is enough, since all end with the same weights."""
-    import digits  # imports torch, which the flow's own tasks do without
+    """Train on every rank; only rank 0 returns a value, since all ranks end with the same weights."""
+    import digits  # it imports torch, which the flow's tasks do not need
 
     model, losses = digits.train(data, hyper.epochs, hyper.lr, hyper.batch_size)
     if os.environ["RANK"] != "0":
@@ -32,7 +32,7 @@ def train(hyper: Hyperparameters, data: bytes) -> Trained | None:
 
 
 class FunctionFlow(FlowSpec):
-    # Metaflow stores the file with the run, so that every node has it, wherever it runs.
+    # Metaflow stores the file with the run, so every node has it on any machine.
     data = IncludeFile("data", is_text=False, default="digits.csv.gz", help="the images")
     nodes = Parameter("nodes", type=int, default=2, help="tasks of the train step, each one node of the job")
     nproc = Parameter("nproc", type=int, default=2, help="processes per node")

@@ -1,4 +1,4 @@
-"""Two Metaflow tasks become the two nodes of one PyTorch job; every rank says hello."""
+"""Two Metaflow tasks become the two nodes of one PyTorch job; every rank prints a line."""
 
 import json
 import tempfile
@@ -24,7 +24,7 @@ class HelloFlow(FlowSpec):
                 entrypoint_args={"output-dir": output_dir},
                 nproc_per_node=self.nproc,
             )
-            # Nodes need not share a disk, so each one keeps what its own ranks wrote.
+            # Nodes may have separate disks, so each one stores what its own ranks wrote.
             self.ranks = [json.loads(path.read_text()) for path in Path(output_dir).glob("rank-*.json")]
         self.node_index = current.parallel.node_index
         self.next(self.join)
@@ -43,7 +43,7 @@ class HelloFlow(FlowSpec):
         world_size = self.nodes * self.nproc
         if [fact["rank"] for fact in self.ranks] != list(range(world_size)):
             raise RuntimeError(f"expected ranks 0 to {world_size - 1}, got {self.ranks}")
-        # Metaflow's log drops leading spaces, so columns are aligned to the left.
+        # Metaflow's log removes leading spaces, so the columns are aligned to the left.
         print("rank  local rank  node  device  host")
         for fact in self.ranks:
             print("{rank:<4}  {local_rank:<10}  {node:<4}  {device:<6}  {host}".format(**fact))

@@ -1,4 +1,4 @@
-"""Every rank says who it is, then all ranks add up one number each and check the sum."""
+"""Every rank prints its place in the job. Then all ranks add one number each and check the sum."""
 
 import argparse
 import json
@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 
 def pick_device() -> torch.device:
-    """One GPU per process where this node has enough of them, else the CPU."""
+    """Return one GPU per process where this node has enough of them, else the CPU."""
     if torch.cuda.device_count() < int(os.environ["LOCAL_WORLD_SIZE"]):
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -20,7 +20,7 @@ def pick_device() -> torch.device:
 
 
 def who_am_i(device: torch.device) -> dict[str, object]:
-    """What torchrun told this process about its place in the job."""
+    """Return this process's place in the job, from torchrun's variables."""
     return {
         "rank": dist.get_rank(),
         "local_rank": int(os.environ["LOCAL_RANK"]),
@@ -33,7 +33,7 @@ def who_am_i(device: torch.device) -> dict[str, object]:
 
 
 def sum_over_ranks(device: torch.device) -> int:
-    """Rank r contributes r + 1, so that a rank that is missing always changes the sum."""
+    """Add r + 1 for rank r, so that a missing rank always changes the sum."""
     number = torch.tensor([dist.get_rank() + 1], dtype=torch.int64, device=device)
     dist.all_reduce(number, op=dist.ReduceOp.SUM)
     return int(number.item())

@@ -6,7 +6,7 @@ import torch
 
 
 def is_table(paragraph: str) -> bool:
-    # A grammar rule may start a line with "|" too, but does not end it with one.
+    # A line of a grammar rule may also start with "|", but does not end with it.
     lines = [line.strip() for line in paragraph.splitlines()]
     return any(line.startswith(("|", "+-")) and line.endswith(("|", "-+")) for line in lines)
 
@@ -14,12 +14,12 @@ def is_table(paragraph: str) -> bool:
 def load_text() -> str:
     """All topics in one text, without the tables, which are mostly blanks.
 
-    Topics quote each other: a paragraph is kept the first time only, so that none of the held-out text was seen
-    in training.
+    Topics quote each other. Each paragraph is kept only once, so that the training text contains nothing of the
+    held-out text.
     """
     paragraphs = "\n\n".join(topics[name] for name in sorted(topics)).split("\n\n")
     text = "\n\n".join(paragraph for paragraph in dict.fromkeys(paragraphs) if not is_table(paragraph))
-    # A handful of typographic characters, too rare to learn.
+    # The few typographic characters are too rare to learn.
     return "".join(character for character in text if character.isascii())
 
 
@@ -33,6 +33,6 @@ def decode(tokens: torch.Tensor, vocabulary: str) -> str:
 
 
 def split(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Training text and held-out text: the last tenth."""
+    """Return the training text and the held-out text, which is the last tenth."""
     border = len(tokens) * 9 // 10
     return tokens[:border], tokens[border:]

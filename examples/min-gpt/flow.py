@@ -1,4 +1,4 @@
-"""Train a small GPT on Python's reference manual over several Metaflow tasks, and keep model and sample."""
+"""Train a small GPT on Python's reference manual over several Metaflow tasks, and store model and sample."""
 
 import json
 import os
@@ -11,8 +11,8 @@ from metaflow.metaflow_config import DEFAULT_DATASTORE
 
 
 def loss_table(history: list[dict[str, float]]) -> str:
-    """One line per evaluation, with a bar as long as the held-out loss."""
-    # Metaflow's log drops leading spaces, so columns are aligned to the left.
+    """Return one line for each evaluation, with a bar as long as the held-out loss."""
+    # Metaflow's log removes leading spaces, so the columns are aligned to the left.
     lines = ["step  training  held out"]
     for entry in history:
         bar = "#" * round(8 * entry["held_out_loss"])
@@ -21,7 +21,7 @@ def loss_table(history: list[dict[str, float]]) -> str:
 
 
 def python_command() -> str:
-    """Starts a Python that finds this run; a local datastore is found through the folder or the environment."""
+    """Return a command that starts a Python which finds this run: in its folder, or with the datastore's variable."""
     if DEFAULT_DATASTORE != "local":
         return "python"
     root = os.environ.get("METAFLOW_DATASTORE_SYSROOT_LOCAL")
@@ -47,7 +47,7 @@ class MinGPTFlow(FlowSpec):
             entrypoint="train.py",
             entrypoint_args={"steps": self.steps, "batch-size": self.batch_size, "output-dir": "trained"},
             nproc_per_node=self.nproc,
-            outputs=["trained/"],  # what rank 0 writes there is kept, wherever its node was
+            outputs=["trained/"],  # stores what rank 0 writes there
         )
         self.next(self.join)
 
@@ -71,7 +71,7 @@ class MinGPTFlow(FlowSpec):
         print(loss_table(metrics["history"]))
         print(f"\nloss on text it never saw: {before:.3f} before, {after:.3f} after training")
         print("\nWhat it writes now:\n")
-        # The edge keeps the indentation, which Metaflow's log would drop.
+        # The "|" keeps the indentation, which Metaflow's log would remove.
         print(textwrap.indent(sample, "| ", lambda line: True))
         print()
         print(f"Stored with this run: {', '.join(f'{file.name} ({file.size:,} bytes)' for file in self.outputs)}.")

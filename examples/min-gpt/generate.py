@@ -1,4 +1,4 @@
-"""Let a trained model write: takes model.pt from train.py or from the outputs of a run of flow.py."""
+"""Let a trained model write. It loads model.pt from train.py, or from the outputs of a run of flow.py."""
 
 import argparse
 from pathlib import Path
@@ -10,12 +10,12 @@ from model import GPT, GPTConfig
 
 
 def stored_model(run: str | None) -> BinaryIO:
-    """The model of one run, `123`, or of the latest one that succeeded."""
-    # Only here: with --model, nothing but torch is needed.
+    """Return the model of a run, such as `123`, or of the latest successful one."""
+    # Imported here, because --model needs only torch.
     from metaflow import Flow, namespace
     from metaflow.exception import MetaflowNotFound
 
-    # Runs of every user, and so also those of a container's user without a name.
+    # This finds the runs of every user, such as those of a container's user without a name.
     namespace(None)
     try:
         flow = Flow("MinGPTFlow")

@@ -61,14 +61,14 @@ class GPT(nn.Module):
 
     @staticmethod
     def _initialize(module: nn.Module) -> None:
-        # Small weights: the first guess is then close to "all characters are equally likely".
+        # With small weights, all characters are nearly equally likely at first.
         if isinstance(module, nn.Linear | nn.Embedding):
             nn.init.normal_(module.weight, std=0.02)
         if isinstance(module, nn.Linear):
             nn.init.zeros_(module.bias)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Scores of the next character, for every position of (batch, length) tokens."""
+        """Return scores of the next character, for every position of (batch, length) tokens."""
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.characters(tokens) + self.positions(positions)
         return self.head(self.norm(self.blocks(x)))
@@ -76,7 +76,7 @@ class GPT(nn.Module):
     @torch.no_grad()
     def generate(self, tokens: torch.Tensor, count: int, temperature: float, seed: int = 0) -> torch.Tensor:
         """Append `count` sampled characters to a (1, length) prompt."""
-        # Drawn on the CPU, so that one seed gives one text whatever the device.
+        # Sampled on the CPU, so that a seed gives the same text on every device.
         generator = torch.Generator().manual_seed(seed)
         for _ in range(count):
             scores = self(tokens[:, -self.config.block_size :])[:, -1].cpu() / temperature

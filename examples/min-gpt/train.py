@@ -21,7 +21,7 @@ PROMPT = "The "
 
 
 def pick_device() -> torch.device:
-    """One GPU per process where this node has enough of them, else the CPU."""
+    """Return one GPU per process where this node has enough of them, else the CPU."""
     if torch.cuda.device_count() < int(os.environ["LOCAL_WORLD_SIZE"]):
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -30,7 +30,7 @@ def pick_device() -> torch.device:
 
 
 class Blocks:
-    """Random blocks of a text with the text one character further on; each rank draws its own."""
+    """Random blocks of a text, each with the same block one character later; each rank draws its own."""
 
     def __init__(self, tokens: torch.Tensor, block_size: int, batch_size: int, device: torch.device) -> None:
         self.tokens = tokens
@@ -57,14 +57,14 @@ def mean_over_ranks(value: torch.Tensor) -> float:
 
 @torch.no_grad()
 def held_out_loss(model: torch.nn.Module, blocks: Blocks, batches: int = 4) -> float:
-    """Over the same blocks at every call, other blocks on every rank."""
+    """Return the mean loss over all ranks, on the same blocks at every call; each rank has other blocks."""
     generator = torch.Generator().manual_seed(dist.get_rank())
     losses = [loss_of(model, blocks.draw(generator)) for _ in range(batches)]
     return mean_over_ranks(torch.stack(losses).mean())
 
 
 def learning_rate(step: int, steps: int, highest: float) -> float:
-    """Rises over the first tenth of the training, then falls along a cosine to a twentieth."""
+    """Return a rate that rises in the first tenth of the training, then falls along a cosine to a twentieth."""
     warmup = max(1, steps // 10)
     if step < warmup:
         return highest * (step + 1) / warmup
@@ -72,18 +72,18 @@ def learning_rate(step: int, steps: int, highest: float) -> float:
     return highest * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
-def tell(**numbers: float) -> None:
-    """Tell how far this rank is, for the gang's card; under plain torchrun nobody reads it."""
+def report(**numbers: float) -> None:
+    """Report this rank's progress for the card; under plain torchrun nobody reads it."""
     with open(os.environ.get("TORCHRUN_METRICS", os.devnull), "a") as metrics:
         print(json.dumps(numbers), file=metrics)
 
 
 def train(model: GPT, training: Blocks, held_out: Blocks, args: argparse.Namespace) -> list[dict[str, float]]:
-    """The losses at the start and after every `eval_every` steps."""
+    """Train; return the losses at the start and after every `eval_every` steps."""
     device = training.device
     ddp = DistributedDataParallel(model, device_ids=[device.index] if device.type == "cuda" else None)
-    # Fused, the step is one kernel. By separate ones, with two threads for each rank on a busy CPU, the first step was
-    # seen to round otherwise on one rank than on the other (torch 2.13), so that their weights were not the same.
+    # With `fused`, the optimizer's step is one kernel. With separate kernels and two threads for each rank, a busy CPU
+    # once rounded the first step differently on two ranks (torch 2.13), and their weights differed.
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.99), weight_decay=0.1, fused=True)
     generator = torch.Generator().manual_seed(1000 + dist.get_rank())
     started = time.monotonic()
@@ -111,7 +111,7 @@ def train(model: GPT, training: Blocks, held_out: Blocks, args: argparse.Namespa
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        tell(step=step + 1, total=args.steps, loss=loss.item(), lr=lr)
+        report(step=step + 1, total=args.steps, loss=loss.item(), lr=lr)
         if (step + 1) % args.eval_every == 0 or step + 1 == args.steps:
             note(step + 1)
             recent.clear()
@@ -119,7 +119,7 @@ def train(model: GPT, training: Blocks, held_out: Blocks, args: argparse.Namespa
 
 
 def same_on_all_ranks(model: GPT) -> bool:
-    """Whether every rank ended with the same weights, bit for bit."""
+    """Return whether all ranks ended with the same weights, bit for bit."""
     weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
     lowest, highest = weights.clone(), weights.clone()
     dist.all_reduce(lowest, op=dist.ReduceOp.MIN)
@@ -171,8 +171,8 @@ def run(args: argparse.Namespace, device: torch.device) -> None:
 
 
 def leave_group() -> None:
-    # DDP's reference cycles hold the group, and so its gloo threads, past its end; a thread that still tidies up
-    # while Python exits aborts the process ("terminate called without an active exception"). Collected, they end here.
+    # DDP's reference cycles keep the group's gloo threads alive. A thread that still runs while Python exits aborts the
+    # process ("terminate called without an active exception"). Garbage collection ends the threads here.
     gc.collect()
     dist.destroy_process_group()
 

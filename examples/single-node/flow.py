@@ -22,7 +22,7 @@ class SingleNodeFlow(FlowSpec):
                 entrypoint_args={"steps": self.steps, "output-dir": folder},
                 nproc_per_node=self.nproc,
                 cwd=folder,
-                outputs=["rank-*.json"],  # stored with the run, and read where they are needed
+                outputs=["rank-*.json"],  # stored with the run
             )
         self.next(self.end)
 
@@ -32,7 +32,7 @@ class SingleNodeFlow(FlowSpec):
         ranks = [json.load(outputs.open(file.name)) for file in outputs]
         if len(ranks) != self.nproc:
             raise RuntimeError(f"expected {self.nproc} reports, got {ranks}")
-        # Each rank saw other points; equal answers mean that the gradients were averaged.
+        # Each rank had other points. Equal results mean that the gradients were averaged.
         answers = {(report["slope"], report["intercept"]) for report in ranks}
         if len(answers) != 1:
             raise RuntimeError(f"the ranks ended with different models: {answers}")

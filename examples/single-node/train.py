@@ -1,4 +1,4 @@
-"""Data-parallel fit of a line whose slope and intercept are known, so that the answer can be checked."""
+"""Fit a line on all ranks. Its slope and intercept are known, so the result can be checked."""
 
 import argparse
 import gc
@@ -14,7 +14,7 @@ SLOPE, INTERCEPT = 3.0, -2.0
 
 
 def pick_device() -> torch.device:
-    """One GPU per process where this machine has enough of them, else the CPU."""
+    """Return one GPU per process where this machine has enough of them, else the CPU."""
     if torch.cuda.device_count() < int(os.environ["LOCAL_WORLD_SIZE"]):
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -23,7 +23,7 @@ def pick_device() -> torch.device:
 
 
 def noisy_points(count: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Points that only this rank sees: the seed is the rank."""
+    """Return points that only this rank has: the seed is the rank."""
     generator = torch.Generator().manual_seed(dist.get_rank())
     x = torch.rand(count, 1, generator=generator) * 2 - 1
     y = SLOPE * x + INTERCEPT + 0.1 * torch.randn(count, 1, generator=generator)
@@ -31,7 +31,7 @@ def noisy_points(count: int, device: torch.device) -> tuple[torch.Tensor, torch.
 
 
 def fit(steps: int, device: torch.device) -> tuple[float, float, float]:
-    """Slope, intercept and the last loss of this rank."""
+    """Return slope, intercept and the last loss of this rank."""
     line = torch.nn.Linear(1, 1).to(device)
     model = DistributedDataParallel(line, device_ids=[device.index] if device.type == "cuda" else None)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
@@ -48,8 +48,8 @@ def fit(steps: int, device: torch.device) -> tuple[float, float, float]:
 
 
 def leave_group() -> None:
-    # DDP's reference cycles hold the group, and so its gloo threads, past its end; a thread that still tidies up
-    # while Python exits aborts the process ("terminate called without an active exception"). Collected, they end here.
+    # DDP's reference cycles keep the group's gloo threads alive. A thread that still runs while Python exits aborts the
+    # process ("terminate called without an active exception"). Garbage collection ends the threads here.
     gc.collect()
     dist.destroy_process_group()
 

@@ -1,4 +1,4 @@
-"""A tensor goes around a ring of processes that spans several Metaflow tasks."""
+"""A tensor goes once around the processes of several Metaflow tasks."""
 
 import json
 import tempfile
@@ -25,7 +25,7 @@ class TensorPassFlow(FlowSpec):
                 entrypoint_args={"output-dir": output_dir},
                 nproc_per_node=self.nproc,
             )
-            # Rank 0 lives on node 0, and only that node can see the file it wrote.
+            # Rank 0 is on node 0, and only that node has the file that it wrote.
             if current.parallel.node_index == 0:
                 self.ring = json.loads((Path(output_dir) / "ring.json").read_text())
         self.next(self.join)

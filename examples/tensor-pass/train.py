@@ -1,4 +1,4 @@
-"""A tensor travels once around all ranks; each rank writes its own entry, rank 0 checks the result."""
+"""A tensor goes once around all ranks. Each rank writes its own entry, and rank 0 checks the result."""
 
 import argparse
 import json
@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 
 def pick_device() -> torch.device:
-    """One GPU per process where this node has enough of them, else the CPU."""
+    """Return one GPU per process where this node has enough of them, else the CPU."""
     if torch.cuda.device_count() < int(os.environ["LOCAL_WORLD_SIZE"]):
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -19,7 +19,7 @@ def pick_device() -> torch.device:
 
 
 def stamp(rank: int) -> int:
-    """What a rank writes; not the rank itself, so that an untouched or misplaced entry shows."""
+    """Return what a rank writes: not the rank itself, so that a missing or misplaced entry is visible."""
     return 100 + rank
 
 
@@ -31,7 +31,7 @@ def pass_on(tensor: torch.Tensor, rank: int, world_size: int) -> None:
 
 
 def go_round(device: torch.device) -> list[int]:
-    """Rank 0 starts the lap and is the last to receive; the others receive before they send."""
+    """Pass the tensor around. Rank 0 sends first and receives last; the others receive before they send."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     tensor = torch.zeros(world_size, dtype=torch.int64, device=device)
     sender = (rank - 1) % world_size
@@ -70,7 +70,7 @@ def main() -> None:
     received = go_round(device)
     if dist.get_rank() == 0:
         check(received, args.output_dir)
-    # No rank may leave while its neighbour still reads from it.
+    # No rank may end while the next rank still receives from it.
     dist.barrier()
     dist.destroy_process_group()
 

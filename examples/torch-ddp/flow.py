@@ -8,7 +8,7 @@ from metaflow import FlowSpec, IncludeFile, Parameter, current, step, torchrun
 
 
 class DigitsFlow(FlowSpec):
-    # Metaflow stores the file with the run, so that every node has it, wherever it runs.
+    # Metaflow stores the file with the run, so every node has it on any machine.
     data = IncludeFile("data", is_text=False, default="digits.csv.gz", help="the images")
     nodes = Parameter("nodes", type=int, default=2, help="tasks of the train step, each one node of the job")
     nproc = Parameter("nproc", type=int, default=2, help="processes per node")

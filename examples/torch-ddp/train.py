@@ -19,7 +19,7 @@ SNAPSHOT_NAME = "snapshot.pt"
 
 
 def pick_device() -> torch.device:
-    """One GPU per process where this node has enough of them, else the CPU."""
+    """Return one GPU per process where this node has enough of them, else the CPU."""
     if torch.cuda.device_count() < int(os.environ["LOCAL_WORLD_SIZE"]):
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -28,8 +28,8 @@ def pick_device() -> torch.device:
 
 
 def load_data(path: Path) -> tuple[TensorDataset, TensorDataset]:
-    """Training and held-out images; the same split on every rank, because the seed is fixed."""
-    with gzip.open(path, "rt") as file:  # a line is 8 x 8 pixels from 0 to 16, and the digit
+    """Return training and held-out images, split alike on every rank by a fixed seed."""
+    with gzip.open(path, "rt") as file:  # a line has 8 x 8 pixels from 0 to 16, and the digit
         rows = torch.tensor([[int(value) for value in line.split(",")] for line in file])
     images = rows[:, :64].reshape(-1, 1, 8, 8).float() / 16.0
     labels = rows[:, 64]
@@ -52,19 +52,19 @@ def build_model() -> nn.Module:
 
 
 def save_snapshot(folder: Path, snapshot: dict[str, Any]) -> None:
-    """Written beside and renamed: a process killed in the middle leaves the previous snapshot whole."""
+    """Write another file and rename it: a process that is killed in between leaves the former snapshot whole."""
     folder.mkdir(parents=True, exist_ok=True)
     unfinished = folder / f"{SNAPSHOT_NAME}.tmp"
     with unfinished.open("wb") as file:
         torch.save(snapshot, file)
-        # A rename can reach the disk before the data does; after a power cut that would be an empty snapshot.
+        # Without fsync, the rename can reach the disk before the data; after a power cut the snapshot would be empty.
         file.flush()
         os.fsync(file.fileno())
     os.replace(unfinished, folder / SNAPSHOT_NAME)
 
 
 def load_snapshot(folder: Path | None) -> dict[str, Any] | None:
-    """Rank 0 reads and hands out to all, so only the first node needs to see the folder."""
+    """Return the snapshot that rank 0 reads and sends to all; only its node needs the folder."""
     found: list[dict[str, Any] | None] = [None]
     if dist.get_rank() == 0 and folder and (folder / SNAPSHOT_NAME).exists():
         found[0] = torch.load(folder / SNAPSHOT_NAME, map_location="cpu", weights_only=True)
@@ -73,14 +73,14 @@ def load_snapshot(folder: Path | None) -> dict[str, Any] | None:
 
 
 def fail_once() -> None:
-    """Let the last rank fail, when nothing has failed before: to show what a restart does."""
+    """Let the last rank fail once, to show a restart."""
     dist.barrier()  # rank 0 has saved its snapshot
     if dist.get_rank() == dist.get_world_size() - 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         raise RuntimeError("told to fail here")
 
 
 class Trainer:
-    """Model, optimizer and the history of epochs: all that a snapshot must hold."""
+    """Model, optimizer and history of epochs, which a snapshot contains."""
 
     def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
         self.device = device
@@ -119,7 +119,7 @@ class Trainer:
                 fail_once()
 
     def _train_epoch(self, epoch: int) -> float:
-        # The shuffle depends on the epoch alone, so a resumed run sees the order the unbroken run would have seen.
+        # The order depends only on the epoch, so a resumed run has the same order as a run without a break.
         self.sampler.set_epoch(epoch)
         total = torch.zeros((), device=self.device)
         for images, labels in self.loader:
@@ -133,9 +133,9 @@ class Trainer:
 
     @torch.no_grad()
     def accuracy(self) -> float:
-        """Every rank judges its own share; a sampler would repeat images to make the shares equal."""
+        """Return the accuracy. Each rank tests its own part; a sampler would repeat images to make the parts equal."""
         images, labels = (tensor[dist.get_rank() :: dist.get_world_size()] for tensor in self.held_out.tensors)
-        # Through the bare model: shares differ in size, and DDP expects all ranks to move alike.
+        # The model without DDP: the parts differ in size, and DDP expects the same calls on all ranks.
         right = (self.model(images.to(self.device)).argmax(dim=1) == labels.to(self.device)).sum()
         dist.all_reduce(right)
         return right.item() / len(self.held_out)
@@ -149,7 +149,7 @@ class Trainer:
 
 
 def same_on_all_ranks(model: nn.Module) -> bool:
-    """Whether every rank ended with the same weights, bit for bit."""
+    """Return whether all ranks ended with the same weights, bit for bit."""
     weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
     lowest, highest = weights.clone(), weights.clone()
     dist.all_reduce(lowest, op=dist.ReduceOp.MIN)
@@ -183,8 +183,8 @@ def run(args: argparse.Namespace, device: torch.device) -> None:
 
 
 def leave_group() -> None:
-    # DDP's reference cycles hold the group, and so its gloo threads, past its end; a thread that still tidies up
-    # while Python exits aborts the process ("terminate called without an active exception"). Collected, they end here.
+    # DDP's reference cycles keep the group's gloo threads alive. A thread that still runs while Python exits aborts the
+    # process ("terminate called without an active exception"). Garbage collection ends the threads here.
     gc.collect()
     dist.destroy_process_group()
 
@@ -192,10 +192,10 @@ def leave_group() -> None:
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, default=Path(__file__).parent / "digits.csv.gz")
-    parser.add_argument("--epochs", type=int, default=5, help="epochs in all, those of a snapshot included")
+    parser.add_argument("--epochs", type=int, default=5, help="epochs in all, including those of a snapshot")
     parser.add_argument("--batch-size", type=int, default=32, help="images per rank and step")
     parser.add_argument("--lr", type=float, default=0.05)
-    parser.add_argument("--snapshot-dir", type=Path, help="keep a snapshot here, and resume from it when there is one")
+    parser.add_argument("--snapshot-dir", type=Path, help="save a snapshot here, and resume from it if there is one")
     parser.add_argument("--fail-after", type=int, help="let the last rank fail once after so many epochs")
     parser.add_argument("--output-dir", type=Path, help="rank 0 writes metrics.json and model.pt here")
     return parser.parse_args()

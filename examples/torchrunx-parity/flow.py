@@ -1,4 +1,4 @@
-"""What torchrunx promises, as steps of a flow."""
+"""The features that torchrunx promises, as steps of a flow."""
 
 import os
 import time
@@ -17,7 +17,7 @@ class Fit:
 
 
 def fit_line(slope: float, steps: int = 200) -> Fit:
-    """Fit a line to points that only this rank sees; the gradients are averaged over all ranks."""
+    """Fit a line to points that only this rank has; the gradients are averaged over all ranks."""
     import torch
     from torch.nn.parallel import DistributedDataParallel
 
@@ -57,11 +57,11 @@ class ParityFlow(FlowSpec):
     @step
     def train(self):
         torch = current.torch
-        # 1 and 2: a function with its arguments, on every process of every machine.
+        # 1 and 2: a function with its arguments runs in every process on every machine.
         self.fits = torch.run(fit_line, {"slope": 3.0}, process_group="auto", gather=True)
-        # 4: the same script goes on with another width; the first launch's processes are gone.
+        # 4: the same script continues with another number of processes. Those of the first launch have ended.
         self.prediction = torch.run(predict, [self.fits.local_rank(0).weights, 2.0], nproc_per_node=1)
-        # 5: a failure anywhere is an exception here, on every machine.
+        # 5: a failure of any rank is an exception here, on every machine.
         try:
             torch.run(stumble, {"rank": 3})
         except ValueError as error:
@@ -71,7 +71,7 @@ class ParityFlow(FlowSpec):
     @step
     def join(self, inputs):
         nodes = sorted(inputs, key=lambda node: node.fits.node_index)
-        # 3: what each process has returned, by its rank or by machine and local rank.
+        # 3: what each process returned, by rank, or by machine and local rank.
         fits = [nodes[0].fits.rank(rank) for rank in range(4)]
         same = all(node.fits.local_rank(i).rank == 2 * n + i for n, node in enumerate(nodes) for i in (0, 1))
         print("1. a function ran on", sorted(fit.rank for fit in fits), "with slope=3.0")

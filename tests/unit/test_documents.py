@@ -224,7 +224,7 @@ def test_the_flow_for_backends_can_be_defined(tmp_path):
 def test_the_reference_says_how_long_a_line_may_be():
     reference = " ".join(read("docs/reference.md").split())
     assert f"Lines over {MAX_LINE_BYTES // 1024} KiB are shown in pieces" in reference
-    assert f"Of a line over {LINE_CHARS // 1024} KiB the control node has the begin" in reference
+    assert f"Of a line over {LINE_CHARS // 1024} KiB only the beginning is sent" in reference
 
 
 def rows_of(text: str) -> list[list[str]]:

@@ -117,7 +117,7 @@ def test_after_a_failure_outputs_are_stored_when_the_gang_says_so(fails, writing
     assert begun == "storing its outputs, for 60 s at most"
     if fails:
         assert told is None
-        assert said[0].startswith("what outputs there are could not be stored in the s3 datastore s3://bucket after 0")
+        assert said[0].startswith("its outputs could not be stored in the s3 datastore s3://bucket after 0")
     else:
         assert rows(store, told["key"])[0] == ("model.pt", False)
     assert len(error.outputs) == (0 if fails else 2)

@@ -129,7 +129,7 @@ def refuses(reports):
     raise PreflightError("node 1 is odd")
 
 
-NOT_IN = "node 1 (host host-b) did not take part in the test: no word within 0.2 s."
+NOT_IN = "node 1 (host host-b) did not take part in the test: no message within 0.2 s."
 NO_ANSWER = "node 0 did not answer after the test: its rank 0 is stuck or slow."
 BROKEN = "; ".join(f"rank {rank}: ValueError: it's broken" for rank in (1, 3))
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from .task.task_gang import TaskGang
 
 # What is left out if Metaflow has other private names.
-_LAST_WORDS = "what the submitting machine says last of a gang that has failed"
+_LAST_WORDS = "the last line about a failed gang on the submitting machine"
 
 heed_sigterm_in_pod()  # here, since Metaflow imports this before it starts any process
 
@@ -139,7 +139,7 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
         self._flow_datastore, self._step_name = flow_datastore, step_name
         for option in ignored_by_with(self.name) if getattr(self, "statically_defined", False) else ():
             logger(
-                f"Step {step_name}: {option} is ignored, because its @torchrun stands in the source. Change it there."
+                f"Step {step_name}: {option} is ignored, because the step has @torchrun in its source. Change it there."
             )
         # From mutators and configs, which Metaflow does not check (2.19).
         unknown = [key for key in self.attributes if key not in DEFAULTS]

@@ -1,7 +1,7 @@
 """Private names of Metaflow's cards: ``metaflow/plugins/cards``, read in 2.13 and 2.19.39.
 
-No result and no error depends on a card. If Metaflow renames something, a card shows less, and one line of the log
-says what. `import metaflow` loads this module, so slow imports stand in the functions that need them.
+No result and no error depends on a card. If Metaflow renames something, a card shows less, and the log has one line
+about it. `import metaflow` loads this module, so slow imports are in the functions that need them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .renamed import convenience, harmless, known
 
 LIVE, LAST = "what the gang's card shows while the step runs", "the last card of a step that has failed"
 _COMPONENTS = "metaflow.plugins.cards.card_modules.components"
-# Without the class Metaflow knows no card of ours.
+# Without this class Metaflow ignores our cards.
 MetaflowCard: Any = known("metaflow.plugins.cards.card_modules.card", "MetaflowCard", object)
 RELOAD_POLICY = getattr(MetaflowCard, "RELOAD_POLICY_ONCHANGE", "onchange")
 Start = Callable[[Sequence[str], str, Mapping[str, str]], bool]
@@ -30,7 +30,7 @@ Start = Callable[[Sequence[str], str, Mapping[str, str]], bool]
 
 
 def of_type(kind: str) -> list[Any]:
-    """Return the task's cards of a type; none where they can't be found."""
+    """Return the task's cards of a type; an empty list if they can't be found."""
     with convenience(LIVE):
         collector = current.get("card")
         return [] if collector is None else list(collector.get(kind))
@@ -47,22 +47,22 @@ def with_component(kind: type) -> list[Any]:
 
 
 def _has(card: Any, kind: type) -> bool:
-    # The step's code may add components meanwhile; a copy is made in one go.
+    # The step's code may add components meanwhile, so iterate over a copy: `list` makes it in one go.
     return any(isinstance(component, kind) for component in list(card.components.values()))
 
 
 def give(card: Any, data: dict[str, Any]) -> None:
-    """Set the data of a card, as its `refresh` does, but make no card now."""
+    """Set the data of a card, as its `refresh` does, but don't make the card now."""
     with convenience(LIVE):
         # What `CardComponentManager.refresh` sets (component_serializer.py, 2.19.39).
         card._latest_user_data = data
 
 
 def renew_users(card: Any) -> bool:
-    """Renew a card of the user's own, as its `refresh` would, and return whether its page is another one now.
+    """Renew a card of the user's own, as its `refresh` does, and return whether its page has changed.
 
-    Then the data has to follow, which tells a browser to load the page; Metaflow would wait for it here. What Metaflow
-    keeps of the user's last refresh stays: its data, and the time before which another one is dropped.
+    If it has, the caller must refresh the data next: only then does a browser load the new page. Metaflow would wait
+    for that here. The data of the user's last refresh, and the time before which Metaflow drops another one, stay.
     """
     with convenience(LIVE):
         changed_at = card.components.layout_last_changed_on
@@ -78,16 +78,16 @@ def renew_users(card: Any) -> bool:
 
 
 def make_last(card: Any, mode: str) -> None:
-    """Make a card once more, and wait for it: Metaflow makes none at the end of a task that fails."""
+    """Make a card once more and wait for it, since Metaflow makes none at the end of a task that fails."""
     with convenience(LAST):
         card._card_creator.create(**card._card_creator_args, mode=mode, final=True)
 
 
-# --- the processes that make them -------------------------------------------------------------------
+# --- the processes that make cards -------------------------------------------------------------------
 
 
 def is_busy(card: Any) -> bool:
-    """Return whether the card's last process still runs: Metaflow would silently drop another refresh."""
+    """Return whether the card's last process still runs. Then Metaflow would silently drop another refresh."""
     with convenience(LIVE):
         process = process_of(card._card_creator_args["card_uuid"])
         return process is not None and process.poll() is None
@@ -95,7 +95,7 @@ def is_busy(card: Any) -> bool:
 
 
 def process_of(card_uuid: str) -> Any:
-    """Return the process that makes a card, or made it last; Metaflow treats it as a `Popen`."""
+    """Return the process that makes the card or made it last; Metaflow treats it as a `Popen`."""
     from metaflow.plugins.cards.card_creator import CardProcessManager
 
     process, _ = CardProcessManager._get_card_process(card_uuid)
@@ -110,10 +110,10 @@ def name_process(card_uuid: str, process: Any) -> None:
 
 
 def start_by(card: Any, start: Start) -> None:
-    """Let `start` begin the processes that make a card in the background; it gets command, uuid and environment.
+    """Make a card in the background by `start`, which gets command, uuid and environment.
 
-    Metaflow does it (`CardCreator._run_command`) where `start` returns False or fails, and where that has another name, or
-    what `name_process` calls.
+    Metaflow itself makes it (`CardCreator._run_command`) if `start` returns False or fails, or if a private name that
+    this or `name_process` uses is missing.
     """
     manager = known("metaflow.plugins.cards.card_creator", "CardProcessManager", None)
     creator: Any = getattr(card, "_card_creator", None)
@@ -132,7 +132,7 @@ def _run_command(
     timeout: Any = None,
 ) -> tuple[bytes, bool]:
     is_started = False
-    with harmless():  # another Metaflow, or no more processes; a step may ask for this, too
+    with harmless():  # another Metaflow, or no more processes. A user's refresh also comes here
         is_started = not wait and start(command, card_uuid, env)
     return (b"", False) if is_started else run(command, card_uuid, env, wait=wait, timeout=timeout)
 
@@ -141,12 +141,12 @@ def _run_command(
 
 
 def component_class() -> Any:
-    """Return the base of components of others; without it, Metaflow itself warns that a card can't show one."""
+    """Return the base class for third-party components; without it, Metaflow warns that it can't show ours."""
     return known(_COMPONENTS, "UserComponent", object)
 
 
 def as_component(render: Any) -> Any:
-    """Decorate a component's `render` as Metaflow's own are: it has an id, and an error of it is shown in its place."""
+    """Decorate a component's `render` like Metaflow's own: it has an id, and its error is shown in its place."""
     safely = known("metaflow.plugins.cards.card_modules.renderer_tools", "render_safely", _as_it_is)
     return known(_COMPONENTS, "with_default_component_id", _as_it_is)(safely(render))
 
@@ -158,7 +158,7 @@ def _as_it_is(render: Any) -> Any:
 def page(pathspec: str, layout: Any, style: str, is_final: bool) -> str:
     """Return a page in the frame of Metaflow's own cards (``card_modules/basic.py``).
 
-    Without that, Metaflow shows the error instead of the card.
+    If a name of that is missing, Metaflow shows the error instead of the card.
     """
     from metaflow.plugins.cards.card_modules import basic, chevron
 
@@ -178,5 +178,5 @@ def page(pathspec: str, layout: Any, style: str, is_final: bool) -> str:
 
 
 def ui_url() -> str | None:
-    """Return where Metaflow's own pages are, if it has any."""
+    """Return the URL of Metaflow's user interface, if there is one."""
     return known("metaflow.metaflow_config", "UI_URL", None) or None

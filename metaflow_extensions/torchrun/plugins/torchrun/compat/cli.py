@@ -20,7 +20,7 @@ click: Any = None  # without it the extension registers no commands
 with suppress(ImportError):
     click = import_module("metaflow._vendor.click")
 MetaflowException: type = known("metaflow.exception", "MetaflowException", TorchrunError)
-# A command of every flow reads our commands, with and without a step of ours, and must not fail for it.
+# Metaflow loads our commands for every flow, also for one without a step of ours. That must not fail.
 CommandException: Any = known("metaflow.exception", "CommandException", TorchrunError)
 
 
@@ -32,14 +32,14 @@ def print_errors_by(show: Callable[..., None]) -> None:
     """
     cli = sys.modules.get("metaflow.cli")
     for name in () if cli is None else ("print_metaflow_exception", "print_unknown_exception"):
-        with convenience("our own printing of errors, with what the submitting machine says last"):
+        with convenience("the last line about a failed gang on the submitting machine"):
             printer = getattr(cli, name)
             if not isinstance(printer, partial):
                 setattr(cli, name, partial(show, printer))
 
 
 def failed_task(error: BaseException) -> re.Match[str] | None:
-    """Read which ``step`` and ``task`` have failed, in the error of a run: `TaskFailed` has no more than its text."""
+    """Return a match with the failed ``step`` and ``task`` of a run's error; `TaskFailed` has only its text."""
     if type(error).__name__ != "TaskFailed":
         return None
     return re.match(

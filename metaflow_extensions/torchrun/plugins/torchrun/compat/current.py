@@ -14,24 +14,24 @@ from metaflow import current
 from .renamed import convenience, known
 
 _PARALLEL = known("metaflow.metaflow_current", "Parallel", None)
-# Reading these asks Metaflow's metadata service. A worker's `current` makes them itself.
+# Reading these sends requests to Metaflow's metadata service. A worker's `current` makes them itself.
 _MADE_WHEN_ASKED = frozenset({"run", "task"})
 _PLAIN = (type(None), bool, int, float, str, bytes)
 _CONTAINERS = (list, tuple, set, frozenset)
 
 
 def current_for_workers() -> bytes | None:
-    """Return what `_told` does; None where Metaflow's `current` is otherwise, so that a worker's says nothing."""
-    with convenience("what `current` says in the workers of a function"):
+    """Return the pickle of `_told`, or None if Metaflow's `current` has changed; then a worker's has no values."""
+    with convenience("`current` in the workers of a function"):
         return _told()
     return None
 
 
 def _told() -> bytes:
-    """Return a pickle of what `current` says: its ``state``, its ``values``, and the names that are ``withheld``.
+    """Return a pickle of `current`: its ``state``, its ``values``, and the names that are ``withheld``.
 
-    Withheld is what is more than data, as the task's cards are. The state is what `current` itself is made of.
-    Metaflow's own decorators, and those of extensions, add values as properties of its class (2.13 to 2.19).
+    The state is its private fields. The values are properties of its class, added by decorators of Metaflow and of
+    extensions (2.13 to 2.19). Those that are not plain data, such as the task's cards, are withheld.
     """
     values: dict[str, Any] = {}
     withheld = []
@@ -40,7 +40,7 @@ def _told() -> bytes:
             continue
         try:
             value = getattr(current, name)
-        except Exception:  # noqa: S112 - `graph` where no flow runs (2.19): a worker's `current` says so by itself
+        except Exception:  # noqa: S112 - `graph` without a flow (2.19) raises; so does a worker's `current`
             continue
         if is_plain(value):
             values[name] = value
@@ -51,7 +51,7 @@ def _told() -> bytes:
 
 
 def is_plain(thing: Any) -> bool:
-    """Return whether `thing` is plain data, nested or not: without methods that act on something."""
+    """Return whether `thing` is plain data, nested or not, without methods that have effects."""
     kind = type(thing)
     if kind is dict:
         return all(is_plain(part) for pair in thing.items() for part in pair)

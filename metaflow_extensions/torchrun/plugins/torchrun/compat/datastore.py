@@ -1,4 +1,4 @@
-"""Private names of Metaflow's datastore, with which a task stores data: ``metaflow/datastore``, read in 2.13 and 2.19.39.
+"""Private names of Metaflow's datastore, for storing a task's data: ``metaflow/datastore``, read in 2.13 and 2.19.39.
 
 `DatastoreValues` stores values by their content, `metadata_of` stores data of one attempt of a task. A gang needs both
 and fails without them, with the missing name in the error. Everything else here is left out if its name is missing.
@@ -17,7 +17,7 @@ from metaflow import current
 
 from .renamed import convenience, known, need
 
-# What is left out where the datastore can't be used.
+# The features that are left out if the datastore can't be used.
 OUTPUTS = "the datastore: outputs can't be stored, nor values of functions sent from node to node"
 TASK_LOG_SOURCE = known("metaflow.mflog", "TASK_LOG_SOURCE", "task")
 
@@ -38,15 +38,15 @@ class DatastoreValues:
         return str(key)
 
     def load(self, keys: Sequence[str]) -> Iterator[tuple[str, bytes]]:
-        """Yield each of `keys` with what was stored under it; a list, because some stores load many at once."""
+        """Yield each of `keys` with the data under it; takes many, because some stores load many at once."""
         yield from need(self._store, "load_data")(list(keys))
 
     def trouble(self) -> str | None:
-        """Return the error of the S3 client's last try, if it tries again now.
+        """Return the error of the S3 client's last try, if the client is trying again.
 
-        It tries for over an hour and says nothing meanwhile: botocore in threads of its own
-        (``Endpoint._send_request``, 1.44), and Metaflow around it (``S3._one_boto_op``). The error
-        is in a variable of the functions that wait, so their frames are searched.
+        It tries for over an hour without a message: botocore in its own threads (``Endpoint._send_request``,
+        1.44), and Metaflow around it (``S3._one_boto_op``). The error is a local variable of the functions
+        that wait, so their frames are searched.
         """
         for innermost in getattr(sys, "_current_frames", dict)().values():
             frame: FrameType | None = innermost
@@ -61,14 +61,14 @@ class DatastoreValues:
 
 
 def values_of(flow_datastore: Any) -> DatastoreValues | None:
-    """Return what stores values; None where the datastore is otherwise."""
+    """Return the store of values in a datastore; None if the datastore has changed."""
     with convenience(OUTPUTS):
         return DatastoreValues(flow_datastore)
     return None
 
 
 def values_of_running_flow() -> DatastoreValues | None:
-    """Return what stores values in the datastore of the flow that runs; None if none does, as in a notebook's cell."""
+    """Return the store of values of the running flow; None if no flow runs, as in a notebook's cell."""
     with convenience(OUTPUTS):
         from metaflow.datastore import FlowDataStore
 
@@ -79,23 +79,23 @@ def values_of_running_flow() -> DatastoreValues | None:
 
 
 def values_at(address: Mapping[str, str]) -> Iterator[DatastoreValues]:
-    """Return what loads values that were stored at an address: there, or where this machine has such a datastore."""
+    """Yield stores to load values from: the address itself, then this machine's own datastore of that type."""
     flow_datastore, storages = known("metaflow.datastore", "FlowDataStore"), known("metaflow.plugins", "DATASTORES")
     kind, root, flow = (address[name] for name in ("type", "root", "flow"))
     storage = next(each for each in storages if kind == each.TYPE)
     yield DatastoreValues(flow_datastore(flow, storage_impl=storage, ds_root=root))
     here = need(storage, "get_datastore_root_from_config")(lambda *_: None, create_on_absent=False)
-    if here not in (None, root):  # the folder is elsewhere on this machine
+    if here not in (None, root):  # this machine has the folder at another path
         yield DatastoreValues(flow_datastore(flow, storage_impl=storage, ds_root=here))
 
 
 def metadata_of(
     flow_datastore: Any, run_id: str, step: str, task_id: str, attempt: int
 ) -> tuple[Callable[[list[str]], dict[str, Any]], Callable[[dict[str, Any]], None]]:
-    """Return what loads and what saves metadata of one attempt of a task, by name; each raises what the store raises.
+    """Return functions that load and save metadata of one attempt of a task, by name; they raise the store's errors.
 
-    Opened for reading with data of its own, a task's store looks nothing up: no requests, and no complaint that the
-    attempt is not finished.
+    The reader is opened with an empty `data_metadata`. So it makes no requests when it is opened, and does not
+    refuse an attempt that is not finished.
     """
     task_datastore = partial(need(flow_datastore, "get_task_datastore"), run_id, step, task_id, attempt=attempt)
     reader, writer = task_datastore(data_metadata={}, mode="r"), task_datastore(mode="w")
@@ -103,13 +103,13 @@ def metadata_of(
 
 
 def metadata_type(flow_datastore: Any) -> str | None:
-    """Return the kind of a flow's metadata provider, for example "local"; None where that can't be found."""
+    """Return the type of a flow's metadata provider, for example "local"; None if unknown."""
     kind: str | None = getattr(getattr(flow_datastore, "metadata", None), "TYPE", None)
     return kind
 
 
 def datastore_type(flow_datastore: Any) -> str | None:
-    """Return what ``--datastore`` calls a flow's datastore, for example "local"; None where that can't be found."""
+    """Return the name of a flow's datastore in ``--datastore``, for example "local"; None if unknown."""
     kind: str | None = getattr(flow_datastore, "TYPE", None)
     return kind
 
@@ -117,12 +117,12 @@ def datastore_type(flow_datastore: Any) -> str | None:
 def watch_storing(task_datastore: Any, around: Callable[..., Any]) -> None:
     """Replace each method that stores a task's results by `around`, which gets the method and its arguments."""
     for name in ("persist", "save_metadata", "done"):
-        with convenience("word to the gang of results that can't be stored"):
+        with convenience("the report to the gang when results can't be stored"):
             setattr(task_datastore, name, partial(around, getattr(task_datastore, name)))
 
 
 def save_log(flow_datastore: Any, task: tuple[str, str, str, int], data: Mapping[str, Any]) -> None:
-    """Upload the log of a task (run, step, task, attempt), by stream, as bytes or as a path; a larger one needs a path."""
+    """Upload the log of a task (run, step, task, attempt): for each stream its bytes, or, if it is large, a path."""
     with convenience("the early upload of this task's log"):
         *where, attempt = task
         store = flow_datastore.get_task_datastore(*where, attempt=attempt, mode="w")
@@ -130,7 +130,7 @@ def save_log(flow_datastore: Any, task: tuple[str, str, str, int], data: Mapping
 
 
 def _answer(response: Any, exception: Any) -> str | None:
-    """Return the error in an answer as botocore has it."""
+    """Return the error in a response of botocore."""
     if exception is not None:
         return f"{type(exception).__name__}: {exception}"
     with suppress(TypeError, IndexError, KeyError):

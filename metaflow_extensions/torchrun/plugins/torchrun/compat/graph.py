@@ -1,6 +1,6 @@
 """A flow's graph and its checks, before anything is scheduled: ``metaflow/graph.py``, ``lint.py`` and `--with`.
 
-Read in 2.13 and 2.19.39. The checks are a convenience: where something has another name, a flow is submitted unchecked.
+Read in 2.13 and 2.19.39. The checks are a convenience: if a name is missing, a flow is submitted unchecked.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from .renamed import convenience, known
 
 LintWarn: Any = known("metaflow.lint", "LintWarn", known("metaflow.exception", "MetaflowException", Exception))
-# What is left out where Metaflow is otherwise than these checks know it.
+# The checks that are left out if Metaflow has changed.
 _SUBMISSION = "the checks of what can't work on Kubernetes and AWS Batch"
 _LINT = "the check that a step with @torchrun is entered with num_parallel"
 _ARGUMENTS = "the check of the arguments of current.torch.run before anything is scheduled"
@@ -21,8 +21,8 @@ class Entry(NamedTuple):
     """How a step is entered."""
 
     is_parallel: bool = False  # whether with `num_parallel`
-    num_nodes: int | None = None  # None where that is no literal: only the run will tell
-    foreach: tuple[str, ...] = ()  # the steps whose foreach is around it
+    num_nodes: int | None = None  # None if it is no literal: only the run knows it
+    foreach: tuple[str, ...] = ()  # the steps whose foreach contains it
 
 
 def entry_of(graph: Any, step: str) -> Entry:
@@ -37,7 +37,7 @@ def entry_of(graph: Any, step: str) -> Entry:
 
 
 def decorators_of(flow: Any, step: str) -> dict[str, dict[str, Any]]:
-    """Return attributes by the decorator's name, as they are now: some decorators come late."""
+    """Return the attributes of a step's present decorators, by name; some decorators are added late."""
     with convenience(_SUBMISSION):
         return {deco.name: deco.attributes for deco in getattr(flow, step).decorators}
     return {}
@@ -48,7 +48,7 @@ def parallel_steps(graph: Any) -> list[str]:
     return [node.name for node in graph if getattr(node, "parallel_step", False)]
 
 
-# --- checks of ours among Metaflow's ------------------------------------------------------------------
+# --- our checks among Metaflow's ------------------------------------------------------------------
 
 
 def check_first(check: Callable[[Any], None]) -> None:
@@ -57,8 +57,8 @@ def check_first(check: Callable[[Any], None]) -> None:
         from metaflow.lint import linter
 
         linter.ensure_static_graph(linter.check(check))
-        # `linter.check` appends to this private list (lint.py, 2.13 and 2.19.39). At its end, ours would run after
-        # Metaflow's check of num_parallel, whose error speaks of @parallel.
+        # `linter.check` appends to this private list (lint.py, 2.13 and 2.19.39). There ours would run after Metaflow's
+        # check of num_parallel, whose error names @parallel instead of @torchrun.
         linter._checks.insert(0, linter._checks.pop())
 
 
@@ -71,9 +71,9 @@ def check_last(check: Callable[[Any], None]) -> None:
 
 
 def first_plain_step(graph: Any) -> tuple[Any, ...] | None:
-    """Return a step's name, the step before it, and line and file, where ``@torchrun`` stands at a step that is no gang.
+    """Return the first ``@torchrun`` step that is no gang: its name, the step before it, line and file.
 
-    Take it off steps that only ``--with torchrun`` gave it: that decorates every step of a flow (`_attach_decorators`).
+    ``--with torchrun`` decorates every step of a flow (`_attach_decorators`). Its decorator is removed from such steps.
     """
     with convenience(_LINT):
         for node in graph:
@@ -98,13 +98,13 @@ def sources_of_steps(graph: Any) -> Iterator[tuple[str, str | None, int | None]]
 
 
 def ignored_by_with(name: str) -> list[str]:
-    """Return the ``--with`` option for the decorator `name`, which Metaflow drops if a step has it in its source."""
+    """Return the ``--with`` options for the decorator `name`; Metaflow ignores them for steps with it in the source."""
     specs: list[str] = []
-    with convenience("the word that --with is ignored where a step has its decorator in the source"):
+    with convenience("the note that --with is ignored where a step already has the decorator"):
         from metaflow._vendor import click
 
         context = click.get_current_context(silent=True)
-        while context is not None:  # an option of the command, and of the program before it
+        while context is not None:  # the option can be the command's or the program's
             specs += context.params.get("decospecs") or ()
             context = context.parent
     return [f"--with {spec}" for spec in specs if spec.startswith(f"{name}:")]

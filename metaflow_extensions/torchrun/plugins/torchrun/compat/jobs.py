@@ -1,8 +1,8 @@
 """Finds Metaflow's object of the remote job in ``flow.py kubernetes step`` or ``batch step``.
 
 Read in ``plugins/kubernetes`` and ``plugins/aws/batch`` of 2.19.39. All names are private. The job is found in the
-frames of the error that ends the process; nothing of Metaflow is replaced. If a name is missing, nothing is reported
-about the job, as for a job that could not be made.
+frames of the error that ends the process; nothing of Metaflow is replaced. If a name is missing, or if the job could
+not be made, nothing is reported about it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class BatchJob(NamedTuple):
 
 
 def job_of(error: BaseException | None) -> KubernetesJob | BatchJob | None:
-    """Return the job in whose methods an error was raised, or one before it that led to it."""
+    """Return the job in whose methods the error, its cause or its context was raised."""
     for owner in _owners(error):
         with suppress(AttributeError):
             if type(owner).__name__ == "Batch":

@@ -1,7 +1,7 @@
 """prctl(2) of Linux, which Python does not offer.
 
-A guardian imports this without Metaflow, and in a child between fork and exec. So nothing here raises: without ctypes
-(a Python built without libffi), or without prctl, a call returns that nothing was done.
+A guardian uses this without Metaflow, also in a child between fork and exec. So nothing here raises: without ctypes
+(a Python built without libffi) or prctl, a call does nothing and returns False or None.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 import signal
 from typing import Any
 
-_call: Any = None  # stays so on a system that is not Linux
+_call: Any = None  # remains None on other systems than Linux
 try:
     import ctypes
 
@@ -24,9 +24,9 @@ _PR_GET_CHILD_SUBREAPER = 37
 
 
 def adopt_orphans() -> bool:
-    """Become the parent of every descendant of this process whose own parent ends; return whether that was done.
+    """Make this process the parent of every descendant whose own parent ends; return whether that worked.
 
-    Without it nobody ends a process that has detached itself and lost its parent.
+    Without it, detached processes that have lost their parent are never ended.
     """
     return _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
@@ -42,7 +42,7 @@ def adopts_orphans() -> bool:
 
 
 def die_with_parent() -> None:
-    """Have the kernel send SIGTERM to this process when its parent ends; without it, it outlives a killed parent."""
+    """Let the kernel send SIGTERM to this process when its parent ends, so that it does not outlive a killed parent."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 

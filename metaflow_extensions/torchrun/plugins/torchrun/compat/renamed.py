@@ -1,6 +1,6 @@
 """Fallbacks for private names of Metaflow that are missing or have changed.
 
-A convenience, which a flow can do without, is left out, and one line says so. A name that a gang needs raises an error
+A convenience, which no flow needs, is left out, and one line says so. A missing name that a gang needs is an error
 with the name and Metaflow's version. ``tests/unit/test_renamed.py`` takes each name away.
 """
 
@@ -17,15 +17,15 @@ from ..errors import TorchrunError
 _KNOWN = "2.13 to 2.19"  # versions of Metaflow whose sources were read
 REMEDY = "Install a newer metaflow-torchrun, or an older Metaflow."
 _REQUIRED = object()
-_said: set[str] = set()  # what was left out in this process; threads may add to it
+_said: set[str] = set()  # the printed lines of this process; threads may add to it
 
 
 @contextmanager
 def harmless(tell: Callable[[Exception], None] = lambda error: None) -> Iterator[None]:
     """Catch every exception and pass it to `tell`, except our own errors and that of Metaflow's ``@timeout``.
 
-    Signal handlers raise those in the main thread, in the middle of any code. If this caught one, the node would miss the
-    gang's end, and the gang would wait for the node.
+    Signal handlers raise these in the main thread, in the middle of any code. If this caught one, the node would miss
+    the end of the gang, and the gang would wait for the node.
     """
     try:
         yield
@@ -37,9 +37,9 @@ def harmless(tell: Callable[[Exception], None] = lambda error: None) -> Iterator
 
 @contextmanager
 def convenience(what: str) -> Iterator[None]:
-    """Leave `what` out if it fails, and say so in one line, once in a process.
+    """Leave `what` out if it fails, and print one line about it, once in a process.
 
-    Its failure must neither end a flow nor hide the error that ends it; see `harmless`.
+    The failure neither ends a flow nor hides the error that ends it; see `harmless`.
     """
 
     def tell(error: Exception) -> None:
@@ -52,7 +52,7 @@ def convenience(what: str) -> Iterator[None]:
 
 
 def known(module: str, name: str, instead: Any = _REQUIRED) -> Any:
-    """Return `name` of Metaflow's `module`; if it is missing, return `instead`, or raise `TorchrunError` without one."""
+    """Return `name` of Metaflow's `module`; if it is missing, return `instead` or else raise `TorchrunError`."""
     try:
         return getattr(import_module(module), name)
     except (ImportError, AttributeError) as error:
@@ -63,7 +63,7 @@ def known(module: str, name: str, instead: Any = _REQUIRED) -> Any:
         ) from error
 
 
-# What Metaflow's own ``@timeout`` raises (``plugins/timeout_decorator.py``, 2.19); without the name, ours alone pass.
+# The exception of Metaflow's ``@timeout`` (``plugins/timeout_decorator.py``, 2.19); if missing, only ours pass.
 TimeoutException: Any = known("metaflow.plugins.timeout_decorator", "TimeoutException", TorchrunError)
 
 
@@ -79,8 +79,8 @@ def need(thing: Any, name: str) -> Any:
 
 
 def versions() -> str:
-    """Return in words which versions of Metaflow this code knows, and which one runs."""
-    # Metaflow itself may still be on its way in.
+    """Return a sentence with the versions of Metaflow that this code knows, and the one that runs."""
+    # Metaflow itself may still be importing.
     here = getattr(sys.modules.get("metaflow"), "__version__", "another version")
     return f"This version of metaflow-torchrun knows Metaflow {_KNOWN}, and this is {here}"
 

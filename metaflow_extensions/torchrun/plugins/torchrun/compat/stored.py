@@ -1,7 +1,7 @@
 """Private names with which other processes read a task's stored files, logs and artifacts.
 
 Read in ``metaflow/datastore``, ``mflog`` and ``plugins/datastores`` of 2.13 and 2.19.39. Commands and
-cards use it: if a name is missing, a command ends with an error that has the name, and a card shows less.
+cards use them: if a name is missing, a command ends with an error that has the name, and a card shows less.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from .datastore import metadata_of
 from .renamed import convenience, known, need
 
 LOG_SOURCES = known("metaflow.mflog", "LOG_SOURCES", ("runtime", "task"))
-# Without it a line is shown as it is stored, and the logs stand one after another.
+# Without it lines are shown as they are stored, and the logs are shown one after another.
 LINE_PARSER = known("metaflow.mflog.mflog", "LINE_PARSER", re.compile(rb"(?!)"))
 DEFAULT_DATASTORE = known("metaflow.metaflow_config", "DEFAULT_DATASTORE", "local")
 
@@ -28,12 +28,12 @@ class Storage:
 
     @property
     def kind(self) -> str:
-        """What ``--datastore`` calls it."""
+        """Its name in ``--datastore``."""
         return str(self._storage.TYPE)
 
     @property
     def is_default(self) -> bool:
-        """Whether it is taken where ``--datastore`` is not given."""
+        """Whether it is the default of ``--datastore``."""
         return bool(self.kind == DEFAULT_DATASTORE)
 
     @property
@@ -42,7 +42,7 @@ class Storage:
         return f"{self.kind}: {self._datastore.datastore_root}"
 
     def path(self, *parts: str) -> str:
-        """Return where a file or folder of the flow is."""
+        """Return the path of a file or folder of the flow."""
         path: str = self._storage.path_join(self._datastore.flow_name, *parts)
         return path
 
@@ -51,17 +51,17 @@ class Storage:
         return list(self._storage.path_split(path))
 
     def names(self, folders: list[str]) -> Iterator[tuple[str, str]]:
-        """Yield name and path of all that lies in some folders."""
+        """Yield name and path of everything in some folders."""
         for found in self._storage.list_content(folders) if folders else ():
             path = found.path.rstrip("/")
             yield self.split(path)[-1], path
 
     def load(self, paths: list[str]) -> Any:
-        """Return a context in which triples of a path, the local file with its content (None: missing), and more come."""
+        """Return a context that yields tuples: a path, the local file with its content (None: missing), and more."""
         return self._storage.load_bytes(paths)
 
     def tasks_of(self, task: tuple[str, str, str]) -> list[str]:
-        """Return the tasks of all nodes, each as run, step and task, which a control task (run, step, task) has named."""
+        """Return the tasks of all nodes, each as run, step and task, from a control task (run, step, task)."""
         stored = need(self._datastore, "get_task_datastore")(*task, attempt=0)
         return list(stored.get("_control_mapper_tasks") or ())
 
@@ -77,7 +77,7 @@ class Storage:
 
 
 def latest_run(flow_name: str) -> str | None:
-    """Return the run that was started last in this folder; `resume` is none (``metaflow.util``, 2.19)."""
+    """Return the run that was started last in this folder; `resume` does not count (``metaflow.util``, 2.19)."""
     with convenience("which run `torchrun show` takes where none is named"):
         from metaflow.util import get_latest_run_id
 
@@ -87,9 +87,9 @@ def latest_run(flow_name: str) -> str | None:
 
 
 def datastore_of_card(flow_name: str, facts: Mapping[str, str]) -> Any:
-    """Return the flow's datastore as the metadata of a card's task names it, or else as the card's command does.
+    """Return the flow's datastore that the metadata of a card's task names, else that of the card's command; or None.
 
-    A killed pod leaves no metadata where that is local: the pod's last act is to store it. None where nothing is found.
+    A killed pod leaves no local metadata, because a pod stores it at its end.
     """
     with convenience("what the card of a gang that has ended shows"):
         from metaflow._vendor import click
@@ -101,7 +101,7 @@ def datastore_of_card(flow_name: str, facts: Mapping[str, str]) -> Any:
             return FlowDataStore(flow_name, storage_impl=storage, ds_root=facts.get("ds-root"))
         command = click.get_current_context(silent=True)
         of_command = getattr(command and command.obj, "flow_datastore", None)
-        # A new one: in the command's own the root is by now that of the cards (`card` in ``card_cli.py``).
+        # A new object: the root of the command's own is now that of the cards (`card` in ``card_cli.py``).
         return of_command and FlowDataStore(flow_name, storage_impl=type(of_command._storage_impl))
     return None
 

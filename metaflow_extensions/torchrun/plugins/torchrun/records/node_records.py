@@ -1,6 +1,6 @@
 """Records of one member, made on that node from its own messages. Pure.
 
-The control node's history has all nodes. A member's card needs only its own node, and so sends no request for it.
+The control node's history has all nodes. A member's card needs only its own node, so it asks no other node.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ class NodeRecords:
         keepers: Keepers | None = None,  # of the features, for this node alone
     ) -> None:
         self._node = node
-        self._about = about  # what else is known, as plain data; other threads may add to it
-        # An RLock: a signal handler may send a message, and so take it while the main thread holds it.
+        self._about = about  # what else a snapshot has, as plain data; other threads may add to it
+        # An RLock: a signal handler may send a message, and acquire it while the main thread holds it.
         self._lock = threading.RLock()
         self._clock, self._began_at = clock, clock()
         self._history = History(clock)
         self._keepers = keepers or Keepers()
         self._ready: Ready | None = None  # the last one
-        self._generation: int | None = None  # the last that was begun
+        self._generation: int | None = None  # the last one that has started
         self._error: str | None = None
         self._cause: dict[str, Any] | None = None
 
@@ -69,13 +69,13 @@ class NodeRecords:
             self._note("joined", text=host)
 
     def failed(self, error: BaseException) -> None:
-        """Record the error that ends the node's step, unless it is the gang's own."""
+        """Record the error that ends the node's step, unless an error is recorded already."""
         with self._lock:
             if self._error is None:
                 self._fail("broken", error)
 
     def snapshot(self) -> Snapshot:
-        """Return what is known of the node now; any thread may ask."""
+        """Return the snapshot of the node now; any thread may call this."""
         with self._lock:
             return Snapshot(
                 num_nodes=1,
@@ -91,7 +91,7 @@ class NodeRecords:
             )
 
     def handle(self, message: Message) -> None:
-        """Record a message that the node has sent or got."""
+        """Record a message that the node has sent or received."""
         with self._lock:
             self._handle(message)
 

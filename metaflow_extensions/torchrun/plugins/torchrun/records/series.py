@@ -1,7 +1,7 @@
 """A series of values over time or steps that keeps a bounded number of points. Pure.
 
-The axis is cut into equal parts, and each part keeps one point. When there are too many parts, they become twice as
-long, and two neighbours become one. So the series covers the whole time, with fewer points for each minute.
+The axis is divided into equal parts, and each part keeps one point. When there are too many parts, they are merged
+in pairs. So the series always covers the whole time, with fewer points for each minute.
 """
 
 from __future__ import annotations
@@ -11,25 +11,25 @@ from array import array
 from typing import Literal, TypeAlias
 
 Merge: TypeAlias = Literal["last", "mean", "max"]
-"""What becomes of two values in one part."""
+"""How two values in one part are merged."""
 
 
 class Series:
-    """Points whose x grows, in at most `most` parts; a value of None is a gap. Not safe for several threads.
+    """Points with growing x, in at most `most` parts. A value of None is a gap. Not safe for several threads.
 
-    The parts begin at `begin`, or at the first x.
+    The first part starts at `begin`, or at the first x.
     """
 
     def __init__(self, most: int, width: float, merge: Merge, begin: float | None = None) -> None:
         self.width = width  # of a part
         self._most, self._merge = most, merge
         self._begins_at_first, self._begin = begin is None, begin or 0.0
-        # Arrays, since a large gang has thousands of series. NaN is None.
+        # Arrays, since a large gang has thousands of series. NaN stands for None.
         self._xs, self._values = array("d"), array("d")
         self._count = 0  # of the values in the last part
 
     def add(self, x: float, value: float | None) -> None:
-        """Add a point; it takes the place of those at the same x and later, as when steps are done again."""
+        """Add a point. It replaces the points at the same x and later: after a restart, steps are done again."""
         while self._xs and self._xs[-1] >= x:
             self._xs.pop()
             self._values.pop()
@@ -49,12 +49,12 @@ class Series:
 
     @property
     def points(self) -> list[tuple[float, float | None]]:
-        """All that are kept, in order."""
+        """The kept points, in order."""
         return [(x, None if math.isnan(value) else value) for x, value in zip(self._xs, self._values, strict=True)]
 
     @property
     def parts(self) -> list[float | None]:
-        """The value of each part; None where there is none."""
+        """The value of each part; None for a part without a value."""
         found: list[float | None] = [None] * (self._part(self._xs[-1]) + 1 if self._xs else 0)
         for x, value in zip(self._xs, self._values, strict=True):
             if not math.isnan(value):

@@ -1,4 +1,4 @@
-"""`Snapshot`: everything known of one attempt of a gang, as the datastore stores it and pages show it. Pure."""
+"""`Snapshot`: everything known about one attempt of a gang, for the datastore and for pages. Pure."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ if TYPE_CHECKING:
 
 VERSION = 1  # version of the stored form; a later one may add fields
 MAX_MESSAGE = 8 * 1024
-# These are stored only where they are known; all others always, as null or empty.
+# These fields are stored only if they are known; all others always, also null or empty ones.
 _WHERE_KNOWN = ("tasks", "command", "node", "control", "of_nodes", "now_s", "max_restarts")
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A gang at one moment; a member makes one of its own node alone, for its own card."""
+    """A gang at one moment. A member's snapshot has only its own node; the member's card shows it."""
 
     num_nodes: int = 0
     nproc_per_node: int | None = None  # in the last launch
     version: int = VERSION
-    cause: dict[str, Any] | None = None  # of the last launch's error, as `Cause.as_dict` has it
+    cause: dict[str, Any] | None = None  # of the last launch's error, from `Cause.as_dict`
     error: str | None = None  # its message
     facts: dict[str, str] = field(default_factory=dict)  # versions and devices of the control node
     events: tuple[Record, ...] = ()
     reports: tuple[Report, ...] = ()
     tasks: tuple[str, ...] | None = None  # of all nodes in order, each as run, step and task
-    command: str | None = None  # of torchrun, on the node that has made this
-    node: int | None = None  # the one node of which this is; None: of all
-    control: str | None = None  # of one node: the control node's task, as run, step and task
-    of_nodes: int | None = None  # of one node: how many the gang has
-    now_s: float | None = None  # seconds since the gang's begin, while it runs
+    command: str | None = None  # of torchrun, on the node that has made this snapshot
+    node: int | None = None  # the only node of this snapshot; None: it has all nodes
+    control: str | None = None  # if it has one node: the control node's task, as run, step and task
+    of_nodes: int | None = None  # if it has one node: the number of the gang's nodes
+    now_s: float | None = None  # seconds since the gang's start, while it runs
     max_restarts: int | None = None  # of the last launch
-    features: dict[str, Any] = field(default_factory=dict)  # what the keeper of each feature keeps, as plain data
+    features: dict[str, Any] = field(default_factory=dict)  # the record of each feature's keeper, as plain data
 
     @cached_property
     def summary(self) -> Summary:
@@ -52,11 +52,11 @@ class Snapshot:
         return self.events[0].time - self.events[0].at_s if self.events else None
 
     def at(self, now_s: float) -> Snapshot:
-        """Return it as of a later moment, for a gang that still runs."""
+        """Return the snapshot for a later moment of a running gang."""
         return replace(self, now_s=now_s)
 
     def stored(self) -> dict[str, Any]:
-        """Return it as the datastore has it: ``docs/events.md`` tells users the fields."""
+        """Return the snapshot as it is stored; ``docs/events.md`` lists the fields."""
         plain: dict[str, Any] = to_plain(self)
         features = plain.pop("features")
         known = {name: value for name, value in plain.items() if value is not None or name not in _WHERE_KNOWN}
@@ -64,7 +64,7 @@ class Snapshot:
 
     @staticmethod
     def read(stored: Mapping[str, Any]) -> Snapshot:
-        """Return what `stored` has described, also by an older or a later version; raise ValueError if it is none."""
+        """Return the snapshot in the result of `stored`, of any version; raise ValueError if there is none."""
         plain = _known(Snapshot, stored)
         for name, cls in (("events", Record), ("reports", Report)):
             plain[name] = [_known(cls, each) for each in stored.get(name, ())]
@@ -85,7 +85,7 @@ def _known(cls: type[Any], plain: Mapping[str, Any]) -> dict[str, Any]:
 def snapshot_of(gang: Gang, about: Mapping[str, Any]) -> Snapshot:
     """Return all that has happened to a gang until now; `about` has more fields.
 
-    Any thread may call this: the gang's thread adds to what is copied here, and replaces the rest in one step.
+    Any thread may call this: the gang's thread adds to the data copied here, and replaces all other data in one step.
     """
     error = gang.error
     return Snapshot(

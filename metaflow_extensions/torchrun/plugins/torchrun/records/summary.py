@@ -1,6 +1,6 @@
 """Summarizes a gang's records: the outcome, each node with its times, each rank. Pure.
 
-Everything that shows a gang uses this summary, while the gang runs and years later.
+All pages and commands use this summary, while the gang runs and later.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ NodeState = Literal[
     "step code",  # the step's code runs, outside of `run`
     "waiting",  # has called `run`; not all others have
     "preparing",  # its commands of before_run run
-    "starting",  # its workers are to start; not all of them run
-    "running",  # its workers do
+    "starting",  # its workers start; not all of them run yet
+    "running",  # its workers run
     "stopping",
-    "stopped",  # its workers are gone; the launch is not decided
+    "stopped",  # its workers have ended; the launch has no verdict yet
     "restarting",
     "finished",  # its step has ended well; its results are being stored
     "left",
@@ -49,7 +49,7 @@ _OF_ALL: dict[str, NodeState] = {
 }
 _OUT_OF_IT: tuple[NodeState, ...] = ("not joined yet", "finished", "left", "lost")  # no launch changes these
 _WITH_WORKERS: tuple[NodeState, ...] = ("preparing", "starting", "running")
-# The exit codes of a worker that was told to stop: SIGTERM, or SIGKILL if it did not obey.
+# The exit codes of a worker that the gang has stopped: SIGTERM, or SIGKILL if it did not end.
 _STOPPED_BY = (-15, -9)
 _RANK_STATES: dict[NodeState, RankState] = {
     "preparing": "waiting",
@@ -81,29 +81,29 @@ class Node:
     since_s: float = 0.0
     ended_well: bool = False  # its step
     has_failed: bool = False  # its step
-    # From the gang's start to now; with a gap only where records are left out.
+    # From the gang's start to now; they have a gap only where records were omitted.
     spans: list[Span] = field(default_factory=list)
-    exits: dict[int, Record] = field(default_factory=dict)  # how its ranks have ended, in this generation
+    exits: dict[int, Record] = field(default_factory=dict)  # rank -> how it has ended in this generation
 
     @property
     def word(self) -> str:
-        """What it does, or how it has ended, for people."""
+        """The state, or how the node has ended, for people."""
         return "failed" if self.state == "left" and self.has_failed else _WORDS.get(self.state, self.state)
 
     @property
     def seconds(self) -> float | None:
-        """How long it was in the gang; None if it has not joined."""
+        """How long the node was in the gang; None if it has not joined."""
         spans = [span for span in self.spans if span.state != "not joined yet"]
         return round(sum(span.end_s - span.begin_s for span in spans), 3) if spans else None
 
     def enter(self, state: NodeState, at_s: float) -> None:
-        """Go to another state."""
+        """Change the state."""
         if state != self.state:
             self.close(at_s)
             self.state = state
 
     def close(self, at_s: float) -> None:
-        """End the time that the node has been in its state."""
+        """Record the time in the current state as a span."""
         if at_s > self.since_s:
             self.spans.append(Span(self.state, self.since_s, at_s))
             self.since_s = at_s
@@ -116,7 +116,7 @@ class Rank:
     rank: int
     node: int
     state: RankState
-    exit_code: int | None = None  # None: it is not known, or has not ended
+    exit_code: int | None = None  # None: unknown, or the rank has not ended
 
 
 @dataclass(frozen=True)
@@ -124,14 +124,14 @@ class Summary:
     """The state or outcome of a gang, of its nodes and of its ranks."""
 
     outcome: Outcome
-    sentence: str  # the same for people
+    sentence: str  # the outcome for people
     seconds: float  # since the gang's start
     nodes: tuple[Node, ...]
     ranks: tuple[Rank, ...]  # empty before the first launch
     launch: int | None  # number of the last launch
-    has_started: bool  # whether its workers have, or its commands
+    has_started: bool  # whether its workers or commands have started
     restarts_s: tuple[float, ...]  # when the workers were started again, in all launches
-    is_over: bool  # whether nothing more can come
+    is_over: bool  # whether no more records can come
     nproc: int | None  # ranks on each node
 
     @cached_property
@@ -147,7 +147,7 @@ class Summary:
         return {rank.rank: rank.node for rank in self.ranks[::-1]}
 
     def node_of(self, rank: int) -> int | None:
-        """Return the node of a rank; None where that is not known."""
+        """Return the node of a rank; None if it is unknown."""
         guess = rank // self.nproc if self.nproc else None
         place = self._nodes_of_ranks.get(rank, guess)
         return place if place in self.by_node else None
@@ -158,8 +158,8 @@ def summarize(
 ) -> Summary:
     """Return the summary of the records of a gang.
 
-    `nproc` is None where it is not known, as before the first launch; `until_s` is now, where the gang still runs, in
-    seconds since its start. A member records itself alone: then `first_node` is its number.
+    `nproc` is None if it is unknown, as before the first launch. For a running gang, `until_s` is the current time in
+    seconds since its start. A member records only itself: then `first_node` is its number.
     """
     fold = _Fold(range(first_node, first_node + num_nodes), nproc)
     for record in records:
@@ -168,17 +168,17 @@ def summarize(
 
 
 class _Fold:
-    """The gang as of the last record."""
+    """The state of the gang after the last record."""
 
     def __init__(self, nodes: range, nproc: int | None) -> None:
         self.known = {index: Node(index) for index in nodes}
         self.nodes, self.nproc = tuple(self.known.values()), nproc
         self.at_s = 0.0
         self.launch: int | None = None
-        self.has_ranks = True  # whether that is no launch of before_run
+        self.has_ranks = True  # False in a launch of before_run
         self.went_s: float | None = None  # when the workers first started in this launch
         self.phase = "joined"  # the kind of the last record that concerns the gang as a whole
-        self.phase_text, self.phase_s = "", 0.0  # of that record
+        self.phase_text, self.phase_s = "", 0.0  # text and time of that record
         self.cause: Record | None = None
         self.failures: list[Record] = []  # of launches, and of the gang
         self.restarts = 0  # of this launch
@@ -218,7 +218,7 @@ class _Fold:
             node.enter(_OF_NODE[record.kind], record.at_s)
 
     def _call(self, record: Record) -> None:
-        """Handle that a node has called `run`, perhaps as the first in this launch."""
+        """Handle that a node has called `run`; the first call of a launch resets its state."""
         if record.launch != self.launch:
             self.launch, self.restarts, self.went_s, self.cause = record.launch, 0, None, None
             self._forget_exits()
@@ -240,11 +240,11 @@ class _Fold:
             case "failed":
                 self.failures.append(record)
             case "broken":
-                # It may be because of the launch that has failed.
+                # The failed launch may be the reason; then this is the same failure.
                 if not self.failures or self.failures[-1].text != record.text:
                     self._fail(record, "step code")
             case "omitted":
-                for node in self.nodes:  # what they did until then is not known
+                for node in self.nodes:  # their states until then are unknown
                     node.since_s = max(node.since_s, record.at_s)
         if record.kind in _OF_ALL:
             self._enter_phase(record, _OF_ALL[record.kind])
@@ -267,10 +267,10 @@ class _Fold:
         for node in self.nodes:
             node.exits.clear()
 
-    # --- the end of it
+    # --- the result
 
     def summary(self, until_s: float) -> Summary:
-        """Return the summary, `until_s` seconds after the gang's begin."""
+        """Return the summary, `until_s` seconds after the gang's start."""
         is_over = bool(self.nodes) and self.nodes[0].state == "left"
         for node in self.nodes:
             if not is_over and node.state not in ("left", "lost"):
@@ -291,7 +291,7 @@ class _Fold:
         )
 
     def _ranks_of(self, node: Node) -> list[int]:
-        """Return the ranks that a node should have; torchrun's own elasticity may have given it others."""
+        """Return the node's expected ranks, or those that ended there if torchrun's own elasticity has moved ranks."""
         nproc = self.nproc or 0
         expected = range(node.index * nproc, (node.index + 1) * nproc)
         return list(expected) if set(expected).issuperset(node.exits) else sorted(node.exits)
@@ -308,7 +308,7 @@ class _Fold:
         return Rank(rank, node.index, state, end.exit_code)
 
     def _told(self, until_s: float) -> tuple[Outcome, str]:
-        """Return the outcome, and the same in one sentence."""
+        """Return the outcome, and a sentence for people."""
         went_s = self.went_s or 0.0
         match self.phase:
             case "failed" | "broken":

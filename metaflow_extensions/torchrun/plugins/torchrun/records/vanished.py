@@ -1,6 +1,6 @@
 """Reports of a gang's end by others: by the task that replaces its control node, or by the submitting process. Pure.
 
-Each of them stores a `Word` of its own, beside what the control node has stored and never in its place.
+Each of them stores its own `Word`. It never overwrites what the control node has stored.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from .snapshot import Snapshot
 class Word:
     """A report of a gang's end that the control node has not written itself."""
 
-    text: str  # the first line says how the control node has ended, if it has not told so itself
+    text: str  # its first line is how the control node has ended, if that node has not recorded it
     time: float  # in seconds since 1970
     num_nodes: int
-    error: str = "TorchrunPreempted"  # the class of the error that says so
+    error: str = "TorchrunPreempted"  # the class of the error with this text
 
 
 def has_begun(snapshot: Snapshot | None) -> bool:
@@ -36,13 +36,13 @@ def has_ended(snapshot: Snapshot | None) -> bool:
 
 
 def host_of_control(snapshot: Snapshot | None) -> str:
-    """Return the control node's host; empty where that is not known."""
+    """Return the control node's host; empty if it is unknown."""
     nodes = () if snapshot is None else snapshot.summary.nodes
     return nodes[CONTROL].host if nodes else ""
 
 
 def told_by_others(snapshot: Snapshot | None, words: Sequence[Word]) -> Snapshot | None:
-    """Return what is known of a gang with `words`; the first is its end if the control node has not told its own."""
+    """Return the snapshot with `words` added. The first is the gang's end if the control node has recorded none."""
     if not words:
         return snapshot
     if snapshot is not None and has_ended(snapshot):

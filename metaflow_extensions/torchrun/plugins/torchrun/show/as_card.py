@@ -1,8 +1,8 @@
 """Writes a gang's page as components of Metaflow's cards (plain data). Pure.
 
 Metaflow has no component for HTML, but its Markdown lets a block of HTML through. Each block is one line, since a blank
-line would end it; so line breaks of texts are entities. Each section has an id. Metaflow replaces what has an id while
-the page is shown, and can add nothing to it (2.19): so a section without parts stands there, too, and is not seen.
+line would end it; so line breaks of texts are entities. Each section has an id. While a page is shown, Metaflow replaces
+components by id, but adds none (2.19). So a section without parts is on the page, too, but hidden.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ def layout(page: Page) -> Component:
 
 
 def sections(page: Page) -> list[Component]:
-    """Return the sections; each has an id, and may replace an older one."""
+    """Return the sections. Each has an id, by which it replaces an older one."""
     plain: list[Component] = finite([_section(section) for section in page.sections])
     return plain
 
 
 def part(component_id: str, page: Page, names: Iterable[str]) -> Component:
-    """Return the sections with these names as one component, for a card of a user's own; it brings the style."""
+    """Return the sections with these names and the style as one component, for a user's own card."""
     wanted = set(names)
     chosen = Page(page.title, tuple(each for each in page.sections if not wanted or each.name in wanted))
     style = {"type": "markdown", "source": f"<style>{PARTS_STYLE}</style>"}
@@ -51,7 +51,7 @@ def _section(section: Section) -> Component:
 
 
 def _components(section: Section) -> Iterator[Component]:
-    """Return a section's contents: neighbours that are HTML become one component, and neighbouring charts a grid."""
+    """Return a section's contents: adjacent parts of HTML become one component, and adjacent charts a grid."""
     for kind, group in groupby(section.parts, _kind):
         parts = list(group)
         if kind == "chart":
@@ -65,7 +65,7 @@ def _components(section: Section) -> Iterator[Component]:
 
 
 def _kind(part: Part) -> str:
-    """Return the kind of a part, for grouping; a folded part is its own group, so that it stays open when others change."""
+    """Return the kind of a part, for grouping. A folded part is separate, so that it stays open when others change."""
     if isinstance(part, Chart | Table):
         return type(part).__name__.lower()
     return "folded" if isinstance(part, Block) and part.is_folded else "html"
@@ -78,14 +78,14 @@ def _table(part: Part) -> Component:
 
 
 def _in_table(cell: str | Link) -> Any:
-    """Return a cell: Metaflow shows a string as a text, whatever is in it."""
+    """Return a cell. Metaflow shows a string verbatim."""
     if isinstance(cell, Link):
         return {"type": "markdown", "source": f"[{cell.text}]({cell.url})"} if cell.url else cell.text
     return cell or "–"
 
 
 def one_line(text: str) -> str:
-    """Return a text for HTML, whatever is in it, without a line break in the source."""
+    """Return a text escaped for HTML, as one line."""
     safe = html.escape(_CONTROL.sub("\N{REPLACEMENT CHARACTER}", text))
     return safe.replace("\r", "&#13;").replace("\n", "&#10;")
 
@@ -106,7 +106,7 @@ def _html(part: Part) -> str:
         cells = "".join(_cell(each, part.is_small) for each in part.cells)
         return f'<ul class="tr-cells{" tr-small" * part.is_small}">{cells}</ul>'
     if isinstance(part, Bar):
-        # Metaflow's component can't be read in the dark: its colours are fixed (2.19).
+        # Metaflow's own component has fixed colours (2.19), which can't be read on a dark page.
         return f'<progress class="tr-bar {_colour(part.state)}" max="100" value="{part.percent}">{part.percent} %</progress>'
     assert isinstance(part, Block), f"{type(part).__name__} is no HTML"
     inner, title = "".join(map(_html, part.parts)), one_line(part.title)
@@ -136,5 +136,5 @@ def _cell(cell: Cell, is_small: bool) -> str:
 
 
 def _colour(name: str) -> str:
-    """Return the class of a colour, see ``style``."""
+    """Return the CSS class of a colour, see ``style``."""
     return f"tr-{name.replace(' ', '-')}"

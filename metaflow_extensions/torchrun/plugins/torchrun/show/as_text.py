@@ -9,7 +9,7 @@ from .parts.terminal import printable, printable_line, table
 
 
 def lines_of(page: Page) -> list[str]:
-    """Return the page, with what has nothing to show on a terminal left out."""
+    """Return the page's lines, without sections that are empty on a terminal."""
     lines: list[str] = []
     for section in page.sections:
         body = _written(section.parts)

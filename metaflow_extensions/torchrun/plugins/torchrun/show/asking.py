@@ -1,4 +1,4 @@
-"""Commands of features: each reads what is stored of a gang, or asks it by a request that its control node answers."""
+"""Commands of features: each reads the stored data of a gang, or sends it a request, which the control node answers."""
 
 # mypy: disable-error-code="untyped-decorator"
 # Metaflow's copy of click has no types.
@@ -21,28 +21,28 @@ from .finding import attempt_option, find_one, gang_argument
 from .parts.terminal import printable
 from .stored_gangs import StoredGang, StoredGangs
 
-# The control node looks for requests twice a minute where a look is a request to an object store (`task/requests`). Then
-# a feature takes some seconds.
+# The control node looks for requests twice a minute if the datastore is an object store (`task/requests`). A feature then
+# needs some seconds for its answer.
 _PATIENCE_S = 75.0
 _LOOK_S = 2.0
 _LOOK_ON_DISK_S = 0.2
-_SEE_END_S = 10.0  # between looks whether the gang has ended, which cost several requests
+_SEE_END_S = 10.0  # between checks whether the gang has ended; each costs several requests
 
 
 class NoAnswer(CommandException):  # type: ignore[misc]  # Metaflow is not typed
-    """Nobody answers; the command itself is right."""
+    """No answer has come, though the command is correct."""
 
     headline = "No answer"
 
 
 class CommandFailed(CommandException):  # type: ignore[misc]  # Metaflow is not typed
-    """A feature's command can't do what it was asked for."""
+    """A feature's command has failed."""
 
     headline = "Command failed"
 
 
 class AskedGang:
-    """One attempt of a gang, which a feature's command asks: `records.requests.Asked`."""
+    """One attempt of a gang, for a feature's command: `records.requests.Asked`."""
 
     def __init__(self, flow_datastore: Any, stored: StoredGangs, gang: StoredGang, attempt: int, feature: str) -> None:
         self.where = f"{gang.run}/{gang.step}/{gang.control_task}"
@@ -56,11 +56,11 @@ class AskedGang:
         return None if snapshot is None else snapshot.features.get(self._feature)
 
     def last(self) -> Answer | None:
-        """Return the last answer, which may be to another command."""
+        """Return the last answer, perhaps to another command."""
         return self._registry.load_answer()
 
     def _is_over(self) -> bool:
-        """Tell whether the attempt has ended, as far as the datastore knows."""
+        """Return whether the attempt has ended, as far as the datastore shows."""
         gangs = self._stored.gangs(self._gang.run, self._gang.step)
         found = [each for each in gangs if each.control_task == self._gang.control_task]
         if not found or found[0].place(self._attempt).is_over:
@@ -69,7 +69,7 @@ class AskedGang:
         return snapshot is not None and snapshot.summary.is_over
 
     def ask(self, data: Mapping[str, Any]) -> Answer:
-        """Store a request, and return the first answer to it, or to an equal one that somebody else has made since."""
+        """Store a request, and return the first answer to it or to an equal later request of somebody else."""
         self._refuse_if_over()
         before = self.last()
         self._store_request(data)
@@ -81,7 +81,7 @@ class AskedGang:
             if answer is not None and (before is None or answer.request.id != before.request.id):
                 if (answer.request.feature, answer.request.data) == (self._feature, dict(data)):
                     return answer
-                self._store_request(data)  # somebody else's took the place of ours: there is one at a time
+                self._store_request(data)  # somebody else has overwritten our request: only one is stored at a time
                 before = answer
             if time.monotonic() - looked > _SEE_END_S:
                 self._refuse_if_over()
@@ -107,7 +107,7 @@ class AskedGang:
 
 
 def click_command(feature: str, command: GangCommand) -> Any:
-    """Return a feature's command as Metaflow's command line takes it (``click.Command``)."""
+    """Return a feature's command for Metaflow's command line (``click.Command``)."""
 
     def run(obj: Any, gang: str, attempt: int | None, **options: Any) -> None:
         stored, found, which = find_one(obj, gang, attempt)
@@ -133,6 +133,6 @@ def click_command(feature: str, command: GangCommand) -> Any:
 def _id() -> str:
     try:
         who = getpass.getuser()
-    except (KeyError, OSError):  # no such user in the system, as in many containers
+    except (KeyError, OSError):  # the user has no name, as in many containers
         who = "somebody"
     return f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{who}-{uuid.uuid4().hex[:8]}"

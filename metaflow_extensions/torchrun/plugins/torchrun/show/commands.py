@@ -1,4 +1,4 @@
-"""``python flow.py torchrun``: commands that Metaflow takes into each flow's command line (``CLIS_DESC``, 2.19)."""
+"""``python flow.py torchrun``: commands that Metaflow adds to each flow's command line (``CLIS_DESC``, 2.19)."""
 
 # mypy: disable-error-code="untyped-decorator"
 # Metaflow's copy of click has no types.
@@ -27,7 +27,7 @@ from .stored_logs import Line, StoredLogs
 
 
 class _Commands(click.Group):  # type: ignore[misc]  # Metaflow is not typed
-    """Has the commands of features besides; says so where a command meets another Metaflow than it knows."""
+    """Adds the commands of features, and turns errors of an unknown version of Metaflow into messages."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Return the names of all commands."""
@@ -42,7 +42,7 @@ class _Commands(click.Group):  # type: ignore[misc]  # Metaflow is not typed
         if sys.stdout is None:  # closed by the caller (`>&-`); click of Metaflow 2.19 writes to it all the same
             sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - until the process ends
         if isinstance(sys.stdout, io.TextIOWrapper):
-            # What a terminal can't show, as an emoji in the C locale, is shown as an escape.
+            # Characters that the terminal can't show, such as an emoji in the C locale, are printed as escapes.
             sys.stdout.reconfigure(errors="backslashreplace")
         try:
             return super().invoke(ctx)
@@ -68,7 +68,7 @@ def _commands_of_features() -> dict[str, Any]:
 
 @click.group()
 def cli() -> None:
-    """Hold the one command that Metaflow takes from here."""
+    """Hold the one command that Metaflow adds from here."""
 
 
 @cli.group(cls=_Commands, help="See the gangs of @torchrun steps: what came of them, and their logs.")
@@ -165,7 +165,7 @@ def _told_by_metaflow(stored: StoredGangs, gang: StoredGang, attempt: int) -> li
 
 
 def _clock(line: Line) -> str:
-    """Return the local time of day of a line of a log."""
+    """Return the time of a log line as local time of day."""
     try:
         moment = datetime.fromisoformat(line.time).replace(tzinfo=timezone.utc).astimezone()
     except ValueError:  # a line without a time

@@ -1,4 +1,4 @@
-"""Plain data of a gang, for ``torchrun show --json``; ``docs/seeing.md`` has the fields. Pure."""
+"""Plain data of a gang, for ``torchrun show --json``; ``docs/seeing.md`` lists the fields. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .page import Place
 
 
 def as_data(place: Place, snapshot: Snapshot | None, kept: Iterable[str] = ()) -> dict[str, Any]:
-    """Return it; `kept` are the names of features whose numbers are null where there are none."""
+    """Return the data; `kept` are the names of features, whose data are null if there are none."""
     known = snapshot or Snapshot()
     summary, stored = known.summary, known.stored()
     nodes = {node.index: node for node in summary.nodes}

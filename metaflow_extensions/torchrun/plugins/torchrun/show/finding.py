@@ -1,4 +1,4 @@
-"""Which gang a command means: its argument and options, and what the datastore has."""
+"""Finds the gang that a command's argument and options name, in the datastore."""
 
 # mypy: disable-error-code="untyped-decorator"
 # Metaflow's copy of click has no types.
@@ -22,7 +22,7 @@ json_option = click.option("--json", "as_json", is_flag=True, default=False, hel
 
 
 def find_one(obj: Any, named: str, attempt: int | None) -> tuple[StoredGangs, StoredGang, int]:
-    """Return what is stored, the one gang that is meant, and its attempt, or say which gangs there are."""
+    """Return the stored gangs, the named gang, and its attempt; raise an error with the choices if several match."""
     stored = StoredGangs(obj.flow_datastore)
     found = find(obj, stored, named)
     if len(found) > 1:
@@ -32,13 +32,13 @@ def find_one(obj: Any, named: str, attempt: int | None) -> tuple[StoredGangs, St
 
 
 def find(obj: Any, stored: StoredGangs, named: str) -> list[StoredGang]:
-    """Return the gangs that are meant by ``RUN``, ``RUN/STEP`` or ``RUN/STEP/TASK``, or say what there is."""
+    """Return the gangs named by ``RUN``, ``RUN/STEP`` or ``RUN/STEP/TASK``, or raise an error with the choices."""
     name = obj.flow.name
     asked = named or latest_run(name)
     if not asked:
         raise CommandException(f"No run of {name} was started here. Name one: {stored.program} show RUN.")
     parts = [part for part in asked.split("/") if part]
-    if parts and parts[0] == name:  # as Metaflow's client names it
+    if parts and parts[0] == name:  # Metaflow's client puts the flow's name first
         parts = parts[1:]
     if not 1 <= len(parts) <= 3:
         raise CommandException(f"{named!r} is no gang: write RUN, RUN/STEP or RUN/STEP/TASK, for example 1234/train.")
@@ -63,7 +63,7 @@ def find(obj: Any, stored: StoredGangs, named: str) -> list[StoredGang]:
 
 
 def _only_gang(obj: Any, run: str, steps: list[str]) -> str:
-    """Return the one step of a run that is a gang."""
+    """Return the only step of a run that is a gang."""
     found = [name for name in parallel_steps(obj.graph) if name in steps]
     if len(found) == 1:
         return found[0]
@@ -73,7 +73,7 @@ def _only_gang(obj: Any, run: str, steps: list[str]) -> str:
 
 
 def checked(gang: StoredGang, attempt: int | None) -> int:
-    """Return the attempt that is meant."""
+    """Return the named attempt, by default the last."""
     if attempt is None:
         return gang.last_attempt
     if not 0 <= attempt <= gang.last_attempt:
@@ -83,6 +83,6 @@ def checked(gang: StoredGang, attempt: int | None) -> int:
 
 
 def now(stored: StoredGangs, gang: StoredGang, attempt: int) -> Snapshot | None:
-    """Return what is stored of an attempt; of one that may still run as of now."""
+    """Return the snapshot of an attempt; if it may still run, for the present time."""
     snapshot = stored.snapshot(gang, attempt)
     return None if snapshot is None else gang.place(attempt).now(snapshot, time.time())

@@ -1,4 +1,4 @@
-"""``torchrun show --follow``: the page of a gang, renewed in place until its attempt has ended."""
+"""``torchrun show --follow``: renews the page of a gang in place until its attempt has ended."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .finding import checked, find, now
 from .stored_gangs import StoredGangs
 
 _PAUSE_S = 3.0
-# Moves to the terminal's first column of the first line, ends a line, ends the screen (ECMA-48: CUP, EL, ED).
+# Go to the top left of the terminal, clear to the end of the line, clear to the end of the screen (ECMA-48).
 _HOME, _END_OF_LINE, _END_OF_SCREEN = "\x1b[H", "\x1b[K", "\x1b[J"
 
 
@@ -27,11 +27,11 @@ def wait_for_end(
 ) -> bool:
     """Show `page` until the named gangs have ended; return whether all have ended well.
 
-    Where stdout is no terminal, or there is no page, a line is written for each change of a gang's state: to stderr
-    where there is no page, since stdout then has something else.
+    If stdout is no terminal, or `page` is None, a line is written for each change of a gang's state. Without a page it
+    goes to stderr, since stdout then has JSON only.
     """
     is_terminal = page is not None and sys.stdout.isatty()
-    said: dict[str, Any] = {}  # control task -> the state that the last line told
+    said: dict[str, Any] = {}  # control task -> the state in its last line
     if is_terminal:
         click.clear()
     while True:
@@ -58,12 +58,12 @@ def wait_for_end(
 
 
 def _state(summary: Summary) -> Any:
-    """Return what of a gang's summary is worth a new line: not the time, which its sentence has."""
+    """Return the parts of a summary that cause a new line when they change: not the time in its sentence."""
     return summary.outcome, summary.launch, len(summary.restarts_s), summary.has_started
 
 
 def _renew(lines: list[str]) -> None:
-    """Write the first lines over those that stand there; a page may be longer than the terminal."""
+    """Overwrite the terminal with the first lines of the page, which may be longer than the terminal."""
     columns, rows = shutil.get_terminal_size()
     text = "".join(f"{line[: columns - 1]}{_END_OF_LINE}\n" for line in lines[: rows - 1])
     click.echo(f"{_HOME}{text}{_END_OF_SCREEN}", nl=False)

@@ -1,7 +1,7 @@
 """The card type ``@card(type="torchrun")``: returns the gang's page to Metaflow.
 
-It runs in a process of its own, ``flow.py card create``, which Metaflow starts. Metaflow imports this module whenever it
-is imported itself, so what takes time is imported where it is needed.
+It runs in a separate process, ``flow.py card create``, which Metaflow starts. `import metaflow` also loads this module,
+so slow imports are in the functions that need them.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 class GangCard(cards.MetaflowCard):  # type: ignore[misc]  # Metaflow is not typed
-    """Shows the gang on the control node's task, live and afterwards; on another node's task where that is.
+    """Shows the gang on the control node's task, live and afterwards; on another node's task only that node.
 
-    The page comes from `show.live_card` or, without that, from the datastore: so the card of a
-    past run can be made again, by ``flow.py card create --type torchrun``.
+    The page comes from `show.live_card`, or else from the datastore. So ``flow.py card create --type torchrun`` can make
+    the card of a past run again.
     """
 
     type = "torchrun"
@@ -30,15 +30,15 @@ class GangCard(cards.MetaflowCard):  # type: ignore[misc]  # Metaflow is not typ
         return _page(task, (self.runtime_data or {}).get("user"), True)
 
     def render_runtime(self, task: Any, data: Any) -> str:
-        """Return the page of a gang that still runs; `refresh` keeps it up to date."""
+        """Return the page of a running gang; `refresh` keeps it up to date."""
         return _page(task, data["user"], False)
 
     def refresh(self, task: Any, data: Any) -> dict[str, Any]:
-        """Return what is new on the page: all its sections, by their ids."""
+        """Return all sections of the page by id; they replace those that are shown."""
         return {section["id"]: section for section in _layout(task, data["user"])["contents"]}
 
     def reload_content_token(self, task: Any, data: Any) -> str:
-        """Return what stays the same while the page need not be loaded again: until the final one is there."""
+        """Return a constant: browsers need not load the page again before the final one."""
         return "runtime"
 
 
@@ -68,7 +68,7 @@ def _layout(task: Any, given: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def _stored(facts: dict[str, str], flow: str, run: str, step: str, task: str) -> Snapshot | None:
-    """Return the stored records of a task; None without any, as with another node's task or an old run."""
+    """Return the stored records of a task; None without any, as for another node's task or an old run."""
     from ..channel.registry import Registry
     from ..compat.stored import datastore_of_card, last_attempt
 

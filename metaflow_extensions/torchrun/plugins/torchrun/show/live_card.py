@@ -1,11 +1,11 @@
 """Renews the cards that show the gang, while the task runs and at its end.
 
-They are ``@card(type="torchrun")`` and a user's own cards with parts of the gang's (`GangPart`). A thread of its own
-asks Metaflow for them, which starts a process each time; the workers, the gang and the step never wait for either.
+They are ``@card(type="torchrun")`` and a user's own cards with parts of the gang's (`GangPart`). A separate thread
+requests them from Metaflow, which starts a process each time. The workers, the gang and the step never wait for these.
 Without such a card, this module does nothing.
 
-A user's own card is also the user's to refresh. So it is left alone while the step's own code runs, and what Metaflow
-keeps of the user's last refresh stays as it is: its data, and the time before which another one is dropped.
+The step's code may also refresh a user's own card. So this module does not renew it while that code runs, and keeps the
+data of the user's last refresh, and the time before which Metaflow drops another one.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ if TYPE_CHECKING:
     from ..node.watchers import Feature
 
 _LOOKS_EVERY_S = 1.0
-# A process of Metaflow's takes most of a second of a core. So a young step shows what has happened at most every 5 s,
-# and numbers alone every 15 s; the pause grows with the step's age to 90 s, which is less than 1 % of a core. After
-# something has happened it grows to 30 s only.
+# Each process of Metaflow takes most of a second of a core. So a young step is shown at most every 5 s after news, and
+# every 15 s if only numbers change. The pause grows with the step's age: to 90 s, which is less than 1 % of a core, or
+# to 30 s after news.
 _SHORTEST_S, _SHORTEST_QUIET_S = 5.0, 15.0
 _LONGEST_S, _OF_AGE = 90.0, 0.1
 _LONGEST_AFTER_NEWS_S, _OF_AGE_AFTER_NEWS = 30.0, 0.01
 _OF_ALL_PER_S, _OF_ONE_MACHINE_PER_S = 2.0, 0.1
-_SETTLE_S = 15.0  # for a renewal that is being started when the step ends
+_SETTLE_S = 15.0  # the wait at the step's end for a renewal that has just started
 _LAST_S = 60.0  # for the last card of a failed task: it takes some seconds, and more on a busy machine
-_REAP_S = 1.0  # that the first process of a system may take to reap one
+_REAP_S = 1.0  # the first process of a system may need this long to reap a process
 
 
 def pause_s(age_s: float, has_news: bool, shortest_s: float) -> float:
-    """Return how long after one renewal the next one is due; `age_s` is how long the gang has been there.
+    """Return the pause between two renewals; `age_s` is the age of the gang.
 
-    Numbers on the card change all the time. News is what happens seldom, such as a restart.
+    Numbers on the card change all the time. News are rare events, such as a restart.
     """
     if has_news:
         return max(shortest_s, min(_LONGEST_AFTER_NEWS_S, age_s * _OF_AGE_AFTER_NEWS))
@@ -58,14 +58,14 @@ def pause_s(age_s: float, has_news: bool, shortest_s: float) -> float:
 def pause_of_member_s(num_nodes: int, is_local: bool) -> float:
     """Return the shortest pause on a node that is not the control node.
 
-    Each renewal asks Metaflow's service of the task, so those of all nodes together come twice a second at most. Nodes
-    of one machine share its cores with the workers of all, so theirs come once in ten seconds.
+    Each renewal sends requests to Metaflow's service, so all nodes together make at most two in a second. Nodes of one
+    machine share its cores with all workers, so together they make one in ten seconds.
     """
     return max(_SHORTEST_S, num_nodes / (_OF_ONE_MACHINE_PER_S if is_local else _OF_ALL_PER_S))
 
 
 class GangPart(cards.component_class()):  # type: ignore[misc]  # Metaflow is not typed
-    """Parts of the gang's page in a card of a user's own: it shows what is known whenever Metaflow asks."""
+    """Parts of the gang's page in a user's own card: shows the present state whenever Metaflow renders it."""
 
     REALTIME_UPDATABLE = True
 
@@ -91,7 +91,7 @@ class GangPart(cards.component_class()):  # type: ignore[misc]  # Metaflow is no
 
     @cards.as_component
     def render(self) -> dict[str, Any]:
-        """Return it as plain data, as Metaflow's own components do."""
+        """Return the component as plain data, like Metaflow's own components."""
         snapshot = self._snapshot()
         if snapshot is None:
             return {**said("No launch has begun yet."), "id": self.component_id}
@@ -100,9 +100,9 @@ class GangPart(cards.component_class()):  # type: ignore[misc]  # Metaflow is no
 
 
 class LiveCard:
-    """The cards of one task, from the gang's begin to its end.
+    """The cards of one task, from the gang's start to its end.
 
-    The step's thread makes it, asks it for parts and ends it; its own thread renews the cards.
+    The step's thread creates it, requests parts and ends it; its own thread renews the cards.
     """
 
     def __init__(
@@ -120,8 +120,8 @@ class LiveCard:
         self._runs_own_code = runs_own_code  # whether the step's own code runs now
         self._shortest_pause_s = _SHORTEST_S if shortest_pause_s is None else shortest_pause_s
         self._cards = cards.of_type("torchrun") if with_ours else []
-        self._is_off = False  # whether none is made
-        self._has_parts = False  # whether the step's code has asked for any
+        self._is_off = False  # whether no card is made any more
+        self._has_parts = False  # whether the step's code has requested parts
         self._began_at = time.monotonic()
         self._pid = os.getpid()
         self._shown, self._shown_at = -1, float("-inf")
@@ -137,13 +137,13 @@ class LiveCard:
         return found
 
     def follow_parts(self) -> None:
-        """Renew the cards of the user's own, too, that show parts."""
+        """Also renew the user's own cards with parts."""
         self._has_parts = True
         if not (self._thread.is_alive() or self._over.is_set()):
             self._thread.start()
 
     def for_part(self) -> Snapshot:
-        """Return what a part shows now; any thread may ask."""
+        """Return the present snapshot for a part; any thread may call this."""
         return self._snapshot() if self._over.is_set() else self._now()
 
     def _now(self) -> Snapshot:
@@ -175,18 +175,18 @@ class LiveCard:
             if cards.renew_users(card):
                 self._shown = -1  # the next renewal is due soon
 
-    # --- the end of it
+    # --- at the end
 
     def give_up(self) -> bool:
-        """Make no card, neither now nor at the end; return whether the task has a card of our type."""
+        """Make no more cards, not even at the end; return whether the task has a card of our type."""
         had, self._cards, self._is_off = bool(self._cards), [], True
         self.settle()
         return had
 
     def settle(self) -> None:
-        """Follow the gang no further: Metaflow makes the last cards of a task that ends well by itself (2.19).
+        """Stop renewing the cards. Metaflow itself makes the last cards of a task that ends well (2.19).
 
-        Can be repeated, and has no effect in a forked child.
+        Safe to call more than once; no effect in a forked child.
         """
         if os.getpid() != self._pid or self._over.is_set():
             return
@@ -197,14 +197,14 @@ class LiveCard:
             cards.give(card, self._snapshot().stored())
 
     def make_last(self, patience_s: float | None = None) -> None:
-        """Make the last cards of a task that fails, which Metaflow would not, and wait so long for it; only once."""
+        """Make the last cards of a failing task, which Metaflow does not make; wait at most `patience_s`. Works once."""
         if os.getpid() != self._pid or self._is_off:
             return
         self.settle()
         self._is_off = True
         others = cards.with_component(GangPart) if self._has_parts else []
-        # As for a task that ended well, Metaflow's `CardDecorator.task_finished`. Metaflow's own types can be made for
-        # such a task alone, so a user's card is made once more as that of a task that runs.
+        # Like Metaflow's `CardDecorator.task_finished` for a task that ended well. The final cards of Metaflow's own types
+        # need such a task, so a user's card is rendered once more as that of a running task.
         wanted = [(card, "render") for card in self._cards] + [(card, "render_runtime") for card in others]
         deadline = time.monotonic() + (_LAST_S if patience_s is None else patience_s)
         with convenience(cards.LAST):  # also where no thread can be started
@@ -218,26 +218,26 @@ class LiveCard:
 
 
 def this_task() -> Place:
-    """Return where this task's gang is shown."""
+    """Return the place of this task's gang, for its page."""
     flow, run, step, task = map(str, (current.flow_name, current.run_id, current.step_name, current.task_id))
     return Place(flow, run, step, task, ui_url=cards.ui_url(), program=program())
 
 
 def _make_last(card: Any, first: str) -> None:
-    while cards.is_busy(card):  # Metaflow would wait, too, but without sleeping
+    while cards.is_busy(card):  # Metaflow would also wait, but without sleeping
         time.sleep(0.05)
     for mode in (first, "refresh"):
         cards.make_last(card, mode)
 
 
 class _CardProcess(Detached):
-    """A process that makes a card, with what Metaflow asks its `Popen`."""
+    """A process that makes a card, with the methods of `Popen` that Metaflow calls."""
 
-    is_of_use = True  # of all processes; False once a dead one was found that its parent has not reaped
-    _ended_at: float | None = None  # when its end was seen first
+    is_of_use = True  # for all instances; False if a parent was found that does not reap its dead processes
+    _ended_at: float | None = None  # when its end was first noticed
 
     def poll(self) -> int | None:
-        """Return 0 if it has ended; nobody asks how."""
+        """Return 0 if it has ended, whatever its exit code; else None."""
         if not self.wait(0.0):
             return None
         self._ended_at = self._ended_at or time.monotonic()
@@ -245,26 +245,26 @@ class _CardProcess(Detached):
 
     @property
     def is_reaped(self) -> bool:
-        """Whether its parent has taken note of its end, or has had no second to do so."""
+        """Whether its parent has reaped it, or had less than a second to do so."""
         is_new = self._ended_at is None or time.monotonic() < self._ended_at + _REAP_S
         return is_new or processes.began(self.pid) != self.began
 
     def kill(self) -> None:
-        """End it."""
+        """Kill it."""
         self.send_signal(signal.SIGKILL)
 
 
 def _start_detached(command: Sequence[str], card_uuid: str, env: Mapping[str, str]) -> bool:
-    """Start the process, unless one makes this card already: then Metaflow drops this one, or ends that one.
+    """Start the process, unless another makes this card already; then Metaflow handles it. Return whether it started.
 
-    It is no child of the task, whose step may wait for its own.
+    It is no child of the task, since the step's code may wait for all its children.
     """
     process = cards.process_of(card_uuid)
     if process is not None and process.poll() is None:
         return False
     if isinstance(process, _CardProcess) and not process.is_reaped:
-        # Whoever has adopted it reaps nothing, as a program that is a container's first process. Then each card would
-        # leave a dead process behind; one is enough.
+        # The process that has adopted it does not reap, for example a program that is a container's first process. Each
+        # card would leave a dead process behind, so this way is not used again.
         _CardProcess.is_of_use = False
     if not _CardProcess.is_of_use:
         return False

@@ -1,7 +1,7 @@
-"""The last lines of the process that runs a flow, after a gang has failed: the command that shows it, and its records.
+"""Writes the last lines of ``flow.py run`` after a gang has failed: how it ended, and the command that shows it.
 
-The control node logs its own end. It can't if it is killed, and the terminal may lack the end of a remote
-log: on Kubernetes a replaced pod writes its log over the first one's (Metaflow 2.19).
+The control node logs its own end, unless it is killed. The terminal may lack the end of a remote log: on Kubernetes a
+replacement pod overwrites the log of the first one (Metaflow 2.19).
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from ..gang.texts import names
 from .parts.terminal import printable
 from .stored_gangs import StoredGang, StoredGangs
 
-_NODES = 8  # most other nodes whose ends are shown: each costs requests
+_NODES = 8  # for at most this many nodes: each costs requests
 
 
 class RunEnd:
-    """Writes the last lines for the gangs of one step, in the process of ``flow.py run``."""
+    """The last lines about the gangs of one step, in the process of ``flow.py run``."""
 
     def __init__(self, flow_datastore: Any, run_id: str, step: str, is_only_gang: bool, is_remote: bool) -> None:
         self._flow_datastore = flow_datastore  # metaflow.datastore.FlowDataStore
@@ -28,13 +28,13 @@ class RunEnd:
         self._where = self._run_id if is_only_gang else f"{self._run_id}/{step}"
 
     def tell(self, error: BaseException) -> str:
-        """Return the lines that come after Metaflow's own, if it says that this step has failed."""
+        """Return the lines that follow Metaflow's error, if that is about this step."""
         match = failed_task(error)
         if match is None or match["step"] != self._step:
             return ""
         stored = StoredGangs(self._flow_datastore)
         lines: list[str] = []
-        with suppress(Exception):  # the datastore can raise anything; the command is shown all the same
+        with suppress(Exception):  # the datastore can raise anything; the command is still shown
             for gang in stored.gangs(self._run_id, self._step):
                 if match["task"] in (None, gang.control_task):
                     lines += self._known(stored, gang)

@@ -1,7 +1,7 @@
 """Finds the gangs of a run, and their records, in the datastore.
 
-It reads only the datastore, so it does not matter where the run's metadata is. To find a step's gangs costs two listings,
-however many nodes it has. The names of tasks and files are those of Metaflow 2.19.
+It reads only the datastore, so it does not need the run's metadata. Finding a step's gangs takes two listings for any
+number of nodes. The names of tasks and files are those of Metaflow 2.19.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..gang.cause import describe_exit
 from ..records.snapshot import Snapshot
 from .page import Place
 
-# How Metaflow names the task of another node after the control task's, and which node it counts as the first:
+# How Metaflow derives the names of other nodes' tasks from the control task's, and the node of number 0 there:
 # `_local_multinode_control_task_step_func`, `KubernetesDecorator.task_pre_step`, `BatchJob.execute`, and
 # `jobset_input_paths` of Argo.
 _NAMES = (
@@ -28,25 +28,25 @@ _NAMES = (
     (re.compile(r"(.+)-worker-(\d+)"), "{}", 1),
     (re.compile(r"(.+)-node-(\d+)"), "control-{}", 0),
 )
-# What is written at a task's end: by itself (`TaskDataStore.METADATA_DONE_SUFFIX`), or by who has started it and has
-# seen it end (`Worker.terminate`). A file's name begins with its attempt.
+# Files of a task's end: the task writes the first (`TaskDataStore.METADATA_DONE_SUFFIX`), the process that has started it
+# writes the second (`Worker.terminate`). A file's name starts with its attempt.
 _DONE, _RUNTIME = "DONE.lock", "runtime"
 _ENDED = (_DONE, _RUNTIME)
-# What `resume` makes of a task (`clone_task_helper`, 2.19) has an end without a begin. It has the origin's artifacts
-# (`TaskDataStore.METADATA_DATA_SUFFIX`), and no logs or records. In the control task's artifact stand the tasks of all
-# nodes, each as run, step and task.
+# A task cloned by `resume` (`clone_task_helper`, 2.19) has files of its end, but none of its start. It has the origin's
+# artifacts (`TaskDataStore.METADATA_DATA_SUFFIX`), and no logs or records. An artifact of the control task lists the tasks
+# of all nodes, each as run, step and task.
 _BEGUN = "task_begin"
 _OF_CLONE = {"data.json", _DONE}
 _ATTEMPT = re.compile(r"(\d+)\.(.+)")
 
 
 def place_of(task: str, tasks: set[str]) -> tuple[str, int]:
-    """Return the control task and the node of a task, one of those of a step."""
+    """Return the control task and the node of `task`; `tasks` are all tasks of the step."""
     for name, control, first in _NAMES:
         match = name.fullmatch(task)
         if match is not None:
             found = control.format(match[1])
-            # On AWS Batch the control task's name begins with "control-", but only on a run.
+            # On AWS Batch the control task's name starts with "control-", but only on a run.
             found = found if found in tasks or match[1] not in tasks else match[1]
             return found, int(match[2]) + first
     return task, 0
@@ -62,7 +62,7 @@ class StoredGang:
     control_task: str
     tasks: dict[int, str]  # by node
     files: dict[str, dict[int, set[str]]]  # of all tasks of the step, by task and attempt
-    clone: tuple[str, str] | None = None  # run and control task of the clone that was asked for; this is its origin
+    clone: tuple[str, str] | None = None  # run and control task of the requested clone; this gang is its origin
 
     def is_named(self, task: str) -> bool:
         """Return whether a task is one of this gang's, or the control task of its clone."""
@@ -70,12 +70,12 @@ class StoredGang:
 
     @property
     def asked_run(self) -> str:
-        """The run that was asked for, which may have cloned the gang from this one."""
+        """The requested run, which may be a clone of this gang's run."""
         return self.run if self.clone is None else self.clone[0]
 
     @property
     def last_attempt(self) -> int:
-        """The highest attempt of which any task has a file."""
+        """The highest attempt with a file of any task."""
         return max((attempt for task in self.tasks.values() for attempt in self.files[task]), default=0)
 
     def has(self, task: str, attempt: int, name: str) -> bool:
@@ -83,7 +83,7 @@ class StoredGang:
         return name in self.files.get(task, {}).get(attempt, set())
 
     def place(self, attempt: int) -> Place:
-        """Return what Metaflow has of an attempt."""
+        """Return the place of an attempt, with Metaflow's facts about it."""
         is_done = any(self.has(self.control_task, attempt, name) for name in _ENDED)
         names = (self.flow, self.run, self.step, self.control_task, self.tasks)
         return Place(*names, attempt, self.last_attempt, is_done, self.clone)
@@ -98,7 +98,7 @@ class StoredGangs:
 
     @property
     def program(self) -> str:
-        """How this flow's commands are called for this datastore."""
+        """The command line of this flow's commands for this datastore."""
         option = "" if self.storage.is_default else f"--datastore {self.storage.kind} "
         return f"python {os.path.basename(sys.argv[0])} {option}torchrun"
 
@@ -107,10 +107,10 @@ class StoredGangs:
         return sorted(name for name, _ in self.storage.names([self.storage.path(run)]))
 
     def gangs(self, run: str, step: str) -> list[StoredGang]:
-        """Return the gangs of a step, several where it stands in a foreach; of what `resume` has cloned the origins."""
+        """Return the gangs of a step, several in a foreach; instead of clones by `resume` their origins."""
         found = self._gangs(run, step)
         clones = {gang.control_task: tasks for gang in found if (tasks := self._origin(gang))}
-        # The other nodes' clones keep the names of their tasks, and so name a control task that this run has not.
+        # The clones of the other nodes keep their tasks' names, with the name of a control task that this run lacks.
         cloned = {pathspec.split("/")[-1] for tasks in clones.values() for pathspec in tasks}
         return [
             self._origin_of(gang, clones[gang.control_task]) if gang.control_task in clones else gang
@@ -119,7 +119,7 @@ class StoredGangs:
         ]
 
     def _origin(self, gang: StoredGang) -> list[str]:
-        """Return the tasks of which a gang is a clone, each as run, step and task; nothing where it has run itself."""
+        """Return the original tasks of a cloned gang, each as run, step and task; empty if the gang is no clone."""
         files = gang.files.get(gang.control_task, {}).get(0, set())
         if not files >= _OF_CLONE or _BEGUN in files:
             return []
@@ -127,13 +127,13 @@ class StoredGangs:
         return [] if not tasks or tasks[0].split("/")[0] == gang.run else tasks
 
     def _origin_of(self, clone: StoredGang, tasks: list[str]) -> StoredGang:
-        """Return the gang of which another is a clone; the clone itself where nothing is left of that."""
+        """Return the origin of a cloned gang, or the clone itself if nothing is left of the origin."""
         run, step, control_task = tasks[0].split("/")
         found = [gang for gang in self._gangs(run, step) if gang.control_task == control_task]
         return replace(found[0], clone=(clone.run, clone.control_task)) if found else clone
 
     def _gangs(self, run: str, step: str) -> list[StoredGang]:
-        """Return what a run has of the gangs of a step."""
+        """Return the gangs of a step in one run, clones included."""
         tasks = {name for name, _ in self.storage.names([self.storage.path(run, step)])}
         files: dict[str, dict[int, set[str]]] = {task: {} for task in tasks}
         for name, path in self.storage.names([self.storage.path(run, step, task) for task in sorted(tasks)]):
@@ -152,11 +152,11 @@ class StoredGangs:
         ]
 
     def snapshot(self, gang: StoredGang, attempt: int) -> Snapshot | None:
-        """Return what the control node has stored of an attempt; None if there is nothing."""
+        """Return the snapshot that the control node has stored of an attempt, or None."""
         return Registry(self._datastore, gang.run, gang.step, gang.control_task, attempt).load_snapshot()
 
     def told_by_metaflow(self, gang: StoredGang, attempt: int, at_most: int | None = None) -> dict[int, str]:
-        """Return what Metaflow itself knows of each node's task, or of the first nodes, in a word or in the error's own."""
+        """Return the state of each node's task, or of the first ones, as Metaflow knows it, with the error's last line."""
         return {node: self._state(gang, task, attempt) for node, task in list(gang.tasks.items())[:at_most]}
 
     def _state(self, gang: StoredGang, task: str, attempt: int) -> str:
@@ -166,11 +166,11 @@ class StoredGangs:
             said = "" if error is None else f": {str(error).splitlines()[-1]}"
             return "succeeded" if is_ok else f"failed{said}"
         if gang.has(task, attempt, _RUNTIME):
-            # Of a remote task, that is the end of the process which has looked after it.
+            # For a remote task, this is the exit code of the local process that has watched it.
             code = int(self.storage.metadata(where, attempt, _RUNTIME).get("return_code") or 0)
             return describe_exit(code) if code < 0 else "was killed"
         return "has begun; no end is known" if gang.files[task].get(attempt) else "has no such attempt"
 
     def path(self, gang: StoredGang, task: str, attempt: int, name: str) -> str:
-        """Return where a file of a task is."""
+        """Return the path of a task's file."""
         return self.storage.path(gang.run, gang.step, task, f"{attempt}.{name}")

@@ -1,7 +1,7 @@
 """Reads the stored logs of a gang's tasks, merges them by time with a label for each line, and follows growing ones.
 
-Metaflow keeps them as ``mflog`` (2.19): a line has the time at which it was taken down. Files may be large and many,
-so they are read piece by piece, and none is held open.
+Metaflow stores them as ``mflog`` (2.19): a line has the time at which it was captured. There may be many large files, so
+they are read piece by piece, and none is held open.
 """
 
 from __future__ import annotations
@@ -20,51 +20,51 @@ from .stored_gangs import StoredGang, StoredGangs
 
 _LABEL = re.compile(r"\[(?:rank (\d+)|torchrun node (\d+)|node (\d+) before_run \d+/\d+)\] ")
 _PIECE = 256 * 1024
-_PAUSE_S = 1.0  # at least, between two looks at logs that grow
-_SHARE = 2.0  # a look that takes long is followed by a pause of so many times that
-_LAST_S = 5.0  # an attempt's logs are stored whole a moment after its end: then nothing new comes for so long
+_PAUSE_S = 1.0  # the least pause between two reads of growing logs
+_SHARE = 2.0  # the pause after a long read, as a multiple of its duration
+_LAST_S = 5.0  # an attempt's logs are complete when nothing new has come for this long after its end
 
 
 @dataclass(frozen=True)
 class Line:
     """One line of a log."""
 
-    time: str  # UTC, as ISO 8601 has it; by the clock of the machine that took it down
+    time: str  # UTC, in the format of ISO 8601, by the clock of the machine that captured it
     task: str
     stream: str  # stdout or stderr
-    node: int | None  # None: of one of the nodes whose lines stand in one log
+    node: int | None  # None: unknown, because several nodes share one log
     rank: int | None
     text: str
 
     @property
     def labelled(self) -> str:
-        """The text, which says where it comes from as far as that is known."""
+        """The text with the label of its node or rank, if known."""
         return self.text if self.node is None or _LABEL.match(self.text) else f"[node {self.node}] {self.text}"
 
 
 @dataclass(frozen=True)
 class Source:
-    """One stream of one task's log, or what is new in it."""
+    """One stream of one task's log, or its new lines."""
 
     task: str
     node: int
     stream: str
-    lines: Iterable[tuple[str, str]]  # time and text, in the order in which they were written
+    lines: Iterable[tuple[str, str]]  # time and text, in the order of writing
 
 
 def merged(sources: Iterable[Source], nodes: Collection[int], node_of: Callable[[int], int | None]) -> Iterator[Line]:
-    """Return all lines by time; those of one source stay in order, whatever their clock has done.
+    """Return all lines by time; those of one source stay in order, even if its clock was set back.
 
-    On a local run the nodes' tasks have no logs of their own: all lines stand in the control task's. On a remote run
-    with ``logs="all"`` the control task's log has copies of other nodes' lines. One rule leaves them out: a node that
-    has a log of its own, as `nodes` have, is read there.
+    On a local run the control task's log has the lines of all nodes. On a remote run with ``logs="all"`` it has copies of
+    other nodes' lines. One rule omits the copies: the lines of `nodes`, which have their own logs, are only taken from
+    these.
     """
     return heapq.merge(*(_lines(source, nodes, node_of) for source in sources), key=lambda line: line.time)
 
 
 def _lines(source: Source, nodes: Collection[int], node_of: Callable[[int], int | None]) -> Iterator[Line]:
     latest = ""
-    own = source.node if len(nodes) > 1 else None  # else lines without a label may be any node's
+    own = source.node if len(nodes) > 1 else None  # otherwise lines without a label may be of any node
     for stamp, text in source.lines:
         latest = max(latest, stamp)
         label = _LABEL.match(text)
@@ -80,10 +80,10 @@ class StoredLogs:
 
     def __init__(self, stored: StoredGangs, gang: StoredGang, attempt: int) -> None:
         self._stored, self._gang, self._attempt = stored, gang, attempt
-        self._read: dict[str, int] = {}  # how many bytes of each file have been read
+        self._read: dict[str, int] = {}  # file -> number of bytes that have been read
 
     def lines(self, is_growing: bool = False) -> Iterator[Line]:
-        """Return what is new since the last call, by time; of a log that grows, whole lines."""
+        """Return the lines since the last call, by time; only complete lines if the logs are growing."""
         files = self._files()
         with self._stored.storage.load(list(files)) as loaded:
             here = {path: Path(local) for path, local, _ in loaded if local is not None}
@@ -95,7 +95,7 @@ class StoredLogs:
     def follow(
         self, clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep
     ) -> Iterator[Line]:
-        """Return all lines, and then those that come, until the attempt has ended or another has begun."""
+        """Return all lines and then the new ones, until the attempt has ended or the next one has started."""
         ends_at = math.inf
         while True:
             began = clock()
@@ -124,7 +124,7 @@ class StoredLogs:
         }
 
     def _new(self, path: str, local: Path, is_growing: bool) -> Iterator[tuple[str, str]]:
-        """Return time and text of the lines that have not been read; one without a time has that of the line before."""
+        """Return time and text of the unread lines; a line without a time has that of the line before."""
         stamp = ""
         for line in _whole_lines(local, self._read.get(path, 0), is_growing):
             self._read[path] = self._read.get(path, 0) + len(line)
@@ -135,7 +135,7 @@ class StoredLogs:
 
 
 def _whole_lines(path: Path, offset: int, is_growing: bool) -> Iterator[bytes]:
-    """Return lines from `offset` on; a last one without its end only if it will get none."""
+    """Return lines from `offset` on; an unfinished last line only if the file has stopped growing."""
     rest = b""
     while piece := _piece(path, offset):
         offset += len(piece)

@@ -1,11 +1,11 @@
-"""The gang's page's own CSS inside of Metaflow's cards, for light and dark. Pure."""
+"""The CSS of the gang's page in Metaflow's cards, for light and dark. Pure."""
 
 from __future__ import annotations
 
 from .parts.charts import COLOURS, LINES
 
-# Of the parts of the page wherever they stand; the card around them has the variables (Metaflow 2.19). There, a chart
-# that shall be as wide as its place has no width at all on a phone. A section that has nothing yet shows a line.
+# For the parts of the page in any card; the card defines the variables (Metaflow 2.19). The last two rules mend Metaflow's
+# own style: a chart of the width of its container has no width on a phone, and an empty section shows a line.
 _PARTS = """
 .tr { --tr-c: #98a2b3; margin-bottom: 1rem; line-height: 1.45; overflow-wrap: anywhere; }
 .tr p { margin: 0 0 .5rem; }
@@ -43,7 +43,7 @@ _PARTS = """
 .mf-card section:not([data-section-id]):has(> .sectionItems:empty) { display: none; }
 """
 
-# Of our own page alone.
+# Only for our own page.
 _PAGE = """
 aside { display: none !important; }
 .mf-card main { margin-left: auto !important; margin-right: auto; max-width: 76rem !important; padding: 1rem !important; }

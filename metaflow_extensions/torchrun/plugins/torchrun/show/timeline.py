@@ -1,4 +1,4 @@
-"""Turns a gang's records into the few lines of its timeline. Pure."""
+"""Makes the lines of the timeline from a gang's records. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from ..gang.history import Record
 from ..gang.texts import names
 
-# Kinds that each node or rank has for itself: one line names all nodes or ranks with such a record in a row.
+# Kinds of a single node or rank. One line lists all nodes or ranks with such records in a row.
 _TOGETHER = {
     "joined": "{nodes} joined",
     "ready": "{nodes} called run",
@@ -38,15 +38,15 @@ _ALONE = {
     "lost": "node {node} is lost: {text}",
     "broken": "nothing can be launched any more{because}",
 }
-# Kinds whose text is left out if the line before has the same text.
+# Kinds whose text is omitted if the line before has the same text.
 _MAY_BE_BRIEF = ("stopping", "failed", "broken")
-# Not in the timeline: the chart of all times shows when the workers of a node were gone.
+# Not in the timeline: the chart of the nodes' states shows when a node's workers had ended.
 _NOT_TOLD = ("stopped",)
 
 
 @dataclass
 class _Group:
-    """Records of one kind, and of one text where it matters."""
+    """Records of one kind, with the same text if the line has it."""
 
     text: str
     records: list[Record] = field(default_factory=list)
@@ -63,14 +63,14 @@ class _Group:
 
 
 def timeline(records: Iterable[Record], more: Mapping[str, str] | None = None) -> list[tuple[str, str, str]]:
-    """Return when each thing happened ("3.2" or "3.2-4.0", in seconds), in which launch, and what.
+    """Return rows of time ("3.2" or "3.2-4.0", in seconds), launch, and event.
 
-    `more` is how kinds of features are told of several nodes or ranks at once (``Feature.together``).
+    `more` has templates for the features' kinds, for several nodes or ranks at once (``Feature.together``).
     """
     together = {**_TOGETHER, **(more or {})}
     rows: list[tuple[str, str, str]] = []
     groups: dict[tuple[str, int | None, str], _Group] = {}
-    said = ""  # the last text, which cause and verdict often repeat
+    said = ""  # the last text; cause and verdict often repeat it
     for record in records:
         if record.kind in together:
             text = _text_of(record, together[record.kind])
@@ -87,9 +87,9 @@ def timeline(records: Iterable[Record], more: Mapping[str, str] | None = None) -
 
 
 def _text_of(record: Record, template: str) -> str:
-    """Return what records of one line have in common."""
+    """Return the text that the records of one line have in common."""
     if record.kind in ("exited", "left"):
-        return record.text.split(":")[0]  # a hint follows the colon, which the report has
+        return record.text.split(":")[0]  # without the hint after the colon, which is in the report
     return record.text if "{text}" in template else ""
 
 
@@ -99,20 +99,20 @@ def _known(records: Iterable[Record], name: str) -> list[Any]:
 
 def _alone(record: Record, text: str) -> str:
     kind = "go again" if record.kind == "go" and record.generation else record.kind
-    template = _ALONE.get(kind)  # a later version's is told as it is
+    template = _ALONE.get(kind)  # None for a kind of a later version
     if template is None:
         return record.kind + _because(text)
     return template.format(node=record.node, text=text, because=_because(text))
 
 
 def _span(numbers: list[float]) -> str:
-    """Return least and most of some numbers, as "1.0-2.5", or as one."""
+    """Return the range of some numbers, such as "1.0-2.5", or one number."""
     least, most = f"{min(numbers, default=0.0):.1f}", f"{max(numbers, default=0.0):.1f}"
     return least if least == most else f"{least}-{most}"
 
 
 def _launch(record: Record) -> str:
-    """Name the launch, and the start of its workers where it is not the first: ``0``, ``0.1``."""
+    """Return the number of the launch, and after restarts that of the restart: ``0``, ``0.1``."""
     if record.launch is None:
         return ""
     return f"{record.launch}.{record.generation}" if record.generation else str(record.launch)

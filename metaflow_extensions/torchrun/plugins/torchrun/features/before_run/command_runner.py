@@ -1,9 +1,9 @@
 """Runs the commands of ``run(before_run=...)`` on one node, one after the other, up to the first that fails.
 
-A guardian runs it in the place of an agent: it ends it, and all that the commands have started. Its only argument is
-a folder. ``commands.json`` there has the commands, each with its argv and how it is shown. Of each command that has
-ended, ``ended.jsonl`` gets a line: its number from 0, its exit code (negative for a signal), why it could not be started,
-and its seconds. Its output goes to a file where torchrun would put that of a worker.
+A guardian runs it instead of an agent, and ends it with all processes that the commands have started. Its only argument
+is a folder. ``commands.json`` there lists the commands, each with its argv and its text for the log. ``ended.jsonl``
+gets a line for each ended command: its number from 0, its exit code (negative for a signal), why it could not be
+started, and its seconds. Its output goes to a file where torchrun would put a worker's output.
 """
 
 from __future__ import annotations
@@ -18,9 +18,7 @@ import time
 from contextlib import suppress
 from typing import Any
 
-_HAS_LOCK = (
-    "TORCHRUN_BEFORE_RUN"  # for a command that starts a gang of its own: this process has the lock of that folder
-)
+_HAS_LOCK = "TORCHRUN_BEFORE_RUN"  # a command may start a gang of its own: the folder whose lock this process has
 _STOPPED = 128 + signal.SIGTERM
 
 
@@ -34,11 +32,11 @@ class Runner:
         self._is_stopped = False
 
     def stop(self, *_: Any) -> None:
-        """Handle SIGTERM, which comes from the kernel if the guardian is killed: end the command, then this process."""
+        """Handle SIGTERM, which the kernel sends if the guardian is killed: end the command, then this process."""
         self._is_stopped = True
         if not self._has_begun:
-            os._exit(_STOPPED)  # no command yet: it waits for the lock
-        if self._process is not None:  # else it is just being started
+            os._exit(_STOPPED)  # no command has started: this process waits for the lock
+        if self._process is not None:  # otherwise `_run_one` is starting it, and stops it then
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGTERM)
 
@@ -50,7 +48,7 @@ class Runner:
         for number, command in enumerate(commands):
             begun = time.monotonic()
             status, error = self._run_one(number, command)
-            if self._is_stopped:  # it did not fail by itself
+            if self._is_stopped:  # the command was stopped, and did not fail by itself
                 return _STOPPED
             record = {"number": number, "status": status, "error": error, "seconds": time.monotonic() - begun}
             with open(os.path.join(self._folder, "ended.jsonl"), "a", encoding="ascii") as file:
@@ -67,7 +65,7 @@ class Runner:
         with open(os.path.join(place, "stdout.log"), "ab", buffering=0) as output:
             output.write(f"$ {command['shown']}\n".encode(errors="backslashreplace"))
             try:
-                # A group of its own gets its SIGTERM. Both streams go to one file, so that their order stays.
+                # Its own process group gets SIGTERM. Both streams go to one file, which keeps their order.
                 self._process = subprocess.Popen(
                     command["argv"],
                     stdin=subprocess.DEVNULL,
@@ -93,17 +91,16 @@ def _ends_a_line(path: str) -> bool:
 
 
 def lock_folder() -> None:
-    """Wait until no other node of this machine runs its commands in the working directory, and keep others out.
+    """Lock the working directory, after other nodes of this machine have finished their commands there.
 
-    They would install into the same place at the same time, or make the same files. The lock ends with this process.
+    Otherwise they would install into the same place or make the same files at the same time. The lock ends with this
+    process.
     """
-    if (
-        os.environ.get(_HAS_LOCK) == os.getcwd()
-    ):  # a command that holds the lock has started this gang, and waits for it
+    if os.environ.get(_HAS_LOCK) == os.getcwd():  # a command that has the lock has started this gang, and waits for it
         return
     os.environ[_HAS_LOCK] = os.getcwd()
-    with suppress(OSError):  # a file system may have no such locks, as some of NFS
-        folder = os.open(".", os.O_RDONLY)  # open until the end; what is started does not inherit it
+    with suppress(OSError):  # some file systems, such as some NFS, have no such locks
+        folder = os.open(".", os.O_RDONLY)  # open until the end; commands don't inherit it
         try:
             fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

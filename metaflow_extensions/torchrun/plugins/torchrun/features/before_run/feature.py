@@ -1,6 +1,6 @@
 """The feature ``run(before_run=...)``: commands that run once on each node before the workers.
 
-The gang runs them as a launch of their own. So all nodes begin together, and all stop when a command fails on one. No
+The gang runs them in a separate launch. So all nodes start together, and all stop when a command fails on one. No
 worker starts before the last command has ended on every node.
 """
 
@@ -22,22 +22,22 @@ from .program import SCRIPT, Commands
 
 
 class BeforeRun(Feature):
-    """Commands that the user wants run before the workers."""
+    """The user's commands that run before the workers."""
 
     name = "before_run"
     together = MappingProxyType({"command": "{nodes}: {text}, {took}"})
 
     def prelude(self, asked: Asked) -> Prelude | None:
-        """Return the launch of the commands, where some are asked for."""
+        """Return the launch of the commands; None if `run` got none."""
         commands = argument("before_run", asked.arguments)
         return None if commands is None else CommandsFirst(commands, asked)
 
     def keeper(self, num_nodes: int, of_all: bool) -> Keeper:
-        """Return what records the commands that have ended."""
+        """Return the keeper that records ended commands."""
         return CommandRecords()
 
     def watcher(self, here: Here) -> Watcher:
-        """Return what reports the end of commands, if this launch runs some."""
+        """Return the watcher that reports ended commands, if this launch runs commands."""
         program = here.plan.program
         return CommandWatcher(program, here.folder) if isinstance(program, Commands) else Watcher()
 
@@ -53,7 +53,7 @@ class CommandsFirst(Prelude):
         self.installs = bool(commands)
 
     def spec(self, of_run: LaunchSpec) -> LaunchSpec:
-        """Return the launch that runs the commands, in the folder and with the variables of `of_run`."""
+        """Return the launch of the commands, with the folder and the variables of `of_run`."""
         spec = own_launch(of_run, SCRIPT)
         flow_dir = self._asked.flow_dir
         found = tuple((beside_flow(words[0], spec.cwd, flow_dir), *words[1:]) for words in self._commands)
@@ -71,25 +71,25 @@ class CommandsFirst(Prelude):
 
 
 class CommandWatcher(Watcher):
-    """Reports which commands have ended on this node."""
+    """Reports the ended commands of this node."""
 
     def __init__(self, program: Commands, folder: str) -> None:
         self._program, self._folder = program, folder
         self._told = 0
 
     def poll(self) -> Plain | None:
-        """Return those that have ended since the last time."""
+        """Return the commands that have ended since the last poll."""
         ended = self._program.ended(self._folder)
         new, self._told = ended[self._told :], len(ended)
         return {"commands": [self._program.report(each) for each in new]} if new else None
 
     def ended(self) -> Plain | None:
-        """Return the last ones."""
+        """Return the last ended commands."""
         return self.poll()
 
 
 class CommandRecords(Keeper):
-    """Adds a record for each command that has ended, and keeps no data."""
+    """Adds a record for each ended command, and keeps no data."""
 
     has_record = False
 

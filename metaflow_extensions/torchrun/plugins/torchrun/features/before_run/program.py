@@ -1,7 +1,7 @@
-"""Starts the commands of ``before_run`` on one node, in the place of workers.
+"""Starts the commands of ``before_run`` on one node, instead of workers.
 
-A process of ours, `command_runner`, runs them in the place of an agent. So a guardian watches and stops them as it does
-workers, and for the gang they are a launch.
+Our process `command_runner` runs them instead of an agent. So a guardian watches and stops them like workers, and for
+the gang they are a launch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SHOWN_CHARS = 200
 
 
 def shown(words: Sequence[str]) -> str:
-    """Return a command for a line of a log."""
+    """Return a command as one line for the log."""
     text = words[2] if is_by_shell(words) else shlex.join(words)
     line = " ".join(text.encode("utf-8", "backslashreplace").decode().split())
     return line if len(line) <= _SHOWN_CHARS else line[:_SHOWN_CHARS] + "…"
@@ -32,7 +32,7 @@ def shown(words: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class Ended:
-    """A command that has ended, or that could not be started; as `command_runner` writes it."""
+    """A command that has ended or could not be started, as written by `command_runner`."""
 
     number: int  # from 0
     status: int | None
@@ -55,18 +55,18 @@ class Commands:
         """Return the files that the runner reads: name -> contents."""
         commands = []
         for words in self.commands:
-            # We find the shell ourselves: the PATH that the user sets for the commands may not have it.
+            # The shell is found here, because the user's PATH for the commands may lack it.
             program = system_program(words[0]) if is_by_shell(words) else words[0]
             commands.append({"argv": [program, *words[1:]], "shown": shown(words)})
         return {"commands.json": json.dumps(commands)}
 
     def command(self, folder: str) -> list[str]:
         """Return the argv of the runner."""
-        # -I and -S: neither the variables for the commands nor installed packages may change what the runner does.
+        # -I and -S: neither the commands' variables nor installed packages may change what the runner does.
         return [self._python, "-I", "-S", SCRIPT, folder]
 
     def label(self, node: int, number: int) -> str:
-        """Return what stands before the lines of a command."""
+        """Return the label before the lines of a command."""
         return f"[node {node} before_run {number + 1}/{len(self.commands)}] "
 
     def ended(self, folder: str) -> list[Ended]:
@@ -76,12 +76,12 @@ class Commands:
         return []
 
     def report(self, ended: Ended) -> dict[str, Any]:
-        """Return what the control node is sent about a command. Hints on signals are left out: the error has them."""
+        """Return the report on a command for the control node, without hints on signals: the error has them."""
         text = self._how(ended, lambda status: describe_exit(status).partition(":")[0])
         return {"text": text, "exit_code": ended.status, "seconds": round(ended.seconds, 3)}
 
     def cause(self, folder: str, node: int, host: str, how_ended: Callable[[int], str]) -> Cause | None:
-        """Return which command has failed, with its last lines; None if none has."""
+        """Return the cause with the failed command and its last lines; None if no command has failed."""
         failed = next((each for each in self.ended(folder) if each.status != 0), None)
         if failed is None:
             return None
@@ -95,6 +95,6 @@ class Commands:
 
 
 def _last_lines(text: str) -> str:
-    """Return the last lines of a command's output; of a progress bar, which goes back with CR, its last state."""
+    """Return the last lines of a command's output; a progress bar (with CR) is reduced to its last state."""
     lines = [line.removesuffix("\r").rpartition("\r")[2] for line in text.rstrip("\n").split("\n")]
     return "\n".join(lines[-_TAIL_LINES:])

@@ -225,7 +225,7 @@ def tell_current(module: Any, told: bytes) -> None:
             setattr(type(module.current), name, withheld(name))
     except (AttributeError, TypeError) as error:
         problem = f"{type(error).__name__}: {error}"
-        sys.stderr.write(f"[torchrun] Left out: what `current` says in the workers of a function ({problem}).\n")
+        sys.stderr.write(f"[torchrun] Left out: `current` in the workers of a function ({problem}).\n")
 
 
 def withheld(name: str) -> property:

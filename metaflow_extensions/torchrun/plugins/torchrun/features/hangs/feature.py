@@ -1,4 +1,4 @@
-"""The feature ``hang_timeout_s``: detects launches that hang, and finds out where their workers are."""
+"""The feature ``hang_timeout_s``: detects launches that hang, and collects the stacks of their workers."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from ...settings import StepSettings, choose
 from .stacks import collect
 
 _KIND = "hang"  # of the cause
-# How long the nodes may take to write down what the workers of a hang are doing.
+# The nodes may take this long to collect the stacks of their workers.
 _DIAGNOSTICS_S = 15.0
-# Output is reported to the gang once in this fraction of hang_timeout_s.
+# A node reports output to the control node at most once in this fraction of hang_timeout_s.
 _ACTIVE_PART = 0.1
 _MAX_LINES = 64
 _MAX_PLACES = 4  # in the sentence that concludes
 
 
 class Hangs(Feature):
-    """When all ranks are silent for too long, writes their stacks down and lets the launch fail."""
+    """Fails a launch whose ranks are all silent for too long, and stores their stacks."""
 
     name = "hangs"
 
@@ -39,41 +39,41 @@ class Hangs(Feature):
         return {} if limit_s is None else {"timeout_s": limit_s}
 
     def keeper(self, num_nodes: int, of_all: bool) -> Keeper | None:
-        """Return what decides that a launch hangs; only the control node does."""
+        """Return the keeper that decides that a launch hangs; only the control node has one."""
         return HangKeeper() if of_all else None
 
     def variables(self, plan: Plan, folder: str) -> Variables:
-        """Return the variables with which workers can be asked for their stacks."""
+        """Return the variables that let workers write their stacks on request."""
         if limit_s(plan) is None:
             return Variables()
         return Variables(hook_environment(os.path.join(folder, FOLDER)), folders=(FOLDER,), hooks=(HOOK,))
 
     def watcher(self, here: Here) -> Watcher:
-        """Return what tells that workers do something, where a limit asks for it."""
+        """Return the watcher that reports activity of workers, if the launch has a limit."""
         limit = limit_s(here.plan)
         return Watcher() if limit is None else HangWatcher(here, limit)
 
 
 def limit_s(plan: Plan) -> float | None:
-    """Return how long all ranks of a launch may be silent; None sets no limit."""
+    """Return how many seconds all ranks of a launch may be silent; None means no limit."""
     found: float | None = plan.policy.features.get(Hangs.name, {}).get("timeout_s")
     return found
 
 
 @dataclass(frozen=True)
 class Diagnostics:
-    """What the workers of one node were doing when the launch hung."""
+    """The places in the code of one node's workers when the launch hung."""
 
     host: str  # the node's host name
-    file: str | None  # where all stacks are; None if they could not be written
-    where: dict[int, str]  # global rank -> where in its code it was, in a line
+    file: str | None  # has all stacks; None if they could not be written
+    where: dict[int, str]  # global rank -> its place in the code, in one line
 
 
 # --- on each node -----------------------------------------------------------------------------
 
 
 class HangWatcher(Watcher):
-    """Reports when workers of this node have written or ended, and where they are in a hang."""
+    """Reports when workers of this node have written or ended, and in a hang their places in the code."""
 
     def __init__(self, here: Here, timeout_s: float) -> None:
         self._here = here
@@ -81,7 +81,7 @@ class HangWatcher(Watcher):
         self._said_at = float("-inf")
 
     def poll(self) -> Plain | None:
-        """Return how long ago a worker has done something, unless the gang knows of something about as recent."""
+        """Return how long ago a worker was active, unless the last report was about as recent."""
         at = self._here.active_at()
         if at is None or at <= self._said_at + self._pause_s:
             return None
@@ -89,7 +89,7 @@ class HangWatcher(Watcher):
         return {"age_s": time.monotonic() - at}
 
     def before_stop(self, kind: str) -> Plain | None:
-        """Write down where every worker is if the launch hangs."""
+        """Store the stacks of all workers if the launch hangs; return their places in the code."""
         if kind != _KIND:
             return None
         here = self._here
@@ -114,30 +114,30 @@ class HangKeeper(Keeper):
         self._found: dict[int, Diagnostics] = {}  # by node
 
     def begin(self, launch: int, policy: Plain, at_s: float) -> None:
-        """Start the clock, if the launch has such a limit."""
+        """Start the clock, if the launch has a limit."""
         self._timeout_s, self._active_at = policy.get("timeout_s"), at_s
         self._found = {}
 
     def handle(self, node: int, told: Told, at_s: float) -> None:
-        """Keep when a worker has done something, or where it was when it did nothing."""
+        """Keep when a worker was last active, or where the workers of a hang were."""
         if "age_s" in told.data:
             self._active_at = max(self._active_at, at_s - told.data["age_s"])
         else:
             self._found[node] = from_plain(Diagnostics, told.data, "hangs")
 
     def tick(self, at_s: float, where: Callable[[int], Where]) -> Remarks:
-        """Have the launch fail if nothing has come for too long."""
+        """Let the launch fail if all ranks were silent for too long."""
         limit_s = self._timeout_s
         if limit_s is None or at_s - self._active_at <= limit_s:
             return Remarks()
         return Remarks(failing=Failing(_KIND, f"no rank wrote anything or exited for {limit_s:g} s"))
 
     def find_out_s(self, kind: str) -> float:
-        """Return how long the nodes may take to ask their workers."""
+        """Return how many seconds the nodes may take to collect stacks."""
         return _DIAGNOSTICS_S if kind == _KIND else 0.0
 
     def detail(self, kind: str) -> str:
-        """Return where every rank was when the launch hung, and where the stacks are."""
+        """Return the place of every rank in the hang, and the files with the stacks."""
         if kind != _KIND or not self._found:
             return ""
         found = sorted(self._found.items())
@@ -150,7 +150,7 @@ _FRAME = re.compile(r"(?P<at>\S+:\d+) in (?P<function>[^()]+?)(?: \((?P<inner>in
 
 
 def conclusion(where: list[tuple[int, str]]) -> str:
-    """Return in one sentence where the ranks were, those at the same place together: "rank 3 in load at data.py:18"."""
+    """Return one sentence with the ranks' places, grouped by place: "rank 3 in load at data.py:18"."""
     at: dict[str, list[int]] = {}
     for rank, place in where:
         match = _FRAME.fullmatch(place)
@@ -165,7 +165,7 @@ def conclusion(where: list[tuple[int, str]]) -> str:
 
 
 def _places(where: list[tuple[int, str]]) -> list[str]:
-    """Say where each rank was; of many, those at the same place together."""
+    """Return a line for each rank with its place; if there are many ranks, a line for each place."""
     if len(where) <= _MAX_LINES:
         return [f"Rank {rank} was at {place}." for rank, place in where]
     at: dict[str, list[int]] = {}
@@ -175,6 +175,6 @@ def _places(where: list[tuple[int, str]]) -> list[str]:
 
 
 def _first(lines: list[str]) -> list[str]:
-    """Return the first of many lines, and how many are left out."""
+    """Return the first lines, and the number of those left out."""
     more = len(lines) - _MAX_LINES
     return [*lines[:_MAX_LINES], f"{more} more such lines are left out."] if more > 0 else lines

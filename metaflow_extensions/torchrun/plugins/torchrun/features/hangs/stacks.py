@@ -1,4 +1,4 @@
-"""What the workers of one node were doing when the gang was found to hang, for the log and for a file."""
+"""Collects the stacks of one node's workers in a hang, for the log and for a file."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ _MAX_LOG_CHARS = 200_000
 
 @dataclass(frozen=True)
 class Findings:
-    """What was found out about the workers of one node."""
+    """The stacks of the workers of one node."""
 
-    file: str | None  # with everything. None if nothing could be written
-    text: str  # its contents for the log, at most some 200 KB: of long stacks the middle is left out
-    where: dict[int, str]  # for every rank one line: where its main thread was, or why that is not known
+    file: str | None  # has all stacks; None if it could not be written
+    text: str  # the contents for the log, at most about 200 KB: long stacks lack their middle
+    where: dict[int, str]  # rank -> the place of its main thread in one line, or why it is unknown
 
 
 def collect(
     workers: Mapping[int, int], folder: str, keep_in: str | None, name: str, within_s: float, py_spy: str | None
 ) -> Findings:
-    """Ask all workers at once what they do, and keep the answers where they survive the launch.
+    """Collect the stacks of all workers at once, and keep them in a file that survives the launch.
 
-    The file lies in a fresh folder below `keep_in`, or below the system's temporary folder. The other arguments are
-    those of `ask_workers`. Never raises for what workers, py-spy or the disk do.
+    The file is in a new folder below `keep_in`, or below the system's temporary folder. The other arguments are those
+    of `ask_workers`. Errors of workers, py-spy or the disk are not raised.
     """
     found = ask_workers(workers, folder, within_s, py_spy)
     share = _MAX_LOG_CHARS // max(1, len(found))

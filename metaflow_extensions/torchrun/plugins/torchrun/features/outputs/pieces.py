@@ -88,7 +88,7 @@ class OutputPieces(ToStore):
     def lines(self, problem: str | None, seconds: float) -> Iterator[str]:
         """Yield what was found and stored, and what was not, in few lines."""
         if problem is not None:
-            yield f"what outputs there are could not be stored in {self._store.where} {problem}"
+            yield f"its outputs could not be stored in {self._store.where} {problem}"
             return
         yield from self._listing.remarks[:_SAID]
         if self._listing.left_out:

@@ -1,6 +1,6 @@
 """The feature ``@torchrun(preflight=...)``: checks and measures the gang's network before the first launch.
 
-`preflight_worker` measures it, as a launch of its own.
+`preflight_worker` measures it, in a separate launch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Preflight(Feature):
     name = "preflight"
 
     def prelude(self, asked: Asked) -> Prelude | None:
-        """Return the launch that measures, once in a step."""
+        """Return the measuring launch, once in a step."""
         return NetworkFirst(asked) if asked.settings.preflight and not asked.has_been else None
 
 
@@ -33,7 +33,7 @@ class NetworkFirst(Prelude):
         self._asked = asked
 
     def spec(self, of_run: LaunchSpec) -> LaunchSpec | None:
-        """Return the launch that measures for `of_run`, where there are ranks to measure between."""
+        """Return the launch that measures for `of_run`; None if that has one process."""
         if of_run.world_size == 1:
             self._asked.say("preflight: one process in all, so there is nothing to measure")
             return None

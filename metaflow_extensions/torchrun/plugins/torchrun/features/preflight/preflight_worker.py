@@ -25,11 +25,11 @@ Report = dict[str, Any]
 # How long the first rank waits for the last: importing torch from a cold disk takes minutes on some nodes.
 _ARRIVE_S = 300.0
 _OPERATION_S = 60.0
-# What a rank's part of a stage may take. NCCL's own start knows no timeout.
+# The limit for a rank's part of a stage. NCCL's own start has no timeout.
 _STAGE_S = 600.0
-# A SYN that is lost is sent again after 1, 3 and 7 s.
+# The kernel repeats a lost SYN after 1, 3 and 7 s.
 _CONNECT_S = 10.0
-# What others need beyond rank 0 to see that an operation failed.
+# Other ranks may see a failed operation this much later than rank 0.
 _MARGIN_S = 15.0
 
 _LAPS = 5
@@ -40,11 +40,11 @@ _MOST_QUOTED = 3
 
 
 class PreflightError(Exception):
-    """The nodes can't work together; the message names those at fault."""
+    """The nodes can't work together; the message names the faulty ones."""
 
 
 class Place(NamedTuple):
-    """Which worker this is."""
+    """The position of this worker."""
 
     rank: int
     local_rank: int
@@ -54,7 +54,7 @@ class Place(NamedTuple):
 
     @property
     def nodes(self) -> int:
-        """Nodes of the gang: each has as many processes as the others."""
+        """The number of nodes; all have the same number of processes."""
         return self.world // self.nproc
 
 
@@ -62,19 +62,19 @@ class Place(NamedTuple):
 
 
 class Stages:
-    """The stages, as one rank goes through them: do the work, report, wait for rank 0's answer. Every wait is bounded."""
+    """Runs the stages on one rank: do the work, report, wait for rank 0's answer. Every wait is bounded."""
 
     def __init__(self, store: Any, place: Place) -> None:
         self._store = store
         self._place = place
-        self.hosts: Sequence[str] = ()  # of the nodes, once they are known
+        self.hosts: Sequence[str] = ()  # of the nodes, if known
 
     def run(
         self,
         stage: str,
         work: Callable[[], Report],
-        judge: Callable[[list[Report]], Report],  # rank 0's; no report that it takes is an error
-        wait_s: float,  # how long rank 0 waits for the others when its own part is done
+        judge: Callable[[list[Report]], Report],  # called on rank 0, and only if no report is an error
+        wait_s: float,  # how long rank 0 waits for the others after its own part
     ) -> Report:
         """Do this rank's part of a stage and return rank 0's answer, or raise PreflightError."""
         faulthandler.dump_traceback_later(_STAGE_S, exit=True)
@@ -85,17 +85,17 @@ class Stages:
         finally:
             faulthandler.cancel_dump_traceback_later()
         self._store.set(f"{stage}/{self._place.rank}", json.dumps(report))
-        if self._place.rank == 0:  # where its own part has failed, the others' soon will
+        if self._place.rank == 0:  # if its own part has failed, the others soon fail, too
             verdict = judge(self._collect(stage, _MARGIN_S if "error" in report else wait_s))
             self._store.set(f"{stage}/answer", json.dumps(verdict))
             return verdict
         answer = self._read(f"{stage}/answer", time.monotonic() + 2 * (wait_s + _MARGIN_S))
-        if answer is None:  # rank 0 has failed, or has raised an error that names the nodes at fault
+        if answer is None:  # rank 0 has ended, perhaps with an error that names the faulty nodes
             raise PreflightError(f"node 0 did not answer after {stage}: its rank 0 is stuck or slow.")
         return answer
 
     def _collect(self, stage: str, wait_s: float) -> list[Report]:
-        """Return the reports of all ranks, or raise for those that are silent or have failed."""
+        """Return the reports of all ranks; raise an error that names silent or failed ones."""
         deadline = time.monotonic() + wait_s
         reports: list[Report] = []
         silent: list[int] = []
@@ -110,15 +110,16 @@ class Stages:
                 reports.append(report)
         if silent:
             named = nodes_text(silent, self.hosts)
-            raise PreflightError(f"{named} did not take part in {stage}: no word within {wait_s:g} s.")
+            raise PreflightError(f"{named} did not take part in {stage}: no message within {wait_s:g} s.")
         if failed:
             quoted = "; ".join(list(failed.values())[:_MOST_QUOTED])
             raise PreflightError(f"{stage} failed on {nodes_text(failed, self.hosts)}. {quoted}")
         return reports
 
     def _read(self, key: str, deadline: float) -> Report | None:
-        """Return what stands under `key`, or None if nothing does by then."""
-        with suppress(Exception):  # a timeout has another class in every torch; a store that is gone fails in get
+        """Return the report under `key`, or None if there is none by the deadline."""
+        # The class of a timeout depends on torch's version. If the store is gone, the next call raises.
+        with suppress(Exception):
             self._store.wait([key], timedelta(seconds=max(0.01, deadline - time.monotonic())))
         if not self._store.check([key]):
             return None
@@ -127,7 +128,7 @@ class Stages:
 
 
 def nodes_text(nodes: Iterable[int], hosts: Sequence[str] = ()) -> str:
-    """Name nodes, each once and in order, with their hosts where these are known."""
+    """Return the names of nodes, each once and in order, with their hosts if known."""
     named = [f"{node} (host {hosts[node]})" if hosts else str(node) for node in sorted(set(nodes))]
     return ("node " if len(named) == 1 else "nodes ") + ", ".join(named)
 
@@ -136,7 +137,7 @@ def nodes_text(nodes: Iterable[int], hosts: Sequence[str] = ()) -> str:
 
 
 def own_address(main_addr: str) -> str:
-    """Return the address with which this node goes to the control node; nothing is sent."""
+    """Return this node's own address on the route to the control node, without sending anything."""
     family, kind, _, _, target = socket.getaddrinfo(main_addr, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(target)
@@ -144,14 +145,14 @@ def own_address(main_addr: str) -> str:
 
 
 def listen(address: str) -> socket.socket:
-    """Return a socket that takes connections, which the kernel completes without us."""
-    local = address == "::1" or address.startswith("127.")  # as on a local run; then it takes them there only
+    """Return a listening socket; the kernel completes connections without `accept`."""
+    local = address == "::1" or address.startswith("127.")  # as on a local run; then only this address listens
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     return socket.create_server((address if local else "", 0), family=family)
 
 
 def choose_backend(reports: Sequence[Report], nproc: int) -> str:
-    """Return nccl if every worker has a CUDA device of its own, gloo if none has; raise if the nodes differ."""
+    """Return nccl if every worker has its own CUDA device, gloo if no node has enough; raise if the nodes differ."""
     firsts = reports[::nproc]
     without = {rank // nproc for rank, report in enumerate(reports) if not report["cuda"]}
     if not without:
@@ -182,7 +183,7 @@ def judge_connections(reports: Sequence[Report], nproc: int, hosts: Sequence[str
     if not failed:
         return {}
     ends = [end for way in failed for end in way[:2]]
-    # Of three or more nodes, those that two ways fail at are to blame.
+    # With three or more nodes, a node with two failed connections is the faulty one.
     guilty = [node for node in ends if ends.count(node) > 1 and len(firsts) > 2]
     ways = "; ".join(f"node {one} to node {other}: {why}" for one, other, why in failed)
     raise PreflightError(
@@ -203,7 +204,7 @@ def all_reduce(place: Place, backend: str, store: Any) -> tuple[float, float]:
     import torch.distributed as dist
 
     if backend == "nccl":
-        # So that a call that waits too long raises here, instead of ending the process from a thread.
+        # A call that waits too long then raises here. Otherwise NCCL's thread would end the process.
         os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
         torch.cuda.set_device(place.local_rank)
     dist.init_process_group(
@@ -223,7 +224,7 @@ def all_reduce(place: Place, backend: str, store: Any) -> tuple[float, float]:
 
 def median_s(operation: Callable[[Any], None], tensor: Any, laps: int) -> float:
     """Return the median time of `operation`, in seconds."""
-    operation(tensor)  # the first one connects, allocates, and opens TCP's window
+    operation(tensor)  # the first call connects, allocates, and opens TCP's window
     times = []
     for _ in range(laps):
         begun = time.perf_counter()
@@ -236,7 +237,7 @@ def median_s(operation: Callable[[Any], None], tensor: Any, laps: int) -> float:
 
 
 def main() -> None:
-    """Run all stages; an exception ends the launch, and its text names the nodes at fault."""
+    """Run all stages; an exception ends the launch, and its text names the faulty nodes."""
     import torch
     from torch.distributed import PrefixStore, TCPStore, is_nccl_available
 
@@ -268,12 +269,12 @@ def _start(stages: Stages, place: Place, here: tuple[str, int], devices: int) ->
 
 
 def _connect(stages: Stages, place: Place, main_addr: str, plan: Report) -> None:
-    """Check that this node reaches the next one, on a port that the kernel chose."""
+    """Check that this node reaches the next one on a port chosen by the kernel."""
 
     def work() -> Report:
         following = (place.node + 1) % place.nodes
         address, port = plan["addresses"][following]
-        # This node has reached the control node by `main_addr` already; another address of it may not lead there.
+        # This node has already reached the control node at `main_addr`; the node's other addresses may be unreachable.
         target = (main_addr if following == 0 else address, port)
         return {"why": connect_to(target, _CONNECT_S) if place.local_rank == 0 else None}
 
@@ -297,13 +298,13 @@ def _measure(stages: Stages, place: Place, plan: Report, store: Any) -> None:
     if place.local_rank == 0:
         line = summary(place, plan["hosts"][place.node], *measured[0])
         print(line, flush=True)  # noqa: T201 - it is a script
-    dist.destroy_process_group()  # no rank is inside of the all-reduce any more
+    dist.destroy_process_group()  # all ranks have finished the all-reduce
 
 
 def summary(place: Place, host: str, latency_s: float, bytes_per_s: float) -> str:
-    """Return the line with what a node measured."""
-    # The factor of nccl-tests (doc/PERFORMANCE.md) is what each rank must send and receive. With it, the figure can be
-    # compared with the hardware's bandwidth for any number of ranks.
+    """Return the line with a node's measurements."""
+    # The factor of nccl-tests (doc/PERFORMANCE.md) is the share that each rank must send and receive. So the figure is
+    # comparable with the hardware's bandwidth for any number of ranks.
     rate = bytes_per_s / 1e9
     bus = rate * 2 * (place.world - 1) / place.world
     who = f"preflight: node {place.node} (host {host}): all-reduce over {place.world} ranks"
@@ -311,7 +312,7 @@ def summary(place: Place, host: str, latency_s: float, bytes_per_s: float) -> st
 
 
 if __name__ == "__main__":
-    # Modules beside this file have names that another package's may have, too.
+    # Modules beside this file may have the names of other packages.
     here = os.path.dirname(os.path.abspath(__file__))
     sys.path[:] = [path for path in sys.path if os.path.abspath(path) != here]
     try:

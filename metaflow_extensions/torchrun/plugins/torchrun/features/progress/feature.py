@@ -1,4 +1,4 @@
-"""The feature of progress: scripts report steps and values as lines of JSON; ranks much slower than others are named."""
+"""The feature of progress: scripts report steps and values as lines of JSON; ranks that are much slower are named."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from .kept import ProgressKeeper
 from .page import progress_parts
 from .ranks import ProgressWatcher, metrics_file
 
-# A worker appends lines of JSON to the file that this names. torchrun gives all workers of a node the same environment,
-# so a hook in each worker makes the name of the folder's.
+# A worker appends lines of JSON to the file in METRICS. torchrun gives all workers of a node the same environment, so a
+# hook in each worker sets METRICS from FOLDER.
 METRICS = "TORCHRUN_METRICS"
 FOLDER = "TORCHRUN_METRICS_FOLDER"
 
 
 class Progress(Feature):
-    """How far a launch is."""
+    """The progress of a launch."""
 
     name = "progress"
     after = "outcome"
@@ -33,16 +33,16 @@ class Progress(Feature):
     )
 
     def keeper(self, num_nodes: int, of_all: bool) -> Keeper | None:
-        """Return what keeps rank 0's values and all ranks' speeds; only the control node does."""
+        """Return the keeper of rank 0's values and all ranks' speeds; only the control node has one."""
         return ProgressKeeper() if of_all else None
 
     def variables(self, plan: Plan, folder: str) -> Variables:
-        """Return where a worker finds its file."""
+        """Return the variables with the path of each worker's file."""
         of_rank = metrics_file(folder.replace("$", "$$"), "${local_rank}")
         return Variables({FOLDER: os.path.dirname(metrics_file(folder, 0))}, {METRICS: of_rank})
 
     def watcher(self, here: Here) -> Watcher:
-        """Return what reads the workers' files."""
+        """Return the watcher that reads the workers' files."""
         return ProgressWatcher(here)
 
     def result(self, told: Plain) -> Mapping[str, Any]:
@@ -50,6 +50,6 @@ class Progress(Feature):
         return {"metrics": {key: math.nan if value is None else value for key, value in told.items()}}
 
     def parts(self, kept: Any, summary: Summary) -> Sequence[Part]:
-        """Return how far the launch is, where its scripts tell."""
-        # Before 0.3.0 was released, other nodes than the control node kept speeds alone.
+        """Return the progress section, if the scripts report any."""
+        # In development versions of 0.3.0, other nodes than the control node kept only speeds.
         return progress_parts(kept, summary) if kept and "series" in kept else ()

@@ -18,7 +18,7 @@ from .told import MAX_KEYS, Metrics, Pace, Point
 # How many points of a key are kept.
 MAX_POINTS = 200
 _LOOKS_EVERY_S = 5.0
-# After so long without news, a node's ranks are compared no more.
+# The ranks of a node are not compared after this long without a message from it.
 _STALE_S = 20.0
 
 
@@ -42,14 +42,14 @@ class _Kept:
 
     @property
     def done(self) -> int | None:
-        """How many steps it has done: where they count from 0, the last one is one before the total."""
+        """The number of steps done. If steps count from 0, the last one is `total` - 1."""
         if self.has_ended_well and self.step is not None and self.step + 1 == self.total:
             return self.step + 1
         return self.step
 
     @property
     def left_s(self) -> float | None:
-        """How many seconds it will still take; None if unknown."""
+        """The estimated remaining seconds; None if unknown."""
         if self.total is None or self.step is None or not self.steps_per_s:
             return None
         return max(0.0, self.total - self.step) / self.steps_per_s
@@ -59,21 +59,21 @@ class ProgressKeeper(Keeper):
     """Keeps the progress of the last launch whose scripts have reported any."""
 
     def __init__(self) -> None:
-        # Guards all fields below: the gang's thread changes them, and any thread may ask for the record.
+        # Guards all fields below: the gang's thread changes them, and any thread may call `record`.
         self._lock = threading.Lock()
         self._kept: _Kept | None = None
-        self._paces: dict[int, tuple[float, Mapping[int, Pace]]] = {}  # node -> when it told, and its ranks
+        self._paces: dict[int, tuple[float, Mapping[int, Pace]]] = {}  # node -> time of its report, and its ranks
         self._stragglers = Stragglers()
         self._looked_at = float("-inf")
         self._rates: dict[str, Any] | None = None
 
     def begin(self, launch: int, policy: Plain, at_s: float) -> None:
-        """Compare all ranks anew."""
+        """Forget the ranks' speeds and the stragglers."""
         with self._lock:
             self._paces, self._stragglers = {}, Stragglers()
 
     def handle(self, node: int, told: Told, at_s: float) -> None:
-        """Keep what a node tells of its ranks."""
+        """Keep a node's report on its ranks."""
         metrics = from_plain(Metrics, told.data, "progress")
         with self._lock:
             if self._kept is None or told.launch != self._kept.launch:
@@ -91,14 +91,14 @@ class ProgressKeeper(Keeper):
                     kept.add(key, point)
 
     def ended(self, node: int, ok: bool) -> None:
-        """Compare the node's ranks no more."""
+        """Stop comparing the node's ranks."""
         with self._lock:
             self._paces.pop(node, None)
             if node == 0 and self._kept is not None:
                 self._kept.steps_per_s, self._kept.has_ended_well = None, ok
 
     def tick(self, at_s: float, where: Callable[[int], Where]) -> Remarks:
-        """Compare the ranks, every 5 s; say which have become slow, or are no longer."""
+        """Compare the ranks every 5 s; return those that have become slow or have recovered."""
         with self._lock:
             if at_s - self._looked_at < _LOOKS_EVERY_S:
                 return Remarks()
@@ -116,7 +116,7 @@ class ProgressKeeper(Keeper):
         return Remarks(tuple(lines(changes, where)), tuple(happened))
 
     def record(self) -> Plain | None:
-        """Return the progress, or None where no script has told any."""
+        """Return the progress, or None if no script has reported any."""
         with self._lock:
             kept = self._kept
             if kept is None:

@@ -1,6 +1,6 @@
 """Reads numbers from a growing file of JSON lines; anything else in the file is ignored.
 
-One read has a bounded cost: of more than `MAX_BYTES` only the last bytes are read.
+A read has a bounded cost: if there are more than `MAX_BYTES`, only the last of them are read.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 MAX_BYTES = 16 * 1024
 _MAX_KEY_CHARS = 80
 _MAX_STEP = 2**53  # up to there a float is exact
-# What a step can take: with other numbers sums and speeds would be none.
+# Valid durations of a step; others would make sums and speeds overflow.
 _LEAST_SECONDS, _MOST_SECONDS = 1e-9, 1e9
 
 
@@ -23,16 +23,16 @@ class Line:
     """The step and the numbers of one line."""
 
     step: int | None = None
-    total: float | None = None  # at which step the script will be done
-    seconds: float | None = None  # that the step took without waiting for other ranks
+    total: float | None = None  # the number of steps of the script
+    seconds: float | None = None  # duration of the step without waiting for other ranks
     values: dict[str, float | None] = field(default_factory=dict)  # None: a number that is not finite
 
 
 def parse_line(text: bytes) -> Line | None:
-    """Return the numbers of a line; None if it is no JSON object with a number that has a name."""
+    """Return the numbers of a line; None unless it is a JSON object with a number."""
     try:
         data = json.loads(text)
-    except (ValueError, RecursionError):  # ValueError also of what is no UTF-8, and of an int with too many digits
+    except (ValueError, RecursionError):  # ValueError also if it is not UTF-8, or an int has too many digits
         return None
     if not isinstance(data, dict):
         return None
@@ -57,23 +57,23 @@ def _finite(value: float) -> float | None:
 
 
 class LineReader:
-    """Returns the new lines of one file to which a worker appends; the file may be missing, and may begin anew."""
+    """Returns the new lines of one file to which a worker appends. The file may be missing or truncated."""
 
     def __init__(self, path: str, refuse: Callable[[bytes], None]) -> None:
         self._path = path
         self._refuse = refuse  # called with lines that hold no numbers
         self._read = 0  # bytes of the file
-        self._rest = b""  # a line without its end
+        self._rest = b""  # the start of an unfinished line
 
     def new_lines(self) -> list[Line]:
-        """Return the whole lines that are new, of many the last."""
+        """Return the new complete lines; if there are many, only the last ones."""
         try:
             data = self._new_bytes()
         except OSError:  # there is no such file
             return []
         *texts, self._rest = (self._rest + data).split(b"\n")
         if len(self._rest) > MAX_BYTES:
-            self._rest = b""  # what comes of it later tells nothing
+            self._rest = b""  # the rest of this line will not parse, and is ignored
         found = []
         for text in filter(bytes.strip, texts):
             line = parse_line(text)

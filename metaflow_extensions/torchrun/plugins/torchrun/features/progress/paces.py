@@ -8,10 +8,10 @@ from statistics import fmean
 from .lines import Line
 from .told import Pace
 
-# Over how long steps a second are taken; where steps take longer, over the last one.
+# Steps a second are measured over this time, or over the last step if that took longer.
 _WINDOW_S = 20.0
-# A rank that tells no step for so long, and for so many times what its last one took, may have done its part and wait
-# for the others, or wait for what nobody knows: then it has no speed. Fewer would leave out ranks that are slow.
+# A rank has no speed if it has reported no step for this long and for this many times the duration of its last step: it
+# may wait for others. Lower limits would also exclude ranks that are slow.
 _STILL_S, _STILL_STEPS = 60.0, 3
 _LAST_SECONDS = 20
 
@@ -25,7 +25,7 @@ class RankPace:
         self._total: float | None = None
 
     def see(self, line: Line, now: float) -> None:
-        """Take a line that was read now."""
+        """Add a line that was read now."""
         self._total = line.total or self._total
         if line.seconds is not None:
             self._seconds.append(line.seconds)
@@ -33,18 +33,18 @@ class RankPace:
             return
         if self._steps and (line.step < self._steps[-1][1] or self._stands_still(now)):
             self._steps.clear()
-        if self._steps and self._steps[-1][0] == now:  # of those that were read at once, the last
+        if self._steps and self._steps[-1][0] == now:  # of lines that were read together only the last counts
             self._steps.pop()
         self._steps.append((now, line.step))
         while len(self._steps) > 2 and self._steps[1][0] <= now - _WINDOW_S:
             self._steps.popleft()
 
     def pace(self, now: float) -> Pace | None:
-        """Return how fast it is; None before its first step."""
+        """Return the rank's pace; None before its first step."""
         if not self._steps:
             return None
         step = self._steps[-1][1]
-        # What it does after all its steps is not known. Steps may count from 0.
+        # After its last step a rank has no speed. Steps may count from 0.
         if self._total is not None and step + 1 >= self._total:
             return Pace(step)
         return Pace(step, self._steps_per_s(now), fmean(self._seconds) if self._seconds else None)
@@ -59,5 +59,5 @@ class RankPace:
         if len(self._steps) < 2 or self._stands_still(now):
             return None
         (began, first), (came, last) = self._steps[0], self._steps[-1]
-        # The next step has not come until now, so the rank can't be faster than that.
+        # The next step is not done yet, which limits the speed.
         return min((last - first) / (came - began), (last - first + 1) / max(now - began, 1e-3))

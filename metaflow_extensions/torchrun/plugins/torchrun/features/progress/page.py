@@ -16,13 +16,13 @@ from ...show.parts.model import Bar, Chart, Facts, Part, Sentence
 from .stragglers import speed_text
 
 _HEIGHT = 130
-_DECADES = 100.0  # values that span more have a logarithmic scale
-# Vega counts with differences of values, and with powers of ten: of larger and of smaller ones these are no numbers.
+_DECADES = 100.0  # if the values span more, the scale is logarithmic
+# Vega computes differences and powers of ten of values. Beyond these limits the results are not finite.
 _LARGEST, _SMALLEST = 1e300, 1e-300
 
 
 def progress_parts(progress: Mapping[str, Any], summary: Summary) -> list[Part]:
-    """Return how far a launch is."""
+    """Return the parts of the section: warnings, bar, facts, charts."""
     is_running = summary.outcome == "running"
     speed = [] if progress["steps_per_s"] is None else [speed_text(progress["steps_per_s"], "steps_per_s")]
     if is_running and progress["left_s"] is not None:
@@ -49,7 +49,7 @@ def progress_parts(progress: Mapping[str, Any], summary: Summary) -> list[Part]:
 
 
 def _number(value: float | None) -> str:
-    """Return a number with four digits at most, as a person writes it."""
+    """Return a number with at most four significant digits."""
     if value is None or not math.isfinite(value):
         return "not finite"
     if value == int(value) and abs(value) < 1e6:
@@ -69,7 +69,7 @@ def _step(progress: Mapping[str, Any]) -> str:
 
 
 def _done(progress: Mapping[str, Any]) -> int:
-    """Return how many steps are done; what is stored of older versions does not say it."""
+    """Return the number of steps done; records of older versions lack it."""
     done: int | None = progress.get("done")
     return (progress["step"] or 0) if done is None else done
 
@@ -80,7 +80,7 @@ def _percent(progress: Mapping[str, Any]) -> int:
 
 
 def _rates(rates: Mapping[str, Any] | None) -> str:
-    """Return the speeds of all ranks, or nothing where one rank alone tells its steps."""
+    """Return the speeds of all ranks; empty if only one rank reports its steps."""
     if rates is None or rates["ranks"] < 2:
         return ""
     slowest, by = rates["slowest"], rates["by"]
@@ -137,14 +137,14 @@ def _speed_chart(speeds: list[tuple[float, float | None]], summary: Summary) -> 
 
 
 def _drawn(value: float | None) -> float | None:
-    """Return what the chart has for a value; of one that stands for "none yet", as the largest there is, a gap."""
+    """Return the value for the chart; None, a gap, for huge values, which scripts use for "none yet"."""
     if value is None or not abs(value) <= _LARGEST:
         return None
     return value if abs(value) >= _SMALLEST else 0.0
 
 
 def _scale(values: set[float]) -> dict[str, Any]:
-    """Return how high the chart is; by itself Vega gives a value that never changes an axis with a rounded one."""
+    """Return the scale of the values. Vega's own axis for a constant shows a rounded number."""
     value = min(values, default=0.0)
     if value > 0 and max(values) / value > _DECADES:
         return {"type": "log"}

@@ -1,4 +1,4 @@
-"""Reads the progress of this node's ranks for the gang. It has no thread of its own, and no worker waits for it."""
+"""Reads the progress of this node's ranks, without a thread of its own. No worker waits for it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ProgressWatcher(Watcher):
         }
         self._has_refused = False
         self._paces = {rank: RankPace() for rank in here.plan.spec.ranks}
-        # Of rank 0, if it is here: its last step, its total, and what is new.
+        # Of rank 0, if it is on this node: its last step, its total, and the new values.
         self._step: int | None = None
         self._total: float | None = None
         self._new: dict[str, Series] = {}
@@ -42,14 +42,14 @@ class ProgressWatcher(Watcher):
             os.makedirs(os.path.dirname(metrics_file(here.folder, 0)), exist_ok=True)
 
     def poll(self) -> Plain | None:
-        """Read, once a second; return what the gang is to be told, every 5 s, or None."""
+        """Read the files once a second; return a report for the control node every 5 s, otherwise None."""
         now = self._clock()
         if now - self._read_at >= _READS_EVERY_S:
             self._read(now)
         return self._message(now) if now - self._told_at >= TELLS_EVERY_S else None
 
     def ended(self) -> Plain | None:
-        """Return what the workers have told before their end and the gang does not know."""
+        """Return a report on the last lines of the workers."""
         now = self._clock()
         self._read(now)
         return self._message(now)
@@ -94,5 +94,5 @@ class ProgressWatcher(Watcher):
 
 
 def metrics_file(log_dir: str, local_rank: int | str) -> str:
-    """Return the file of a worker whose logs lie in `log_dir`."""
+    """Return the metrics file of a worker with logs in `log_dir`."""
     return os.path.join(log_dir, "metrics", f"{local_rank}.jsonl")

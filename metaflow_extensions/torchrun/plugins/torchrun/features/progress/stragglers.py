@@ -1,7 +1,7 @@
 """Finds the ranks that are much slower than the others. Pure.
 
-A rank becomes a straggler when it was slower than half the median of all ranks for a minute. It recovers when it was
-not that slow for a minute. Two ranks are not compared, since neither can be called normal.
+A rank becomes a straggler after a minute below half the median speed of all ranks. It recovers after a minute above
+that. At least three ranks are needed: of two, neither is the normal one.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from ...gang.keepers import Where
 from ...gang.texts import names
 from .told import Pace
 
-# So much slower than the median, and for so long, is a straggler.
+# A straggler is slower than this share of the median speed, for this long.
 SLOW = 0.5
 SLOW_S = 60.0
 _FEWEST = 3
-# Of more ranks at once a line names them only.
+# If more ranks change at once, one line lists them.
 _LINES = 4
 
 By = Literal["steps_per_s", "seconds"]
@@ -34,14 +34,14 @@ def speed_text(speed: float, by: str) -> str:
 
 @dataclass(frozen=True)
 class Speeds:
-    """How fast all ranks are."""
+    """The speeds of all ranks."""
 
     by: By  # what was compared
-    by_rank: Mapping[int, float]  # steps a second; of `seconds` how many steps that would be without waiting
+    by_rank: Mapping[int, float]  # steps a second; by `seconds`: as if the rank never waited
 
     @staticmethod
     def of(paces: Mapping[int, Pace]) -> Speeds:
-        """Return the speeds of ranks: by their own seconds for a step, where all say them, else by steps a second."""
+        """Return the speeds of ranks: from their `seconds` if all ranks report these, else in steps a second."""
         known = [pace for pace in paces.values() if pace.seconds or pace.steps_per_s is not None]
         seconds = {rank: 1 / pace.seconds for rank, pace in paces.items() if pace.seconds}
         if seconds and len(seconds) == len(known):
@@ -50,22 +50,22 @@ class Speeds:
 
     @property
     def median(self) -> float:
-        """The speed of the rank in the middle."""
+        """The median speed."""
         return statistics.median(self.by_rank.values())
 
 
 @dataclass(frozen=True)
 class Change:
-    """A rank has become a straggler, or is none any more."""
+    """A rank has become a straggler, or has recovered."""
 
     rank: int
     is_slow: bool
     speed: float
-    text: str  # after the rank's name
+    text: str  # follows the rank's name
 
 
 def lines(changes: Sequence[Change], where: Callable[[int], Where]) -> list[str]:
-    """Return what the log says of changes."""
+    """Return the lines of the log about changes."""
     found: list[str] = []
     for is_slow, of_many in ((True, "have become slow: under half of the median"), (False, "are no longer slow")):
         alike = [change for change in changes if change.is_slow is is_slow]
@@ -79,7 +79,7 @@ def lines(changes: Sequence[Change], where: Callable[[int], Where]) -> list[str]
 
 
 class Stragglers:
-    """The stragglers among all ranks, from a start of the workers on."""
+    """The stragglers among all ranks since the last start of the workers."""
 
     def __init__(self) -> None:
         self._turned_at: dict[int, float] = {}  # rank -> when its state last differed from the reported one
@@ -87,7 +87,7 @@ class Stragglers:
         self._by: By = "steps_per_s"
 
     def judge(self, speeds: Speeds, now: float) -> list[Change]:
-        """Take the speeds of now; return what has to be said."""
+        """Handle the current speeds; return the changes to report."""
         if speeds.by != self._by or len(speeds.by_rank) < _FEWEST:
             self._turned_at = {}
         if speeds.by != self._by:
@@ -114,7 +114,7 @@ class Stragglers:
         return changes
 
     def as_data(self, speeds: Speeds, where: Callable[[int], Where]) -> dict[str, Any]:
-        """Return the speeds of now, and who is slow, as plain data."""
+        """Return the current speeds and the stragglers as plain data."""
         slowest = min(speeds.by_rank, key=lambda rank: speeds.by_rank[rank])
         slow = self._slow.items()
         return {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-# How many keys of rank 0 are kept, those that came first.
+# This many keys of rank 0 are kept: the first ones.
 MAX_KEYS = 20
 
 
@@ -18,18 +18,18 @@ class Point:
 
 @dataclass(frozen=True)
 class Pace:
-    """How fast one rank is."""
+    """The speed of one rank."""
 
-    step: int  # the last one that it has told of
-    steps_per_s: float | None = None  # over the last part of a minute; None where that is not known yet
-    seconds: float | None = None  # that a step takes without waiting for others, where the script says so
+    step: int  # the last one that it has reported
+    steps_per_s: float | None = None  # over the last seconds; None if not known yet
+    seconds: float | None = None  # duration of a step without waiting for others, if the script reports it
 
 
 @dataclass(frozen=True)
 class Metrics:
-    """The progress of one node's scripts; sent every 5 s if they report any, and at the end."""
+    """The progress of one node's scripts. It is sent every 5 s if they report any, and at the end."""
 
-    paces: dict[int, Pace] = field(default_factory=dict)  # global rank -> how fast it is; only those that still run
-    points: dict[str, tuple[Point, ...]] = field(default_factory=dict)  # what is new of rank 0, by key
+    paces: dict[int, Pace] = field(default_factory=dict)  # by global rank; only ranks that still run
+    points: dict[str, tuple[Point, ...]] = field(default_factory=dict)  # new values of rank 0, by key
     step: int | None = None  # rank 0's last
-    total: float | None = None  # at which step rank 0 will be done
+    total: float | None = None  # rank 0's number of steps

@@ -1,8 +1,8 @@
 """Measures the CPU, memory and network that this node uses: its container, or its launch's processes.
 
-A container has a cgroup of its own, and all that counts for its limits is in it. Elsewhere a cgroup holds other
-programs as well, and nodes of one machine share it. There the processes of the launch are added up. Made for Linux with
-version 2 of cgroups; with version 1, processes are added up in containers, too.
+A container has its own cgroup, with everything that counts towards its limits. Elsewhere a cgroup contains other
+programs too, and nodes of one machine share it: there the processes of the launch are added up. This is for version 2
+of cgroups; with version 1, processes are added up in containers, too.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 def of_container(folder: str) -> tuple[float | None, int | None]:
-    """Return the seconds of one core that all of a container has used so far, and its bytes of memory, by its cgroup.
+    """Return the core seconds that a container has used so far, and its memory in bytes, from its cgroup.
 
-    Its memory is without the files' contents that the kernel can drop at once, as Kubernetes counts it.
+    As in Kubernetes, memory excludes cached files that the kernel can drop at once.
     """
     cpu_us = _number(folder, "cpu.stat", "usage_usec ")
     memory, files = _number(folder, "memory.current"), _number(folder, "memory.stat", "inactive_file ") or 0
@@ -32,19 +32,19 @@ def _number(folder: str, file: str, before: str = "") -> int | None:
 
 
 def of_processes(root: int) -> tuple[float | None, int | None]:
-    """Return the same of a process and all below it; their memory is what they share with nobody.
+    """Return the same for a process and its descendants, without shared memory.
 
-    An orphan stays among them: the guardian, which is the root, adopts it. What other threads than a process's main one
-    have started is not seen: to find that, the whole process table would have to be read.
+    Orphans are included, because the guardian, which is the root, adopts them. Children of other threads than the main
+    one are not: finding them requires reading the whole process table.
     """
     if not os.path.exists(f"/proc/{root}"):
         return None, None
     ticks, pages, found = 0, 0, [root]
     for pid in found:  # it grows meanwhile
         found += children_of_main_thread(pid)
-        # See proc(5). The second field may hold spaces and parentheses, so fields[0] is the third.
+        # See proc(5). The second field may contain spaces and parentheses, so fields[0] is the third.
         fields = read(f"/proc/{pid}/stat").rpartition(")")[2].split()
-        # Its own, and that of its children that have ended; so what has ended is not lost, and not counted twice.
+        # Its own time and that of its ended children. So ended processes are counted, and only once.
         ticks += sum(map(int, fields[11:15]))
         sizes = read(f"/proc/{pid}/statm").split()
         pages += int(sizes[1]) - int(sizes[2]) if sizes else 0
@@ -52,12 +52,12 @@ def of_processes(root: int) -> tuple[float | None, int | None]:
 
 
 def traffic(root: str = "/") -> tuple[int, int] | None:
-    """Return the bytes received and sent by all interfaces but the loopback; None where that is not known.
+    """Return the bytes received and sent by all interfaces but the loopback; None if unknown.
 
-    Linux counts what goes by IP. What goes past it (InfiniBand, AWS's EFA) is not in these numbers. Bridges and the like
-    pass on what a real interface has counted. So where there are real ones, they alone count.
+    Linux counts IP traffic, not that of InfiniBand and AWS's EFA. Bridges and other virtual interfaces forward what a
+    real interface has counted. So only real interfaces count, if there are any.
     """
-    # Two lines of headings, then lines as "  eth0: BYTES PACKETS …": eight numbers received, and eight sent.
+    # Two header lines, then lines like "  eth0: BYTES PACKETS …": eight numbers for received, eight for sent.
     lines = (line.rpartition(":") for line in read(os.path.join(root, "proc/net/dev")).splitlines()[2:])
     found = {name.strip(): numbers.split() for name, _, numbers in lines}
     found.pop("lo", None)

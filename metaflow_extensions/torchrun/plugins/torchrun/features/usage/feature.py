@@ -1,4 +1,4 @@
-"""The feature of usage: measured on each node while its workers run, kept as one series for each kind and node."""
+"""The feature of usage: each node measures it while its workers run; there is one series for each kind and node."""
 
 from __future__ import annotations
 
@@ -22,51 +22,51 @@ KINDS: dict[str, Merge] = {
     "memory_mib": "max",
     "gpu_percent": "mean",  # of the time in which a kernel ran, over all GPUs of the node
     "gpu_memory_mib": "max",  # of all GPUs of the node
-    "received_kib_s": "mean",  # by the network
+    "received_kib_s": "mean",  # from the network
     "sent_kib_s": "mean",
-    "output_bytes_s": "mean",  # what the workers write to stdout and stderr
+    "output_bytes_s": "mean",  # written by the workers to stdout and stderr
 }
-# How many values of one kind a node's series has at most, and all nodes together.
+# The maximum number of values of one kind: of a node, of a node in a large gang, of all nodes.
 _MOST_POINTS, _LEAST_POINTS, _POINTS_OF_ALL = 120, 24, 16_384
 
 
 class Usage(Feature):
-    """What the nodes use."""
+    """The usage of the nodes."""
 
     name = "usage"
     after = "timeline"
 
     def keeper(self, num_nodes: int, of_all: bool) -> Keeper:
-        """Return what keeps the series, of all nodes or of one."""
+        """Return the keeper of the series, of all nodes or of one."""
         return UsageKeeper(num_nodes if of_all else 1, step_s(num_nodes))
 
     def watcher(self, here: Here) -> Watcher:
-        """Return what measures."""
+        """Return the watcher that measures."""
         return UsageWatcher(here)
 
     def parts(self, kept: Any, summary: Summary) -> Sequence[Part]:
-        """Return the charts; an old run has none."""
+        """Return the charts; runs of old versions have none."""
         return usage_parts(kept, summary) if kept else ()
 
 
 @dataclass
 class _Node:
-    of: str = ""  # whose CPU and memory it is
+    of: str = ""  # see `Used.of`
     limits: dict[str, float] = field(default_factory=dict)
-    series: dict[str, Series] = field(default_factory=dict)  # by kind, of those that were measured
+    series: dict[str, Series] = field(default_factory=dict)  # by kind, if measured
 
 
 class UsageKeeper(Keeper):
-    """Keeps what the nodes have used, from the gang's start."""
+    """Keeps the usage of the nodes since the gang's start."""
 
     def __init__(self, num_nodes: int, step_s: float) -> None:
         self._most = max(_LEAST_POINTS, min(_MOST_POINTS, _POINTS_OF_ALL // num_nodes))
         self._step_s = step_s
         self._nodes: dict[int, _Node] = {}
-        self._lock = threading.Lock()  # guards `_nodes`: the gang's thread adds, and any thread may ask for the record
+        self._lock = threading.Lock()  # guards `_nodes`: the gang's thread adds, and any thread may call `record`
 
     def handle(self, node: int, told: Told, at_s: float) -> None:
-        """Keep what a node has used."""
+        """Keep the usage of a node."""
         used = from_plain(Used, told.data, "usage")
         with self._lock:
             kept = self._nodes.setdefault(node, _Node())
@@ -82,7 +82,7 @@ class UsageKeeper(Keeper):
             all_series = [series for node in self._nodes.values() for series in node.series.values()]
             step_s = max((series.width for series in all_series), default=self._step_s)
             for series in all_series:
-                if series.width < step_s:  # its node has told nothing for long
+                if series.width < step_s:  # its node has reported nothing for long
                     series.widen(step_s)
             return {
                 "step_s": step_s,
@@ -96,7 +96,7 @@ def _plain(node: _Node) -> Plain:
 
 
 def _rounded(value: float | None) -> float | int | None:
-    """Return a number short enough to be stored many times: three digits, or a whole number."""
+    """Return a number in short form: three significant digits, or a whole number."""
     if value is None:
         return None
     return round(value) if value >= 100 else float(f"{value:.3g}")

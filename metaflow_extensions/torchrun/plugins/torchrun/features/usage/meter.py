@@ -17,35 +17,35 @@ from .nvidia import NvidiaSmi
 _FIRST_S = 1.0  # so that a card shows something soon
 STEP_S = 5.0
 """How often a node of a small gang measures."""
-# What is told wakes the control node's task. So of all nodes together come so many samples in a second at most.
+# Each sample wakes the control node's task, so this is the limit for all nodes together.
 _SAMPLES_PER_S = 10
 _MIB, _KIB = 2**20, 2**10
 
 _Totals: TypeAlias = dict[str, float]
-"""What has been used in all until now, by the kind of the rate that is made of it; what is not known is left out."""
+"""The totals so far, by the kind of the rate computed from them; unknown ones are missing."""
 
 
 @dataclass(frozen=True)
 class Used:
-    """What this node uses now, or has used since the last time."""
+    """The usage of this node now, or since the last sample."""
 
-    of: str  # whose CPU and memory it is: "container", or the launch's "processes"
-    values: dict[str, float] = field(default_factory=dict)  # by `feature.KINDS`; what is not measured is left out
+    of: str  # what CPU and memory cover: the "container", or the launch's "processes"
+    values: dict[str, float] = field(default_factory=dict)  # by `feature.KINDS`; only the measured ones
     limits: dict[str, float] = field(default_factory=dict)  # cpus, memory_mib, gpu_memory_mib, gpus
 
 
 def step_s(num_nodes: int) -> float:
-    """Return how often each node of a gang measures."""
+    """Return the interval in which each node of a gang measures, in seconds."""
     return max(STEP_S, num_nodes / _SAMPLES_PER_S)
 
 
 class UsageWatcher(Watcher):
-    """Measures once the guardian runs, which is the root of all processes of a launch."""
+    """Measures the node while the guardian runs, which is the root of all processes of a launch."""
 
     def __init__(self, here: Here, clock: Callable[[], float] = time.monotonic) -> None:
         plan = here.plan
         self._here, self._clock = here, clock
-        # Nodes of one machine can't be told apart by its cgroup, or by its network.
+        # Nodes of one machine share its cgroup and its network counters.
         self._shares_machine = plan.shares_machine
         self._container = None if self._shares_machine else container_folder()
         self._gpus = NvidiaSmi(plan.machine.seen_by(dict(plan.spec.env)))
@@ -55,10 +55,10 @@ class UsageWatcher(Watcher):
             self._limits["memory_mib"] = round(memory / _MIB)
         self._step_s = step_s(plan.spec.num_nodes)
         self._due_at = float("-inf")
-        self._before: tuple[float, _Totals] | None = None  # at the last time, and when that was
+        self._before: tuple[float, _Totals] | None = None  # the time and totals of the last sample
 
     def poll(self) -> Plain | None:
-        """Return what was used since the last time, if it is time to tell it."""
+        """Return the usage since the last sample, if the next one is due."""
         now, pid = self._clock(), self._here.pid()
         if pid is None or now < self._due_at:
             return None
@@ -67,7 +67,7 @@ class UsageWatcher(Watcher):
         if before is None:
             self._due_at = now + _FIRST_S
             return None
-        # At fixed times, so that each part of a series gets one; but none is made up for.
+        # At fixed times, so that each part of a series gets one sample. Missed samples are not repeated.
         self._due_at = max(self._due_at + self._step_s, now)
         values = _rates(*before, now, totals)
         if memory_bytes is not None:
@@ -82,11 +82,11 @@ class UsageWatcher(Watcher):
         return told
 
     def close(self) -> None:
-        """Measure no more; safe to call more than once."""
+        """Stop measuring; safe to call more than once."""
         self._gpus.close()
 
     def _measure(self, pid: int) -> tuple[_Totals, int | None]:
-        """Return what has been used in all until now, and the memory that is used now."""
+        """Return the totals so far, and the memory in use now."""
         cpu_s, memory_bytes = of_processes(pid) if self._container is None else of_container(self._container)
         found = {"cpus": cpu_s, "output_bytes_s": self._here.written()}
         network = None if self._shares_machine else traffic()
@@ -106,6 +106,6 @@ class UsageWatcher(Watcher):
 
 
 def _rates(began: float, before: _Totals, now: float, after: _Totals) -> dict[str, float]:
-    """Return how much of each was used in a second; a total that has fallen, as of a process lost, counts as none."""
+    """Return the rates per second; a total that has fallen, as after the loss of a process, counts as 0."""
     seconds = max(now - began, 1e-3)
     return {kind: max(0.0, after[kind] - before[kind]) / seconds for kind in before.keys() & after.keys()}

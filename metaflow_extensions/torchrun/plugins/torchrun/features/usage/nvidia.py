@@ -1,7 +1,7 @@
 """Reads the usage of this node's NVIDIA GPUs from ``nvidia-smi``, which comes with the driver.
 
 It can take long, hang on a broken device, or print anything. So nothing waits for it: one poll starts it, and a later
-poll reads its output. NVML inside of this process would be faster, but a call that hangs there could not be ended.
+poll reads its output. NVML in this process would be faster, but nobody could end a hanging call.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from dataclasses import dataclass
 from typing import IO
 
 _QUERY = ("index", "uuid", "utilization.gpu", "memory.used", "memory.total")
-_EVERY_S = 15.0  # it takes a part of a second of CPU each time
+_EVERY_S = 15.0  # each run takes a part of a second of CPU
 _AFTER_FAILURE_S = 60.0
-_LIMIT_S = 20.0  # it takes seconds where the driver is loaded anew each time
-_FRESH_S = 120.0  # so long what it has said counts
+_LIMIT_S = 20.0  # it takes seconds if the driver is loaded for each run
+_FRESH_S = 120.0  # a result is valid this long
 _MOST_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True)
 class Gpus:
-    """The usage of some GPUs together; None is unknown, as with a slice of a GPU (MIG)."""
+    """The usage of some GPUs together; None means unknown, as for a slice of a GPU (MIG)."""
 
     count: int
     percent: float | None  # of the time in which a kernel ran, on average over the GPUs
@@ -33,7 +33,7 @@ class Gpus:
 
 
 class NvidiaSmi:
-    """Asks for the GPUs that `wanted` names as ``CUDA_VISIBLE_DEVICES`` does; not safe for several threads."""
+    """Reads the usage of the GPUs in `wanted`, named as in ``CUDA_VISIBLE_DEVICES``; not safe for several threads."""
 
     def __init__(self, wanted: Sequence[str]) -> None:
         self._wanted = tuple(wanted)
@@ -41,10 +41,10 @@ class NvidiaSmi:
         self._process: subprocess.Popen[bytes] | None = None
         self._started_at = 0.0
         self._due_at = float("-inf")
-        self._found: tuple[float, Gpus] | None = None  # with when it was asked for
+        self._found: tuple[float, Gpus] | None = None  # with the start time of that run
 
     def look(self, now: float) -> Gpus | None:
-        """Return what is known; start to ask again if that is due. Returns at once."""
+        """Return the last valid result, and start the program again if that is due. Returns at once."""
         if self._process is not None:
             self._collect(self._process, now)
         elif self._program is not None and now >= self._due_at:
@@ -52,7 +52,7 @@ class NvidiaSmi:
         return self._found[1] if self._found is not None and now - self._found[0] <= _FRESH_S else None
 
     def close(self) -> None:
-        """End what still runs; what the kernel holds is left to it."""
+        """Kill the program; one that the kernel holds is left alone after 1 s."""
         process, self._process = self._process, None
         if process is not None:
             process.kill()
@@ -68,18 +68,18 @@ class NvidiaSmi:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C in the terminal is not for it
+                start_new_session=True,  # Ctrl-C in the terminal must not end it
             )
             os.set_blocking(_stdout(self._process).fileno(), False)
 
     def _collect(self, process: subprocess.Popen[bytes], now: float) -> None:
-        # The step's code may have reaped it, or the kernel, where SIGCHLD is ignored: then poll says 0.
+        # If the step's code has reaped it, or the kernel, since SIGCHLD is ignored, `poll` returns 0.
         if process.poll() is None:
             if now - self._started_at > _LIMIT_S:
-                process.kill()  # and a later look finds it gone, unless the kernel holds it
+                process.kill()  # a later poll finds it ended, unless the kernel holds it
             return
         self._process = None
-        # What it says fits into a pipe; one that says more waits there, and is killed.
+        # Normal output fits into a pipe. A program that writes more blocks, and is killed.
         with _stdout(process) as pipe:
             text = (pipe.read(_MOST_BYTES) or b"").decode(errors="replace")
         found = parse(text, self._wanted) if process.returncode == 0 else None
@@ -89,7 +89,7 @@ class NvidiaSmi:
 
 
 def parse(text: str, wanted: Sequence[str]) -> Gpus | None:
-    """Return what the program says of the wanted GPUs; None if it says nothing of them."""
+    """Return the usage of the wanted GPUs from the program's output; None if it has none of them."""
     rows = [[value.strip() for value in line.split(",")] for line in text.splitlines()]
     ours = [row for row in rows if len(row) == len(_QUERY) and _is_wanted(row[0], row[1], wanted)]
     if not ours:
@@ -99,12 +99,12 @@ def parse(text: str, wanted: Sequence[str]) -> Gpus | None:
 
 
 def _is_wanted(index: str, uuid: str, wanted: Sequence[str]) -> bool:
-    """Return whether a list as in ``CUDA_VISIBLE_DEVICES`` names a GPU: by its number, or by how its name begins."""
+    """Return whether a list as in ``CUDA_VISIBLE_DEVICES`` has a GPU: by number, or by the first part of its UUID."""
     return any(each == index or (each.startswith("GPU-") and uuid.startswith(each)) for each in wanted)
 
 
 def _sum(texts: list[str]) -> float | None:
-    """Return the sum of numbers; None where one of them is none, such as "[N/A]"."""
+    """Return the sum of numbers; None if one is no number, such as "[N/A]"."""
     return float(sum(map(int, texts))) if all(text.isdecimal() for text in texts) else None
 
 

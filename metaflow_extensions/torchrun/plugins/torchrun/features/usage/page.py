@@ -1,7 +1,7 @@
 """The usage section of the gang's page: small charts of each node's usage over time. Pure.
 
-With few nodes, each has a line. With many, each chart has three: the node with the highest mean, the one in the middle, and
-the lowest. So a page has a bounded size, however large the gang is.
+With few nodes, each has a line. With many, each chart has three: the nodes with the highest, the median and the lowest
+mean. So a page has a bounded size for any gang.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _Values: TypeAlias = list[float | None]
 _Nodes: TypeAlias = dict[int, Mapping[str, Any]]
 
 _HEIGHT = 110
-_MOST_LINES = len(LINES)  # of more nodes three have a line
-_BRIDGED = 2  # so many missing values in a row may be a late sample; more are a gap in the line
+_MOST_LINES = len(LINES)  # with more nodes, only three have a line
+_BRIDGED = 2  # the line is drawn over this many missing values (a late sample); more are a gap
 _OF = {
     "container": "CPU and memory are those of the node's container.",
     "processes": "CPU and memory are those of the launch's processes: torchrun, the workers, and what they have started. "
@@ -29,13 +29,13 @@ _OF = {
 
 
 class _Panel(NamedTuple):
-    """One chart: what it shows of which kind of values, as ``features/usage`` keeps them, and what they are divided by."""
+    """One chart: its kind of values from ``features/usage``, and how they are shown."""
 
     kind: str
     title: str
     unit: str
     divisor: float = 1.0
-    limit: str = ""  # which of the node's limits is told with it
+    limit: str = ""  # the node's limit in its title
 
 
 _PANELS = (
@@ -50,7 +50,7 @@ _PANELS = (
 
 
 def usage_parts(usage: Mapping[str, Any], summary: Summary) -> list[Part]:
-    """Return the words and the charts; `usage` is what `feature.UsageKeeper` keeps of all nodes."""
+    """Return sentences and charts; `usage` is the record of `feature.UsageKeeper`."""
     nodes: _Nodes = {int(node): series for node, series in usage["nodes"].items()}
     if not nodes:
         return [Sentence("Nothing has been measured.")]
@@ -72,7 +72,7 @@ def _words(step_s: float, nodes: _Nodes) -> list[Part]:
 
 
 def _title(panel: _Panel, nodes: _Nodes) -> str:
-    """Return what a chart shows, with what there is of it where all nodes have the same."""
+    """Return the title of a chart, with the limit if all nodes have the same."""
     limit, gpus = _same_limit(panel.limit, nodes), _same_limit("gpus", nodes)
     title = f"{panel.title} of {limit / panel.divisor:.4g} {panel.unit}" if limit else f"{panel.title}, {panel.unit}"
     return f"{title}, {counted(int(gpus), 'GPU')} a node" if gpus and panel.kind.startswith("gpu") else title
@@ -108,7 +108,7 @@ def _chart(panel: _Panel, step_s: float, nodes: _Nodes, summary: Summary) -> Par
 
 
 def picked(values: Mapping[int, _Values]) -> dict[int, str]:
-    """Return the nodes with the highest, the middle and the lowest mean, with their names; of fewer nodes fewer."""
+    """Return the nodes with the highest, the median and the lowest mean, each once, and their names."""
     means = {node: statistics.fmean(v for v in series if v is not None) for node, series in values.items()}
     ranked = sorted(means, key=lambda node: -means[node])
     shown = {ranked[0]: "highest", ranked[len(ranked) // 2]: "median", ranked[-1]: "lowest"}
@@ -116,7 +116,7 @@ def picked(values: Mapping[int, _Values]) -> dict[int, str]:
 
 
 def _row(name: str, step: float, divisor: float, values: _Values) -> dict[str, Any]:
-    """Return one line as columns, without the times of which nothing is known, unless they are many in a row."""
+    """Return one line as columns. Missing values are left out; many in a row become a gap."""
     times: list[float] = []
     found: _Values = []
     missing = 0
@@ -134,13 +134,13 @@ def _row(name: str, step: float, divisor: float, values: _Values) -> dict[str, A
 
 
 def _layer(rows: list[dict[str, Any]], with_legend: bool) -> dict[str, Any]:
-    """Return the lines of a chart; where all charts show the same nodes, the page has one legend for all."""
+    """Return the lines of a chart, without a legend if the page has one for all charts."""
     legend = {"title": None, "orient": "bottom", "labelColor": GREY} if with_legend else None
     scale = {"domain": [row["node"] for row in rows], "range": list(LINES)}
     return {
         "data": {"values": rows},
         "transform": [{"flatten": ["t", "v"]}],
-        # Points carry the words that a mouse finds; they are not seen.
+        # Invisible points carry the tooltips.
         "mark": {"type": "line", "strokeWidth": 1.5, "point": {"opacity": 0, "size": 60}},
         "encoding": {
             "x": {"field": "t"},

@@ -19,13 +19,13 @@ class Warm(Feature):
     name = "warm"
 
     def starts(self, settings: StepSettings, machine: Machine, requested: Nproc | None) -> WarmStarts | None:
-        """Start the spare of a step's first launch, in the background; return None where the user wants none.
+        """Start the spare of a step's first launch in the background; return None if `warm` is off.
 
-        It gets the environment of the launch, as far as that is known before `run` is called.
+        The spare gets the launch's environment, as far as it is known before `run` is called.
         """
         if settings.warm == "off" or sys.platform != "linux":
             return None
-        # Imported here: commands that only show a gang load this module, and need nothing that starts a launch.
+        # Imported here: commands that only show a gang load this module, and don't need these.
         from ...launch.command import agent_environment
         from ...node.start import share_of_machine
         from .node import WarmNode

@@ -1,7 +1,7 @@
-"""A guardian that starts before its launch, and keeps a spare agent ready.
+"""A guardian that starts before its launch and holds a spare agent.
 
-When the task asks for the agent, this process becomes the agent's guardian; see ``guardian/guardian.py``. If the spare
-can't be used, the same guardian starts a cold agent. So a task has at most one such process besides its launch's.
+When the task requests the agent, this process becomes the agent's guardian; see ``guardian/guardian.py``. If the spare
+can't be used, the same guardian starts a cold agent. So a task has at most one waiting guardian.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .spare_process import ANSWER_S, Spare
 
 
 def main() -> int:
-    """Serve one task until its agent has ended, or until the task can't ask for one any more."""
+    """Serve one task until its agent has ended, or until the task can't request one any more."""
     pid, began, told = sys.argv[1:]
     task = Other(int(pid), began)
     with task.end() as task_end:
@@ -36,9 +36,9 @@ def main() -> int:
 
 
 class Waiting:
-    """The time until the task asks for an agent.
+    """Waits until the task requests an agent, then guards it.
 
-    There is one thread. The handler of SIGTERM may run between any two lines of it, so it only sets flags.
+    There is one thread. The handler of SIGTERM may run between any two of its lines, so it only sets flags.
     """
 
     def __init__(self, task: Other, task_end: int | None, options: Mapping[str, Any]) -> None:
@@ -46,12 +46,12 @@ class Waiting:
         self._options = options
         self._news, self._tell_news = os.pipe()
         self._spare: Spare | None = None
-        self._fault = ""  # why there is none
+        self._fault = ""  # why there is no spare
         self._guardian: Guardian | None = None
         self._got_sigterm = False
 
     def note_sigterm(self) -> None:
-        """Record that this process is to end; the loop acts on it."""
+        """Record that this process must end; the loop acts on it."""
         self._got_sigterm = True
         if self._guardian is not None:
             self._guardian.note_sigterm()
@@ -72,21 +72,21 @@ class Waiting:
         os.umask(request["agent"]["umask"])
         options = Options(**request["options"])
         self._guardian = Guardian(self._task, self._task_end, options, self._starter(request["agent"]), self._news)
-        if self._got_sigterm:  # it came before `self._guardian` was set
+        if self._got_sigterm:  # SIGTERM came before `self._guardian` was set
             self._guardian.note_sigterm()
         with suppress(OSError):  # the task is gone; the guardian sees that, too
             os.write(sys.stdin.fileno(), CONFIRMED)
         return self._guardian.run(request["command"])
 
     def _next(self) -> dict[str, Any] | None:
-        """Wait for the task to ask for an agent, as `WarmNode.start` does; None if this process is to end."""
-        # The end of the pipe does not show the end of the task: a process that the step has forked may hold the other end.
+        """Wait for a request from `WarmNode.start` and return it; None if this process must end."""
+        # The pipe may stay open after the task's end, because a process that the step has forked may hold its other end.
         commands = sys.stdin.fileno()
         files = [commands] if self._task_end is None else [commands, self._task_end]
         data = b""
         while not (self._task.has_ended or self._got_sigterm):
             if commands in select.select(files, [], [], WATCH_S)[0]:
-                # A request begins with its length. The bytes after it are commands, which `Guardian` reads.
+                # A request starts with its length. The bytes after it are commands, which `Guardian` reads.
                 size = int.from_bytes(os.read(commands, 8), "big")
                 while len(data) < size and (part := os.read(commands, size - len(data))):
                     data += part
@@ -95,7 +95,7 @@ class Waiting:
         return None
 
     def _starter(self, agent: Mapping[str, Any]) -> Any:
-        """Return a function that starts the agent: from the spare or, if anything fails there, cold."""
+        """Return a function that starts the agent from the spare or, if anything fails, cold."""
 
         def start(command: Sequence[str], stdout: int, stderr: int) -> subprocess.Popen[bytes]:
             try:
@@ -112,11 +112,11 @@ class Waiting:
         return start
 
     def _end_spares(self) -> None:
-        """End the spare agent and its workers. Workers become children of this process when their agent has ended."""
+        """End the spare agent and its workers. Workers become children of this process when their agent ends."""
         for _ in range(2):  # what a spare has forked while it was killed is a child of this process by now
             await_or_kill(living_descendants(os.getpid()), 0.0)
 
     def _is_wanted(self) -> bool:
-        """Return whether the task still waits for an agent: a command is a request to stop."""
+        """Return whether the task still waits for an agent. Any command now is a request to stop."""
         told = select.select([sys.stdin], [], [], 0)[0]
         return not (self._task.has_ended or self._got_sigterm or told)

@@ -1,4 +1,4 @@
-"""Records the imports of a spare, and checks whether a program that starts now would import the same."""
+"""Records a spare's imports, and checks whether a program that starts now would import the same."""
 
 from __future__ import annotations
 
@@ -10,56 +10,56 @@ from contextlib import suppress
 from importlib.machinery import PathFinder
 from typing import Any
 
-# Variables that count when something is loaded, by how they begin: the interpreter, libraries, torch's own modules.
-# From what Python code and getenv(3) looked up while torch 2.13 (CPU build) was imported, and the families of those.
+# Prefixes of variables that change what is loaded: those of the interpreter, of libraries, of torch's own modules. They
+# are the families of all variables that Python code and getenv(3) read while torch 2.13 (CPU build) was imported.
 _READ_AT_START = (
     *("PYTHON", "LD_", "GLIBC_", "MALLOC_", "LC_", "LANG", "TZ", "HOME", "OPENSSL_", "SSL_"),
     *("LOGLEVEL", "TORCHDYNAMO_", "TORCHINDUCTOR_", "TORCHEXPORT_", "FX_", "COMPILE_STROBELIGHT_"),
     *("TORCH_", "PYTORCH_", "C10_", "ATEN_", "KINETO_", "GLOG_", "NPY_", "NUMPY_", "GFORTRAN_", "INTEL_"),
 )
-# Only workers read these. An agent does not compute; it passes them on to its workers.
+# Only workers read these. An agent does not compute; it passes them to its workers.
 _READ_TO_COMPUTE = (
     *("OMP_", "GOMP_", "KMP_", "MKL", "OPENBLAS_", "GOTO_", "BLIS_", "VECLIB_", "NUMEXPR_", "DNNL_", "ONEDNN_", "ACC_"),
     *("CUDA_", "NVIDIA_", "CUBLAS_", "CUDNN_", "HIP_", "ROCR_", "HSA_", "XLA_", "NEURON_", "HABANA_"),
     *("TMPDIR", "TEMP", "TMP", "XDG_", "USE_", "I_MPI_", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"),
 )
-# Packages whose variables do not begin with their names.
+# Packages whose variables have another prefix than their names.
 _OTHER_PREFIXES = {"hf": "huggingface_hub", "mplbackend": "matplotlib", "mplconfigdir": "matplotlib"}
 # torch reads these when a process group is made (ProcessGroupNCCL.hpp, 2.13).
 _READ_LATER = ("TORCH_NCCL_", "TORCH_FR_", "TORCH_GLOO_")
 
 
 class StartCold(Exception):
-    """The spare can't run this program, which then starts cold; the text is the reason."""
+    """The spare can't run this program, so it starts cold; the text is the reason."""
 
 
 def in_words(error: BaseException) -> str:
-    """Return why a spare could not be used."""
+    """Return the reason why a spare could not be used."""
     return str(error) if isinstance(error, StartCold) else f"{type(error).__name__}: {error}"
 
 
 class Imports:
-    """What this process has imported, and what that depends on: variables, files, and its search path."""
+    """The imports of this process, and what they depend on: variables, files, and the search path."""
 
     def __init__(self, modules: Sequence[str], folder: str, computes: bool) -> None:
-        self._folder = folder  # was first on the path
+        self._folder = folder  # was the first entry of the path
         self._computes = computes
-        self._fault = ""  # why no program may run here
-        self._env = dict(os.environ)  # before the imports, which may change it
+        self._fault = ""  # why no program can run here
+        self._env = dict(os.environ)  # before the imports, which may change variables
         try:
             for name in modules:
                 importlib.import_module(name)
         except BaseException as error:
             self._fault = f"{name} could not be imported: {type(error).__name__}: {error}"
         self._files = dict(_files_of_modules())
-        if computes:  # an optional package may come later, or a ``.pth`` file; an agent needs neither
+        if computes:  # optional packages or ``.pth`` files may be added later; an agent needs neither
             installed = [entry for entry in sys.path if entry.endswith("-packages")]
             self._files.update({entry: known for entry in installed if (known := _version(entry)) is not None})
-        fixed = {*sys.builtin_module_names, "__main__", "__mp_main__"}  # `import` finds these first, or not at all
+        fixed = {*sys.builtin_module_names, "__main__", "__mp_main__"}  # no file can replace these
         self._modules = {name: module for name, module in sys.modules.items() if "." not in name and name not in fixed}
 
     def check(self, argv: Sequence[str], env: Mapping[str, str], cwd: str) -> None:
-        """Raise `StartCold` if a program that starts now could import something else than this process has."""
+        """Raise `StartCold` if a program that starts now could import anything else than this process has."""
         if self._fault:
             raise StartCold(self._fault)
         if getattr(sys.flags, "safe_path", False):  # from Python 3.11 on
@@ -74,31 +74,31 @@ class Imports:
                 raise StartCold(f"{file} has changed since it was imported")
         entries = env["PYTHONPATH"].split(os.pathsep) if env.get("PYTHONPATH") else []
         relative = [entry or "an empty entry" for entry in entries if not os.path.isabs(entry)]
-        if relative and cwd != self._folder:  # the interpreter has made it absolute
+        if relative and cwd != self._folder:  # the interpreter has made the entry absolute
             raise StartCold(f"{relative[0]} in PYTHONPATH is relative to another working directory")
         self._check_path(first_entry(argv, cwd))
 
     def apply(self, argv: Sequence[str], env: Mapping[str, str], cwd: str) -> None:
-        """Set the program's search path and variables; what the imports have set stays, as after a cold start."""
+        """Set the program's search path and variables; those that the imports have set stay, as after a cold start."""
         sys.path[sys.path.index(self._folder)] = first_entry(argv, cwd)
         for name in self._env.keys() - env.keys():
             os.environ.pop(name, None)
         os.environ.update({name: value for name, value in env.items() if value != self._env.get(name)})
 
     def counts(self, name: str) -> bool:
-        """Return whether another value of a variable could have changed what was imported."""
+        """Return whether the value of a variable could have changed what was imported."""
         if os.environ.get(name) != self._env.get(name):  # an import has set it, perhaps from its old value
             return True
         if name.startswith(_READ_LATER):
             return False
         families = _READ_AT_START + (_READ_TO_COMPUTE if self._computes else ())
-        # A package's own variables begin with its name, as those of transformers and tqdm.
+        # A package's own variables start with its name, like those of transformers and tqdm.
         prefix = name.partition("_")[0].lower()
         package = _OTHER_PREFIXES.get(prefix, prefix)
         return name.startswith(families) or (package in self._modules and package not in sys.stdlib_module_names)
 
     def _check_path(self, folder: str) -> None:
-        """Raise `StartCold` if the program's own folder, the first on its path, changes which modules are found."""
+        """Raise `StartCold` if the program's own folder, the first entry of its path, changes which modules are found."""
         own = self._folder
         if folder != own and sys.path.count(own) == 1:
             for name, module in self._modules.items():
@@ -107,18 +107,18 @@ class Imports:
         with suppress(OSError):  # Python finds nothing in a folder that can't be listed
             for name in sorted({entry.partition(".")[0] for entry in os.listdir(folder)} & set(self._modules)):
                 spec, file = PathFinder.find_spec(name, [folder]), getattr(self._modules[name], "__file__", None)
-                # A folder without ``__init__.py`` has no origin, and comes after all others.
+                # A folder without ``__init__.py`` has no origin, and is only found after all other modules.
                 if spec is not None and spec.origin is not None and spec.origin != file:
                     raise StartCold(f"{spec.origin} would be imported instead of {file or name}")
 
 
 def first_entry(argv: Sequence[str], cwd: str) -> str:
-    """Return what Python puts first on the path for ``python -u SCRIPT`` and for ``python -u -m MODULE``."""
+    """Return the first entry of the path for ``python -u SCRIPT`` or ``python -u -m MODULE``."""
     return cwd if argv[2] == "-m" else os.path.dirname(os.path.realpath(os.path.join(cwd, argv[2])))
 
 
 def _folder_of(module: Any) -> str | None:
-    """Return in which folder of the path a module, or its package, was found."""
+    """Return the folder of the path in which a module or its package was found."""
     file = getattr(module, "__file__", None)
     if not isinstance(file, str):
         return None

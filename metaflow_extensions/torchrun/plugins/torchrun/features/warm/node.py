@@ -1,7 +1,7 @@
 """Holds the spares of one node, in its task.
 
-One spare agent waits at a time, with its spare workers. A launch uses it up. The next one is started for a restart when
-all workers of a generation run, and for the step's next launch when a launch has ended.
+One spare agent waits at a time, with its spare workers, and a launch uses it. The next one is started when all workers
+of a generation run (for a restart), and when a launch has ended (for the step's next launch).
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ _LIMITS = sorted(name for name in dir(resource) if name.startswith("RLIMIT_"))
 
 
 class WarmNode:
-    """The spare of this node, while one waits; belongs to the step's thread."""
+    """Holds the waiting spare of this node, if any; only the step's thread uses it."""
 
     def __init__(self, preload: Sequence[str], env: Mapping[str, str], workers: int) -> None:
         self._preload = list(preload)
-        self._env, self._workers = dict(env), workers  # as the last launch had them
+        self._env, self._workers = dict(env), workers  # of the last launch
         self._waiting: GuardianProcess | None = None
-        self._inherited: dict[str, str] = {}  # by the one that waits
+        self._inherited: dict[str, str] = {}  # by the waiting spare
         self._owner = os.getpid()
 
     def prepare(self) -> None:
-        """Start a spare like the last one, unless one waits. A failure is reported when a launch asks for the spare."""
+        """Start a spare like the last one, unless one waits. A failure is reported when a launch requests the spare."""
         with harmless():
             if self._waiting is None or not self._waiting.is_alive:
                 self._start()
@@ -54,9 +54,9 @@ class WarmNode:
     def start(
         self, command: list[str], workers: int, env: Mapping[str, str], options: Options
     ) -> GuardianProcess | Refused:
-        """Ask for an agent, and for so many workers that were spares; see `WarmStarts`."""
+        """Request an agent, and so many workers that were spares; see `WarmStarts`."""
         refused: list[Exception] = []
-        with harmless(refused.append):  # a cold start needs nothing of what can go wrong here
+        with harmless(refused.append):  # after any failure here the agent starts cold
             options = options._replace(cwd=options.cwd or os.getcwd())
             agent = {
                 "argv": [command[0], "-u", *command[1:]],
@@ -70,7 +70,7 @@ class WarmNode:
         return Refused(in_words(refused[0]))
 
     def _ask(self, request: bytes, env: Mapping[str, str], workers: int) -> GuardianProcess:
-        """Return the guardian that waits, after it has confirmed the request. May raise anything."""
+        """Return the waiting guardian when it has confirmed the request. May raise any exception."""
         guardian = self._pop(env, workers)
         try:
             if guardian.ask(request):
@@ -82,7 +82,7 @@ class WarmNode:
             raise
 
     def _pop(self, env: Mapping[str, str], workers: int) -> GuardianProcess:
-        """Return the guardian that waits, and keep it no longer: the caller closes it. May raise anything."""
+        """Return the waiting guardian, which the caller must close. May raise any exception."""
         self._env, self._workers = dict(env), workers or self._workers
         if self._waiting is None or not self._waiting.is_alive:
             self._start()
@@ -95,27 +95,27 @@ class WarmNode:
         return guardian
 
     def renew(self) -> None:
-        """Replace the spare, in the background: packages may have changed since it imported them."""
+        """Replace the spare in the background, because packages may have changed since it imported them."""
         self.close()
         self.prepare()
 
     def close(self) -> None:
-        """End the spare, without waiting for that; safe to call more than once."""
-        # A process that the step has forked has a copy of the socket, and must not end its parent's spare.
+        """End the spare without waiting for its end; safe to call more than once."""
+        # A process that the step has forked has a copy of the socket, but must not end its parent's spare.
         if self._waiting is not None and os.getpid() == self._owner:
             self._waiting.close()
             self._waiting = None
 
     @property
     def pid(self) -> int | None:
-        """The pid of the guardian that waits; None without one."""
+        """The pid of the waiting guardian, or None."""
         return None if self._waiting is None else self._waiting.pid
 
 
 def inherited() -> dict[str, str]:
     """Return the limits, user, cgroup, priority and CPUs of the calling thread, which its children inherit.
 
-    A spare has those of the moment when it was started. Where they differ at the request, the start is cold.
+    A spare has those of its start. If they differ at the request, the start is cold.
     """
     return {
         **{name: str(resource.getrlimit(getattr(resource, name))) for name in _LIMITS},
@@ -127,6 +127,6 @@ def inherited() -> dict[str, str]:
 
 
 def umask() -> int:
-    """Return the umask of this process, from /proc (Linux 4.7). `os.umask` would change it for all threads meanwhile."""
+    """Return the umask of this process from /proc (Linux 4.7). `os.umask` would change it for all threads."""
     fields = dict(line.partition(":")[::2] for line in read("/proc/self/status").splitlines())
     return int(fields["Umask"], 8)

@@ -1,10 +1,10 @@
-"""A spare: a process that has imported torch and waits to be told what to run.
+"""A spare: a process that has imported torch and waits for a program to run.
 
 A spare agent becomes torchrun, a spare worker becomes a script or a module. Spare workers are children of the spare
 agent, which gives one to torchrun whenever torchrun starts a worker.
 
-This file runs as a program. The package around it is on no path there, and a user's module may have any name: so the
-modules beside it are imported in a package that is forgotten before anything else is imported.
+This file runs as a program, without our package on its path. A user's module may have any name, so the modules beside
+this file are imported in a package that is removed before anything else is imported.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .imports import Imports, StartCold, in_words
 from .spare_workers import AGENT_PID, SpareWorkers
 
 AGENT = "torch.distributed.run"
-# ``worker_hooks/sitecustomize.py`` leaves itself in `sys.modules` under this name.
+# ``worker_hooks/sitecustomize.py`` is in `sys.modules` under this name.
 _HOOKS = "torchrun_worker_hooks"
 
 # A function, and a tuple of its arguments.
@@ -38,7 +38,7 @@ Run = list[Any]
 
 
 def main() -> Run:
-    """Import, wait for a request, and return what it wants to run; ends the process if no request can come any more."""
+    """Import, wait for a request, and return its program; ends the process if no request can come any more."""
     options = json.loads(sys.argv[1])
     is_agent = options["kind"] == "agent"
     hooks = sys.modules.pop(_HOOKS, None)
@@ -59,7 +59,7 @@ def main() -> Run:
         _take_over(request, stdout, stderr)
         imports.apply(argv, env, request["cwd"])
         if workers is not None:
-            sys.argv[0] = sys.modules[AGENT].__file__ or ""  # as ``-m`` has it
+            sys.argv[0] = sys.modules[AGENT].__file__ or ""  # as with ``-m``
         elif hooks is not None:
             hooks._begin_program()
     except BaseException as error:
@@ -72,17 +72,17 @@ def main() -> Run:
 
 
 def _receive(client: socket.socket) -> tuple[dict[str, Any], int, int]:
-    """Wait for the request; return it with the files for stdout and stderr. `spare_process` describes the message."""
+    """Wait for the request and return it, with files for stdout and stderr. `spare_process` describes the message."""
     data, files, _, _ = socket.recv_fds(client, 1, 3)
     if not data:
-        os._exit(0)  # the parent has closed its end: it needs this spare no more
+        os._exit(0)  # the parent has closed its end: it does not need this spare
     stdout, stderr, told = files
     with open(told, encoding="ascii") as file:
         return json.load(file), stdout, stderr
 
 
 def _take_over(request: Mapping[str, Any], stdout: int, stderr: int) -> None:
-    """Set umask, argv and output files as a process has them that was started cold."""
+    """Set umask, argv and output files as in a process that was started cold."""
     os.umask(request["umask"])
     argv = request["argv"]
     sys.orig_argv[:] = argv
@@ -103,26 +103,26 @@ def _take_over(request: Mapping[str, Any], stdout: int, stderr: int) -> None:
 def _is_kept(fd: int) -> bool:
     """Return whether another descriptor of this process is open for the same file."""
     for other in map(int, os.listdir("/proc/self/fd")):
-        with suppress(OSError):  # the listing's own
+        with suppress(OSError):  # the descriptor of the listing itself
             if other > 2 and os.path.sameopenfile(other, fd):
                 return True
     return False
 
 
 def _program(argv: Sequence[str]) -> Run:
-    """Return what runs a script or a module, in a main module of its own, as the interpreter makes it (3.10 to 3.14)."""
+    """Return the call that runs a script or module in a new main module like the interpreter's (3.10 to 3.14)."""
     main_module = types.ModuleType("__main__")
     main_module.__dict__.update(__annotations__={}, __builtins__=sys.modules["builtins"], __loader__=BuiltinImporter)
     if argv[2] == "-m":
         import runpy
 
-        run: Run = [runpy._run_module_as_main, (argv[3], True)]  # type: ignore[attr-defined]  # C code calls it so, too
+        run: Run = [runpy._run_module_as_main, (argv[3], True)]  # type: ignore[attr-defined]  # as C code calls it
     else:
         file = os.path.join(os.getcwd(), argv[2])
         loader = SourceFileLoader("__main__", file)
         if not os.path.isfile(file):
             raise StartCold(f"{file} is not a file")
-        # What does not compile, as an archive or a syntax error, is left to a cold start.
+        # Files that don't compile (archives, syntax errors) raise here, and so start cold.
         code = compile(loader.get_data(file), file, "exec", dont_inherit=True)
         main_module.__dict__.update(__file__=file, __cached__=None, __loader__=loader)
         run = [exec, (code, main_module.__dict__)]
@@ -133,10 +133,10 @@ def _program(argv: Sequence[str]) -> Run:
 
 
 def _agent(workers: SpareWorkers, request: dict[str, Any]) -> Run:
-    """Return what runs torchrun."""
+    """Return the call that runs torchrun."""
     module = importlib.import_module(AGENT)
     workers.keep(request["workers"])
-    atexit.register(workers.keep, 0)  # those that torchrun has not asked for
+    atexit.register(workers.keep, 0)  # ends those that torchrun has not used
     if request["workers"]:
         workers.serve(request["umask"])
     if request["env"].get(AGENT_PID) == "":  # the first Python of a launch is its agent; see `worker_hooks`
@@ -159,7 +159,7 @@ if __name__ == "__main__":
     _run = main()
     try:
         # Called at this level, so that only one frame of ours is below the program's. `pop` drops our reference to the
-        # program's module, so that its objects are freed when they would be in a cold start.
+        # program's module, so that its objects are freed at the same moment as in a cold start.
         _run[0](*_run.pop())
     except SystemExit:
         raise

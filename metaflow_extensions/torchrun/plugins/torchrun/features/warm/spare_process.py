@@ -1,8 +1,8 @@
-"""The parent's side of a spare process: a guardian holds a spare agent, a spare agent holds its spare workers.
+"""The parent's side of a spare process. A guardian is the parent of a spare agent, which is that of its spare workers.
 
-A request is three open files, sent over a socket: for the program's stdout, for its stderr, and one with the program,
-its environment and its folder as JSON. The spare answers with an empty line if it accepts. Any other line is the reason
-why not; the spare has then ended.
+A request is three open files, sent over a socket: one for the program's stdout, one for its stderr, and one with the
+program, its environment and its folder as JSON. The spare answers with an empty line if it accepts. Any other line is
+the reason for a refusal, and the spare ends.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from typing import Any
 
 from .imports import StartCold
 
-# Names the kind of a spare to ``worker_hooks/sitecustomize.py``.
+# The variable with the kind of a spare, for ``worker_hooks/sitecustomize.py``.
 KIND = "TORCHRUN_SPARE"
-ANSWER_S = 60.0  # of all spares of a launch; most of it for imports that a cold start would have to make, too
+ANSWER_S = 60.0  # for all spares of a launch; a cold start would need most of it for the same imports
 _PROGRAM = os.path.join(os.path.dirname(os.path.abspath(__file__)), "spare.py")
 _LOOK_S = 0.1
 
 
 class Spare:
-    """A spare process, as its parent holds it; belongs to one thread."""
+    """A spare process, for its parent; only one thread uses it."""
 
     def __init__(self, kind: str, options: Mapping[str, Any], env: Mapping[str, str], news: int | None, **more: Any):
         self._modules = options["modules"]
         self._server, theirs = socket.socketpair()
-        # What the imports write is shown when the program begins, as if the program had imported them.
+        # The output of the imports is shown when the program starts, as in a cold start.
         with tempfile.TemporaryFile() as out, theirs:
             self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed in `_let_go`
             told = {**options, "kind": kind, "client": theirs.fileno(), "news": news}
@@ -57,9 +57,9 @@ class Spare:
         deadline: float,
         is_wanted: Callable[[], bool] = lambda: True,
     ) -> subprocess.Popen[bytes]:
-        """Make it run the program of `request`; return its process. Any failure ends the spare.
+        """Let the spare run the program of `request`; return its process. Any failure ends the spare.
 
-        `deadline` is of the monotonic clock.
+        `deadline` is a time of the monotonic clock.
         """
         try:
             with tempfile.TemporaryFile() as told:
@@ -80,7 +80,7 @@ class Spare:
         return self.process
 
     def _ask(self, files: Sequence[int], deadline: float, is_wanted: Callable[[], bool]) -> str:
-        """Send a request and return the answer, which comes when the spare has imported."""
+        """Send a request and return the answer, which comes after the spare's imports."""
         socket.send_fds(self._server, [b"?"], files)
         answer = b""
         while not answer.endswith(b"\n"):
@@ -88,7 +88,7 @@ class Spare:
                 if not (part := self._server.recv(65536)):
                     raise ConnectionError
                 answer += part
-            elif self.process.poll() is not None:  # no end of the socket shows this if a fork of it holds the other end
+            elif self.process.poll() is not None:  # the socket may stay open: a fork of the spare may hold it
                 raise ConnectionError
             elif not is_wanted():
                 raise StartCold("the launch was stopped")
@@ -99,7 +99,7 @@ class Spare:
         return answer.decode(errors="replace").strip()
 
     def _last_words(self) -> str:
-        """Return the last line that it has written to its stderr."""
+        """Return the last line of its stderr."""
         self._errors.seek(0)
         lines = [line for line in self._errors.read().decode(errors="replace").split("\n") if line.strip()]
         return f": {lines[-1]}" if lines else ""
@@ -109,7 +109,7 @@ class Spare:
         self._errors.close()
 
     def end(self) -> None:
-        """End it, and what its imports have started. Call this only before the spare has become a program."""
+        """End the spare, and what its imports have started. Call this only before it has become a program."""
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()

@@ -16,7 +16,7 @@ from .imports import in_words
 from .spare_process import ANSWER_S, Spare
 
 AGENT_PID = "TORCHRUN_AGENT_PID"
-# Its `Popen` is what torchrun starts its workers with (torch 2.3 to 2.13: `SubprocessHandler._popen`).
+# torchrun starts its workers with this module's `Popen` (torch 2.3 to 2.13: `SubprocessHandler._popen`).
 POPEN_OF_WORKERS = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
 
 
@@ -26,36 +26,36 @@ class SpareWorkers:
     def __init__(self, options: Mapping[str, Any], client: socket.socket) -> None:
         self._count = options["workers"]
         self._options = {"modules": options["worker_modules"]}
-        self._news = options["news"]  # here the guardian reads which workers were spares
+        self._news = options["news"]  # a pipe: from it the guardian reads which workers were spares
         self._client = client
         self._spares: list[Spare] = []
-        self._deadline = 0.0  # when all must have become workers
+        self._deadline = 0.0  # for all to become workers
         self._said: set[str] = set()
         if len(os.sched_getaffinity(0)) >= 2 * (self._count + 1):
             self.start(has_imported=False)
 
     def start(self, has_imported: bool) -> None:
-        """Start them, unless they run, or a launch already waits: then torchrun starts its workers sooner.
+        """Start them, unless they run or a launch already waits, for which torchrun itself starts workers sooner.
 
-        On few cores, spare workers would slow down the imports of the agent, which a launch needs first. There they start
-        when the agent has imported.
+        On few cores, spare workers would slow down the imports of the agent, which a launch needs first. So there they
+        start after these imports.
         """
         if has_imported and (self._spares or select.select([self._client], [], [], 0)[0]):
             return
         env = {**os.environ, AGENT_PID: str(os.getpid())}
-        with suppress(OSError):  # no more processes or files: torchrun starts its workers
+        with suppress(OSError):  # no more processes or files: torchrun itself starts the workers
             for _ in range(self._count):
                 self._spares.append(Spare("worker", self._options, env, None))
 
     def keep(self, count: int) -> None:
-        """End all but `count` of them."""
+        """End all but `count` spares."""
         while len(self._spares) > count:
             self._spares.pop().end()
 
     def serve(self, umask: int) -> None:
         """Replace torchrun's `Popen`, so that its workers start from spares."""
         module = importlib.import_module(POPEN_OF_WORKERS)
-        # Without this name, another torch starts its workers in another way. The AttributeError then means a cold start.
+        # A torch without this name starts its workers in another way. The AttributeError then leads to a cold start.
         start = module.Popen
 
         def popen(args: Sequence[str], env: Mapping[str, str], stdout: Any, stderr: Any, **options: Any) -> Any:
@@ -67,7 +67,7 @@ class SpareWorkers:
         self._deadline = time.monotonic() + ANSWER_S
 
     def _one(self, request: Mapping[str, Any], stdout: Any, stderr: Any) -> Any:
-        """Return a spare that has become the worker; None if no spare can."""
+        """Return a spare's process that has become the worker; None if no spare can."""
         env = request["env"]
         while self._spares:
             try:
@@ -75,7 +75,7 @@ class SpareWorkers:
             except Exception as error:
                 self._say(in_words(error))
             else:
-                with suppress(OSError):  # the guardian is gone, and ends this process
+                with suppress(OSError):  # the guardian is gone, so this process ends soon
                     os.write(self._news, f"{worker.pid} {env['RANK']} {env['LOCAL_RANK']}\n".encode())
                 return worker
         if not self._said:

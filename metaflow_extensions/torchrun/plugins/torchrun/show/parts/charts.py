@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-# Of nodes and of ranks, in the order of a life. Each can be told from the others on white and on black.
+# States of nodes and ranks, in the usual order. The colours can be distinguished on white and on black.
 COLOURS = {
     "not joined yet": "#c3c9d1",
     "step code": "#9c8fc4",
@@ -22,28 +22,28 @@ COLOURS = {
     "lost": "#e0457b",
 }
 
-# Of lines in charts, in this order; as far as eight can be told apart, on white and on black.
+# Colours of lines in charts, in this order. They can be distinguished on white and on black, as far as eight can.
 LINES = ("#3b82f6", "#e8710a", "#22a35a", "#e0457b", "#8b62d9", "#b8960c", "#0aa3b5", "#9a6b4f")
-# In which unit a time axis is, by how long it is.
+# The unit of a time axis, by its least length in seconds.
 _UNITS = ((3 * 3600.0, 3600.0, "hours"), (600.0, 60.0, "minutes"), (0.0, 1.0, "seconds"))
 _MARKS = 50
-GREY, _FAINT = "#808893", "rgba(128, 136, 147, 0.25)"  # to be read on white and on black
+GREY, _FAINT = "#808893", "rgba(128, 136, 147, 0.25)"  # readable on white and on black
 
 
 def time_unit(length_s: float) -> tuple[float, str]:
-    """Return the unit of all time axes of a page whose gang has lived so long: its seconds and its name."""
+    """Return the unit of all time axes of a page, by the gang's age: its seconds and its name."""
     return next((unit_s, name) for least_s, unit_s, name in _UNITS if length_s >= least_s)
 
 
 def time_axis(length_s: float, axis: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the x axis of a chart over time, from the gang's start to now: charts below each other agree."""
+    """Return the x axis of a chart over time, from the gang's start to now, the same for all charts."""
     unit_s, unit = time_unit(length_s)
     scale = {"domain": [0, round(max(length_s, 1.0) / unit_s, 3)], "nice": False}
     return {"type": "quantitative", "axis": {"title": f"{unit} since the start", **axis}, "scale": scale}
 
 
 def restart_marks(restarts_s: Sequence[float], length_s: float) -> list[dict[str, Any]]:
-    """Return a layer with a dashed line for each restart of the workers, of many the last; none without restarts."""
+    """Return a layer with a dashed line for each of the last restarts; none without restarts."""
     unit_s, _ = time_unit(length_s)
     rows = [{"at": round(at_s / unit_s, 3), "what": "restart"} for at_s in restarts_s[-_MARKS:]]
     if not rows:
@@ -55,7 +55,7 @@ def restart_marks(restarts_s: Sequence[float], length_s: float) -> list[dict[str
 
 
 def frame(title: str = "", height: Any = None) -> dict[str, Any]:
-    """Return a chart without data: its width is the page's, its texts can be read on the page."""
+    """Return a chart without data, as wide as the page, with texts that are readable on it."""
     text = {"labelColor": GREY, "titleColor": GREY}
     found: dict[str, Any] = {
         "$schema": "https://vega.github.io/schema/vega-lite/v5.json",

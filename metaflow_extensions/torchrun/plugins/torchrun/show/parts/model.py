@@ -1,6 +1,6 @@
 """The parts of a gang's page, independent of where it is shown. Pure.
 
-The core and the features make them; `as_text` writes them to a terminal, `as_card` as components of Metaflow's cards.
+The core and the features create them. `as_text` writes them to a terminal, `as_card` as components of Metaflow's cards.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias, Union
 
 @dataclass(frozen=True)
 class Link:
-    """A text that leads to another page where a card can show that."""
+    """A text that is a link in a card, if `url` is known."""
 
     text: str
     url: str | None = None
@@ -24,7 +24,7 @@ class Sentence:
     text: str
     kind: Literal["", "headline", "outcome", "warning"] = ""
     word: str = ""  # the outcome in a word; a key of `charts.COLOURS`
-    link: Link | None = None  # its text stands in `text`
+    link: Link | None = None  # its text is a part of `text`
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of cells; columns named in `right` end at their right edge on a terminal."""
+    """Rows of cells; on a terminal, columns named in `right` are aligned to the right."""
 
     header: tuple[str, ...]
     rows: tuple[tuple[str | Link, ...], ...]
@@ -45,7 +45,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Code:
-    """A text as it is, such as a traceback."""
+    """A verbatim text, such as a traceback."""
 
     text: str
     title: str = ""
@@ -53,7 +53,7 @@ class Code:
 
 @dataclass(frozen=True)
 class Keys:
-    """What each colour stands for: texts, each with a name that has a colour."""
+    """The meaning of colours: texts, each with the name of a colour."""
 
     keys: tuple[tuple[str, str], ...]
     said: str = ""  # on a terminal
@@ -71,7 +71,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Cells:
-    """Cells side by side; a terminal shows none, since a table has them all."""
+    """Cells side by side; not on a terminal, where a table has them all."""
 
     cells: tuple[Cell, ...]
     is_small: bool = False  # only titles are shown
@@ -79,7 +79,7 @@ class Cells:
 
 @dataclass(frozen=True)
 class Bar:
-    """How much is done; a terminal shows none, since a sentence says it."""
+    """A progress bar; not on a terminal, where a sentence has the number."""
 
     percent: int
     state: str = "running"  # a key of `charts.COLOURS`
@@ -95,11 +95,11 @@ class Chart:
 
 @dataclass(frozen=True)
 class Block:
-    """Parts under a title of their own."""
+    """Parts with a title."""
 
     title: str
     parts: tuple[Part, ...]
-    is_folded: bool = False  # shown when a reader opens it
+    is_folded: bool = False  # hidden until a reader opens it
 
 
 Part: TypeAlias = Union[Sentence, Facts, Table, Code, Keys, Cells, Bar, Chart, Block]  # noqa: UP007 - Python 3.10
@@ -107,7 +107,7 @@ Part: TypeAlias = Union[Sentence, Facts, Table, Code, Keys, Cells, Bar, Chart, B
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the page that users can ask for by its name."""
+    """A section of the page; users can request it by name."""
 
     name: str
     title: str
