@@ -12,7 +12,12 @@ from hypothesis import strategies as st
 from unit_helpers import HOSTILE, write
 
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Go
-from metaflow_extensions.torchrun.plugins.torchrun.launch.command import WORKER_HOOKS, agent_command, agent_environment
+from metaflow_extensions.torchrun.plugins.torchrun.launch.command import (
+    WORKER_HOOKS,
+    agent_command,
+    agent_environment,
+    restart_variables,
+)
 from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec
 
 ENV = shutil.which("env", path=os.defpath)
@@ -50,20 +55,17 @@ def test_torchruns_template_gives_back_every_argument(args):
     assert program_of(args=tuple(args)) == ["/flow/train.py", *args]
 
 
-@pytest.mark.parametrize(
-    ("facts", "program"),
-    [
-        ({}, ["/usr/bin/python3", "-u", "/flow/train.py"]),
-        ({"module": True, "entrypoint": "pack.train"}, ["/usr/bin/python3", "-u", "-m", "pack.train"]),
-        ({"options": (("no-python", None),), "entrypoint": "./run $me"}, ["OWN=/my logs/7", "./run $me"]),
-    ],
-)
-def test_workers_are_told_how_often_the_gang_was_restarted(facts, program):
-    asked = {"go": replace(GO, restarts=2, max_restarts=3), "args": tuple(HOSTILE), **facts}
-    told = [ENV, "TORCHELASTIC_RESTART_COUNT=2", "TORCHELASTIC_MAX_RESTARTS=3"]
-    assert program_of(**asked) == [*told, *program, *HOSTILE]
-    assert command_of(**asked).count("--no-python") == 1
-    assert "--module" not in command_of(**asked)
+def test_workers_are_told_how_often_the_gang_was_restarted():
+    """By their hook; a program that is no Python gets the variables by its command."""
+    again = replace(GO, restarts=2, max_restarts=3)
+    assert restart_variables(SPEC, again) == {"TORCHRUN_RESTARTS": "2/3"}
+    assert restart_variables(SPEC, GO) == {}
+    assert restart_variables(replace(SPEC, min_nodes=1), again) == {}
+    assert command_of(again) == command_of()
+    asked = {"options": (("no-python", None),), "entrypoint": "./run $me", "args": tuple(HOSTILE)}
+    told = ["OWN=/my logs/7", "TORCHELASTIC_RESTART_COUNT=2", "TORCHELASTIC_MAX_RESTARTS=3"]
+    assert program_of(go=again, **asked) == [ENV, *told, "./run $me", *HOSTILE]
+    assert command_of(again, **asked).count("--no-python") == 1
 
 
 @pytest.mark.parametrize(("env", "words"), [((), ["OWN=/my logs/7"]), ((("OWN", "mine"),), [])])
@@ -149,7 +151,7 @@ HOOK = {"PYTHONPATH": WORKER_HOOKS, "TORCHRUN_AGENT_PID": ""}
 def test_variables_of_an_outer_torchrun_are_dropped_and_those_that_look_alike_kept():
     outer = ["RANK", "WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_RUN_ID", "PET_NNODES"]
     kept = {"MY_RANK": "1", "PETS": "2", "RANKS": "3", "TORCH_HOME": "/t", "PATH": "/bin"}
-    inherited = {**dict.fromkeys(outer, "5"), **kept, "TORCHRUN_AGENT_PID": "7"}
+    inherited = {**dict.fromkeys(outer, "5"), **kept, "TORCHRUN_AGENT_PID": "7", "TORCHRUN_RESTARTS": "1/3"}
     before = dict(inherited)
     assert environment_of(inherited, "eth0") == {**kept, **DEFAULTS, **HOOK}
     assert inherited == before

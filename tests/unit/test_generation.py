@@ -30,7 +30,7 @@ def made_in(folder):
     plan = Plan(SPEC, "127.0.0.1", Machine(1), lambda *_: True)
     go = Go(launch=0, generation=0, port=1, gang="gang", restarts=0, max_restarts=0)
     agent = FakeAgent([], {}, None, print)
-    follower = types.SimpleNamespace(start=lambda: None, finish=lambda explained: None)
+    follower = types.SimpleNamespace(start=lambda: None, finish=lambda explained: None, written_bytes=int)
     return Generation(plan, "host", go, folder, [], agent, follower)
 
 

@@ -120,6 +120,7 @@ def test_any_workers_output_is_a_sign_of_life_and_the_agents_is_none(follow, tmp
     write(worker_file(tmp_path, 0, "stdout"), "hidden, but alive\n")
     eventually(lambda: follower.last_output_at is not None)
     assert begun <= follower.last_output_at <= time.monotonic()
+    assert follower.written_bytes() == len("hidden, but alive\n")
 
 
 class PausedScreen(Screen):

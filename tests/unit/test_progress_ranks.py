@@ -23,7 +23,7 @@ class Node:
 
     def __init__(self, folder, first_rank=0):
         self.now, self.ended, self.folder, self.said = 100.0, set(), folder, []
-        plan = SimpleNamespace(ranks=[first_rank, first_rank + 1])
+        plan = SimpleNamespace(spec=SimpleNamespace(ranks=range(first_rank, first_rank + 2)))
         has_ended = self.ended.__contains__
         here = SimpleNamespace(plan=plan, folder=str(folder), has_ended=has_ended, say=self.said.append)
         self.watcher = ProgressWatcher(here, lambda: self.now)

@@ -16,7 +16,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.errors import TorchrunError
 from metaflow_extensions.torchrun.plugins.torchrun.features.stacks import command, feature
 from metaflow_extensions.torchrun.plugins.torchrun.features.stacks.command import Shown
 from metaflow_extensions.torchrun.plugins.torchrun.features.stacks.feature import Stacks
-from metaflow_extensions.torchrun.plugins.torchrun.features.stacks.told import GangStacks, NodeStacks, RankStacks
+from metaflow_extensions.torchrun.plugins.torchrun.features.stacks.told import GangStacks, NodeStacks
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Ask, Stop, Told
 from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import to_plain
 from metaflow_extensions.torchrun.plugins.torchrun.machine import stacks
@@ -27,7 +27,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.records.requests import Answe
 def node_stacks(node, line=1):
     where = f"train.py:{line} in step"
     return NodeStacks(
-        f"host-{node}", {2 * node + local: RankStacks(where, f"mark{line}", "text") for local in range(2)}
+        f"host-{node}", {2 * node + local: stacks.Found(where, f"mark{line}", "text") for local in range(2)}
     )
 
 

@@ -83,7 +83,7 @@ class Counting(Feature):
 
 def watchers_of(*features):
     said = []
-    here = Here(None, "/folder", lambda: None, lambda rank: False, said.append, said.append, dict, lambda: None)
+    here = Here(None, "/folder", lambda: None, lambda rank: False, said.append, said.append, dict, lambda: None, int)
     return Watchers(features, here, 3, 4), said
 
 
@@ -180,8 +180,8 @@ class Warm:
     def __init__(self):
         self.states = []
 
-    def to_start(self, *_):
-        return None
+    def start(self, *_):
+        """The agent of this test asks for nothing."""
 
     def prepare(self):
         self.states.append(self.node.member.runs_own_code)

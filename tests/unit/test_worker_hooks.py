@@ -259,7 +259,15 @@ def test_only_a_child_of_the_launchs_first_python_is_a_worker(folder, tmp_path):
         assert getattr(read_record(str(folder)), "exception", None) == record
 
 
-# --- how far it is ----------------------------------------------------------------------------------
+# --- what it finds in its environment ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("own", "seen"), [({}, "0 0\n"), ({"TORCHRUN_RESTARTS": "2/3"}, "2 3\n")])
+def test_a_worker_has_the_restarts_of_its_gang(own, seen, work):
+    shows = "import os; print(os.environ['TORCHELASTIC_RESTART_COUNT'], os.environ['TORCHELASTIC_MAX_RESTARTS'])"
+    done, _ = work(shows, TORCHELASTIC_RESTART_COUNT="0", TORCHELASTIC_MAX_RESTARTS="0", **own)
+    assert done.stdout == seen
+
 
 TELLS = "import os, subprocess, sys\nprint(os.environ.get('TORCHRUN_METRICS'), flush=True)\n"
 ITS_CHILD = TELLS + "subprocess.run([sys.executable, '-c', 'import os; print(os.environ.get(\"TORCHRUN_METRICS\"))'])\n"

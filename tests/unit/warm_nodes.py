@@ -4,11 +4,12 @@ import json
 import os
 import queue
 import sys
+from functools import partial
 from pathlib import Path
 
 from unit_helpers import eventually, is_running, write
 
-from metaflow_extensions.torchrun.plugins.torchrun.features.warm.node import WarmNode, WarmStart
+from metaflow_extensions.torchrun.plugins.torchrun.features.warm.node import WarmNode
 from metaflow_extensions.torchrun.plugins.torchrun.features.warm.spare_workers import POPEN_OF_WORKERS
 from metaflow_extensions.torchrun.plugins.torchrun.guardian.agent_events import End, Refused
 from metaflow_extensions.torchrun.plugins.torchrun.guardian.guardian import Options
@@ -62,7 +63,7 @@ seen = {"argv": sys.argv, "orig_argv": sys.orig_argv, "path": sys.path[0], "name
         "imported": "torch.distributed" in sys.modules, "early": "imported_early" in sys.modules,
         "rank": os.environ.get("RANK"), "agent": os.environ.get("TORCHRUN_AGENT_PID"),
         "spare": "TORCHRUN_SPARE" in os.environ,
-        "parent": os.getppid(), "more": os.environ.get("MORE"),
+        "parent": os.getppid(), "restarts": os.environ.get("TORCHELASTIC_RESTART_COUNT"),
         "files": os.listdir("/proc/self/fd"), "mp": "torchrun_worker_hooks" in sys.modules}
 print(json.dumps(seen), flush=True)
 print("to stderr", file=sys.stderr)
@@ -99,7 +100,7 @@ class Warm:
         options = Options(*logs, workers=count, **{"grace_s": 2.0, "silence_s": 30.0, **options})
         words = [str(out), what, str(count), *(script or [self.script, "löss", ""])]
         command = [sys.executable, "-m", "torch.distributed.run", *words]
-        start = WarmStart(self.node, command, command, count if self.workers else 0, {"MORE": "told"})
+        start = partial(self.node.start, command, count if self.workers else 0)
         agent = AgentProcess(command, {**self.env, **(env or {})}, options, events.put, start)
         self.agents.append(agent)
         agent.start()

@@ -148,5 +148,5 @@ class Registry:
         try:
             found: dict[str, Any] = self._load_metadata(list(names))
             return found
-        except ValueError:  # half written: Metaflow 2.12 writes a local file in place, 2.19 renames it
+        except ValueError:  # half written: Metaflow 2.13 writes a local file in place, 2.19 renames it
             return {name: self._load(name)[name] if len(names) > 1 else None for name in names}

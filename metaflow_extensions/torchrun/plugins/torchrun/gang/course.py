@@ -11,6 +11,7 @@ from typing import Any
 
 from ..errors import TorchrunError
 from . import obstacles
+from .agreement import devices, without_devices
 from .cause import Cause, Failure, cause_of, describe_exit
 from .history import History, Kind, Record, of_the_gang
 from .keepers import Keepers, Where
@@ -100,12 +101,11 @@ class Course:
         else:
             nproc = launch.ready[CONTROL].nproc
             self.note("go", text=f"{counted(self.nodes.size, 'node')}, {nproc} process{'es' * (nproc != 1)} on each")
-            if launch.without_devices and launch.generation == 0:
-                who = names(launch.without_devices)
-                text = f"warning: run(env=...) hides the accelerators on {who}: the workers there compute on the CPU"
-                self.send(Note(f"{text}, the others do not"), CONTROL)
-        go = Go(launch.number, launch.generation, port, self.rules.name, launch.restarts, limit, launch.devices)
-        self.broadcast(go)
+            if launch.generation == 0 and (without := without_devices(launch.ready)):
+                hides = f"warning: run(env=...) hides the accelerators on {names(without)}"
+                self.send(Note(f"{hides}: the workers there compute on the CPU, the others do not"), CONTROL)
+        seen = devices(launch.ready)
+        self.broadcast(Go(launch.number, launch.generation, port, self.rules.name, launch.restarts, limit, seen))
 
     # --- what the nodes report -------------------------------------------------------------------
 

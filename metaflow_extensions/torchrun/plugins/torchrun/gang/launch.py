@@ -11,32 +11,13 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..errors import GangError, LaunchFailed, LaunchHung, LaunchTimeout, TorchrunError, TorchrunPreempted
+from ..errors import LaunchFailed, LaunchHung, LaunchTimeout, TorchrunError, TorchrunPreempted
 from .cause import CATEGORY_TEXTS, Cause, Failure, FailureText, cause_of, failed, first_failure
 from .history import Record, of_the_gang
 from .policy import LaunchPolicy
-from .protocol import CONTROL, WORKERS, Ended, Ready, Verdict
-from .texts import REMIND_S, counted, first_values, headline, names, shortened
+from .protocol import CONTROL, Ended, Ready, Verdict
+from .texts import REMIND_S, counted, headline, names, shortened
 
-# What must be the same on every node, and its name for the error. The first two are fields of *ready*, the others are
-# among its facts.
-_MUST_AGREE = {
-    "launch": "launch number",
-    "runs": "kind of launch",
-    "devices": "kind of accelerators",
-    "nproc": "processes per node",
-    "torch": "torch version",
-    "cuda": "CUDA version that torch was built for",
-    "nccl": "NCCL version",
-    "python": "Python version",
-    "digest": "entrypoint and torchrun options",
-    "contents": "contents of the entrypoint",
-}
-# What to change, for those where the error would not say it.
-_REMEDIES = {
-    "devices": " Without accelerators a node would compute on its CPU and hold up the others: look at what it was given, and "
-    "at CUDA_VISIBLE_DEVICES there. run(env={'CUDA_VISIBLE_DEVICES': ''}) on every node lets all compute on CPUs."
-}
 BACKOFF_LIMIT_S = 30.0
 """The longest pause before a restart."""
 # What an agent prints when its store can't listen (TCPStore, torch 2.13).
@@ -166,54 +147,6 @@ class Launch:
         first = first_failure(each for each in self.failures if each.cause.node == node)
         return None if first is None else first.cause
 
-    def contradiction(self) -> TorchrunError | None:
-        """Return the error if the nodes' settings or software differ, with nodes and values; else None."""
-        for key, name in _MUST_AGREE.items():
-            values: dict[Any, list[int]] = {}
-            for node in sorted(self.ready):
-                ready = self.ready[node]
-                values.setdefault(getattr(ready, key, ready.facts.get(key)), []).append(node)
-            if len(values) > 1 and not (key == "devices" and self._sees_one_kind()):
-                listed = first_values([f"{names(nodes)}: {value}" for value, nodes in values.items()])
-                return GangError(
-                    f"The nodes differ in the {name} ({listed}). Every node must call current.torch.run in the same order "
-                    "with the same settings, on the same software and kind of devices." + self._remedy(key, values)
-                )
-        return None
-
-    def _remedy(self, key: str, values: Iterable[Any]) -> str:
-        if key == "runs":
-            missing = ", ".join(f"{name}=[]" for name in values if name != WORKERS)
-            return f" A node that has nothing to run before calls it with {missing}."
-        return _REMEDIES.get(key, "")
-
-    def _accelerators(self) -> dict[str | None, list[int]]:
-        """Return the nodes by what their workers see: ``"8 nvidia"``, ``"none"``, or None if not reported."""
-        found: dict[str | None, list[int]] = {}
-        for node in sorted(self.ready):
-            found.setdefault(self.ready[node].facts.get("accelerators"), []).append(node)
-        return found
-
-    def _sees_one_kind(self) -> bool:
-        """Return whether all workers see the same kind of accelerators, even if the nodes' own kinds differ."""
-        seen = self._accelerators()
-        return None not in seen and len({str(each).partition(" ")[2] for each in seen}) == 1
-
-    @property
-    def devices(self) -> str:
-        """Which accelerators the workers see, and on which nodes, for the log."""
-        seen = self._accelerators()
-        if len(seen) == 1:
-            (what,) = map(_accelerators_text, seen)
-            return "no accelerators" if what == "none" else f"{what} on each node" if what else ""
-        return ", ".join(f"{_accelerators_text(what)} on {names(nodes)}" for what, nodes in seen.items())
-
-    @property
-    def without_devices(self) -> list[int]:
-        """Which nodes have no accelerators for their workers, where others do."""
-        seen = self._accelerators()
-        return seen["none"] if len(seen) > 1 and "none" in seen else []
-
     def saved_by(self, error: TorchrunError) -> list[int]:
         """Return the nodes that have outputs to store when the launch fails with `error`, among those that have ended."""
         cause = cause_of(error)
@@ -314,13 +247,6 @@ class Launch:
         if self.policy.max_restarts or not is_possible or self.given_up or self.preempted is not None:
             return ""
         return "\nWith max_restarts=N, all workers start again after such a failure, up to N times."
-
-
-def _accelerators_text(seen: str | None) -> str:
-    if seen in (None, "none"):
-        return seen or ""
-    count, _, kind = str(seen).partition(" ")
-    return counted(int(count), "accelerator" if kind == "unknown" else f"{kind} accelerator")
 
 
 def error_of(cause: Cause, more: str) -> LaunchFailed:

@@ -13,7 +13,8 @@ from typing import Any
 
 from ..errors import TorchrunError
 from . import obstacles
-from .cause import Cause, Failure, cause_of, first_failure
+from .agreement import contradiction
+from .cause import Cause, Failure, cause_of
 from .course import Course, Outgoing
 from .history import History, of_the_gang
 from .keepers import Keepers, Plain
@@ -61,9 +62,11 @@ class Gang:
         self._is_time_up = False  # whether the end of the step's @timeout was handled
         self._clock = clock
         self._mark = 0  # how many records there were when the last launch ended
-        # By the launch's number; only of launches that a node may still call.
+        # Launch number -> verdict, of launches that have ended since workers last began: a node may still call them.
         self._verdicts: dict[int, TorchrunError | None] = {}
-        self._early: dict[int, Ready] = {}  # the *ready* of nodes that wait for the next launch while one still runs
+        # The *ready* of nodes that wait for the next launch while one still runs, and the *failed* of those that give
+        # it up meanwhile: they are handled when that one is over.
+        self._early: list[tuple[int, Ready | Failed]] = []
         self._failed_with: TorchrunError | None = None  # the verdict with which a member's step has ended
 
     @property
@@ -111,15 +114,11 @@ class Gang:
             pass
         elif handler is not None:
             handler(self, node, message)
-        elif isinstance(message, Failed) and self._is_early(message):
-            self._give_up_early(message)
+        elif isinstance(message, Failed) and (node, message.launch) in ((of, each.launch) for of, each in self._early):
+            self._early.append((node, message))
         else:
             self._course.handle(node, message)
         return self._course.flush()
-
-    def _is_early(self, failed: Failed) -> bool:
-        """Return whether a node gives up a launch that still waits for the end of the one before."""
-        return failed.given_up and any(ready.launch == failed.launch for ready in self._early.values())
 
     def request(self, feature: str, data: Plain) -> list[Outgoing]:
         """Hand a feature what a command asks of the gang; `Keepers.pop_answer` has the answer later."""
@@ -245,7 +244,7 @@ class Gang:
         if node in launch.dropped:
             self._send_late_verdict(number, node, obstacles.dropped_out(number, node, launch.number))
         elif launch.phase is not Phase.GATHERING:
-            self._early[node] = ready
+            self._early.append((node, ready))
         else:
             launch.add_ready(node, ready)
             self._course.note("ready", generation=None, node=node)
@@ -257,7 +256,7 @@ class Gang:
         if self.nodes.count(*gone):
             self._course.finish(obstacles.step_has_ended(launch.number, self.nodes.which(*gone)))
         elif len(launch.ready) == self.num_nodes:
-            error = launch.contradiction()
+            error = contradiction(launch.ready)
             if error is not None:
                 self._course.finish(error)
                 return
@@ -265,33 +264,23 @@ class Gang:
             launch.policy = launch.ready[CONTROL].policy or LaunchPolicy()
             self._course.go()
 
-    def _give_up_early(self, failed: Failed) -> None:
-        """End a launch that waits for the end of another: a node has given it up, so it can't begin on any."""
-        number, first = failed.launch, first_failure(failed.failures)
-        if first is None:
-            return
-        error = obstacles.too_early(first.cause, number)
-        self._verdicts[number] = error
-        self.history.note("failed", launch=number, text=headline(error.message))
-        self._course.report(error, number, None)
-        for node in [node for node, ready in self._early.items() if ready.launch == number]:
-            del self._early[node]
-            self._send_late_verdict(number, node, error)
-
     def _launch_is_over(self, error: TorchrunError | None) -> None:
-        """Keep the verdict for nodes that call `run` later, and handle the *ready* of nodes that wait for the next launch."""
+        """Keep the verdict for nodes that call `run` later, and handle what nodes say that wait for the next launch."""
         launch = self._launch
         # Where the nodes' numbers contradict each other, each of these launches has ended.
         numbers = {launch.number, *(ready.launch for ready in launch.ready.values())}
-        if len(numbers) > 1 or len(launch.ready) < self.num_nodes:  # otherwise all nodes have called it
-            self._verdicts.update(dict.fromkeys(numbers, error))
+        self._verdicts.update(dict.fromkeys(numbers, error))
         self._mark = self.history.count
         if error is not None and self.nodes.count(NodeState.LOST):
             self._break(error)  # without all its nodes the gang can't launch again
-        early, self._early = self._early, {}
-        for node, ready in early.items():
-            if self.nodes[node] is NodeState.JOINED:
-                self._on_ready(node, ready)
+        early, self._early = self._early, []
+        for node, message in early:
+            if self.nodes[node] is not NodeState.JOINED:
+                continue
+            if isinstance(message, Ready):
+                self._on_ready(node, message)
+            else:
+                self._course.handle(node, message)
 
     def _send_late_verdict(self, number: int, node: int, error: TorchrunError | None) -> None:
         """Send the verdict of a launch to a node that called it too late, or that can't take part in it."""

@@ -9,15 +9,14 @@ import json
 from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias, get_args
 
+CONFIRMED = b"\n"
+"""What a guardian that waited writes back on the socket of its commands when it has read a request."""
+
 
 class Refused(NamedTuple):
     """A spare could not become this agent, which starts cold instead; no process of it exists yet."""
 
     reason: str
-
-
-class Taken(NamedTuple):
-    """A guardian that waited with a spare has read its request; it has not started the agent yet."""
 
 
 class AgentStarted(NamedTuple):
@@ -78,9 +77,7 @@ class End(NamedTuple):
     guardian_gone: bool = False  # whether the guardian ended unexpectedly; then the task makes this event in its place
 
 
-AgentEvent: TypeAlias = (
-    Taken | Refused | AgentStarted | WorkerStarted | WorkerEnded | Frozen | Terminated | AgentEnded | End
-)
+AgentEvent: TypeAlias = Refused | AgentStarted | WorkerStarted | WorkerEnded | Frozen | Terminated | AgentEnded | End
 _EVENTS = {event.__name__: event for event in get_args(AgentEvent)}
 
 

@@ -128,7 +128,6 @@ class Guardian:
         self._commands = b""
         self._got_sigterm = False
         self._task_gone = False
-        self.task_is_frozen = False  # so long that the gang counts the node as lost
         self._deadline: float | None = None  # when SIGKILL is sent; set once, when everything must end
         self._preempt_signal: int | None = None
         self._left: list[str] = []
@@ -269,7 +268,6 @@ class Guardian:
 
     def _is_frozen(self, pid: int) -> None:
         if pid == self._task.pid:  # the gang counts its node as lost
-            self.task_is_frozen = True
             self._begin_to_stop(self._options.grace_s)
             return
         worker = self._workers.get(pid)

@@ -6,13 +6,12 @@ import os
 import select
 import signal
 import socket
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 
 from ..machine import processes
 from ..machine.detached import Detached
-from .agent_events import AgentEvent, End, from_line
+from .agent_events import CONFIRMED, AgentEvent, End, from_line
 
 # A guardian is a module of this package, but it runs without the package's `__init__`, which imports Metaflow, and
 # without site-packages. To take the interpreter down in order would keep the task waiting for 16 ms more, and nothing
@@ -26,7 +25,8 @@ from torchrun.{module} import main
 os._exit(main())
 """
 _NO_SIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)
-_TAKES_S = 5.0  # time of a guardian to read a request that is longer than a socket's buffer
+# How long a guardian may take to confirm a request. A frozen one never does; a busy machine is slow.
+_ANSWER_S = 15.0
 _LOOK_S = 0.5  # between checks whether a silent guardian still lives, on systems without pidfd (before Linux 5.3)
 
 
@@ -44,7 +44,6 @@ class GuardianProcess:
         with theirs:
             source = _MAIN.format(module=module)
             self._process = Detached(source, told, env, stdin=theirs.fileno(), start_new_session=True)
-        self._rest = b""
 
     @property
     def pid(self) -> int:
@@ -56,43 +55,40 @@ class GuardianProcess:
         """Whether it has not ended."""
         return not self._process.has_ended
 
-    def tell(self, line: str) -> bool:
-        """Send a command; return whether the guardian could still get it.
+    def tell(self, line: str) -> None:
+        """Send a command, unless the guardian has ended.
 
         One that somebody has stopped (SIGSTOP) is continued: else it and all below it would outlive the task. A process
         that runs does not notice this.
         """
         self._process.send_signal(signal.SIGCONT)
-        return self._send(f"{line}\n".encode())
+        with suppress(OSError):
+            self._commands.sendall(f"{line}\n".encode(), _NO_SIGNAL)
 
     def ask(self, request: bytes) -> bool:
-        """Send a request of any length, before any command; return whether the guardian could still get it."""
-        self._commands.settimeout(_TAKES_S)
+        """Send a request of any length, before any command; return whether the guardian has confirmed it."""
+        self._commands.settimeout(_ANSWER_S)
         try:
-            return self._send(len(request).to_bytes(8, "big") + request)
+            with suppress(OSError):  # it has ended, or its time is up
+                self._commands.sendall(len(request).to_bytes(8, "big") + request, _NO_SIGNAL)
+                return self._commands.recv(1) == CONFIRMED
+            return False
         finally:
             self._commands.settimeout(None)
 
-    def _send(self, data: bytes) -> bool:
-        with suppress(OSError):
-            self._commands.sendall(data, _NO_SIGNAL)
-            return True
-        return False
-
-    def events(self, first_within_s: float | None = None) -> Iterator[AgentEvent]:
-        """Yield its events of one agent up to `End` or its own end; nothing if the first one takes too long.
+    def events(self) -> Iterator[AgentEvent]:
+        """Yield its events of one agent up to `End` or its own end.
 
         The pipe's end of file is not enough: a process that the step's code has forked can hold it open.
         """
-        for line in self._lines(first_within_s):
+        for line in self._lines():
             event = from_line(line)
             yield event
             if isinstance(event, End):
                 return
 
-    def _lines(self, first_within_s: float | None) -> Iterator[bytes]:
-        deadline = None if first_within_s is None else time.monotonic() + first_within_s
-        events = self._process.output.fileno()
+    def _lines(self) -> Iterator[bytes]:
+        events, rest = self._process.output.fileno(), b""
         with self._process.end() as end:
             poll = select.poll()
             for each in (events,) if end is None else (events, end):
@@ -100,13 +96,10 @@ class GuardianProcess:
             while True:
                 # Checked before the pipe is read: a guardian that is gone has written all its events by now.
                 gone = not self.is_alive
-                ready = dict(poll.poll(0 if gone else None if end is not None and deadline is None else _LOOK_S * 1000))
-                if not ready and deadline is not None and time.monotonic() > deadline:
-                    return
+                ready = dict(poll.poll(0 if gone else None if end is not None else _LOOK_S * 1000))
                 if events in ready:
-                    deadline = None
                     data = os.read(events, 65536)
-                    *lines, self._rest = (self._rest + data).split(b"\n")
+                    *lines, rest = (rest + data).split(b"\n")
                     yield from lines
                     gone = not data
                 if gone:

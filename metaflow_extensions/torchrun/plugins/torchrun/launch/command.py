@@ -15,6 +15,8 @@ TORCHRUN = "torch.distributed.run"  # the module that an agent is
 WORKER_HOOKS = os.path.join(SCRIPTS, "worker_hooks")
 # The agent is the first Python of a launch and puts its pid there, so that its children know that they are workers.
 _AGENT_VARIABLE = "TORCHRUN_AGENT_PID"
+# "1/3": restart 1 of at most 3. Each worker's hook sets the variables of torchelastic from it.
+_RESTARTS = "TORCHRUN_RESTARTS"
 
 # Our torchrun would take the settings of an outer one for its defaults (argparse actions of torch's `env` in
 # run.py, 2.13), and a script may read them before torchrun sets its own.
@@ -23,24 +25,22 @@ _FOREIGN_NAMES = frozenset(
     {
         *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"),
         *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
+        _RESTARTS,
     }
 )
 
 
 def agent_command(
-    spec: LaunchSpec,
-    go: Go,
-    main_addr: str,
-    log_dir: str,
-    sets_restarts: bool = True,
-    of_rank: Mapping[str, str] | None = None,
+    spec: LaunchSpec, go: Go, main_addr: str, log_dir: str, of_rank: Mapping[str, str] | None = None
 ) -> list[str]:
     """Return the argv of this node's agent: torchrun, with a static rendezvous unless the user wants its elasticity.
 
-    Without `sets_restarts`, the spare workers get the `restart_variables` in another way. `of_rank` are variables of each
-    rank, with ``${local_rank}`` in them, for programs that are no Python: no hook of ours runs there.
+    `of_rank` are variables of each rank, with ``${local_rank}`` in them, for programs that are no Python: no hook of
+    ours runs there.
     """
     own = [f"{name}={value}" for name, value in (of_rank or {}).items() if name not in dict(spec.env)]
+    if _counts_restarts(spec, go):
+        own += [f"TORCHELASTIC_RESTART_COUNT={go.restarts}", f"TORCHELASTIC_MAX_RESTARTS={go.max_restarts}"]
     given = dict(spec.options)
     options = {
         "nproc-per-node": str(spec.nproc),
@@ -54,31 +54,19 @@ def agent_command(
         **_gang_options(spec, given),
     }
     words = [f"--{name}" if value is None else f"--{name}={value}" for name, value in options.items()]
-    restarts = restart_variables(spec, go) if sets_restarts else {}
-    return [spec.python, "-m", TORCHRUN, *words, *_worker_words(spec, restarts, own)]
+    return [spec.python, "-m", TORCHRUN, *words, *_worker_words(spec, own)]
 
 
-def _worker_words(spec: LaunchSpec, restarts: Mapping[str, str], own: Sequence[str]) -> list[str]:
+def _worker_words(spec: LaunchSpec, own: Sequence[str]) -> list[str]:
     """Return the last words of the argv: what torchrun starts as a worker.
 
-    Torchrun sets the variables of `restarts` to other values. So ``env`` sets them anew, and becomes the worker; of a
-    program that is no Python, it also sets what is a rank's `own`.
+    For a program that is no Python, ``env`` sets the rank's `own` variables, and becomes the program.
     """
     options = dict(spec.options)
-    told = [system_program("env"), *(f"{name}={value}" for name, value in restarts.items())]
-    if "run-path" not in options:
-        if "no-python" in options:
-            return ["--", *told, *own, *_program([spec.entrypoint, *spec.args])]
-        if restarts:
-            # As torchrun starts a script (config_from_args in torch/distributed/run.py, 2.13).
-            started = [spec.python, "-u", *(["-m"] if spec.module else []), spec.entrypoint, *spec.args]
-            return ["--no-python", "--", *told, *_program(started)]
-    # torchrun fills ${local_rank} into the arguments by string.Template (torch 2.13,
-    # elastic/utils/api.py); a doubled dollar comes out as the one that the user wrote.
-    # With --no-python the entrypoint itself is not among them.
-    entrypoint = [spec.entrypoint] if "no-python" in options else _escaped([spec.entrypoint])
     # "--" keeps torchrun's argparse from taking a script's "--d" for an ambiguous option of its own.
-    return [*(["--module"] if spec.module else []), "--", *entrypoint, *_escaped(spec.args)]
+    if "no-python" in options and "run-path" not in options:
+        return ["--", system_program("env"), *own, *_program([spec.entrypoint, *spec.args])]
+    return [*(["--module"] if spec.module else []), "--", *_escaped([spec.entrypoint, *spec.args])]
 
 
 def _gang_options(spec: LaunchSpec, given: Mapping[str, str | None]) -> dict[str, str]:
@@ -104,14 +92,16 @@ def _gang_options(spec: LaunchSpec, given: Mapping[str, str | None]) -> dict[str
 
 
 def restart_variables(spec: LaunchSpec, go: Go) -> dict[str, str]:
-    """Return the variables with the gang's restarts, since torchrun's own values are wrong here.
+    """Return the variable with the gang's restarts for the hook in each worker, since torchrun's own values are wrong here.
 
-    Each agent runs one generation only, so torchrun (2.13) sets both to 0. Of the nodes' limits the control node's
-    counts, which is in `go`.
+    Each agent runs one generation only, so torchrun (2.13) sets TORCHELASTIC_RESTART_COUNT and _MAX_RESTARTS to 0.
     """
-    if not go.max_restarts or spec.min_nodes is not None:
-        return {}
-    return {"TORCHELASTIC_RESTART_COUNT": str(go.restarts), "TORCHELASTIC_MAX_RESTARTS": str(go.max_restarts)}
+    return {_RESTARTS: f"{go.restarts}/{go.max_restarts}"} if _counts_restarts(spec, go) else {}
+
+
+def _counts_restarts(spec: LaunchSpec, go: Go) -> bool:
+    # Of the nodes' limits the control node's counts, which is in `go`. An elastic launch is restarted by torchrun.
+    return go.max_restarts > 0 and spec.min_nodes is None
 
 
 def _program(words: Sequence[str]) -> list[str]:
@@ -121,6 +111,8 @@ def _program(words: Sequence[str]) -> list[str]:
 
 
 def _escaped(words: Sequence[str]) -> list[str]:
+    # torchrun fills ${local_rank} into the arguments by string.Template (torch 2.13,
+    # elastic/utils/api.py); a doubled dollar comes out as the one that the user wrote.
     return [word.replace("$", "$$") for word in words]
 
 

@@ -67,6 +67,11 @@ class LaunchSpec:
         """Return the global rank of a worker of this node."""
         return self.node_index * self.nproc + local_rank
 
+    @property
+    def ranks(self) -> range:
+        """The global ranks of this node, in the order of the local ones."""
+        return range(self.global_rank(0), self.global_rank(self.nproc))
+
     def digest(self) -> str:
         """Return a fingerprint of what must be the same on every node."""
         options = [option for option in self.options if option[0] != "rdzv-id"]

@@ -178,13 +178,17 @@ class LogFollower:
         self._seen_bytes = 0
         self._grew_at: float | None = None
 
-    @property
-    def last_output_at(self) -> float | None:
-        """When workers were last found to have written, in monotonic seconds; hidden ranks count.
+    def written_bytes(self) -> int:
+        """Return how much the workers have written; hidden ranks count.
 
         It is the files that tell: the thread that reads them may be waiting for the reader of our output.
         """
-        written = sum(map(_size, list(self._known)))
+        return sum(map(_size, list(self._known)))
+
+    @property
+    def last_output_at(self) -> float | None:
+        """When workers were last found to have written, in monotonic seconds."""
+        written = self.written_bytes()
         if written > self._seen_bytes:
             self._seen_bytes, self._grew_at = written, time.monotonic()
         return self._grew_at

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import TypeAlias
 
 from ..guardian.agent_events import AgentEvent, AgentStarted, End, Refused, WorkerStarted
 from ..guardian.guardian import Options
@@ -18,15 +18,9 @@ from ..machine import processes
 
 # The guardian waits 10 s at most after SIGKILL; then it reports what it has.
 _END_WAIT_S = 15.0
-# How long a guardian that waited may take to confirm its request. A frozen one never does; a busy machine is slow.
-_ANSWER_S = 15.0
 
-
-class Warm(Protocol):
-    """A way to start an agent faster than cold."""
-
-    def start(self, env: Mapping[str, str], options: Options) -> GuardianProcess | Refused:
-        """Return a guardian that was asked for the agent, or why there is none."""
+Warm: TypeAlias = Callable[[Mapping[str, str], Options], "GuardianProcess | Refused"]
+"""A way to start an agent faster than cold: returns a guardian that was asked for the agent, or why there is none."""
 
 
 class AgentProcess:
@@ -45,14 +39,10 @@ class AgentProcess:
         self._options = options
         self._on_event = on_event
         self._warm = warm
+        # Needs no lock: it is set before the reader thread starts, and not changed while that runs.
         self._guardian: GuardianProcess | None = None
-        self._sent: list[str] = []  # in order
-        self._has_ended = False
-        # Guards the three above. The reader thread replaces the guardian when a waiting one ends too early; without the
-        # lock, a `stop` sent at that moment would reach only the old guardian.
-        self._lock = threading.Lock()
         self._reader = threading.Thread(target=self._read, name="torchrun-agent", daemon=True)
-        self._tree: dict[int, str] = {}  # pid -> when it began
+        self._tree: dict[int, str] = {}  # pid -> when it began; belongs to the reader thread
 
     def start(self) -> None:
         """Start the agent. All further news arrives as events."""
@@ -68,9 +58,8 @@ class AgentProcess:
 
     def _ask_warm(self) -> GuardianProcess | None:
         """Return a guardian that starts the agent warm, or None after an event with the reason."""
-        asked = None if self._warm is None else self._warm.start(self._env, self._options)
+        asked = None if self._warm is None else self._warm(self._env, self._options)
         if isinstance(asked, Refused):
-            self._warm = None
             self._on_event(asked)
             return None
         return asked
@@ -92,10 +81,8 @@ class AgentProcess:
         self._send(f"preempt {grace_s} {number}")
 
     def _send(self, line: str) -> None:
-        with self._lock:
-            if self._guardian is not None and not self._has_ended:
-                self._sent.append(line)
-                self._guardian.tell(line)
+        if self._guardian is not None:
+            self._guardian.tell(line)
 
     def close(self, grace_s: float) -> None:
         """Stop whatever still runs and wait for its end, at most the grace and 15 s; can be repeated."""
@@ -103,58 +90,31 @@ class AgentProcess:
             return
         self.stop(grace_s)
         self._reader.join(grace_s + _END_WAIT_S)
-        with self._lock:
-            guardian = self._guardian
         try:
-            if not guardian.wait(_END_WAIT_S):
-                guardian.kill()
+            if not self._guardian.wait(_END_WAIT_S):
+                self._guardian.kill()
         finally:
-            guardian.close()
+            self._guardian.close()
             self._reader.join(_END_WAIT_S)
 
+    # --- in the reader thread
+
     def _read(self) -> None:
+        """Pass on the guardian's events, up to `End`."""
+        assert self._guardian is not None
         try:
-            self._handle_all()
+            for event in self._guardian.events():
+                if isinstance(event, AgentStarted | WorkerStarted):
+                    self._tree[event.pid] = event.began
+                self._on_event(event)
+                if isinstance(event, End):
+                    return
+            end = End(None, guardian_gone=True)
         except Exception as error:
             # For example an event of another version, after the package was replaced on disk. The launch must get an `End`.
-            assert self._guardian is not None
-            self._stop_in_its_place(self._guardian)
-            self._end(End(None, f"could not be followed: {type(error).__name__}: {error}"))
-
-    def _handle_all(self) -> None:
-        assert self._guardian is not None
-        if self._handle_events(self._guardian):
-            return
-        self._guardian.kill()
-        self._on_event(Refused("the guardian that waited with the spare has ended, or does not answer"))
-        try:
-            self._start_cold()
-        except OSError as error:  # no more processes
-            self._end(End(None, f"could not be started: {error}"))
-        else:
-            self._handle_events(self._guardian)
-
-    def _handle_events(self, guardian: GuardianProcess) -> bool:
-        """Pass on a guardian's events up to `End`; return False if a waiting one ends or freezes without an agent."""
-        for event in guardian.events(None if self._warm is None else _ANSWER_S):
-            if isinstance(event, AgentStarted | WorkerStarted):
-                self._tree[event.pid] = event.began
-            if isinstance(event, End):
-                self._end(event)
-                return True
-            self._on_event(event)
-        if self._warm is not None and not self._tree:
-            return False  # its spare ends with it
-        self._stop_in_its_place(guardian)
-        self._end(End(None, guardian_gone=True))
-        return True
-
-    def _start_cold(self) -> None:
-        """Start the agent with a new guardian, and repeat to it the commands that the other one got."""
-        with self._lock:
-            self._warm, self._guardian = None, self._own_guardian()
-            for line in self._sent:
-                self._guardian.tell(line)
+            end = End(None, f"could not be followed: {type(error).__name__}: {error}")
+        self._stop_in_its_place(self._guardian)
+        self._on_event(end)
 
     def _stop_in_its_place(self, guardian: GuardianProcess) -> None:
         """Kill a guardian, and stop the agent and the workers that it had reported."""
@@ -163,8 +123,3 @@ class AgentProcess:
         # A pid may belong to another process by now, so the time at which it began must be the same.
         same = {pid for pid, began in self._tree.items() if processes.began(pid) == began}
         processes.await_or_kill(same, self._options.grace_s)
-
-    def _end(self, event: End) -> None:
-        with self._lock:
-            self._has_ended = True
-        self._on_event(event)

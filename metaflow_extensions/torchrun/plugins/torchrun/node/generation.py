@@ -86,6 +86,7 @@ class Generation:
             show=partial(say, is_detail=False),
             running=self._running,
             active_at=self._last_sign_of_life,
+            written=self._follower.written_bytes,
             name=f"node{plan.spec.node_index}-launch{go.launch}-{go.generation}",
             host=self._host,
         )

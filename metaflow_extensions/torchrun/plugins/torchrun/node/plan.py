@@ -9,21 +9,23 @@ from typing import TYPE_CHECKING, Any, Protocol
 from ..gang.cause import Cause
 from ..gang.policy import LaunchPolicy
 from ..gang.protocol import WORKERS
+from ..guardian.agent_events import Refused
+from ..guardian.guardian import Options
+from ..guardian.guardian_process import GuardianProcess
 from ..launch.spec import LaunchSpec
 from ..launch.transfer import ValueStore
 from ..logs.follower import Write
 from ..machine.accelerators import Machine
-from .agent import Warm
 from .services import Services
 
 
 class WarmStarts(Protocol):
     """Starts the agents of one node faster than cold; belongs to the step's thread."""
 
-    def to_start(
-        self, cold_command: list[str], command: list[str], workers: int, worker_env: Mapping[str, str]
-    ) -> Warm:
-        """Return how to start one agent warm: by `command` if as many `workers` can start warm, too, with `worker_env`."""
+    def start(
+        self, command: list[str], workers: int, env: Mapping[str, str], options: Options
+    ) -> GuardianProcess | Refused:
+        """Return a guardian that starts an agent warm, and so many of its workers; or why there is none."""
 
     def prepare(self) -> None:
         """Prepare a spare for the next agent, in the background; raises nothing."""
@@ -82,11 +84,6 @@ class Plan:
     features: Sequence[Feature] = ()  # the features of the launch
     is_ours: bool = False  # internal launch (preflight, before_run): log less
     program: Program | None = None  # what each node runs instead of torchrun and its workers
-
-    @property
-    def ranks(self) -> list[int]:
-        """The global ranks of this node."""
-        return [self.spec.global_rank(local_rank) for local_rank in range(self.spec.nproc)]
 
     @property
     def is_elastic(self) -> bool:

@@ -7,6 +7,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from ..events import Event
 from ..gang.cause import SHORT_PEER_ERRORS
@@ -54,8 +55,8 @@ def _prepare_in(folder: str, plan: Plan, go: Go, member: Member, new_agent: Call
     for name in variables.folders:
         os.mkdir(os.path.join(folder, name))
     command = _command(plan, go, folder, variables)
-    warm = _warm(plan, go, folder, command)
-    env = _environment(plan, member.own_address, variables)
+    warm = _warm(plan, command)
+    env = _environment(plan, go, member.own_address, variables)
     own_label = f"[torchrun node {plan.spec.node_index}] "
     # An elastic agent goes on after it has reported a failure.
     hold_report = plan.program is None and not plan.is_elastic
@@ -83,7 +84,7 @@ def _make_folder(plan: Plan, go: Go) -> str:
     return os.path.abspath(tempfile.mkdtemp(prefix=name, dir=plan.spec.log_dir))
 
 
-def _environment(plan: Plan, own_address: str | None, variables: Variables) -> dict[str, str]:
+def _environment(plan: Plan, go: Go, own_address: str | None, variables: Variables) -> dict[str, str]:
     spec, machine = plan.spec, plan.machine
     # A gang of one has no connection; it is reached by its loopback address.
     interface = interface_of(own_address or plan.main_addr)
@@ -93,6 +94,7 @@ def _environment(plan: Plan, own_address: str | None, variables: Variables) -> d
     if plan.program is not None:
         return {**program_environment(given, inherited, threads, interface), **share}
     env = {**variables.of_node, **agent_environment(given, inherited, threads, interface), **share}
+    env.update(restart_variables(spec, go))
     if plan.shares_machine:
         env.update(SHORT_PEER_ERRORS)
     if variables.hooks:
@@ -107,13 +109,10 @@ def share_of_machine(machine: Machine, given: Mapping[str, str]) -> dict[str, st
     return {"CUDA_VISIBLE_DEVICES": ",".join(machine.own_accelerators)}
 
 
-def _warm(plan: Plan, go: Go, folder: str, command: list[str]) -> Warm | None:
+def _warm(plan: Plan, command: list[str]) -> Warm | None:
     if plan.warm_node is None or plan.warm == "off":
         return None
-    if not plan.has_warm_workers:
-        return plan.warm_node.to_start(command, command, 0, {})
-    own = agent_command(plan.spec, go, plan.main_addr, folder, sets_restarts=False)
-    return plan.warm_node.to_start(command, own, plan.spec.nproc, restart_variables(plan.spec, go))
+    return partial(plan.warm_node.start, command, plan.spec.nproc if plan.has_warm_workers else 0)
 
 
 def _options(plan: Plan, folder: str, logs: dict[str, str]) -> Options:

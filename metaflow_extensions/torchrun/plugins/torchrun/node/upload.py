@@ -74,7 +74,7 @@ class Upload:
 
     def _cause(self, problem: str) -> Cause:
         step, member = self._transfer.step, self._member
-        local_rank = None if step.rank is None else step.rank - self._plan.ranks[0]
+        local_rank = None if step.rank is None else step.rank - self._plan.spec.ranks[0]
         text = f"has ended well, but {step.what} could not be stored in {self._transfer.where} {problem}"
         return Cause("store", member.node, member.host, step.rank, local_rank, exception=text)
 

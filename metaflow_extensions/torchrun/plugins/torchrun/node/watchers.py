@@ -44,6 +44,7 @@ class Here:
     show: Callable[[str], None]  # writes lines to the log
     running: Callable[[], Mapping[int, int]]  # returns the workers that run: global rank -> pid
     active_at: Callable[[], float | None]  # returns when a worker was last found to have written or ended
+    written: Callable[[], int]  # returns how many bytes the workers have written to stdout and stderr
     name: str = ""  # unique in the gang: node, launch and generation
     host: str = ""
 

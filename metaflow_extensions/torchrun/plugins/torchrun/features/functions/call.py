@@ -79,8 +79,7 @@ class FunctionCall(Service):
     def begin(self, spec: LaunchSpec) -> None:
         """Remove the files of an earlier generation's workers."""
         assert self._values is not None
-        first = spec.global_rank(0)
-        self._node, self._ranks = spec.node_index, range(first, first + spec.nproc)
+        self._node, self._ranks = spec.node_index, spec.ranks
         self._values.empty()
 
     def to_store(self, ok: bool) -> ToStore | None:

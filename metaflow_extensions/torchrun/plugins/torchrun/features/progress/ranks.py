@@ -29,10 +29,10 @@ class ProgressWatcher(Watcher):
         self._here, self._clock = here, clock
         self._readers = {
             rank: LineReader(metrics_file(here.folder, local_rank), partial(self._refused, rank))
-            for local_rank, rank in enumerate(here.plan.ranks)
+            for local_rank, rank in enumerate(here.plan.spec.ranks)
         }
         self._has_refused = False
-        self._paces = {rank: RankPace() for rank in here.plan.ranks}
+        self._paces = {rank: RankPace() for rank in here.plan.spec.ranks}
         # Of rank 0, if it is on this node: its last step, its total, and the new values.
         self._step: int | None = None
         self._total: float | None = None

@@ -12,8 +12,9 @@ from typing import Any
 from ...errors import TorchrunError
 from ...gang.texts import counted, duration, names
 from ...gang.wire import to_plain
+from ...machine.stacks import Found
 from ...records.requests import Answer, Asked, GangCommand, GangHasEnded
-from .told import GangStacks, RankStacks
+from .told import GangStacks
 
 _WATCH_S = 5.0
 
@@ -139,7 +140,7 @@ class Shown:
         return lines
 
 
-def _by(ranks: dict[int, RankStacks], name: str) -> dict[str, list[int]]:
+def _by(ranks: dict[int, Found], name: str) -> dict[str, list[int]]:
     found: dict[str, list[int]] = {}
     for rank, each in ranks.items():
         found.setdefault(getattr(each, name), []).append(rank)

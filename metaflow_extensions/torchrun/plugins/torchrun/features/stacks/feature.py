@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
+from dataclasses import replace
 from typing import Any
 
 from ...errors import TorchrunError
@@ -20,7 +21,7 @@ from ...node.plan import Plan
 from ...node.watchers import Feature, Here, Variables, Watcher
 from ...records.requests import GangCommand
 from .command import COMMAND
-from .told import GangStacks, NodeStacks, RankStacks
+from .told import GangStacks, NodeStacks
 
 # What the workers of one node have to answer: the signal takes a tenth of a second, py-spy with native frames seconds.
 _WORKERS_S = 4.0
@@ -90,19 +91,15 @@ class StacksWatcher(Watcher):
             data, self._next = self._next, None
             # A daemon: a worker that the kernel holds must not keep the task from its end.
             # Both here: the table of workers belongs to the thread that calls `run`.
-            about = data, dict(self._here.running()), self._ended()
+            ended = [rank for rank in self._here.plan.spec.ranks if self._here.has_ended(rank)]
+            about = data, dict(self._here.running()), ended
             self._thread = threading.Thread(target=self._ask, args=about, name="torchrun-asks", daemon=True)
             self._thread.start()
-
-    def _ended(self) -> list[int]:
-        spec = self._here.plan.spec
-        first = spec.node_index * spec.nproc
-        return [rank for rank in range(first, first + spec.nproc) if self._here.has_ended(rank)]
 
     def _ask(self, data: Plain, workers: dict[int, int], ended: list[int]) -> None:
         try:
             found = self._found(bool(data.get("native")), workers)
-            found.ranks.update({rank: RankStacks("its process has ended", "", "") for rank in ended})
+            found.ranks.update({rank: Found("its process has ended", "", "") for rank in ended})
             self._answer = {"id": data["id"], "found": to_plain(found)}
         except Exception as error:  # sent, so that nobody waits for this node
             self._answer = {"id": data["id"], "failed": f"{type(error).__name__}: {error}"}
@@ -115,7 +112,7 @@ class StacksWatcher(Watcher):
         folder = os.path.join(here.folder, FOLDER)
         found = ask_workers(workers, folder, within_s, py_spy, native, is_ending=False)
         share = min(_NODE_CHARS // max(1, len(workers)), _GANG_CHARS // here.plan.spec.world_size)
-        ranks = {rank: RankStacks(each.where, each.mark, _fitting(each, share)) for rank, each in found.items()}
+        ranks = {rank: replace(each, text=_fitting(each, share)) for rank, each in found.items()}
         return NodeStacks(here.host, ranks)
 
 

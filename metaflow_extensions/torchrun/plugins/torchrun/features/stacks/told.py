@@ -7,15 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...gang.wire import from_plain
-
-
-@dataclass(frozen=True)
-class RankStacks:
-    """One worker."""
-
-    where: str  # where its main thread was, in one line; or why that is not known
-    mark: str  # equal marks: the main thread was at the same place, in all its frames; "" where that is not known
-    text: str  # the stacks of all its threads; shortened where they are long
+from ...machine.stacks import Found
 
 
 @dataclass(frozen=True)
@@ -23,7 +15,7 @@ class NodeStacks:
     """The workers of one node."""
 
     host: str
-    ranks: dict[int, RankStacks]  # by global rank
+    ranks: dict[int, Found]  # by global rank; long texts are shortened
 
 
 @dataclass(frozen=True)
@@ -43,7 +35,7 @@ class GangStacks:
         return found
 
     @property
-    def ranks(self) -> dict[int, RankStacks]:
+    def ranks(self) -> dict[int, Found]:
         """All workers, by global rank."""
         return {rank: found for node in self.nodes.values() for rank, found in sorted(node.ranks.items())}
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from ...gang.keepers import Plain
 from ...gang.wire import to_plain
-from ...logs.follower import new_logs
 from ...machine.cgroup import container_folder, memory_limit_bytes
 from ...node.watchers import Here, Watcher
 from .consumption import of_container, of_processes, traffic
@@ -48,7 +45,6 @@ class UsageWatcher(Watcher):
     def __init__(self, here: Here, clock: Callable[[], float] = time.monotonic) -> None:
         plan = here.plan
         self._here, self._clock = here, clock
-        self._logs: set[str] = set()  # the workers' existing log files
         # Nodes of one machine share its cgroup and its network counters.
         self._shares_machine = plan.shares_machine
         self._container = None if self._shares_machine else container_folder()
@@ -92,20 +88,11 @@ class UsageWatcher(Watcher):
     def _measure(self, pid: int) -> tuple[_Totals, int | None]:
         """Return the totals so far, and the memory in use now."""
         cpu_s, memory_bytes = of_processes(pid) if self._container is None else of_container(self._container)
-        found = {"cpus": cpu_s, "output_bytes_s": self._written()}
+        found = {"cpus": cpu_s, "output_bytes_s": self._here.written()}
         network = None if self._shares_machine else traffic()
         if network is not None:
             found["received_kib_s"], found["sent_kib_s"] = (count / _KIB for count in network)
         return {kind: value for kind, value in found.items() if value is not None}, memory_bytes
-
-    def _written(self) -> int:
-        """Return the number of bytes that all workers have written, shown or not."""
-        self._logs.update(path for path, _, _ in new_logs(self._here.folder, self._logs))
-        total = 0
-        for path in self._logs:
-            with suppress(OSError):
-                total += os.stat(path).st_size
-        return total
 
     def _of_gpus(self, now: float) -> dict[str, float]:
         gpus = self._gpus.look(now)

@@ -17,7 +17,7 @@ from contextlib import suppress
 from typing import Any
 
 from ...compat import linux
-from ...guardian.agent_events import Refused, Taken, as_line
+from ...guardian.agent_events import CONFIRMED, Refused, as_line
 from ...guardian.guardian import Guardian, Options, have_default_signals, start_program
 from ...guardian.workers import WATCH_S
 from ...machine.processes import Other, await_or_kill, living_descendants
@@ -69,16 +69,17 @@ class Waiting:
         if request is None:
             self._end_spares()
             return 0
-        self._say(Taken())
         os.umask(request["agent"]["umask"])
         options = Options(**request["options"])
         self._guardian = Guardian(self._task, self._task_end, options, self._starter(request["agent"]), self._news)
         if self._got_sigterm:  # SIGTERM came before `self._guardian` was set
             self._guardian.note_sigterm()
-        return self._guardian.run(request["cold_command"])
+        with suppress(OSError):  # the task is gone; the guardian sees that, too
+            os.write(sys.stdin.fileno(), CONFIRMED)
+        return self._guardian.run(request["command"])
 
     def _next(self) -> dict[str, Any] | None:
-        """Wait for a request from `WarmStart` and return it; None if this process must end."""
+        """Wait for a request from `WarmNode.start` and return it; None if this process must end."""
         # The pipe may stay open after the task's end, because a process that the step has forked may hold its other end.
         commands = sys.stdin.fileno()
         files = [commands] if self._task_end is None else [commands, self._task_end]
@@ -104,18 +105,16 @@ class Waiting:
             except Exception as error:
                 self._end_spares()
                 if self._is_wanted():
-                    self._say(Refused(in_words(error)))
+                    with suppress(OSError):  # the task is gone
+                        os.write(sys.stdout.fileno(), as_line(Refused(in_words(error))))
             return start_program(command, stdout, stderr, agent["cwd"], agent["env"])
 
         return start
 
-    def _say(self, event: Taken | Refused) -> None:
-        with suppress(OSError):  # the task is gone
-            os.write(sys.stdout.fileno(), as_line(event))
-
     def _end_spares(self) -> None:
         """End the spare agent and its workers. Workers become children of this process when their agent ends."""
-        await_or_kill(living_descendants(os.getpid()), 0.0)
+        for _ in range(2):  # what a spare has forked while it was killed is a child of this process by now
+            await_or_kill(living_descendants(os.getpid()), 0.0)
 
     def _is_wanted(self) -> bool:
         """Return whether the task still waits for an agent. Any command now is a request to stop."""

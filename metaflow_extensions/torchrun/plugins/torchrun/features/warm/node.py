@@ -10,7 +10,6 @@ import json
 import os
 import resource
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from ...compat import linux
 from ...compat.renamed import harmless
@@ -38,12 +37,6 @@ class WarmNode:
         self._inherited: dict[str, str] = {}  # by the waiting spare
         self._owner = os.getpid()
 
-    def to_start(
-        self, cold_command: list[str], command: list[str], workers: int, worker_env: Mapping[str, str]
-    ) -> WarmStart:
-        """Return the warm start of one agent; see `WarmStarts`."""
-        return WarmStart(self, command, cold_command, workers, worker_env)
-
     def prepare(self) -> None:
         """Start a spare like the last one, unless one waits. A failure is reported when a launch requests the spare."""
         with harmless():
@@ -58,7 +51,37 @@ class WarmNode:
         self._inherited = inherited()
         self._waiting = GuardianProcess("features.warm.guardian", [json.dumps(options)], self._env)
 
-    def pop(self, env: Mapping[str, str], workers: int) -> GuardianProcess:
+    def start(
+        self, command: list[str], workers: int, env: Mapping[str, str], options: Options
+    ) -> GuardianProcess | Refused:
+        """Request an agent, and so many workers that were spares; see `WarmStarts`."""
+        refused: list[Exception] = []
+        with harmless(refused.append):  # after any failure here the agent starts cold
+            options = options._replace(cwd=options.cwd or os.getcwd())
+            agent = {
+                "argv": [command[0], "-u", *command[1:]],
+                "env": dict(env),
+                "cwd": options.cwd,
+                "umask": umask(),
+                "workers": workers,
+            }
+            request = {"options": options._asdict(), "agent": agent, "command": command}
+            return self._ask(json.dumps(request).encode(), env, workers)
+        return Refused(in_words(refused[0]))
+
+    def _ask(self, request: bytes, env: Mapping[str, str], workers: int) -> GuardianProcess:
+        """Return the waiting guardian when it has confirmed the request. May raise any exception."""
+        guardian = self._pop(env, workers)
+        try:
+            if guardian.ask(request):
+                return guardian
+            raise StartCold("the guardian that waited with the spare has ended, or does not answer")
+        except BaseException:  # a signal handler may raise while we wait
+            guardian.kill()
+            guardian.close()
+            raise
+
+    def _pop(self, env: Mapping[str, str], workers: int) -> GuardianProcess:
         """Return the waiting guardian, which the caller must close. May raise any exception."""
         self._env, self._workers = dict(env), workers or self._workers
         if self._waiting is None or not self._waiting.is_alive:
@@ -87,39 +110,6 @@ class WarmNode:
     def pid(self) -> int | None:
         """The pid of the waiting guardian, or None."""
         return None if self._waiting is None else self._waiting.pid
-
-
-@dataclass(frozen=True)
-class WarmStart:
-    """The warm start of one agent."""
-
-    node: WarmNode
-    command: Sequence[str]  # of a spare agent
-    cold_command: Sequence[str]
-    workers: int  # number of spare workers
-    worker_env: Mapping[str, str]  # additional variables of these
-
-    def start(self, env: Mapping[str, str], options: Options) -> GuardianProcess | Refused:
-        """Request the agent; return its guardian, or the reason why that failed."""
-        refused: list[Exception] = []
-        with harmless(refused.append):  # after any failure here the agent starts cold
-            options = options._replace(cwd=options.cwd or os.getcwd())
-            agent = {
-                "argv": [self.command[0], "-u", *self.command[1:]],
-                "env": dict(env),
-                "cwd": options.cwd,
-                "umask": umask(),
-                "workers": self.workers,
-                "worker_env": dict(self.worker_env),
-            }
-            request = {"options": options._asdict(), "agent": agent, "cold_command": self.cold_command}
-            data = json.dumps(request).encode()
-            guardian = self.node.pop(env, self.workers)
-            if guardian.ask(data):
-                return guardian
-            guardian.close()
-            raise StartCold("the guardian that waited with the spare has ended, or does not read")
-        return Refused(in_words(refused[0]))
 
 
 def inherited() -> dict[str, str]:

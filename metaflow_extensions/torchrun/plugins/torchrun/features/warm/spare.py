@@ -138,7 +138,7 @@ def _agent(workers: SpareWorkers, request: dict[str, Any]) -> Run:
     workers.keep(request["workers"])
     atexit.register(workers.keep, 0)  # ends those that torchrun has not used
     if request["workers"]:
-        workers.serve(request["worker_env"], request["umask"])
+        workers.serve(request["umask"])
     if request["env"].get(AGENT_PID) == "":  # the first Python of a launch is its agent; see `worker_hooks`
         request["env"][AGENT_PID] = str(os.getpid())
     return [module.main, ()]

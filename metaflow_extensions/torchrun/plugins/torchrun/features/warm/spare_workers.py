@@ -52,17 +52,16 @@ class SpareWorkers:
         while len(self._spares) > count:
             self._spares.pop().end()
 
-    def serve(self, more_env: Mapping[str, str], umask: int) -> None:
-        """Replace torchrun's `Popen`, so that its workers start from spares. All workers also get `more_env`."""
+    def serve(self, umask: int) -> None:
+        """Replace torchrun's `Popen`, so that its workers start from spares."""
         module = importlib.import_module(POPEN_OF_WORKERS)
         # A torch without this name starts its workers in another way. The AttributeError then leads to a cold start.
         start = module.Popen
 
         def popen(args: Sequence[str], env: Mapping[str, str], stdout: Any, stderr: Any, **options: Any) -> Any:
-            own_env = {**env, **more_env}
-            request = {"argv": list(args), "env": own_env, "cwd": os.getcwd(), "umask": umask}
+            request = {"argv": list(args), "env": dict(env), "cwd": os.getcwd(), "umask": umask}
             worker = self._one(request, stdout, stderr)
-            return worker or start(args=args, env=own_env, stdout=stdout, stderr=stderr, **options)
+            return worker or start(args=args, env=env, stdout=stdout, stderr=stderr, **options)
 
         module.Popen = popen  # type: ignore[attr-defined]
         self._deadline = time.monotonic() + ANSWER_S

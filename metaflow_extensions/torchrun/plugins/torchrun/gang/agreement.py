@@ -1,0 +1,86 @@
+"""Compares what the nodes report in *ready*: what must be the same on all, and which accelerators their workers see. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ..errors import GangError
+from .protocol import WORKERS, Ready
+from .texts import counted, first_values, names
+
+# What must be the same on every node, and its name for the error: fields of *ready*, or among its facts.
+_MUST_AGREE = {
+    "launch": "launch number",
+    "runs": "kind of launch",
+    "devices": "kind of accelerators",
+    "nproc": "processes per node",
+    "torch": "torch version",
+    "cuda": "CUDA version that torch was built for",
+    "nccl": "NCCL version",
+    "python": "Python version",
+    "digest": "entrypoint and torchrun options",
+    "contents": "contents of the entrypoint",
+}
+# What to change, for those where the error would not say it.
+_REMEDIES = {
+    "devices": " Without accelerators a node would compute on its CPU and hold up the others: look at what it was given, and "
+    "at CUDA_VISIBLE_DEVICES there. run(env={'CUDA_VISIBLE_DEVICES': ''}) on every node lets all compute on CPUs."
+}
+
+
+def contradiction(ready: Mapping[int, Ready]) -> GangError | None:
+    """Return the error if the nodes' settings or software differ, with nodes and values; else None."""
+    for key, name in _MUST_AGREE.items():
+        values: dict[Any, list[int]] = {}
+        for node, own in sorted(ready.items()):
+            values.setdefault(getattr(own, key, own.facts.get(key)), []).append(node)
+        if len(values) > 1 and not (key == "devices" and _is_one_kind(_accelerators(ready))):
+            listed = first_values([f"{names(nodes)}: {value}" for value, nodes in values.items()])
+            return GangError(
+                f"The nodes differ in the {name} ({listed}). Every node must call current.torch.run in the same order "
+                "with the same settings, on the same software and kind of devices." + _remedy(key, values)
+            )
+    return None
+
+
+def _remedy(key: str, values: Iterable[Any]) -> str:
+    if key == "runs":
+        missing = ", ".join(f"{name}=[]" for name in values if name != WORKERS)
+        return f" A node that has nothing to run before calls it with {missing}."
+    return _REMEDIES.get(key, "")
+
+
+def devices(ready: Mapping[int, Ready]) -> str:
+    """Return which accelerators the workers see, and on which nodes, for the log."""
+    seen = _accelerators(ready)
+    if len(seen) == 1:
+        (what,) = map(_text, seen)
+        return "no accelerators" if what == "none" else f"{what} on each node" if what else ""
+    return ", ".join(f"{_text(what)} on {names(nodes)}" for what, nodes in seen.items())
+
+
+def without_devices(ready: Mapping[int, Ready]) -> list[int]:
+    """Return which nodes have no accelerators for their workers, where others do."""
+    seen = _accelerators(ready)
+    return seen["none"] if len(seen) > 1 and "none" in seen else []
+
+
+def _accelerators(ready: Mapping[int, Ready]) -> dict[str | None, list[int]]:
+    """Return the nodes by what their workers see: ``"8 nvidia"``, ``"none"``, or None if not reported."""
+    found: dict[str | None, list[int]] = {}
+    for node, own in sorted(ready.items()):
+        found.setdefault(own.facts.get("accelerators"), []).append(node)
+    return found
+
+
+def _is_one_kind(seen: Mapping[str | None, list[int]]) -> bool:
+    """Return whether all workers see the same kind of accelerators, even if the nodes' own kinds differ."""
+    return None not in seen and len({str(each).partition(" ")[2] for each in seen}) == 1
+
+
+def _text(seen: str | None) -> str:
+    if seen in (None, "none"):
+        return seen or ""
+    count, _, kind = str(seen).partition(" ")
+    return counted(int(count), "accelerator" if kind == "unknown" else f"{kind} accelerator")
