@@ -26,7 +26,8 @@ _CHART = "[data-section-id=Timeline] .vega-embed"
 _TABLE = "[data-section-id=Timeline] table"
 _DRAWN = f"document.querySelector('{_CHART} canvas, {_CHART} svg')"
 _FITS = "document.querySelector('.vega-embed').getBoundingClientRect().width <= {width}"
-_MARGIN = 16
+_MARGIN = 4
+_WIDE, _NARROW = ((1280, False), (1280, True)), ((390, False), (390, True))
 
 
 @dataclass(frozen=True)
@@ -38,15 +39,13 @@ class Picture:
     options: tuple[str, ...]
     fails: bool
     until: str  # the last element that is shown, as a CSS selector
-    sizes: tuple[tuple[int, bool], ...] = ((1280, False), (1280, True))
+    sizes: tuple[tuple[int, bool], ...] = _WIDE
 
 
 PICTURES = (
     Picture("failed", "examples/failing-node", ("--with", "card:type=torchrun"), True, _TABLE),
     Picture("hang", "website/pictured", ("--how", "hang"), True, _CHART),
-    Picture(
-        "finished", "examples/min-gpt", ("--steps", "60"), False, _CHART, ((1280, False), (1280, True), (390, False), (390, True))
-    ),
+    Picture("finished", "examples/min-gpt", ("--steps", "60"), False, _CHART, _WIDE + _NARROW),
     Picture("restarted", "website/pictured", ("--how", "killed"), False, _TABLE),
 )
 
