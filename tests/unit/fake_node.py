@@ -8,23 +8,10 @@ from pathlib import Path
 from unit_helpers import write
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import LaunchFailed
+from metaflow_extensions.torchrun.plugins.torchrun.gang import protocol
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
 from metaflow_extensions.torchrun.plugins.torchrun.gang.member import Member
-from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
-    Ended,
-    Go,
-    Ready,
-    Restart,
-    Started,
-    Stop,
-    Verdict,
-)
-from metaflow_extensions.torchrun.plugins.torchrun.guardian.agent_events import (
-    AgentEnded,
-    End,
-    WorkerEnded,
-    WorkerStarted,
-)
+from metaflow_extensions.torchrun.plugins.torchrun.guardian import agent_events
 from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec
 from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import Machine
 from metaflow_extensions.torchrun.plugins.torchrun.node.plan import Plan
@@ -59,14 +46,8 @@ class FakeAgent:
 class FakeNode:
     """A node of a gang of two, each with two ranks, and what its supervisor sends, says and returns.
 
-    Parameters
-    ----------
-    folder : Path
-        Where the workers' logs go.
-    number : int
-        The node's index; ranks begin at twice that.
-    spec, plan : dict
-        Fields of `LaunchSpec` and `Plan` that matter to the test.
+    `folder` has the workers' logs. The node's index is `number`; its ranks begin at twice that. `spec` and `plan` are
+    the fields of `LaunchSpec` and `Plan` that matter to the test.
     """
 
     def __init__(self, folder, number=0, spec=None, **plan):
@@ -83,8 +64,8 @@ class FakeNode:
         self.plan = Plan(launch, "127.0.0.1", **{"machine": Machine(1), "write": self._write, **plan})
         self.new_agent = self._new_agent
 
+    # The node is its member's link to the control node, too.
     def send(self, message):
-        """Take a message to the control node, as the member's link."""
         self._sent.put(message)
 
     def send_lines(self, stream, text):
@@ -94,7 +75,7 @@ class FakeNode:
         """Wait for no lines of other nodes."""
 
     def close(self):
-        """Close nothing, as the member's link."""
+        pass
 
     def _hear(self, event):
         self.events.append(event)
@@ -124,14 +105,10 @@ class FakeNode:
 
     # --- what the test does ----------------------------------------------------------------------
 
-    def call_run(self):
-        """Have the step's code call `run`, in a thread."""
-        self._in_thread(self._run)
-
     def launch(self):
-        """Have the step's code call `run`; return the node's *ready*."""
-        self.call_run()
-        return self.expect(Ready)
+        """Have the step's code call `run`, in a thread; return the node's *ready*."""
+        self._in_thread(self._run)
+        return self.expect(protocol.Ready)
 
     def go(self, generation=0, **more):
         """Have the control node say *go*; return the agent that is made."""
@@ -140,26 +117,26 @@ class FakeNode:
 
     def say_go(self, generation=0, **more):
         more = {"port": 29500, "gang": "gang", "restarts": generation, "max_restarts": 3, **more}
-        self.member.deliver(Go(0, generation, **more))
+        self.member.deliver(protocol.Go(0, generation, **more))
 
     def running(self):
         """Launch and start two workers; return their agent."""
         self.launch()
         agent = self.go()
         for local_rank in (0, 1):
-            agent.say(WorkerStarted(self.rank(local_rank), local_rank, NOBODY + local_rank, "1"))
-        self.expect(Started)
+            agent.say(agent_events.WorkerStarted(self.rank(local_rank), local_rank, NOBODY + local_rank, "1"))
+        self.expect(protocol.Started)
         return agent
 
     def stop(self, generation=0, **more):
-        self.member.deliver(Stop(0, generation, **more))
+        self.member.deliver(protocol.Stop(0, generation, **more))
 
     def restart(self, cause, number=1):
-        self.member.deliver(Restart(0, number, 3, 0.0, cause))
+        self.member.deliver(protocol.Restart(0, number, 3, 0.0, cause))
 
     def verdict(self, error=None, **more):
         """Have the control node decide; return what `run` returns or raises."""
-        self.member.deliver(Verdict(0, error, **more))
+        self.member.deliver(protocol.Verdict(0, error, **more))
         return self.outcome()
 
     def interrupt(self, news):
@@ -169,12 +146,12 @@ class FakeNode:
     def ends_well(self, agent, **verdict):
         """Have everything end well; return the node's *ended*, and what `run` returns."""
         self.all_end_well(agent)
-        return self.expect(Ended), self.verdict(**verdict)
+        return self.expect(protocol.Ended), self.verdict(**verdict)
 
     def ends(self, agent, *end):
         """Have the agent be gone and the control node decide on an error; return the node's *ended*."""
-        agent.say(End(*(end or (-signal.SIGKILL,))))
-        ended = self.expect(Ended)
+        agent.say(agent_events.End(*(end or (-signal.SIGKILL,))))
+        ended = self.expect(protocol.Ended)
         assert self.verdict(ERROR) is ERROR
         return ended
 
@@ -182,7 +159,7 @@ class FakeNode:
         return 2 * self.number + local_rank
 
     def worker_ended(self, agent, local_rank, status, stopped=False, at=0.0):
-        agent.say(WorkerEnded(self.rank(local_rank), local_rank, NOBODY + local_rank, status, stopped, at))
+        agent.say(agent_events.WorkerEnded(self.rank(local_rank), local_rank, NOBODY + local_rank, status, stopped, at))
 
     def worker_reaped(self, agent, local_rank, at=0.0):
         self.worker_ended(agent, local_rank, None, stopped=True, at=at)
@@ -190,8 +167,8 @@ class FakeNode:
     def all_end_well(self, agent):
         for local_rank in (0, 1):
             self.worker_ended(agent, local_rank, 0)
-        agent.say(AgentEnded(0, 0.0))
-        agent.say(End(0))
+        agent.say(agent_events.AgentEnded(0, 0.0))
+        agent.say(agent_events.End(0))
 
     def agent_stderr(self, agent, text):
         write(self.agent_folder(agent) / "agent.stderr", text)
@@ -212,12 +189,11 @@ class FakeNode:
 
     def expect(self, kind):
         """Return the next message, which must be of that kind."""
-        message = self._sent.get(timeout=DEADLINE_S)
+        message = self.next_message()
         assert isinstance(message, kind), message
         return message
 
     def next_message(self):
-        """Return the next message, of whatever kind."""
         return self._sent.get(timeout=DEADLINE_S)
 
     def outcome(self):

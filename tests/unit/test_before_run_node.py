@@ -1,10 +1,12 @@
-"""One node's commands before the workers: real processes, with a gang that the test plays."""
+"""One node's commands before the workers: real processes, with a gang that the test plays, and without any."""
 
+import json
 import os
 import signal
+import subprocess
 import sys
 import tempfile
-from dataclasses import replace
+from contextlib import suppress
 
 import psutil
 import pytest
@@ -15,12 +17,9 @@ from metaflow_extensions.torchrun.plugins.torchrun.features.before_run.feature i
 from metaflow_extensions.torchrun.plugins.torchrun.features.before_run.program import SCRIPT, Commands
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Ended, Failed, Told, Wrote
 from metaflow_extensions.torchrun.plugins.torchrun.guardian.agent_events import End
-from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec
 from metaflow_extensions.torchrun.plugins.torchrun.node.agent import AgentProcess
-from metaflow_extensions.torchrun.plugins.torchrun.node.preludes import own_launch
 from metaflow_extensions.torchrun.plugins.torchrun.result import TorchrunResult
 
-SPEC = LaunchSpec("x.py", (), False, nproc=2, num_nodes=2, node_index=1, python=sys.executable)
 # A child that ignores SIGTERM and is in a session of its own, beside a command that ignores it, too.
 STUBBORN = """
 trap '' TERM
@@ -37,15 +36,11 @@ def node_with(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     (tmp_path / "cwd").mkdir()
 
-    def make(*commands, number=1, real=True, env=(), **plan):
-        whole = replace(SPEC, node_index=number)
+    def make(*commands, number=1, real=True, env=(), log_dir=None, **plan):
         argvs = [("sh", "-ec", each) if isinstance(each, str) else tuple(each) for each in commands]
-        spec = vars(own_launch(whole, SCRIPT))
-        own = {name: spec[name] for name in ("nproc", "num_nodes", "node_index", "python")}
-        own |= {"cwd": str(tmp_path / "cwd"), "env": env, "log_dir": None}
+        spec = {"cwd": str(tmp_path / "cwd"), "env": env, "log_dir": log_dir}
         program = Commands(argvs, sys.executable)
-        node = FakeNode(tmp_path, number, spec=own, program=program, features=(BeforeRun(),), **plan)
-        vars(node.plan.spec)["entrypoint"] = spec["entrypoint"]
+        node = FakeNode(tmp_path, number, spec=spec, program=program, features=(BeforeRun(),), **plan)
         if real:
             node.new_agent = AgentProcess
         return node
@@ -72,6 +67,13 @@ def messages(node):
     return found
 
 
+def ended_well(node):
+    begun(node)
+    is_well = messages(node)[-1].ok
+    node.verdict()
+    return is_well
+
+
 def pids(cwd):
     eventually((cwd / "self").exists)
     return [int((cwd / name).read_text()) for name in ("self", "child")]
@@ -84,8 +86,7 @@ def test_each_command_is_told_and_shown_and_has_what_the_workers_will_have(node_
     )
     begun(node)
     first, second, ended = messages(node)
-    text = "before_run 1/2 (env > seen) exited with code 0"
-    assert first == {"text": text, "seconds": first["seconds"], "exit_code": 0}
+    assert (first["text"], first["exit_code"]) == ("before_run 1/2 (env > seen) exited with code 0", 0)
     assert second["text"].startswith("before_run 2/2 (sh -c 'printf")
     assert (ended.ok, ended.failures, ended.exit_codes) == (True, (), {})
     assert isinstance(node.verdict(), TorchrunResult)
@@ -94,8 +95,7 @@ def test_each_command_is_told_and_shown_and_has_what_the_workers_will_have(node_
     assert shown[1].startswith("[node 1 before_run 1/2] ended well after ")
     assert "[node 1 before_run 2/2] b" in shown
     seen = dict(line.split("=", 1) for line in (tmp_path / "cwd" / "seen").read_text().splitlines() if "=" in line)
-    assert seen["NAME"] == "größe"
-    assert seen["OMP_NUM_THREADS"]
+    assert (seen["NAME"], "OMP_NUM_THREADS" in seen) == ("größe", True)
     assert not {"RANK", "TORCHRUN_AGENT_PID"} & set(seen)
     assert "worker_hooks" not in seen.get("PYTHONPATH", "")
     assert [kind for kind, _ in node.said if kind in ("command", "facts")] == []  # its lines say it
@@ -104,44 +104,45 @@ def test_each_command_is_told_and_shown_and_has_what_the_workers_will_have(node_
 
 def test_a_path_of_the_users_need_not_lead_to_a_shell(node_with, tmp_path):
     node = node_with("echo $PATH > seen", env=(("PATH", "/no where"),))
-    begun(node)
-    assert messages(node)[-1].ok
+    assert ended_well(node)
     assert (tmp_path / "cwd" / "seen").read_text() == "/no where\n"
-    node.verdict()
 
 
 @pytest.mark.parametrize(
     ("command", "code", "how"),
     [
-        (r"printf '50%%\r100%%\r\n'; echo E: no such thing; exit 3", 3, "exited with code 3"),
-        (
-            r"printf '50%%\r100%%\r\n'; echo E: no such thing; kill -9 $$",
-            -9,
-            "was killed by SIGKILL: often the out-of-memory killer",
-        ),
+        ("echo E: no such thing; exit 3", 3, "exited with code 3"),
+        ("echo E: no such thing; false; echo never", 1, "exited with code 1"),  # -e
+        ("echo E: no such thing; kill -9 $$", -9, "was killed by SIGKILL: often the out-of-memory killer"),
         (["nowhere"], None, "could not be started: [Errno 2] No such file or directory: 'nowhere'"),
+        (["/etc/passwd"], None, "could not be started: [Errno 13] Permission denied: '/etc/passwd'"),
     ],
+    ids=["code", "a part", "signal", "no program", "no right"],
 )
-def test_a_command_that_fails_is_the_cause_with_its_last_lines(command, code, how, node_with):
+def test_a_command_that_fails_is_the_cause_with_its_last_lines_and_the_last_command(command, code, how, node_with):
+    if code is not None:
+        command = rf"printf '50%%\r100%%\r\n'; {command}"
     node = node_with("true", command, "echo never")
     begun(node)
     *told, ended = messages(node)
     (failed,) = [each for each in told if isinstance(each, Failed)]
-    assert [each["exit_code"] for each in told if isinstance(each, dict)] == [0, code]
+    commands = [each for each in told if isinstance(each, dict)]
+    assert [each["exit_code"] for each in commands] == [0, code]
+    assert "out-of-memory" not in commands[1]["text"], "the error has the hints"
     (failure,) = ended.failures
-    assert failed.failures[0].cause == failure.cause
+    assert (ended.ok, failed.failures[0].cause) == (False, failure.cause)
     cause = failure.cause
     assert (cause.kind, cause.category, cause.node, cause.rank) == ("command", "before_run", 1, None)
-    assert cause.exit_code == code
-    assert cause.exception.startswith("before_run 2/3 (")
-    assert how in cause.exception
+    assert (cause.exit_code, cause.exception.startswith("before_run 2/3 ("), how in cause.exception) == (
+        code,
+        True,
+        True,
+    )
     assert cause.detail.splitlines()[1:] == ([] if code is None else ["100%", "E: no such thing"])
-    assert not ended.ok
     (said,) = node.texts("worker_failed")
     assert how in said
     assert node.verdict(ERROR) is ERROR
-    assert "never" not in "".join(node.output).replace("echo never", "")
-    assert "Last lines of its output:" in cause.describe()
+    assert not [line for line in "".join(node.output).splitlines() if line.endswith("] never") or "3/3" in line]
 
 
 def test_when_the_gang_stops_a_command_ends_with_all_that_it_has_started(node_with, tmp_path):
@@ -157,12 +158,10 @@ def test_when_the_gang_stops_a_command_ends_with_all_that_it_has_started(node_wi
 
 def test_what_a_command_leaves_running_ends_with_the_last_command(node_with, tmp_path):
     node = node_with("sleep 300 & echo $! > child", "kill -0 $(cat child)", grace_s=0.3)
-    begun(node)
-    assert messages(node)[-1].ok
+    assert ended_well(node)
     assert not is_running(int((tmp_path / "cwd" / "child").read_text()))
     (left,) = node.texts("left_behind")
-    assert left.startswith("stopped processes that the commands had left running: ")
-    node.verdict()
+    assert "the commands had left running: " in left
 
 
 def test_a_runner_that_is_killed_is_named(node_with, tmp_path):
@@ -181,19 +180,15 @@ def test_a_runner_that_can_not_start_is_named(node_with):
     node = node_with("true", real=False)
     node.launch()
     agent = node.go()
-    assert agent.options.workers == 0
-    assert "-I" in agent.command
+    assert (agent.options.workers, "-I" in agent.command) == (0, True)
     ended = node.ends(agent, None, "could not be started: no more processes")
     assert ended.failures[0].cause.exception == "its command runner could not be started: no more processes"
 
 
 @pytest.mark.parametrize(("number", "logs", "is_shown"), [(0, "rank0", True), (1, "rank0", False), (1, "all", True)])
 def test_where_rank_0_alone_is_shown_so_are_the_commands_of_its_node(number, logs, is_shown, node_with, tmp_path):
-    node = node_with("echo hello", number=number, logs=logs)
-    vars(node.plan.spec)["log_dir"] = str(tmp_path / "logs")
-    begun(node)
-    assert messages(node)[-1].ok
-    node.verdict()
+    node = node_with("echo hello", number=number, logs=logs, log_dir=str(tmp_path / "logs"))
+    assert ended_well(node)
     (kept,) = (tmp_path / "logs").glob("*/before_run/attempt_0/0/stdout.log")
     assert "\nhello\n" in kept.read_text()
     assert bool(node.output) is is_shown
@@ -224,3 +219,114 @@ def test_a_commands_end_that_only_its_agent_tells(node_with, tmp_path):
     assert [type(each) for each in told] == [dict, Ended]
     assert told[-1].failures[0].cause.exception == "its command runner exited with code 1"
     node.verdict(ERROR)
+
+
+# --- the runner alone -------------------------------------------------------------------------------
+
+SH = ["sh", "-ec"]
+
+
+class Run:
+    """A runner of commands."""
+
+    def __init__(self, folder, *commands, cwd=None):
+        self.folder = folder
+        folder.mkdir()
+        (folder / "cwd").mkdir()
+        self.cwd = cwd or folder / "cwd"
+        described = [{"argv": argv, "shown": " ".join(argv)} for argv in commands]
+        (folder / "commands.json").write_text(json.dumps(described))
+        self.process = subprocess.Popen(
+            [sys.executable, "-I", "-S", SCRIPT, str(folder)],
+            cwd=self.cwd,
+            stdin=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+
+    def wait(self):
+        self.process.communicate(b"for nobody", timeout=20)
+        return self.process.returncode
+
+    @property
+    def ended(self):
+        path = self.folder / "ended.jsonl"
+        return list(map(json.loads, path.read_text().splitlines())) if path.exists() else []
+
+    def output(self, number):
+        return (self.folder / "before_run" / "attempt_0" / str(number) / "stdout.log").read_bytes()
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Return a function that starts a runner."""
+    started = []
+
+    def start(*commands, **options):
+        started.append(Run(tmp_path / f"run-{len(started)}", *commands, **options))
+        return started[-1]
+
+    yield start
+    for each in started:
+        with suppress(psutil.NoSuchProcess):
+            for child in psutil.Process(each.process.pid).children(recursive=True):
+                child.kill()
+        each.process.kill()
+        each.process.communicate()
+
+
+def test_commands_run_one_after_the_other_with_both_streams_in_order(run):
+    runner = run(
+        [*SH, "echo one; echo two >&2; printf 'three'; cat; touch made; sleep 0.2"],
+        [sys.executable, "-c", "import os; os.write(1, b'\\xff\\x00' + str(os.listdir()).encode())"],
+    )
+    assert runner.wait() == 0
+    assert [(each["number"], each["status"], each["error"]) for each in runner.ended] == [(0, 0, None), (1, 0, None)]
+    assert 0.2 <= runner.ended[0]["seconds"] < 20
+    begin, *lines, end, rest = runner.output(0).split(b"\n")
+    assert (begin[:2], lines, rest) == (b"$ ", [b"one", b"two", b"three"], b"")  # `cat` has read the end of its stdin
+    assert end.startswith(b"ended well after ")
+    assert b"\n\xff\x00['made']\nended well" in runner.output(1)
+
+
+def test_at_sigterm_the_command_ends_with_its_group(run):
+    """The kernel sends it if the guardian is killed."""
+    runner = run([*SH, "sleep 300 & echo $! > child; wait"], ["touch", "never"])
+    child = int(eventually(lambda: (runner.cwd / "child").exists() and (runner.cwd / "child").read_text()))
+    runner.process.send_signal(signal.SIGTERM)
+    assert runner.wait() == 128 + signal.SIGTERM
+    assert runner.ended == []  # it did not fail by itself
+    eventually(lambda: not is_running(child))
+    assert os.listdir(runner.cwd) == ["child"]
+
+
+def test_those_of_one_folder_run_one_after_the_other(run):
+    """Two installations into one place at once would hurt each other."""
+    first = run([*SH, "touch begun; while [ ! -e go ]; do sleep 0.02; done; rm begun"])
+    eventually((first.cwd / "begun").exists)
+    second = run([*SH, "! [ -e begun ]"], cwd=first.cwd)
+    third = run(["true"])
+    assert third.wait() == 0  # in another folder
+    stderr = second.process.stderr
+    os.set_blocking(stderr.fileno(), False)
+    said = eventually(stderr.read)
+    assert said.decode() == f"waiting: before_run of another node runs in the same folder, {first.cwd}\n"
+    assert not second.ended
+    (first.cwd / "go").touch()
+    assert (first.wait(), second.wait()) == (0, 0)
+
+
+def test_who_waits_for_the_folder_ends_at_sigterm(run):
+    first = run(["sleep", "300"])
+    eventually(lambda: (first.folder / "before_run").exists())
+    second = run(["touch", "never"], cwd=first.cwd)
+    eventually(lambda: os.read(second.process.stderr.fileno(), 1000))
+    second.process.send_signal(signal.SIGTERM)
+    assert second.wait() == 128 + signal.SIGTERM
+    assert second.ended == []
+
+
+def test_a_command_that_starts_a_gang_of_its_own_there_does_not_wait_for_itself(run, tmp_path):
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner" / "commands.json").write_text('[{"argv": ["true"], "shown": "true"}]')
+    assert run([sys.executable, "-I", SCRIPT, str(tmp_path / "inner")]).wait() == 0
+    assert (tmp_path / "inner" / "ended.jsonl").exists()

@@ -111,8 +111,17 @@ WORKERS = {
         "of 100 threads none is the main one; install py-spy to see all",
     ),
     "is no Python": (NO_PYTHON, NO_HANDLER, NO_HANDLER),
-    # Our hook ran, but of the process that it ran in, the handler is gone.
+    # Our hook ran, but of the program that it ran in, nothing is left.
     "became no Python": ([sys.executable, "-c", f"import os; os.execvp('sh', {NO_PYTHON})"], NO_HANDLER, NO_HANDLER),
+    "became another Python": (
+        [
+            sys.executable,
+            "-c",
+            f"import os, sys; os.execv(sys.executable, ['python', '-I', '-c', {OWN_HANDLER + HANG!r}])",
+        ],
+        "<string>:1 in <module>",
+        NO_HANDLER,
+    ),
     "has its own handler": ([sys.executable, "-I", "-c", OWN_HANDLER + HANG], "<string>:1 in <module>", NO_HANDLER),
 }
 
@@ -147,10 +156,7 @@ def test_hanging_workers_tell_where_and_live_on(hanging):
     assert by_py_spy == {name: told for name, (_, told, _) in WORKERS.items()}
     assert by_signal == {name: told for name, (_, _, told) in WORKERS.items()}
     assert all(map(is_running, hanging.pids.values()))
-
-
-def test_all_stacks_stand_under_their_ranks_in_log_and_file(hanging):
-    for found in hanging.found:
+    for found in hanging.found:  # all stacks stand under their ranks
         headings = [line for line in found.text.splitlines() if line.startswith("---")]
         assert headings == [f"--- rank {rank}, pid {pid}: {found.where[rank]}" for rank, pid in hanging.pids.items()]
         assert found.text.count("train.py") > len(headings), "the stacks themselves"

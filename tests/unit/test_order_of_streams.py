@@ -166,12 +166,18 @@ def test_blocks_of_two_nodes_on_one_terminal_stay_in_one_piece(terminal):
 
 @pytest.fixture
 def look(tmp_path):
-    """Return a function that looks once, and where it writes; the test may write while it does."""
-    made = []
+    """Return a function that returns what looks once, and what it has shown by stream; `then` follows on each text."""
+    made, shown = [], {"": "", **dict.fromkeys(STREAMS, "")}  # "": of both
 
-    def start(show):
+    def start(then=lambda text: None):
+        def show(stream, lines):
+            for name in ("", stream):
+                shown[name] += lines.decode()
+            then(lines.decode())
+            return True
+
         made.append(logs.LogFollower(str(tmp_path), {}, "[rank {}] ".format, "", show))
-        return made[-1]._look
+        return made[-1]._look, shown
 
     yield start
     for file in made[0]._files:
@@ -179,21 +185,18 @@ def look(tmp_path):
 
 
 def test_what_is_written_while_stdout_is_read_waits_for_what_was_printed_before_it(look, tmp_path):
-    out, err = (write(worker_file(tmp_path, 0, stream), f"first {stream}\n") for stream in STREAMS)
-    shown = []
+    files = {stream: write(worker_file(tmp_path, 0, stream), f"first {stream}\n") for stream in STREAMS}
 
-    def show(stream, lines):
-        shown.append(lines.decode())
-        if "first stdout" in shown[-1]:
-            for file, text in ((out, "second stdout\n"), (err, "second stderr\n")):
-                file.write_text(file.read_text() + text)
-        return True
+    def write_more(text):
+        for stream, file in files.items() if "first stdout" in text else ():
+            file.write_text(f"first {stream}\nsecond {stream}\n")
 
-    looks = look(show)
+    looks, shown = look(write_more)
     looks()
-    assert "".join(shown) == "[rank 0] first stdout\n[rank 0] first stderr\n"
+    first = "[rank 0] first stdout\n[rank 0] first stderr\n"
+    assert shown[""] == first
     looks()
-    assert "".join(shown)[-46:] == "[rank 0] second stdout\n[rank 0] second stderr\n"
+    assert shown[""] == first + first.replace("first", "second")
 
 
 @pytest.mark.parametrize(("is_cut", "shown_lines"), [(False, 100), (True, 8)])
@@ -202,39 +205,20 @@ def test_a_rank_that_has_printed_much_is_shown_to_its_traceback_first(is_cut, sh
     monkeypatch.setattr(logs, "_CHUNK_BYTES", 64)
     out = write(worker_file(tmp_path, 0, "stdout"), "printed\n" * 100)
     write(worker_file(tmp_path, 0, "stderr"), "Traceback\n")
-    shown = []
-
-    def show(stream, lines):
-        shown.append(lines.decode())
-        if is_cut:
-            os.truncate(out, 0)
-        return True
-
-    look(show)()
-    assert "".join(shown) == "[rank 0] printed\n" * shown_lines + "[rank 0] Traceback\n"
+    looks, shown = look(lambda text: is_cut and os.truncate(out, 0))
+    looks()
+    assert shown[""] == "[rank 0] printed\n" * shown_lines + "[rank 0] Traceback\n"
 
 
 def test_torchs_own_label_of_a_rank_does_not_follow_ours(look, tmp_path, monkeypatch):
     """Whatever cuts it; another rank's, and one within a line, is text."""
     monkeypatch.setattr(logs, "_CHUNK_BYTES", 13)
-    lines = [
-        "[rank3]: Traceback:",
-        "[rank3]:   File",
-        "",
-        "[rank3]:[W1121 TCPStore.cpp:1]",
-        "see [rank3]: x",
-        "[rank33]: x",
-    ]
+    lines = ["[rank3]: Traceback:", "[rank3]:   File", "", "[rank3]:[W1121 TCPStore]", "see [rank3]: x", "[rank33]: x"]
     for stream in STREAMS:
         write(worker_file(tmp_path, 3, stream), "\n".join(lines) + "\n")
-    shown = dict.fromkeys(STREAMS, "")
-
-    def show(stream, text):
-        shown[stream] += text.decode()
-        return True
-
-    look(show)()
-    expected = ["Traceback:", "  File", "", "[W1121 TCPStore.cpp:1]", "see [rank3]: x", "[rank33]: x"]
+    looks, shown = look()
+    looks()
+    expected = ["Traceback:", "  File", "", "[W1121 TCPStore]", "see [rank3]: x", "[rank33]: x"]
     assert shown["stderr"] == "".join(f"[rank 3] {line}\n" for line in expected)
     assert shown["stdout"] == "".join(f"[rank 3] {line}\n" for line in lines)  # nobody but the script has written it
 

@@ -17,9 +17,6 @@ from metaflow_extensions.torchrun.plugins.torchrun.features.preflight.preflight_
 HOSTS = [f"host-{letter}" for letter in "abcdefgh"]
 
 
-# --- what is printed ------------------------------------------------------------------------------
-
-
 def test_the_line_of_a_node():
     place = Place(rank=2, local_rank=0, node=1, nproc=2, world=4)
     line = "preflight: node 1 (host b): all-reduce over 4 ranks: 0.210 ms, 1.30 GB/s (bus 1.95 GB/s)"
@@ -157,9 +154,6 @@ def test_every_rank_hears_the_answer_or_who_is_at_fault(works, wait_s, came, pla
     assert play(works, wait_s=wait_s) == came
     assert time.monotonic() - begun < 10
     assert play([says(1), says(2)], refuses, wait_s=0.1)[0] == "node 1 is odd"
-
-
-# --- as a script ----------------------------------------------------------------------------------
 
 
 def test_modules_beside_it_do_not_shadow_those_that_torch_needs(tmp_path):

@@ -1,4 +1,4 @@
-"""What the control node keeps of a launch's progress: bounded, and right after a restart."""
+"""What the control node keeps of a launch's progress, and which ranks it calls slow; with a clock that the test holds."""
 
 import json
 
@@ -6,8 +6,9 @@ import pytest
 
 from metaflow_extensions.torchrun.plugins.torchrun.features.progress.feature import Progress
 from metaflow_extensions.torchrun.plugins.torchrun.features.progress.kept import MAX_POINTS
+from metaflow_extensions.torchrun.plugins.torchrun.features.progress.stragglers import Change, Speeds, Stragglers, lines
 from metaflow_extensions.torchrun.plugins.torchrun.features.progress.told import MAX_KEYS, Metrics, Pace, Point
-from metaflow_extensions.torchrun.plugins.torchrun.gang.keepers import Where
+from metaflow_extensions.torchrun.plugins.torchrun.gang.keepers import Happened, Where
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Told
 from metaflow_extensions.torchrun.plugins.torchrun.gang.wire import to_plain
 
@@ -44,7 +45,7 @@ def kept():
 def test_where_no_script_tells_anything_there_is_nothing(kept):
     assert kept.keeper.record() is None
     assert kept.compare(100.0).lines == ()
-    assert kept.keeper.verdict(0, True, None) == {}
+    assert (kept.keeper.verdict(0, True, None), Progress().result({})) == ({}, {"metrics": {}})
 
 
 def test_rank_0s_points_become_series_with_last_values_and_the_time_left(kept):
@@ -52,24 +53,12 @@ def test_rank_0s_points_become_series_with_last_values_and_the_time_left(kept):
     kept.take(node=1, pace=Pace(19, 1.0))
     kept.compare(5.0)
     found = kept.keeper.record()
-    assert found == {
-        "launch": 0,
-        "step": 20,
-        "done": 20,
-        "total": 100.0,
-        "steps_per_s": 2.0,
-        "left_s": 40.0,
-        "last": {"loss": None, "lr": 0.1},
-        "series": {"loss": [(10, 3.0), (20, None)], "lr": [(10, 0.1)]},
-        "speeds": [(1.0, 2.0)],
-        "rates": {
-            "by": "steps_per_s",
-            "ranks": 2,
-            "median": 1.5,
-            "slowest": {"rank": 1, "node": 1, "speed": 1.0},
-            "stragglers": [],
-        },
-    }
+    slowest = {"rank": 1, "node": 1, "speed": 1.0}
+    rates = {"by": "steps_per_s", "ranks": 2, "median": 1.5, "slowest": slowest, "stragglers": []}
+    own = {"launch": 0, "step": 20, "done": 20, "total": 100.0, "steps_per_s": 2.0, "left_s": 40.0}
+    series = {"loss": [(10, 3.0), (20, None)], "lr": [(10, 0.1)]}
+    kept_of_0 = {**own, "last": {"loss": None, "lr": 0.1}, "series": series, "speeds": [(1.0, 2.0)]}
+    assert found == {**kept_of_0, "rates": rates}
     json.dumps(found, allow_nan=False)
 
 
@@ -127,11 +116,115 @@ def test_ranks_are_compared_every_5_s_while_their_node_tells_anything(kept):
     kept.compare(10.0)
     assert kept["rates"]["ranks"] == 4
     for node in range(3):
-        kept.take(node=node, pace=Pace(5, 1.0), at_s=14.0)
+        kept.take(node=node, pace=Pace(5, 2.0), at_s=14.0)
     kept.compare(14.9)
-    assert kept["rates"]["ranks"] == 4
+    assert (kept["rates"]["ranks"], kept["rates"]["median"]) == (4, 1.0)
     kept.compare(20.0)
-    assert kept["rates"]["ranks"] == 3, "node 3 has told nothing for 20 s"
+    assert (kept["rates"]["ranks"], kept["rates"]["median"]) == (3, 2.0), "node 3 has told nothing for 20 s"
     kept.keeper.ended(2, ok=True)
     kept.compare(25.0)
     assert kept["rates"]["ranks"] == 2
+
+
+def test_a_straggler_is_a_line_and_a_record_and_so_is_its_recovery(kept):
+    said, happened = [], []
+    for now in range(0, 220, 5):
+        for node in range(4):
+            kept.take(node=node, pace=Pace(5, 0.3 if node == 3 and now < 120 else 1.0), at_s=now)
+        remarks = kept.compare(now)
+        said += remarks.lines
+        happened += remarks.happened
+    slow, recovered = (
+        f"is {word}slow: {speed} steps/s, the median is 1 steps/s" for word, speed in (("", 0.3), ("no longer ", 1))
+    )
+    assert said == [f"rank 3 (node 3, host host) {text}" for text in (slow, recovered)]
+    assert happened == [Happened("straggler", 3, slow, 3), Happened("recovered", 3, recovered, 3)]
+
+
+# --- which ranks are slow -------------------------------------------------------------------------
+
+
+def where(rank):
+    return Where(rank // 2, rank, f"h{rank // 2}")
+
+
+def judged(*parts, by="steps_per_s"):
+    """Return what was said as (second, rank, is slow), and the changes; parts are (seconds, speeds by rank)."""
+    stragglers, now, said, changes = Stragglers(), 0, [], []
+    for seconds, speeds in parts:
+        known = {rank: speed for rank, speed in enumerate(speeds) if speed is not None}
+        for _ in range(seconds // 5):
+            now += 5
+            found = stragglers.judge(Speeds(by, known), now)
+            said += [(now, change.rank, change.is_slow) for change in found]
+            changes += found
+    return said, changes, stragglers.as_data(Speeds(by, known), where)["stragglers"]
+
+
+SLOW, FAST = (1, 1, 1, 0.4), (1, 1, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("parts", "said"),
+    [
+        ([(600, SLOW)], [(65, 3, True)]),
+        ([(600, (1, 1, 0.5))], []),  # half of the median is no straggler
+        ([(600, (1, 1, 5))], []),
+        ([(100, SLOW), (50, FAST), (10, SLOW), (100, FAST)], [(65, 3, True), (225, 3, False)]),
+        ([(50, SLOW), (5, FAST), (50, SLOW), (5, FAST), (50, SLOW)], []),  # moments are no minute
+        ([(600, (1, 0.1))], []),  # nobody could say which of two is normal
+        ([(50, SLOW), (5, (1, 0.1)), (60, SLOW), (5, SLOW)], [(120, 3, True)]),  # nor does the time before count
+        ([(100, SLOW), (50, (1, 1, 1)), (60, SLOW), (5, SLOW)], [(65, 3, True), (215, 3, True)]),  # it had ended
+        ([(50, SLOW), (50, (1, 1, 1, None)), (60, SLOW), (5, SLOW)], [(165, 3, True)]),  # it had stood still
+    ],
+)
+def test_a_rank_slower_than_half_the_median_for_a_minute_is_named_once(parts, said):
+    assert judged(*parts)[0] == said
+
+
+@pytest.mark.parametrize(
+    ("by", "text"),
+    [
+        ("steps_per_s", "is slow: 0.4 steps/s, the median is 1.2 steps/s"),
+        ("seconds", "is slow: 2.5 s of own work a step, the median is 0.8 s of own work a step"),
+    ],
+)
+def test_those_that_are_slow_now_are_told(by, text):
+    _, _, slow = judged((70, (1.25, 1.25, 0.4)), by=by)
+    assert slow == [{"rank": 2, "node": 1, "speed": 0.4, "text": text}]
+    assert judged((70, SLOW), (70, FAST))[2] == judged((70, SLOW), (5, (1, 1, 1)))[2] == []
+
+
+@pytest.mark.parametrize(("until", "said"), [(60, [120]), (90, [60, 150])])
+def test_when_something_else_is_compared_the_minute_begins_anew(until, said):
+    stragglers, speeds = Stragglers(), {0: 1.0, 1: 1.0, 2: 0.1}
+    bys = {now: "steps_per_s" if now < until else "seconds" for now in range(0, 200, 5)}
+    assert [now for now, by in bys.items() if stragglers.judge(Speeds(by, speeds), now)] == said
+
+
+# --- what is compared -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("paces", "speeds"),
+    [
+        ([(1.0, 0.1), (1.0, 0.5)], Speeds("seconds", {0: 10.0, 1: 2.0})),
+        ([(1.0, 0.1), (1.0, 0.5), (None, None)], Speeds("seconds", {0: 10.0, 1: 2.0})),
+        ([(1.0, 0.1), (1.5, None), (None, None)], Speeds("steps_per_s", {0: 1.0, 1: 1.5})),
+        ([(None, None)], Speeds("steps_per_s", {})),
+    ],
+)
+def test_where_all_ranks_say_their_own_seconds_these_count(paces, speeds):
+    assert Speeds.of({rank: Pace(5, *pace) for rank, pace in enumerate(paces)}) == speeds
+
+
+# --- what is said ---------------------------------------------------------------------------------
+
+
+def test_many_at_once_are_one_line_for_each_kind():
+    changes = [Change(rank, rank < 5, 0.4, "is slow") for rank in range(10)]
+    slow, recovered = lines(changes, where)
+    assert slow.startswith("ranks 0, 1, 2, 3, 4 have become slow")
+    assert recovered.startswith("ranks 5, 6, 7, 8, 9 are no longer slow")
+    assert lines(changes[1:5], where)[0] == "rank 1 (node 0, host h0) is slow"
+    assert len(lines(changes[1:], where)) == 4 + 1

@@ -11,43 +11,25 @@ import pytest
 from fake_node import DEADLINE_S, ERROR, NOBODY, FakeNode
 from unit_helpers import eventually, write
 
-from metaflow_extensions.torchrun.plugins.torchrun.errors import (
-    GangError,
-    LaunchFailed,
-    LaunchTimeout,
-    TorchrunError,
-    TorchrunPreempted,
-)
+from metaflow_extensions.torchrun.plugins.torchrun import errors
+from metaflow_extensions.torchrun.plugins.torchrun.gang import protocol
 from metaflow_extensions.torchrun.plugins.torchrun.gang.member import Interruption, TimedOut
 from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import LaunchPolicy
-from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
-    Abort,
-    Ended,
-    Failed,
-    Restart,
-    Save,
-    Started,
-    Stored,
-    Storing,
-    Told,
-    Verdict,
-    Wrote,
-)
+from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Ended, Failed, Started, Stored, Storing, Wrote
 from metaflow_extensions.torchrun.plugins.torchrun.guardian.agent_events import (
     AgentEnded,
     End,
     Frozen,
     Terminated,
+    WorkerEnded,
     WorkerStarted,
 )
 from metaflow_extensions.torchrun.plugins.torchrun.launch import transfer
 from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import FunctionSpec
-from metaflow_extensions.torchrun.plugins.torchrun.launch.transfer import Step, TransferFailed
 from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import Machine
 from metaflow_extensions.torchrun.plugins.torchrun.node.services import Service, Services, ToStore
 from metaflow_extensions.torchrun.plugins.torchrun.node.watchers import Feature
 
-REPORT = "Traceback (most recent call last):\nChildFailedError\n"  # of torchrun, when a worker has failed
 STOP, CLOSE = ("stop", 30.0), ("close", 0.0)
 
 
@@ -57,29 +39,25 @@ def node(tmp_path):
     return FakeNode(tmp_path)
 
 
-def commands_are_details(node):
-    return [event.is_detail for event in node.events if event.kind == "command"]
-
-
 # --- a launch that ends well ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("number", "policy"), [(0, LaunchPolicy()), (1, None)])
+@pytest.mark.parametrize(("number", "policy"), [(0, LaunchPolicy()), (1, None)], ids=["control", "other"])
 def test_a_launch_from_ready_to_its_result(number, policy, tmp_path):
-    """Only the control node says how it is to be run."""
+    """Only the control node says how it is to be run, and logs its begin and its end."""
     node = FakeNode(tmp_path, number)
-    ready, ranks = node.launch(), (2 * number, 2 * number + 1)
+    ready = node.launch()
     assert (ready.launch, ready.nproc, ready.policy) == (0, 2, policy)
     agent = node.go(port=29517)
     assert "--rdzv-endpoint=127.0.0.1:29517" in " ".join(agent.command)
     ended, result = node.ends_well(agent)
-    codes = dict.fromkeys(ranks, 0)
+    codes = dict.fromkeys((2 * number, 2 * number + 1), 0)
     assert (ended.ok, ended.failures, ended.exit_codes, ended.storing) == (True, (), codes, None)
     assert (result.launch, result.world_size, result.restarts, result.exit_codes) == (0, 4, [], codes)
-    assert node.texts("command") == [f"runs: {result.command}"]
-    assert commands_are_details(node) == [True]
-    assert [text.partition(":")[0] for text in node.texts("facts")] == ["launch 0 starts on 2 nodes"] * (number == 0)
-    assert [text.partition(":")[0] for text in node.texts("ended")] == ["launch 0 has ended well"] * (number == 0)
+    assert [(event.text, event.is_detail) for event in node.events if event.kind == "command"] == [
+        (f"runs: {result.command}", True)
+    ]
+    assert [kind for kind, _ in node.said if kind in ("facts", "ended")] == ["facts", "ended"] * (number == 0)
     assert agent.orders == ["start", CLOSE]
 
 
@@ -110,9 +88,19 @@ def test_the_gang_hears_once_that_all_workers_run_however_that_is_known(how, nod
         node.worker_writes(agent, "stdout", "löss 🙂\n")
     assert node.expect(Started) == Started(0, 0)
     assert how == "processes" or node.expect(Wrote) == Wrote(0, 0)
-    node.all_end_well(agent)
-    assert node.expect(Ended).ok
-    node.verdict()
+    assert node.ends_well(agent)[0].ok
+
+
+def test_hidden_output_counts_but_not_that_of_workers_that_are_being_stopped(tmp_path):
+    node = FakeNode(tmp_path, spec={"shown_local_ranks": frozenset({0})})
+    agent = node.running()
+    log = node.worker_writes(agent, "stdout", "hello\n")
+    assert node.expect(Wrote).generation == 0  # found by polling
+    node.stop()
+    log.write_text("hello, and more\n")
+    node.interrupt(None)
+    node.ends(agent)
+    assert node.output == []
 
 
 # --- ranks that train alone -------------------------------------------------------------------------
@@ -134,6 +122,7 @@ class MeansIt(Service):
         ({"spec": {"nproc": 1, "num_nodes": 1}}, [0], False),
         ({"is_ours": True}, [0, 1], False),
     ],
+    ids=["all", "one of two", "with a service", "a service means it", "a single rank", "internal launch"],
 )
 def test_the_gang_is_told_if_all_ranks_of_a_node_have_trained_alone(tmp_path, about, who, alone):
     node = FakeNode(tmp_path, **about)
@@ -151,33 +140,84 @@ def test_the_gang_is_told_if_all_ranks_of_a_node_have_trained_alone(tmp_path, ab
         (1, None, None),
         (0, FunctionSpec("f", "", "", None), "run(process_group='auto')"),
     ],
+    ids=["script", "other node", "function"],
 )
 def test_the_control_node_alone_warns_of_it_at_the_end(tmp_path, number, function, remedy):
     node = FakeNode(tmp_path, number, spec={"function": function})
     node.ends_well(node.running(), alone=True)
-    said = [text for text in node.texts("note") if "launch 0 each of the 4 ranks has trained by itself" in text]
-    assert [remedy in text for text in said] == [True] * (remedy is not None)
-    assert not said or [kind for kind, _ in node.said][-2:] == ["ended", "note"]
+    warned = [text for text in node.texts("note") if text.startswith("warning: in launch 0 each of the 4 ranks")]
+    assert [remedy in text for text in warned] == [True] * (number == 0)
+    assert not warned or [kind for kind, _ in node.said][-2:] == ["ended", "note"]
 
 
 # --- failures of this node --------------------------------------------------------------------------
 
 
-def test_a_worker_that_fails_is_told_at_once_and_stops_the_node(node):
+def ended(local_rank, status, stopped=False):
+    return WorkerEnded(local_rank, local_rank, NOBODY + local_rank, status, stopped, 0.0)
+
+
+REPORT = "Traceback (most recent call last):\nChildFailedError\n"  # of torchrun, when a worker has failed
+STOPS_RANK_1 = f"W1121 18:44:10.792000 77 torch/api.py:1] Sending process {NOBODY + 1} closing signal SIGTERM\n"
+REPORT_OF_RANK_0 = "  rank      : 0 (local_rank: 0)\n  exitcode  : 3 (pid: 77)\n"
+GOT_SIGNAL = "torch.distributed.elastic.multiprocessing.api.SignalException: Process 7 got signal: 15\n"
+BY_US, BY_THE_GUARDIAN = ["start", STOP, CLOSE], ["start", CLOSE]
+
+# What torchrun has printed after its report, what its guardian tells; kind, rank, exit code and words of the cause, how
+# the log's line begins, and who stops the rest.
+HERE = {
+    "a worker": ("", [ended(1, 3), ended(0, -15, True)], ("exit", 1, 3, "exited with code 3"), "rank 1 exited", BY_US),
+    "a worker that torchrun alone has seen": (
+        STOPS_RANK_1 + REPORT_OF_RANK_0,
+        [ended(0, None, True), ended(1, -15), AgentEnded(1, 0.0)],
+        ("exit", 0, 3, "exited with code 3"),
+        "rank 0 exited with code 3;",
+        BY_THE_GUARDIAN,
+    ),
+    "a frozen worker": ("", [Frozen(1, 1, 2, 0.0)] * 2, ("frozen", 1, None, "for 30 s"), "Rank 1 on node 0", BY_US),
+    "a frozen agent": ("", [Frozen(None, None, 2, 0.0)] * 2, ("frozen", None, None, "for 30 s"), "node 0", BY_US),
+    "a signal to the guardian": ("", [Terminated(0.0)] * 2, ("agent_ended", None, None, "SIGTERM"), "node 0", BY_US),
+    "the agent itself": (
+        "RuntimeError: the store is gone\n",
+        [AgentEnded(1, 0.0)],
+        ("agent_ended", None, 1, "its torchrun agent exited with code 1"),
+        "the torchrun agent exited with code 1;",
+        BY_THE_GUARDIAN,
+    ),
+    "a signal to the agent": (
+        GOT_SIGNAL,
+        [AgentEnded(1, 0.0)],
+        ("agent_ended", None, 1, "got SIGTERM from outside of the gang"),
+        "the torchrun agent exited with code 1;",
+        BY_THE_GUARDIAN,
+    ),
+}
+
+
+@pytest.mark.parametrize("what", HERE)
+def test_a_failure_here_is_reported_once_and_stops_the_node(what, node):
+    stderr, events, (kind, rank, exit_code, words), line, orders = HERE[what]
     agent = node.running()
     for local_rank in (0, 1):
-        node.trained_alone(agent, local_rank)  # which is said of those alone that end well
-    node.agent_stderr(agent, f"a warning\n{REPORT}")
-    node.worker_ended(agent, 1, 3)
+        node.trained_alone(agent, local_rank)  # which counts for those alone that end well
+    node.agent_stderr(agent, f"a warning\n{REPORT}{stderr}")
+    for event in events:
+        agent.say(event)
     failed = node.expect(Failed)
-    assert (failed.generation, [each.cause.rank for each in failed.failures]) == (0, [1])
-    node.worker_ended(agent, 0, -signal.SIGTERM, stopped=True)
-    ended = node.ends(agent)
-    assert (ended.ok, ended.alone, ended.exit_codes) == (False, False, {0: -15, 1: 3})
-    assert [(each.cause.rank, each.cause.exit_code) for each in ended.failures] == [(1, 3)]
-    assert node.texts("worker_failed") == ["rank 1 exited with code 3; stopping all nodes"]
-    assert agent.orders == ["start", STOP, CLOSE]
-    assert node.output == ["[torchrun node 0] a warning\n"], "its report says less than is known"
+    (failure,) = failed.failures
+    cause = failure.cause
+    assert (failed.generation, cause.kind, cause.rank, cause.exit_code) == (0, kind, rank, exit_code)
+    assert words in cause.what
+    ended = node.ends(agent, 1)
+    assert (ended.ok, ended.alone, [each.cause for each in ended.failures]) == (False, False, [cause])
+    (said,) = node.texts("worker_failed")
+    assert (said.startswith(line), said.endswith("; stopping all nodes")) == (True, True)
+    assert agent.orders == orders
+    shown = "".join(node.output)
+    # torchrun's own report is shown where nothing else explains the failure.
+    is_only_hint = what in ("the agent itself", "a signal to the agent")
+    assert ("a warning" in shown, REPORT.splitlines()[1] in shown) == (True, is_only_hint)
+    assert cause.detail == (f"a warning\n{REPORT}{stderr}".rstrip() if is_only_hint else "")
 
 
 def test_of_two_failures_at_once_the_first_is_told_and_the_second_is_known_at_the_end(node):
@@ -187,8 +227,10 @@ def test_of_two_failures_at_once_the_first_is_told_and_the_second_is_known_at_th
     node.worker_ended(agent, 1, -signal.SIGSEGV, at=now - 5)
     agent.say(AgentEnded(1, now))
     assert [each.cause.rank for each in node.expect(Failed).failures] == [0]
-    assert [each.cause.rank for each in node.ends(agent, 1).failures] == [1], "it was the earlier one"
-    assert agent.orders == ["start", STOP, CLOSE], "it is stopped once"
+    ended = node.ends(agent, 1)
+    assert [each.cause.rank for each in ended.failures] == [1], "it was the earlier one"
+    assert ended.exit_codes == {0: 1, 1: -signal.SIGSEGV}
+    assert agent.orders == BY_US, "it is stopped once"
 
 
 def test_workers_of_an_elastic_launch_may_fail(tmp_path):
@@ -207,84 +249,25 @@ def test_workers_of_an_elastic_launch_may_fail(tmp_path):
     assert node.texts("worker_failed") == ["rank 1 exited with code 3; stopping all nodes"]
     assert "[node 0 local rank 1] once more\n" in node.output, "its rank may be another one after a restart"
     assert "ChildFailedError" in "".join(node.output), "it may have been of a failure after which all went on"
-
-
-REAPED_FIRST = "W1121 18:44:10.792000 77 torch/api.py:1] Sending process {} closing signal SIGTERM\n"
-REPORT_OF_RANK_0 = "  rank      : 0 (local_rank: 0)\n  exitcode  : 3 (pid: 77)\n"
-
-
-def test_a_failure_that_torchrun_alone_has_seen(node):
-    agent = node.running()
-    node.agent_stderr(agent, REAPED_FIRST.format(NOBODY + 1) + REPORT_OF_RANK_0)  # it stops rank 1
-    node.worker_reaped(agent, 0)
-    node.worker_ended(agent, 1, -signal.SIGTERM)
-    agent.say(AgentEnded(1, time.monotonic()))
-    cause = node.expect(Failed).failures[0].cause
-    assert (cause.rank, cause.exit_code, cause.what) == (0, 3, "exited with code 3")
-    assert node.ends(agent, 1).failures[0].cause == cause
-    assert node.texts("worker_failed") == ["rank 0 exited with code 3; stopping all nodes"]
+    assert agent.orders == BY_THE_GUARDIAN
 
 
 @pytest.mark.parametrize(
-    ("event", "who", "kind"),
+    ("end", "kind", "words"),
     [
-        (Frozen(1, 1, 2, 0.0), "Rank 1 on node 0", "frozen"),
-        (Frozen(None, None, 2, 0.0), "node 0", "frozen"),
-        (Terminated(0.0), "node 0", "agent_ended"),
+        ((None, "could not be started: no such file"), "agent", "its torchrun agent could not be started: no such"),
+        ((None, None, (), True), "agent_ended", "its guardian process ended unexpectedly, as by SIGKILL"),
+        ((None,), "agent", "its torchrun agent vanished"),
+        ((-9,), "agent", "its torchrun agent was killed by SIGKILL"),
     ],
+    ids=["not started", "guardian", "gone", "killed"],
 )
-def test_a_process_that_somebody_else_has_stopped_is_a_failure_once(event, who, kind, node):
-    agent = node.running()
-    agent.say(event)
-    agent.say(event)
-    cause = node.expect(Failed).failures[0].cause
-    assert (cause.kind, cause.who.startswith(who)) == (kind, True)
-    assert node.ends(agent).failures[0].cause == cause
-    assert node.texts("worker_failed") == [f"{cause.who} {cause.what}; stopping all nodes"]
-
-
-GOT_SIGNAL = "torch.distributed.elastic.multiprocessing.api.SignalException: Process 7 got signal: 15"
-
-
-@pytest.mark.parametrize(
-    ("stderr", "words"),
-    [
-        ("RuntimeError: the store is gone", "exited with code 1"),
-        (GOT_SIGNAL, "got SIGTERM from outside of the gang, and gave up"),
-    ],
-    ids=["itself", "signal"],
-)
-def test_an_agent_that_fails_itself(stderr, words, node):
-    agent = node.running()
-    node.agent_stderr(agent, f"{REPORT}{stderr}\n")
-    agent.say(AgentEnded(1, time.monotonic()))
-    cause = node.expect(Failed).failures[0].cause
-    assert (cause.kind, cause.exit_code, cause.detail) == ("agent_ended", 1, REPORT + stderr)
-    assert cause.exception == f"its torchrun agent {words}"
-    assert node.ends(agent, 1).failures[0].cause == cause
-    assert node.texts("worker_failed") == ["the torchrun agent exited with code 1; stopping all nodes"]
-    assert stderr in "".join(node.output), "nothing else explains it"
-    assert agent.orders == ["start", CLOSE], "its guardian stops the rest without being told"
-
-
-@pytest.mark.parametrize(
-    ("end", "kind", "exit_code", "words"),
-    [
-        ((None, "could not be started: no such file"), "agent", None, "its torchrun agent could not be started: no"),
-        ((None, None, (), True), "agent_ended", None, "its guardian process ended unexpectedly, as by SIGKILL"),
-        ((None,), "agent", None, "its torchrun agent vanished"),
-        ((-9,), "agent", -9, "its torchrun agent was killed by SIGKILL"),
-    ],
-)
-def test_an_end_that_came_before_any_worker(end, kind, exit_code, words, node):
+def test_an_end_that_came_before_any_worker(end, kind, words, node):
     node.launch()
     ended = node.ends(node.go(), *end)
     cause = ended.failures[0].cause
-    assert (ended.ok, cause.kind, cause.exit_code) == (False, kind, exit_code)
+    assert (ended.ok, cause.kind, cause.exit_code) == (False, kind, end[0])
     assert cause.exception.startswith(words)
-
-
-# --- what keeps the agent from starting -------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -301,8 +284,7 @@ def test_what_keeps_an_agent_from_starting_is_told_and_leaves_no_files(spec, wor
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     (tmp_path / "temporary").mkdir()
     write(tmp_path / "file", "")
-    log_dir = str(tmp_path / spec["log_dir"]) if "log_dir" in spec else None
-    node = FakeNode(tmp_path, spec={**spec, "log_dir": log_dir})
+    node = FakeNode(tmp_path, spec={**spec, "log_dir": str(tmp_path / spec["log_dir"]) if "log_dir" in spec else None})
 
     def no_threads(*_):
         raise RuntimeError("can't start new thread")
@@ -322,7 +304,9 @@ def test_what_keeps_an_agent_from_starting_is_told_and_leaves_no_files(spec, wor
 
 
 @pytest.mark.parametrize(
-    ("number", "here", "teller", "is_said"), [(0, 1, 1, True), (0, 2, 1, False), (0, 2, 0, True), (1, 1, 1, False)]
+    ("number", "here", "teller", "is_said"),
+    [(0, 1, 1, True), (0, 2, 1, False), (0, 2, 0, True), (1, 1, 1, False)],
+    ids=["control", "another node of the machine has said it", "control of two here", "other node"],
 )
 def test_why_all_are_stopped_is_said_by_one_node_of_a_terminal(number, here, teller, is_said, tmp_path):
     node = FakeNode(tmp_path, number, machine=Machine(1, nodes_here=here))
@@ -330,7 +314,7 @@ def test_why_all_are_stopped_is_said_by_one_node_of_a_terminal(number, here, tel
     node.stop(because="Rank 3 exited with code 1", teller=teller)
     assert node.ends(agent).failures == (), "it obeyed"
     assert node.texts("stopping") == ["Rank 3 exited with code 1; stopping all nodes"] * is_said
-    assert agent.orders == ["start", STOP, CLOSE]
+    assert agent.orders == BY_US
 
 
 def test_a_preemption_sends_its_signal_to_the_workers_first(node):
@@ -347,9 +331,8 @@ def test_a_stop_that_meets_an_agent_that_ends_well(node):
     agent.say(AgentEnded(0, 0.0))
     node.stop()
     assert node.ends(agent, 0, None, ("17 sleep 100", "18 sleep 200")).ok
-    assert node.texts("left_behind") == [
-        "stopped processes that the workers had left running: 17 sleep 100, 18 sleep 200"
-    ]
+    (said,) = node.texts("left_behind")
+    assert said.endswith("the workers had left running: 17 sleep 100, 18 sleep 200")
 
 
 def test_a_restart_is_a_new_generation_and_stands_in_the_result(node):
@@ -365,30 +348,23 @@ def test_a_restart_is_a_new_generation_and_stands_in_the_result(node):
     node.worker_ended(first, 0, 4)  # nothing, as the generation is over
     ended, result = node.ends_well(second)
     assert (ended.generation, ended.ok) == (1, True)
-    assert commands_are_details(node) == [True, True]
     assert result.restarts == [{"generation": 1, "cause": cause.as_dict()}]
     (said,) = node.texts("restart")
     assert said.startswith("restart 1 of 3: ")
-    assert said.endswith(f"in 0 s, because {cause.who.lower()} exited with code 3")
+    assert said.endswith(f"because {cause.who.lower()} exited with code 3")
+    assert [kind for kind, _ in node.said].count("facts") == 1, "of the first generation"
 
 
 def test_messages_of_another_launch_and_a_stop_after_the_end_are_nothing(node):
     agent = node.running()
-    node.member.deliver(Verdict(7, ERROR))
-    node.member.deliver(Restart(7, 1, 3, 0.0, cause=None))
+    node.member.deliver(protocol.Verdict(7, ERROR))
+    node.member.deliver(protocol.Restart(7, 1, 3, 0.0, cause=None))
     node.all_end_well(agent)
     assert node.expect(Ended).ok
     node.stop(because="Rank 3 exited with code 1")
     node.verdict()
     assert agent.orders == ["start", CLOSE]
     assert node.texts("stopping") == []
-
-
-def test_a_verdict_that_comes_before_the_workers_end_stops_them_and_needs_no_answer(node):
-    agent = node.running()
-    assert node.verdict(ERROR) is ERROR
-    assert agent.orders == ["start", ("close", 30.0)]
-    assert node.nothing_more_is_sent()
 
 
 # --- what interrupts this node ----------------------------------------------------------------------
@@ -412,20 +388,23 @@ def test_an_order_to_end_is_told_and_the_verdict_awaited(order, why, kind, said,
     assert node.texts("stopping") == [f"{text}; stopping all nodes" for text in said]
 
 
+BROKEN_GANG = errors.GangError("Node 1 is gone.")
+
+
 @pytest.mark.parametrize(
     ("news", "kind", "words", "told"),
     [
-        ([Interruption.MUST_END] * 2, TorchrunPreempted, "was preempted", [False, True]),
-        ([Interruption.BROKEN], TorchrunError, "while another thread was still in current.torch.run", [True]),
-        ([Restart(0, 1, 3, 0.0, cause=None)], AttributeError, "'as_dict'", [True]),  # no message of ours
-        ([Abort(GangError("Node 1 is gone."))], GangError, "Node 1 is gone.", []),  # all know it
+        ([Interruption.MUST_END] * 2, errors.TorchrunPreempted, "was preempted", [False, True]),
+        ([Interruption.BROKEN], errors.TorchrunError, "another thread was still in current.torch.run", [True]),
+        ([protocol.Restart(0, 1, 3, 0.0, cause=None)], AttributeError, "'as_dict'", [True]),  # no message of ours
+        ([protocol.Abort(BROKEN_GANG)], errors.GangError, "Node 1 is gone.", []),  # all know it
     ],
     ids=["preempted twice", "the step has ended", "an error of our own", "the gang breaks"],
 )
 def test_what_ends_a_launch_at_once_is_raised_and_told_unless_all_know_it(news, kind, words, told, node):
     agent = node.running()
     for each in news:
-        take = node.member.deliver if isinstance(each, Abort) else node.interrupt
+        take = node.member.deliver if isinstance(each, protocol.Abort) else node.interrupt
         take(each)
     error = node.outcome()
     assert (type(error), words in str(error)) == (kind, True)
@@ -435,8 +414,17 @@ def test_what_ends_a_launch_at_once_is_raised_and_told_unless_all_know_it(news, 
     assert agent.orders == ["start", ("close", 30.0)]
 
 
+def test_a_verdict_that_comes_before_the_workers_end_stops_them_and_needs_no_answer(node):
+    agent = node.running()
+    assert node.verdict(ERROR) is ERROR
+    assert agent.orders == ["start", ("close", 30.0)]
+    assert node.nothing_more_is_sent()
+
+
 @pytest.mark.parametrize(
-    ("news", "kind"), [(Interruption.MUST_END, TorchrunPreempted), (TimedOut("too long"), LaunchTimeout)]
+    ("news", "kind"),
+    [(Interruption.MUST_END, errors.TorchrunPreempted), (TimedOut("too long"), errors.LaunchTimeout)],
+    ids=["preempted", "timed out"],
 )
 def test_before_go_an_interruption_ends_the_launch(news, kind, node):
     node.launch()
@@ -446,56 +434,58 @@ def test_before_go_an_interruption_ends_the_launch(news, kind, node):
     assert node.expect(Ended).generation is None
 
 
-# --- is anybody alive? ------------------------------------------------------------------------------
-
-
-def test_output_counts_where_nobody_reads_it(tmp_path):
-    node = FakeNode(tmp_path, spec={"shown_local_ranks": frozenset({0})})
-    agent = node.running()
-    log = node.worker_writes(agent, "stdout", "hello\n")
-    assert node.expect(Wrote).generation == 0  # a look around finds it
-    node.stop()
-    log.write_text("hello, and more\n")
-    node.interrupt(None)
-    node.ends(agent)  # what workers write that are being stopped is no sign of life
-    assert node.output == []
-
-
 # --- what features store at the end -------------------------------------------------------------------
 
 
-class Store:
-    """A datastore that waits for the test's word; the word "fail" is an error."""
+class Files(Service):
+    """Stores what node 1 has: of both ranks, and after a failure of the first.
 
-    where = "the s3 datastore s3://bucket"
+    Its datastore waits for the test's words; the word "fail" is an error.
+    """
+
+    folder, saves, where = "/folder of a service", "its files", "the s3 datastore s3://bucket"
 
     def __init__(self):
-        self.count, self.words, self.last_error = 0, queue.Queue(), None
-        self.saves = threading.Semaphore(0)  # released whenever a save begins
-
-    def save(self):
-        self.saves.release()
-        if self.words.get(timeout=DEADLINE_S) == "fail":
-            raise RuntimeError("SlowDown")
-        self.count += 1
-        return f"key {self.count - 1}"
+        self.words, self.last_error = queue.Queue(), None
+        self.saving = threading.Semaphore(0)  # released whenever a value is to be saved
+        self.generations, self.fails = 0, False
 
     def trouble(self):
         return self.last_error
+
+    def begin(self, spec):
+        self.generations += 1
+
+    def to_store(self, ok):
+        return Left(self, [2, 3] if ok else [2])
+
+    def to_save(self, within_s):
+        return Left(self, [2]) if self.saves else None
+
+    def result(self, told, say):
+        if self.fails:
+            raise transfer.TransferFailed("rank 2's value could not be loaded")
+        return {"values": told, "metrics": {"generations": self.generations}}
+
+    def failed(self, error, told):
+        error.outputs = told or None
 
 
 class Left(ToStore):
     """Something of each of some ranks."""
 
-    def __init__(self, store, ranks):
-        self.store, self.ranks, self.keys = store, ranks, {}
+    def __init__(self, files, ranks):
+        self.files, self.ranks, self.keys = files, ranks, {}
 
     def steps(self):
         for rank in self.ranks:
-            yield Step(f"rank {rank}'s value", functools.partial(self.save, rank), transfer.PATIENCE_S, rank)
+            yield transfer.Step(f"rank {rank}'s value", functools.partial(self.save, rank), transfer.PATIENCE_S, rank)
 
     def save(self, rank):
-        self.keys[str(rank)] = self.store.save()
+        self.files.saving.release()
+        if self.files.words.get(timeout=DEADLINE_S) == "fail":
+            raise RuntimeError("SlowDown")
+        self.keys[str(rank)] = f"key {rank}"
 
     def told(self):
         return dict(self.keys) or None
@@ -504,59 +494,28 @@ class Left(ToStore):
         return [f"stored {len(self.keys)}, {problem}"]
 
 
-class Files(Service):
-    """Stores what node 1 has: of both ranks, and after a failure of the first."""
-
-    folder, saves = "/folder of a service", "its files"
-
-    def __init__(self, store):
-        self.store, self.generations, self.fails = store, 0, False
-
-    def begin(self, spec):
-        self.generations += 1
-
-    def to_store(self, ok):
-        return Left(self.store, [2, 3] if ok else [2])
-
-    def to_save(self, within_s):
-        return Left(self.store, [2]) if self.saves else None
-
-    def result(self, told, say):
-        if self.fails:
-            raise TransferFailed("rank 2's value could not be loaded")
-        return {"values": told, "metrics": {"generations": self.generations}}
-
-    def failed(self, error, told):
-        error.outputs = told or None
-
-
 @pytest.fixture
-def store():
-    store = Store()
-    yield store
+def service():
+    service = Files()
+    yield service
     for _ in range(4):
-        store.words.put("fail")  # whoever was given up
+        service.words.put("fail")  # whoever was given up
 
 
 @pytest.fixture
-def service(store):
-    return Files(store)
+def with_service(tmp_path, service):
+    return FakeNode(tmp_path, number=1, services=Services({"files": service}), store=service)
 
 
 @pytest.fixture
-def with_service(tmp_path, service, store):
-    return FakeNode(tmp_path, number=1, services=Services({"files": service}), store=store)
-
-
-@pytest.fixture
-def storing(with_service, store):
+def storing(with_service, service):
     """Return a member whose ranks have ended; it stores the first of their values and waits for the store."""
     node = with_service
     node.all_end_well(node.running())
     ended = node.expect(Ended)
     assert (ended.storing, ended.saves) == ("rank 2's value", "its files")
     assert node.expect(Storing).what == "rank 2's value"
-    assert store.saves.acquire(timeout=DEADLINE_S)
+    assert service.saving.acquire(timeout=DEADLINE_S)
     return node
 
 
@@ -564,45 +523,47 @@ def stored_of(node):
     """Return what was told of the service, and *stored*."""
     told = []
     while not isinstance(message := node.next_message(), Stored):
-        told += [message] if isinstance(message, Told) else []
+        told += [message] if isinstance(message, protocol.Told) else []
     return [(each.feature, each.data) for each in told], message
 
 
-def test_what_is_left_is_stored_one_by_one_and_told_before_the_end(storing, store):
-    store.words.put("go on")
+KEYS = {"2": "key 2", "3": "key 3"}
+
+
+def test_what_is_left_is_stored_one_by_one_and_told_before_the_end(storing, service):
+    service.words.put("go on")
     assert storing.expect(Storing).what == "rank 3's value"
-    store.words.put("go on")
+    service.words.put("go on")
     told, stored = stored_of(storing)
-    assert (told, stored.failures) == ([("files", {"2": "key 0", "3": "key 1"})], ())
+    assert (told, stored.failures) == ([("files", KEYS)], ())
     assert storing.texts("note") == ["stored 2, None"]
-    result = storing.verdict(features={"files": {"2": "key 0"}})
-    assert (result.values, result.metrics) == ({"2": "key 0"}, {"generations": 1})
+    result = storing.verdict(features={"files": KEYS})
+    assert (result.values, result.metrics) == (KEYS, {"generations": 1})
 
 
-def test_parts_store_one_after_the_other(tmp_path, service, store):
-    node = FakeNode(tmp_path, number=1, services=Services({"files": service, "more": Files(store)}), store=store)
+def test_services_store_one_after_the_other(tmp_path, service):
+    node = FakeNode(tmp_path, number=1, services=Services({"files": service, "more": service}), store=service)
     for _ in range(4):
-        store.words.put("go on")
+        service.words.put("go on")
     node.all_end_well(node.running())
     assert node.expect(Ended).saves == "its files and its files"
-    told, _ = stored_of(node)
-    assert told == [("files", {"2": "key 0", "3": "key 1"}), ("more", {"2": "key 2", "3": "key 3"})]
+    assert stored_of(node)[0] == [("files", KEYS), ("more", KEYS)]
     node.verdict(ERROR)
 
 
-def test_what_can_not_be_stored_is_a_failure(storing, store):
-    store.words.put("fail")
+def test_what_can_not_be_stored_is_a_failure(storing, service):
+    service.words.put("fail")
     told, stored = stored_of(storing)
     cause = stored.failures[0].cause
     assert (told, cause.kind, cause.rank, cause.local_rank) == ([], "store", 2, 0)
-    assert "could not be stored in the s3 datastore s3://bucket after 0 s: RuntimeError: SlowDown" in cause.exception
+    assert all(fact in cause.exception for fact in (service.where, "RuntimeError: SlowDown"))
     storing.verdict(ERROR)
     assert storing.texts("worker_failed") == [f"{cause.who} {cause.what}; stopping all nodes"]
 
 
-def test_an_upload_that_takes_long_is_told(storing, store, monkeypatch):
+def test_an_upload_that_takes_long_is_told(storing, service, monkeypatch):
     monkeypatch.setattr(transfer, "REMIND_S", 0.0)
-    store.last_error = "503"
+    service.last_error = "503"
     storing.interrupt(None)
     assert storing.expect(Storing).what.endswith("(the datastore fails: 503)")
     assert storing.texts("note")[0].startswith("stores rank 2's value (")
@@ -610,10 +571,10 @@ def test_an_upload_that_takes_long_is_told(storing, store, monkeypatch):
 
 
 @pytest.mark.parametrize("news", ["stop", "go", "interruption"])
-def test_an_upload_is_given_up_for_what_is_more_urgent(news, storing, store, service):
+def test_an_upload_is_given_up_for_what_is_more_urgent(news, storing, service):
     if news == "interruption":
         storing.interrupt(Interruption.MUST_END)
-        assert isinstance(storing.outcome(), TorchrunPreempted)
+        assert isinstance(storing.outcome(), errors.TorchrunPreempted)
         assert (storing.expect(Failed).given_up, storing.expect(Ended).generation) == (True, None)
     elif news == "stop":
         storing.stop()
@@ -622,9 +583,9 @@ def test_an_upload_is_given_up_for_what_is_more_urgent(news, storing, store, ser
         agent = storing.go(generation=1)
         assert service.generations == 2
     for _ in range(2):
-        store.words.put("go on")
+        service.words.put("go on")
     eventually(lambda: "torchrun-values" not in {thread.name for thread in threading.enumerate()})
-    assert store.words.qsize() == 1, "the second value is not begun"
+    assert service.words.qsize() == 1, "the second value is not begun"
     if news == "go":  # now there is news of the upload as well
         agent.say(End(1))
         assert storing.expect(Ended).generation == 1
@@ -633,7 +594,7 @@ def test_an_upload_is_given_up_for_what_is_more_urgent(news, storing, store, ser
         assert storing.nothing_more_is_sent()
 
 
-def test_what_is_stored_of_a_failure_is_so_in_spite_of_a_stop_and_its_loss_is_no_failure(with_service, store):
+def test_what_is_stored_of_a_failure_is_so_in_spite_of_a_stop_and_its_loss_is_no_failure(with_service, service):
     agent = with_service.running()
     with_service.worker_ended(agent, 1, 1)
     agent.say(End(1))
@@ -641,7 +602,7 @@ def test_what_is_stored_of_a_failure_is_so_in_spite_of_a_stop_and_its_loss_is_no
     assert with_service.expect(Ended).storing == "rank 2's value"
     with_service.expect(Storing)
     with_service.stop()
-    store.words.put("fail")
+    service.words.put("fail")
     told, stored = stored_of(with_service)
     assert (told, stored.failures) == ([], ())
     with_service.verdict(ERROR)
@@ -654,17 +615,17 @@ def test_a_node_that_was_stopped_while_it_ended_well_stores_nothing(with_service
 
 
 @pytest.mark.parametrize("saves", ["its files", None])
-def test_what_is_left_of_a_failed_launch_is_stored_when_the_gang_says_so(saves, with_service, service, store):
+def test_what_is_left_of_a_failed_launch_is_stored_when_the_gang_says_so(saves, with_service, service):
     service.saves, service.to_store = saves, lambda ok: None
     agent = with_service.running()
     agent.say(End(1))
     assert with_service.expect(Ended).saves == saves
-    with_service.member.deliver(Save(0, 3, ERROR, 60.0))  # of a generation that was to come
-    store.words.put("go on")
+    with_service.member.deliver(protocol.Save(0, 3, ERROR, 60.0))  # of a generation that was to come
+    service.words.put("go on")
     told, stored = stored_of(with_service)
     assert (stored.generation, stored.failures) == (3, ())
-    assert told == ([("files", {"2": "key 0"})] if saves else [])
-    error = LaunchFailed(ERROR.message, ERROR.cause)
+    assert told == ([("files", {"2": "key 2"})] if saves else [])
+    error = errors.LaunchFailed(ERROR.message, ERROR.cause)
     assert with_service.verdict(error, features={"files": {"2": "key"}}) is error
     assert error.outputs == {"2": "key"}
     assert ("storing its files, for 60 s at most" in with_service.texts("note")) is (saves is not None)
@@ -676,7 +637,7 @@ def test_a_result_that_can_not_be_loaded_is_a_failure_of_a_launch_that_had_ended
     ended, error = node.ends_well(node.running(), features={"files": {"2": "key"}})
     assert ended.storing is None
     assert error.cause["category"] == "store"
-    assert "The workers of launch 0 had ended well on all nodes." in str(error)
+    assert "had ended well on all nodes" in str(error)
     assert error.outputs == {"2": "key"}
 
 
@@ -685,33 +646,32 @@ def test_a_node_that_loses_the_control_node_while_that_stores_knows_what_has_fai
     agent = node.running()
     agent.say(End(1))
     node.expect(Ended)
-    node.member.deliver(Save(0, 0, ERROR))
+    node.member.deliver(protocol.Save(0, 0, ERROR))
     node.member.lose_control("its connection has ended")
     assert node.outcome() is ERROR
 
 
-class Closes(Service):
-    closed = 0
-
-    def close(self):
-        self.closed += 1
-
-
 class Gives(Feature):
-    def __init__(self, service):
-        self.name, self.service = "gives", service
+    """Gives a service that counts how often it was closed; without a name it is refused."""
+
+    def __init__(self, name):
+        self.name, self.closed = name, []
+
+    def service(self, call):
+        if not self.name:
+            raise errors.TorchrunError("not so")
+        service = Service()
+        service.close = lambda: self.closed.append(1)
+        return service
 
 
-def test_parts_are_closed_at_the_end_and_where_another_is_refused():
-    def refuse(call):
-        raise TorchrunError("not so")
-
-    one, other = Closes(), Closes()
-    with Services.of([Gives(lambda call: one), Gives(lambda call: None)], None):
-        assert one.closed == 0
-    with pytest.raises(TorchrunError, match="not so"):
-        Services.of([Gives(lambda call: other), Gives(refuse)], None)
-    assert (one.closed, other.closed) == (1, 1)
+def test_services_are_closed_at_the_end_and_where_another_is_refused():
+    one, other = Gives("one"), Gives("other")
+    with Services.of([one, Feature()], None):
+        assert one.closed == []
+    with pytest.raises(errors.TorchrunError, match="not so"):
+        Services.of([other, Gives("")], None)
+    assert (one.closed, other.closed) == ([1], [1])
 
 
 # --- how a launch becomes an agent ------------------------------------------------------------------

@@ -35,9 +35,6 @@ ENDINGS = {
     "returns": "print('at its end', end='')",
     "exits with a number": "sys.exit(261)",
     "exits with a text": "sys.exit('a text, lösung \\udcff')",
-    "exits with None": "sys.exit(None)",
-    "exits with an object": "sys.exit(['a', 'list'])",
-    "exits by site": "exit(4)",
     "exits at once": "sys.stdout.write('written')\nos._exit(5)",
     "raises a chain": "try: {}['a key']\nexcept KeyError as error: raise RuntimeError('two\\nlines, ö \\udcff') from error",
     "raises in a context": "try: [][1]\nfinally: undefined_name",
@@ -45,17 +42,14 @@ ENDINGS = {
 class OwnError(Exception):
     def __str__(self): raise ValueError("no text")
 raise OwnError("hidden")""",
-    "raises a base": "raise BaseException('the base')",
     "raises from afar": "def deep(count): return deep(count - 1) + 1\ndeep(3000)",
     "is interrupted": "os.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)",
-    "raises a syntax error": "exec(compile('a = (1,\\nb c', '<made>', 'exec'))",
     "fails in an exit handler": "atexit.register(lambda: 1 / 0)\natexit.register(print, 'the later one is first')",
     "exits in an exit handler": "atexit.register(sys.exit, 6)",
     "raises in a thread": "thread = threading.Thread(target=lambda: {}['of a thread'])\nthread.start()\nthread.join()",
     "ends before its thread": """
 threading.Thread(target=lambda: (time.sleep(0.3), print("last, but for", threading.main_thread().is_alive()))).start()
 atexit.register(print, "the exit handler")""",
-    "ends with a daemon": "threading.Thread(target=time.sleep, args=(60,), daemon=True).start()",
     "has a hook": "sys.excepthook = lambda kind, error, trace: print('own', kind, error)\n1 / 0",
     "has a hook that calls the default": """
 sys.excepthook = lambda *words: (print("first the own"), sys.__excepthook__(*words))
@@ -81,7 +75,6 @@ print("child ended with", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))"""
 if os.environ.get("AGAIN"): sys.exit(f"again {sys.argv} {sys.orig_argv[1:]}")
 os.environ["AGAIN"] = "1"
 os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])""",
-    "runs another": "subprocess.run([sys.executable, '-c', 'import sys; sys.exit(sys.flags.unbuffered)'], check=True)",
     "runs a loop": """
 async def main():
     asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, print, "handled")
@@ -89,15 +82,9 @@ async def main():
     child = await asyncio.create_subprocess_exec("sh", "-c", "exit 12")
     raise OSError(await child.wait(), "of the loop")
 asyncio.run(main())""",
-    "handles signals": """
-signal.signal(signal.SIGALRM, lambda number, frame: print("alarm", number, frame.f_code.co_name))
-signal.setitimer(signal.ITIMER_REAL, 0.05)
-signal.pause()""",
     "writes where nobody reads": "reader, writer = os.pipe()\nos.close(reader)\nos.write(writer, b'x')",
-    "aborts": "os.abort()",
     "aborts and tells": "faulthandler.enable()\nos.abort()",
     "has no files left": "resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))\nopen('/dev/null')",
-    "imports what is not there": "import no_such_module",
     **{f"dies by {each:d}": f"os.kill(os.getpid(), {each:d})" for each in (1, 9, 11, 15, 37)},
 }
 # What is written differently, and how to know it.

@@ -10,57 +10,25 @@ from metaflow.plugins.timeout_decorator import TimeoutException
 from metaflow_extensions.torchrun.plugins.torchrun.errors import LaunchFailed
 from metaflow_extensions.torchrun.plugins.torchrun.gang.keepers import Keeper
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Ended, Started, Told
-from metaflow_extensions.torchrun.plugins.torchrun.node.watchers import (
-    MAX_TOLD_BYTES,
-    Feature,
-    Here,
-    Variables,
-    Watcher,
-    Watchers,
-    keepers_of,
-    results_of,
-    starts_of,
-    variables_of,
-)
+from metaflow_extensions.torchrun.plugins.torchrun.node import watchers as of_node
+from metaflow_extensions.torchrun.plugins.torchrun.node.watchers import Feature, Here, Variables, Watcher, Watchers
 
 
-class Counter(Watcher):
-    """Tells how often it was asked, and fails where the test says so."""
+class Counting(Feature, Watcher):
+    """A feature, and its watcher, which sends how often it was polled; fails where the test wants it."""
 
-    def __init__(self, fails, data, saw_workers, error):
-        self.fails, self.data, self.saw_workers, self.error = fails, data, saw_workers, error
+    def __init__(self, name="counting", fails="", data=None, saw_workers=False, error=None):
+        self.name, self.saw_workers = name, saw_workers
+        self._fails, self._error = fails, error or OSError("gone")
+        self._data = {"it": 1} if data is None else data
         self.polls = self.closed = 0
 
     def _do(self, name):
-        if name == self.fails:
-            raise self.error
-
-    def poll(self):
-        self._do("poll")
-        self.polls += 1
-        return self.data
-
-    def ended(self):
-        self._do("ended")
-        return {"polls": self.polls}
-
-    def close(self):
-        self.closed += 1
-        self._do("close")
-
-
-class Counting(Feature):
-    def __init__(self, name="counting", fails="", data=None, saw_workers=False, error=None):
-        self.name, self.fails, self.made = name, fails, []
-        self._error = error or OSError("gone")
-        self._facts = fails, {"it": 1} if data is None else data, saw_workers, self._error
+        if name == self._fails:
+            raise self._error
 
     def starts(self, settings, machine, requested):
         self._do("starts")
-
-    def _do(self, name):
-        if name == self.fails:
-            raise self._error
 
     def keeper(self, num_nodes, of_all):
         keeper = Keeper()
@@ -73,12 +41,24 @@ class Counting(Feature):
 
     def watcher(self, here):
         self._do("watcher")
-        self.made.append(Counter(*self._facts))
-        return self.made[-1]
+        return self
 
     def result(self, told):
         self._do("result")
         return {self.name: told}
+
+    def poll(self):
+        self._do("poll")
+        self.polls += 1
+        return self._data
+
+    def ended(self):
+        self._do("ended")
+        return {"polls": self.polls}
+
+    def close(self):
+        self.closed += 1
+        self._do("close")
 
 
 def watchers_of(*features):
@@ -105,7 +85,7 @@ def test_a_feature_that_raises_is_left_out_and_a_line_says_so_once(fails):
     watchers.close()
     assert Told(3, 4, "well", {"polls": 3}) in told
     assert [line.endswith("its ill: OSError: gone") for line in said] == [True]
-    assert [each.closed for each in [*ill.made, *well.made]] == [1] * (len(ill.made) + 1)
+    assert (ill.closed, well.closed) == (fails != "watcher", 1)
 
 
 @pytest.mark.parametrize("error", [LaunchFailed("node 3 is lost"), TimeoutException("@timeout")])
@@ -115,7 +95,7 @@ def test_what_a_signals_handler_raises_in_a_feature_reaches_the_step(fails, erro
     feature = Counting("ill", fails, error=error)
 
     def live():
-        starts_of([feature], None, None, None)
+        of_node.starts_of([feature], None, None, None)
         watchers, _ = watchers_of(feature)
         watchers.poll()
         watchers.ended()
@@ -125,7 +105,7 @@ def test_what_a_signals_handler_raises_in_a_feature_reaches_the_step(fails, erro
         live()
 
 
-@pytest.mark.parametrize("data", [{"x": "a" * MAX_TOLD_BYTES}, {"x": math.nan}, {"x": object()}])
+@pytest.mark.parametrize("data", [{"x": "a" * of_node.MAX_TOLD_BYTES}, {"x": math.nan}, {"x": object()}])
 def test_what_is_too_large_or_no_plain_data_is_not_told(data):
     watchers, said = watchers_of(Counting("ill", data=data), Counting("well"))
     assert [told.feature for told in watchers.poll()] == ["well"]
@@ -136,7 +116,7 @@ def test_what_is_too_large_or_no_plain_data_is_not_told(data):
 def test_the_variables_of_all_features_are_the_workers():
     said = []
     features = [Counting("a"), Counting("ill", "variables"), Counting("b")]
-    found = variables_of(SimpleNamespace(features=features), "/logs", said.append)
+    found = of_node.variables_of(SimpleNamespace(features=features), "/logs", said.append)
     assert found == Variables(
         {"a_node": "/logs", "b_node": "/logs"}, dict.fromkeys(["a_rank", "b_rank"], "${local_rank}")
     )
@@ -147,13 +127,13 @@ def test_the_variables_of_all_features_are_the_workers():
 def test_features_add_to_the_result_what_the_verdict_tells():
     said = []
     features = [Counting("a"), Counting("ill", "result"), Feature()]
-    assert results_of(features, {"a": {"x": 1}, "other": {"y": 2}}, said.append) == {"a": {"x": 1}}
+    assert of_node.results_of(features, {"a": {"x": 1}, "other": {"y": 2}}, said.append) == {"a": {"x": 1}}
     assert len(said) == 1
 
 
-def test_a_gang_has_a_keeper_of_each_feature():
-    assert keepers_of([Counting()], 5).record() == {"counting": {"nodes": 5, "all": True}}
-    assert keepers_of([Counting()], 5, of_all=False).record() == {"counting": {"nodes": 5, "all": False}}
+@pytest.mark.parametrize("of_all", [True, False])
+def test_a_gang_has_a_keeper_of_each_feature(of_all):
+    assert of_node.keepers_of([Counting(), Feature()], 5, of_all).record() == {"counting": {"nodes": 5, "all": of_all}}
 
 
 # --- in a launch ------------------------------------------------------------------------------------
@@ -168,35 +148,22 @@ def test_a_launch_polls_its_features_and_lets_go_of_them(tmp_path):
     node.all_end_well(agent)
     while (told := node.expect(Told)).data == {"it": 1}:
         pass
-    assert told.data == {"polls": feature.made[0].polls}, "what is left comes before the node's end"
+    assert told.data == {"polls": feature.polls}, "what is left comes before the node's end"
     assert node.expect(Ended).ok
     node.verdict()
-    assert feature.made[0].closed
-
-
-class Warm:
-    """Notes whether the step's own code runs when a spare is started."""
-
-    def __init__(self):
-        self.states = []
-
-    def start(self, *_):
-        """The agent of this test asks for nothing."""
-
-    def prepare(self):
-        self.states.append(self.node.member.runs_own_code)
+    assert feature.closed
 
 
 @pytest.mark.parametrize("error", [None, ERROR])
 def test_the_next_spare_is_started_before_the_launch_is_over(error, tmp_path):
     """From its end on, a signal raises the gang's news in this thread."""
-    warm = Warm()
-    warm.node = node = FakeNode(tmp_path, warm_node=warm, warm="agent")
+    own_code_runs = []
+    spares = SimpleNamespace(start=lambda *_: None)
+    spares.prepare = lambda: own_code_runs.append(node.member.runs_own_code)
+    node = FakeNode(tmp_path, warm_node=spares, warm="agent")
     node.launch()
-    node.all_end_well(node.go())
-    node.expect(Ended)
-    node.verdict(error)
-    assert warm.states == [False]
+    node.ends_well(node.go(), error=error)
+    assert own_code_runs == [False]
 
 
 def test_a_feature_that_has_heard_of_the_workers_tells_that_they_run(tmp_path):
@@ -205,11 +172,8 @@ def test_a_feature_that_has_heard_of_the_workers_tells_that_they_run(tmp_path):
     agent = node.go()
     node.expect(Started)
     node.expect(Told)
-    node.all_end_well(agent)
-    node.interrupt(None)
-    while not isinstance(node.next_message(), Ended):
-        pass
-    node.verdict()
+    node.verdict(ERROR)
+    assert agent.orders[-1] == ("close", 30.0)
 
 
 class Program:

@@ -17,7 +17,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.launch.command import WORKER_
 from metaflow_extensions.torchrun.plugins.torchrun.machine.processes import living_descendants
 from metaflow_extensions.torchrun.plugins.torchrun.node.agent import AgentProcess
 
-# What stands for torchrun: it tells what it sees, starts workers where it is to, and waits where it is to.
+# What stands for torchrun: it tells what it sees, starts workers, and waits where it is to.
 AGENT = """
 import json, os, subprocess, sys, time
 
@@ -127,21 +127,23 @@ class Warm:
         return found
 
     def close(self):
+        """End all; at the end of a step, all spares end at once."""
         for agent in self.agents:
             agent.close(0.0)
         guardian = self.node.pid
         self.node.close()
         if guardian is not None:
-            eventually(lambda: not is_running(guardian), "the end of the guardian")
+            eventually(lambda: not is_running(guardian), "the end of the guardian", 5.0)
             assert not living_descendants(guardian)
 
 
 def waits(pid):
     """Tell whether a spare waits for its request, in recvmsg(2)."""
     try:
-        return "unix" in Path(f"/proc/{pid}/wchan").read_text() or "recv" in Path(f"/proc/{pid}/wchan").read_text()
+        waits_in = Path(f"/proc/{pid}/wchan").read_text()
     except OSError:
         return False
+    return "unix" in waits_in or "recv" in waits_in
 
 
 class Agent:
