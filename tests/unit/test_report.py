@@ -171,6 +171,8 @@ def test_in_a_task_any_error_is_shown_as_it_is_and_its_report_where_there_is_one
     shown = capfd.readouterr().err
     assert shown.startswith("told\n")
     assert shown.count("expected 2*3*4") == 2  # of another error, whole
+    printing.print_metaflow_exception(MetaflowException("Step *train* is wrong"))
+    assert "  | " not in capfd.readouterr().err  # Metaflow's own
 
 
 def test_a_metaflow_without_such_printing_goes_its_own_way(monkeypatch):
