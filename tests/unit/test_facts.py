@@ -146,7 +146,6 @@ def test_accelerators_are_those_that_the_workers_see(machine, spec, task, device
         (SPEC, Machine(4, TWO, 2), False),
         (hiding("0"), Machine(4, ("0",), 2), False),
         (hiding(""), Machine(4, ("0",), 2), False),
-        (hiding(""), Machine(4, ("0",)), False),
     ],
 )
 def test_a_machine_with_fewer_accelerators_than_nodes_is_warned_of(spec, machine, is_warned):
