@@ -375,7 +375,7 @@ for ask in [*asks, lambda: torch.zeros(1).cuda(), lambda: torch.zeros(1, device=
 
 
 def test_what_a_pytorch_for_cpus_lacks_has_a_remedy():
-    """With one for CUDA it is said in other words, which tests/unit/test_remedies.py has."""
+    """With one for CUDA it is said in other words, which tests/unit/test_cause.py has."""
     done = subprocess.run([sys.executable, "-c", LACKED], capture_output=True, text=True, timeout=100, check=True)
     said = done.stdout.splitlines()
     assert len(said) >= 4, done.stderr

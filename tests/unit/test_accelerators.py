@@ -111,15 +111,13 @@ def test_a_count_that_is_no_whole_number_is_refused(wrong):
 # --- sharing a machine ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("gpus", range(10))
 @pytest.mark.parametrize("nodes", range(1, 6))
-def test_two_nodes_never_share_an_accelerator_and_shares_are_even(gpus, nodes):
-    names = tuple(f"GPU-{i}" for i in range(gpus))
-    shares = [Machine(1, names, nodes, node).own_accelerators for node in range(nodes)]
-    handed_out = [name for share in shares for name in share]
-    assert len(handed_out) == len(set(handed_out))
-    assert set(handed_out) <= set(names)
-    assert {len(share) for share in shares} == {gpus // nodes}
+def test_two_nodes_never_share_an_accelerator_and_shares_are_even(nodes):
+    for gpus in range(10):
+        names = [str(gpu) for gpu in range(gpus)]
+        shares = [Machine(1, tuple(names), nodes, node).own_accelerators for node in range(nodes)]
+        assert {len(share) for share in shares} == {gpus // nodes}
+        assert [name for share in shares for name in share] == names[: gpus // nodes * nodes]
 
 
 @pytest.mark.parametrize(("cpus", "nproc", "nodes", "threads"), [(8, 2, 1, 4), (8, 3, 2, 1), (1, 1, 9, 1)])
@@ -148,7 +146,7 @@ def test_the_variable_wins_and_ends_at_the_first_invalid_entry(variable, text, s
     assert visible_accelerators({variable: text}, str(tmp_path)) == seen
 
 
-NVIDIA = ("nvidia0", "nvidia1", "nvidia10", "nvidiactl", "nvidia-uvm", "nvidia-caps/nvidia-cap1", "null")
+NVIDIA = [f"dev/{name}" for name in ("nvidia0", "nvidia1", "nvidia10", "nvidiactl", "nvidia-caps/nvidia-cap1", "null")]
 AMD = {
     f"sys/class/kfd/kfd/topology/nodes/{node}/gpu_id": id for node, id in enumerate(("0", "0\n", "51422\n", "27134\n"))
 }
@@ -156,7 +154,7 @@ AMD = {
 
 @pytest.mark.parametrize(
     ("files", "seen"),
-    [({f"dev/{name}": "" for name in NVIDIA}, ("0", "1", "2")), (AMD, ("0", "1")), ({}, ())],
+    [(dict.fromkeys(NVIDIA, ""), ("0", "1", "2")), (AMD, ("0", "1")), ({}, ())],
     ids=["nvidia", "amd", "none"],
 )
 def test_gpus_are_counted_and_other_devices_are_not(files, seen, tmp_path):
@@ -207,5 +205,4 @@ def test_a_quota_of_any_cgroup_around_the_process_binds(own, files, cpus, tmp_pa
 def test_this_machine_is_looked_at_without_torch(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     machine = this_machine(2, 1)
-    assert machine.own_accelerators == ("5",)
-    assert machine.cpus >= 1
+    assert (machine.own_accelerators, machine.cpus >= 1) == (("5",), True)

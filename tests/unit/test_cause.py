@@ -1,10 +1,13 @@
-"""How a failure is told, and which of several was the first."""
+"""How a failure is reported, which of several was the first, and what to change after it."""
+
+from dataclasses import replace
 
 import pytest
 
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause, Failure, describe_exit, first_failure
-
-# --- exit statuses -------------------------------------------------------------------------------
+from metaflow_extensions.torchrun.plugins.torchrun.gang.launch import Launch
+from metaflow_extensions.torchrun.plugins.torchrun.gang.remedies import remedy, remedy_of_exit
+from metaflow_extensions.torchrun.plugins.torchrun.task.report import report
 
 
 @pytest.mark.parametrize(
@@ -13,10 +16,8 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause, Fail
         (1, "exited with code 1"),
         (0, "exited with code 0"),
         (-9, "was killed by SIGKILL: often the out-of-memory killer"),
-        (-11, "was killed by SIGSEGV"),
-        (-6, "was killed by SIGABRT"),
         (-7, "was killed by SIGBUS: often a full /dev/shm"),
-        (-15, "was killed by SIGTERM"),
+        (-15, "was killed by SIGTERM: "),
         (-10, "was killed by SIGUSR1"),
         (-99, "was killed by signal 99"),
     ],
@@ -41,9 +42,9 @@ INVALID_USAGE = (
     NCCL_ERROR + "invalid usage (run with NCCL_DEBUG=WARN for details), NCCL version 2.27.5\n"
     "ncclInvalidUsage: This usually reflects invalid usage of NCCL library.\nLast error:\n"
 )
+DUPLICATE_GPU = INVALID_USAGE + "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1b000"
 SAME_GPU = (
-    "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1b000",
-    "Multiple Ranks are using the same GPU/Partition. Set NCCL_MULTI_RANK_GPU_ENABLE=1 to enable this configuration.",
+    INVALID_USAGE + "Multiple Ranks are using the same GPU/Partition. Set NCCL_MULTI_RANK_GPU_ENABLE=1 to enable this."
 )
 CUDA_ERROR = (
     NCCL_ERROR + "unhandled cuda error (run with NCCL_DEBUG=INFO for details), NCCL version 2.27.5\n"
@@ -55,9 +56,7 @@ REMOTE_ERROR = (
     "possibly due to a network error or a remote process exiting prematurely.\nLast error:\n"
     "socketProgress: Connection closed by remote peer node-1<10.0.0.7:4242>"
 )
-OUT_OF_MEMORY = (
-    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.00 TiB. GPU 0 has a total capacity of 79 GiB"
-)
+OUT_OF_MEMORY = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.00 TiB. GPU 0 has 79 GiB"
 
 
 def first(*causes):
@@ -99,11 +98,12 @@ def test_a_consequence_yields_to_the_origin_that_is_seen_later(consequence):
         failed(1, None, -9, "signal"),
         failed(1, None, -11, "signal", "Connection closed by peer"),
         failed(1, None, 3, "exit", "assertion failed"),
-        failed(1, INVALID_USAGE + SAME_GPU[0]),
+        failed(1, "SystemExit: stopped", -15, "signal"),
+        failed(1, DUPLICATE_GPU),
         failed(1, CUDA_ERROR),
         failed(1, OUT_OF_MEMORY),
         Cause("lost", 1, "host-1", exception="its connection to the control node was closed"),
-        Cause("step", 1, "host-1", exception="KeyError: 'x'"),
+        Cause("step", 1, "host-1", exception="ConnectionError: Connection reset by peer"),
         Cause("timeout", 0, "host-0", exception="it ran longer than 5 s"),
         Cause("agent", 1, "host-1", exit_code=-9, exception="its torchrun agent was killed by SIGKILL"),
     ],
@@ -112,21 +112,17 @@ def test_an_origin_of_any_kind_beats_a_broken_connection(origin):
     assert first(failed(0, "RuntimeError: Connection reset by peer"), origin) is origin
 
 
-@pytest.mark.parametrize("text", SAME_GPU)
-def test_two_ranks_on_one_gpu_are_told_what_to_change(text):
-    cause = failed(1, INVALID_USAGE + text)
-    assert cause.category == "user"
-    assert cause.remedy.startswith("Each process needs a GPU of its own")
-    assert cause.remedy in cause.describe()
-    assert failed(1, CUDA_ERROR).remedy == ""
-
-
 # --- the cause itself ------------------------------------------------------------------------------
 
 
-def test_a_cause_is_the_same_again_after_being_plain_data():
+def test_a_cause_is_the_same_again_after_being_plain_data_of_a_bounded_size():
     assert Cause.from_dict({**ORIGIN.as_dict(), "colour": "red"}) == ORIGIN
-    assert ORIGIN.as_dict()["category"] == ORIGIN.category
+    assert Cause.from_dict({"kind": "lost", "node": 1, "host": "h"}) == Cause("lost", 1, "h")
+    assert ORIGIN.as_dict()["category"] == "user"
+    long = replace(ORIGIN, exception="begin" + "x" * 100_000, detail="y" * 100_000 + "end", advice="z" * 100_000)
+    data = long.as_dict()
+    assert [len(data[name]) for name in ("exception", "detail", "advice")] == [8192] * 3
+    assert (data["exception"][:5], data["detail"][-3:]) == ("begin", "end")
 
 
 @pytest.mark.parametrize(
@@ -138,24 +134,99 @@ def test_a_cause_is_the_same_again_after_being_plain_data():
             "  | Traceback:\n  |   in main\n  | ValueError",
         ),
         (
-            Cause("exit", 2, "host-2", 5, 1, 3, None, "last words"),
-            "Rank 5 on node 2 (host host-2) exited with code 3.\nLast lines of its stderr:\n  | last words",
+            Cause("exit", 2, "host-2", 5, 1, 3, None, "last words", "Do this."),
+            "Rank 5 on node 2 (host host-2) exited with code 3.\nDo this.\nLast lines of its stderr:\n  | last words",
         ),
-        (
-            Cause("lost", 2, "host-2", exception="its task was killed by SIGKILL"),
-            "Node 2 (host host-2) failed: its task was killed by SIGKILL.",
-        ),
-        (
-            Cause("signal", 0, "h", 0, 0, -10, "ValueError: handled long ago"),
-            "Rank 0 on node 0 (host h) was killed by SIGUSR1.",
-        ),
+        (Cause("lost", 2, "h", exception="its task was killed."), "Node 2 (host h) failed: its task was killed."),
+        (Cause("signal", 0, "h", 0, 0, -10, "KeyError: long ago"), "Rank 0 on node 0 (host h) was killed by SIGUSR1."),
         (
             Cause("oom", 1, "host-1", 3, 1, -9, "out of memory: the kernel sent SIGKILL", "loading\n"),
             "Rank 3 on node 1 (host host-1) ran out of memory: the kernel sent SIGKILL.\n"
             "Last lines of its stderr:\n  | loading",
         ),
+        (Cause("terminated", 1, "h", exception="it got SIGTERM"), "Node 1 (host h) was preempted: it got SIGTERM."),
+        (Cause("hang", 0, "h", exception="no rank wrote"), "The launch hangs: no rank wrote."),
+        (Cause("frozen", 1, "h", 3, exception="is stopped"), "Rank 3 on node 1 (host h) is stopped."),
+        (Cause("frozen", 1, "h", exception="it is stopped"), "Node 1 (host h) failed: it is stopped."),
     ],
     ids=lambda given: given.kind if isinstance(given, Cause) else "",
 )
 def test_a_report_says_who_what_and_why_once(cause, report):
     assert cause.describe() == report
+
+
+# --- what to change; the texts are torch's, CUDA's and NCCL's own -----------------------------------
+
+NO_MPI = (
+    "RuntimeError: Distributed package doesn't have MPI built in. MPI is only included if you build PyTorch from "
+    "source on a host that has MPI installed."
+)
+NO_GROUP = "Default process group has not been initialized, please make sure to call init_process_group."
+
+
+@pytest.mark.parametrize(
+    ("exception", "words"),
+    [
+        (NO_MPI, '"gloo" on CPUs or "nccl" on GPUs'),
+        ("RuntimeError: Distributed package doesn't have NCCL built in", "built without CUDA"),
+        ("AssertionError: Torch not compiled with CUDA enabled", "built without CUDA"),
+        ("AssertionError: Torch not compiled with XPU enabled", "another build"),
+        ("RuntimeError: Distributed package doesn't have XCCL built in", "another build"),
+        ("AssertionError: Unknown backend type glo", "registered by a package"),
+        ("AssertionError: Unknown c10d backend type UCC", "registered by a package"),
+        ("ValueError: ProcessGroupNCCL is only supported with GPUs, no GPUs found!", "Request GPUs"),
+        ("RuntimeError: Found no NVIDIA driver on your system. Please check that", "CUDA_VISIBLE_DEVICES"),
+        ("RuntimeError: No CUDA GPUs are available", "CUDA_VISIBLE_DEVICES"),
+        ("RuntimeError: CUDA error: invalid device ordinal\nCUDA kernel errors might be", "LOCAL_RANK"),
+        (DUPLICATE_GPU, "a GPU of its own"),
+        (SAME_GPU, "a GPU of its own"),
+        (f"ValueError: {NO_GROUP}", 'process_group="auto"'),
+        (f"RuntimeError: {NO_GROUP}", 'process_group="auto"'),  # torch 2.0
+        ("ValueError: trying to initialize the default process group twice!", "leave out process_group"),
+        (CUDA_ERROR, ""),
+        ("KeyError", ""),
+    ],
+)
+def test_what_to_change_after_an_exception(exception, words):
+    found = remedy(exception)
+    assert words in found
+    assert bool(found) is bool(words)
+    assert failed(1, exception).remedy == found
+
+
+def no_mpi(kind="exception"):
+    return Cause(kind, 1, "b", 3, 1, 1, NO_MPI, f"Traceback (most recent call last):\n{NO_MPI}")
+
+
+def test_only_what_a_worker_says_itself_has_a_remedy_after_what_has_happened():
+    """The step's own code may have handed on what it was told, and the end of stderr is no cause."""
+    lines = no_mpi().describe().splitlines()
+    assert lines[:3] == [f"Rank 3 on node 1 (host b) failed with {NO_MPI}", "It exited with code 1.", remedy(NO_MPI)]
+    assert no_mpi("step").remedy == ""
+    assert Cause("exit", 1, "b", 3, 1, 1, None, NO_MPI).remedy == ""
+
+
+@pytest.mark.parametrize("live", [True, False])
+@pytest.mark.parametrize("of_function", [True, False])
+def test_it_is_shown_once_also_with_the_exception_of_a_function(live, of_function):
+    error = verdict = Launch(0).error(no_mpi(), [])
+    if of_function:
+        error = RuntimeError(NO_MPI)
+        error.__cause__ = verdict
+    text = report(error, 1, shared=True, known=True, stands_above=lambda _: live)
+    assert text.count(remedy(NO_MPI)) == 1
+
+
+@pytest.mark.parametrize(
+    ("code", "bools", "words"),
+    [
+        (2, [("amp", True)], "two words, --amp true. Write {'amp': None} for"),
+        (2, [("-v", False), ("it's *🙂", True)], "two words, --it's *🙂 true. Write {\"it's *🙂\": None} for"),
+        (2, [("-v", False)], "two words, -v false. Write {'-v': None} for"),
+        (1, [("amp", True)], None),
+        (None, [("amp", True)], None),
+        (2, [], None),
+    ],
+)
+def test_what_to_change_where_a_script_refuses_the_word_true(code, bools, words):
+    assert words in remedy_of_exit(code, bools) if words else remedy_of_exit(code, bools) == ""

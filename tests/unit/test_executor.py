@@ -54,19 +54,18 @@ def test_what_needs_a_name_is_said_with_the_value_that_was_given(launch_of):
 
 
 def test_positional_arguments_may_stand_in_the_order_of_0_2(launch_of):
-    def spec_of(**given):
-        return launch_of(**given)[0]
+    def spec_of(*positional, **named):
+        return launch_of(positional=positional, **named)[0]
 
     options, args = {"max_restarts": 3, "tee": "3"}, {"epochs": 1}
-    today = spec_of(positional=("train.py", args), torchrun_args=options, nproc_per_node=2)
-    assert spec_of(positional=(options, "train.py", args, 2)) == today
-    assert spec_of(positional=(options, "train.py", args, 2, True, "out", None)) == today
-    assert spec_of(positional=(options, "train.py"), entrypoint_args=args, nproc_per_node=2) == today
-    assert spec_of(positional=([], "train.py", args)) == spec_of(positional=("train.py", args))
-    assert spec_of(positional=(None, "train.py", args)) == spec_of(positional=("train.py", args))
+    today = spec_of("train.py", args, torchrun_args=options, nproc_per_node=2)
+    assert spec_of(options, "train.py", args, 2) == today
+    assert spec_of(options, "train.py", args, 2, True, "out", None) == today
+    assert spec_of(options, "train.py", entrypoint_args=args, nproc_per_node=2) == today
+    assert spec_of(options, entrypoint="train.py", entrypoint_args=args, nproc_per_node=2) == today
+    assert spec_of([], "train.py", args) == spec_of(None, "train.py", args) == spec_of("train.py", args)
     with pytest.raises(TypeError, match="entrypoint"):
-        spec_of(positional=(options, "train.py"), entrypoint="other.py")
-    assert spec_of(positional=(["--max-restarts=3"],), entrypoint="train.py").max_restarts == 3
+        spec_of(options, "train.py", entrypoint="other.py")
 
 
 @pytest.mark.parametrize("positional", [(), ({"lr": 1},), (["--lr", "1"],), (None,)])
@@ -78,9 +77,14 @@ def test_a_list_alone_or_before_arguments_is_a_command(positional, launch_of):
 
 
 def test_a_command_has_no_spare_workers_and_a_line_says_so(launch_of):
-    said = launch_of(positional=(["sh", "x"],), warm="workers", warm_node=Mock())[2]
-    assert [line for line in said if "the workers start cold" in line]
-    assert not [line for line in launch_of(positional=(["sh", "x"],))[2] if "the workers start cold" in line]
+    command, node = (["sh", "x"],), Mock()
+    for positional, warm, warm_node in (
+        (command, "workers", node),
+        (command, "agent", node),
+        (command, "workers", None),
+    ):
+        said = launch_of(positional=positional, warm=warm, warm_node=warm_node)[2]
+        assert any("the workers start cold" in line for line in said) is (warm == "workers" and warm_node is node)
 
 
 @pytest.mark.parametrize("rank", [0, None])

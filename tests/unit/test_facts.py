@@ -1,15 +1,14 @@
-"""What a node says of itself, found without importing torch, and what becomes of a contradiction."""
+"""What a node reports of itself before a launch, found without importing torch."""
 
 import platform
 import sys
 from dataclasses import replace
 
 import pytest
+from test_state import FACTS
 from unit_helpers import write
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import TorchNotFoundError
-from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Join, Ready
-from metaflow_extensions.torchrun.plugins.torchrun.gang.state import Gang
 from metaflow_extensions.torchrun.plugins.torchrun.launch.facts import (
     contents_digest,
     device_kind,
@@ -21,12 +20,14 @@ from metaflow_extensions.torchrun.plugins.torchrun.launch.facts import (
 from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec
 from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import Machine
 
-MACHINE = Machine(4)
+SPEC = LaunchSpec("train.py", (), False, 2, 2, 0, sys.executable)
 NO_PYTHON = (("no-python", None),)
+TWO = ("0", "1")
 
 
-def spec(entrypoint="train.py", module=False, options=(), source=None):
-    return LaunchSpec(str(entrypoint), (), module, 2, 2, 0, sys.executable, options=options, source=source)
+def hiding(value):
+    """Return a launch whose `run(env=...)` sets CUDA_VISIBLE_DEVICES."""
+    return replace(SPEC, env=(("CUDA_VISIBLE_DEVICES", value),))
 
 
 @pytest.fixture
@@ -49,17 +50,14 @@ def site(tmp_path, monkeypatch):
 CPU = "__version__ = '2.13.0+cpu'\ncuda: Optional[str] = None\nhip: Optional[str] = None\n"
 CUDA = "__version__ = '2.5.1+cu124'\ncuda: Optional[str] = '12.4'\nhip: Optional[str] = None\n"
 ROCM = "__version__ = '2.6.0+rocm6.2'\ncuda: Optional[str] = None\nhip: Optional[str] = '6.2.4'\n"
+NCCLS = {"nvidia_nccl_cu12": "2.21.5", "nvidia_nccl_cu13": "2.28.0"}
 
 
 @pytest.mark.parametrize(
     ("version_file", "packages", "expected"),
     [
         (CPU, {"torch": "2.13.0+cpu"}, ("2.13.0+cpu", "none", "none")),
-        (
-            CUDA,
-            {"torch": "2.5.1", "nvidia_nccl_cu12": "2.21.5", "nvidia_nccl_cu13": "2.28.0"},
-            ("2.5.1", "12.4", "2.21.5"),
-        ),
+        (CUDA, {"torch": "2.5.1", **NCCLS}, ("2.5.1", "12.4", "2.21.5")),
         (CUDA, {}, ("2.5.1+cu124", "12.4", "none")),
         (ROCM, {"torch": "2.6.0"}, ("2.6.0", "ROCm 6.2.4", "none")),
         (None, {}, ("unknown", "none", "none")),
@@ -68,110 +66,92 @@ ROCM = "__version__ = '2.6.0+rocm6.2'\ncuda: Optional[str] = None\nhip: Optional
 )
 def test_versions_are_read_not_imported(version_file, packages, expected, site, tmp_path):
     site(version_file, **packages)
-    script = spec(write(tmp_path / "train.py", "pass"))
+    script = replace(SPEC, entrypoint=str(write(tmp_path / "train.py", "pass")))
     found = node_facts(script, Machine(4, ("0",)))
     assert (found["torch"], found["cuda"], found["nccl"]) == expected
     assert found["python"] == ".".join(platform.python_version_tuple()[:2])
     assert (found["devices"], found["contents"]) == (device_kind(("0",)), contents_digest(script))
     assert "torch" not in sys.modules
+    assert found.keys() == {*FACTS, "accelerators"}, "all are compared"
 
 
 def test_a_node_without_torch_says_so_and_what_to_do(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     with pytest.raises(TorchNotFoundError, match=r"PyTorch is not installed for .*pip install torch"):
-        node_facts(spec(), MACHINE)
-
-
-# --- devices and contents -------------------------------------------------------------------------
+        node_facts(SPEC, Machine(4))
 
 
 @pytest.mark.parametrize(
     ("files", "accelerators", "kind"),
     [
-        (["dev/nvidia0", "dev/nvidiactl"], ("0",), "nvidia"),
-        (["dev/nvidia0"], (), "none"),  # CUDA_VISIBLE_DEVICES hides them
-        (["dev/nvidiactl", "dev/nvidia-uvm"], ("0",), "unknown"),
-        (["dev/kfd"], ("0", "1"), "amd"),
+        (["nvidia0", "nvidiactl"], ("0",), "nvidia"),
+        (["nvidia0"], (), "none"),  # CUDA_VISIBLE_DEVICES hides them
+        (["nvidiactl", "nvidia-uvm"], ("0",), "unknown"),
+        (["kfd"], TWO, "amd"),
     ],
 )
 def test_the_kind_of_devices(files, accelerators, kind, tmp_path):
     for name in files:
-        write(tmp_path / name, "")
+        write(tmp_path / "dev" / name, "")
     assert device_kind(accelerators, str(tmp_path)) == kind
 
 
 def test_two_files_of_one_name_are_told_apart_by_all_their_contents(tmp_path):
     texts = ("print(1)", "print(1)", "#" * 3_000_000 + "1", "#" * 3_000_000 + "2")
-    scripts = [write(tmp_path / str(number) / "train.py", text) for number, text in enumerate(texts)]
-    digests = [contents_digest(spec(script)) for script in scripts]
-    assert digests[0] == digests[1] == contents_digest(spec("python", options=NO_PYTHON, source=str(scripts[0])))
+    scripts = [str(write(tmp_path / str(number) / "train.py", text)) for number, text in enumerate(texts)]
+    digests = [contents_digest(replace(SPEC, entrypoint=script)) for script in scripts]
+    command = replace(SPEC, entrypoint="python", options=NO_PYTHON, source=scripts[0])
+    assert digests[0] == digests[1] == contents_digest(command)
     assert len(set(digests)) == 3
     assert {len(digest) for digest in digests} == {16}
     for how in ({"module": True}, {"options": NO_PYTHON}):
-        assert contents_digest(spec(scripts[0], **how)) == "none", "there is no file to read"
-    assert contents_digest(spec(tmp_path)) == "unknown"
+        assert contents_digest(replace(SPEC, entrypoint=scripts[0], **how)) == "none", "there is no file to read"
+    assert contents_digest(replace(SPEC, entrypoint=str(tmp_path))) == "unknown"
 
 
 @pytest.mark.parametrize(
-    ("machine", "variables", "task", "devices", "seen"),
+    ("machine", "spec", "task", "devices", "seen"),
     [
-        (Machine(4, ("0", "1")), {}, {}, "unknown", "2 unknown"),
-        (Machine(4), {}, {}, "none", "none"),
+        (Machine(4, TWO), SPEC, {}, "unknown", "2 unknown"),
+        (Machine(4), SPEC, {}, "none", "none"),
         # The step's code, or the image, hides them.
-        (Machine(4, ("0", "1")), {}, {"CUDA_VISIBLE_DEVICES": ""}, "none", "none"),
-        (Machine(4, ("0", "1")), {}, {"CUDA_VISIBLE_DEVICES": "1"}, "unknown", "1 unknown"),
-        (Machine(4, ("0", "1")), {}, {"HIP_VISIBLE_DEVICES": "-1"}, "none", "none"),
+        (Machine(4, TWO), SPEC, {"CUDA_VISIBLE_DEVICES": ""}, "none", "none"),
+        (Machine(4, TWO), SPEC, {"CUDA_VISIBLE_DEVICES": "1"}, "unknown", "1 unknown"),
+        (Machine(4, TWO), SPEC, {"HIP_VISIBLE_DEVICES": "-1"}, "none", "none"),
         # Nodes of one machine: each has its share.
-        (Machine(4, ("0", "1"), 2, 1), {}, {"CUDA_VISIBLE_DEVICES": "0,1"}, "unknown", "1 unknown"),
-        (Machine(4, ("0",), 2, 1), {}, {}, "none", "none"),
+        (Machine(4, TWO, 2, 1), SPEC, {"CUDA_VISIBLE_DEVICES": "0,1"}, "unknown", "1 unknown"),
+        (Machine(4, ("0",), 2, 1), SPEC, {}, "none", "none"),
         # What `run(env=...)` hides, it hides on purpose.
-        (Machine(4, ("0", "1")), {"CUDA_VISIBLE_DEVICES": ""}, {}, "unknown", "none"),
-        (Machine(4, ("0",), 2, 1), {"CUDA_VISIBLE_DEVICES": "0"}, {}, "none", "1 unknown"),
+        (Machine(4, TWO), hiding(""), {}, "unknown", "none"),
+        (Machine(4, ("0",), 2, 1), hiding("0"), {}, "none", "1 unknown"),
     ],
 )
-def test_accelerators_are_those_that_the_workers_see(machine, variables, task, devices, seen, site, monkeypatch):
+def test_accelerators_are_those_that_the_workers_see(machine, spec, task, devices, seen, site, monkeypatch):
     site(CPU)
     for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
         monkeypatch.delenv(name, raising=False)
     for name, value in task.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(device_kind, "__defaults__", ("/nowhere",))
-    found = node_facts(replace(spec(), env=tuple(variables.items())), machine)
+    found = node_facts(spec, machine)
     assert (found["devices"], found["accelerators"]) == (devices, seen)
 
 
-def test_a_machine_with_fewer_accelerators_than_nodes_is_warned_of():
-    assert "1 accelerator can't be shared" in too_few_warning(spec(), Machine(4, ("0",), 2, 0))
-    shown = replace(spec(), env=(("CUDA_VISIBLE_DEVICES", "0"),))
-    for said, machine in ((spec(), Machine(4)), (spec(), Machine(4, ("0", "1"), 2)), (shown, Machine(4, ("0",), 2))):
-        assert too_few_warning(said, machine) is None
-
-
-# --- contradictions -------------------------------------------------------------------------------
-
-NAMES = {
-    "torch": "torch version",
-    "python": "Python version",
-    "cuda": "CUDA version that torch was built for",
-    "nccl": "NCCL version",
-    "devices": "kind of accelerators",
-    "contents": "contents of the entrypoint",
-}
-
-
-@pytest.mark.parametrize("fact", NAMES)
-def test_every_fact_is_compared(fact, site):
-    site(CUDA, torch="2.5.1")
-    own = node_facts(spec(), MACHINE)
-    assert own.keys() == {*NAMES, "accelerators"}
-    gang = Gang(2, lambda pinned: 40001)
-    for node in range(2):
-        gang.handle(node, Join(node, f"host-{node}"))
-    assert gang.handle(0, Ready(0, 2, "abc", own)) == []
-    seen = {"accelerators": "1 other"} if fact == "devices" else {}
-    sent = gang.handle(1, Ready(0, 2, "abc", {**own, **seen, fact: "other"}))
-    said = f"The nodes differ in the {NAMES[fact]} (node 0: {own[fact]}, node 1: other)"
-    assert [(node, said in verdict.error.message) for node, verdict in sent] == [(0, True), (1, True)]
+@pytest.mark.parametrize(
+    ("spec", "machine", "is_warned"),
+    [
+        (SPEC, Machine(4, ("0",), 2, 0), True),
+        (SPEC, Machine(4), False),
+        (SPEC, Machine(4, nodes_here=2), False),
+        (SPEC, Machine(4, TWO, 2), False),
+        (hiding("0"), Machine(4, ("0",), 2), False),
+        (hiding(""), Machine(4, ("0",), 2), False),
+    ],
+)
+def test_a_machine_with_fewer_accelerators_than_nodes_is_warned_of(spec, machine, is_warned):
+    warning = too_few_warning(spec, machine)
+    assert (warning is not None) is is_warned
+    assert not is_warned or "1 accelerator can't be shared out among 2 nodes" in warning
 
 
 # --- /dev/shm -------------------------------------------------------------------------------------
@@ -195,11 +175,9 @@ MIB = 1024 * 1024
 def test_too_little_shared_memory_is_told_with_what_to_write(size, nproc, accelerators, place, remedy):
     environ = {} if place is None else {"METAFLOW_RUNTIME_ENVIRONMENT": place}
     warning = shm_warning(size, nproc, accelerators, environ)
-    if remedy is None:
-        assert warning is None
-    else:
-        assert warning.startswith(f"warning: /dev/shm has {size // MIB} MiB. ")
-        assert remedy in warning
+    assert (warning is None) is (remedy is None)
+    assert not warning or warning.startswith(f"warning: /dev/shm has {size // MIB} MiB. ")
+    assert not warning or remedy in warning
 
 
 def test_a_machine_without_shared_memory_is_no_error(tmp_path):

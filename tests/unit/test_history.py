@@ -1,6 +1,4 @@
-"""What the control node takes down of a gang's life."""
-
-from __future__ import annotations
+"""What the control node records of a gang's life."""
 
 import re
 from pathlib import Path
@@ -27,40 +25,30 @@ def test_a_record_has_seconds_since_the_begin_and_the_time_of_day():
     (record,) = history.records
     assert record == Record("exited", 1.0, 1001.0, 1, 0, 2, 5, -9, "killed by SIGKILL")
     assert Record.from_dict({**record.as_dict(), "of a later version": 1}) == record
-
-
-def test_of_a_long_life_the_begin_and_the_end_are_kept():
-    records = made(10_003).records
-    assert [record.node for record in records[:4000]] == list(range(4000))
-    assert (records[4000].kind, records[4000].text) == ("omitted", "3 records are left out here")
-    assert [record.node for record in records[4001:]] == list(range(4003, 10_003))
-    assert all(record.kind == "output" for record in made(10_000).records)
+    assert Record.from_dict({"kind": "go", "at_s": 1.0, "time": 2.0}) == Record("go", 1.0, 2.0)  # of an earlier one
 
 
 @pytest.mark.parametrize("count", [0, 5, 4000, 4001, 10_000, 10_003, 25_000])
-def test_what_was_noted_since_a_mark_is_the_end_of_all(count):
+def test_what_was_noted_since_a_mark_is_there_but_for_the_middle_of_a_long_life(count):
     history = made(count)
     numbers = [*range(min(count, 4000)), *range(max(4000, count - 6000), count)]
+    assert history.records == history.since(0)
     for mark in (0, 3, 3999, 4000, 4001, 5000, 15_000, 18_999, 19_000, 19_001, 24_999, count - 1, count):
         found = history.since(mark)
-        assert [record.node for record in found if record.kind == "output"] == [
-            each for each in numbers if each >= mark
-        ]
-        missing = count - max(mark, 0) - len([each for each in numbers if each >= mark])
-        texts = [record.text for record in found if record.kind == "omitted"]
-        assert texts == ([f"{missing} records are left out here"] if missing > 0 else [])
+        kept = [each for each in numbers if each >= mark]
+        missing = count - max(mark, 0) - len(kept)
+        assert [record.node for record in found if record.kind == "output"] == kept
+        left_out = {index: record.text for index, record in enumerate(found) if record.kind == "omitted"}
+        assert left_out == ({max(0, 4000 - mark): f"{missing} records are left out here"} if missing > 0 else {})
 
 
-def test_other_nodes_are_told_what_concerns_the_gang():
+def test_other_nodes_get_what_concerns_the_gang_of_very_many_the_first_and_the_last():
     history = made(2)
-    history.note("cause", node=1)
-    assert [record.kind for record in of_the_gang(history.records)] == ["cause"]
-
-
-def test_the_page_lists_every_kind_and_every_field():
-    rows = re.findall(r"^\| `(\w+)` \|", PAGE.split("## In the datastore")[0], re.MULTILINE)
-    of_features = {"straggler", "recovered"}
-    assert set(rows) == {*get_args(Kind), *of_features, *Record.__dataclass_fields__}
+    for node in range(301):
+        history.note("cause", node=node)
+    found = of_the_gang(history.records)
+    assert [record.node for record in found] == [*range(100), None, *range(101, 301)]
+    assert found[100].text == "1 records are left out here"
 
 
 def test_a_report_is_kept_once_and_cut_where_it_is_too_long():
@@ -71,15 +59,14 @@ def test_a_report_is_kept_once_and_cut_where_it_is_too_long():
     first, last = history.reports
     assert first == Report(1.0, 0, 0, None, "Rank 1 failed", {"kind": "exit"})
     assert last.text == "x" * 131_072 + "\n… 68928 characters are left out here"
-
-
-def test_of_many_reports_the_last_are_kept():
-    history = made()
-    for number in range(30):
+    for number in range(30):  # of many the last
         history.report(None, f"failure {number}", None, 0, number)
     assert [report.generation for report in history.reports] == list(range(10, 30))
 
 
-def test_the_page_lists_every_field_of_a_report():
+def test_the_page_lists_every_kind_and_every_field():
+    rows = re.findall(r"^\| `(\w+)` \|", PAGE.split("## In the datastore")[0], re.MULTILINE)
+    of_features = {"straggler", "recovered"}
+    assert set(rows) == {*get_args(Kind), *of_features, *Record.__dataclass_fields__}
     rows = re.findall(r"^\| (`.*`) \|", PAGE.split("| field of a report |")[1].split("\n## ")[0], re.MULTILINE)
     assert set(re.findall(r"`(\w+)`", " ".join(rows))) == set(Report.__dataclass_fields__)

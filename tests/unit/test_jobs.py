@@ -39,16 +39,25 @@ def job(datastore):
     return Job(datastore, "train", ["flow.py", "kubernetes", "step", "train", *WHERE])
 
 
-def state(kind=None, **facts):
-    found = dict.fromkeys(("terminated", "waiting", "running"))
-    return SimpleNamespace(**{**found, **({kind: SimpleNamespace(**facts)} if kind else {})})
+def pod(node, name, ended=None, waits=None, before=None, reason=None, message=None, disruption=None):
+    """Return a pod; `ended` and `before` are the end of its container, and of the one before it, as reason and code."""
 
+    def state(end=None, waits=None):
+        terminated = end and SimpleNamespace(reason=end[0], exit_code=end[1])
+        waiting = waits and SimpleNamespace(reason=waits)
+        return SimpleNamespace(terminated=terminated, waiting=waiting, running=None)
 
-def pod(node, name, *states, reason=None, message=None, conditions=()):
     labels = {"jobset.sigs.k8s.io/replicatedjob-name": "control" if node == 0 else "worker"}
     labels["jobset.sigs.k8s.io/job-index"] = str(max(0, node - 1))
-    containers = [SimpleNamespace(state=each, last_state=state()) for each in states]
-    status = SimpleNamespace(reason=reason, message=message, conditions=list(conditions), container_statuses=containers)
+    container = SimpleNamespace(state=state(ended, waits), last_state=state(before))
+    conditions = [SimpleNamespace(type="PodScheduled", reason="Scheduled", message=None)]
+    if disruption:
+        conditions = [
+            *conditions,
+            SimpleNamespace(type="DisruptionTarget", reason=disruption[0], message=disruption[1]),
+        ]
+    containers = [container] if ended or waits or before else []
+    status = SimpleNamespace(reason=reason, message=message, conditions=conditions, container_statuses=containers)
     return SimpleNamespace(metadata=SimpleNamespace(name=name, labels=labels), status=status)
 
 
@@ -90,88 +99,69 @@ def failing(jobs, cls=kubernetes.Kubernetes, name="_job"):
     return info.value
 
 
-ERROR, OOM = {"reason": "Error", "exit_code": 1}, {"reason": "OOMKilled", "exit_code": 137}
+ERROR, OOM, KILLED = ("Error", 1), ("OOMKilled", 137), ("Error", 137)
 
 
 def test_a_control_node_without_memory_is_named_and_its_record_gets_that_end(job, registry):
-    pods = Pods(pod(0, "c-1", state("terminated", **OOM)), pod(1, "w-1", state("terminated", **ERROR)))
-    said = job.tell(failing(pods))
+    said = job.tell(failing(Pods(pod(0, "c-1", OOM), pod(1, "w-1", ERROR))))
     stored = registry.load_snapshot()
     assert said == f"[torchrun] {stored.error}\n"
-    assert "control node's pod c-1" in said
-    assert "OOMKilled (exit code 137)" in said
+    assert all(words in said for words in ("control node's pod c-1", "OOMKilled (exit code 137)"))
     assert stored.summary.outcome == "failed"
 
 
 def test_another_node_without_memory_is_named_and_what_the_control_node_has_told_stays(job, registry):
     registry.save_snapshot(replace(KNOWN, events=(*KNOWN.events, LEFT)), 1.0)
-    pods = Pods(pod(0, "c-1", state("terminated", **ERROR)), pod(1, "w-1", state("terminated", **OOM)))
-    said = job.tell(failing(pods))
+    said = job.tell(failing(Pods(pod(0, "c-1", ERROR), pod(1, "w-1", OOM))))
     assert said.endswith("node 1's pod w-1: OOMKilled (exit code 137)\n")
     stored = registry.load_snapshot()
     assert stored.events[-2] == LEFT
     last = stored.events[-1]
     assert (last.kind, f"[torchrun] {last.text}\n") == ("told", said)
     assert [row[2] for row in timeline([last])] == [last.text]
-    assert job.tell(failing(Pods(pod(0, "c-1", state("terminated", **ERROR))))) == "", "that is the program's own end"
+    assert job.tell(failing(Pods(pod(0, "c-1", ERROR)))) == "", "that is the program's own end"
+
+
+STARTS, VANISHED = "did not start", "it was deleted, evicted or killed, or its memory ran out"
 
 
 @pytest.mark.parametrize(
-    ("pods", "told"),
+    ("pods", "joined", "not_joined"),
     [
+        ([pod(0, "c-2", before=ERROR)], "deleted or evicted, and pod c-2 came in", "deleted or evicted, and pod c-2"),
+        ([], VANISHED, VANISHED),
         (
-            [pod(0, "c-2", state("running"))],
-            "pod c-1 ended unexpectedly: it was deleted or evicted, and pod c-2 came in",
+            [pod(0, "c-1", KILLED)],
+            "unexpectedly: exit code 137",
+            "failed before it had joined its gang (exit code 137)",
         ),
-        ([], "pod c-1 ended unexpectedly: it was deleted, evicted or killed, or its memory ran out"),
-        (
-            [pod(0, "c-1", state("terminated", reason="Error", exit_code=137))],
-            "c-1 ended unexpectedly: exit code 137",
-        ),
-        ([pod(0, "c-1", reason="Evicted", message="no disk")], "pod c-1 ended unexpectedly: Evicted: no disk."),
-        (
-            [pod(0, "c-1", conditions=[SimpleNamespace(type="DisruptionTarget", reason="Preempted", message="by x")])],
-            "pod c-1 ended unexpectedly: Preempted: by x.",
-        ),
-        ([pod(0, "c-1", state("waiting", reason="ErrImagePull"))], "ended unexpectedly: it waits: ErrImagePull."),
+        ([pod(0, "c-1", ERROR)], "unexpectedly: exit code 1", "failed before it had joined its gang (exit code 1)"),
+        ([pod(0, "c-1", reason="Evicted", message="no disk")], "Evicted: no disk.", "unexpectedly: Evicted: no disk."),
+        ([pod(0, "c-1", disruption=("Preempted", "by x"))], "unexpectedly: Preempted: by x.", "Preempted: by x."),
+        ([pod(0, "c-1", waits="ErrImagePull")], "unexpectedly: it waits: ErrImagePull.", f"{STARTS}: it waits: ErrIm"),
+        ([pod(0, "c-1", waits="PodInitializing")], VANISHED, f"{STARTS}: the backend has nothing of it"),
+        ([pod(0, "c-1", waits="CrashLoopBackOff", before=OOM)], "OOMKilled (exit code 137)", "unexpectedly: it waits"),
     ],
 )
-def test_what_the_cluster_knows_of_a_control_node_that_is_gone(job, registry, pods, told):
-    job.tell(failing(Pods(*pods)))
-    assert told in registry.load_snapshot().error
-
-
-@pytest.mark.parametrize(
-    ("pods", "told"),
-    [
-        (
-            [pod(0, "c-1", state("terminated", **ERROR))],
-            "The control node's pod c-1 failed before it had joined its gang (exit code 1). Its log says why.",
-        ),
-        (
-            [pod(0, "c-1", state("waiting", reason="ImagePullBackOff"))],
-            "The control node's pod c-1 did not start: it waits: ImagePullBackOff.",
-        ),
-        (
-            [],
-            "The control node's pod c-1 ended unexpectedly: it was deleted, evicted or killed, or its memory ran out.",
-        ),
-    ],
-)
-def test_a_control_node_that_has_not_joined_is_not_told_to_have_ended_as_one_that_has(job, datastore, pods, told):
+def test_what_the_cluster_knows_of_a_control_node_that_is_gone(job, datastore, pods, joined, not_joined):
     registry = Registry(datastore, "7", "train", "3", 1)
     job.tell(failing(Pods(*pods)))
     stored = registry.load_snapshot()
-    assert stored.error.partition("\n")[0] == told
-    assert stored.reports[-1].error == ("GangError" if pods else "TorchrunPreempted")
+    assert not_joined in stored.error.partition("\n")[0]
+    is_own_fault = STARTS in not_joined or "failed before" in not_joined
+    assert stored.reports[-1].error == ("GangError" if is_own_fault else "TorchrunPreempted")
+    registry.save_snapshot(KNOWN, 1.0)
+    job.tell(failing(Pods(*pods)))
+    error = registry.load_snapshot().error
+    assert joined in error
+    assert "The control node's pod c-1 ended" in error
 
 
 def test_the_error_that_a_control_node_has_left_before_its_gang_had_a_record_is_told(job, datastore):
     registry = Registry(datastore, "7", "train", "3", 1)
     error = GangError("The control node can't listen on channel port 4 🙂.")
     registry.publish(AddressRecord((), 0, "", closed=True, error=error))
-    said = job.tell(failing(Pods(pod(0, "c-1", state("terminated", **ERROR)))))
-    assert said == f"[torchrun] {error.message}\n"
+    assert job.tell(failing(Pods(pod(0, "c-1", ERROR)))) == f"[torchrun] {error.message}\n"
     stored = registry.load_snapshot()
     assert (stored.error, stored.reports[-1].error) == (error.message, "GangError")
 
@@ -195,27 +185,25 @@ class Queue:
         return {"jobs": [self.described[name] for name in jobs]}
 
 
+def ended_with(code, **more):
+    return {"status": "FAILED", "container": {"exitCode": code, **more}}
+
+
 def test_batch_says_why_containers_ended_whatever_their_number(job, registry):
-    memory = {"reason": "OutOfMemoryError: Container killed due to memory usage", "exitCode": 137}
+    """One that has ended by itself is not named: the gang has told how."""
     spot = {"status": "FAILED", "statusReason": "Host EC2 (instance i-0) terminated."}
-    others = [{"status": "FAILED", "container": {"exitCode": 1}}] * 150
-    queue = Queue(spot, *others, {"status": "FAILED", "container": memory})
-    said = job.tell(failing(queue, batch.Batch, "job"))
-    first, second = said.splitlines()
+    memory = ended_with(137, reason="OutOfMemoryError: Container killed due to memory usage")
+    queue = Queue(spot, *[ended_with(1)] * 150, memory, ended_with(137), {"status": "SUCCEEDED"})
+    first, *others = job.tell(failing(queue, batch.Batch, "job")).splitlines()
     assert "control node's container" in first
     assert first.endswith(spot["statusReason"])
-    assert second.endswith(f"node 151's container: {memory['reason']} (exit code 137)")
+    assert [line.partition("node ")[2] for line in others] == [
+        "151's container: OutOfMemoryError: Container killed due to memory usage (exit code 137)",
+        "152's container: it was killed by SIGKILL (exit code 137)",
+    ]
     stored = registry.load_snapshot()
     assert f"[torchrun] {stored.error}".startswith(first)
     assert "node 151" in stored.reports[-1].text
-
-
-def test_a_container_that_was_killed_is_told_of_though_batch_gives_no_reason(job):
-    """One that has ended by itself is not: the gang has told how."""
-    queue = Queue(*({"status": "FAILED", "container": {"exitCode": code}} for code in (1, 1, 137)))
-    said = job.tell(failing(queue, batch.Batch, "job"))
-    assert "node 1" not in said
-    assert "node 2's container: it was killed by SIGKILL" in said
 
 
 @pytest.mark.parametrize("missing", ["_client", "_name", "_namespace", "_pod_name"])

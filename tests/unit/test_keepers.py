@@ -7,9 +7,11 @@ import pytest
 from metaflow_extensions.torchrun.plugins.torchrun.gang.keepers import Happened, Keeper, Keepers, Remarks, Where
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Told
 
+SEEN = Happened("seen", 1, "in a record", 3, exit_code=0, seconds=0.5)
+
 
 class Notebook(Keeper):
-    """Keeps all that it is told, and fails where the test says so."""
+    """Keeps all that it gets, has a remark each second, and fails where the test says so."""
 
     def __init__(self, fails=""):
         self.kept, self.fails = [], fails
@@ -24,13 +26,19 @@ class Notebook(Keeper):
 
     def handle(self, node, told, at_s):
         self._note("handle", node, told.data, at_s)
+        return Remarks(answer=told.data) if "id" in told.data else None
+
+    def request(self, data, at_s):
+        return Remarks(ask=data)
 
     def ended(self, node, ok):
         self._note("ended", node, ok)
+        return Remarks() if ok else Remarks(("a node has failed",))
 
     def tick(self, at_s, where):
         self._note("tick", at_s)
-        return Remarks(("a line",), (Happened("seen", where(3).node, "in a record", 3),))
+        assert where(3).node == SEEN.node
+        return Remarks((f"at {at_s:g} s",), (SEEN,))
 
     def record(self):
         self._note("record")
@@ -42,10 +50,18 @@ class Notebook(Keeper):
 
     def verdict(self, launch, to_control, error):
         self._note("verdict", launch)
-        return {"last": launch, "knows": to_control and error is None}
+        return {"launch": launch, "to_control": to_control, "ok": error is None}
+
+    def detail(self, kind):
+        return f"of a {kind}"
+
+    @property
+    def heard(self):
+        """What the gang has it know, without its own second hand."""
+        return [each for each in self.kept if each[0] in ("begin", "handle", "ended")]
 
 
-def told(feature, **data):
+def told(feature="first", **data):
     return Told(0, 0, feature, data)
 
 
@@ -53,54 +69,70 @@ def where(rank):
     return Where(rank // 2, rank, f"host-{rank // 2}")
 
 
-def test_each_keeper_gets_what_is_told_of_its_feature():
+def lines(keepers):
+    return [line for remarks in keepers.pop_remarks() for line in remarks.lines]
+
+
+def test_each_keeper_gets_its_own_messages_and_policy():
     first, second = Notebook(), Notebook()
     keepers = Keepers({"first": first, "second": second})
-    keepers.handle(1, told("first", a=1), 5.0)
+    for at_s in (5.0, 6.0):
+        keepers.handle(1, told(a=1), at_s)
     keepers.handle(1, told("third"), 6.0)
-    assert first.kept == [("handle", 1, {"a": 1}, 5.0)]
-    assert second.kept == []
-    assert (keepers.count, keepers.heard) == (1, 1)
+    keepers.begin(3, {"second": {"limit": 2}}, 7.0)
+    assert first.kept == [("handle", 1, {"a": 1}, 5.0), ("handle", 1, {"a": 1}, 6.0), ("begin", 3, {}, 7.0)]
+    assert second.kept == [("begin", 3, {"limit": 2}, 7.0)]
+    assert (keepers.count, keepers.heard) == (2, 1)
 
 
 class WithoutRecord(Keeper):
     has_record = False
 
 
-def test_what_is_kept_can_be_stored_and_told():
+def test_what_is_kept_can_be_stored_and_sent():
     keepers = Keepers({"first": Notebook(), "none": WithoutRecord()})
-    assert keepers.verdict(4, True, None) == {"first": {"last": 4, "knows": True}}
+    assert keepers.verdict(4, True, None) == {"first": {"launch": 4, "to_control": True, "ok": True}}
     assert keepers.record() == {"first": {"kept": 2, "none": None}, "more": 3}
+    assert keepers.detail("hang") == "of a hang"
 
 
 def test_remarks_are_handed_out_once():
     keepers = Keepers({"first": Notebook(), "empty": Keeper()})
+    keepers.ended(0, ok=False)
     keepers.tick(7.0, where)
-    first, empty = keepers.pop_remarks()
-    assert first == Remarks(("a line",), (Happened("seen", 1, "in a record", 3),))
-    assert empty == Remarks()
+    assert keepers.pop_remarks() == [Remarks(("a node has failed",)), Remarks(("at 7 s",), (SEEN,)), Remarks()]
     assert keepers.pop_remarks() == []
 
 
+def test_what_a_command_asks_goes_to_the_nodes_and_its_answer_comes_once():
+    keepers = Keepers({"first": Notebook()})
+    keepers.request("first", {"id": 7}, 1.0)
+    assert (keepers.pop_asks(), keepers.pop_asks()) == ([("first", {"id": 7})], [])
+    assert keepers.pop_answer("first") is None
+    keepers.handle(1, told(id=7), 2.0)
+    assert (keepers.pop_answer("first"), keepers.pop_answer("first")) == ({"id": 7}, None)
+    keepers.request("absent", {"id": 8}, 3.0)
+    assert keepers.pop_answer("absent") == {"id": 8, "unknown": True}
+
+
 def use(keepers):
-    """Call everything; return what was said."""
+    """Call everything; return the lines for the log."""
     keepers.begin(0, {}, 0.0)
-    keepers.handle(0, told("first"), 1.0)
+    keepers.handle(0, told(), 1.0)
     keepers.ended(0, ok=True)
     keepers.record()
     keepers.verdict(0, True, None)
     keepers.tick(2.0, where)
-    return [line for remarks in keepers.pop_remarks() for line in remarks.lines]
+    return lines(keepers)
 
 
 @pytest.mark.parametrize("fails", ["begin", "ended", "tick", "verdict"])
 def test_a_keeper_that_raises_is_silent_from_then_on_and_a_line_says_so_once(fails):
     well, ill = Notebook(), Notebook(fails)
     keepers = Keepers({"first": ill, "second": well})
-    line = "warning: nothing more is kept of the nodes' first: RuntimeError: torn"
-    assert sorted(use(keepers)) == ["a line", line]
+    assert sorted(use(keepers)) == ["at 2 s", "warning: nothing more is kept of the nodes' first: RuntimeError: torn"]
     before = list(ill.kept)
-    assert use(keepers) == ["a line"]
+    assert use(keepers) == ["at 2 s"]
     assert ill.kept == before
     assert keepers.record() == {"first": None, "second": {"kept": len(well.kept) - 1, "none": None}, "more": 3}
 
@@ -110,9 +142,9 @@ def test_a_record_that_can_not_be_read_costs_that_record_alone(fails):
     """Threads of cards ask for it while the gang's thread changes what it is made of."""
     ill = Notebook(fails)
     keepers = Keepers({"first": ill})
-    assert use(keepers) == ["warning: the record of first could not be read: RuntimeError: torn", "a line"]
-    assert use(keepers) == ["a line"]
-    assert keepers.verdict(4, True, None)["first"]["knows"] is True
+    assert use(keepers) == ["warning: the record of first could not be read: RuntimeError: torn", "at 2 s"]
+    assert use(keepers) == ["at 2 s"]
+    assert keepers.verdict(4, True, None)["first"]["ok"] is True
     ill.fails = ""
     assert keepers.record()["first"] is not None
 
@@ -120,12 +152,10 @@ def test_a_record_that_can_not_be_read_costs_that_record_alone(fails):
 def test_a_message_that_does_not_fit_silences_its_node_alone():
     ill = Notebook("handle")
     keepers = Keepers({"first": ill})
-    keepers.handle(1, Told(0, 0, "first", {}), 1.0)
+    keepers.handle(1, told(), 1.0)
     ill.fails = ""
-    keepers.handle(1, Told(0, 0, "first", {}), 2.0)
-    keepers.handle(2, Told(0, 0, "first", {}), 3.0)
-    (remarks,) = keepers.pop_remarks()
-    (line,) = remarks.lines
-    assert line.endswith("node 1's first: RuntimeError: torn")
-    assert [name for name, *_ in ill.kept] == ["handle"]
+    for node in (1, 2):
+        keepers.handle(node, told(), 2.0)
+    assert [line.rpartition("kept of ")[2] for line in lines(keepers)] == ["node 1's first: RuntimeError: torn"]
+    assert ill.kept == [("handle", 2, {}, 2.0)]
     assert keepers.record()["first"] is not None

@@ -60,10 +60,8 @@ def test_an_error_arrives_with_class_text_and_cause(cls):
     assert (type(got), str(got), got.cause) == (LaunchHung, str(error), error.cause)
 
 
-@pytest.mark.parametrize("cls", typing.get_args(Message), ids=lambda cls: cls.__name__)
-def test_every_message_is_frozen_and_says_what_it_is(cls):
-    assert cls.__dataclass_params__.frozen
-    assert cls.__doc__
+def test_every_message_is_frozen():
+    assert all(cls.__dataclass_params__.frozen for cls in typing.get_args(Message))
 
 
 @pytest.mark.parametrize(
@@ -82,6 +80,8 @@ def test_every_message_is_frozen_and_says_what_it_is(cls):
         ({"type": "ended", "launch": 0, "ok": True, "exit_codes": {"x": 1}}, "ended.exit_codes has the key 'x'"),
         ({"type": "failed", "launch": 0, "failures": {}}, "failed.failures is '{}', which does not fit"),
         ({"type": "failed", "launch": 0, "failures": [{"cause": None}]}, "failed.failures.cause is 'None'"),
+        ({"type": "save", "launch": 0, "generation": 0, "error": {}, "within_s": 10**400}, "save.within_s is '1000"),
+        ({"type": "save", "launch": 0, "generation": 0, "error": {}, "within_s": "1"}, "save.within_s is '1', which"),
     ],
 )
 def test_what_is_no_message_is_refused_by_name(data, said):
@@ -89,9 +89,8 @@ def test_what_is_no_message_is_refused_by_name(data, said):
         from_wire(data)
 
 
-def test_a_causes_texts_are_cut_on_their_way():
+def test_a_causes_texts_are_cut_on_their_way_and_what_json_has_no_word_for_is_nothing():
     long = Cause("exception", 1, "h", 0, 0, 1, "ValueError: " + "x" * 100_000, "y" * 100_000 + "THE END")
     (arrived,) = travelled(Ended(0, False, failures=(Failure(long),))).failures
-    assert arrived.cause == long.bounded()
-    assert arrived.cause.exception.startswith("ValueError: x")
-    assert arrived.cause.detail.endswith("THE END")
+    assert arrived.cause == long.bounded() != long
+    assert to_wire(Refused(LaunchHung("no rank wrote"), float("nan")))["hold_s"] is None

@@ -1,6 +1,7 @@
 """Arguments that `run` does not have, in the source of a step: found, or passed over where there is a doubt."""
 
 import importlib.util
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -97,11 +98,12 @@ def test_a_misspelt_argument_is_found(body, before, name, told):
         ("current.torch.run(gathr=1)", "from mine import *"),
         ("current.torch.run(gathr=1)", "def f():\n    current.torch = 3"),
         ("a = b\nb = a\na.run(gathr=1)", ""),
+        ("pass", "def train():\n    current.torch.run(gathr=1)"),
     ],
 )
 def test_what_may_mean_something_else_is_passed_over(body, before, told, monkeypatch):
     for name in ("torch", "mine"):
-        monkeypatch.setitem(__import__("sys").modules, name, SimpleNamespace(current=None, __all__=[]))
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(current=None, __all__=[]))
     before = before.replace("from .metaflow", "if 0: from .metaflow")
     assert told(body, before) is None
 
@@ -111,7 +113,7 @@ def test_a_step_without_torchrun_is_passed_over(told):
     assert "gathr" not in message
 
 
-def test_it_is_not_missed_where_metaflow_is_another(told, monkeypatch, tmp_path):
+def test_it_is_not_missed_where_metaflow_is_another(monkeypatch, tmp_path):
     deco = SimpleNamespace(name="torchrun")
     run_calls.check_arguments_of_run([SimpleNamespace(name="train", decorators=[deco])])
     for path in (None, str(tmp_path), str(tmp_path / "none"), str(write(tmp_path / "no.py", "def ("))):
@@ -122,5 +124,5 @@ def test_it_is_not_missed_where_metaflow_is_another(told, monkeypatch, tmp_path)
         graph.check_last(run_calls.check_arguments_of_run)
         monkeypatch.undo()
         lint.linter._checks[:] = before
-    monkeypatch.setitem(__import__("sys").modules, "metaflow.lint", None)
+    monkeypatch.setitem(sys.modules, "metaflow.lint", None)
     graph.check_last(run_calls.check_arguments_of_run)

@@ -120,17 +120,15 @@ def test_only_c10d_makes_a_launch_elastic(options, fewest, script):
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("nnodes", "backend", "said"),
     [
-        ({"nnodes": "1:3"}, r"num_parallel=3 fixes it.*rdzv_backend='c10d'"),
-        ({"nnodes": "1:3", "rdzv_backend": "static"}, "fixes it"),
-        *(
-            ({"nnodes": f"{wrong}", "rdzv_backend": "c10d"}, f"{wrong} contradicts num_parallel=3.*MIN from 1 to 3")
-            for wrong in ("1:4", "4:3", "0:3", "few:3")
-        ),
+        ("1:3", None, r"num_parallel=3 fixes it.*rdzv_backend='c10d'"),
+        ("1:3", "static", "fixes it"),
+        *((wrong, "c10d", f"{wrong} contradicts.*MIN from 1 to 3") for wrong in ("1:4", "4:3", "0:3", "few:3")),
     ],
 )
-def test_a_size_that_metaflow_cannot_give_is_refused_with_the_reason(options, said, script):
+def test_a_size_that_metaflow_cannot_give_is_refused_with_the_reason(nnodes, backend, said, script):
+    options = {"nnodes": nnodes, **({"rdzv_backend": backend} if backend else {})}
     assert re.search(said, refusal(script, node=replace(NODE, num_nodes=3), torchrun_args=options))
 
 
@@ -189,18 +187,13 @@ def test_a_missing_script_names_every_place_looked_at(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "module"),
-    [
-        ({"module": True}, True),
-        ({"torchrun_args": ["-m"]}, True),
-        ({"module": True, "torchrun_args": ["-m"]}, True),
-        ({"torchrun_args": ["--no-python"]}, False),
-    ],
+    ("module", "options"), [(True, None), (True, ["-m"]), (False, ["-m"]), (False, ["--no-python"])]
 )
-def test_a_module_or_executable_is_not_looked_for_as_a_file(arguments, module):
-    spec = build("package.train", **arguments)
-    assert (spec.entrypoint, spec.module) == ("package.train", module)
-    assert spec.options == (() if module else (("no-python", None),))
+def test_a_module_or_executable_is_not_looked_for_as_a_file(module, options):
+    spec = build("package.train", module=module, torchrun_args=options)
+    is_program = options == ["--no-python"]
+    assert (spec.entrypoint, spec.module) == ("package.train", not is_program)
+    assert spec.options == ((("no-python", None),) if is_program else ())
 
 
 # --- a command -----------------------------------------------------------------------------------
@@ -227,17 +220,14 @@ def test_nodes_must_agree_on_the_words_of_a_command_but_not_on_its_arguments_or_
 
 def test_what_runs_before_may_still_make_the_entrypoint(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-
-    def coming(*given, **arguments):
-        return build_spec({**arguments, "entrypoint": given[0]}, 2, SETTINGS, NODE, may_come=True)
-
-    assert coming("train.py").entrypoint == str(tmp_path / "train.py")
-    assert coming(["./run.sh"]).entrypoint == "./run.sh"
-    assert coming(["mytool"]).entrypoint == "mytool"
-    with pytest.raises(EntrypointError):
-        coming(None)
-    with pytest.raises(TorchrunConfigError):
-        coming("train.py", cwd="not there")
+    for given, found in (("train.py", str(tmp_path / "train.py")), (["./run.sh"], "./run.sh"), (["mytool"], "mytool")):
+        assert build_spec({"entrypoint": given}, 2, SETTINGS, NODE, may_come=True).entrypoint == found
+    for wrong, error in (
+        ({"entrypoint": None}, EntrypointError),
+        ({"entrypoint": "x", "cwd": "?"}, TorchrunConfigError),
+    ):
+        with pytest.raises(error):
+            build_spec(wrong, 2, SETTINGS, NODE, may_come=True)
 
 
 # --- the launch ----------------------------------------------------------------------------------
@@ -245,8 +235,7 @@ def test_what_runs_before_may_still_make_the_entrypoint(tmp_path, monkeypatch):
 
 def test_ranks_are_counted_over_the_nodes():
     spec = replace(SPEC, nproc=4, num_nodes=3, node_index=2)
-    assert spec.world_size == 12
-    assert list(spec.ranks) == [8, 9, 10, 11]
+    assert (spec.world_size, list(spec.ranks)) == (12, [8, 9, 10, 11])
 
 
 def test_the_fingerprint_ignores_what_may_differ_and_sees_what_may_not():

@@ -1,4 +1,4 @@
-"""Who is in, who is ready, what was decided; with a clock that the test holds."""
+"""What the control node decides, in what order, and what each node gets; with a clock that the test holds."""
 
 import gc
 import signal
@@ -9,6 +9,7 @@ import pytest
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from test_keepers import Notebook
 
 from metaflow_extensions.torchrun.plugins.torchrun.channel.frames import decode, encode
 from metaflow_extensions.torchrun.plugins.torchrun.errors import (
@@ -20,14 +21,14 @@ from metaflow_extensions.torchrun.plugins.torchrun.errors import (
     TorchrunPreempted,
 )
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause, Failure
-from metaflow_extensions.torchrun.plugins.torchrun.gang.history import of_the_gang
-from metaflow_extensions.torchrun.plugins.torchrun.gang.keepers import Failing, Happened, Keeper, Keepers, Remarks
+from metaflow_extensions.torchrun.plugins.torchrun.gang.keepers import Failing, Keeper, Keepers, Remarks
 from metaflow_extensions.torchrun.plugins.torchrun.gang.nodes import Nodes
 from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import LaunchPolicy, Rules
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import (
     Abort,
     Ack,
     Alone,
+    Ask,
     Bye,
     Done,
     Ended,
@@ -55,7 +56,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.records.snapshot import snaps
 
 FIELDS = {"nproc": 2, "digest": "abc"}
 FOREVER = float("inf")
-FACTS = {"torch": "2.13.0", "python": "3.11.7"}
+FACTS = {"torch": "2.13.0", "cuda": "12.4", "nccl": "2.21.5", "python": "3.11", "devices": "none", "contents": "f00"}
 READY = {"nproc", "digest", "master_port", "runs", "goes_on"}
 POLICY = {field.name for field in fields(LaunchPolicy)}
 GRACE_S = 30.0
@@ -96,8 +97,7 @@ class GangOf:
         self.state = Gang(num_nodes, self._pick, Rules(grace_s=GRACE_S, **rules), keepers, lambda: self.now)
         self.num_nodes = num_nodes
         self.sent = {node: [] for node in range(num_nodes)}
-        for node in range(num_nodes) if join else ():
-            self.join(node)
+        self.join(*range(num_nodes) if join else ())
 
     def _pick(self, pinned):
         return next(self.ports) if pinned is None else None if pinned in self.taken else pinned
@@ -106,11 +106,14 @@ class GangOf:
         for node, message in outgoing:
             self.sent[node].append(message)
 
+    # --- what nodes do
+
     def say(self, node, message):
         self.post(self.state.handle(node, message))
 
-    def join(self, node):
-        self.say(node, Join(node, f"host-{node}"))
+    def join(self, *nodes):
+        for node in nodes:
+            self.say(node, Join(node, f"host-{node}"))
 
     def ready(self, node, launch=0, **said):
         policy = LaunchPolicy(**{name: said.pop(name) for name in POLICY & said.keys()})
@@ -154,14 +157,16 @@ class GangOf:
         self.now += seconds
         self.post(self.state.tick())
 
+    # --- what nodes get
+
     def got(self, node, kind):
         return [message for message in self.sent[node] if isinstance(message, kind)]
 
     def notes(self, node):
         return [note.text for note in self.got(node, Note)]
 
-    def verdict(self, node):
-        (verdict,) = self.got(node, Verdict)
+    def verdict(self, node, launch=None):
+        (verdict,) = [each for each in self.got(node, Verdict) if launch in (None, each.launch)]
         return verdict.error
 
     def same_verdict(self, *nodes):
@@ -173,6 +178,23 @@ class GangOf:
     def abort(self, node):
         (abort,) = self.got(node, Abort)
         return abort.error
+
+    def is_undecided(self):
+        return not any(self.got(node, Verdict) for node in range(self.num_nodes))
+
+    # --- what is recorded
+
+    @property
+    def records(self):
+        return self.state.history.records
+
+    @property
+    def reports(self):
+        return self.state.history.reports
+
+    def verdict_events(self, node):
+        """Return the kinds of the events that came with each verdict."""
+        return [[event.kind for event in verdict.events] for verdict in self.got(node, Verdict)]
 
 
 def running(num_nodes, taken=(), deadline=FOREVER, keepers=None, **facts):
@@ -186,8 +208,18 @@ def crash(node=1, text="ValueError: loss is nan", kind="exception", code=1):
     return Cause(kind, node, f"host-{node}", node * 2, 0, code, text)
 
 
+def preemption(node=1):
+    return crash(node, kind="terminated")
+
+
 def step_failure(node, detail="Traceback (most recent call last):"):
     return Cause("step", node, f"host-{node}", exception="KeyError: 'x'", detail=detail)
+
+
+def fail_everywhere(gang, generation):
+    gang.failed(1, crash(1), generation=generation)
+    for node in range(gang.num_nodes):
+        gang.ended(node, *([crash(1)] if node == 1 else []), ok=False, generation=generation)
 
 
 # --- the good way --------------------------------------------------------------------------------
@@ -206,19 +238,26 @@ def test_a_launch_begins_when_all_are_ready_and_ends_well_when_all_have(num_node
         assert (go.launch, go.generation, go.port) == (0, 0, 40001)
     for node in others:
         gang.ended(node)
-    assert not any(gang.got(node, Verdict) for node in range(num_nodes))
+    assert gang.is_undecided()
     gang.ended(last)
     assert gang.same_verdict() is None
     assert gang.state.nodes.members == [*range(1, num_nodes)]
+    assert (gang.state.nproc, gang.state.facts["torch"], gang.state.error) == (2, "2.13.0", None)
 
 
-@pytest.mark.parametrize("alone", [[True, True, True], [True, False, True], [False, True, True]])
-@pytest.mark.parametrize("causes", [[], [crash(1)]], ids=["ends well", "fails"])
-def test_all_know_if_each_rank_of_each_node_has_trained_alone_in_a_launch_that_ends_well(causes, alone):
+@pytest.mark.parametrize(
+    ("alone", "causes", "expected"),
+    [
+        ([True, True, True], [], True),
+        ([True, False, True], [], False),
+        ([False, True, True], [], False),
+        ([True, True, True], [crash(1)], False),
+    ],
+)
+def test_all_know_if_each_rank_of_each_node_has_trained_alone_in_a_launch_that_ends_well(alone, causes, expected):
     gang = running(3)
     for node, each in enumerate(alone):
         gang.ended(node, *causes, alone=each)
-    expected = all(alone) and not causes
     assert [verdict.alone for node in range(3) for verdict in gang.got(node, Verdict)] == [expected] * 3
 
 
@@ -229,6 +268,7 @@ def test_launches_follow_each_other_with_ports_of_their_own(first):
     gang.ready(1, **({"nproc": 9} if first == "can't begin" else {}))
     gang.all_ended(*([crash(1)] if first == "fails" else []))
     assert (gang.same_verdict() is None) is (first == "ends well")
+    assert gang.state.error is gang.same_verdict()
     gang.all_ready(1, nproc=5)
     *before, go = gang.got(1, Go)
     assert go.launch == 1
@@ -242,81 +282,52 @@ def test_messages_of_nodes_that_are_none_and_that_no_node_sends_are_ignored():
         assert gang.state.handle(node, message) == []
 
 
-# --- before the workers --------------------------------------------------------------------------
-
-
-def test_commands_run_on_all_nodes_and_are_taken_down_one_by_one():
-    class Records(Keeper):
-        def handle(self, node, told, at_s):
-            return Remarks(happened=(Happened("command", node, told.data["text"], exit_code=0, seconds=0.5),))
-
-    gang = GangOf(2, keepers=Keepers({"before_run": Records()}))
-    gang.all_ready(runs="before_run")
-    gang.say(1, Told(0, 0, "before_run", {"text": "before_run 1/1 (make) exited with code 0"}))
-    gang.say(1, Told(7, 0, "before_run", {"text": "of another launch"}))
-    gang.all_ended()
-    assert gang.same_verdict() is None
-    told = [
-        (record.kind, record.node, record.exit_code, record.text, record.seconds)
-        for record in gang.state.history.records
-    ]
-    assert ("before_run", None, None, "before_run on 2 nodes", None) in told
-    assert [each for each in told if each[0] == "command"] == [
-        ("command", 1, 0, "before_run 1/1 (make) exited with code 0", 0.5)
-    ]
-    assert not [each for each in told if each[0] == "go"]
-    gang.all_ready(1)
-    assert [record.kind for record in of_the_gang(gang.state.history.records)] == ["before_run", "done", "go"]
-
-
 # --- joining -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("missing", "named"), [([], ""), ([1], "node 1 of 3"), ([1, 2], "nodes 1, 2 of 3")])
-def test_missing_nodes_are_named_once_with_time_and_setting(missing, named):
-    gang = GangOf(3, started_timeout_s=90.0, join=False)
-    for node in {0, 1, 2} - {*missing}:
-        gang.join(node)
-    gang.ready(0)
+def test_missing_nodes_are_named_once_with_time_setting_and_command(missing, named):
+    gang = GangOf(3, started_timeout_s=90.0, join=False, why_it_waits=lambda node: f"ask about {node}")
+    gang.join(*{0, 1, 2} - {*missing})
     gang.pass_time(89.0)
     assert not gang.got(0, Abort)
     for _ in range(3):
         gang.pass_time(1.1)
-    for node in missing:  # too late
-        gang.join(node)
+    gang.join(*missing)  # too late
     for node in range(3):
         errors = [abort.error for abort in gang.got(node, Abort)]
         assert [type(error) for error in errors] == ([GangStartTimeout] if missing else [])
-        assert all(f"Waited 90 s, but {named}" in str(error) for error in errors)
-        assert all("all_nodes_started_timeout" in str(error) for error in errors)
+        for words in (f"Waited 90 s, but {named}", "all_nodes_started_timeout", "node 1 is missing: ask about 1"):
+            assert all(words in str(error) for error in errors)
 
 
-def test_the_command_that_tells_why_a_node_waits_stands_in_the_reminders_and_in_the_error():
-    gang = GangOf(4, started_timeout_s=60.0, join=False, why_it_waits=lambda node: f"ask about {node}")
-    for node in (0, 1):
-        gang.join(node)
+def test_who_waits_for_nodes_is_reminded_of_them_beside_the_control_node_whose_log_the_terminal_shows():
+    gang = GangOf(4, join=False, why_it_waits=lambda node: f"ask about {node}")
+    gang.join(0, 1, 2)
+    gang.ready(1)
+    gang.pass_time(9.0)
+    assert not gang.notes(0)
+    gang.pass_time(1.0)
+    said = "launch 0 waits for node 3 to start and for nodes 0, 2 to call current.torch.run"
+    said = [f"{said}. To see why node 3 is missing: ask about 3"]
+    assert [gang.notes(node) for node in range(4)] == [said, said, [], []]
+    gang.join(3)
     gang.ready(0)
-    gang.pass_time(10.0)
-    told = " To see why node 2 is missing: ask about 2"
-    (note,) = gang.notes(0)
-    assert note == f"launch 0 waits for nodes 2, 3 to start and for node 1 to call current.torch.run.{told}"
-    gang.join(2)
-    gang.pass_time(51.0)
-    assert str(gang.abort(0)).endswith("To see why node 3 is missing: ask about 3")
+    gang.pass_time(29.0)
+    gang.pass_time(1.0)
+    assert gang.notes(0)[1:] == gang.notes(1)[1:] == ["launch 0 waits for nodes 2, 3 to call current.torch.run"]
+    assert [gang.got(node, Note)[-1].is_detail for node in (0, 1)] == [False, True]
 
 
 def newcomer(node, task="b", place="pod-b"):
     return Join(node, f"host-{node}", task, place)
 
 
-@pytest.mark.parametrize(
-    ("first", "before"),
-    [("runs", "still runs"), ("stops", "still runs"), ("can't launch", "still runs"), ("is lost", "has ended")],
-)
-def test_a_second_task_in_another_pod_means_that_the_first_is_being_replaced(first, before):
+@pytest.mark.parametrize("first", ["runs", "stops", "can't launch", "is lost"])
+def test_a_second_task_in_another_pod_means_that_the_first_is_being_replaced(first):
     gang = running(2)
     if first == "stops":
-        gang.failed(1, crash(1, kind="terminated"))
+        gang.failed(1, preemption())
     elif first == "can't launch":
         gang.state.give_up(GangError("The channel failed."))
     elif first == "is lost":
@@ -326,23 +337,21 @@ def test_a_second_task_in_another_pod_means_that_the_first_is_being_replaced(fir
         refused, out = gang.state.turn_away(newcomer(1, task))
         gang.post(out)
         assert isinstance(refused.error, TorchrunPreempted)
-        assert f"the task that it is to replace {before} (host host-1)" in str(refused.error)
+        assert f"{'has ended' if first == 'is lost' else 'still runs'} (host host-1)" in str(refused.error)
         assert refused.hold_s == GRACE_S + 15.0  # the others may still save
-    said = ["node 1 (host host-1) is being replaced: another task of this node has come"]
-    assert gang.notes(0) == (said if first == "runs" else [])  # else the gang ends already
-    assert len(gang.got(1, Replaced)) == (first == "runs")
+    is_news = first == "runs"  # else the gang ends already
+    assert [note.partition(" is being")[0] for note in gang.notes(0)] == ["node 1 (host host-1)"] * is_news
+    assert len(gang.got(1, Replaced)) == is_news
 
 
 def test_a_second_task_in_the_same_place_is_a_mistake_and_harms_nobody():
     gang = GangOf(2, join=False)
     gang.say(1, newcomer(1, "a"))
     assert not gang.state.nodes.may_join(newcomer(1, "b"))
-    for stranger, said in (
-        (newcomer(1, "b"), "another task of this attempt has the same"),
-        (newcomer(7), "2 nodes in"),
-    ):
+    strangers = {newcomer(1, "b"): "another task of this attempt has the same", newcomer(7): "2 nodes in"}
+    for stranger, why in strangers.items():
         refused, out = gang.state.turn_away(stranger)
-        assert said in str(refused.error)
+        assert why in str(refused.error)
         assert not isinstance(refused.error, TorchrunPreempted)
         assert (refused.hold_s, out) == (0.0, [])
 
@@ -363,92 +372,40 @@ def test_a_node_joins_once_or_again_if_it_has_not_heard_its_welcome():
     assert gang.state.nodes.absent == [0, 2]
 
 
-def test_who_waits_for_a_node_in_its_own_code_is_told_now_and_then():
-    gang = GangOf(4, join=False)
-    for node in (0, 1, 2):
-        gang.join(node)
-    gang.ready(0)
-    gang.pass_time(9.0)
-    assert not gang.notes(0)
-    gang.pass_time(1.0)
-    said = "launch 0 waits for node 3 to start and for nodes 1, 2 to call current.torch.run"
-    assert (gang.notes(0), gang.notes(1)) == ([said], [])
-    gang.join(3)
-    gang.ready(1)
-    gang.pass_time(29.0)
-    gang.pass_time(1.0)
-    assert gang.notes(0)[1:] == gang.notes(1) == ["launch 0 waits for nodes 2, 3 to call current.torch.run"]
-    # On a local run they share a terminal: one says it.
-    assert [gang.got(node, Note)[-1].is_detail for node in (0, 1)] == [False, True]
-
-
-def test_a_control_node_that_is_late_itself_says_so_in_the_log_that_the_terminal_shows():
-    gang = GangOf(2)
-    gang.ready(1)
-    gang.pass_time(10.0)
-    assert gang.notes(0) == ["launch 0 waits for node 0 to call current.torch.run"]
-
-
 # --- what features keep -----------------------------------------------------------------------------
 
 
-class Notebook(Keeper):
-    """Keeps all that it hears, and has something to say each second."""
-
-    def __init__(self):
-        self.kept = []
-
-    def begin(self, launch, policy, at_s):
-        self.kept.append("begin")
-
-    def handle(self, node, told, at_s):
-        self.kept.append((node, told.data, at_s))
-
-    def ended(self, node, ok):
-        self.kept.append((node, ok))
-
-    def tick(self, at_s, where):
-        return Remarks((f"at {at_s:g} s",), (Happened("seen", where(3).node, "in a record", 3),))
-
-    def verdict(self, launch, to_control, error):
-        return {"launch": launch, "to_control": to_control}
-
-
-def with_notebook():
+def test_a_feature_gets_what_is_told_while_workers_run_and_adds_to_log_records_and_verdict():
     notebook = Notebook()
-    return notebook, running(2, keepers=Keepers({"notes": notebook}))
-
-
-def test_a_feature_hears_of_workers_that_start_and_end_and_of_what_is_told_of_them():
-    notebook, gang = with_notebook()
+    gang = running(2, keepers=Keepers({"notes": notebook}))
     gang.pass_time(5.0)
     gang.say(1, Told(0, 0, "notes", {"a": 1}))
-    gang.say(1, Told(0, 1, "notes", {"late": True}))
-    gang.say(1, Told(0, 0, "unknown", {}))
-    gang.ended(1)
+    for late in (Told(0, 1, "notes", {}), Told(7, 0, "notes", {}), Told(0, 0, "unknown", {})):
+        gang.say(1, late)
+    assert (gang.notes(0), gang.notes(1)) == (["at 5 s"], [])
+    gang.ended(1, ok=False)
     gang.ended(0)
     gang.say(1, Told(0, 0, "notes", {"late": True}))
-    assert notebook.kept == ["begin", (1, {"a": 1}, 5.0), (1, True), (0, True)]
-
-
-def test_what_a_feature_has_to_say_is_in_the_log_and_in_the_records_while_workers_run():
-    _, gang = with_notebook()
     gang.pass_time(5.0)
-    assert (gang.notes(0), gang.notes(1)) == (["at 5 s"], [])
-    (record,) = [each for each in gang.state.history.records if each.kind == "seen"]
+    heard = [("begin", 0, {}, 0.0), ("handle", 1, {"a": 1}, 5.0), ("ended", 1, False), ("ended", 0, True)]
+    assert notebook.heard == heard
+    assert gang.notes(0) == ["at 5 s", "a node has failed"]
+    (record,) = [each for each in gang.records if each.kind == "seen"]
     assert (record.node, record.rank, record.launch, record.generation) == (1, 3, 0, 0)
-    gang.all_ended()
-    gang.pass_time(5.0)
-    assert gang.notes(0) == ["at 5 s"]
-
-
-@pytest.mark.parametrize("cause", [None, crash(1)])
-def test_what_a_feature_has_to_tell_comes_with_the_verdict_to_all_nodes(cause):
-    _, gang = with_notebook()
-    gang.all_ended(*([cause] if cause else []))
+    assert (record.text, record.exit_code, record.seconds) == ("in a record", 0, 0.5)
     for node in (0, 1):
-        told = {"launch": 0, "to_control": node == 0}
+        told = {"launch": 0, "to_control": node == 0, "ok": False}
         assert [verdict.features for verdict in gang.got(node, Verdict)] == [{"notes": told}]
+
+
+def test_what_a_command_asks_goes_to_all_nodes_while_workers_run():
+    gang = running(2, keepers=Keepers({"notes": Notebook()}))
+    gang.post(gang.state.request("notes", {"id": 7}))
+    gang.say(1, Told(0, 0, "notes", {"id": 7, "answer": 1}))
+    assert gang.state.keepers.pop_answer("notes") == {"id": 7, "answer": 1}
+    gang.all_ended()
+    gang.post(gang.state.request("notes", {"id": 8}))
+    assert [gang.got(node, Ask) for node in (0, 1)] == [[Ask(0, 0, "notes", {"id": 7})]] * 2
 
 
 # --- contradictions ------------------------------------------------------------------------------
@@ -458,7 +415,10 @@ def test_what_a_feature_has_to_tell_comes_with_the_verdict_to_all_nodes(cause):
     ("fact", "value", "named"),
     [
         ("torch", "2.5.1", "torch version"),
+        ("cuda", "13.0", "CUDA version that torch was built for"),
+        ("nccl", "2.28", "NCCL version"),
         ("python", "3.10.1", "Python version"),
+        ("contents", "bad", "contents of the entrypoint"),
         ("nproc", 4, "processes per node"),
         ("digest", "xyz", "entrypoint and torchrun options"),
         ("launch", 7, "launch number"),
@@ -476,6 +436,43 @@ def test_a_contradiction_names_nodes_and_values_and_nothing_starts(fact, value, 
     assert f"in the {named} (nodes 0, 1: {others}, node 2: {value})" in str(error)
     assert ("calls it with before_run=[]" in str(error)) is (fact == "runs")
     assert not gang.got(0, Go)
+
+
+HIDDEN = "hides the accelerators on"
+
+
+@pytest.mark.parametrize(
+    ("own", "seen", "said"),
+    [
+        (["nvidia"] * 3, ["8 nvidia"] * 3, ["8 nvidia accelerators on each node"]),
+        (["unknown"] * 3, ["2 unknown"] * 3, ["2 accelerators on each node"]),
+        (["none"] * 3, ["none"] * 3, ["no accelerators"]),
+        (["amd"] * 2, ["2 amd", "1 amd"], ["2 amd accelerators on node 0, 1 amd accelerator on node 1"]),
+        (
+            ["amd"] * 2,
+            ["none", "1 amd"],
+            ["none on node 0, 1 amd accelerator on node 1", f"{HIDDEN} node 0: the workers"],
+        ),
+        # Nodes that differ, where `run` makes them alike, or where that is not known.
+        (["amd", "none"], ["none", "none"], ["no accelerators"]),
+        (["amd", "none"], ["1 amd", "1 amd"], ["1 amd accelerator on each node"]),
+        (["amd", "none"], ["1 amd", "none"], None),
+        (["amd", "none"], ["none", None], None),
+    ],
+)
+def test_accelerators_are_named_and_must_be_alike_unless_run_makes_them_so(own, seen, said):
+    gang = GangOf(len(own))
+    for node, devices in enumerate(own):
+        gang.ready(node, devices=devices, accelerators=seen[node])
+    if said is None:
+        error = gang.same_verdict()
+        assert "The nodes differ in the kind of accelerators (node 0: amd, node 1: none)" in error.message
+        assert "run(env={'CUDA_VISIBLE_DEVICES': ''}) on every node" in error.message
+    else:
+        assert gang.got(0, Go)[0].devices == said[0]
+        assert [warning in note for note, warning in zip(gang.notes(0), said[1:], strict=True)] == [True] * len(
+            said[1:]
+        )
 
 
 def test_a_pinned_port_that_is_taken_is_named_on_every_node():
@@ -497,9 +494,8 @@ def test_a_port_that_is_taken_after_it_was_chosen_is_replaced_and_counts_as_no_r
     for generation in range(len(tries)):
         gang.ended(0, *([PORT_TAKEN] if generation < taken else []), generation=generation)
         gang.ended(1, ok=generation >= taken, generation=generation)
-    assert [(go.port, go.generation, go.restarts) for go in gang.got(1, Go)] == [
-        (port, generation, 0) for generation, port in enumerate(tries)
-    ]
+    goes = [(go.port, go.generation, go.restarts) for go in gang.got(1, Go)]
+    assert goes == [(port, generation, 0) for generation, port in enumerate(tries)]
     assert len(gang.notes(1)) == len(tries) - 1
     assert not gang.got(1, Restart)
     assert ("EADDRINUSE" in str(gang.same_verdict())) is (taken == 9)
@@ -514,9 +510,9 @@ def test_a_failure_stops_all_once_and_every_node_gets_the_first_as_its_verdict()
     gang.now += 5
     gang.failed(1, crash(1), age_s=20.0)  # the first, which is reported last
     assert [len(gang.got(node, Stop)) for node in range(3)] == [1, 1, 1]
-    assert not gang.got(0, Verdict)
+    assert gang.is_undecided()
     gang.ended(1, crash(1))
-    gang.ended(0, ok=False)
+    gang.ended(0, storing=VALUE)  # which nobody needs any more
     gang.ended(2, ok=False)
     error = gang.same_verdict()
     assert isinstance(error, LaunchFailed)
@@ -526,8 +522,10 @@ def test_a_failure_stops_all_once_and_every_node_gets_the_first_as_its_verdict()
         assert gang.got(1, kind)[0] is gang.got(2, kind)[0]
 
 
-@pytest.mark.parametrize("cause", ["a crash", "a hang", "none"])
-def test_a_silent_node_does_not_hold_up_the_verdict_for_ever_and_starts_no_more(cause):
+@pytest.mark.parametrize(
+    ("cause", "words"), [("a crash", "loss is nan"), ("a hang", "no rank wrote"), ("none", "Launch 0 failed.")]
+)
+def test_a_silent_node_does_not_hold_up_the_verdict_for_ever_and_starts_no_more(cause, words):
     gang = running(3, hang_timeout_s=30.0, max_restarts=1)
     if cause == "a hang":
         gang.pass_time(31.0)  # it leaves time for the diagnostics
@@ -536,11 +534,11 @@ def test_a_silent_node_does_not_hold_up_the_verdict_for_ever_and_starts_no_more(
     for node in (0, 1):
         gang.ended(node, ok=False)
     gang.pass_time(GRACE_S + (29.0 if cause == "a hang" else 14.0))
-    assert not gang.got(0, Verdict)
+    assert gang.is_undecided()
     gang.pass_time(2.0)
     error = gang.same_verdict()
     assert isinstance(error, LaunchFailed)
-    assert {"a crash": "loss is nan", "a hang": "no rank wrote", "none": "Launch 0 failed."}[cause] in str(error)
+    assert words in str(error)
     assert "Node 2 did not report" in str(error)
 
 
@@ -565,7 +563,7 @@ def test_reports_of_a_launch_or_generation_that_does_not_run_are_ignored(about):
 
 
 @pytest.mark.parametrize("node", [0, 1])
-def test_the_control_node_hears_why_everything_stops_unless_it_has_failed_itself(node):
+def test_the_control_node_hears_in_a_line_why_everything_stops_unless_it_has_failed_itself(node):
     gang = running(2)
     gang.failed(node, crash(node, "ValueError: " + "x" * 500 + "\nsecond line"))
     (stop,) = gang.got(0, Stop)
@@ -595,7 +593,7 @@ def test_a_node_that_is_gone_ends_what_the_others_do(phase, where, how, what):
     else:
         gang.leave(1, step_failure(1))
     if phase == "running":
-        assert gang.got(0, Stop)
+        assert gang.got(0, Stop)[0].teller == (0 if how == "lost" else 1), "a lost node's log may say nothing"
         assert not gang.got(0, Verdict)
         gang.ended(0, ok=False)
         gang.ended(2, crash(2, "RuntimeError: Connection reset by peer"))
@@ -606,16 +604,10 @@ def test_a_node_that_is_gone_ends_what_the_others_do(phase, where, how, what):
     if phase != "running" or how == "lost":  # nodes that had the verdict of a launch need not hear it again
         errors += [gang.abort(node) for node in (0, 2)]
         assert len({str(error) for error in errors}) == 1
+        assert gang.state.error is gang.abort(0)
     assert isinstance(errors[0], LaunchFailed)
     assert f"Node 1 (host host-1) failed{what}" in str(errors[0])
     assert where in str(errors[0])
-
-
-def test_a_node_that_never_joined_can_be_lost_too():
-    gang = GangOf(2, join=False)
-    gang.join(0)
-    gang.lost(1, "its task ended at once")
-    assert "Node 1 (host unknown) failed: its task ended at once" in str(gang.abort(0))
 
 
 def test_leaving_is_acknowledged_once_and_who_has_left_is_not_lost_and_hears_nothing_more():
@@ -626,6 +618,18 @@ def test_leaving_is_acknowledged_once_and_who_has_left_is_not_lost_and_hears_not
     gang.leave(0)
     assert [type(message) for message in gang.sent[1]] == [Welcome, Ack]
     assert [type(message) for message in gang.sent[2]] == [Welcome, Bye]
+
+
+def test_a_node_whose_results_are_not_stored_yet_is_a_member_and_hears_nothing_of_the_others():
+    gang = GangOf(4)
+    gang.done(1)
+    assert gang.state.nodes.members == [1, 2, 3]
+    gang.leave(3)
+    gang.leave(2, step_failure(2))
+    assert gang.got(0, Abort)
+    gang.leave(1)
+    assert [type(message) for message in gang.sent[1]] == [Welcome, Ack]
+    assert gang.state.nodes.members == []
 
 
 @pytest.mark.parametrize("how", ["leave", "done"])
@@ -645,9 +649,10 @@ def test_a_node_whose_step_ends_while_others_wait_called_run_less_often(how):
 def test_a_control_node_that_calls_run_less_often_is_named_and_fails_as_well(first):
     gang = running(3)
     gang.all_ended()
-    for do in (gang.done, gang.ready) if first == "control node" else (gang.ready, gang.done):
-        do(*((0,) if do == gang.done else (1, 1)))
-    error = gang.got(1, Verdict)[1].error
+    calls = [lambda: gang.done(0), lambda: gang.ready(1, 1)]
+    for call in calls if first == "control node" else calls[::-1]:
+        call()
+    error = gang.verdict(1, launch=1)
     assert isinstance(error, GangError)
     assert "the step's code has already ended on node 0." in str(error)
     gang.done(2)
@@ -669,10 +674,8 @@ def test_a_control_node_that_is_done_hears_of_a_failure_before_it_hears_that_it_
     else:
         gang.leave(1, step_failure(1) if how == "fails" else None)
     assert gang.got(0, Alone) == [gang.sent[0][-1]]
-    if how == "well":
-        assert not gang.got(0, Abort)
-    else:
-        assert "before its results were stored" in str(gang.abort(0))
+    assert [type(abort.error) for abort in gang.got(0, Abort)] == ([] if how == "well" else [LaunchFailed])
+    assert all("before its results were stored" in str(abort.error) for abort in gang.got(0, Abort))
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -689,42 +692,24 @@ def test_a_node_that_fails_with_a_verdict_that_the_control_node_has_caught_fails
     assert str(gang.abort(0)) == str(gang.verdict(0))
 
 
-# --- between the end of the step's code and the end of the task -----------------------------------
-
-
-def test_a_node_whose_results_are_not_stored_yet_is_still_there_and_hears_nothing_of_the_others():
-    gang = GangOf(4)
-    gang.done(1)
-    assert gang.state.nodes.members == [1, 2, 3]
-    gang.leave(3)
-    gang.leave(2, step_failure(2))
-    assert gang.got(0, Abort)
-    gang.leave(1)
-    assert [type(message) for message in gang.sent[1]] == [Welcome, Ack]
-    assert gang.state.nodes.members == []
-
-
 # --- restarts ------------------------------------------------------------------------------------
-
-
-def fail_everywhere(gang, generation):
-    gang.failed(1, crash(1), generation=generation)
-    for node in range(gang.num_nodes):
-        gang.ended(node, *([crash(1)] if node == 1 else []), ok=False, generation=generation)
 
 
 def test_a_failure_is_restarted_on_all_nodes_with_a_new_port_after_a_pause():
     gang = running(3, max_restarts=2)
     fail_everywhere(gang, 0)
-    assert not gang.got(0, Verdict)
+    assert gang.is_undecided()
     (restart,) = gang.got(2, Restart)
-    assert (restart.number, restart.of) == (1, 2)
+    assert (restart.number, restart.of, restart.pause_s) == (1, 2, 1.0)
     assert "loss is nan" in restart.cause.exception
+    assert gang.state.due_at == gang.now + 1.0
+    gang.pass_time(0.99)
     assert len(gang.got(0, Go)) == 1
-    gang.pass_time(restart.pause_s + 0.01)
+    gang.pass_time(0.02)
     goes = gang.got(0, Go)
     assert [(go.generation, go.restarts, go.max_restarts) for go in goes] == [(0, 0, 2), (1, 1, 2)]
     assert goes[0].port != goes[1].port
+    assert gang.state.due_at == FOREVER
     gang.all_ended(generation=1)
     assert gang.same_verdict() is None
 
@@ -737,13 +722,8 @@ def test_the_pause_before_a_restart_counts_from_the_failure_not_from_the_end_of_
     gang.pass_time(stopping_s)
     assert not gang.got(0, Restart)  # node 0 still stops
     gang.ended(0, ok=False)
-    (restart,) = gang.got(0, Restart)
-    assert restart.pause_s == pytest.approx(left_s)
-    if left_s:
-        gang.pass_time(left_s - 0.01)
-        assert len(gang.got(0, Go)) == 1
-    gang.pass_time(0.02)
-    assert len(gang.got(0, Go)) == 2
+    assert gang.got(0, Restart)[0].pause_s == pytest.approx(left_s)
+    assert gang.state.due_at == pytest.approx(gang.now + left_s)
 
 
 @pytest.mark.parametrize(
@@ -761,15 +741,15 @@ def test_the_pause_before_a_restart_counts_from_the_failure_not_from_the_end_of_
         (crash(1, kind="command"), "before_run", False),
         (crash(1, kind="agent_ended"), "killed", True),
         (crash(1, kind="lost"), "node_lost", False),
-        (crash(1, kind="terminated"), "preempted", False),
+        (preemption(), "preempted", False),
     ],
 )
 def test_the_class_of_the_cause_decides_about_a_restart(cause, category, restarts_by_default):
     assert cause.category == cause.as_dict()["category"] == category
     for restart_on, restarts in [(None, restarts_by_default), ([category], category != "preempted"), ([], False)]:
         gang = running(2, max_restarts=1, **({} if restart_on is None else {"restart_on": frozenset(restart_on)}))
-        for node in (0, 1):
-            gang.ended(node, *([cause] if node == 1 else []), ok=False)
+        gang.ended(0, ok=False)
+        gang.ended(1, cause)
         assert bool(gang.got(0, Restart)) is restarts
         if not restarts:
             error = gang.same_verdict()
@@ -783,9 +763,7 @@ def test_restarts_end_and_the_pauses_between_them_grow_and_stay_bounded():
     for generation in range(21):
         fail_everywhere(gang, generation)
         gang.pass_time(1000.0)
-    pauses = [restart.pause_s for restart in gang.got(0, Restart)]
-    assert pauses == sorted(pauses)
-    assert (len(pauses), pauses[0], pauses[-1]) == (20, 1.0, 30.0)
+    assert [restart.pause_s for restart in gang.got(0, Restart)] == [1.0, 2.0, 4.0, 8.0, 16.0, *[30.0] * 15]
     assert "after 20 restarts" in str(gang.same_verdict())
 
 
@@ -801,52 +779,17 @@ def test_without_all_its_nodes_a_gang_is_not_restarted(pausing):
     assert len(gang.got(0, Go)) == 1
 
 
-# --- accelerators ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("seen", "said"),
-    [
-        (["8 nvidia"] * 3, "8 nvidia accelerators on each node"),
-        (["2 unknown"] * 3, "2 accelerators on each node"),
-        (["none"] * 3, "no accelerators"),
-        (["8 nvidia", "1 nvidia", "8 nvidia"], "8 nvidia accelerators on nodes 0, 2, 1 nvidia accelerator on node 1"),
-        (["none", "1 amd", "none"], "none on nodes 0, 2, 1 amd accelerator on node 1"),
-    ],
-)
-def test_the_nodes_are_told_which_accelerators_there_are(seen, said):
-    gang = GangOf(3)
-    for node, each in enumerate(seen):
-        gang.ready(node, devices="nvidia", accelerators=each)
-    assert gang.got(0, Go)[0].devices == said
-    warned = [
-        note for note in gang.notes(0) if note.startswith("warning: run(env=...) hides the accelerators on nodes 0, 2")
-    ]
-    assert len(warned) == ("none" in seen and len(set(seen)) > 1)
-
-
-@pytest.mark.parametrize(
-    ("seen", "agree"), [(("1 nvidia", "none"), False), (("none", "none"), True), (("1 nvidia", "1 nvidia"), True)]
-)
-def test_a_node_without_accelerators_beside_others_is_refused_unless_run_makes_them_alike(seen, agree):
-    gang = GangOf(2)
-    for node in (0, 1):
-        gang.ready(node, devices=("nvidia", "none")[node], accelerators=seen[node])
-    assert bool(gang.got(0, Go)) is agree
-    if not agree:
-        error = gang.same_verdict()
-        assert "The nodes differ in the kind of accelerators (node 0: nvidia, node 1: none)" in error.message
-        assert "run(env={'CUDA_VISIBLE_DEVICES': ''}) on every node" in error.message
-
-
 # --- time limits ---------------------------------------------------------------------------------
+
+ALLOWS = "longer than the step's @timeout allows"
+STEP_TIMEOUT = Cause("step_timeout", 1, "host-1", exception="longer than the step's @timeout of 6 s allows")
 
 
 @pytest.mark.parametrize(
     ("limit", "said"),
     [
         ({"timeout_s": 60.0}, "longer than 60 s. run(timeout_s=...) and the step's @timeout change"),
-        ({"deadline": 1560.0, "max_restarts": 3}, "longer than the step's @timeout allows"),  # no reason to restart
+        ({"deadline": 1560.0, "max_restarts": 3}, ALLOWS),  # no reason to restart
     ],
 )
 def test_a_launch_that_takes_too_long_is_stopped_and_says_what_changes_that(limit, said):
@@ -861,9 +804,8 @@ def test_a_launch_that_takes_too_long_is_stopped_and_says_what_changes_that(limi
     error = gang.same_verdict()
     assert isinstance(error, LaunchTimeout)
     assert said in str(error)
-
-
-STEP_TIMEOUT = Cause("step_timeout", 1, "host-1", exception="longer than the step's @timeout of 6 s allows")
+    gang.pass_time(100.0)
+    assert not gang.got(0, Abort)  # the time is up once
 
 
 def test_the_end_of_the_steps_time_on_one_node_stops_the_launch_and_restarts_nothing():
@@ -876,14 +818,13 @@ def test_the_end_of_the_steps_time_on_one_node_stops_the_launch_and_restarts_not
     assert not gang.got(0, Restart)
 
 
+@pytest.mark.parametrize("where", ["before launch 0 began", "outside of current.torch.run"])
 @pytest.mark.parametrize(
-    ("cause", "cls", "where"),
+    ("cause", "cls"),
     [
-        (STEP_TIMEOUT, LaunchTimeout, "before launch 0 began"),
-        (STEP_TIMEOUT, LaunchTimeout, "outside of current.torch.run"),
-        (crash(1, kind="terminated"), TorchrunPreempted, "before launch 0 began"),
-        (crash(1, kind="terminated"), TorchrunPreempted, "outside of current.torch.run"),
-        (Cause("call", 1, "host-1", exception="EntrypointError"), LaunchFailed, "in the call of current.torch.run"),
+        (STEP_TIMEOUT, LaunchTimeout),
+        (preemption(), TorchrunPreempted),
+        (Cause("call", 1, "host-1", exception="EntrypointError"), LaunchFailed),
     ],
 )
 def test_what_ends_a_step_before_a_launch_is_the_same_class_of_error_everywhere(cause, cls, where):
@@ -893,7 +834,7 @@ def test_what_ends_a_step_before_a_launch_is_the_same_class_of_error_everywhere(
     gang.leave(1, cause)
     error = gang.abort(0)
     assert type(error) is cls
-    assert where in error.message
+    assert (where if cause.kind != "call" else where.replace("outside of", "in the call of")) in error.message
     assert f"ode 1 (host host-1) {cause.what}" in error.message
 
 
@@ -913,41 +854,36 @@ def test_a_launchs_limit_counts_anew_for_each_restart_and_the_steps_does_not(lim
 
 def test_the_steps_time_counts_while_nodes_gather_and_says_who_was_waited_for():
     gang = GangOf(3, deadline=1060.0, join=False)
-    gang.join(0)
-    gang.join(1)
+    gang.join(0, 1)
     gang.pass_time(40.0)
     gang.ready(0)
     gang.pass_time(19.0)
     assert not gang.got(0, Verdict)
     gang.pass_time(2.0)
-    (verdict,) = gang.got(0, Verdict)
-    assert type(verdict.error) is LaunchTimeout
+    error = gang.verdict(0)
+    assert type(error) is LaunchTimeout
     waited = "launch 0 waited for node 2 to start and for node 1 to call current.torch.run"
-    assert f"ode 0 (host host-0) ran longer than the step's @timeout allows, while {waited}" in verdict.error.message
-    assert [event.kind for event in verdict.events][-3:] == ["timeout", "cause", "failed"]
+    assert f"ode 0 (host host-0) ran {ALLOWS}, while {waited}" in error.message
+    assert gang.verdict_events(0)[0][-3:] == ["timeout", "cause", "failed"]
     gang.ready(1)
-    assert gang.got(1, Verdict)[0].error is verdict.error
+    assert gang.verdict(1) is error
     gang.join(2)
     gang.ready(2)
-    for node in range(3):  # whoever goes on all the same, launches in vain
-        gang.ready(node, 1)
+    gang.all_ready(1)  # whoever goes on all the same, launches in vain
     gang.pass_time(1.0)
     gang.all_ended(ok=False, launch=1)
-    assert type(gang.got(0, Verdict)[1].error) is LaunchTimeout
+    assert type(gang.verdict(0, launch=1)) is LaunchTimeout
 
 
 def test_the_steps_time_counts_in_the_pause_before_a_restart():
-    gang = running(2, max_restarts=9, deadline=1040.0)
-    for generation in range(5):
-        fail_everywhere(gang, generation)
-        gang.pass_time(min(2.0**generation, 16.0))
-    fail_everywhere(gang, 5)
-    gang.pass_time(8.0)
-    assert not gang.got(0, Verdict)
-    gang.pass_time(1.5)
+    gang = running(2, max_restarts=1, deadline=1000.5)
+    fail_everywhere(gang, 0)
+    gang.pass_time(0.4)
+    assert gang.is_undecided()
+    gang.pass_time(0.2)
     error = gang.same_verdict()
     assert (type(error), error.cause["kind"]) == (LaunchTimeout, "step_timeout")
-    assert len(gang.got(0, Go)) == 6
+    assert len(gang.got(0, Go)) == 1
 
 
 @pytest.mark.parametrize(("left_s", "limit_s"), [(500.0, 120.0), (70.0, 70.0), (3.0, GRACE_S), (-1.0, GRACE_S)])
@@ -963,29 +899,31 @@ def test_what_a_failed_launch_stores_takes_no_longer_than_the_step_may(left_s, l
     assert gang.same_verdict() is save.error
 
 
-def test_the_steps_time_ends_the_steps_own_code_once_on_all_nodes():
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_the_steps_time_ends_the_steps_own_code_once_on_all_nodes(has_ended):
     gang = running(2, deadline=1060.0)
     gang.all_ended()
+    if has_ended:
+        gang.done(0)
     gang.pass_time(59.0)
     assert not gang.got(0, Abort)
     gang.pass_time(2.0)
     gang.pass_time(2.0)
     for node in (0, 1):
-        error = gang.abort(node)
-        assert type(error) is LaunchTimeout
-        assert "longer than the step's @timeout allows.\nIt happened outside of current.torch.run" in error.message
+        errors = [abort.error for abort in gang.got(node, Abort)]
+        assert [type(error) for error in errors] == ([] if has_ended else [LaunchTimeout])
+        assert all(f"{ALLOWS}.\nIt happened outside of current.torch.run" in error.message for error in errors)
 
 
-@pytest.mark.parametrize("how", ["done", "timed out"])
-def test_the_steps_time_is_its_own_codes_and_over_once(how):
+def test_the_steps_time_that_is_up_while_a_failed_launch_stops_ends_the_steps_own_code_after_it():
     gang = running(2, deadline=1060.0)
-    if how == "timed out":
-        gang.pass_time(61.0)
-    gang.all_ended(ok=how == "done")
-    if how == "done":
-        gang.done(0)
-    gang.pass_time(100.0)
-    assert not gang.got(0, Abort)
+    gang.pass_time(59.0)
+    gang.failed(1, crash(1))
+    gang.pass_time(2.0)
+    gang.all_ended(ok=False)
+    assert type(gang.same_verdict()) is LaunchFailed
+    gang.pass_time(1.0)
+    assert type(gang.abort(0)) is LaunchTimeout
 
 
 # --- what a feature finds wrong -----------------------------------------------------------------
@@ -1002,7 +940,7 @@ def test_a_keeper_can_have_the_launch_fail_and_tell_what_it_has_found_out(restar
     gang.pass_time(1.5)  # the last news was of 30.5 s ago
     for node in (0, 1):
         (stop,) = gang.got(node, Stop)
-        assert (stop.kind, stop.because) == ("hang", "the launch hangs: no rank wrote")
+        assert (stop.kind, stop.because, stop.teller) == ("hang", "the launch hangs: no rank wrote", 0)
         gang.ended(node, ok=False)
     if restarts:
         gang.lost(1)  # before it starts again
@@ -1046,17 +984,16 @@ def test_a_failure_is_not_restarted_on_a_node_that_is_preempted_meanwhile():
 )
 def test_an_elastic_launch_goes_on_without_a_node(how, why):
     gang = running(3, min_nodes=2)
+    is_preempted = how == "terminated"
     if how == "lost":
         gang.lost(2)
     else:
-        kind = "terminated" if how == "terminated" else "exception"
         if how != "ended":
-            gang.failed(2, crash(2, kind=kind))
+            gang.failed(2, preemption(2) if is_preempted else crash(2))
         gang.ended(2, ok=False)
-        (stop,) = gang.got(2, Stop)
-        assert stop.signal == (signal.SIGTERM if how == "terminated" else None)
+        assert [stop.signal for stop in gang.got(2, Stop)] == [signal.SIGTERM if is_preempted else None]
         error = gang.verdict(2)
-        assert type(error) is (TorchrunPreempted if how == "terminated" else LaunchFailed)
+        assert type(error) is (TorchrunPreempted if is_preempted else LaunchFailed)
         assert "goes on without it" in str(error)
         assert ("loss is nan" in str(error)) is (how != "ended")
         assert "stopped" not in str(error)
@@ -1070,7 +1007,7 @@ def test_an_elastic_launch_goes_on_without_a_node(how, why):
     assert not gang.got(0, Abort)
     if how == "lost":  # then no other launch can begin
         gang.ready(0, 1)
-        assert "already ended on node 2" in str(gang.got(0, Verdict)[-1].error)
+        assert "already ended on node 2" in str(gang.verdict(0, launch=1))
 
 
 @pytest.mark.parametrize(("how", "nodes"), [("lost", (2, 1)), ("failed", (2, 1)), ("failed", (0,))])
@@ -1079,17 +1016,25 @@ def test_an_elastic_launch_stops_when_too_few_nodes_are_left_or_not_the_control_
     for node in nodes:
         assert not gang.got(0, Stop)
         getattr(gang, how)(node, *([crash(node)] if how == "failed" else []))
-    assert gang.got(0, Stop)
-    for node in (0, 1, 2):
-        gang.ended(node, ok=False)
+    assert all(gang.got(node, Stop) for node in {0, 1, 2} - {*nodes})
+    gang.all_ended(ok=False)
     assert f"ode {nodes[0]}" in str(gang.verdict(0))
+
+
+def test_an_elastic_launch_fails_if_a_node_that_is_left_does_not_report_its_end():
+    gang = running(3, min_nodes=2, timeout_s=60.0)
+    gang.ended(2, crash(2))
+    gang.ended(0)
+    gang.pass_time(61.0)
+    gang.pass_time(GRACE_S + 16.0)
+    assert "Node 1 did not report" in str(gang.verdict(0))
 
 
 def test_a_node_that_has_dropped_out_and_calls_run_again_does_not_end_the_launch_of_the_others():
     gang = running(3, min_nodes=2)
     gang.ended(2, crash(2), ok=False)
     gang.ready(2, 1)
-    error = gang.got(2, Verdict)[1].error
+    error = gang.verdict(2, launch=1)
     assert isinstance(error, GangError)
     assert "Launch 1 can't begin on node 2: it has dropped out of launch 0, which goes on" in str(error)
     gang.leave(2, failed=True)
@@ -1122,7 +1067,7 @@ def test_an_exception_in_run_ends_the_launch_for_all_and_restarts_nothing(phase)
             gang.ended(node, ok=False)
     error = gang.same_verdict(*((0,) if phase == "gathering" else (0, 2)))
     assert phase == "pause" or "failed with KeyError: 'x'" in str(error)
-    assert "No word" not in str(error)
+    assert "did not report" not in str(error)
     gang.pass_time(60.0)
     assert len(gang.got(0, Go)) == (0 if phase == "gathering" else 1)
 
@@ -1138,7 +1083,7 @@ def test_a_launch_that_a_node_gives_up_while_it_waits_for_the_one_before_ends_fo
     assert [verdict.launch for verdict in gang.got(2, Verdict)] == [0]
     gang.ready(2, 1)  # which no node may start alone
     for node in (0, 2):
-        (error,) = [verdict.error for verdict in gang.got(node, Verdict) if verdict.launch == 1]
+        error = gang.verdict(node, launch=1)
         assert isinstance(error, LaunchFailed)
         assert "before launch 1 began" in str(error)
         assert "the second" in str(error)
@@ -1155,19 +1100,7 @@ def test_launches_whose_numbers_contradict_each_other_have_both_ended():
     gang.give_up(0, step_failure(0), launch=2)  # nobody waits for it
     gang.ready(1, 1)  # which has ended for node 0
     for node, number in ((0, 1), (1, 0), (1, 1), (2, 0)):
-        (error,) = [verdict.error for verdict in gang.got(node, Verdict) if verdict.launch == number]
-        assert "differ in the launch number" in str(error)
-
-
-def test_a_node_that_gives_a_launch_up_and_calls_run_again_waits_for_the_others():
-    gang = running(2)
-    gang.give_up(1, step_failure(1))
-    gang.ready(1, 1)
-    assert not gang.got(0, Verdict)  # its workers are still being stopped
-    gang.ended(0, ok=False)
-    assert "KeyError" in str(gang.verdict(0))
-    gang.ready(0, 1)
-    assert gang.got(1, Go)[-1].launch == 1
+        assert "differ in the launch number" in str(gang.verdict(node, launch=number))
 
 
 @pytest.mark.parametrize("node", [1, 2])
@@ -1182,7 +1115,7 @@ def test_what_ended_a_launch_is_told_in_the_same_words_when_the_step_ends_with_i
 # --- what goes to the datastore ------------------------------------------------------------
 
 VALUE = "rank 2's value (2.1 GB)"
-RAISED = "what its ranks raised"
+LEFT = "its outputs"
 
 
 def store_failure(node=1):
@@ -1192,7 +1125,7 @@ def store_failure(node=1):
 @pytest.mark.parametrize(
     ("limit", "computes", "error"),
     [
-        ({"hang_timeout_s": 20.0, "timeout_s": 40.0, "max_restarts": 3}, False, None),
+        ({"hang_timeout_s": 20.0, "timeout_s": 40.0, "max_restarts": 3}, False, type(None)),
         ({"hang_timeout_s": 20.0}, True, LaunchHung),
         ({"timeout_s": 20.0}, True, LaunchTimeout),
         ({"deadline": 1100.0}, False, LaunchTimeout),
@@ -1204,14 +1137,14 @@ def test_who_stores_is_neither_too_slow_nor_hangs_and_does_not_hide_who_does(lim
     if not computes:
         gang.ended(0)
     gang.pass_time(20.1 if computes else 100.1)
-    assert bool(gang.got(1, Stop)) is (error is not None)
+    assert bool(gang.got(1, Stop)) is (error is not type(None))
     if computes:
         gang.ended(0, ok=False)  # node 1 need not store any more
-    elif error is None:
+    elif not gang.got(1, Stop):
         gang.stored(1)
-    told = gang.same_verdict()
-    assert type(told) is (error or type(None))
-    assert computes or error is None or f"node 1 stores {VALUE} (for 100 s so far)" in str(told)
+    verdict = gang.same_verdict()
+    assert type(verdict) is error
+    assert "deadline" not in limit or f"node 1 stores {VALUE} (for 100 s so far)" in str(verdict)
 
 
 def test_the_control_node_says_every_30_s_who_stores_what():
@@ -1228,6 +1161,7 @@ def test_the_control_node_says_every_30_s_who_stores_what():
     for node in (0, 2, 3, 4, 5):
         gang.stored(node)
     gang.say(1, Storing(launch=0, generation=0, what="another value"))
+    gang.say(2, Storing(launch=0, generation=0, what="late"))
     gang.pass_time(30.1)
     assert gang.notes(0)[1:] == ["node 1 stores another value (for 60 s so far)"]
     assert not gang.notes(1)
@@ -1236,7 +1170,7 @@ def test_the_control_node_says_every_30_s_who_stores_what():
 def test_a_value_that_can_not_be_stored_fails_the_launch_and_restarts_nothing():
     gang = running(3, max_restarts=3, restart_on=frozenset({"user", "killed", "timeout", "hang", "start"}))
     for node in (1, 2):
-        gang.ended(node, storing=VALUE)
+        gang.ended(node, storing=VALUE, saves=LEFT)
     gang.stored(1, store_failure())
     assert all(gang.got(node, Stop) for node in range(3))
     gang.ended(0, ok=False)  # which has still computed; node 2 need not store any more
@@ -1245,6 +1179,16 @@ def test_a_value_that_can_not_be_stored_fails_the_launch_and_restarts_nothing():
     assert error.cause["category"] == "store"
     assert "Rank 2 on node 1 (host host-1) has ended well, but its value could not be stored." in str(error)
     assert "its workers had ended well" in str(error)
+    assert not gang.got(0, Save)
+
+
+# How a node goes: what happens, and the class of the cause.
+WAYS_TO_GO = {
+    "lost": (lambda gang: gang.lost(1), "node_lost"),
+    "terminated": (lambda gang: gang.failed(1, preemption()), "preempted"),
+    "given up": (lambda gang: gang.give_up(1, preemption()), "preempted"),
+    "left": (lambda gang: gang.leave(1, preemption()), "preempted"),
+}
 
 
 @pytest.mark.parametrize("how", ["lost", "terminated", "left"])
@@ -1252,36 +1196,24 @@ def test_a_node_that_goes_while_it_stores_ends_the_launch_at_once(how):
     gang = running(3, max_restarts=1)
     for node in range(3):
         gang.ended(node, storing=VALUE if node else None)
-    if how == "lost":
-        gang.lost(1)
-    elif how == "terminated":
-        gang.failed(1, crash(1, kind="terminated"))
-    else:
-        gang.leave(1, crash(1, kind="terminated"))
-    error = gang.same_verdict(0, 2)
-    assert error.cause["category"] == ("node_lost" if how == "lost" else "preempted")
+    go, category = WAYS_TO_GO[how]
+    go(gang)
+    assert gang.same_verdict(0, 2).cause["category"] == category
 
 
 def test_a_store_that_is_away_delays_no_verdict_of_a_failure_for_long():
     gang = running(2)
-    gang.ended(1, crash(1), storing=RAISED)
+    gang.ended(1, crash(1), storing="what its ranks raised")
     gang.ended(0, ok=False)
     gang.pass_time(GRACE_S + 15.1)
     error, said = gang.same_verdict(), gang.notes(0)
     assert error.cause["rank"] == 2
-    assert "No word" not in str(error)
+    assert "did not report" not in str(error)
     gang.pass_time(60.0)
     assert gang.notes(0) == said  # nobody waits for it any more
 
 
 # --- what is stored of a launch that has failed ----------------------------------------------------
-
-LEFT = "its outputs"
-
-
-def asks(gang):
-    """Return which nodes are asked to store what a failed launch has left."""
-    return [node for node, sent in gang.sent.items() if any(getattr(message, "within_s", None) for message in sent)]
 
 
 def failing(*saving, num_nodes=3, **policy):
@@ -1295,78 +1227,64 @@ def failing(*saving, num_nodes=3, **policy):
 @pytest.mark.parametrize("saving", [[0], [0, 1, 2]])
 def test_a_launch_that_fails_ends_when_what_it_has_left_is_stored(saving):
     gang = failing(*saving)
-    assert asks(gang) == saving
-    told = [gang.got(node, Save)[0].error for node in range(3)]
-    assert told[0].cause["rank"] == 2
-    assert all(error is told[0] for error in told), "each knows why, even if the control node is lost now"
-    kinds = [record.kind for record in gang.state.history.records]
-    assert "cause" in kinds, "what has failed is known before anything is stored"
-    assert [report.cause["rank"] for report in gang.state.history.reports] == [2]
-    assert not any(gang.got(node, Verdict) for node in range(3))
+    saves = [save for node in range(3) for save in gang.got(node, Save)]
+    assert [node for node, save in enumerate(saves) if save.within_s is not None] == saving
+    assert saves[0].error.cause["rank"] == 2
+    assert all(save.error is saves[0].error for save in saves), "each knows why, even if the control node is lost now"
+    events = [[event.kind for event in save.events] for save in saves]
+    assert events == [["go", "stopping", "cause"]] * 3, "what has failed is known before anything is stored"
+    assert [report.cause["rank"] for report in gang.reports] == [2]
+    assert gang.is_undecided()
     for node in saving:
         gang.stored(node)
     assert gang.same_verdict().cause["rank"] == 2
-    assert [record.kind for record in gang.state.history.records].count("cause") == 1
-    assert len(gang.state.history.reports) == 1
-
-
-def test_a_restart_waits_for_nothing_that_is_left():
-    gang = running(2, max_restarts=1)
-    gang.ended(0, storing=LEFT, saves=LEFT)
-    gang.stored(0)
-    gang.ended(1, crash(1), saves=LEFT)
-    assert not gang.got(0, Save)
-    gang.pass_time(1.0)
-    assert gang.got(0, Go)[-1].generation == 1
-    gang.all_ended(generation=1)
-    assert gang.same_verdict() is None
+    assert [record.kind for record in gang.records].count("cause") == len(gang.reports) == 1
 
 
 @pytest.mark.parametrize("how", ["lost", "given up", "left"])
-def test_a_node_that_goes_while_it_stores_keeps_nobody_waiting(how):
+def test_a_node_that_goes_while_its_outputs_are_stored_keeps_nobody_waiting(how):
     gang = failing(0, 1, 2)
     gang.stored(0)
     gang.stored(2)
-    if how == "lost":
-        gang.lost(1)
-    elif how == "given up":
-        gang.give_up(1, crash(1, kind="terminated"))
-    else:
-        gang.leave(1, crash(1, kind="terminated"))
-    error = gang.same_verdict(0, 2)
-    assert error.cause["exception"] == crash(1).exception, "the first failure stays the cause"
+    go, _ = WAYS_TO_GO[how]
+    go(gang)
+    assert gang.same_verdict(0, 2).cause["exception"] == crash(1).exception, "the first failure stays the cause"
 
 
 def test_what_is_left_is_stored_while_a_restart_was_to_come_that_does_not():
-    keeper = Notebook()
-    gang = failing(0, num_nodes=2, max_restarts=1, keepers=Keepers({"notes": keeper}))
+    notebook = Notebook()
+    gang = failing(0, num_nodes=2, max_restarts=1, keepers=Keepers({"notes": notebook}))
     gang.lost(1)
     (save,) = gang.got(0, Save)
     gang.say(0, Told(save.launch, save.generation, "notes", {"key": 1}))
     gang.stored(0, launch=save.launch, generation=save.generation)
     assert gang.verdict(0) is not None
-    assert keeper.kept[-1][:2] == (0, {"key": 1}), "the verdict comes after it"
+    assert notebook.heard[-1][:3] == ("handle", 0, {"key": 1}), "the verdict comes after it"
 
 
-@pytest.mark.parametrize("why", ["the datastore fails", "nobody is left", "nobody asked"])
-def test_where_nothing_can_be_stored_the_verdict_comes_at_once(why):
-    if why == "the datastore fails":
-        gang = running(2)
-        gang.all_ended(storing=LEFT, saves=LEFT)
-        gang.stored(1, store_failure())
-    elif why == "nobody is left":
-        gang = running(2)
-        gang.ended(1, crash(1))
-        gang.give_up(0, step_failure(0))
-    else:
-        gang = failing(num_nodes=2)
+def test_a_node_that_has_given_up_is_not_asked_to_store_anything():
+    gang = running(2)
+    gang.ended(1, crash(1))
+    gang.say(0, Failed(0, failures=failures([step_failure(0)]), given_up=True))
+    gang.ended(0, ok=False, saves=LEFT)
     assert not gang.got(0, Save)
-    assert isinstance(gang.verdict(1), LaunchFailed)
+    assert isinstance(gang.same_verdict(), LaunchFailed)
 
 
 # --- thousands -----------------------------------------------------------------------------------
 
 MANY = 300
+
+
+def objects_of(root):
+    """Return how many objects hang together with one, without modules, classes and functions."""
+    seen, found = set(), [root]
+    while found:
+        each = found.pop()
+        if id(each) not in seen and not isinstance(each, type | ModuleType | FunctionType):
+            seen.add(id(each))
+            found += gc.get_referents(each)
+    return len(seen)
 
 
 def test_no_message_of_one_node_makes_the_gang_look_through_all_nodes(monkeypatch):
@@ -1396,23 +1314,22 @@ def test_no_message_of_one_node_makes_the_gang_look_through_all_nodes(monkeypatc
 
 def test_of_thousands_of_reports_little_is_kept():
     gang = GangOf(MANY)
-    for node in range(MANY):
-        gang.ready(node)
-    origin = crash(7, "ValueError: the first")
+    joined = objects_of(gang.state)
+    gang.all_ready()
+    ready = objects_of(gang.state)
+    assert ready < joined + 4 * MANY, "equal messages share one object"
     for node in range(MANY):
         gang.failed(node, crash(node, "ConnectionError: Connection reset by peer"), age_s=5.0)
-        gang.failed(
-            node, *([origin] if node == 7 else [crash(node, "KeyError: later")]), age_s=1.0 if node == 7 else 0.5
-        )
-    preempted = Cause("terminated", 9, "host-9", exception="its Metaflow task got SIGTERM")
-    gang.failed(9, preempted)
-    launch = gang.state._launch
-    assert [failure.cause for failure in launch.failures] == [origin.bounded(), preempted]
-    assert len({id(message) for message in launch.ready.values()}) == 2  # the control node's and everybody's
-    for node in range(MANY):
+        origin = node == 7
+        gang.failed(node, crash(node, "ValueError: the first" if origin else "KeyError: later"), age_s=0.5 + origin)
+    gang.failed(9, Cause("terminated", 9, "host-9", exception="its Metaflow task got SIGTERM"))
+    assert objects_of(gang.state) < ready + 100, "the first failure and the first preemption"
+    for node in range(MANY - 1):
         gang.ended(node, crash(node))
+    assert objects_of(gang.state) < ready + 7 * MANY, "no failure stands beside the ends"
+    gang.ended(MANY - 1)
     assert "ValueError: the first" in str(gang.same_verdict())
-    assert not any(ended.failures for ended in launch.ended.values())
+    assert "Meanwhile host host-9 was preempted" in str(gang.same_verdict())
 
 
 def test_a_contradiction_of_thousands_is_told_in_short():
@@ -1442,39 +1359,31 @@ def test_many_nodes_are_named_in_short(nodes, said):
 # --- what is recorded -----------------------------------------------------------------------------
 
 
-def recorded(gang):
-    return [(record.kind, record.node, record.rank) for record in gang.state.history.records]
-
-
 def test_the_life_of_a_gang_is_recorded():
     gang = running(2)
     gang.say(1, Started(1, 0))  # of another launch
     gang.say(1, Started(0, 0))
     gang.say(1, Wrote(0, 0))
-    for node in (0, 1):
+    for node in (0, 0, 1):  # a node's exits count once
         gang.ended(node, exit_codes={2 * node: 0, 2 * node + 1: 0})
     for node in (0, 1):
         gang.done(node)
         gang.leave(node)
-    assert recorded(gang)[:7] == [
-        ("joined", 0, None),
-        ("joined", 1, None),
-        ("ready", 0, None),
-        ("ready", 1, None),
+    assert [(each.kind, each.node, each.rank) for each in gang.records] == [
+        *(("joined", node, None) for node in (0, 1)),
+        *(("ready", node, None) for node in (0, 1)),
         ("go", None, None),
         ("started", 1, None),
         ("output", 1, None),
-    ]
-    assert recorded(gang)[7:13] == [
         ("exited", 0, 0),
         ("exited", 0, 1),
-        ("stopped", 0, None),
+        *[("stopped", 0, None)] * 2,
         ("exited", 1, 2),
         ("exited", 1, 3),
         ("stopped", 1, None),
+        ("done", None, None),
+        *((kind, node, None) for node in (0, 1) for kind in ("finished", "left")),
     ]
-    assert [kind for kind, _, _ in recorded(gang)[13:]] == ["done", "finished", "left", "finished", "left"]
-    assert gang.state.nproc == 2
 
 
 def test_the_control_node_gets_all_records_with_a_verdict_and_others_those_of_the_gang():
@@ -1484,57 +1393,49 @@ def test_the_control_node_gets_all_records_with_a_verdict_and_others_those_of_th
     gang.pass_time(1.0)
     gang.failed(1, crash(1), generation=1)
     gang.all_ended(generation=1)
-    events = {node: [event.kind for event in gang.got(node, Verdict)[0].events] for node in (0, 1)}
-    first = ["go", "stopping", "cause", "restart"]
-    assert events[1] == [*first, "go", "stopping", "cause", "failed"]
-    assert [kind for kind in events[0] if kind in events[1]] == events[1]
-    assert "stopped" in events[0]
-    (cause, _) = [event for event in gang.state.history.records if event.kind == "cause"]
+    (of_control,), (of_member,) = gang.verdict_events(0), gang.verdict_events(1)
+    assert of_member == ["go", "stopping", "cause", "restart", "go", "stopping", "cause", "failed"]
+    assert [kind for kind in of_control if kind in of_member] == of_member
+    assert "stopped" in of_control
+    (cause, _) = [event for event in gang.records if event.kind == "cause"]
     assert (cause.node, cause.rank, cause.exit_code, cause.generation) == (1, 2, 1, 0)
     assert cause.text == "Rank 2 on node 1 (host host-1) failed with ValueError: loss is nan"
-    restart, failed = gang.state.history.reports
+    restart, failed = gang.reports
     assert (restart.error, restart.generation, failed.error, failed.generation) == (None, 0, "LaunchFailed", 1)
-    assert restart.text.startswith("Rank 2 on node 1 (host host-1) failed with ValueError: loss is nan.")
+    assert restart.text.startswith(f"{cause.text}.")
     assert (failed.text, failed.cause) == (str(gang.same_verdict()), gang.same_verdict().cause)
 
 
 @pytest.mark.parametrize(
     ("what", "expected"),
     [
-        (lambda gang: gang.lost(1), ["lost", "stopping"]),
-        (lambda gang: gang.failed(1, crash(1, kind="terminated")), ["preempted", "stopping"]),
-        (lambda gang: gang.pass_time(61.0), ["timeout", "stopping"]),
-        (lambda gang: gang.pass_time(31.0), ["hang", "stopping"]),
+        (lambda gang: gang.lost(1), "lost"),
+        (lambda gang: [gang.failed(node, preemption(node)) for node in (1, 0)], "preempted"),
+        (lambda gang: gang.pass_time(61.0), "timeout"),
+        (lambda gang: gang.pass_time(31.0), "hang"),
     ],
+    ids=["lost", "preempted", "timeout", "hang"],
 )
 def test_what_ends_a_launch_is_recorded_once(what, expected):
-    limits = {"hang_timeout_s": 30.0} if "hang" in expected else {"timeout_s": 60.0}
-    gang = running(2, **limits)
-    before = len(gang.state.history.records)
+    gang = running(2, **({"hang_timeout_s": 30.0} if expected == "hang" else {"timeout_s": 60.0}))
+    before = len(gang.records)
     what(gang)
-    gang.failed(0, crash(0, kind="terminated")) if "preempted" in expected else None
-    assert [record.kind for record in gang.state.history.records[before:]] == expected
+    assert [record.kind for record in gang.records[before:]] == [expected, "stopping"]
 
 
-def test_a_broken_gang_tells_what_has_happened():
-    gang = GangOf(2)
-    gang.lost(1)
+def test_a_broken_gang_tells_what_has_happened_also_to_a_node_that_comes_later():
+    gang = GangOf(3, join=False)
+    gang.join(0)
+    gang.lost(1, "its task ended at once")
+    gang.join(2)
+    for node in (0, 2):
+        gang.ready(node)
     (abort,) = gang.got(0, Abort)
-    assert [event.kind for event in abort.events] == ["joined", "joined", "lost", "broken"]
-    gang.ready(0)
-    (verdict,) = gang.got(0, Verdict)
-    assert [event.kind for event in verdict.events] == ["joined", "joined", "lost", "broken"]
-
-
-def objects_of(root):
-    """Return how many objects hang together with one, without modules, classes and functions."""
-    seen, found = set(), [root]
-    while found:
-        each = found.pop()
-        if id(each) not in seen and not isinstance(each, type | ModuleType | FunctionType):
-            seen.add(id(each))
-            found += gc.get_referents(each)
-    return len(seen)
+    assert [event.kind for event in abort.events] == ["joined", "lost", "broken"]
+    assert gang.verdict_events(0) == [["joined", "lost", "broken", "joined"]]
+    assert gang.verdict_events(2) == [["lost", "broken"]]
+    assert "Node 1 (host unknown) failed: its task ended at once" in str(gang.abort(0))
+    assert gang.abort(2) is gang.abort(0)
 
 
 def test_the_thousandth_launch_costs_what_the_first_does():
@@ -1564,14 +1465,11 @@ def test_the_thousandth_launch_costs_what_the_first_does():
 
 def test_a_launch_that_goes_on_with_a_call_of_run_has_the_events_of_its_commands_too():
     gang = GangOf(2)
-    gang.all_ready(0, runs="before_run")
-    gang.all_ended(launch=0)
-    gang.all_ready(1, goes_on=True)
-    gang.all_ended(launch=1)
-    gang.all_ready(2)
-    gang.all_ended(launch=2)
-    told = [[event.kind for event in verdict.events] for verdict in gang.got(1, Verdict)]
-    assert told == [["before_run", "done"], ["before_run", "done", "go", "done"], ["go", "done"]]
+    for number, more in enumerate(({"runs": "before_run"}, {"goes_on": True}, {})):
+        gang.all_ready(number, **more)
+        gang.all_ended(launch=number)
+    assert gang.verdict_events(1) == [["before_run", "done"], ["before_run", "done", "go", "done"], ["go", "done"]]
+    assert [each.text for each in gang.records if each.kind == "before_run"] == ["before_run on 2 nodes"]
 
 
 def test_of_a_launch_with_very_many_restarts_the_other_nodes_are_told_the_begin_and_the_end():
@@ -1593,18 +1491,10 @@ def test_a_node_that_comes_late_to_a_launch_hears_of_that_one():
     for number in (0, 1):
         gang.ready(0, number)
         gang.give_up(0, Cause("call", 0, "host-0", exception=f"the {number}th"), launch=number)
-    gang.ready(1, 0)
-    (verdict,) = gang.got(1, Verdict)
-    assert [(event.kind, event.launch) for event in verdict.events] == [("cause", 0), ("failed", 0)]
-    gang.ready(1, 1)
-    assert [(event.kind, event.launch) for event in gang.got(1, Verdict)[1].events] == [("cause", 1), ("failed", 1)]
-
-
-def test_a_node_that_loses_the_control_node_before_the_verdict_has_the_events_of_what_had_failed():
-    gang = running(2)
-    gang.all_ended(crash(1), saves="its outputs")
-    (save,) = gang.got(1, Save)
-    assert [event.kind for event in save.events] == ["go", "stopping", "cause"]
+    for number in (0, 1):
+        gang.ready(1, number)
+        events = gang.got(1, Verdict)[number].events
+        assert [(event.kind, event.launch) for event in events] == [("cause", number), ("failed", number)]
 
 
 # --- any order of anything -------------------------------------------------------------------------
