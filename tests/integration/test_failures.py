@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from metaflow_extensions.torchrun.plugins.torchrun.gang.remedies import remedy
+from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import remedy
 
 # Node 0 has ranks 0 and 1, node 1 has ranks 2 and 3.
 TWO = [{"entrypoint": "worker.py", "nproc_per_node": 2}]

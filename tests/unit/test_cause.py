@@ -4,9 +4,15 @@ from dataclasses import replace
 
 import pytest
 
-from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause, Failure, describe_exit, first_failure
+from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import (
+    Cause,
+    Failure,
+    describe_exit,
+    first_failure,
+    remedy,
+    remedy_of_exit,
+)
 from metaflow_extensions.torchrun.plugins.torchrun.gang.launch import Launch
-from metaflow_extensions.torchrun.plugins.torchrun.gang.remedies import remedy, remedy_of_exit
 from metaflow_extensions.torchrun.plugins.torchrun.task.report import report
 
 

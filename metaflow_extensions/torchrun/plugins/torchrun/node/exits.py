@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from ..gang.cause import Cause
-from ..gang.remedies import remedy_of_exit
+from ..gang.cause import Cause, remedy_of_exit
 from ..guardian.agent_events import WorkerEnded
 from ..launch.spec import LaunchSpec
 from ..logs.follower import worker_folder
