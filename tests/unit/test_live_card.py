@@ -83,6 +83,7 @@ def test_a_slow_last_card_does_not_hold_the_task(card):
     card._card_creator.create = lambda **_: free.wait(10)
     live = LiveCard(Snapshot, lambda: 1)
     live.make_last(0.05)
+    assert "torchrun-lastcard" in {thread.name for thread in threading.enumerate()}, "it is still being made"
     free.set()
     eventually(lambda: not [t for t in threading.enumerate() if t.name.startswith("torchrun-")])
 
@@ -163,12 +164,15 @@ def card_started_by(error):
     """Have a card of Metaflow's made where what starts its process fails; return how Metaflow was called."""
 
     def start(*_):
+        tried.append(1)
         raise error
 
-    called = []
+    tried, called = [], []
     creator = SimpleNamespace(_run_command=lambda *args, **options: called.append(options) or (b"", False))
-    cards.start_by(SimpleNamespace(_card_creator=creator), start)
+    for _ in range(2):
+        cards.start_by(SimpleNamespace(_card_creator=creator), start)
     creator._run_command([], "of a test", {}, wait=False)
+    assert len(tried) == 1
     return called
 
 
