@@ -160,6 +160,7 @@ def test_nothing_is_sent_while_the_network_has_not_taken_what_was_sent_before(ch
     for _ in range(100):
         channel.sender.add("stdout", LINE * 100)
         channel.pass_time(0.5)
+    channel.pass_time(10 * LIMITS.pause_s)  # and nothing more comes
     assert channel.sent == []
     channel.has_room = True
     channel.pass_time(LIMITS.pause_s)
