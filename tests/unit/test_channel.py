@@ -48,8 +48,7 @@ class Inbox:
     """A node's messages, readable with a deadline."""
 
     def __init__(self):
-        self._queue = queue.SimpleQueue()
-        self.seen = []
+        self._queue, self.seen = queue.SimpleQueue(), []
 
     def __call__(self, message):
         self._queue.put(message)
@@ -106,7 +105,7 @@ class Member(MemberChannel):
         """Leave, when nobody has taken it for lost."""
         self.send(sent.Leave())
         self.inbox.expect(sent.Ack)
-        assert sent.Abort not in control.inbox.seen
+        assert control.channel.gang.broken is None
 
     def close(self):
         if self._is_open:
@@ -279,10 +278,12 @@ def test_closing_waits_for_members_that_have_yet_to_leave(opened):
     control, member = opened.pair()
     control.send(sent.Leave())
     member.inbox.expect(sent.Bye)
-    member.send(sent.Leave())
+    leaving = threading.Timer(0.2, member.send, [sent.Leave()])
+    leaving.start()
     begun = time.monotonic()
     control.close(wait_s=30.0)
     assert time.monotonic() - begun < 10.0
+    leaving.join()
     member.inbox.expect(sent.Ack)
 
 
@@ -311,7 +312,7 @@ def test_nonsense_is_hung_up_on_and_members_are_still_served(words, knows_token,
             shake_hands(sock, control.token)
         sock.sendall(words)
         assert is_closed(sock)
-    opened.member().join(control)
+    opened.member().join(control).leave_well(control)
 
 
 @pytest.mark.parametrize("whose", [b"member", b"control"], ids=["recorded", "mirrored"])
@@ -417,11 +418,15 @@ def test_a_task_that_comes_to_replace_another_waits_for_the_gangs_end(opened, mo
         second.join(control)
     assert "it is being replaced" in first.inbox.expect(sent.Replaced).why
     assert "node 1 (host" in control.inbox.expect(sent.Note).text
-    second.send(sent.Leave())  # its words don't count
+    log = Log(control)
+    for words in (sent.Leave(), sent.Lines("its lines\n")):  # they don't count
+        second.send(words)
     with pytest.raises(queue.Empty):  # it lives longer than either may be silent
         second.inbox.expect(ControlLost, 1.0)
-    assert control.members == [1]
+    assert (control.members, control.channel.gang.broken) == ([1], None)
     assert second.hold_s == 1.0 + 15.0
+    control.channel.relay.settle()
+    assert log.text == ""
     control.close()
     second.inbox.expect(ControlLost)
 
@@ -436,7 +441,7 @@ def test_a_member_whose_first_connection_was_lost_unseen_gets_in_by_another(open
             assert control.members == [1]
             again.sendall(encode(sent.Leave()))
             assert isinstance(receive_message(again), sent.Ack)
-    assert sent.Abort not in control.inbox.seen
+    assert control.channel.gang.broken is None
 
 
 def test_a_member_that_is_cut_off_before_its_welcome_can_connect_again(opened):
@@ -499,6 +504,8 @@ def test_a_control_node_that_falls_silent_is_lost(welcome, opened):
     else:
         with pytest.raises(TimeoutError, match=r"0\.3 s \(heartbeat_timeout_s\)"):
             member.connect([HOST], port, token, 5.0)
+        with pytest.raises(queue.Empty):  # it has never had it
+            member.inbox.expect(ControlLost, 0.2)
 
 
 def test_a_task_known_to_be_dead_is_reported_without_waiting_for_its_silence(opened):
