@@ -22,6 +22,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec
 
 ENV = shutil.which("env", path=os.defpath)
 GO = Go(launch=0, generation=0, port=29512, gang="gang", restarts=0, max_restarts=0)
+RESTARTED = replace(GO, restarts=2, max_restarts=3)
 OF_RANK = {"OWN": "/my logs/${local_rank}"}
 SPEC = LaunchSpec("/flow/train.py", (), False, nproc=2, num_nodes=3, node_index=1, python="/usr/bin/python3")
 
@@ -68,6 +69,10 @@ def test_workers_are_told_how_often_the_gang_was_restarted():
     assert command_of(again, **asked).count("--no-python") == 1
 
 
+def test_a_script_that_torchrun_runs_in_its_own_process_is_not_started_by_env():
+    assert program_of(go=RESTARTED, options=(("run-path", None),)) == ["/flow/train.py"]
+
+
 @pytest.mark.parametrize(("env", "words"), [((), ["OWN=/my logs/7"]), ((("OWN", "mine"),), [])])
 def test_a_program_that_is_no_python_gets_variables_of_its_own_by_its_command(env, words):
     """No hook of ours runs there; the user's own value stays."""
@@ -81,9 +86,7 @@ def test_workers_start_whatever_their_path_is(path, name, tmp_path):
     """The user's PATH is for the user's programs: it need not have `env` and `sh`."""
     program = write(tmp_path / name, "#!/bin/sh\necho $TORCHELASTIC_RESTART_COUNT $PATH\n")
     program.chmod(0o755)
-    words = program_of(
-        go=replace(GO, restarts=2, max_restarts=3), options=(("no-python", None),), entrypoint=f"./{name}"
-    )
+    words = program_of(go=RESTARTED, options=(("no-python", None),), entrypoint=f"./{name}")
     said = subprocess.run(words, cwd=tmp_path, env={"PATH": path}, capture_output=True, text=True, check=True).stdout
     assert said.split() == ["2", *filter(None, [path])]
 
@@ -124,7 +127,7 @@ def test_what_the_user_says_is_passed_on(changes, words):
 
 @pytest.mark.parametrize(("node", "is_host"), [(0, "true"), (1, "false")])
 def test_with_its_own_elasticity_torchrun_restarts_by_itself(node, is_host):
-    asked = {"node_index": node, "min_nodes": 1, "elastic_timeout_s": 120, "max_restarts": 3}
+    asked = {"node_index": node, "min_nodes": 1, "elastic_timeout_s": 120, "max_restarts": 3, "go": RESTARTED}
     options = options_of(**asked)
     conf = f"--rdzv-conf=read_timeout=120,join_timeout=120,is_host={is_host}"
     endpoint = "--rdzv-endpoint=10.0.0.7:29512"

@@ -37,11 +37,22 @@ def side():
 
 
 class Stream:
-    """A stdout of this process, and who reads it."""
+    """A stdout of this process, who reads it, and another node that writes to it."""
 
     def __init__(self, reading, writing):
         self.reading, self.writing = reading, writing
         self.stdout = os.fdopen(writing, "w", encoding="utf-8")
+
+    def is_free(self):
+        """Return whether another node may write."""
+        other = os.open(f"/proc/self/fd/{self.writing}", os.O_RDWR)  # to open it to write alone waits for a reader
+        try:
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            return False
+        finally:
+            os.close(other)
 
     def text(self):
         """Return all that comes until stdout is closed."""
@@ -166,6 +177,7 @@ def test_nobody_waits_for_the_reader_while_more_follows_and_only_the_last_line_i
     for text, written in [(b"a\nb\n", b"a\n"), (b"c\n", b"b\n"), (b"d\n", b"c\n"), (b"e\nf\ng\n", b"d\ne\nf\n")]:
         assert write_output("stdout", text, more_follows=True)
         assert os.read(stream.reading, 100) == written
+        assert stream.is_free()
     assert not waits
     assert write_output("stdout", b"")
     assert len(waits) == 1
@@ -205,17 +217,14 @@ def test_a_line_that_a_paused_reader_has_begun_to_read_is_ended_before_another_n
     assert read.result() == "a" * 100_000 + "\n" + "b" * 100_000 + "\n"
 
 
-def test_a_line_that_nobody_will_read_to_its_end_holds_up_no_other_node(take_stdout):
-    stream, output = take_stdout(), console._outputs["stdout"]
+def test_a_line_that_nobody_will_read_to_its_end_holds_up_no_other_node(take_stdout, capfd):
+    stream = take_stdout()
     assert not write_text("stdout", "a" * 100_000 + "\n", 0.1)
-    other = os.open(f"/proc/self/fd/{stream.writing}", os.O_WRONLY)
-    with pytest.raises(BlockingIOError):
-        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    assert not stream.is_free()
     os.close(stream.reading)
-    assert write_output("stdout", b"")  # the rest is dropped, and that is said
-    assert output._said_lost
-    fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    os.close(other)
+    assert write_output("stdout", b"")
+    assert "stdout can't be written to" in capfd.readouterr().err, "the rest is dropped"
+    assert stream.is_free()
 
 
 def test_what_another_node_holds_up_is_written_at_the_end_though_lines_may_mix(take_stdout, side, monkeypatch):
@@ -258,6 +267,12 @@ def test_a_reader_that_does_not_read_is_not_waited_for_again_and_again(take_stdo
     assert time.monotonic() - begun < 5.0  # 200 lines at 0.05 s each would be 10 s
     stream.stdout.close()
     assert stream.text() == "aaa\n" + "b\n" * 200
+
+
+def test_a_reader_that_pauses_has_whole_lines(take_stdout):
+    stream = take_stdout()
+    assert not write_text("stdout", BLOCK, 0.1)
+    assert os.read(stream.reading, len(BLOCK)).endswith(b"x\n")
 
 
 def test_nobody_waits_for_a_reader_that_does_not_read_and_it_can_have_all_later(take_stdout, side):

@@ -7,6 +7,7 @@ import threading
 from types import SimpleNamespace
 
 import pytest
+from fake_cards import FakeCard, FakeUsersCard, offer, offered
 from metaflow import current
 from metaflow.plugins.cards.card_creator import CardCreator, CardProcessManager
 from unit_helpers import eventually
@@ -19,36 +20,14 @@ from metaflow_extensions.torchrun.plugins.torchrun.show import live_card
 from metaflow_extensions.torchrun.plugins.torchrun.show.live_card import LiveCard, pause_of_member_s, pause_s
 
 
-class FakeCard:
-    """What `CardComponentManager` (Metaflow 2.19) is to us; `made` has the modes of final cards."""
-
-    def __init__(self):
-        self.shown, self.made = [], []
-        self.fails = False
-        self._latest_user_data = None
-        self._card_creator_args = {"card_uuid": "of-a-test"}
-        self._card_creator = SimpleNamespace(create=self.create)
-
-    def refresh(self, data):
-        self.shown.append(data)
-        if self.fails:
-            raise OSError("no process")
-
-    def create(self, card_uuid, mode, final):
-        assert final
-        self.made.append((mode, self._latest_user_data))
-
-
 @pytest.fixture
 def card(monkeypatch):
-    card = FakeCard()
-    collector = {"torchrun": [card]}
-    current._update_env({"card": SimpleNamespace(get=lambda name: collector[name])})
     monkeypatch.setattr(live_card, "_LOOKS_EVERY_S", 0.01)
     for name in ("_SHORTEST_S", "_SHORTEST_QUIET_S"):
         monkeypatch.setattr(live_card, name, 0.05)
-    yield card
-    current._update_env({"card": None})
+    card = FakeCard()
+    with offered(card):
+        yield card
 
 
 def test_the_card_follows_what_happens_and_ends_with_the_last(card):
@@ -104,6 +83,7 @@ def test_a_slow_last_card_does_not_hold_the_task(card):
     card._card_creator.create = lambda **_: free.wait(10)
     live = LiveCard(Snapshot, lambda: 1)
     live.make_last(0.05)
+    assert "torchrun-lastcard" in {thread.name for thread in threading.enumerate()}, "it is still being made"
     free.set()
     eventually(lambda: not [t for t in threading.enumerate() if t.name.startswith("torchrun-")])
 
@@ -184,12 +164,15 @@ def card_started_by(error):
     """Have a card of Metaflow's made where what starts its process fails; return how Metaflow was called."""
 
     def start(*_):
+        tried.append(1)
         raise error
 
-    called = []
+    tried, called = [], []
     creator = SimpleNamespace(_run_command=lambda *args, **options: called.append(options) or (b"", False))
-    cards.start_by(SimpleNamespace(_card_creator=creator), start)
+    for _ in range(2):
+        cards.start_by(SimpleNamespace(_card_creator=creator), start)
     creator._run_command([], "of a test", {}, wait=False)
+    assert len(tried) == 1
     return called
 
 
@@ -199,38 +182,16 @@ def test_where_its_process_can_not_be_started_metaflow_starts_it_but_the_gangs_n
         card_started_by(LaunchFailed("node 3 is lost"))
 
 
-class FakeUsersCard(FakeCard):
-    """A card of the user's own, as `CardComponentManager` (Metaflow 2.19) has it; `made` has the modes of all cards."""
-
-    def __init__(self, *components):
-        super().__init__()
-        self._card_creator_args = {"card_uuid": "of-a-user", "runtime_card": True}
-        self.components = Components(enumerate(components))
-        self._latest_user_data = {"mine": 1}
-        self._last_layout_change, self._last_render, self._render_seq, self._last_refresh = None, 0, 0, 3.0
-
-    def _card_proc(self, mode):
-        self.made.append((mode, [each.render() for each in self.components.values()]))
-
-    def create(self, card_uuid, runtime_card, mode, final):
-        self.made.append((mode, final))
-
-
-class Components(dict):
-    layout_last_changed_on = 1.0
-
-
 @pytest.fixture
 def with_users_card(card, monkeypatch):
     """Return a function that adds a card of a user's own, with these components; there is none of ours."""
 
     def add(*components):
         found = FakeUsersCard(*components)
-        facts = {"card": SimpleNamespace(get=lambda name: [], _card_component_store={"a": found})}
-        current._update_env(facts)
+        offer(of_users=[found])
         return found
 
-    current._update_env({"card": SimpleNamespace(get=lambda name: [])})
+    offer()
     for name, value in {"flow_name": "Flow", "run_id": "1", "step_name": "train", "task_id": "2"}.items():
         monkeypatch.setattr(current, f"_{name}", value)
     return add
@@ -299,8 +260,7 @@ def test_a_users_card_without_a_part_is_no_affair_of_ours(with_users_card):
     assert (mine.made, cards.with_component(live_card.GangPart)) == ([], [])
 
 
-def test_without_a_card_of_ours_nothing_runs():
-    current._update_env({"card": SimpleNamespace(get=lambda name: [])})
+def test_without_a_card_of_ours_nothing_runs(with_users_card):
     live = LiveCard(Snapshot, lambda: 1)
     assert "torchrun-card" not in {thread.name for thread in threading.enumerate()}
     live.settle()

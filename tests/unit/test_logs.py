@@ -102,25 +102,19 @@ def test_a_line_is_shown_while_the_writer_lives_and_an_unfinished_one_waits_for_
     assert screen.streams["stdout"] == ""
 
 
-def test_the_agents_own_words_have_their_own_label_and_ranks_without_one_are_hidden(follow, tmp_path):
+def test_a_hidden_rank_is_a_sign_of_life_and_the_agents_own_words_with_their_own_label_are_none(follow, tmp_path):
     follower, screen = follow(label=lambda rank: None if rank == 0 else f"[rank {rank}] ")
-    write(tmp_path / "agent.stderr", "a warning\n")
-    for rank in (0, 1):
-        write(worker_file(tmp_path, rank, "stdout"), f"from {rank}\n")
-    follower.finish()
-    assert screen.streams == {"stdout": "[rank 1] from 1\n", "stderr": "[agent] a warning\n"}
-
-
-def test_any_workers_output_is_a_sign_of_life_and_the_agents_is_none(follow, tmp_path):
-    follower, screen = follow(label=lambda rank: None)
-    (tmp_path / "agent.stderr").write_text("the agent speaks\n")
-    eventually(lambda: "the agent speaks" in screen.streams["stderr"])
+    (tmp_path / "agent.stderr").write_text("a warning\n")
+    eventually(lambda: screen.streams["stderr"] == "[agent] a warning\n")
     assert follower.last_output_at is None
     begun = time.monotonic()
     write(worker_file(tmp_path, 0, "stdout"), "hidden, but alive\n")
     eventually(lambda: follower.last_output_at is not None)
     assert begun <= follower.last_output_at <= time.monotonic()
     assert follower.written_bytes() == len("hidden, but alive\n")
+    write(worker_file(tmp_path, 1, "stdout"), "shown\n")
+    follower.finish()
+    assert screen.streams == {"stdout": "[rank 1] shown\n", "stderr": "[agent] a warning\n"}
 
 
 class PausedScreen(Screen):
@@ -150,7 +144,7 @@ def test_a_reader_that_does_not_read_holds_up_nobody_and_can_have_all_later(foll
     assert screen.streams == {"stdout": "[rank 0] first\n", "stderr": ""}
     shutil.rmtree(worker_file(tmp_path, 0, "stdout").parents[2])
     screen.continued.set()
-    eventually(lambda: not follower._thread.is_alive(), "the end of the thread")
+    eventually(lambda: "torchrun-logs" not in {thread.name for thread in threading.enumerate()}, "its end")
     assert screen.streams["stdout"] == "[rank 0] first\n[rank 0] second\n"
     assert screen.streams["stderr"] == "[rank 1] of a file that nobody has opened yet\n"
 

@@ -143,14 +143,16 @@ KNOWN = Snapshot(2, 1, events=(Record("joined", 0.5, 1000.5, node=0, text="a"), 
 def test_what_a_replacement_tells_counts_before_what_the_job_tells_and_neither_overwrites_anything(flow):
     registry = registry_of(flow)
     registry.save_snapshot(KNOWN, 1.0)
-    registry.save_word(Word("the job's", 1010.0, 2), "job", 1.0)
-    assert registry.load_snapshot().error == "the job's"
+    registry.save_word(Word("the job's", 900.0, 2), "job", 1.0)
+    found = registry.load_snapshot()
+    assert (found.error, found.events[-1].at_s) == ("the job's", 2.0), "no earlier than what went before, by any clock"
     registry.save_word(Word("größe 🙂*\nmore", 1011.0, 2), "replacement", 1.0)
     found = registry_of(flow).load_snapshot()
     assert found.events[:-1] == KNOWN.events
     last, report = found.events[-1], found.reports[-1]
     assert (last.kind, last.node, last.launch, last.text) == ("lost", 0, 3, "größe 🙂*")
-    assert (last.at_s, report.text, report.cause["host"]) == (11.0, "größe 🙂*\nmore", "a")
+    assert (last.at_s, report.text) == (11.0, "größe 🙂*\nmore")
+    assert (report.cause["host"], report.cause["exception"]) == ("a", "größe 🙂*")
     assert json.loads(flow.stored["7", "train", "3", 0, "torchrun_events.json"]) == KNOWN.stored()
 
 
@@ -159,6 +161,8 @@ def test_where_the_control_node_has_stored_nothing_what_others_tell_is_all(flow)
     found = registry_of(flow).load_snapshot()
     assert (found.num_nodes, [event.text for event in found.events]) == (3, ["gone"])
     assert registry_of(flow, attempt=1).load_snapshot() is None
+    flow.stored["7", "train", "3", 0, "torchrun_events.json"] = '{"version": 1, "eve'  # half written
+    assert registry_of(flow).load_snapshot() == found
 
 
 @pytest.mark.parametrize(

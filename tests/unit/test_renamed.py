@@ -23,6 +23,7 @@ from metaflow import datastore as metaflow_datastore
 from metaflow.datastore import FlowDataStore
 from metaflow.datastore import exceptions as datastore_exceptions
 from metaflow.datastore.task_datastore import TaskDataStore
+from metaflow.exception import MetaflowException
 from metaflow.graph import DAGNode
 from metaflow.metaflow_current import Parallel
 from metaflow.plugins import parallel_decorator
@@ -95,10 +96,18 @@ def take_away(monkeypatch):
     def take(owner, name):
         if isinstance(owner, type):
             monkeypatch.setattr(owner, name, Gone(name), raising=False)
-        else:
-            monkeypatch.delattr(owner, name)
+            return
+        module = f"{owner.__name__}.{name}"
+        if module in sys.modules:
+            monkeypatch.setitem(sys.modules, module, None)
+        monkeypatch.delattr(owner, name)
 
     return take
+
+
+def rows(table):
+    """Return the rows of a table that has the names, in one text, by their owner."""
+    return [(owner, name) for owner, names in table.items() for name in names.split()]
 
 
 def left_out(capfd):
@@ -134,23 +143,15 @@ def gang(monkeypatch, datastore):
     current._update_env({"card": None})
 
 
-NAMES_OF_CARDS = [
-    (CardComponentCollector, "get"),
-    (CardComponentCollector, "_card_component_store"),
-    (CardComponentManager, "_card_creator_args"),
-    (CardComponentManager, "_card_creator"),
-    (CardComponentManager, "_latest_user_data"),
-    (CardComponentManager, "_card_proc"),
-    (CardComponentManager, "_last_layout_change"),
-    (CardComponentManager, "_render_seq"),
-    (CardComponentManager, "_last_render"),
-    (CardComponentManager, "components"),
-    (CardComponentManager, "refresh"),
-    (ComponentStore, "layout_last_changed_on"),
-    (CardProcessManager, "_get_card_process"),
-    (card_creator, "CardProcessManager"),
-    (CardCreator, "create"),
-]
+OF_CARDS = {
+    CardComponentCollector: "get _card_component_store",
+    CardComponentManager: "_card_creator_args _card_creator _latest_user_data _card_proc _last_layout_change "
+    "_render_seq _last_render components refresh",
+    ComponentStore: "layout_last_changed_on",
+    CardProcessManager: "_get_card_process",
+    card_creator: "CardProcessManager",
+    CardCreator: "create",
+}
 
 
 def run_step(gang, take, error):
@@ -169,7 +170,7 @@ def run_step(gang, take, error):
     gang.run(train)
 
 
-@pytest.mark.parametrize(("owner", "name"), [*NAMES_OF_CARDS, (None, "none")], ids=str)
+@pytest.mark.parametrize(("owner", "name"), [*rows(OF_CARDS), (None, "none")], ids=str)
 @pytest.mark.parametrize("error", [GangError("the cause"), None], ids=["its own error", "well"])
 def test_without_a_name_of_its_cards_a_gang_ends_as_its_step_does(owner, name, error, gang, take_away, capfd):
     with pytest.raises(GangError) if error else nullcontext() as caught:
@@ -218,14 +219,18 @@ class Timeout:
         self.attributes, self.secs = {}, 5
 
 
-@pytest.mark.parametrize(
-    ("owner", "name"),
-    [
-        *[(DAGNode, name) for name in ("out_funcs", "parallel_foreach", "num_parallel", "split_parents")],
-        *[(CliArgs, name) for name in ("task", "command_options", "env")],
-        *[(FlowDataStore, "metadata"), (Task, "ubf_iter"), (Timeout, "secs"), (FlowDataStore, "nothing")],
-    ],
-)
+OF_SUBMISSION = {
+    DAGNode: "out_funcs parallel_foreach num_parallel split_parents",
+    CliArgs: "task command_options env",
+    FlowDataStore: "metadata nothing",
+    Task: "ubf_iter",
+    Timeout: "secs",
+}
+# By how many conveniences a name is looked at, where it is not one.
+LOOKED_AT = {"metadata": 0, "nothing": 0, "out_funcs": 2, "parallel_foreach": 2, "env": 2}
+
+
+@pytest.mark.parametrize(("owner", "name"), rows(OF_SUBMISSION))
 def test_without_a_name_that_checks_look_at_a_gang_is_submitted(owner, name, datastore, take_away, monkeypatch, capfd):
     monkeypatch.setattr(type(current), "parallel", None, raising=False)  # which `step_init` sets
     monkeypatch.setattr(parallel_decorator.ParallelDecorator, "runtime_step_cli", lambda *_: None)
@@ -237,10 +242,7 @@ def test_without_a_name_that_checks_look_at_a_gang_is_submitted(owner, name, dat
     deco.package_init(None, "train", None)
     deco.runtime_step_cli(cli_args, 0, 0, "ubf_control")
     submit_checks.check_entered_with_num_parallel(Flow._graph)
-    assert len(left_out(capfd)) == (0 if name in ("metadata", "nothing") else 2 if name in LOOKED_AT_TWICE else 1)
-
-
-LOOKED_AT_TWICE = {"out_funcs", "parallel_foreach", "env"}  # by two conveniences
+    assert len(left_out(capfd)) == LOOKED_AT.get(name, 1)
 
 
 def test_an_environment_is_asked_whatever_metaflow_asks():
@@ -254,20 +256,12 @@ def test_an_environment_is_asked_whatever_metaflow_asks():
 
 
 def test_metaflows_printing_may_take_more_than_the_error(monkeypatch):
-    printed = []
-    monkeypatch.setattr(node_report, "_in_task", False)
-    node_report._print_error(lambda *args, **options: printed.append((args, options)), KeyError("x"), 1, colour="red")
-    assert printed[0][0][1:] == (1,)
-    assert printed[0][1] == {"colour": "red"}
-
-
-def test_without_its_log_a_task_goes_on(take_away, tmp_path, capfd):
-    log = tmp_path / "log"
-    log.write_text("a line\n")
-    store = FlowDataStore("GangFlow", storage_impl=LocalStorage, ds_root=str(tmp_path / "store"))
-    take_away(TaskDataStore, "save_logs")
-    TaskLog(partial(save_log, store, ("1", "train", "2", 0)), {"MFLOG_STDOUT": str(log)}).save(10)
-    assert "the early upload of this task's log" in "".join(left_out(capfd))
+    printed, error = [], MetaflowException("no")
+    for name in ("print_metaflow_exception", "print_unknown_exception"):
+        monkeypatch.setattr(metaflow_cli, name, lambda *args, **options: printed.append((args, options)))
+    node_report.print_errors_ourselves(in_task=False)
+    metaflow_cli.print_metaflow_exception(error, 1, colour="red")
+    assert printed == [((error, 1), {"colour": "red"})]
 
 
 def test_a_worker_whose_current_can_not_be_filled_goes_on(capfd):
@@ -300,46 +294,44 @@ def make_spin(datastore):
     decorators._make_gang_of_one(SimpleNamespace(_parallel_ubf_iter=ubf_iter))
 
 
-USES = {
-    "registry": lambda datastore: Registry(datastore, "1", "train", "2", 0),
-    "store a value": store_value,
-    "read outputs": read_outputs,
-    "decorate": lambda _: TorchrunDecorator(),
-    "spin": make_spin,
-    "count nodes": lambda _: steps.num_parallel(GangFlow()),
-    "ask for the control task": lambda _: steps.control_task_of(Parallel("127.0.0.1", 1, 0, None)),
-    "offer torch": lambda _: steps.offer("torch", None),
-    "read stored": stored.Storage,
-    "find an attempt": lambda datastore: stored.last_attempt(datastore, ("1", "train", "none")),
-    "find stores": lambda datastore: list(values_at(DatastoreValues(datastore).address)),
-}
+# What is done, and the names without which it can't be.
 NEEDED = [
-    (FlowDataStore, "get_task_datastore", "registry"),
-    (TaskDataStore, "load_metadata", "registry"),
-    (TaskDataStore, "save_metadata", "registry"),
-    (FlowDataStore, "save_data", "store a value"),
-    (FlowDataStore, "load_data", "store a value"),
-    (metaflow_datastore, "FlowDataStore", "read outputs"),
-    (plugins, "DATASTORES", "read outputs"),
-    (parallel_decorator, "ParallelDecorator", "decorate"),
-    (parallel_decorator.ParallelDecorator, "setup_distributed_env", "decorate"),
-    (flowspec, "ParallelUBF", "spin"),
-    (FlowDataStore, "_storage_impl", "read stored"),
-    (LocalStorage, "get_datastore_root_from_config", "find stores"),
-    (datastore_exceptions, "DataException", "find an attempt"),
-    (GangFlow, "_parallel_ubf_iter", "count nodes"),
-    (flowspec.ParallelUBF, "num_parallel", "count nodes"),
-    (Parallel, "control_task_id", "ask for the control task"),
-    (type(current), "_update_env", "offer torch"),
+    (
+        lambda datastore: Registry(datastore, "1", "train", "2", 0),
+        {FlowDataStore: "get_task_datastore", TaskDataStore: "load_metadata save_metadata"},
+    ),
+    (store_value, {FlowDataStore: "save_data load_data"}),
+    (read_outputs, {metaflow_datastore: "FlowDataStore", plugins: "DATASTORES"}),
+    (
+        lambda _: TorchrunDecorator(),
+        {parallel_decorator: "ParallelDecorator", parallel_decorator.ParallelDecorator: "setup_distributed_env"},
+    ),
+    (make_spin, {flowspec: "ParallelUBF"}),
+    (
+        lambda _: steps.num_parallel(GangFlow()),
+        {GangFlow: "_parallel_ubf_iter", flowspec.ParallelUBF: "num_parallel"},
+    ),
+    (lambda _: steps.control_task_of(Parallel("127.0.0.1", 1, 0, None)), {Parallel: "control_task_id"}),
+    (lambda _: steps.offer("torch", None), {type(current): "_update_env"}),
+    (stored.Storage, {FlowDataStore: "_storage_impl"}),
+    (
+        lambda datastore: stored.last_attempt(datastore, ("1", "train", "none")),
+        {datastore_exceptions: "DataException"},
+    ),
+    (
+        lambda datastore: list(values_at(DatastoreValues(datastore).address)),
+        {LocalStorage: "get_datastore_root_from_config"},
+    ),
 ]
+NEEDED_ROWS = [(*row, use) for use, table in NEEDED for row in rows(table)]
 
 
-@pytest.mark.parametrize(("owner", "name", "use"), NEEDED)
+@pytest.mark.parametrize(("owner", "name", "use"), NEEDED_ROWS)
 def test_what_a_gang_needs_is_named_with_the_version(owner, name, use, datastore, take_away):
-    USES[use](datastore)
+    use(datastore)
     take_away(owner, name)
     with pytest.raises(TorchrunError) as error:
-        USES[use](datastore)
+        use(datastore)
     assert f".{name} of Metaflow, which is not there" in str(error.value)
     assert f"this is {metaflow.__version__}. Install a newer metaflow-torchrun" in str(error.value)
 
@@ -347,40 +339,39 @@ def test_what_a_gang_needs_is_named_with_the_version(owner, name, use, datastore
 # --- what a command, a card or a check can do without -----------------------------------------------
 
 
-def datastore_of_card():
+def save_task_log(datastore):
+    TaskLog(partial(save_log, datastore, ("1", "train", "2", 0)), {"MFLOG_STDOUT": __file__}).save(10)
+
+
+def datastore_of_card(_):
     return stored.datastore_of_card("GangFlow", {})
 
 
 ALONE = [
-    (plugins, "DATASTORES", datastore_of_card),
-    (metaflow_datastore, "FlowDataStore", datastore_of_card),
-    (local_storage, "LocalStorage", lambda: stored.latest_run("GangFlow")),
-    (lint, "linter", lambda: graph.check_first(print)),
-    (lint.FlowLinter, "_checks", lambda: graph.check_last(print)),
-    (metaflow_cli, "print_metaflow_exception", lambda: cli.print_errors_by(print)),
+    (TaskDataStore, "save_logs", save_task_log, None),
+    (plugins, "DATASTORES", datastore_of_card, None),
+    (metaflow_datastore, "FlowDataStore", datastore_of_card, None),
+    (local_storage, "LocalStorage", lambda _: stored.latest_run("GangFlow"), None),
+    (lint, "linter", lambda _: graph.check_first(print), None),
+    (lint.FlowLinter, "_checks", lambda _: graph.check_last(print), None),
+    (metaflow_cli, "print_metaflow_exception", lambda _: cli.print_errors_by(print), None),
+    (metaflow._vendor, "click", lambda _: graph.ignored_by_with("torchrun"), []),
 ]
 
 
-@pytest.mark.parametrize(("owner", "name", "use"), ALONE)
-def test_what_is_left_out_alone_is_told_once(owner, name, use, take_away, monkeypatch, capfd):
+@pytest.mark.parametrize(("owner", "name", "use", "left"), ALONE)
+def test_what_is_left_out_alone_is_told_once(owner, name, use, left, datastore, take_away, monkeypatch, capfd):
     # The other printer is replaced, and is given back to the tests that come after this one.
     monkeypatch.setattr(metaflow_cli, "print_unknown_exception", metaflow_cli.print_unknown_exception)
     take_away(owner, name)
-    assert use() is use() is None
+    assert [use(datastore), use(datastore)] == [left, left]
     assert len(left_out(capfd)) == 1
 
 
-def test_without_metaflows_click_no_option_is_known(take_away, monkeypatch, capfd):
-    monkeypatch.setitem(sys.modules, "metaflow._vendor.click", None)
-    take_away(metaflow._vendor, "click")
-    assert graph.ignored_by_with("torchrun") == []
-    assert len(left_out(capfd)) == 1
+OF_STARTED_CARDS = {CardCreator: "_run_command", CardProcessManager: "_register_card_process"}
 
 
-OF_STARTED_CARDS = [(CardCreator, "_run_command"), (CardProcessManager, "_register_card_process")]
-
-
-@pytest.mark.parametrize(("owner", "name"), OF_STARTED_CARDS)
+@pytest.mark.parametrize(("owner", "name"), rows(OF_STARTED_CARDS))
 def test_without_a_name_of_their_processes_metaflow_starts_its_cards(owner, name, take_away):
     card = SimpleNamespace(_card_creator=CardCreator([], None))
     take_away(owner, name)
@@ -388,13 +379,12 @@ def test_without_a_name_of_their_processes_metaflow_starts_its_cards(owner, name
     assert "_run_command" not in vars(card._card_creator)
 
 
-OF_ERROR_CARDS = [(card_modules, "basic"), (card_modules, "chevron")]
+OF_ERROR_CARDS = {card_modules: "basic chevron"}
 
 
-@pytest.mark.parametrize(("owner", "name"), OF_ERROR_CARDS)
-def test_without_the_frame_of_its_cards_metaflow_shows_the_error(owner, name, take_away, monkeypatch):
+@pytest.mark.parametrize(("owner", "name"), rows(OF_ERROR_CARDS))
+def test_without_the_frame_of_its_cards_metaflow_shows_the_error(owner, name, take_away):
     assert "Flow/1/train/2" in cards.page("Flow/1/train/2", {}, "", is_final=True)
-    monkeypatch.setitem(sys.modules, f"{owner.__name__}.{name}", None)
     take_away(owner, name)
     with pytest.raises((ImportError, AttributeError)):
         cards.page("Flow/1/train/2", {}, "", is_final=True)
@@ -422,13 +412,13 @@ class Batch(Kubernetes):
 
 
 Jobs._client = Kubernetes._job = Batch.job = Jobs()
-NAMES_OF_JOBS = [
-    *[(Kubernetes, Jobs, name) for name in ("_client", "_name", "_namespace", "_pod_name")],
-    *[(Kubernetes, Kubernetes, "_job"), (Batch, Batch, "job"), (Batch, Jobs, "_client"), (Batch, Jobs, "_id")],
+OF_JOBS = [
+    (Kubernetes, {Jobs: "_client _name _namespace _pod_name", Kubernetes: "_job"}),
+    (Batch, {Jobs: "_client _id", Batch: "job"}),
 ]
 
 
-@pytest.mark.parametrize(("kind", "owner", "name"), NAMES_OF_JOBS)
+@pytest.mark.parametrize(("kind", "owner", "name"), [(kind, *row) for kind, table in OF_JOBS for row in rows(table)])
 def test_without_a_name_of_its_job_nothing_is_said_of_it(kind, owner, name, take_away):
     with pytest.raises(RuntimeError) as error:
         kind().wait()
@@ -439,13 +429,12 @@ def test_without_a_name_of_its_job_nothing_is_said_of_it(kind, owner, name, take
 
 # --- CPython --------------------------------------------------------------------------------------
 
-NAMES_OF_PYTHON = {"_current_frames", "_register_atexit", "_run_module_as_main"}
+NAMES_OF_PYTHON = {"_current_frames": sys, "_register_atexit": threading, "_run_module_as_main": runpy}
 
 
 def test_without_a_name_of_pythons_transfers_go_on_and_a_spare_refuses(datastore, take_away):
-    take_away(sys, "_current_frames")
-    take_away(threading, "_register_atexit")
-    take_away(runpy, "_run_module_as_main")
+    for name, owner in NAMES_OF_PYTHON.items():
+        take_away(owner, name)
     assert DatastoreValues(datastore).trouble() is None
     Transfer(DatastoreValues(datastore), "stores", [Step("a value", dict, 1.0)]).give_up()
     with pytest.raises(AttributeError):  # which `spare.main` tells as the reason for a cold start
@@ -455,11 +444,10 @@ def test_without_a_name_of_pythons_transfers_go_on_and_a_spare_refuses(datastore
 # --- when Metaflow itself is imported -------------------------------------------------------------
 
 # All that our modules use which `import metaflow` loads, and two names that a gang can't do without.
-AT_IMPORT = [
-    *["MetaflowException", "MetaflowCard", "ParallelDecorator", "StepDecorator", "UBF_CONTROL", "UNPACK_KEY"],
-    *["TimeoutException", "KUBERNETES_PORT"],
-    *["KUBERNETES_SANDBOX_INIT_SCRIPT", "SPIN_ALLOWED_DECORATORS", "from_conf", "RELOAD_POLICY_ONCHANGE"],
-]
+AT_IMPORT = """
+MetaflowException MetaflowCard ParallelDecorator StepDecorator UBF_CONTROL UNPACK_KEY TimeoutException KUBERNETES_PORT
+KUBERNETES_SANDBOX_INIT_SCRIPT SPIN_ALLOWED_DECORATORS from_conf RELOAD_POLICY_ONCHANGE
+"""
 IMPORT = """
 import metaflow
 try:
@@ -470,7 +458,7 @@ except metaflow.TorchrunError as error:
 
 
 def test_metaflow_can_be_imported_whatever_it_renames():
-    env = {**os.environ, "PYTHONPATH": str(RENAMING), "RENAMED": " ".join(AT_IMPORT)}
+    env = {**os.environ, "PYTHONPATH": str(RENAMING), "RENAMED": " ".join(AT_IMPORT.split())}
     done = subprocess.run([sys.executable, "-c", IMPORT], env=env, capture_output=True, text=True, check=True)
     assert done.stderr == ""
     assert "@torchrun needs metaflow.plugins.parallel_decorator.ParallelDecorator of Metaflow" in done.stdout
@@ -499,9 +487,9 @@ HARMLESS = {"_one_boto_op", "_send_request", "_jobset", "_task_ok", "_exception"
 HARMLESS |= {"_control_mapper_tasks", "_control_task_is_mapper_zero"}
 # ``test_worker_hooks.py`` takes these of torch and Accelerate away.
 ELSEWHERE = {"_backend", "_default_pg_init_method", "_get_sequence_nr", "_shared_state"}
-TABLES = (NAMES_OF_CARDS, NAMES_OF_JOBS, NEEDED, ALONE, OF_STARTED_CARDS, OF_ERROR_CARDS)
-ROWS = {next(each for each in row if isinstance(each, str)) for table in TABLES for row in table}
-ROWS |= {*AT_IMPORT, *LEFT_OUT_TOGETHER.split(), *NAMES_OF_PYTHON, *HARMLESS, *ELSEWHERE, "click"}
+TABLES = [OF_CARDS, OF_SUBMISSION, OF_STARTED_CARDS, OF_ERROR_CARDS, *(table for _, table in [*NEEDED, *OF_JOBS])]
+ROWS = {name for table in TABLES for _, name in rows(table)} | {row[1] for row in ALONE}
+ROWS |= {*AT_IMPORT.split(), *LEFT_OUT_TOGETHER.split(), *NAMES_OF_PYTHON, *HARMLESS, *ELSEWHERE}
 FOLDER = Path(extension.__file__).parent
 TREES = {path.relative_to(FOLDER): ast.parse(path.read_text(encoding="utf-8")) for path in FOLDER.rglob("*.py")}
 SCRIPTS = ("worker", "features", "launch/transfer.py")
@@ -510,13 +498,11 @@ PROMISED = {"_asdict", "_replace", "_exit", "current"}
 
 def names_that_are_ours():
     for node in (node for tree in TREES.values() for node in ast.walk(tree)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            yield node.name
-        elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
-            if isinstance(node, ast.Name):
-                yield node.id
-            elif isinstance(node.value, ast.Name) and node.value.id == "self":
-                yield node.attr
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                yield name
+            case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(ast.Name("self"), name, ast.Store()):
+                yield name
 
 
 OURS = {*names_that_are_ours()} | PROMISED

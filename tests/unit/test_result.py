@@ -70,6 +70,7 @@ def test_a_result_of_the_first_version_with_functions_is_loaded():
         (OF_FUNCTION, lambda r: r.local_rank(2), ["no local rank 2", "0 to 1"]),
         (OF_FUNCTION, lambda r: r.local_rank(-1), ["no local rank -1"]),
         (OF_SCRIPT, lambda r: r.rank(2), ["Rank 2 returned no value", "a script has none"]),
+        (OF_SCRIPT, lambda r: r.rank(0), ["Rank 0 returned no value", "a script has none"]),
         (PART, list, ["Rank 2 returned no value"]),
         (OF_SCRIPT, list, ["a script has none"]),
         (TorchrunResult(**FIELDS, values={2: VALUES[2]}), lambda r: r.rank(3), ["Rank 3", "sys.exit()"]),
