@@ -255,3 +255,18 @@ def test_torchrun_may_have_seen_a_failure_long_before_we_did(node):
     node.ended(1, -9, at=2.0)
     node.ended(0, 1, at=2.0)
     assert node.causes() == [(4, None, 2.0)]
+
+
+@pytest.mark.parametrize(
+    ("stdout", "shown"),
+    [
+        ("", ""),
+        ("a\n[rank1]: mine\n\n\n", "a\n[rank1]: mine"),
+        ("begin\r\n 10 %|#  |\r 20 %|## |\r 30 %|###|\nend\r", "begin\n 30 %|###|\nend"),
+    ],
+    ids=["nothing", "blank lines at the end, a prefix of the user's own", "a progress bar"],
+)
+def test_the_last_lines_of_stdout_are_those_that_a_terminal_shows(stdout, shown, node):
+    node.leaves(0, stdout=stdout, record=own_record(node.origin + 0.5))
+    node.ended(0, 1)
+    assert node.cause().stdout == shown

@@ -83,9 +83,9 @@ CASES = {
         snapshot(FAILURE, replace(report(text="The nodes differ\nin torch"), cause=None)),
         place(is_done=True),
     ),
-    "restarted": (snapshot(RESTARTED, report(None), max_restarts=3), place(1, 2)),
+    "restarted": (snapshot(RESTARTED, report(None), restarts_left=2), place(1, 2)),
     "starting-again": (
-        snapshot([each for each in RESTARTED if each[0] < 11], report(None), now_s=12.0, max_restarts=1),
+        snapshot([each for each in RESTARTED if each[0] < 11], report(None), now_s=12.0, restarts_left=0),
         place(),
     ),
     "caught": (snapshot([*NOT_LEFT, *LEFT], report()), place(is_done=True)),
@@ -225,7 +225,7 @@ def test_a_card_has_bounded_lists_and_texts_and_a_terminal_all():
     gang = snapshot(told, *(report(None, 60.0 * at, text) for at in range(1, 13)), report(text=text), error="x")
     short, whole = (lines_of(page_of(gang, place(), is_short=is_short)) for is_short in (True, False))
     assert "200 lines are left out here" in "\n".join(short)
-    assert (len([line for line in short if "restart 2" in line]), "restart 150" in "\n".join(whole)) == (82, True)
+    assert (len([line for line in short if "restart 2" in line]), "restart 150" in "\n".join(whole)) == (83, True)
     assert [sum(line.startswith("the error itself") for line in lines) for lines in (short, whole)] == [6, 13]
     assert "7 earlier failures are not shown here." in short
     assert [short.count(f"… {more} characters are left out here") for more in (8016, 8030)] == [5, 1]

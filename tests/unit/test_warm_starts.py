@@ -356,12 +356,23 @@ def test_a_guardian_that_takes_no_request_is_given_up(warm, monkeypatch, long, i
     assert one.start().end()["refused"] is None
 
 
-def test_a_guardian_that_dies_while_the_spare_imports_ends_the_launch_as_any_does(warm):
-    one = warm(in_agent="import time\nif __name__ != '__main__': time.sleep(20)\n")
-    agent = one.start()
-    tree = living_descendants(agent.process.pid)
-    os.kill(agent.process.pid, signal.SIGKILL)
-    assert agent.expect(End).guardian_gone
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_after_the_death_of_a_guardian_whose_spare_imports_the_agent_starts_cold_unless_it_is_told_to_stop(
+    is_stopped, warm
+):
+    agent = warm(in_agent=NEVER_IMPORTED).start()
+    guardian = agent.process.pid
+    tree = living_descendants(guardian)
+    os.kill(guardian, signal.SIGSTOP)
+    if is_stopped:
+        agent.process._sent.append("stop 0")  # `stop` itself would continue the guardian
+    os.kill(guardian, signal.SIGKILL)
+    if is_stopped:
+        assert agent.expect(End).guardian_gone
+    else:
+        end = agent.end()
+        assert (end["status"], end["imported"]) == (0, False)
+        assert end["refused"] == "the guardian that held the spare has ended"
     eventually(lambda: not any(map(is_running, tree)), "the end of the spare")
 
 

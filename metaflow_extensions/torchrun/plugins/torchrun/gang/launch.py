@@ -15,7 +15,7 @@ from ..errors import LaunchFailed, LaunchHung, LaunchTimeout, TorchrunError, Tor
 from .cause import CATEGORY_TEXTS, Cause, Failure, FailureText, cause_of, failed, first_failure
 from .history import Record, of_the_gang
 from .policy import LaunchPolicy
-from .protocol import CONTROL, Ended, Ready, Verdict
+from .protocol import CONTROL, WORKERS, Ended, Ready, Verdict
 from .texts import REMIND_S, counted, headline, names, shortened
 
 BACKOFF_LIMIT_S = 30.0
@@ -117,6 +117,13 @@ class Launch:
     def restarts(self) -> int:
         """How often the gang was restarted because of a failure; a move to another port does not count."""
         return self.generation - self.moves
+
+    @property
+    def restarts_left(self) -> int | None:
+        """How many restarts are left; None before the control node is ready, of a feature's launch, or with elasticity."""
+        ready = self.ready.get(CONTROL)
+        policy = None if ready is None or ready.runs != WORKERS else ready.policy
+        return None if policy is None or policy.min_nodes is not None else policy.max_restarts - self.restarts
 
     def add_ready(self, node: int, ready: Ready) -> None:
         """Keep a node's *ready*. Equal messages share one object, since thousands of nodes send the same."""

@@ -84,10 +84,9 @@ class Gang:
         return self._launch.nproc
 
     @property
-    def max_restarts(self) -> int | None:
-        """How often the last launch may be restarted; None before the control node is ready."""
-        ready = self._launch.ready.get(CONTROL)
-        return None if ready is None or ready.policy is None else ready.policy.max_restarts
+    def restarts_left(self) -> int | None:
+        """How often the last launch may still be restarted; None if that is not decided here: see `Launch`."""
+        return self._launch.restarts_left
 
     @property
     def facts(self) -> dict[str, str]:

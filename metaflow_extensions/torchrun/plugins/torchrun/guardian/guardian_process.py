@@ -6,6 +6,7 @@ import os
 import select
 import signal
 import socket
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 
@@ -25,8 +26,8 @@ from torchrun.{module} import main
 os._exit(main())
 """
 _NO_SIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)
-# How long a guardian may take to confirm a request. A frozen one never does; a busy machine is slow.
-_ANSWER_S = 15.0
+# How long a guardian may take to confirm a request. A frozen one never does. Meanwhile the launch hears of no SIGTERM.
+_ANSWER_S = 5.0
 _LOOK_S = 0.5  # between checks whether a silent guardian still lives, on systems without pidfd (before Linux 5.3)
 
 
@@ -67,10 +68,12 @@ class GuardianProcess:
 
     def ask(self, request: bytes) -> bool:
         """Send a request of any length, before any command; return whether the guardian has confirmed it."""
+        give_up_at = time.monotonic() + _ANSWER_S
         self._commands.settimeout(_ANSWER_S)
         try:
             with suppress(OSError):  # it has ended, or its time is up
                 self._commands.sendall(len(request).to_bytes(8, "big") + request, _NO_SIGNAL)
+                self._commands.settimeout(max(0.1, give_up_at - time.monotonic()))
                 return self._commands.recv(1) == CONFIRMED
             return False
         finally:
@@ -110,9 +113,9 @@ class GuardianProcess:
         return self._process.wait(timeout_s)
 
     def kill(self) -> None:
-        """End it by SIGKILL, and wait for that."""
+        """End it by SIGKILL, and wait for that; the kernel may keep a process that waits for a disk."""
         self._process.send_signal(signal.SIGKILL)
-        self._process.wait()
+        self._process.wait(_ANSWER_S)
 
     def close(self) -> None:
         """Close the connection; a guardian that still runs then ends what it has started, and itself."""

@@ -39,14 +39,18 @@ class AgentProcess:
         self._options = options
         self._on_event = on_event
         self._warm = warm
-        # Needs no lock: it is set before the reader thread starts, and not changed while that runs.
         self._guardian: GuardianProcess | None = None
+        # Guards `_guardian` and `_sent`: the reader thread may replace the guardian while another thread sends a command.
+        self._lock = threading.Lock()
+        self._sent: list[str] = []
+        self._is_warm = False  # whether the guardian held a spare
         self._reader = threading.Thread(target=self._read, name="torchrun-agent", daemon=True)
         self._tree: dict[int, str] = {}  # pid -> when it began; belongs to the reader thread
 
     def start(self) -> None:
         """Start the agent. All further news arrives as events."""
-        guardian = self._ask_warm() or self._own_guardian()
+        warm = self._ask_warm()
+        self._is_warm, guardian = warm is not None, warm or self._own_guardian()
         try:
             self._guardian = guardian
             self._reader.start()
@@ -81,8 +85,10 @@ class AgentProcess:
         self._send(f"preempt {grace_s} {number}")
 
     def _send(self, line: str) -> None:
-        if self._guardian is not None:
-            self._guardian.tell(line)
+        with self._lock:
+            self._sent.append(line)
+            if self._guardian is not None:
+                self._guardian.tell(line)
 
     def close(self, grace_s: float) -> None:
         """Stop whatever still runs and wait for its end, at most the grace and 15 s; can be repeated."""
@@ -101,20 +107,42 @@ class AgentProcess:
 
     def _read(self) -> None:
         """Pass on the guardian's events, up to `End`."""
+        end = self._follow()
+        if end.guardian_gone and self._start_cold():
+            end = self._follow()
+        self._on_event(end)
+
+    def _start_cold(self) -> bool:
+        """Start the agent cold if its guardian held a spare and died before the agent ran; return whether that was so."""
+        with self._lock:
+            if not self._is_warm or self._tree or self._sent or self._guardian is None:
+                return False
+            self._is_warm = False
+            try:
+                guardian = self._own_guardian()
+            except Exception:  # then the launch fails: its guardian is gone
+                return False
+            self._guardian.close()
+            self._guardian = guardian
+        self._on_event(Refused("the guardian that held the spare has ended"))
+        return True
+
+    def _follow(self) -> End:
+        """Pass on the events of one guardian but the last, and return that."""
         assert self._guardian is not None
         try:
             for event in self._guardian.events():
                 if isinstance(event, AgentStarted | WorkerStarted):
                     self._tree[event.pid] = event.began
-                self._on_event(event)
                 if isinstance(event, End):
-                    return
+                    return event
+                self._on_event(event)
             end = End(None, guardian_gone=True)
         except Exception as error:
             # For example an event of another version, after the package was replaced on disk. The launch must get an `End`.
             end = End(None, f"could not be followed: {type(error).__name__}: {error}")
         self._stop_in_its_place(self._guardian)
-        self._on_event(end)
+        return end
 
     def _stop_in_its_place(self, guardian: GuardianProcess) -> None:
         """Kill a guardian, and stop the agent and the workers that it had reported."""

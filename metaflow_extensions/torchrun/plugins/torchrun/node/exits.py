@@ -111,7 +111,7 @@ class Exits:
         code, is_signal = end.status, (end.status or 0) < 0
         who = (self._spec.node_index, self._host, end.rank, end.local_rank)
         folder = worker_folder(self._folder, end.local_rank)
-        stdout = _last_lines(read_end(os.path.join(folder, "stdout.log")), _STDOUT_LINES)
+        stdout = _last_shown(end_of(os.path.join(folder, "stdout.log")))
         if (record := read_record(folder)) is not None:
             if end.stopped and record.at > told:
                 return None
@@ -188,8 +188,14 @@ def end_of(path: str) -> str:
         return ""
 
 
-def _last_lines(text: str, most: int = _TAIL_LINES) -> str:
-    return "\n".join(text.split("\n")[-most:])
+def _last_lines(text: str) -> str:
+    return "\n".join(text.split("\n")[-_TAIL_LINES:])
+
+
+def _last_shown(text: str) -> str:
+    """Return the last lines as a terminal shows them: of a progress bar, which writes over itself, the last state."""
+    lines = [line.rstrip("\r").rpartition("\r")[2] for line in text.rstrip().split("\n")]
+    return "\n".join(lines[-_STDOUT_LINES:])
 
 
 # --- what torchrun prints -----------------------------------------------------------------------

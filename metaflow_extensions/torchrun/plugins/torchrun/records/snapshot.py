@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 VERSION = 1  # version of the stored form; a later one may add fields
 MAX_MESSAGE = 8 * 1024
 # These fields are stored only if they are known; all others always, also null or empty ones.
-_WHERE_KNOWN = ("tasks", "command", "node", "control", "of_nodes", "now_s", "max_restarts")
+_WHERE_KNOWN = ("tasks", "command", "node", "control", "of_nodes", "now_s", "restarts_left")
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Snapshot:
     control: str | None = None  # if it has one node: the control node's task, as run, step and task
     of_nodes: int | None = None  # if it has one node: the number of the gang's nodes
     now_s: float | None = None  # seconds since the gang's start, while it runs
-    max_restarts: int | None = None  # of the last launch
+    restarts_left: int | None = None  # of the last launch
     features: dict[str, Any] = field(default_factory=dict)  # the record of each feature's keeper, as plain data
 
     @cached_property
@@ -91,7 +91,7 @@ def snapshot_of(gang: Gang, about: Mapping[str, Any]) -> Snapshot:
     return Snapshot(
         num_nodes=gang.num_nodes,
         nproc_per_node=gang.nproc,
-        max_restarts=gang.max_restarts,
+        restarts_left=gang.restarts_left,
         cause=None if error is None else error.cause,
         error=None if error is None else error.message[:MAX_MESSAGE],
         facts=gang.facts,

@@ -9,7 +9,6 @@ import getpass
 import time
 import uuid
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Any
 
 from ..channel.registry import Registry
@@ -112,14 +111,13 @@ def click_command(feature: str, command: GangCommand) -> Any:
     def run(obj: Any, gang: str, attempt: int | None, **options: Any) -> None:
         stored, found, which = find_one(obj, gang, attempt)
         asked = AskedGang(obj.flow_datastore, stored, found, which, feature)
-        with suppress(KeyboardInterrupt):
-            try:
-                for line in command.run(asked, options):
-                    click.echo(printable(line))
-            except GangHasEnded as error:
-                raise NoAnswer(str(error)) from error
-            except TorchrunError as error:
-                raise CommandFailed(str(error)) from error
+        try:
+            for line in command.run(asked, options):
+                click.echo(printable(line))
+        except GangHasEnded as error:
+            raise NoAnswer(str(error)) from error
+        except TorchrunError as error:
+            raise CommandFailed(str(error)) from error
 
     made = click.pass_obj(run)
     for name, (kind, text) in command.options.items():

@@ -27,7 +27,7 @@ def as_data(place: Place, snapshot: Snapshot | None, kept: Iterable[str] = ()) -
         "began": known.began,
         "seconds": None if snapshot is None else round(summary.seconds, 3),
         "restarts": len(summary.restarts_s),
-        **{name: stored.get(name) for name in ("nproc_per_node", "facts", "command")},
+        **{name: stored.get(name) for name in ("nproc_per_node", "restarts_left", "facts", "command")},
         "nodes": [_node(place, known, number, nodes.get(number)) for number in sorted({*place.tasks, *nodes})],
         **{name: stored.get(name) for name in ("reports", "events")},
         **dict.fromkeys(kept),

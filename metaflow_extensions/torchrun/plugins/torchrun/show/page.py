@@ -379,12 +379,13 @@ def _launch(shown: _Shown) -> tuple[str, tuple[Part, ...]]:
 
 
 def _restarts(snapshot: Snapshot) -> str:
-    """Return the number of restarts, and how many the last launch has left."""
-    number, limit = len(snapshot.summary.restarts_s), snapshot.max_restarts
-    if limit is None:  # no launch yet, a member's own page, or an older version's record
-        return str(number)
-    last = sum(event.kind == "restart" and event.launch == snapshot.summary.launch for event in snapshot.events)
-    return f"{number} ({max(0, limit - last)} left)" if limit else f"{number} (none allowed)"
+    """Return the number of restarts of all launches, and how many the last launch has left."""
+    number = len(snapshot.summary.restarts_s)
+    if snapshot.restarts_left is not None:
+        return f"{number} ({snapshot.restarts_left} left in launch {snapshot.summary.launch})"
+    # A page of one node, and an older version's record, have the text of the last one.
+    said = [event.text for event in snapshot.events if event.kind == "restart"]
+    return f"{number} (the last was {said[-1].partition(' in ')[0]})" if said else str(number)
 
 
 def _moment(seconds: float) -> str:

@@ -27,6 +27,7 @@ from .pieces import OutputPieces, StoredOutputs
 
 # For how many nodes, over all launches, the places of outputs are kept: some hundred kilobytes.
 _MAX_KEPT = 4000
+_SHOWN_LAUNCHES = 20  # the last, on a page
 
 
 class Outputs(Feature):
@@ -64,7 +65,7 @@ class Outputs(Feature):
     def parts(self, kept: Any, summary: Summary) -> Sequence[Part]:
         """Return how much each launch has stored."""
         rows = []
-        for launch, nodes in (kept or {}).items():
+        for launch, nodes in list((kept or {}).items())[-_SHOWN_LAUNCHES:]:
             files, size = (sum(each[name] for each in nodes.values()) for name in ("files", "size"))
             rows.append((f"launch {launch}", f"{counted(files, 'file')}, {size_text(size)}"))
         return (Facts(tuple(rows)),) if rows else ()

@@ -25,10 +25,11 @@ def ask_gang(gang: Asked, options: Mapping[str, Any]) -> Iterator[str]:
     answer = gang.ask({"native": options["native"]})
     yield from _lines(answer, before, options)
     while options["watch"]:
-        time.sleep(_WATCH_S)
-        before = answer
         try:
-            answer = gang.ask({"native": options["native"]})
+            time.sleep(_WATCH_S)
+            before, answer = answer, gang.ask({"native": options["native"]})
+        except KeyboardInterrupt:  # this is how a watch ends
+            return
         except GangHasEnded:
             yield f"{gang.where} has ended."
             return

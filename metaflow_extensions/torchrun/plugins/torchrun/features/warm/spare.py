@@ -135,6 +135,13 @@ def _program(argv: Sequence[str]) -> Run:
 def _agent(workers: SpareWorkers, request: dict[str, Any]) -> Run:
     """Return the call that runs torchrun."""
     module = importlib.import_module(AGENT)
+    # As ``-m`` has it. With --run-path torchrun forks no program: `multiprocessing` imports the main module again.
+    main_module = sys.modules["__main__"]
+    main_module.__spec__, main_module.__file__, main_module.__package__ = (
+        module.__spec__,
+        module.__file__,
+        module.__package__,
+    )
     workers.keep(request["workers"])
     atexit.register(workers.keep, 0)  # ends those that torchrun has not used
     if request["workers"]:
