@@ -1,6 +1,7 @@
 """Trains a small classifier on many GPUs, or on the CPU where there are none."""
 
 import argparse
+import gc
 import os
 
 import torch
@@ -66,6 +67,8 @@ def main() -> None:
             print(f"epoch {epoch}: loss {total.item() / len(loader) / ranks:.4f}")
     if rank == 0:
         torch.save(model.module.state_dict(), "model.pt")
+    del model  # its threads must not outlive the process group
+    gc.collect()
     dist.destroy_process_group()
 
 

@@ -236,3 +236,17 @@ def test_it_is_shown_once_also_with_the_exception_of_a_function(live, of_functio
 )
 def test_what_to_change_where_a_script_refuses_the_word_true(code, bools, words):
     assert words in remedy_of_exit(code, bools) if words else remedy_of_exit(code, bools) == ""
+
+
+@pytest.mark.parametrize(
+    ("code", "stderr", "words"),
+    [
+        (-6, "terminate called without an active exception", "gc.collect() before destroy_process_group()"),
+        (-6, "Is there a distributed collective mismatch in your code?", "the same number of steps"),
+        (-6, "free(): invalid pointer", ""),
+        (-11, "terminate called without an active exception", ""),
+    ],
+)
+def test_what_to_change_after_an_abort_depends_on_what_native_code_said(code, stderr, words):
+    assert words in remedy_of_exit(code, [], stderr)
+    assert words or remedy_of_exit(code, [], stderr) == ""

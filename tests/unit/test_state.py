@@ -758,11 +758,47 @@ def test_the_class_of_the_cause_decides_about_a_restart(cause, category, restart
             assert cause.kind in ("terminated", "timeout", "hang") or f"({category}: " in str(error)
 
 
+@pytest.mark.parametrize(
+    ("cause", "hint"),
+    [
+        (crash(), True),
+        (crash(code=-9, text=None, kind="signal"), True),
+        (crash(text="SyntaxError: invalid syntax"), False),
+        (crash(text="ModuleNotFoundError: No module named 'x'"), False),
+        (crash(code=2, text=None, kind="exit"), False),
+    ],
+)
+def test_a_restart_is_named_where_it_could_help(cause, hint):
+    gang = running(2)
+    gang.ended(1, cause)
+    gang.ended(0, ok=False)
+    assert ("max_restarts=N" in gang.same_verdict().message) is hint
+
+
+@pytest.mark.parametrize(
+    ("text", "codes", "named"),
+    [
+        ("RuntimeError: Connection closed by peer", {0: 0, 1: -15}, "Rank 0 had ended with code 0"),
+        ("RuntimeError: Connection closed by peer", {0: 0, 1: 0}, "Ranks 0, 1 had ended with code 0"),
+        ("RuntimeError: Connection closed by peer", {0: 1, 1: -15}, None),
+        ("ValueError: x", {0: 0, 1: -15}, None),
+    ],
+)
+def test_ranks_that_ended_well_are_named_where_a_lost_connection_is_all_that_is_known(text, codes, named):
+    gang = running(2)
+    gang.ended(1, crash(text=text))
+    gang.ended(0, ok=False, exit_codes=codes)
+    message = gang.same_verdict().message
+    assert (named or "had ended with code 0") in message or not named
+    assert named or "had ended with code 0" not in message
+
+
 def test_restarts_end_and_the_pauses_between_them_grow_and_stay_bounded():
     gang = running(2, max_restarts=20)
     for generation in range(21):
         fail_everywhere(gang, generation)
         gang.pass_time(1000.0)
+    assert gang.state.restarts_left == 0
     assert [restart.pause_s for restart in gang.got(0, Restart)] == [1.0, 2.0, 4.0, 8.0, 16.0, *[30.0] * 15]
     assert "after 20 restarts" in str(gang.same_verdict())
 

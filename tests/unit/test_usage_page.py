@@ -96,19 +96,19 @@ def rows_of(chart):
 def test_each_of_few_nodes_has_a_line_in_each_chart():
     _, legend, charts = charts_of(usage_of(8, 3, value=lambda node, part: 2048 * (node + 1) + part * 1024))
     assert list(charts) == [
-        "CPU of 96 cores",
-        "Memory of 1024 GiB",
+        "CPU: cores used of 96",
+        "Memory: GiB used of 1024",
         "GPU utilisation, %, 8 GPUs a node",
-        "GPU memory of 640 GiB, 8 GPUs a node",
+        "GPU memory: GiB used of 640, 8 GPUs a node",
         "Network, received, MiB/s",
         "Network, sent, MiB/s",
         "Output, KiB/s",
     ]
-    memory = charts["Memory of 1024 GiB"]
+    memory = charts["Memory: GiB used of 1024"]
     rows = rows_of(memory)
     assert list(rows) == [f"node {node}" for node in range(8)]
     assert rows["node 1"] == [(2.5, 4.0), (7.5, 5.0), (12.5, 6.0)]
-    assert memory.said.startswith("Memory of 1024 GiB: node 0 4, node 1 6, node 2 8")
+    assert memory.said.startswith("Memory: GiB used of 1024: node 0 4, node 1 6, node 2 8")
     colours = memory.spec["layer"][0]["encoding"]["color"]["scale"]
     assert (colours["domain"], colours["range"]) == (list(rows), list(LINES))
     assert legend == [(f"node {place}", f"line-{place}") for place in range(8)]
@@ -127,7 +127,7 @@ def test_times_are_told_in_a_unit_that_fits(samples, unit, last):
 
 def test_what_is_not_measured_has_no_chart():
     words, _, charts = charts_of(usage_of(2, 3, ("cpus", "output_bytes_s"), of="processes"))
-    assert list(charts) == ["CPU of 96 cores", "Output, KiB/s"]
+    assert list(charts) == ["CPU: cores used of 96", "Output, KiB/s"]
     assert ("processes" in words, "container" in words) == (True, False)
     assert charts_of({"step_s": 5.0, "nodes": {}}) == ("Nothing has been measured.", [], {})
     assert charts_of(None) == ("", [], {}), "an old run has kept nothing"
@@ -144,7 +144,7 @@ def test_a_late_sample_makes_no_gap_but_a_pause_does():
 def test_a_single_measurement_is_a_sentence_and_no_chart_of_one_dot(num_nodes):
     for samples, count in ((1, 0), (2, 1)):
         words, _, charts = charts_of(usage_of(num_nodes, samples, ("cpus",)))
-        assert (len(charts), "CPU of 96 cores: " in words) == (count, count == 0)
+        assert (len(charts), "CPU: cores used of 96: " in words) == (count, count == 0)
 
 
 def test_of_many_nodes_the_highest_the_median_and_the_lowest_have_a_line_with_their_names():

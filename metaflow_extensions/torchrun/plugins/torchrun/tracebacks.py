@@ -17,7 +17,7 @@ _METAFLOW = os.path.dirname(os.path.abspath(metaflow.__file__)) + os.sep
 def words_of(error: BaseException) -> str:
     """Return type and text of an exception; its class may fail when it is asked for a text."""
     try:
-        return f"{type(error).__name__}: {error}"
+        return f"{type(error).__name__}: {error}".removesuffix(": ")
     except BaseException as problem:
         return f"{type(error).__name__} (its __str__ raises {type(problem).__name__})"
 

@@ -40,10 +40,7 @@ _SIGNAL_HINTS = {
     "SIGKILL": "often the out-of-memory killer; try fewer processes, smaller batches or more memory",
     "SIGSEGV": "a crash in native code; set PYTHONFAULTHANDLER=1 to see the Python stack",
     "SIGBUS": "often a full /dev/shm; raise shared_memory of @kubernetes, @batch or @resources",
-    # torch 2.13 with gloo does so at interpreter exit when a DistributedDataParallel object is still
-    # alive after destroy_process_group: "terminate called without an active exception".
-    "SIGABRT": "native code gave up; its last lines on stderr say why. If that was at its very end, delete the DDP model "
-    "and call gc.collect() before destroy_process_group()",
+    "SIGABRT": "native code gave up; its last lines on stderr say why",
     "SIGTERM": "it was told to stop",
 }
 
@@ -323,6 +320,10 @@ _REMEDIES = [
         "A process group exists already. A function that current.torch.run(..., process_group=...) calls has one: leave out "
         "process_group or its own init_process_group().",
     ),
+    (
+        r"^(bdb\.)?BdbQuit",
+        "Workers have no keyboard. To use a breakpoint, start the script in a terminal, with torchrun and one process.",
+    ),
     (r"only supported with GPUs, no GPUs found|Found no NVIDIA driver|No CUDA GPUs are available", _NO_GPU),
     # Of two ranks on one GPU, NCCL 2.18 to 2.28 say the second, 2.30 the third.
     (r"invalid device ordinal|Duplicate GPU detected|Multiple Ranks are using the same GPU", _ONE_GPU_EACH),
@@ -331,10 +332,24 @@ _REMEDIES = [
 
 # What argparse, click and their kin end with where they refuse the arguments (Python 3.10 to 3.14).
 _REFUSED = 2
+# What stderr has after an abort, and what to change.
+_ABORTS = (
+    # gloo, at the interpreter's exit, if a DistributedDataParallel object outlives the process group (torch 2.13, 2.14).
+    (
+        "terminate called without an active exception",
+        "If that was at the script's very end: delete the DDP model and call gc.collect() before destroy_process_group().",
+    ),
+    ("collective mismatch", "The ranks called different collectives: do all ranks make the same number of steps?"),
+)
 
 
-def remedy_of_exit(code: int | None, bools: Sequence[tuple[str, bool]]) -> str:
-    """Return what to change where a script has ended with this code, and got these arguments as True or False."""
+def remedy_of_exit(code: int | None, bools: Sequence[tuple[str, bool]], stderr: str = "") -> str:
+    """Return what to change where a script has ended with this code, and got these arguments as True or False.
+
+    `stderr` is the end of what it wrote there.
+    """
+    if code == -signal.SIGABRT:
+        return next((text for words, text in _ABORTS if words in stderr), "")
     if code != _REFUSED or not bools:
         return ""
     name, value = next((pair for pair in bools if pair[1]), bools[0])

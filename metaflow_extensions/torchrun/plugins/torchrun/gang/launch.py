@@ -24,6 +24,8 @@ BACKOFF_LIMIT_S = 30.0
 _PORT_TAKEN = re.compile("EADDRINUSE|address already in use", re.IGNORECASE)
 _MAX_MOVES = 3
 _NODES_SAID = 3
+# A restart does not help against these exceptions, nor against exit code 2, with which scripts refuse their arguments.
+_SURE_TO_RECUR = ("SyntaxError", "IndentationError", "ImportError", "ModuleNotFoundError", "BdbQuit", "bdb.BdbQuit")
 LONGER = "longer than the step's @timeout allows"
 """The text for a step whose time is up; "it ran " stands before it."""
 
@@ -226,7 +228,7 @@ class Launch:
         if cause.kind == "step_timeout":
             return LaunchTimeout, FailureText(cause, after=f"\n{stopped} on all nodes.")
         if cause.kind == "hang":
-            remedy = "hang_timeout_s changes how long they may be silent."
+            remedy = "If they were only slow, raise hang_timeout_s."
             return LaunchHung, FailureText(cause, instead=f"{stopped}: {cause.exception}. {remedy}\n{cause.detail}")
         if cause.kind == "store":
             remedy = (
@@ -242,15 +244,25 @@ class Launch:
             return TorchrunPreempted, FailureText(cause, after=more)
         count = f" after {counted(self.restarts, 'restart')}" if self.restarts else ""
         more = f"\n{stopped} on all nodes{count} ({cause.category}: {CATEGORY_TEXTS[cause.category]})."
-        more += self._restart_hint(cause)
+        more += self._early_hint(cause) + self._restart_hint(cause)
         if self.preempted is not None:
             # Named by its host: `rename_node` changes the node index in the cause, but not in this text.
             more += f" Meanwhile host {self.preempted.host} {self.preempted.what}."
         return LaunchFailed, FailureText(cause, after=more)
 
+    def _early_hint(self, cause: Cause) -> str:
+        """Name the ranks that had ended well, if a lost connection is the cause: the others may have waited for them."""
+        ends = [pair for ended in self.ended.values() for pair in ended.exit_codes.items()]
+        early = sorted(rank for rank, code in ends if code == 0)
+        if not early or not cause.is_consequence:
+            return ""
+        who = f"Rank {early[0]}" if len(early) == 1 else f"Ranks {shortened(early)}"
+        return f"\n{who} had ended with code 0. Do all ranks make the same number of steps?"
+
     def _restart_hint(self, cause: Cause) -> str:
         """Say how to have such a failure restarted, where no restart was asked for and one could have helped."""
         is_possible = cause.category in self.policy.restart_on and cause.kind not in ("step", "call")
+        is_possible = is_possible and not (cause.exception or "").startswith(_SURE_TO_RECUR) and cause.exit_code != 2
         if self.policy.max_restarts or not is_possible or self.given_up or self.preempted is not None:
             return ""
         return "\nWith max_restarts=N, all workers start again after such a failure, up to N times."

@@ -437,5 +437,9 @@ class Member:
                 return cause
             text = f"it lost the connection to the control node: {cause.exception}"
             return Cause("lost", self.node, self.host, exception=text)
+        if isinstance(error, KeyboardInterrupt):
+            return Cause(
+                "step", self.node, self.host, exception="KeyboardInterrupt: the run was interrupted, as by Ctrl-C"
+            )
         kind = "call" if isinstance(error, TorchrunError) else "step"
         return Cause(kind, self.node, self.host, exception=words_of(error), detail=user_traceback(error))

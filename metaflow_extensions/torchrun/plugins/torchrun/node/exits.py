@@ -119,7 +119,8 @@ class Exits:
             return record.at, Cause("exception", *who, shown, record.exception, record.traceback, "", stdout)
         if end.stopped:
             return None  # it obeyed the signal
-        advice, stderr = remedy_of_exit(code, self._spec.bools), read_end(os.path.join(folder, "stderr.log"))
+        stderr = read_end(os.path.join(folder, "stderr.log"))
+        advice = remedy_of_exit(code, self._spec.bools, stderr)
         return end.at, Cause("signal" if is_signal else "exit", *who, code, None, _last_lines(stderr), advice, stdout)
 
 

@@ -9,8 +9,8 @@ from ..launch.spec import LaunchSpec, bracketed
 from .plan import Plan
 
 _FIRST_LAUNCH = (
-    "\nlaunches (calls of current.torch.run) count from 0; torchrun and the workers import PyTorch first, so the first "
-    "output can take several seconds"
+    "\ntorchrun and the workers import PyTorch first, so the first output can take half a minute; launches (calls of "
+    "current.torch.run) count from 0"
 )
 
 

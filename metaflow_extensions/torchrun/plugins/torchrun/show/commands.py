@@ -16,6 +16,7 @@ from typing import Any
 
 from ..compat.cli import CommandException, click
 from ..compat.renamed import versions
+from ..gang.texts import names
 from ..records.snapshot import Snapshot
 from .as_text import lines_of
 from .data import as_data
@@ -125,7 +126,9 @@ def logs(
     obj: Any, gang: str, rank: int | None, node: int | None, follow: bool, attempt: int | None, as_json: bool
 ) -> None:
     """Show the logs of one gang."""
-    kept = StoredLogs(*find_one(obj, gang, attempt))
+    stored, found, which = find_one(obj, gang, attempt)
+    _refuse_unknown(stored.snapshot(found, which), rank, node)
+    kept = StoredLogs(stored, found, which)
     is_empty = True
     with suppress(KeyboardInterrupt):
         for line in kept.follow() if follow else kept.lines():
@@ -135,6 +138,15 @@ def logs(
     if is_empty:
         more = "Metaflow stores the log of a local run when its task ends, and remote ones every few seconds."
         click.echo(f"No such line is stored. {more}", err=True)
+
+
+def _refuse_unknown(snapshot: Snapshot | None, rank: int | None, node: int | None) -> None:
+    """Raise for a rank or node that the gang does not have, as far as that is known."""
+    summary = Snapshot().summary if snapshot is None else snapshot.summary
+    ranks, nodes = [each.rank for each in summary.ranks], [each.index for each in summary.nodes]
+    for kind, asked, known in (("rank", rank, ranks), ("node", node, nodes)):
+        if asked is not None and known and asked not in known:
+            raise CommandException(f"The gang has no {kind} {asked}. It has {names(known, kind)}.")
 
 
 def _page(stored: StoredGangs, gang: StoredGang, attempt: int, names_task: bool) -> list[str]:

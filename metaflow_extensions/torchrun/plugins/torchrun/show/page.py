@@ -219,14 +219,16 @@ def _ranks(shown: _Shown) -> tuple[str, tuple[Part, ...]]:
     nodes, ranks = {node.index: node for node in summary.nodes}, summary.ranks
     if not ranks:
         cells = (Cell(f"node {node.index}", "waiting", node.word, _host(node)) for node in summary.nodes)
-        return "Ranks", (Sentence("No launch has begun yet, so there are no ranks."), Cells(tuple(cells)))
+        return "Ranks", (Sentence("No launch has begun, so there are no ranks."), Cells(tuple(cells)))
     tally = _tally(ranks)
     legend = Keys(tuple((text, state) for state, text in tally.items()), ", ".join(tally.values()))
+    is_known = shown.place.outcome(summary) != "ended"
+    head = (legend,) if is_known else (legend, Sentence("These are the last known states."))
     if len(ranks) <= _MAX_CELLS:
-        return "Ranks", (legend, Cells(tuple(_rank_cell(rank, nodes[rank.node]) for rank in ranks)))
+        return "Ranks", (*head, Cells(tuple(_rank_cell(rank, nodes[rank.node]) for rank in ranks)))
     by_node = {node: of_node for node, of_node in summary.by_node.items() if of_node}
     cells = (_node_cell(nodes[node], of_node) for node, of_node in by_node.items())
-    return "Ranks", (legend, *_bad(ranks), Cells(tuple(cells), is_small=len(by_node) > _MAX_CELLS))
+    return "Ranks", (*head, *_bad(ranks), Cells(tuple(cells), is_small=len(by_node) > _MAX_CELLS))
 
 
 def _host(node: Node) -> str:

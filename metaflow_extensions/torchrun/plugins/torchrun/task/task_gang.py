@@ -114,7 +114,7 @@ class TaskGang:
         """Handle the end of the run's process: nothing waits for this task any more, or reads its output."""
         if self._member is None:
             return 0.0
-        self._member.notice(f"the process of the run (pid {pid}) is gone")
+        self._member.notice(f"the process of the run (pid {pid}) is gone; start it again with `resume`")
         return _ORPHAN_S
 
     def _control_task_is_gone(self, pid: int) -> float:

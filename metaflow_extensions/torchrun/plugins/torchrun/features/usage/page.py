@@ -74,7 +74,9 @@ def _words(step_s: float, nodes: _Nodes) -> list[Part]:
 def _title(panel: _Panel, nodes: _Nodes) -> str:
     """Return the title of a chart, with the limit if all nodes have the same."""
     limit, gpus = _same_limit(panel.limit, nodes), _same_limit("gpus", nodes)
-    title = f"{panel.title} of {limit / panel.divisor:.4g} {panel.unit}" if limit else f"{panel.title}, {panel.unit}"
+    title = (
+        f"{panel.title}: {panel.unit} used of {limit / panel.divisor:.4g}" if limit else f"{panel.title}, {panel.unit}"
+    )
     return f"{title}, {counted(int(gpus), 'GPU')} a node" if gpus and panel.kind.startswith("gpu") else title
 
 
