@@ -8,11 +8,13 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from unit_helpers import eventually, is_running, write
 from warm_nodes import Warm
 
+from metaflow_extensions.torchrun.plugins.torchrun.features.warm import spare_workers
 from metaflow_extensions.torchrun.plugins.torchrun.features.warm.node import WarmNode
 from metaflow_extensions.torchrun.plugins.torchrun.guardian import guardian_process
 from metaflow_extensions.torchrun.plugins.torchrun.guardian.agent_events import (
@@ -444,3 +446,36 @@ def test_nothing_stays_when_the_task_is_killed_and_another_process_holds_its_pip
         process.wait()
         eventually(lambda: not any(map(is_running, [guardian, *tree])), "the end of all")
         os.kill(forked, signal.SIGKILL)
+
+
+# --- a guardian that somebody stops ------------------------------------------------------------------
+
+
+def test_a_stopped_guardian_that_waits_ends_with_the_step(warm):
+    one = warm(workers=1)
+    waiting = [one.node.pid, *one.spares()]
+    os.kill(one.node.pid, signal.SIGSTOP)
+    one.node.close()
+    eventually(lambda: not any(map(is_running, waiting)), "the end of all that waited")
+
+
+def test_a_stopped_guardian_of_a_launch_is_continued(warm, monkeypatch):
+    monkeypatch.setattr(guardian_process, "_CONTINUE_S", 0.2)
+    agent = warm().start()
+    os.kill(agent.process.pid, signal.SIGSTOP)
+    assert agent.end()["status"] == 0
+
+
+def test_a_signal_to_the_agent_is_no_reason_for_a_cold_worker(tmp_path):
+    """torchrun's handler of SIGTERM raises, also while the agent waits for a spare's answer."""
+
+    class SignalException(Exception):
+        """As torch names it."""
+
+    def become(*_):
+        raise SignalException
+
+    workers = object.__new__(spare_workers.SpareWorkers)
+    workers._spares, workers._deadline = [SimpleNamespace(become=become)], 0.0
+    with open(tmp_path / "log", "wb") as log, pytest.raises(SignalException):
+        workers._one({"env": {}}, log, log)

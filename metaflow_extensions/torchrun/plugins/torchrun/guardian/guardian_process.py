@@ -29,6 +29,7 @@ _NO_SIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)
 # How long a guardian may take to confirm a request. A frozen one never does. Meanwhile the launch hears of no SIGTERM.
 _ANSWER_S = 5.0
 _LOOK_S = 0.5  # between checks whether a silent guardian still lives, on systems without pidfd (before Linux 5.3)
+_CONTINUE_S = 5.0  # between continuing a silent guardian, which somebody may have stopped
 
 
 class GuardianProcess:
@@ -59,12 +60,18 @@ class GuardianProcess:
     def tell(self, line: str) -> None:
         """Send a command, unless the guardian has ended.
 
-        One that somebody has stopped (SIGSTOP) is continued: else it and all below it would outlive the task. A process
-        that runs does not notice this.
+        One that somebody has stopped (SIGSTOP) is continued.
         """
-        self._process.send_signal(signal.SIGCONT)
+        self._continue()
         with suppress(OSError):
             self._commands.sendall(f"{line}\n".encode(), _NO_SIGNAL)
+
+    def _continue(self) -> None:
+        """Continue a guardian that somebody has stopped: else it and all below it would outlive the task.
+
+        A process that runs does not notice this.
+        """
+        self._process.send_signal(signal.SIGCONT)
 
     def ask(self, request: bytes) -> bool:
         """Send a request of any length, before any command; return whether the guardian has confirmed it."""
@@ -99,7 +106,9 @@ class GuardianProcess:
             while True:
                 # Checked before the pipe is read: a guardian that is gone has written all its events by now.
                 gone = not self.is_alive
-                ready = dict(poll.poll(0 if gone else None if end is not None else _LOOK_S * 1000))
+                ready = dict(poll.poll(0 if gone else 1000 * (_LOOK_S if end is None else _CONTINUE_S)))
+                if not ready and not gone:
+                    self._continue()
                 if events in ready:
                     data = os.read(events, 65536)
                     *lines, rest = (rest + data).split(b"\n")
@@ -119,6 +128,7 @@ class GuardianProcess:
 
     def close(self) -> None:
         """Close the connection; a guardian that still runs then ends what it has started, and itself."""
+        self._continue()
         with suppress(OSError):
             self._commands.shutdown(socket.SHUT_RDWR)  # also where the step has forked a process that holds it open
         self._commands.close()

@@ -40,7 +40,7 @@ def find(obj: Any, stored: StoredGangs, named: str) -> list[StoredGang]:
     parts = [part for part in asked.split("/") if part]
     if parts and parts[0] == name:  # Metaflow's client puts the flow's name first
         parts = parts[1:]
-    if not 1 <= len(parts) <= 3:
+    if not 1 <= len(parts) <= 3 or any(part.strip(".") == "" for part in parts):  # ".." is a folder
         raise CommandException(f"{named!r} is no gang: write RUN, RUN/STEP or RUN/STEP/TASK, for example 1234/train.")
     run, named_step, task = parts[0], *([*parts[1:], None, None][:2])
     steps = stored.steps(run)

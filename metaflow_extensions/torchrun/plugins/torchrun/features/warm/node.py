@@ -24,7 +24,7 @@ _ADOPTS = (
     "this task adopts processes without a parent (it is the first of its container, or a subreaper), so the step's code, "
     "which may wait for its children, would see the spare"
 )
-_LIMITS = sorted(name for name in dir(resource) if name.startswith("RLIMIT_"))
+_LIMITS = sorted({name for name in dir(resource) if name.startswith("RLIMIT_")} - {"RLIMIT_OFILE"})  # NOFILE's old name
 
 
 class WarmNode:
@@ -122,6 +122,7 @@ def inherited() -> dict[str, str]:
         "user and groups": f"{os.geteuid(), os.getegid()} {sorted(os.getgroups())}",
         "cgroup": read("/proc/self/cgroup"),
         "priority": str(os.getpriority(os.PRIO_PROCESS, 0)),
+        "oom_score_adj": read("/proc/self/oom_score_adj"),
         "CPU affinity": str(sorted(os.sched_getaffinity(0))),
     }
 

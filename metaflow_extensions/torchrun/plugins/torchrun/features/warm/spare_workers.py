@@ -73,6 +73,9 @@ class SpareWorkers:
             try:
                 worker = self._spares.pop(0).become(request, stdout.fileno(), stderr.fileno(), self._deadline)
             except Exception as error:
+                # torchrun's handler of SIGTERM raises this (torch/distributed/elastic/multiprocessing/api.py, 2.13).
+                if type(error).__name__ == "SignalException":
+                    raise
                 self._say(in_words(error))
             else:
                 with suppress(OSError):  # the guardian is gone, so this process ends soon
