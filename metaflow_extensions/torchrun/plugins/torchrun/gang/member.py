@@ -17,7 +17,6 @@ main thread. All state changes under `_lock`. No thread waits while it holds the
 
 from __future__ import annotations
 
-import enum
 import os
 import queue
 import socket
@@ -25,7 +24,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 from ..errors import GangError, LaunchFailed, LaunchTimeout, TorchrunError, TorchrunPreempted
 from ..events import Event, Subscriber
@@ -41,6 +40,7 @@ from .protocol import (
     Done,
     Go,
     Leave,
+    Link,
     Message,
     Note,
     Replaced,
@@ -51,41 +51,13 @@ from .protocol import (
     Welcome,
 )
 from .texts import QUIET_S, REMIND_S, names
-from .wakeup import NEXT, OVER, State, Wakeup
+from .wakeup import NEXT, OVER, ControlNode, State, Wakeup
 from .wakeup import Interruption as Interruption
 from .wakeup import TimedOut as TimedOut
 
 # How long a leaving node waits for the control node's receipt (*ack*).
 _ACK_WAIT_S = 5.0
 _SIGTERM_CAME = "its Metaflow task got SIGTERM"
-
-
-class Link(Protocol):
-    """What a member needs of its node's side of the channel."""
-
-    own_address: str | None  # this host's, between it and the other nodes; None where that is not known
-
-    def send(self, message: Message) -> None:
-        """Send a message to the control node; returns at once."""
-
-    def send_lines(self, stream: str, text: str) -> None:
-        """Send lines of this node's workers to the control node's log; returns at once."""
-
-    def settle_lines(self) -> None:
-        """Wait until this node's log has all lines of other nodes that have arrived, a bounded time."""
-
-    def close(self) -> None:
-        """End all connections."""
-
-
-class ControlNode(enum.IntEnum):
-    """The state of the control node as this node knows it; it only moves down this list."""
-
-    UNKNOWN = 0  # this node is no member yet
-    HERE = 1
-    ACKNOWLEDGED = 2  # it has read that this node leaves
-    BYE = 3  # it has announced that it leaves
-    GONE = 4  # the connection has ended
 
 
 _SAYS: dict[type, ControlNode] = {Welcome: ControlNode.HERE, Ack: ControlNode.ACKNOWLEDGED, Bye: ControlNode.BYE}

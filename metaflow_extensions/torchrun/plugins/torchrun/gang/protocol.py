@@ -34,7 +34,7 @@ from __future__ import annotations
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from ..errors import TorchrunError
 from .cause import Cause, Failure
@@ -313,6 +313,24 @@ Message: TypeAlias = (
     | Welcome | Refused | Go | Ask | Stop | Restart | Save | Verdict | Abort | Replaced | Note | Ack | Bye | Alone
 )  # fmt: skip
 _CLASSES: dict[str, type[Any]] = {cls.__name__.lower(): cls for cls in typing.get_args(Message)}
+
+
+class Link(Protocol):
+    """What a member needs of its node's side of the channel."""
+
+    own_address: str | None  # this host's, between it and the other nodes; None where that is not known
+
+    def send(self, message: Message) -> None:
+        """Send a message to the control node; returns at once."""
+
+    def send_lines(self, stream: str, text: str) -> None:
+        """Send lines of this node's workers to the control node's log; returns at once."""
+
+    def settle_lines(self) -> None:
+        """Wait until this node's log has all lines of other nodes that have arrived, a bounded time."""
+
+    def close(self) -> None:
+        """End all connections."""
 
 
 # --- to the wire and back -------------------------------------------------------------------------

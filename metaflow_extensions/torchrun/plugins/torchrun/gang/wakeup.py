@@ -35,6 +35,16 @@ if TYPE_CHECKING:
 _WAKE = int(signal.SIGRTMAX) - 6 if hasattr(signal, "SIGRTMAX") else int(signal.SIGURG)
 
 
+class ControlNode(enum.IntEnum):
+    """The state of the control node as this node knows it; it only moves down this list."""
+
+    UNKNOWN = 0  # this node is no member yet
+    HERE = 1
+    ACKNOWLEDGED = 2  # it has read that this node leaves
+    BYE = 3  # it has announced that it leaves
+    GONE = 4  # the connection has ended
+
+
 class State(enum.Enum):
     """Where the step's code is; this decides how news reaches it."""
 
