@@ -59,7 +59,7 @@ def pasted(command: str, folder: Path) -> str:
 @pytest.mark.timeout(2 * END_S)
 def test_the_example_of_the_readme_runs_as_it_is_pasted(tmp_path):
     blocks = pages.blocks_of("README.md")
-    script, flow = [block.text for block in blocks if block.language == "python"]
+    script, flow = [block.text for block in blocks if block.language == "python"][:2]
     (tmp_path / "train.py").write_text(script)
     (tmp_path / "flow.py").write_text(flow)
     (command,) = [block.text for block in blocks if "python flow.py run\n" in block.text]
@@ -126,7 +126,7 @@ def test_the_steps_and_lines_of_the_pages_run(start_flow, tmp_path):
 def test_the_first_five_minutes(start_flow, tmp_path):
     """What the page has one type, and what it says that one sees."""
     blocks = pages.blocks_of("docs/start.md")
-    script, flow = [block.text for block in blocks if block.language == "python"]
+    script, flow = [block.text for block in blocks if block.language == "python"][:2]
     (tmp_path / "train.py").write_text(script)
     (tmp_path / "flow.py").write_text(flow)
     lines, report = [block.text.strip().splitlines() for block in blocks if not block.language]

@@ -18,7 +18,7 @@ def test_a_gang_fails_with_its_cause_and_each_loss_has_a_line(run_flow):
     assert "Rank 1 on node 0" in flow.text
     assert "ValueError: bad löss" in flow.text
     lines = [line.text.partition("[torchrun] ")[2] for line in flow.lines if "[torchrun] Left out: " in line.text]
-    for what in ("with @torchrun is entered", "Kubernetes and AWS Batch", "results that can't be", "the last card"):
+    for what in ("with @torchrun is entered", "Kubernetes and AWS Batch", "results can't be stored", "the last card"):
         assert any(what in line for line in lines), f"{what}:\n{flow.text}"
     others = [line for line in flow.text.splitlines() if "Error: " in line and "Left out: " not in line]
     assert all("bad löss" in line for line in others), others

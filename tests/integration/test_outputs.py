@@ -109,7 +109,7 @@ def test_the_command_line_lists_and_fetches_them_of_a_launch_that_has_failed_too
     ]
     assert "The files are in" in ask("outputs", f"{run}/train", "--to", str(tmp_path / "there"))
     assert (tmp_path / "there" / "failing 模型" / "shards" / "1.bin").read_bytes() == b"1" * 3_000_000
-    assert "Launch 9 has stored no outputs; launches that have: 0, 1, 2, 3." in ask(
+    assert "Launch 9 has stored no outputs. Launches that have: 0, 1, 2, 3." in ask(
         "outputs", f"{run}/train", "--launch", "9", expect=1
     )
 
