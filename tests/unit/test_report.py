@@ -14,7 +14,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.launch import Launch
 from metaflow_extensions.torchrun.plugins.torchrun.gang.member import Member
 from metaflow_extensions.torchrun.plugins.torchrun.task import report as module
 from metaflow_extensions.torchrun.plugins.torchrun.task.report import end_with, print_errors_ourselves
-from metaflow_extensions.torchrun.plugins.torchrun.tracebacks import cut_frames_around, user_traceback
+from metaflow_extensions.torchrun.plugins.torchrun.tracebacks import cut_frames_around, user_traceback, words_of
 
 TEXT = "ValueError: expected 2*3*4 values 🙂\n  *second* line"
 TRACE = f"Traceback (most recent call last):\n  File 'train.py', line 1\n{TEXT}"
@@ -203,3 +203,9 @@ def test_an_exception_that_hides_what_it_is_still_ends_the_task_by_itself(kind):
     assert kind.__name__ in report(error, 1)
     cause = Member(0, 1, print).cause_of(kind("x"))
     assert cause.exception == ("Hidden: x" if kind is Hidden else "Mute (its __str__ raises SystemExit)")
+
+
+def test_an_interrupted_step_is_said_to_be_without_our_own_traceback():
+    cause = Member(0, 1, print).cause_of(KeyboardInterrupt())
+    assert ("Ctrl-C" in cause.exception, cause.detail) == (True, "")
+    assert words_of(ValueError()) == "ValueError"

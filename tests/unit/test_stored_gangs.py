@@ -2,10 +2,12 @@
 
 import json
 import shutil
+import sys
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
+from gang_snapshots import launch, snapshot
 from metaflow.clone_util import clone_task_helper
 from metaflow.datastore import FlowDataStore
 from metaflow.exception import CommandException
@@ -13,8 +15,9 @@ from metaflow.plugins.datastores.local_storage import LocalStorage
 from test_registry import KNOWN
 
 from metaflow_extensions.torchrun.plugins.torchrun.compat import stored as stored_files
+from metaflow_extensions.torchrun.plugins.torchrun.records.requests import GangCommand
 from metaflow_extensions.torchrun.plugins.torchrun.records.snapshot import Snapshot
-from metaflow_extensions.torchrun.plugins.torchrun.show import commands, finding
+from metaflow_extensions.torchrun.plugins.torchrun.show import asking, commands, finding
 from metaflow_extensions.torchrun.plugins.torchrun.show.stored_gangs import StoredGangs, place_of
 from metaflow_extensions.torchrun.plugins.torchrun.show.stored_logs import _PIECE, StoredLogs
 
@@ -165,6 +168,7 @@ def test_a_gang_is_named_by_run_step_or_any_of_its_tasks_or_is_of_the_last_run(s
         ("", r"No run of Flow was started here. Name one"),
         ("99", r"has no run 99 of Flow"),
         ("/", r"write RUN, RUN/STEP or RUN/STEP/TASK"),
+        ("../Other/100", r"write RUN, RUN/STEP or RUN/STEP/TASK"),
         ("100/train/4/2", r"write RUN, RUN/STEP or RUN/STEP/TASK"),
         ("100/tran", r"Run 100 has no tasks of step tran. It has begun: start, train, tune"),
         ("100/train/5", r"has no task 5. Its gangs have the control tasks 4"),
@@ -259,3 +263,32 @@ def test_a_record_that_is_damaged_is_said_to_be(monkeypatch, error):
     monkeypatch.setattr(commands.click.Group, "invoke", invoke)
     with pytest.raises(CommandException, match="can't be read"):
         commands.torchrun.invoke(None)
+
+
+@pytest.mark.parametrize(
+    ("rank", "node", "said"), [(2, None, "no rank 2. It has ranks 0, 1"), (None, 5, "no node 5. It has nodes 0, 1")]
+)
+def test_a_rank_or_node_that_a_gang_does_not_have_is_refused(rank, node, said):
+    known = snapshot(launch(1.0, (0, 0)), nproc=1)
+    with pytest.raises(CommandException, match=said):
+        commands._refuse_unknown(known, rank, node)
+    commands._refuse_unknown(known, 1, 1)
+    commands._refuse_unknown(None, rank, node)  # nothing is known
+
+
+def test_a_closed_stdout_is_no_fault_of_metaflow(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)
+    monkeypatch.setattr(commands.click.Group, "invoke", lambda group, ctx: sys.stdout.write("nobody reads this"))
+    assert commands.torchrun.invoke(None)
+
+
+def test_an_interrupted_command_of_a_feature_does_not_end_well(monkeypatch, obj, stored, root):
+    def run(gang, options):
+        raise KeyboardInterrupt
+        yield
+
+    begin(root, "train", "4")
+    obj.flow_datastore = stored._datastore
+    command = asking.click_command("outputs", GangCommand("outputs", "", {}, run))
+    with pytest.raises(KeyboardInterrupt):
+        command.callback.__wrapped__(obj, "100/train", None)

@@ -60,6 +60,9 @@ def test_agents_become_of_spares_and_each_has_what_it_was_asked_with(warm, tmp_p
         (None, True, 5),
     ]
     assert first["parent"] == agent.process.pid
+    assert first["main"] == "torch.distributed.run", (
+        "with --run-path multiprocessing imports the main module by this name"
+    )
     assert (second["cwd"], second["umask"], first["umask"]) == (str(folder), 0o013, umask)
     assert second["env"].items() >= {"SOME": "vÄlue", **LONG}.items()
     assert not {"SOME", "TORCHRUN_SPARE"} & set(first["env"])

@@ -26,7 +26,8 @@ def main():
     umask = os.umask(0)
     os.umask(umask)
     seen = {"pid": os.getpid(), "parent": os.getppid(), "imported": __name__ != "__main__", "umask": umask,
-            "cwd": os.getcwd(), "env": dict(os.environ), "argv": sys.argv, "files": os.listdir("/proc/self/fd")}
+            "cwd": os.getcwd(), "env": dict(os.environ), "argv": sys.argv, "files": os.listdir("/proc/self/fd"),
+            "main": getattr(sys.modules["__main__"].__spec__, "name", None)}
     with open(out + ".part", "w") as file:
         json.dump(seen, file)
     os.replace(out + ".part", out)
