@@ -66,9 +66,9 @@ def by_us(folder: Path, kind: str, size: int) -> Result:
 def follow(folder: str, *command: str) -> int:
     """Follow the files as a task does until the command has ended; note when the first look was that found something."""
     import metaflow  # noqa: F401 - it imports our modules, so it must come before them
+    from metaflow_extensions.torchrun.plugins.torchrun.logs.follower import LogFollower
 
     from metaflow_extensions.torchrun.plugins.torchrun.logs.console import write_output
-    from metaflow_extensions.torchrun.plugins.torchrun.logs.follower import LogFollower
 
     began: list[float] = []
 

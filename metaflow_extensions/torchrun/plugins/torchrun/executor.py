@@ -19,7 +19,7 @@ from .launch.commands import foreign_python
 from .launch.facts import node_facts, shm_bytes, shm_warning, too_few_warning
 from .launch.spec import LaunchSpec, Node, build_spec
 from .launch.transfer import ValueStore
-from .logs.console import write_output
+from .logs.console import settle, write_output
 from .machine.accelerators import Machine, Nproc, choose_nproc
 from .node.plan import Plan, WarmStarts
 from .node.preludes import Asked, Prelude
@@ -351,14 +351,16 @@ class TorchrunExecutor:
             if original is error:
                 raise
             raise original from error
+        finally:
+            settle()  # what the step's code prints next stands behind; no other node waits for this reader
 
     def _write(self, stream: str, lines: bytes) -> bool:
-        """Write lines of this node's workers; takes and returns what `logs.follower.Write` does."""
+        """Write lines of this node's workers; takes and returns what `logs.pipes.Write` does."""
         context = self._context
         # Nodes that share a machine share a terminal: there the control node's lines and these stand side by side.
         if lines and context.settings.logs_of(self.num_nodes) == "all" and context.machine.nodes_here == 1:
             context.member.send_lines(stream, lines.decode())
-        return write_output(stream, lines, more_follows=bool(lines))
+        return write_output(stream, lines)
 
     def _note(self, text: str) -> None:
         self._context.member.emit(Event("note", self.node_index, text))

@@ -46,8 +46,9 @@ _STRAGGLER_GRACE_S = 2.0  # for what the agent left behind when it ended by itse
 class Options(NamedTuple):
     """How one agent is to be run."""
 
-    stdout: str  # files for the agent's own output
+    stdout: str  # pipes for the agent's own output
     stderr: str
+    pipes: str  # the folder with all pipes of agent and workers
     grace_s: float  # time of the workers after SIGTERM if the task dies
     silence_s: (
         float  # how long a worker, the agent or the task may be stopped (SIGSTOP) before that counts as a failure
@@ -80,6 +81,10 @@ def have_default_signals(note_sigterm: Callable[[], None]) -> None:
     signal.signal(signal.SIGINT, lambda *_: None)
     signal.signal(signal.SIGTERM, lambda *_: note_sigterm())
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # last, since a blocked signal may be pending and arrives now
+
+
+def _open_pipe(path: str) -> int:
+    return os.open(path, os.O_RDWR | os.O_NONBLOCK)
 
 
 # Starts a program with these files as its output.
@@ -122,6 +127,8 @@ class Guardian:
         self._news = news  # a file in which the agent lists workers that were spares before; see `_read_news`
         self._options = options
         self._agent: subprocess.Popen[bytes]  # from `_start` on
+        # Held so that no worker that saves dies of its next line if the task is gone, and with it who read the pipes.
+        self._pipes = [_open_pipe(entry.path) for entry in os.scandir(options.pipes)]
         self._workers = Workers(options.workers, options.restarts)
         self._frozen = FrozenWatch(options.silence_s)
         self._pidfds: dict[int, int] = {}  # pidfd -> pid of a worker or the agent
@@ -168,7 +175,7 @@ class Guardian:
 
     def _wait(self, seconds: float) -> None:
         """Sleep until a command, a worker's end, or until `seconds` have passed."""
-        of_task = () if self._task_gone else (sys.stdin.fileno(), self._task_end)
+        of_task = self._pipes if self._task_gone else (sys.stdin.fileno(), self._task_end)
         others = [file for file in (*of_task, self._news) if file is not None]
         ready, _, _ = select.select([*self._pidfds, *others], [], [], seconds)
         for fd in ready:
@@ -176,6 +183,8 @@ class Guardian:
                 self._has_ended(fd)
             elif fd == self._news:
                 self._read_news(fd)
+            elif fd in self._pipes:
+                os.read(fd, 65536)
             elif fd == self._task_end:
                 self._task_ended()
             else:

@@ -10,7 +10,7 @@ from .commands import system_program
 from .spec import ELASTIC_BACKEND, STATIC_BACKEND, LaunchSpec, bracketed
 
 SCRIPTS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "worker")
-TORCHRUN = "torch.distributed.run"  # the module that an agent is
+AGENT = os.path.join(SCRIPTS, "agent.py")  # runs torchrun, and gives its workers their pipes
 # This folder comes first on the path of agent and workers; its `sitecustomize` records how a worker ends.
 WORKER_HOOKS = os.path.join(SCRIPTS, "worker_hooks")
 # The agent is the first Python of a launch and puts its pid there, so that its children know that they are workers.
@@ -31,10 +31,11 @@ _FOREIGN_NAMES = frozenset(
 
 
 def agent_command(
-    spec: LaunchSpec, go: Go, main_addr: str, log_dir: str, of_rank: Mapping[str, str] | None = None
+    spec: LaunchSpec, go: Go, main_addr: str, log_dir: str, pipes: str, of_rank: Mapping[str, str] | None = None
 ) -> list[str]:
     """Return the argv of this node's agent: torchrun, with a static rendezvous unless the user wants its elasticity.
 
+    `log_dir` is where torchrun makes a folder for each worker, `pipes` where the workers find those for their output.
     `of_rank` are variables of each rank, with ``${local_rank}`` in them, for programs that are no Python: no hook of
     ours runs there.
     """
@@ -45,8 +46,6 @@ def agent_command(
     options = {
         "nproc-per-node": str(spec.nproc),
         "rdzv-endpoint": f"{bracketed(main_addr)}:{go.port}",
-        # Files instead of pipes: they are complete whatever dies, and no rank waits for a reader.
-        "redirects": "3",
         "log-dir": log_dir,
         **given,
         # The workers see it as TORCHELASTIC_RUN_ID.
@@ -54,7 +53,12 @@ def agent_command(
         **_gang_options(spec, given),
     }
     words = [f"--{name}" if value is None else f"--{name}={value}" for name, value in options.items()]
-    return [spec.python, "-m", TORCHRUN, *words, *_worker_words(spec, own)]
+    return [spec.python, AGENT, pipes, *words, *_worker_words(spec, own)]
+
+
+def shown_command(command: Sequence[str]) -> list[str]:
+    """Return the argv of an agent as a user would type it."""
+    return ["torchrun", *command[3:]] if command[1:2] == [AGENT] else list(command)
 
 
 def _worker_words(spec: LaunchSpec, own: Sequence[str]) -> list[str]:

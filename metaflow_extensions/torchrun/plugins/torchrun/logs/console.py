@@ -1,56 +1,63 @@
-"""Writes whole lines to the task's own stdout and stderr, so that Metaflow's terminal shows them at once.
+"""Writes whole lines to the task's own stdout and stderr, from one thread for both.
 
-On a local run all nodes write to the pipe of the control task, one at a time: see `shared_pipe`.
+All text waits in one queue, in the order in which it came. The thread writes it, and waits for the reader as long as it
+takes: a reader may pause for hours, as a stopped terminal does. Nobody else waits for it, but for who calls `settle`,
+and the process's end. On a local run all nodes write to the pipes of the control task, one text at a time:
+see `shared_pipe`.
 
-A reader may pause (as a stopped terminal does), or never read again. The stream may be closed, or non-blocking, as
-some programs leave it. So nothing is written before there is room. All text waits in one queue for each stream.
-Any thread may write; the thread that holds `_turn` also writes the text of those that could not wait.
-
-Metaflow (2.19) reads two pipes, and takes a line of the one and a line of the other in turns. So a text waits until
-the other pipe is empty. And while one is written to stderr, no node writes to stdout: a traceback
-stays in one piece.
+Metaflow's local runtime (``Worker.read_logline`` in ``metaflow/runtime.py``, 2.19) reads two pipes, and takes a line of
+each in turns. So a text waits until the other pipe is empty: a traceback stays in one piece, behind what was printed
+before it. And the runtime takes as much out of a pipe at once as its buffer holds, but shows one line each time the pipe
+has something to read. When the pipe is empty it stops, whatever it has not shown. So the last line waits until the
+others are taken, and makes the runtime go on: it shows all. These two waits end when the reader takes nothing for a
+while. They cost the order on a screen at worst, and no line.
 """
 
 from __future__ import annotations
 
 import atexit
-import collections
-import contextlib
 import io
 import os
+import queue
 import select
-import stat
 import sys
 import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
 from typing import TextIO
 
 from ..events import Event
-from .shared_pipe import PipeLock, await_reader, await_room, unread_bytes
+from .shared_pipe import SharedPipes, await_reader, await_room, is_pipe, unread_bytes
 
 DEBUG = "METAFLOW_TORCHRUN_DEBUG"
 """Environment variable: ``1`` has the details written, too."""
 
-_STUCK_S = 3.0  # for a reader that leaves no room
-# The same for threads that log events; they must not wait long.
-_EVENT_PATIENCE_S = 0.5
+BEHIND_BYTES = 8 * 1024 * 1024
+"""With so much unwritten, workers are kept waiting."""
+_TURN_BYTES = 64 * 1024  # written in one turn; a longer line is written whole
 _OTHER_PATIENCE_S = 1.0  # for the reader of the other stream, while it reads nothing
+_READER_PATIENCE_S = 0.05  # the same before the last line of a text
+_STUCK_S = 3.0  # for a reader that takes nothing, when this process was told to end
+_LOOK_S = 0.5
+
+STREAMS = ("stdout", "stderr")
 
 
-def write_output(stream: str, lines: bytes, patience_s: float = _STUCK_S, more_follows: bool = False) -> bool:
-    """Write whole lines of UTF-8 to stdout or stderr; return False if the reader has taken nothing for `patience_s`.
+def write_output(stream: str, lines: bytes) -> bool:
+    """Have whole lines of UTF-8 written to stdout or stderr; return False if so much waits that its source should, too.
 
-    Any thread may call it. Nothing is lost while the stream can be read: text that its reader did not take in time is
-    written before the next text, or at the process's end. If the stream has no reader any more, text is dropped,
-    and one line says so.
-    With `more_follows`, the last line may wait for the next call, which must come soon, with lines or without. On stderr
-    it never does: a block there is written whole.
+    Any thread may call it, and it returns at once. Without lines it only answers. Nothing is lost while the stream can
+    be read. If the stream has no reader any more, text is dropped, and one line says so.
     """
-    return _outputs[stream].write(lines, patience_s, more_follows and stream == "stdout")
+    return _writer.put(stream, lines)
 
 
 def write_text(stream: str, text: str, patience_s: float = _STUCK_S) -> bool:
-    """Write whole lines, as `write_output` does."""
-    return write_output(stream, text.encode(errors="backslashreplace"), patience_s)
+    """Write whole lines; return whether they and all text before them are written within `patience_s`, later ones later."""
+    if text:
+        _writer.put(stream, text.encode(errors="backslashreplace"))
+    return settle(patience_s)
 
 
 def to_log(event: Event) -> None:
@@ -58,180 +65,225 @@ def to_log(event: Event) -> None:
     if event.is_detail and os.environ.get(DEBUG, "") in ("", "0"):
         return
     text = "".join(f"[torchrun node {event.node}] {line}\n" for line in event.text.splitlines())
-    write_text("stderr", text, _EVENT_PATIENCE_S)
+    _writer.put("stderr", text.encode(errors="backslashreplace"))
 
 
-class _Output:
-    """One of the two streams, and what waits to be written there."""
+def settle(patience_s: float | None = None) -> bool:
+    """Wait until all text so far is written, or for so long; return whether it is. A signal handler may raise out of it."""
+    return _writer.settle(patience_s)
 
-    def __init__(self, name: str) -> None:
-        self._name = name
-        # Any thread may append on the right at any time (deque.append is atomic). Only the thread that holds `_turn`
-        # removes or puts back on the left, so texts keep their order.
-        self._waiting: collections.deque[bytes] = collections.deque()
-        self._turn = threading.Lock()
-        # Only the thread that holds `_turn` may touch what follows.
-        self._cut = b""  # the rest of what was begun
-        self._pipe_lock = PipeLock()  # held from a line's first byte to its last, and from a text's first to its last
-        self._other = "stderr" if name == "stdout" else "stdout"
-        self._other_lock = PipeLock()  # of stdout, held while a text is written to stderr; never the other way round
+
+def waits_for_reader_s() -> float:
+    """Return for how many seconds the reader has taken nothing of a text; 0 if nothing waits."""
+    return _writer.stuck_s()
+
+
+def hurry() -> None:
+    """Keep the process's end from waiting for a reader that takes nothing: it was told to end."""
+    _writer.is_hurried = True
+
+
+class _Writer:
+    """The queue and the thread.
+
+    Any thread may put, also from within a signal handler: `SimpleQueue.put` is reentrant. Two threads that put at the same
+    time may lose one addition to `_put_bytes`; then a little more than the limit waits. Only the writing thread
+    removes, and it alone touches the fields below `_thread`.
+    """
+
+    def __init__(self) -> None:
+        self._texts: queue.SimpleQueue[tuple[str, bytes] | threading.Event] = queue.SimpleQueue()
+        self._put_bytes = self._written_bytes = 0
+        self.is_hurried = False
+        self._busy_since: float | None = None  # when the thread began to wait for the reader of the current text
+        self._is_over = False  # whether the interpreter ends; who puts then waits
+        self._starting = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._ahead: tuple[str, bytes] | threading.Event | None = None  # taken from the queue too early
+        self._pipes = SharedPipes()
         self._left_unread = sys.maxsize  # how many bytes stayed in the other pipe when its reader took nothing
-        self._in_text = False  # whether the next text is the last line of the one before
-        self._said_lost = False
-        self._takes_turns = True  # whether it shares the pipe's lock with other nodes
+        self._lost: set[str] = set()  # streams of which was said that they can't be written to
 
-    def write(self, lines: bytes, patience_s: float, more_follows: bool = False) -> bool:
+    def put(self, stream: str, lines: bytes) -> bool:
+        """Add a text; return whether there is room for more."""
         if lines:
-            self._waiting.append(lines)
-        if not self._turn.acquire(timeout=patience_s):
-            return False  # the thread that holds `_turn` writes our text, too
-        try:
-            while self._cut or self._is_text_next(more_follows):
-                if not self._write_next(patience_s):
-                    return False
+            self._put_bytes += len(lines)
+            self._texts.put((stream, lines))
+            self._have_written()
+            if self._is_over:
+                self.settle(_STUCK_S)
+        return self._put_bytes - self._written_bytes < BEHIND_BYTES
+
+    def settle(self, patience_s: float | None) -> bool:
+        """Wait until all that was put before is written."""
+        if self._thread is None and self._texts.empty():
             return True
-        finally:
-            self._in_text = False
-            self._let_others_write()
-            self._turn.release()
+        written = threading.Event()
+        self._texts.put(written)
+        self._have_written()
+        return written.wait(patience_s)
+
+    def stuck_s(self) -> float:
+        """Return how long the reader has kept the thread waiting."""
+        since = self._busy_since
+        return 0.0 if since is None else time.monotonic() - since
 
     def finish(self) -> None:
-        """Write what waits, at the process's end. Mixed lines of two nodes are better than lost ones."""
-        if not self.write(b"", _STUCK_S):
-            self._takes_turns = False
-            self.write(b"", _STUCK_S)
+        """Wait at the process's end, until all is written, or the thread is told to hurry and its reader takes nothing."""
+        written = threading.Event()
+        self._texts.put(written)
+        self._have_written()
+        while not written.wait(_LOOK_S) and not (self.is_hurried and self.stuck_s() > _STUCK_S):
+            pass
+        self._is_over = True
 
-    def _is_text_next(self, more_follows: bool) -> bool:
-        if more_follows and len(self._waiting) == 1:
-            return self._waiting[0].find(b"\n") < len(self._waiting[0]) - 1  # a single line is kept
-        return bool(self._waiting)
+    def close(self) -> None:
+        """Let go of the pipes' locks, in a fork of the process."""
+        self._pipes.close_all()
 
-    def _write_next(self, patience_s: float) -> bool:
-        """Write the rest of what was begun, or the next text; return False if it has to wait."""
+    def _have_written(self) -> None:
+        """Start the thread; where no thread can start any more, write here."""
+        if self._thread is not None or not self._starting.acquire(blocking=False):
+            return  # not acquired: another thread does it, or this is a handler of a signal that came while we did
         try:
-            return self._write_lines(b"" if self._cut else self._waiting.popleft(), patience_s)
-        except Exception as error:  # a stream that the step's code has put there can raise anything
-            self._cut = b""
-            self._say_lost(error)
-            return True
+            thread = threading.Thread(target=self._run, name="torchrun-writer", daemon=True)
+            thread.start()
+            self._thread = thread
+        except RuntimeError:
+            while self._write_next(wait=False):
+                pass
         finally:
-            if not self._in_text:
-                self._let_others_write()
+            self._starting.release()
 
-    def _let_others_write(self) -> None:
-        if not self._cut:
-            self._pipe_lock.release()
-            self._other_lock.release()
+    # --- in the writing thread
 
-    def _write_lines(self, lines: bytes, patience_s: float) -> bool:
-        """Write `lines`, or else the rest of those before; what the reader does not take is the next rest."""
-        target: TextIO | None = getattr(sys, self._name)
-        if target is None:  # closed before Python began
-            raise OSError(f"there is no {self._name}")
-        fd = _descriptor(target)
-        if fd is None:
-            text, self._cut = (self._cut + lines).decode(errors="replace"), b""
-            encoding = getattr(target, "encoding", None) or "utf-8"
-            target.write(text.encode(encoding, errors="backslashreplace").decode(encoding))
-            target.flush()
-            return True
-        is_pipe = stat.S_ISFIFO(os.fstat(fd).st_mode)
-        _flush(target, fd, is_pipe)
-        if is_pipe:
-            return self._write_to_pipe(fd, lines, patience_s)
-        self._cut = _write_all(fd, self._cut or lines, patience_s)
-        return not self._cut
+    def _run(self) -> None:
+        while True:
+            self._write_next(wait=True)
 
-    def _write_to_pipe(self, fd: int, lines: bytes, patience_s: float) -> bool:
-        if self._takes_turns and not self._pipe_lock.acquire(fd, patience_s):
-            if lines:
-                self._waiting.appendleft(lines)
-            return False
-        if not self._cut and not self._in_text and patience_s >= _STUCK_S:
-            with contextlib.suppress(OSError):  # the other stream is closed: there is nothing to wait for
-                self._await_other(fd)
-        self._cut = _write_all(fd, self._cut or self._next_for_pipe(fd, lines), patience_s)
-        return not self._cut
+    def _write_next(self, wait: bool) -> bool:
+        """Write the next text, with those behind it for the same stream; return False if there is none."""
+        found = self._next(wait)
+        if isinstance(found, threading.Event):
+            found.set()
+        if not isinstance(found, tuple):
+            return found is not None
+        self._busy_since = time.monotonic()
+        stream, parts, size = found[0], [found[1]], len(found[1])
+        while isinstance(more := self._next(False), tuple) and more[0] == stream and size < _TURN_BYTES:
+            parts.append(more[1])
+            size += len(more[1])
+        self._ahead = more
+        pieces = list(_pieces(b"".join(parts)))
+        for number, piece in enumerate(pieces, 1):
+            self._write(stream, piece, number < len(pieces) or (isinstance(more, tuple) and more[0] == stream))
+        self._written_bytes += size
+        self._busy_since = None
+        return True
 
-    def _await_other(self, fd: int) -> None:
-        """Wait until what is in the other pipe was read; its reader is not waited for again before it has gone on."""
-        other = _pipe_of(getattr(sys, self._other, None))
-        unread = 0 if other is None else unread_bytes(other)
-        if other is None or unread >= self._left_unread or os.path.sameopenfile(other, fd):
-            return
-        if self._name == "stderr":
-            self._other_lock.acquire(other, _OTHER_PATIENCE_S)
-            unread = unread_bytes(other)
-        self._left_unread = (await_reader(other, _OTHER_PATIENCE_S) if unread else 0) or sys.maxsize
+    def _next(self, wait: bool) -> tuple[str, bytes] | threading.Event | None:
+        if self._ahead is not None:
+            ahead, self._ahead = self._ahead, None
+            return ahead
+        with suppress(queue.Empty):
+            return self._texts.get(wait)
+        return None
 
-    def _next_for_pipe(self, fd: int, lines: bytes) -> bytes:
-        """Return all but the last of the lines, which is put back.
+    def _write(self, stream: str, lines: bytes, more_follows: bool = False) -> None:
+        """Write whole lines in one turn; `more_follows` on the same stream."""
+        try:
+            target: TextIO | None = getattr(sys, stream)
+            if target is None:  # closed before Python began
+                raise OSError(f"there is no {stream}")
+            fd = _descriptor(target)
+            if fd is None:
+                text, encoding = lines.decode(errors="replace"), getattr(target, "encoding", None) or "utf-8"
+                target.write(text.encode(encoding, errors="backslashreplace").decode(encoding))
+                target.flush()
+                return
+            others = [_descriptor(each) for name in STREAMS if (each := getattr(sys, name)) is not None]
+            fds = [each for each in others if each is not None]
+            with self._pipes.turn(fds):
+                _flush(target)
+                for other in fds:
+                    self._await_other(other, fd)
+                self._write_to(fd, lines, more_follows)
+        except Exception as error:  # a stream that the step's code has put there can raise anything
+            self._say_lost(stream, error)
 
-        A single line is returned when others wait behind it, or else when the reader is ready for it.
+    def _write_to(self, fd: int, lines: bytes, more_follows: bool) -> None:
+        last = lines.rfind(b"\n", 0, -1) + 1
+        if is_pipe(fd) and not more_follows:
+            self._write_all(fd, lines[:last])
+            await_reader(fd, _READER_PATIENCE_S)
+            lines = lines[last:]
+        self._write_all(fd, lines)
+
+    def _write_all(self, fd: int, data: bytes) -> None:
+        """Write in pieces that the kernel does not mix with what others write, if no line is longer than that.
+
+        This goes past Python's own layers: unbuffered, they drop the rest of a write that a signal cuts short.
         """
-        last_line = lines.rfind(b"\n", 0, -1) + 1
-        self._in_text = last_line > 0
-        if last_line:
-            self._waiting.appendleft(lines[last_line:])
-            return lines[:last_line]
-        if not self._waiting:
-            await_reader(fd)
-        return lines
+        at = 0
+        while at < len(data):
+            end = at + select.PIPE_BUF
+            if end < len(data):
+                end = data.rfind(b"\n", at, end) + 1 or end
+            try:
+                at += os.write(fd, memoryview(data)[at:end])
+                self._busy_since = time.monotonic()  # the reader goes on
+            except BlockingIOError:  # some program has made it non-blocking, for all that share it
+                await_room(fd)
 
-    def _say_lost(self, error: Exception) -> None:
-        if not self._said_lost:
-            self._said_lost = True
-            text = f"[torchrun] {self._name} can't be written to ({error}): what the workers write there is lost\n"
-            write_text(self._other, text, 0.0)
+    def _await_other(self, other: int, fd: int) -> None:
+        """Wait until what is in the other pipe was read; its reader is not waited for again before it has gone on."""
+        if other == fd or not is_pipe(other) or os.path.sameopenfile(other, fd):
+            return
+        if 0 < unread_bytes(other) < self._left_unread:
+            self._left_unread = await_reader(other, _OTHER_PATIENCE_S) or sys.maxsize
+
+    def _say_lost(self, stream: str, error: Exception) -> None:
+        if stream not in self._lost:
+            self._lost.add(stream)
+            other = "stderr" if stream == "stdout" else "stdout"
+            text = f"[torchrun] {stream} can't be written to ({error}): what the workers write there is lost\n"
+            if other not in self._lost:
+                self._write(other, text.encode(errors="backslashreplace"))
 
 
-_outputs = {name: _Output(name) for name in ("stdout", "stderr")}
+_writer = _Writer()
 
 
 def _begin_anew() -> None:
-    """Empty the queues in a forked child: else both would write them. Its locks may be held by threads it lacks."""
-    _outputs.update({name: _Output(name) for name in _outputs})
+    """Empty the queue in a forked child: else both would write it, and the child would hold the parent's locks."""
+    global _writer
+    _writer.close()
+    _writer = _Writer()
 
 
 os.register_at_fork(after_in_child=_begin_anew)
-for _name in _outputs:
-    atexit.register(lambda name: _outputs[name].finish(), _name)
+atexit.register(lambda: _writer.finish())
+
+
+def _pieces(lines: bytes) -> Iterator[bytes]:
+    """Cut between lines: a piece has `_TURN_BYTES` at most, or one longer line."""
+    begin = 0
+    while len(lines) - begin > _TURN_BYTES:
+        end = lines.rfind(b"\n", begin, begin + _TURN_BYTES) + 1 or lines.find(b"\n", begin + _TURN_BYTES) + 1
+        yield lines[begin : end or len(lines)]
+        begin = end or len(lines)
+    if begin < len(lines):
+        yield lines[begin:]
 
 
 def _descriptor(target: TextIO) -> int | None:
     # A stream that somebody else has put there, as a notebook or a tee, may have one as well, but wants the text.
-    with contextlib.suppress(OSError, ValueError):
+    with suppress(OSError, ValueError):
         return target.fileno() if isinstance(target, io.TextIOWrapper) else None
     return None
 
 
-def _pipe_of(target: TextIO | None) -> int | None:
-    """Return the descriptor of a stream if it is a pipe."""
-    with contextlib.suppress(OSError):
-        fd = None if target is None else _descriptor(target)
-        return fd if fd is not None and stat.S_ISFIFO(os.fstat(fd).st_mode) else None
-    return None
-
-
-def _flush(target: TextIO, fd: int, is_pipe: bool) -> None:
-    """Write what other code has printed first, if there is room: this must not block."""
-    if await_room(fd, 0.0) and not (is_pipe and unread_bytes(fd)):
-        with contextlib.suppress(BlockingIOError):  # Python keeps what it could not write, for the next flush
-            target.flush()
-
-
-def _write_all(fd: int, data: bytes, patience_s: float) -> bytes:
-    """Write in pieces as long as there is room, or comes in time; return the rest.
-
-    Where there is room for anything, there is for ``PIPE_BUF`` bytes. A piece is of whole lines, where more follows.
-
-    This goes past Python's own layers: unbuffered, they drop the rest of a write that a signal cuts short.
-    """
-    at = 0
-    while at < len(data) and await_room(fd, patience_s):
-        end = at + select.PIPE_BUF
-        if end < len(data):
-            end = data.rfind(b"\n", at, end) + 1 or end
-        with contextlib.suppress(BlockingIOError):  # another process has filled the pipe first
-            at += os.write(fd, memoryview(data)[at:end])
-    return data[at:]
+def _flush(target: TextIO) -> None:
+    """Write what other code has printed first."""
+    with suppress(BlockingIOError):  # Python keeps what it could not write, for the next flush
+        target.flush()

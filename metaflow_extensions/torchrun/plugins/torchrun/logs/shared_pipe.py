@@ -1,6 +1,6 @@
-"""A lock for a pipe that several nodes write to, and waits for the pipe's reader, which may be slow or paused.
+"""A turn at pipes that several nodes write to, and waits for their reader, which may be slow or paused.
 
-Only one thread at a time may use a `PipeLock`: in `console`, the one that holds `_turn`.
+On a local run all nodes write to the two pipes of the control task. Only the writing thread of `console` uses this.
 """
 
 from __future__ import annotations
@@ -8,57 +8,82 @@ from __future__ import annotations
 import fcntl
 import os
 import select
+import stat
 import struct
 import sys
 import termios
 import time
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 
-_LOOK_S = 0.001  # between two checks of a lock or a reader
-_FIRST_LOOK_S = 0.00005  # at a reader, who may be fast; each pause is twice as long as the one before, up to that
-_READER_PATIENCE_S = 0.05  # with a reader that has taken nothing, before the last line of a text
+_LOOK_S = 0.001  # the longest pause between two looks at a reader
+_FIRST_LOOK_S = 0.00005  # at a reader, who may be fast; each pause is twice as long as the one before
 
 
-class PipeLock:
-    """The lock of a pipe that nodes share.
+class SharedPipes:
+    """The locks of the pipes among a process's stdout and stderr; they exclude other processes, not threads.
 
-    A write of more than ``PIPE_BUF`` bytes is not atomic, so without it lines of two nodes could mix.
+    A write of more than ``PIPE_BUF`` bytes is not atomic, so without a lock lines of two nodes could mix.
+    The last pipe's lock is the turn. The first one's is a turnstile before it: who waits there is next. A lock alone is
+    not fair, since who releases it takes it again before the kernel has woken another. All waits are in the kernel.
     """
 
     def __init__(self) -> None:
-        self._fd: int | None = None
-        self._pipe = (0, 0)  # which one it is, as `_identity` says
+        self._opened: dict[tuple[int, int], int] = {}  # pipe -> a descriptor of our own
 
-    def acquire(self, pipe_fd: int, patience_s: float) -> bool:
-        """Return whether to write now; False: another node still holds it after `patience_s`, and may wait for the reader."""
-        pipe = _identity(pipe_fd)
-        if self._fd is not None and pipe == self._pipe:
-            return True
-        self.release()
-        try:  # a descriptor of our own: locks of one that others have, too, would be shared with them
-            self._fd = os.open(f"/proc/self/fd/{pipe_fd}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        except OSError:  # no /proc: then lines of two nodes can mix, as any programs' can
-            return True
-        self._pipe = pipe
-        deadline = time.monotonic() + patience_s
-        while True:
-            with suppress(OSError):  # another node holds it
-                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return True
-            if time.monotonic() >= deadline:
-                self.release()
-                return False
-            time.sleep(_LOOK_S)
-
-    def release(self) -> None:
-        """Let others write; does nothing if it is not held."""
-        if self._fd is None:
+    @contextmanager
+    def turn(self, fds: Iterable[int]) -> Iterator[None]:
+        """Wait until no other node writes to these descriptors, as long as it takes, and keep others waiting meanwhile."""
+        locks = self._locks(fds)
+        if not locks:
+            yield
             return
-        fd, self._fd = self._fd, None
-        with suppress(OSError):  # the step's code has closed all descriptors, including ours
-            if _identity(fd) == self._pipe:
-                fcntl.flock(fd, fcntl.LOCK_UN)  # a child that was forked meanwhile holds it, too
-                os.close(fd)
+        turnstile, turn = locks[0], locks[-1]
+        if turnstile != turn:
+            fcntl.flock(turnstile, fcntl.LOCK_EX)
+        fcntl.flock(turn, fcntl.LOCK_EX)
+        if turnstile != turn:
+            fcntl.flock(turnstile, fcntl.LOCK_UN)
+        try:
+            yield
+        finally:
+            with suppress(OSError):  # the step's code has closed all descriptors; that releases the lock, too
+                fcntl.flock(turn, fcntl.LOCK_UN)
+
+    def _locks(self, fds: Iterable[int]) -> list[int]:
+        """Return descriptors to lock, in the same order on all nodes."""
+        pipes: dict[tuple[int, int], int] = {}
+        for fd in fds:
+            if is_pipe(fd):
+                pipes[_identity(fd)] = fd
+        for pipe in list(self._opened):
+            if pipe not in pipes or not _is_same(self._opened[pipe], pipe):
+                self.close(pipe)
+        for pipe, fd in pipes.items():
+            if pipe not in self._opened:
+                try:  # a descriptor of our own: a lock belongs to the open file, which others may have inherited
+                    self._opened[pipe] = os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+                except OSError:  # no /proc, or a pipe without reader: the write tells
+                    return []
+        return [self._opened[pipe] for pipe in pipes]
+
+    def close(self, pipe: tuple[int, int]) -> None:
+        """Forget a pipe."""
+        fd = self._opened.pop(pipe)
+        if _is_same(fd, pipe):  # else the step's code has closed it, and the number belongs to another file
+            os.close(fd)
+
+    def close_all(self) -> None:
+        """Release everything; in a fork of the process, which shares the locks, this keeps them with the parent."""
+        for pipe in list(self._opened):
+            self.close(pipe)
+
+
+def is_pipe(fd: int) -> bool:
+    """Return whether a descriptor is open, and a pipe."""
+    with suppress(OSError):
+        return stat.S_ISFIFO(os.fstat(fd).st_mode)
+    return False
 
 
 def _identity(fd: int) -> tuple[int, int]:
@@ -66,21 +91,23 @@ def _identity(fd: int) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
-def await_room(fd: int, patience_s: float) -> bool:
-    """Return whether the pipe, or what it is, takes more, at once or within `patience_s`."""
+def _is_same(fd: int, pipe: tuple[int, int]) -> bool:
+    with suppress(OSError):
+        return _identity(fd) == pipe
+    return False
+
+
+def await_room(fd: int) -> None:
+    """Wait until a descriptor that must not block takes more, as long as it takes."""
     poll = select.poll()
     poll.register(fd, select.POLLOUT)
-    return bool(poll.poll(patience_s * 1000))
+    poll.poll()
 
 
-def await_reader(fd: int, patience_s: float = _READER_PATIENCE_S) -> int:
+def await_reader(fd: int, patience_s: float) -> int:
     """Wait until the pipe is empty, as long as its reader goes on reading; return how much it has not taken.
 
-    The last line of a text waits for that.
-
-    Metaflow's local runtime (``Worker.read_logline`` in ``metaflow/runtime.py``, 2.19) takes as much out of the pipe
-    at once as its buffer holds, but shows one line each time the pipe has something to read. When the pipe is empty it
-    stops, whatever it has not shown. While the last line is in the pipe, it goes on; it takes that line after all others.
+    `patience_s` is for a reader that takes nothing.
     """
     least, deadline, pause_s = sys.maxsize, 0.0, _FIRST_LOOK_S
     while unread := unread_bytes(fd):
@@ -97,6 +124,6 @@ def unread_bytes(fd: int) -> int:
     """Return how much is in the pipe that its reader has not taken."""
     try:
         count: int = struct.unpack("i", fcntl.ioctl(fd, termios.FIONREAD, b"\0\0\0\0"))[0]
-    except OSError:  # not on this system: then lines come when they come
+    except OSError:  # closed meanwhile
         return 0
     return count

@@ -2,33 +2,25 @@
 
 from __future__ import annotations
 
-import os
 import signal
-from contextlib import suppress
 from dataclasses import replace
 
 from ..gang.cause import Cause, describe_exit, signal_name
 from ..guardian.agent_events import End, Frozen, Terminated
+from ..logs.pipes import Tail
 from ..machine.cgroup import describe_oom, oom_kills
 from .exits import read_agent_report
 from .plan import Plan
-
-# What is left of a disk that can't take another block.
-_FULL_BYTES = 64 * 1024
 
 
 class MachineFaults:
     """What this machine has done to the workers of one generation since this object was made."""
 
-    def __init__(self, folder: str) -> None:
-        self._folder = folder  # where the workers' output goes
+    def __init__(self) -> None:
         self._oom_kills_before = oom_kills()
-        self.full_disk = f"a full disk: nothing more can be written to {folder}"
 
     def explained(self, cause: Cause) -> Cause:
-        """Return `cause`, explained by the machine's state where the worker recorded no exception."""
-        if cause.exception is None and self.is_disk_full():
-            cause = replace(cause, exception=f"{self.full_disk}, where its output goes")
+        """Return `cause`, explained by the machine's state."""
         if cause.kind == "signal" and self._is_out_of_memory(cause.exit_code):
             cause = replace(cause, kind="oom", exception=describe_oom())
         return cause
@@ -42,13 +34,6 @@ class MachineFaults:
         is_oom = self._is_out_of_memory(-signal.SIGKILL)
         return f"ran {describe_oom()}" if is_oom else "ended unexpectedly, as by SIGKILL"
 
-    def is_disk_full(self) -> bool:
-        """Tell whether the disk with the workers' output takes nothing more."""
-        with suppress(OSError):
-            status = os.statvfs(self._folder)
-            return status.f_bavail * status.f_frsize < _FULL_BYTES
-        return False
-
     def _is_out_of_memory(self, exit_code: int | None) -> bool:
         """Tell whether it was the kernel's out-of-memory killer: its counter has moved since *go*."""
         before, now = self._oom_kills_before, oom_kills()
@@ -58,11 +43,11 @@ class MachineFaults:
 class AgentEnd:
     """The end of one agent; belongs to its `Generation`. `folder` is torchrun's --log-dir."""
 
-    def __init__(self, plan: Plan, host: str, folder: str) -> None:
+    def __init__(self, plan: Plan, host: str, folder: str, tail: Tail) -> None:
         self._plan = plan
         self._node, self._host = plan.spec.node_index, host
-        self._folder = folder
-        self.machine = MachineFaults(folder)
+        self._folder, self._tail = folder, tail
+        self.machine = MachineFaults()
         self.exit_code: int | None = None
         self.failed_at: float | None = None
         self.fault: tuple[float, Cause] | None = None  # of a frozen process, or of the guardian
@@ -92,18 +77,15 @@ class AgentEnd:
 
     def cause(self, has_workers: bool) -> Cause:
         """Return why it failed; `has_workers`: it had started some."""
-        cause = self._program_cause() or self._torchrun_cause(has_workers)
-        if self.machine.is_disk_full():
-            cause = replace(cause, exception=f"{cause.exception}, on {self.machine.full_disk}")
-        return cause
+        return self._program_cause() or self._torchrun_cause(has_workers)
 
     def _program_cause(self) -> Cause | None:
         if self._plan.program is None:
             return None
-        return self._plan.program.cause(self._folder, self._node, self._host, self.machine.how_ended)
+        return self._plan.program.cause(self._folder, self._tail, self._node, self._host, self.machine.how_ended)
 
     def _torchrun_cause(self, has_workers: bool) -> Cause:
-        report, code, who = read_agent_report(self._folder), self.exit_code, f"its {self._plan.agent}"
+        report, code, who = read_agent_report(self._tail), self.exit_code, f"its {self._plan.agent}"
         guardian_gone = self._end is not None and self._end.guardian_gone
         if guardian_gone:
             code, who, how = None, "its guardian process", self.machine.how_vanished()

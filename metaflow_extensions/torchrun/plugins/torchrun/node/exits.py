@@ -9,6 +9,7 @@ The end of its stderr is shown as it is; no cause is derived from it.
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import re
@@ -22,10 +23,9 @@ from typing import Any
 from ..gang.cause import Cause, remedy_of_exit
 from ..guardian.agent_events import WorkerEnded
 from ..launch.spec import LaunchSpec
-from ..logs.follower import worker_folder
+from ..logs.pipes import AGENT, Tail
 
 _TAIL_LINES, _STDOUT_LINES = 30, 10
-_TAIL_BYTES = 64 * 1024
 _NEVER = float("inf")
 
 
@@ -37,8 +37,9 @@ def _failed(end: WorkerEnded) -> bool:
 class Exits:
     """The ends of the workers of one generation on this node; `folder` is torchrun's --log-dir."""
 
-    def __init__(self, folder: str, spec: LaunchSpec, host: str) -> None:
+    def __init__(self, folder: str, spec: LaunchSpec, host: str, tail: Tail) -> None:
         self._folder = folder
+        self._tail = tail
         self._spec = spec
         self._host = host
         self._ends: dict[int, WorkerEnded] = {}  # local rank -> its latest end
@@ -54,7 +55,7 @@ class Exits:
 
     def record(self, end: WorkerEnded) -> bool:
         """Record a worker's end; return whether it is known to have failed by itself."""
-        if _failed(end) and end.pid in read_agent_report(self._folder).stopped:
+        if _failed(end) and end.pid in read_agent_report(self._tail).stopped:
             # torchrun stops workers only after one has failed: another one failed first, unseen by the guardian.
             end = end._replace(stopped=True)
         self._ends[end.local_rank] = end
@@ -65,7 +66,7 @@ class Exits:
     def complete(self, agent_exit: int | None, stopping: bool) -> None:
         """Add the exit codes that only torchrun knows; `stopping`: we had begun to stop the workers."""
         codes = (
-            dict.fromkeys(range(self._spec.nproc), 0) if agent_exit == 0 else read_agent_report(self._folder).exit_codes
+            dict.fromkeys(range(self._spec.nproc), 0) if agent_exit == 0 else read_agent_report(self._tail).exit_codes
         )
         for local_rank, code in codes.items():
             known = self._ends.get(local_rank)
@@ -99,7 +100,7 @@ class Exits:
         torchrun does so, too, but not before a worker has failed.
         """
         failed = filter(_failed, self._ends.values())
-        return min([stopped_at, read_agent_report(self._folder).stopped_at, *(end.at for end in failed)])
+        return min([stopped_at, read_agent_report(self._tail).stopped_at, *(end.at for end in failed)])
 
     def _cause_of(self, end: WorkerEnded, told: float) -> tuple[float, Cause] | None:
         """Return when and why a worker failed; None if it did not fail by itself.
@@ -111,7 +112,7 @@ class Exits:
         code, is_signal = end.status, (end.status or 0) < 0
         who = (self._spec.node_index, self._host, end.rank, end.local_rank)
         folder = worker_folder(self._folder, end.local_rank)
-        stdout = _last_shown(end_of(os.path.join(folder, "stdout.log")))
+        stdout = _last_shown(self._tail(end.local_rank, "stdout"))
         if (record := read_record(folder)) is not None:
             if end.stopped and record.at > told:
                 return None
@@ -119,9 +120,19 @@ class Exits:
             return record.at, Cause("exception", *who, shown, record.exception, record.traceback, "", stdout)
         if end.stopped:
             return None  # it obeyed the signal
-        stderr = read_end(os.path.join(folder, "stderr.log"))
+        stderr = _without_labels(self._tail(end.local_rank, "stderr"))
         advice = remedy_of_exit(code, self._spec.bools, stderr)
         return end.at, Cause("signal" if is_signal else "exit", *who, code, None, _last_lines(stderr), advice, stdout)
+
+
+def worker_folder(log_dir: str, local_rank: int) -> str:
+    """Return the folder that torchrun made for a worker; it may not exist.
+
+    It is ``<run id>_<random>/attempt_<n>/<local rank>`` (``DefaultLogsSpecs`` in
+    ``torch/distributed/elastic/multiprocessing/api.py``, torch 2.13).
+    """
+    found = glob.glob(f"{glob.escape(log_dir)}/*/attempt_*/{local_rank}")
+    return max(found, key=os.path.getmtime, default=f"{log_dir}/none")
 
 
 # --- what a worker leaves -----------------------------------------------------------------------
@@ -174,19 +185,8 @@ def _printable(text: str) -> str:
 _RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?", re.MULTILINE)
 
 
-def read_end(path: str) -> str:
-    """Return the end of a log file, without torch's rank prefixes; nothing if it is missing."""
-    return _RANK_PREFIX.sub("", "\n".join(end_of(path).splitlines()))
-
-
-def end_of(path: str) -> str:
-    """Return the end of a log file as it is; nothing if it is missing."""
-    try:
-        with open(path, "rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
-            return file.read().decode("utf-8", errors="replace")
-    except OSError:
-        return ""
+def _without_labels(text: str) -> str:
+    return _RANK_PREFIX.sub("", "\n".join(text.splitlines()))
 
 
 def _last_lines(text: str) -> str:
@@ -227,9 +227,9 @@ _OLDEST_LINE_S = 900.0
 _GOT_SIGNAL = re.compile(r"SignalException: Process \d+ got signal: (\d+)")
 
 
-def read_agent_report(folder: str) -> AgentReport:
-    """Return what the torchrun of this log folder printed; an empty report if its stderr is missing."""
-    text = read_end(os.path.join(folder, "agent.stderr"))
+def read_agent_report(tail: Tail) -> AgentReport:
+    """Return what this node's torchrun has printed."""
+    text = _without_labels(tail(AGENT, "stderr"))
     stopped = list(_STOPPED.finditer(text))
     got_signal = _GOT_SIGNAL.search(text)
     return AgentReport(

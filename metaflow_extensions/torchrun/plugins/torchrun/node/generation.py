@@ -16,7 +16,7 @@ from functools import partial
 from ..gang.cause import Failure, first_failure
 from ..gang.protocol import Go
 from ..guardian.agent_events import AgentEnded, AgentEvent, End, Frozen, Terminated, WorkerEnded, WorkerStarted
-from ..logs.follower import LogFollower
+from ..logs.pipes import LogReader
 from .agent import AgentProcess
 from .agent_end import AgentEnd
 from .exits import Exits
@@ -32,7 +32,7 @@ class Phase(enum.Enum):
     STARTING = "its agent is not started yet"
     RUNNING = "its agent runs"
     STOPPING = "it was told to stop, or its agent has failed"
-    ENDED = "no process of it is left, and all output is shown"
+    ENDED = "no process of it is left, and all output is read"
 
 
 _NEXT = {
@@ -54,7 +54,7 @@ class Generation:
         folder: str,
         command: list[str],
         agent: AgentProcess,
-        follower: LogFollower,
+        logs: LogReader,
         say: Callable[..., None] = lambda text, is_detail=True: None,  # writes a line to the log, or to its details
     ) -> None:
         self.go = go
@@ -62,13 +62,13 @@ class Generation:
         self.command = command  # the agent's argv
         self.phase = Phase.STARTING
         self.said_started = self.said_output = False  # whether *started* and *wrote* were sent
-        self.exits = Exits(folder, replace(plan.spec, nproc=plan.nproc), host)
+        self.exits = Exits(folder, replace(plan.spec, nproc=plan.nproc), host, logs.tail)
         self._plan = plan
         self._host = host
         self._folder = folder  # torchrun's --log-dir
         self._agent = agent
-        self._agent_end = AgentEnd(plan, host, folder)
-        self._follower = follower
+        self._agent_end = AgentEnd(plan, host, folder, logs.tail)
+        self._logs = logs
         self._pids: dict[int, int] = {}  # global rank -> pid
         self._worker_ended_at: float | None = None  # the last one
         self._stopped_at = _NEVER
@@ -86,7 +86,7 @@ class Generation:
             show=partial(say, is_detail=False),
             running=self._running,
             active_at=self._last_sign_of_life,
-            written=self._follower.written_bytes,
+            written=self._logs.written_bytes,
             name=f"node{plan.spec.node_index}-launch{go.launch}-{go.generation}",
             host=self._host,
         )
@@ -99,7 +99,7 @@ class Generation:
 
     def start(self) -> None:
         """Start the agent. All further news arrives as events."""
-        self._follower.start()
+        self._logs.start()
         self._agent.start()
         self._enter(Phase.RUNNING)
 
@@ -125,7 +125,7 @@ class Generation:
         return self._agent_end.exit_code == 0
 
     def close(self, grace_s: float = 0.0) -> None:
-        """Stop what still runs, and show the last output; safe to call more than once."""
+        """Stop what still runs, and read the last output; safe to call more than once."""
         if self.phase is Phase.ENDED:
             return
         try:
@@ -134,7 +134,7 @@ class Generation:
             self.watchers.close()
         known = self._agent_end.fault is not None or any(self.exits.causes(self._stopped_at))
         # torchrun prints a box that names our script. After a good end, or beside a known cause, it would only mislead.
-        self._follower.finish(explained=self.ended_well or known)
+        self._logs.finish(explained=self.ended_well or known)
         self._enter(Phase.ENDED)
 
     def remove_files(self) -> None:
@@ -150,7 +150,7 @@ class Generation:
     @property
     def active_at(self) -> float | None:
         """When its workers were last found to have written."""
-        return self._follower.last_output_at
+        return self._logs.last_output_at
 
     def _running(self) -> dict[int, int]:
         return {rank: pid for rank, pid in self._pids.items() if not self.exits.has_ended(rank)}
@@ -177,6 +177,7 @@ class Generation:
 
     def _on_worker_ended(self, event: WorkerEnded) -> str | None:
         failed = self.exits.record(event)
+        self._logs.read_now(event.local_rank, failed)  # its last lines stand before the line of its end
         self._worker_ended_at = event.at
         # If torchrun reaped the worker first, `event` has no exit code; torchrun prints it at its own end.
         if failed and event.status is not None and self.phase is Phase.RUNNING and not self._plan.is_elastic:

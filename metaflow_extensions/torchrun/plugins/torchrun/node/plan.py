@@ -14,7 +14,7 @@ from ..guardian.guardian import Options
 from ..guardian.guardian_process import GuardianProcess
 from ..launch.spec import LaunchSpec
 from ..launch.transfer import ValueStore
-from ..logs.follower import Write
+from ..logs.pipes import Tail, Write
 from ..machine.accelerators import Machine
 from .services import Services
 
@@ -43,17 +43,21 @@ class Program(Protocol):
     name: str  # name of the argument of `run` that asks for it, and of the record at its begin
     what: str  # what it runs, in the plural
     agent: str  # the name of its process in messages
+    parts: int  # how many things it runs, one after the other, each with output of its own
 
     def files(self) -> Mapping[str, str]:
         """Return the files that it needs in its folder: name -> contents, ASCII."""
 
-    def command(self, folder: str) -> list[str]:
-        """Return its argv. Its output goes to files in `folder`, where torchrun would put those of workers."""
+    def command(self, folder: str, pipes: str) -> list[str]:
+        """Return its argv. The output of its part N goes to the pipes that worker N would have, those in `pipes`.
+
+        Its own words follow on the part's stderr.
+        """
 
     def label(self, node: int, number: int) -> str:
         """Return the label in the log of the lines of part `number`, from 0."""
 
-    def cause(self, folder: str, node: int, host: str, how_ended: Callable[[int], str]) -> Cause | None:
+    def cause(self, folder: str, tail: Tail, node: int, host: str, how_ended: Callable[[int], str]) -> Cause | None:
         """Return why it has failed, or None if unknown; `how_ended` puts an exit code into words."""
 
 
@@ -123,18 +127,22 @@ class Plan:
     @property
     def shows_failures(self) -> bool:
         """Whether everything that the workers of this node write is shown, including their tracebacks."""
-        return None not in map(self.label, range(max(1, self.nproc)))
+        return not any(map(self.hides, range(max(1, self.nproc))))
 
-    def label(self, local_rank: int) -> str | None:
-        """Return the label of a worker's lines in the log; None if they are not shown."""
+    def hides(self, local_rank: int) -> bool:
+        """Return whether a worker's lines are not shown, unless it fails."""
         spec = self.spec
         if self.program is not None:
-            is_hidden = self.logs == "rank0" and spec.node_index != 0
-            return None if is_hidden else self.program.label(spec.node_index, local_rank)
+            return self.logs == "rank0" and spec.node_index != 0
         if spec.shown_local_ranks is not None and local_rank not in spec.shown_local_ranks:
-            return None
-        if self.logs == "rank0" and spec.global_rank(local_rank) != 0:
-            return None
+            return True
+        return self.logs == "rank0" and spec.global_rank(local_rank) != 0
+
+    def label(self, local_rank: int) -> str:
+        """Return the label of a worker's lines in the log."""
+        spec = self.spec
+        if self.program is not None:
+            return self.program.label(spec.node_index, local_rank)
         if self.is_elastic:  # torchrun gives ranks out anew at each restart
             return f"[node {spec.node_index} local rank {local_rank}] "
         return f"[rank {spec.global_rank(local_rank)}] "

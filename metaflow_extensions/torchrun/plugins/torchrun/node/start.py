@@ -1,4 +1,4 @@
-"""Prepares one generation: the command, environment, folder and log files of its agent."""
+"""Prepares one generation: the command, environment, folder and pipes of its agent."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..gang.protocol import Go
 from ..guardian.agent_events import AgentEvent
 from ..guardian.guardian import Options
 from ..launch.command import agent_command, agent_environment, program_environment, restart_variables
-from ..logs.follower import LogFollower
+from ..logs.pipes import AGENT, LogReader, pipe_path
 from ..machine.accelerators import Machine, omp_threads
 from ..machine.network import interface_of
 from .agent import AgentProcess, Warm
@@ -48,32 +48,46 @@ def _prepare_in(folder: str, plan: Plan, go: Go, member: Member, new_agent: Call
     def say(text: str, is_detail: bool = True) -> None:
         member.emit(Event("note", member.node, text, is_detail))
 
-    logs = {stream: os.path.join(folder, f"agent.{stream}") for stream in ("stdout", "stderr")}
-    for path in logs.values():
-        open(path, "wb").close()
     variables = variables_of(plan, folder, say)
     for name in variables.folders:
         os.mkdir(os.path.join(folder, name))
-    command = _command(plan, go, folder, variables)
+    pipes = os.path.join(folder, "pipes")
+    os.mkdir(pipes)
+    command = _command(plan, go, folder, pipes, variables)
     warm = _warm(plan, command)
     env = _environment(plan, go, member.own_address, variables)
-    own_label = f"[torchrun node {plan.spec.node_index}] "
-    # An elastic agent goes on after it has reported a failure.
-    hold_report = plan.program is None and not plan.is_elastic
-    follower = LogFollower(folder, logs, plan.label, own_label, plan.write, hold_report)
+    logs = _reader(plan, folder, pipes)
     inbox = member.inbox  # this launch's; a later launch has another
-    options = _options(plan, folder, logs)
-    agent = new_agent(command, env, options, lambda event: inbox.put(AgentNews(go.generation, event)), warm)
-    return Generation(plan, member.host, go, folder, command, agent, follower, say)
+    options = _options(plan, folder, pipes)
+    try:
+        agent = new_agent(command, env, options, lambda event: inbox.put(AgentNews(go.generation, event)), warm)
+        return Generation(plan, member.host, go, folder, command, agent, logs, say)
+    except BaseException:
+        logs.finish()
+        raise
 
 
-def _command(plan: Plan, go: Go, folder: str, variables: Variables) -> list[str]:
+def _reader(plan: Plan, folder: str, pipes: str) -> LogReader:
+    parts = range(plan.nproc if plan.program is None else plan.program.parts)
+    return LogReader(
+        pipes,
+        {part: (plan.label(part), plan.hides(part)) for part in parts},
+        f"[torchrun node {plan.spec.node_index}] ",
+        plan.write,
+        # An elastic agent goes on after it has reported a failure.
+        holds_report=plan.program is None and not plan.is_elastic,
+        keep_in=None if plan.spec.log_dir is None else folder,
+        cuts=plan.program is not None,
+    )
+
+
+def _command(plan: Plan, go: Go, folder: str, pipes: str, variables: Variables) -> list[str]:
     if plan.program is not None:
         for name, contents in plan.program.files().items():
             with open(os.path.join(folder, name), "w", encoding="ascii") as file:
                 file.write(contents)
-        return plan.program.command(folder)
-    return agent_command(plan.spec, go, plan.main_addr, folder, of_rank=variables.of_rank)
+        return plan.program.command(folder, pipes)
+    return agent_command(plan.spec, go, plan.main_addr, folder, pipes, of_rank=variables.of_rank)
 
 
 def _make_folder(plan: Plan, go: Go) -> str:
@@ -115,10 +129,12 @@ def _warm(plan: Plan, command: list[str]) -> Warm | None:
     return partial(plan.warm_node.start, command, plan.spec.nproc if plan.has_warm_workers else 0)
 
 
-def _options(plan: Plan, folder: str, logs: dict[str, str]) -> Options:
+def _options(plan: Plan, folder: str, pipes: str) -> Options:
     scratch = [*([folder] if plan.spec.log_dir is None else []), *plan.services.folders]
     return Options(
-        **logs,
+        pipes=pipes,
+        stdout=pipe_path(pipes, AGENT, "stdout"),
+        stderr=pipe_path(pipes, AGENT, "stderr"),
         grace_s=plan.grace_s,
         silence_s=plan.silence_s,
         workers=plan.nproc,

@@ -1,9 +1,9 @@
 """Runs the commands of ``run(before_run=...)`` on one node, one after the other, up to the first that fails.
 
-A guardian runs it instead of an agent, and ends it with all processes that the commands have started. Its only argument
-is a folder. ``commands.json`` there lists the commands, each with its argv and its text for the log. ``ended.jsonl``
-gets a line for each ended command: its number from 0, its exit code (negative for a signal), why it could not be
-started, and its seconds. Its output goes to a file where torchrun would put a worker's output.
+A guardian runs it instead of an agent, and ends it with all processes that the commands have started. Its arguments are
+two folders. ``commands.json`` in the first lists the commands, each with its argv and its text for the log.
+``ended.jsonl`` gets a line for each ended command: its number from 0, its exit code (negative for a signal), why it could
+not be started, and its seconds. The second has the pipes for the output of each command, as if it were a worker's.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _STOPPED = 128 + signal.SIGTERM
 class Runner:
     """The commands of one node."""
 
-    def __init__(self, folder: str) -> None:
-        self._folder = folder
+    def __init__(self, folder: str, pipes: str) -> None:
+        self._folder, self._pipes = folder, pipes
         self._process: subprocess.Popen[bytes] | None = None
         self._has_begun = False
         self._is_stopped = False
@@ -59,13 +59,12 @@ class Runner:
 
     def _run_one(self, number: int, command: dict[str, Any]) -> tuple[int | None, str | None]:
         """Run one command; return its exit code, or why it could not be started."""
-        place = os.path.join(self._folder, "before_run", "attempt_0", str(number))
-        os.makedirs(place)
         begun = time.monotonic()
-        with open(os.path.join(place, "stdout.log"), "ab", buffering=0) as output:
+        own = os.path.join(self._pipes, str(number))
+        with open(f"{own}.stdout", "wb", buffering=0) as output, open(f"{own}.stderr", "wb", buffering=0) as ours:
             output.write(f"$ {command['shown']}\n".encode(errors="backslashreplace"))
             try:
-                # Its own process group gets SIGTERM. Both streams go to one file, which keeps their order.
+                # Its own process group gets SIGTERM. Both streams go to one pipe, which keeps their order.
                 self._process = subprocess.Popen(
                     command["argv"],
                     stdin=subprocess.DEVNULL,
@@ -79,15 +78,9 @@ class Runner:
                 self.stop()
             status = self._process.wait()
             if status == 0:
-                begin = b"" if _ends_a_line(output.name) else b"\n"
-                output.write(begin + b"ended well after %.1f s\n" % (time.monotonic() - begun))
+                # Not to stdout, where its last line may have no end.
+                ours.write(b"ended well after %.1f s\n" % (time.monotonic() - begun))
             return status, None
-
-
-def _ends_a_line(path: str) -> bool:
-    with open(path, "rb") as file:
-        file.seek(-1, os.SEEK_END)
-        return file.read() == b"\n"
 
 
 def lock_folder() -> None:
@@ -109,7 +102,7 @@ def lock_folder() -> None:
 
 
 if __name__ == "__main__":
-    runner = Runner(sys.argv[1])
+    runner = Runner(*sys.argv[1:])
     signal.signal(signal.SIGTERM, runner.stop)
     lock_folder()
     sys.exit(runner.run())

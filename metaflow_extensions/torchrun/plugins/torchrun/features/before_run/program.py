@@ -16,7 +16,7 @@ from typing import Any
 
 from ...gang.cause import Cause, describe_exit
 from ...launch.commands import is_by_shell, system_program
-from ...node.exits import end_of
+from ...logs.pipes import Tail
 
 SCRIPT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "command_runner.py")
 _TAIL_LINES = 30
@@ -49,6 +49,7 @@ class Commands:
 
     def __init__(self, commands: Sequence[tuple[str, ...]], python: str) -> None:
         self.commands = tuple(commands)
+        self.parts = len(self.commands)
         self._python = python
 
     def files(self) -> Mapping[str, str]:
@@ -60,10 +61,10 @@ class Commands:
             commands.append({"argv": [program, *words[1:]], "shown": shown(words)})
         return {"commands.json": json.dumps(commands)}
 
-    def command(self, folder: str) -> list[str]:
+    def command(self, folder: str, pipes: str) -> list[str]:
         """Return the argv of the runner."""
         # -I and -S: neither the commands' variables nor installed packages may change what the runner does.
-        return [self._python, "-I", "-S", SCRIPT, folder]
+        return [self._python, "-I", "-S", SCRIPT, folder, pipes]
 
     def label(self, node: int, number: int) -> str:
         """Return the label before the lines of a command."""
@@ -80,13 +81,12 @@ class Commands:
         text = self._how(ended, lambda status: describe_exit(status).partition(":")[0])
         return {"text": text, "exit_code": ended.status, "seconds": round(ended.seconds, 3)}
 
-    def cause(self, folder: str, node: int, host: str, how_ended: Callable[[int], str]) -> Cause | None:
+    def cause(self, folder: str, tail: Tail, node: int, host: str, how_ended: Callable[[int], str]) -> Cause | None:
         """Return the cause with the failed command and its last lines; None if no command has failed."""
         failed = next((each for each in self.ended(folder) if each.status != 0), None)
         if failed is None:
             return None
-        place = os.path.join(folder, "before_run", "attempt_0", str(failed.number), "stdout.log")
-        lines = _last_lines(end_of(place))
+        lines = _last_lines(tail(failed.number, "stdout"))
         return Cause("command", node, host, None, None, failed.status, self._how(failed, how_ended), lines)
 
     def _how(self, ended: Ended, exit_text: Callable[[int], str]) -> str:

@@ -18,7 +18,7 @@ from ...guardian.guardian import Options
 from ...guardian.guardian_process import GuardianProcess
 from ...machine.processes import read
 from .imports import StartCold, in_words
-from .spare import AGENT
+from .spare import TORCHRUN
 
 _ADOPTS = (
     "this task adopts processes without a parent (it is the first of its container, or a subreaper), so the step's code, "
@@ -47,7 +47,7 @@ class WarmNode:
         if linux.adopts_orphans():
             raise StartCold(_ADOPTS)
         worker_modules = ["torch.distributed", *self._preload]
-        options = {"modules": [AGENT], "workers": self._workers, "worker_modules": worker_modules}
+        options = {"modules": [TORCHRUN], "workers": self._workers, "worker_modules": worker_modules}
         self._inherited = inherited()
         self._waiting = GuardianProcess("features.warm.guardian", [json.dumps(options)], self._env)
 

@@ -29,7 +29,7 @@ if __name__ == "__main__":
 from .imports import Imports, StartCold, in_words
 from .spare_workers import AGENT_PID, SpareWorkers
 
-AGENT = "torch.distributed.run"
+TORCHRUN = "torch.distributed.run"  # what an agent imports
 # ``worker_hooks/sitecustomize.py`` is in `sys.modules` under this name.
 _HOOKS = "torchrun_worker_hooks"
 
@@ -55,12 +55,12 @@ def main() -> Run:
         argv, env = request["argv"], request["env"]
         imports.check(argv, env, request["cwd"])
         os.chdir(request["cwd"])  # the script's path may be relative to it
-        run = _program(argv) if workers is None else _agent(workers, request)
+        if workers is not None:
+            _begin_agent(workers, request)
+        run = _program(argv)
         _take_over(request, stdout, stderr)
         imports.apply(argv, env, request["cwd"])
-        if workers is not None:
-            sys.argv[0] = sys.modules[AGENT].__file__ or ""  # as with ``-m``
-        elif hooks is not None:
+        if workers is None and hooks is not None:
             hooks._begin_program()
     except BaseException as error:
         with suppress(OSError):
@@ -132,23 +132,14 @@ def _program(argv: Sequence[str]) -> Run:
     return run
 
 
-def _agent(workers: SpareWorkers, request: dict[str, Any]) -> Run:
-    """Return the call that runs torchrun."""
-    module = importlib.import_module(AGENT)
-    # As ``-m`` has it. With --run-path torchrun forks no program: `multiprocessing` imports the main module again.
-    main_module = sys.modules["__main__"]
-    main_module.__spec__, main_module.__file__, main_module.__package__ = (
-        module.__spec__,
-        module.__file__,
-        module.__package__,
-    )
+def _begin_agent(workers: SpareWorkers, request: dict[str, Any]) -> None:
+    """Have the agent start its workers from the spares."""
     workers.keep(request["workers"])
     atexit.register(workers.keep, 0)  # ends those that torchrun has not used
     if request["workers"]:
         workers.serve(request["umask"])
     if request["env"].get(AGENT_PID) == "":  # the first Python of a launch is its agent; see `worker_hooks`
         request["env"][AGENT_PID] = str(os.getpid())
-    return [module.main, ()]
 
 
 def _hide_first_frame() -> None:

@@ -1,0 +1,333 @@
+"""Reads what the workers and the agent of one generation write, labels whole lines, and has them written.
+
+Each stream of each process is a named pipe (FIFO), which exists before the process starts. It is read as it is written.
+When the writer of the task's own output is too far behind, reading stops and the workers wait, as in any shell pipe.
+The agent's own streams are always read: they hardly write, and what they say tells how workers ended.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import BinaryIO
+
+from .lines import LineSplitter
+from .shared_pipe import unread_bytes
+
+AGENT = "agent"
+"""The name of the agent among the processes; a worker's is its local rank."""
+# Read at once. The C library maps memory for anything above 128 KiB, and the kernel clears it: that would take longer
+# than all that is done with the bytes.
+_CHUNK_BYTES = 64 * 1024
+# What a pipe holds: a traceback in one piece, and what a loud rank writes between two looks. Without the right to so
+# much (``/proc/sys/fs/pipe-user-pages-soft``) a pipe has 64 KiB or less; that costs speed alone.
+_PIPE_BYTES = 256 * 1024
+_GATHER_S = 0.02  # after a look that found little, so that many short lines cost one look
+_HELD_UP_S = 0.05  # between two looks at a writer that is behind
+_QUIET_S = 0.5  # the longest wait: for the last state of a progress bar
+_TAIL_BYTES = 64 * 1024
+_LAST_LINES = 100  # of a hidden rank, shown if it fails
+# How torchrun begins to report its own failure or a worker's (torch 2.13), and how much of it is held back. The last is
+# of a node that waits in the exit barrier while the store's host, which has passed it, ends: 22 lines of C++ frames,
+# then "Error waiting on exit barrier".
+_AGENT_REPORT = re.compile(
+    rb"E\d{4} |Traceback \(most recent call last\):|\[W\d{4} .*TCPStore\.cpp:\d+\] \[c10d\] recvValue"
+)
+_HELD_LINES = 1000
+
+Write = Callable[[str, bytes], bool]
+"""Takes a stream's name (``"stdout"`` or ``"stderr"``) and whole lines of UTF-8, or nothing; returns at once.
+
+False: so much waits to be written that the source of the lines should wait, too.
+"""
+Show = Callable[[str, bytes], None]
+Tail = Callable[[int | str, str], str]
+"""Returns the end of what a process, a local rank or `AGENT`, has written to a stream."""
+
+
+def pipe_path(folder: str, process: int | str, stream: str) -> str:
+    """Return the path of a stream's pipe; `process` is a local rank or `AGENT`."""
+    return os.path.join(folder, f"{process}.{stream}")
+
+
+class Pipe:
+    """One stream of one process."""
+
+    def __init__(self, folder: str, process: int | str, stream: str, label: str) -> None:
+        self.stream = stream
+        path = pipe_path(folder, process, stream)
+        os.mkfifo(path, 0o600)
+        # Also for writing: so it has no end of file when a writer ends and another one comes.
+        self.fd = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+        with suppress(OSError, AttributeError):  # Python 3.10 has the name on Linux
+            fcntl.fcntl(self.fd, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+        self.read_bytes = 0
+        self._label = label.encode()  # before every line
+        # What torch itself puts before a rank's lines on stderr (`_distributed_excepthook` and logging, 2.13): "[rank3]:".
+        is_torchs = stream == "stderr" and process != AGENT
+        self._torchs_label = label.strip().replace(" ", "").encode() + b":" if is_torchs else None
+        self._splitter = LineSplitter()
+        self._tail: deque[bytes] = deque()
+        self._tail_bytes = 0
+        self._copy: BinaryIO | None = None
+
+    def keep_in(self, path: str) -> None:
+        """Keep all that comes in a file, too."""
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        self._copy = open(path, "ab", buffering=0)  # noqa: SIM115 - closed by close()
+
+    def read(self, limit: int = _CHUNK_BYTES) -> bytes:
+        """Return what is there, at most so much."""
+        try:
+            data = os.read(self.fd, limit) if limit > 0 else b""
+        except BlockingIOError:
+            return b""
+        if data:
+            self.read_bytes += len(data)
+            self._remember(data)
+        return data
+
+    def _remember(self, data: bytes) -> None:
+        self._tail.append(data)
+        self._tail_bytes += len(data)
+        while self._tail_bytes - len(self._tail[0]) >= _TAIL_BYTES:
+            self._tail_bytes -= len(self._tail.popleft())
+        if self._copy is not None:
+            with suppress(OSError):  # that disk is full; the log has it
+                self._copy.write(data)
+
+    @property
+    def tail(self) -> str:
+        """The last 64 KiB that were read."""
+        return b"".join(self._tail)[-_TAIL_BYTES:].decode("utf-8", errors="replace")
+
+    def lines(self, data: bytes, final: bool = False) -> bytes:
+        """Return the whole lines, with their label, that are to be shown now."""
+        lines = self._splitter.feed(data, final)
+        if self._torchs_label is not None and self._torchs_label in lines:
+            lines = re.sub(rb"(?m)^%s ?" % re.escape(self._torchs_label), b"", lines)
+        if not lines:
+            return b""
+        return self._label + lines[:-1].replace(b"\n", b"\n" + self._label) + b"\n"
+
+    def close(self) -> None:
+        """Release the files."""
+        os.close(self.fd)
+        if self._copy is not None:
+            self._copy.close()
+
+
+class _Process:
+    """The two streams of one process; stdout that was written before stderr is shown before it."""
+
+    def __init__(self, folder: str, name: int | str, label: str, is_hidden: bool = False, cuts: bool = False) -> None:
+        self.pipes = {stream: Pipe(folder, name, stream, label) for stream in ("stdout", "stderr")}
+        self._cuts = cuts  # whether a line on stderr ends an unfinished one on stdout
+        self._hidden: deque[tuple[str, bytes]] | None = deque() if is_hidden else None  # the last that was hidden
+        self._hidden_bytes = 0
+
+    def pump(self, show: Show) -> int:
+        """Show what is there, at most a chunk of each stream; return how many bytes the larger one had."""
+        stdout, stderr = self.pipes["stdout"], self.pipes["stderr"]
+        errors = stderr.read()
+        printed, limit = 0, unread_bytes(stdout.fd) if errors else _CHUNK_BYTES
+        while limit > 0 and (data := stdout.read(min(limit, _CHUNK_BYTES))):
+            printed += len(data)
+            limit -= len(data) if errors else limit
+            self._show("stdout", stdout.lines(data), show)
+        self._show("stdout", stdout.lines(b"", final=self._cuts and bool(errors)), show)
+        self._show("stderr", stderr.lines(errors), show)
+        return max(len(errors), printed)
+
+    def finish(self, show: Show) -> None:
+        """Show all that is there, unfinished lines too."""
+        self.drain(show)
+        for stream, pipe in self.pipes.items():
+            self._show(stream, pipe.lines(b"", final=True), show)
+
+    def drain(self, show: Show) -> None:
+        """Show what is there by now; what is written meanwhile may wait."""
+        left = sum(unread_bytes(pipe.fd) for pipe in self.pipes.values())
+        while left > 0 and (found := self.pump(show)):
+            left -= found
+
+    def reveal(self, show: Show) -> None:
+        """Show the last lines that were hidden; later ones are shown as they come."""
+        hidden, self._hidden = self._hidden, None
+        count, texts = 0, list[tuple[str, bytes]]()
+        while hidden and count < _LAST_LINES:
+            stream, lines = hidden.pop()
+            parts = lines.splitlines(keepends=True)[-(_LAST_LINES - count) :]
+            count += len(parts)
+            texts.append((stream, b"".join(parts)))
+        for stream, lines in reversed(texts):
+            show(stream, lines)
+
+    def _show(self, stream: str, lines: bytes, show: Show) -> None:
+        if self._hidden is None:
+            if lines:
+                show(stream, lines)
+        elif lines:
+            self._hidden.append((stream, lines))
+            self._hidden_bytes += len(lines)
+            while len(self._hidden) > 1 and self._hidden_bytes > 2 * _TAIL_BYTES:
+                self._hidden_bytes -= len(self._hidden.popleft()[1])
+
+
+class LogReader:
+    """Reads all pipes of one generation of workers in a thread of its own.
+
+    The thread that calls `run` may ask it to read at once, so both hold `_reading` while they touch a process. Nothing
+    that they do there waits for anybody.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        workers: Mapping[int, tuple[str, bool]],
+        agent_label: str,
+        write: Write,
+        holds_report: bool = False,
+        keep_in: str | None = None,  # a folder for files with all output
+        cuts: bool = False,
+    ) -> None:
+        self._write = write
+        self._holds_report = holds_report  # of the agent's own failure, until `finish`
+        self._held: list[bytes] = []
+        self._reading = threading.Lock()
+        self._stop = threading.Event()
+        self._wake, self._woken = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._agent = _Process(folder, AGENT, agent_label)
+        # `workers`: local rank -> label, and whether it is hidden.
+        self._workers = {rank: _Process(folder, rank, *shown, cuts) for rank, shown in workers.items()}
+        for rank, worker in self._workers.items() if keep_in is not None else ():
+            for stream, pipe in worker.pipes.items():
+                pipe.keep_in(os.path.join(keep_in or "", str(rank), f"{stream}.log"))
+        self._read_at: float | None = None
+        self._held_up_since: float | None = None
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._run, name="torchrun-logs", daemon=True)
+
+    def start(self) -> None:
+        """Begin to read."""
+        self._thread.start()
+
+    # --- what it knows
+
+    def written_bytes(self) -> int:
+        """Return how much of the workers was read; hidden ranks count."""
+        return sum(pipe.read_bytes for worker in self._workers.values() for pipe in worker.pipes.values())
+
+    @property
+    def last_output_at(self) -> float | None:
+        """When workers were last found to have written, in monotonic seconds; now while they wait for the reader."""
+        return self._read_at if self._held_up_since is None else time.monotonic()
+
+    def tail(self, process: int | str, stream: str) -> str:
+        """Return the end of what a process has written; `process` is a local rank or `AGENT`."""
+        found = self._agent if process == AGENT else self._workers.get(int(process))
+        with self._reading:
+            if found is None:
+                return ""
+            if process == AGENT and not self._is_closed:
+                self._agent.drain(self._show_agent)
+            return found.pipes[stream].tail
+
+    # --- what it is told
+
+    def read_now(self, local_rank: int, failed: bool = False) -> None:
+        """Show what a worker that has ended had written; one that has `failed` by itself is not hidden any more."""
+        worker = self._workers.get(local_rank)
+        with self._reading:
+            if worker is not None and not self._is_closed:
+                worker.drain(self._show)
+                self._note_read(1)
+                if failed:
+                    worker.reveal(self._show)
+
+    def finish(self, explained: bool = False) -> None:
+        """Show all that is left and end; safe to call more than once. Call it when no process writes any more.
+
+        `explained`: the cause is known, and the agent's own report of the failure says less.
+        """
+        self._stop.set()
+        with suppress(OSError):
+            os.write(self._woken, b"!")
+        if self._thread.ident is not None:
+            self._thread.join()
+        with self._reading:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            for worker in self._workers.values():
+                worker.finish(self._show)
+            self._agent.finish(self._show_agent)
+            if self._held and not explained:
+                self._write("stderr", b"".join(self._held))
+            for process in (self._agent, *self._workers.values()):
+                for pipe in process.pipes.values():
+                    pipe.close()
+            os.close(self._wake)
+            os.close(self._woken)
+
+    # --- in its thread, or while `_reading` is held
+
+    def _run(self) -> None:
+        poll = select.poll()
+        poll.register(self._wake, select.POLLIN)
+        processes: dict[int, tuple[_Process, Show]] = {}
+        for process, show in [
+            (self._agent, self._show_agent),
+            *((each, self._show) for each in self._workers.values()),
+        ]:
+            for pipe in process.pipes.values():
+                processes[pipe.fd] = process, show
+                poll.register(pipe.fd, select.POLLIN)
+        while not self._stop.is_set():
+            if self._is_held_up():
+                with self._reading:
+                    self._agent.pump(self._show_agent)
+                self._stop.wait(_HELD_UP_S)
+                continue
+            ready = {processes[fd] for fd, _ in poll.poll(1000 * _QUIET_S) if fd in processes}
+            with self._reading:
+                most = max([process.pump(show) for process, show in ready or set(processes.values())], default=0)
+                self._note_read(sum(1 for process, _ in ready if process is not self._agent))
+            if most < _CHUNK_BYTES:
+                self._stop.wait(_GATHER_S)
+
+    def _is_held_up(self) -> bool:
+        if self._write("stdout", b""):
+            self._held_up_since = None
+            return False
+        self._held_up_since = self._held_up_since or time.monotonic()
+        return True
+
+    def _note_read(self, workers: int) -> None:
+        if workers:
+            self._read_at = time.monotonic()
+
+    def _show(self, stream: str, lines: bytes) -> None:
+        self._write(stream, lines)
+
+    def _show_agent(self, stream: str, lines: bytes) -> None:
+        """Show the agent's lines, but hold back its report of a failure."""
+        if self._holds_report and stream == "stderr":
+            lines = b"".join(line for line in lines.splitlines(keepends=True) if not self._hold(line))
+        if lines:
+            self._write(stream, lines)
+
+    def _hold(self, line: bytes) -> bool:
+        if len(self._held) >= _HELD_LINES:
+            return False
+        is_held = bool(self._held or _AGENT_REPORT.match(line.partition(b"] ")[2]))
+        if is_held:
+            self._held.append(line)
+        return is_held

@@ -1,0 +1,37 @@
+"""The agent of a node: torchrun, whose workers write to the pipes that this node reads.
+
+Usage: ``agent.py PIPES TORCHRUN_ARGUMENT...``. It runs as a program, without our package on its path.
+"""
+
+import os
+import sys
+
+
+def write_to_pipes(folder: str) -> None:
+    """Have torchrun give each worker the pipes of its local rank for stdout and stderr.
+
+    `LogsSpecs` and `LogsDest` are torch's public interface for this (torch 2.3 to 2.14), but to name another class on
+    the command line needs an installed entry point, and Metaflow ships our code into pods without those.
+    """
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest
+
+    find = DefaultLogsSpecs.reify
+
+    def reify(self: DefaultLogsSpecs, envs: dict[int, dict[str, str]]) -> LogsDest:
+        found = find(self, envs)
+        for local_rank in envs:
+            found.stdouts[local_rank] = os.path.join(folder, f"{local_rank}.stdout")
+            found.stderrs[local_rank] = os.path.join(folder, f"{local_rank}.stderr")
+        return found
+
+    DefaultLogsSpecs.reify = reify
+
+
+if __name__ == "__main__":
+    own = os.path.dirname(os.path.abspath(__file__))
+    if sys.path[0] == own:  # not with PYTHONSAFEPATH
+        del sys.path[0]
+    write_to_pipes(sys.argv.pop(1))
+    from torch.distributed.run import main
+
+    main()
