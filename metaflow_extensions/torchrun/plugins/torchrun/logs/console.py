@@ -73,9 +73,10 @@ def settle(patience_s: float | None = None) -> bool:
     return _writer.settle(patience_s)
 
 
-def waits_for_reader_s() -> float:
-    """Return for how many seconds the reader has taken nothing of a text; 0 if nothing waits."""
-    return _writer.stuck_s()
+def has_unread() -> bool:
+    """Return whether the reader of this process's pipes has not taken all that it and others have written."""
+    found = (_descriptor(each) for name in STREAMS if (each := getattr(sys, name)) is not None)
+    return any(unread_bytes(fd) for fd in found if fd is not None and is_pipe(fd))
 
 
 def hurry() -> None:

@@ -31,6 +31,7 @@ _CHUNK_BYTES = 64 * 1024
 _PIPE_BYTES = 256 * 1024
 _GATHER_S = 0.02  # after a look that found little, so that many short lines cost one look
 _HELD_UP_S = 0.05  # between two looks at a writer that is behind
+_PAUSED_S = 5.0  # with a writer that is behind all that time, the workers are said to wait
 _QUIET_S = 0.5  # the longest wait: for the last state of a progress bar
 _TAIL_BYTES = 64 * 1024
 _LAST_LINES = 100  # of a hidden rank, shown if it fails
@@ -229,6 +230,12 @@ class LogReader:
     def last_output_at(self) -> float | None:
         """When workers were last found to have written, in monotonic seconds; now while they wait for the reader."""
         return self._read_at if self._held_up_since is None else time.monotonic()
+
+    @property
+    def is_held_up(self) -> bool:
+        """Whether the workers have to wait, since nobody reads what they have written."""
+        since = self._held_up_since
+        return since is not None and time.monotonic() - since >= _PAUSED_S
 
     def tail(self, process: int | str, stream: str) -> str:
         """Return the end of what a process has written; `process` is a local rank or `AGENT`."""

@@ -6,6 +6,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -23,6 +24,9 @@ from .agent import AgentProcess, Warm
 from .generation import Generation
 from .plan import Plan
 from .watchers import HOOKS, Variables, variables_of
+
+# For the small files of a launch: records of exceptions, metrics, the pipes themselves.
+_ROOM_BYTES = 1024 * 1024
 
 
 @dataclass(frozen=True)
@@ -95,7 +99,18 @@ def _make_folder(plan: Plan, go: Go) -> str:
     if plan.spec.log_dir is not None:
         os.makedirs(plan.spec.log_dir, exist_ok=True)
     # Made absolute: without a temporary folder mkdtemp uses the working directory, and the agent may have another one.
-    return os.path.abspath(tempfile.mkdtemp(prefix=name, dir=plan.spec.log_dir))
+    return os.path.abspath(tempfile.mkdtemp(prefix=name, dir=plan.spec.log_dir or _with_room()))
+
+
+def _with_room() -> str:
+    """Return the folder for temporary files, or where the system has another one if that disk is full."""
+    usual = tempfile.gettempdir()
+    for folder in (usual, "/dev/shm"):  # noqa: S108 - mkdtemp makes a folder that nobody else may enter
+        with suppress(OSError):
+            status = os.statvfs(folder)
+            if status.f_bavail * status.f_frsize >= _ROOM_BYTES and os.access(folder, os.W_OK):
+                return folder
+    return usual
 
 
 def _environment(plan: Plan, go: Go, own_address: str | None, variables: Variables) -> dict[str, str]:

@@ -45,6 +45,7 @@ class Here:
     running: Callable[[], Mapping[int, int]]  # returns the workers that run: global rank -> pid
     active_at: Callable[[], float | None]  # returns when a worker was last found to have written or ended
     written: Callable[[], int]  # returns how many bytes the workers have written to stdout and stderr
+    is_held_up: Callable[[], bool] = lambda: False  # returns whether the workers wait for who reads their output
     name: str = ""  # unique in the gang: node, launch and generation
     host: str = ""
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 from ..gang.cause import describe_exit
+from ..logs.console import has_unread
 from ..machine.processes import (
     Ends,
     Process,
@@ -95,14 +96,14 @@ class LocalNodes:
     def stop(self, wait_s: float, absent: Sequence[int]) -> None:
         """Wait until all tasks have ended; after `wait_s` seconds kill them.
 
-        Those of `absent` nodes have not joined the gang. One that is just starting finds the word that the
-        control node left and ends by itself; one that hangs gets SIGTERM after a moment.
+        A task whose output waits for its reader has more to write, so that time does not count. Those of `absent` nodes
+        have not joined the gang. One that is just starting finds the word that the control node left and ends by itself;
+        one that hangs gets SIGTERM after a moment.
         """
-        begin = time.monotonic()
         late = [task for node, task in self.tasks().items() if node in absent]
-        for task in _await_ends(late, begin + min(wait_s, _LATECOMER_S)):
+        for task in _await_ends(late, min(wait_s, _LATECOMER_S)):
             send_signal(task.pid, signal.SIGTERM)
-        left = _await_ends(list(self.tasks().values()), begin + wait_s)
+        left = _await_ends(list(self.tasks().values()), wait_s)
         await_or_kill([task.pid for task in left], 0.0)
 
 
@@ -114,8 +115,11 @@ def _end(task: Process) -> str | None:
     return None if now.is_alive else describe_exit(now.status or 0)
 
 
-def _await_ends(tasks: Sequence[Process], deadline: float) -> list[Process]:
-    """Wait until `tasks` have ended or the deadline has come; return those that run."""
+def _await_ends(tasks: Sequence[Process], wait_s: float) -> list[Process]:
+    """Wait until `tasks` have ended, or have written nothing for so long; return those that run."""
+    deadline = time.monotonic() + wait_s
     while (left := [task for task in tasks if _end(task) is None]) and time.monotonic() < deadline:
+        if has_unread():
+            deadline = time.monotonic() + wait_s
         time.sleep(_POLL_S)
     return left

@@ -33,10 +33,10 @@ from ..compat.renamed import convenience
 from ..compat.steps import control_task_of, is_local
 from ..errors import TorchrunPreempted
 from ..events import Event, Subscriber
-from ..gang.cause import Cause
+from ..gang.cause import Cause, cause_of
 from ..gang.member import Member
 from ..gang.state import Gang
-from ..logs.console import to_log, write_text
+from ..logs.console import hurry, to_log, write_text
 from ..logs.task_log import TaskLog
 from ..node.plan import WarmStarts
 from ..node.watchers import Feature, keepers_of
@@ -243,6 +243,8 @@ class TaskGang:
             if self._member is not None and not self._member.in_task:
                 raise  # a child that the step has forked and that went on with the step's code
             signal.alarm(0)  # the step's @timeout is for its code
+            if self._was_told_to_end(error):
+                hurry()
             with convenience("our own report of the error"):
                 self._report(error)
             self.leave(error)
@@ -254,6 +256,13 @@ class TaskGang:
             self.leave(None)
         elif self.live_card is not None:  # Metaflow may make the last one before this task leaves
             self.live_card.settle()
+
+    @staticmethod
+    def _was_told_to_end(error: BaseException) -> bool:
+        """Return whether this task itself got a signal to end, as by Ctrl-C."""
+        cause = cause_of(error) if isinstance(error, TorchrunPreempted) else None
+        is_own = cause is not None and cause.node == current.parallel.node_index
+        return is_own or isinstance(error, KeyboardInterrupt)
 
     def finish(self) -> None:
         """Report that the step's own code has ended well."""

@@ -1,4 +1,7 @@
-"""The feature ``hang_timeout_s``: detects launches that hang, and collects the stacks of their workers."""
+"""The feature ``hang_timeout_s``: detects launches that hang, and collects the stacks of their workers.
+
+Ranks that wait for who reads their output do not hang; the gang's page says that they wait.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ...gang.keepers import Failing, Keeper, Plain, Remarks, Where
+from ...gang.keepers import Failing, Happened, Keeper, Plain, Remarks, Where
 from ...gang.protocol import Told
 from ...gang.texts import names
 from ...gang.wire import from_plain, to_plain
@@ -25,6 +28,8 @@ _DIAGNOSTICS_S = 15.0
 # A node reports output to the control node at most once in this fraction of hang_timeout_s.
 _ACTIVE_PART = 0.1
 _MAX_LINES = 64
+_WAITS = "node {}: its output waits for its reader, such as a stopped terminal, and its ranks wait, too"
+_GOES_ON = "node {}: its output is read again"
 _MAX_PLACES = 4  # in the sentence that concludes
 
 
@@ -49,9 +54,8 @@ class Hangs(Feature):
         return Variables(hook_environment(os.path.join(folder, FOLDER)), folders=(FOLDER,), hooks=(HOOK,))
 
     def watcher(self, here: Here) -> Watcher:
-        """Return the watcher that reports activity of workers, if the launch has a limit."""
-        limit = limit_s(here.plan)
-        return Watcher() if limit is None else HangWatcher(here, limit)
+        """Return the watcher that reports activity of workers."""
+        return HangWatcher(here, limit_s(here.plan))
 
 
 def limit_s(plan: Plan) -> float | None:
@@ -75,15 +79,19 @@ class Diagnostics:
 class HangWatcher(Watcher):
     """Reports when workers of this node have written or ended, and in a hang their places in the code."""
 
-    def __init__(self, here: Here, timeout_s: float) -> None:
+    def __init__(self, here: Here, timeout_s: float | None) -> None:
         self._here = here
-        self._pause_s = timeout_s * _ACTIVE_PART
+        self._pause_s = None if timeout_s is None else timeout_s * _ACTIVE_PART
         self._said_at = float("-inf")
+        self._is_held_up = False
 
     def poll(self) -> Plain | None:
-        """Return how long ago a worker was active, unless the last report was about as recent."""
+        """Return whether the workers wait for their reader, if that has changed, or how long ago a worker was active."""
+        if self._here.is_held_up() is not self._is_held_up:
+            self._is_held_up = not self._is_held_up
+            return {"waits": self._is_held_up}
         at = self._here.active_at()
-        if at is None or at <= self._said_at + self._pause_s:
+        if self._pause_s is None or at is None or at <= self._said_at + self._pause_s:
             return None
         self._said_at = at
         return {"age_s": time.monotonic() - at}
@@ -118,12 +126,16 @@ class HangKeeper(Keeper):
         self._timeout_s, self._active_at = policy.get("timeout_s"), at_s
         self._found = {}
 
-    def handle(self, node: int, told: Told, at_s: float) -> None:
+    def handle(self, node: int, told: Told, at_s: float) -> Remarks | None:
         """Keep when a worker was last active, or where the workers of a hang were."""
+        if "waits" in told.data:
+            text = _WAITS if told.data["waits"] else _GOES_ON
+            return Remarks(happened=(Happened("told", node, text.format(node)),))
         if "age_s" in told.data:
             self._active_at = max(self._active_at, at_s - told.data["age_s"])
         else:
             self._found[node] = from_plain(Diagnostics, told.data, "hangs")
+        return None
 
     def tick(self, at_s: float, where: Callable[[int], Where]) -> Remarks:
         """Let the launch fail if all ranks were silent for too long."""
