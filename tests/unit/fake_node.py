@@ -13,6 +13,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
 from metaflow_extensions.torchrun.plugins.torchrun.gang.member import Member
 from metaflow_extensions.torchrun.plugins.torchrun.guardian import agent_events
 from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec
+from metaflow_extensions.torchrun.plugins.torchrun.logs.pipes import pipe_path
 from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import Machine
 from metaflow_extensions.torchrun.plugins.torchrun.node.plan import Plan
 from metaflow_extensions.torchrun.plugins.torchrun.node.supervisor import Supervisor
@@ -171,19 +172,22 @@ class FakeNode:
         agent.say(agent_events.End(0))
 
     def agent_stderr(self, agent, text):
-        write(self.agent_folder(agent) / "agent.stderr", text)
+        Path(agent.options.stderr).write_text(text)
 
     def worker_writes(self, agent, stream, text, local_rank=1):
-        """Have a worker write; return its file."""
-        return write(self.agent_folder(agent) / "run_x" / "attempt_0" / str(local_rank) / f"{stream}.log", text)
+        """Have a worker write; return its folder."""
+        if text:
+            Path(pipe_path(agent.options.pipes, local_rank, stream)).write_text(text)
+        folder = self.agent_folder(agent) / "run_x" / "attempt_0" / str(local_rank)
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
 
     def trained_alone(self, agent, local_rank):
         """Have a worker leave word that it has trained by itself."""
-        log = self.worker_writes(agent, "stdout", "", local_rank)
-        write(log.parent / "trained-alone", "")
+        write(self.worker_writes(agent, "stdout", "", local_rank) / "trained-alone", "")
 
     def agent_folder(self, agent):
-        return Path(agent.options.stderr).parent
+        return Path(agent.options.pipes).parent
 
     # --- what the test looks at ------------------------------------------------------------------
 

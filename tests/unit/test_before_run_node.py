@@ -189,8 +189,8 @@ def test_a_runner_that_can_not_start_is_named(node_with):
 def test_where_rank_0_alone_is_shown_so_are_the_commands_of_its_node(number, logs, is_shown, node_with, tmp_path):
     node = node_with("echo hello", number=number, logs=logs, log_dir=str(tmp_path / "logs"))
     assert ended_well(node)
-    (kept,) = (tmp_path / "logs").glob("*/before_run/attempt_0/0/stdout.log")
-    assert "\nhello\n" in kept.read_text()
+    (kept,) = (tmp_path / "logs").glob("*/0/stdout.log")
+    assert kept.read_text() == "$ echo hello\nhello\n"
     assert bool(node.output) is is_shown
     assert node.plan.shows_failures is is_shown
 
@@ -237,7 +237,7 @@ class Run:
         described = [{"argv": argv, "shown": " ".join(argv)} for argv in commands]
         (folder / "commands.json").write_text(json.dumps(described))
         self.process = subprocess.Popen(
-            [sys.executable, "-I", "-S", SCRIPT, str(folder)],
+            [sys.executable, "-I", "-S", SCRIPT, str(folder), str(folder)],
             cwd=self.cwd,
             stdin=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -253,7 +253,8 @@ class Run:
         return list(map(json.loads, path.read_text().splitlines())) if path.exists() else []
 
     def output(self, number):
-        return (self.folder / "before_run" / "attempt_0" / str(number) / "stdout.log").read_bytes()
+        """Return a command's output, and what the runner says of its end."""
+        return [(self.folder / f"{number}.{stream}").read_bytes() for stream in ("stdout", "stderr")]
 
 
 @pytest.fixture
@@ -282,10 +283,11 @@ def test_commands_run_one_after_the_other_with_both_streams_in_order(run):
     assert runner.wait() == 0
     assert [(each["number"], each["status"], each["error"]) for each in runner.ended] == [(0, 0, None), (1, 0, None)]
     assert 0.2 <= runner.ended[0]["seconds"] < 20
-    begin, *lines, end, rest = runner.output(0).split(b"\n")
-    assert (begin[:2], lines, rest) == (b"$ ", [b"one", b"two", b"three"], b"")  # `cat` has read the end of its stdin
+    output, end = runner.output(0)
+    begin, *lines = output.split(b"\n")
+    assert (begin[:2], lines) == (b"$ ", [b"one", b"two", b"three"])  # `cat` has read the end of its stdin
     assert end.startswith(b"ended well after ")
-    assert b"\n\xff\x00['made']\nended well" in runner.output(1)
+    assert runner.output(1)[0].endswith(b"\n\xff\x00['made']")
 
 
 def test_at_sigterm_the_command_ends_with_its_group(run):
@@ -317,7 +319,7 @@ def test_those_of_one_folder_run_one_after_the_other(run):
 
 def test_who_waits_for_the_folder_ends_at_sigterm(run):
     first = run(["sleep", "300"])
-    eventually(lambda: (first.folder / "before_run").exists())
+    eventually((first.folder / "0.stdout").exists)
     second = run(["touch", "never"], cwd=first.cwd)
     eventually(lambda: os.read(second.process.stderr.fileno(), 1000))
     second.process.send_signal(signal.SIGTERM)
@@ -328,5 +330,5 @@ def test_who_waits_for_the_folder_ends_at_sigterm(run):
 def test_a_command_that_starts_a_gang_of_its_own_there_does_not_wait_for_itself(run, tmp_path):
     (tmp_path / "inner").mkdir()
     (tmp_path / "inner" / "commands.json").write_text('[{"argv": ["true"], "shown": "true"}]')
-    assert run([sys.executable, "-I", SCRIPT, str(tmp_path / "inner")]).wait() == 0
+    assert run([sys.executable, "-I", SCRIPT, *[str(tmp_path / "inner")] * 2]).wait() == 0
     assert (tmp_path / "inner" / "ended.jsonl").exists()

@@ -13,10 +13,12 @@ from unit_helpers import HOSTILE, write
 
 from metaflow_extensions.torchrun.plugins.torchrun.gang.protocol import Go
 from metaflow_extensions.torchrun.plugins.torchrun.launch.command import (
+    AGENT,
     WORKER_HOOKS,
     agent_command,
     agent_environment,
     restart_variables,
+    shown_command,
 )
 from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec
 
@@ -28,7 +30,7 @@ SPEC = LaunchSpec("/flow/train.py", (), False, nproc=2, num_nodes=3, node_index=
 
 
 def command_of(go=GO, main_addr="10.0.0.7", **changes):
-    return agent_command(replace(SPEC, **changes), go, main_addr, "/my logs", of_rank=OF_RANK)
+    return agent_command(replace(SPEC, **changes), go, main_addr, "/my logs", "/my pipes", of_rank=OF_RANK)
 
 
 def options_of(**changes):
@@ -92,7 +94,8 @@ def test_workers_start_whatever_their_path_is(path, name, tmp_path):
 
 
 def test_torchrun_gets_the_gangs_facts():
-    assert command_of()[:3] == ["/usr/bin/python3", "-m", "torch.distributed.run"]
+    assert command_of()[:3] == ["/usr/bin/python3", AGENT, "/my pipes"]
+    assert shown_command(command_of())[:2] == ["torchrun", "--nproc-per-node=2"]
     assert sorted(options_of(max_restarts=3)) == [
         "--log-dir=/my logs",
         "--max-restarts=0",
@@ -102,7 +105,6 @@ def test_torchrun_gets_the_gangs_facts():
         "--rdzv-backend=static",
         "--rdzv-endpoint=10.0.0.7:29512",
         "--rdzv-id=launch0-0-gang",
-        "--redirects=3",
     ]
 
 

@@ -1,10 +1,10 @@
-"""Output reaches the task's own streams whole, at once, whatever they are."""
+"""Output reaches the task's own streams whole, at once, whatever they are, and waits for their reader as long as it takes."""
 
 import contextlib
-import fcntl
 import io
 import os
 import pty
+import signal
 import subprocess
 import sys
 import time
@@ -14,19 +14,20 @@ from types import SimpleNamespace
 import pytest
 from metaflow.procpoll import make_poll
 from metaflow.runtime import Worker
-from unit_helpers import OURS
+from unit_helpers import OURS, eventually
 
 from metaflow_extensions.torchrun.plugins.torchrun.events import Event
 from metaflow_extensions.torchrun.plugins.torchrun.logs import console
-from metaflow_extensions.torchrun.plugins.torchrun.logs.console import write_output, write_text
+from metaflow_extensions.torchrun.plugins.torchrun.logs.console import settle, write_output, write_text
 
 BLOCK = ("x" * 79 + "\n") * 1000  # more than a pipe holds
 
 
 @pytest.fixture(autouse=True)
-def outputs(monkeypatch):
+def writer(monkeypatch):
     """Have each test begin as a process does."""
-    monkeypatch.setattr(console, "_outputs", {name: console._Output(name) for name in ("stdout", "stderr")})
+    monkeypatch.setattr(console, "_writer", made := console._Writer())
+    return made
 
 
 @pytest.fixture
@@ -37,27 +38,23 @@ def side():
 
 
 class Stream:
-    """A stdout of this process, who reads it, and another node that writes to it."""
+    """A stdout of this process, and who reads it."""
 
     def __init__(self, reading, writing):
         self.reading, self.writing = reading, writing
         self.stdout = os.fdopen(writing, "w", encoding="utf-8")
 
-    def is_free(self):
-        """Return whether another node may write."""
-        other = os.open(f"/proc/self/fd/{self.writing}", os.O_RDWR)  # to open it to write alone waits for a reader
-        try:
-            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            return False
-        finally:
-            os.close(other)
-
     def text(self):
         """Return all that comes until stdout is closed."""
         with open(self.reading, encoding="utf-8") as file:
             return file.read()
+
+    def read(self, size):
+        """Return so much."""
+        read = b""
+        while len(read) < size:
+            read += os.read(self.reading, size - len(read))
+        return read
 
 
 @pytest.fixture
@@ -76,7 +73,7 @@ def take_stdout(monkeypatch):
 
 @pytest.mark.parametrize("name", ["stdout", "stderr"])
 def test_output_goes_to_the_stream_of_its_name_at_once(name, capfd):
-    write_text(name, "[rank 0] größe\n")
+    assert write_text(name, "[rank 0] größe\n", 30)
     assert capfd.readouterr()._asdict() == {"out": "", "err": "", f"{name[3:]}": "[rank 0] größe\n"}
 
 
@@ -88,23 +85,27 @@ def test_a_stream_of_the_steps_own_gets_the_text_even_if_it_has_a_file(tmp_path,
     got = []
     with open(tmp_path / "below", "w") as below:
         monkeypatch.setattr(sys, "stdout", SimpleNamespace(fileno=below.fileno, write=got.append, flush=lambda: None))
-        assert write_text("stdout", "größe\ntwo\n")
+        assert write_text("stdout", "größe\ntwo\n", 30)
     assert "".join(got) == "größe\ntwo\n"
 
 
 def test_a_stdout_that_is_not_unicode_still_shows_every_line(monkeypatch):
     narrow = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", narrow)
-    write_text("stdout", "[rank 0] größe \ufffd\n")
+    assert write_text("stdout", "[rank 0] größe \ufffd\n", 30)
     assert narrow.buffer.getvalue() == b"[rank 0] gr\\xf6\\xdfe \\ufffd\n"
 
 
-def test_a_file_gets_all(tmp_path, monkeypatch):
-    text = "größe 🙂\n" * 50_000
-    with open(tmp_path / "out", "w", encoding="utf-8") as file:
+def test_lines_of_both_streams_that_go_to_one_file_do_not_mix(tmp_path, monkeypatch):
+    with open(tmp_path / "out", "a", encoding="utf-8") as file, open(tmp_path / "out", "a", encoding="utf-8") as same:
         monkeypatch.setattr(sys, "stdout", file)
-        assert write_text("stdout", text)
-    assert (tmp_path / "out").read_text(encoding="utf-8") == text
+        monkeypatch.setattr(sys, "stderr", same)
+        with ThreadPoolExecutor() as pool:
+            for name, mark in (("stdout", "größe 🙂"), ("stderr", "b" * 100_000)) * 20:
+                pool.submit(write_output, name, f"{mark}\n".encode())
+        assert settle(30)
+    lines = (tmp_path / "out").read_text(encoding="utf-8").splitlines()
+    assert sorted(lines) == ["b" * 100_000] * 20 + ["größe 🙂"] * 20
 
 
 def spoiled(spoil, **options):
@@ -134,7 +135,7 @@ def test_a_stream_that_can_not_be_written_to_is_said_once_and_stops_nobody(open_
     with monkeypatch.context() as patched:
         patched.setattr(sys, "stdout", stream)
         for _ in range(3):
-            assert write_text("stdout", "unseen\n")
+            assert write_text("stdout", "unseen\n", 30)
     if reason == "Broken pipe":
         stream.close()
     (line,) = capfd.readouterr().err.splitlines()
@@ -145,9 +146,8 @@ def test_a_stream_that_can_not_be_written_to_is_said_once_and_stops_nobody(open_
 # --- one pipe for several nodes, and Metaflow at its other end ------------------------------------
 
 
-@pytest.mark.parametrize("more_follows", [False, True])
 @pytest.mark.parametrize("texts", [[1], [1, 1, 1], [2], [50, 1, 199], [1000], [5000, 3]])
-def test_metaflow_shows_every_line_without_another_write(texts, more_follows, take_stdout, side):
+def test_metaflow_shows_every_line_without_another_write(texts, take_stdout):
     """Its runtime takes many lines out of the pipe at once, and shows one each time that there is something in it."""
     stream = take_stdout()
     total = sum(texts)
@@ -157,161 +157,176 @@ def test_metaflow_shows_every_line_without_another_write(texts, more_follows, ta
     worker = SimpleNamespace(_logs={stream.reading: (file, None)}, emit_log=lambda line, _: shown.append(line.decode()))
     poll = make_poll()
     poll.add(stream.reading)
-    written = []
     for count in texts:
-        written.append(side(write_output, "stdout", "".join(lines[at : at + count]).encode(), 3.0, more_follows))
+        write_output("stdout", "".join(lines[at : at + count]).encode())
         at += count
-    written.append(side(lambda texts: all(text.result() for text in texts) and write_output("stdout", b""), written[:]))
     while len(shown) < total:
         events = list(poll.poll(5000))
         assert events, f"{total - len(shown)} lines were taken and not shown"
         Worker.read_logline(worker, stream.reading)
     file.close()
-    assert all(done.result() for done in written)
-    assert sorted(shown) == sorted(lines)
+    assert shown == lines
 
 
-def test_nobody_waits_for_the_reader_while_more_follows_and_only_the_last_line_is_kept_for_it(take_stdout, monkeypatch):
-    stream, waits = take_stdout(), []
-    monkeypatch.setattr(console, "await_reader", waits.append)
-    for text, written in [(b"a\nb\n", b"a\n"), (b"c\n", b"b\n"), (b"d\n", b"c\n"), (b"e\nf\ng\n", b"d\ne\nf\n")]:
-        assert write_output("stdout", text, more_follows=True)
-        assert os.read(stream.reading, 100) == written
-        assert stream.is_free()
-    assert not waits
-    assert write_output("stdout", b"")
-    assert len(waits) == 1
-    stream.stdout.close()
-    assert stream.text() == "g\n"
-
-
-def test_long_lines_of_nodes_on_one_pipe_do_not_mix_even_where_the_reader_is_slower_than_their_patience(
-    take_stdout, side
-):
+def test_long_lines_of_nodes_on_one_pipe_do_not_mix_however_long_they_wait_for_their_turn(take_stdout):
     stream = take_stdout()
-
-    def write(mark):
-        node, lines = console._Output("stdout"), mark.encode() * 200_000 + b"\n"
-        while not node.write(lines, 0.05):
-            lines = b""
-
-    writers = [side(write, mark) for mark in "abc"]
+    nodes = {mark: console._Writer() for mark in "abc"}
+    for mark, node in nodes.items():
+        node.put("stdout", mark.encode() * 200_000 + b"\n")
+    time.sleep(0.3)  # with a reader that pauses: all of them wait
     read = b""
     while len(read) < 600_003:
-        time.sleep(0.005)
+        time.sleep(0.001)
         read += os.read(stream.reading, 4096)
-    for writer in writers:
-        writer.result()
+    assert all(node.settle(30) for node in nodes.values())
     assert sorted(read.split(b"\n")) == [b"", *(mark * 200_000 for mark in (b"a", b"b", b"c"))]
 
 
-def test_a_line_that_a_paused_reader_has_begun_to_read_is_ended_before_another_node_writes(take_stdout, side):
-    stream, nodes = take_stdout(), [console._Output("stdout") for _ in "ab"]
-    assert not nodes[0].write(b"a" * 100_000 + b"\n", 0.1)
-    assert not nodes[1].write(b"b" * 100_000 + b"\n", 0.1)
-    waits = side(nodes[1].write, b"", 30)
-    read = side(stream.text)
-    assert nodes[0].write(b"", 30)
-    assert waits.result()
+NODE = f"""{OURS}
+import os
+from ours.logs import console
+for number in range(int(sys.argv[2])):
+    console.write_output("stdout", f"{{sys.argv[1]}} {{number}} {{'x' * 1000}}\\n".encode())
+"""
+
+
+def test_nodes_that_print_much_get_turns_alike(take_stdout):
+    stream = take_stdout()
+    errors = os.pipe()  # Metaflow has two pipes, and so two locks
+    nodes = [
+        subprocess.Popen([sys.executable, "-c", NODE, name, "5000"], stdout=stream.writing, stderr=errors[1])
+        for name in "abc"
+    ]
     stream.stdout.close()
-    assert read.result() == "a" * 100_000 + "\n" + "b" * 100_000 + "\n"
+    with open(stream.reading) as pipe:
+        lines = []
+        while len({line[0] for line in lines}) < 3:  # the first may print until all have begun
+            lines.append(next(pipe))
+        begun = len(lines)
+        lines += pipe
+    assert [node.wait(30) for node in nodes] == [0, 0, 0]
+    assert all([line.split()[1] for line in lines if line[0] == name] == list(map(str, range(5_000))) for name in "abc")
+    counts = [sum(line[0] == name for line in lines[begun + 2_000 : begun + 8_000]) for name in "abc"]
+    assert min(counts) > 1_000, counts
+    for fd in errors:
+        os.close(fd)
+
+
+def test_a_node_that_is_killed_in_its_turn_holds_up_no_other_even_if_a_fork_of_it_lives(take_stdout, tmp_path):
+    stream = take_stdout()
+    program = NODE + "if os.fork() == 0: signal.pause()\nconsole.settle()\n"
+    node = subprocess.Popen(
+        [sys.executable, "-c", program.replace("import os", "import os, signal"), "a", "300"],
+        stdout=stream.writing,
+        start_new_session=True,
+    )
+    stream.read(1000)  # the pipe is full, and the node in its turn
+    eventually(lambda: len(psutil_children(node.pid)) == 1, "its fork")
+    node.kill()
+    node.wait()
+    write_output("stdout", b"b\n")
+    read = b""
+    while not read.endswith(b"\nb\n"):
+        read += os.read(stream.reading, 1_000_000)
+    os.killpg(node.pid, signal.SIGKILL)
+
+
+def psutil_children(pid):
+    with open(f"/proc/{pid}/task/{pid}/children") as file:
+        return file.read().split()
 
 
 def test_a_line_that_nobody_will_read_to_its_end_holds_up_no_other_node(take_stdout, capfd):
-    stream = take_stdout()
-    assert not write_text("stdout", "a" * 100_000 + "\n", 0.1)
-    assert not stream.is_free()
+    stream, nodes = take_stdout(), [console._Writer() for _ in "ab"]
+    for node in nodes:
+        node.put("stdout", b"a" * 200_000 + b"\n")
+    assert not nodes[0].settle(0.1)
     os.close(stream.reading)
-    assert write_output("stdout", b"")
+    assert all(node.settle(30) for node in nodes)
     assert "stdout can't be written to" in capfd.readouterr().err, "the rest is dropped"
-    assert stream.is_free()
-
-
-def test_what_another_node_holds_up_is_written_at_the_end_though_lines_may_mix(take_stdout, side, monkeypatch):
-    monkeypatch.setattr(console, "_STUCK_S", 0.3)
-    stream, nodes = take_stdout(), [console._Output("stdout") for _ in "ab"]
-    assert not nodes[0].write(b"a" * 100_000 + b"\n", 0.1)
-    assert not nodes[1].write(b"b\n", 0.1)
-    at_end = side(nodes[1].finish)
-    while nodes[1]._takes_turns and not at_end.done():
-        time.sleep(0.001)
-    read = side(stream.text)
-    at_end.result()
-    nodes[0].finish()
-    stream.stdout.close()
-    assert sorted(read.result()) == ["\n"] * 2 + ["a"] * 100_000 + ["b"]
 
 
 # --- readers that do not read ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", [os.pipe, pty.openpty])
-def test_a_stream_that_does_not_block_loses_nothing(kind, take_stdout, side):
+def test_a_stream_that_does_not_block_loses_nothing(kind, take_stdout):
     stream = take_stdout(kind)
     os.set_blocking(stream.writing, False)  # as Node.js leaves it, for all that have it
     texts = ["".join(f"line {n}\n" for n in range(begin, begin + 1_000)) for begin in range(0, 10_000, 1_000)]
-    written = side(lambda: [write_text("stdout", text, 60) for text in texts])
+    for text in texts:
+        write_output("stdout", text.encode())
     read = b""
     while read.count(b"\n") < 10_000:
         read += os.read(stream.reading, 1000)  # slowly: the pipe is always full
     os.close(stream.reading)
-    assert all(written.result())
     assert read.decode().replace("\r\n", "\n") == "".join(texts)
 
 
 def test_a_reader_that_does_not_read_is_not_waited_for_again_and_again(take_stdout):
     stream = take_stdout()
-    write_text("stdout", "aaa\n")
+    write_text("stdout", "aaa\n", 30)
     begun = time.monotonic()
-    assert write_text("stdout", "b\n" * 200)
+    assert write_text("stdout", "b\n" * 200, 60)
     assert time.monotonic() - begun < 5.0  # 200 lines at 0.05 s each would be 10 s
     stream.stdout.close()
     assert stream.text() == "aaa\n" + "b\n" * 200
 
 
-def test_a_reader_that_pauses_has_whole_lines(take_stdout):
+def test_nobody_waits_for_a_reader_that_pauses_until_8_mib_wait_and_it_gets_all_later(take_stdout, side, writer):
     stream = take_stdout()
-    assert not write_text("stdout", BLOCK, 0.1)
-    assert os.read(stream.reading, len(BLOCK)).endswith(b"x\n")
-
-
-def test_nobody_waits_for_a_reader_that_does_not_read_and_it_can_have_all_later(take_stdout, side):
-    stream = take_stdout()
+    text, count = BLOCK.encode(), 0
     begun = time.monotonic()
-    assert not write_text("stdout", BLOCK, 0.1)
-    waits = side(write_text, "stdout", "waits\n", 60)
-    while not console._outputs["stdout"]._turn.locked():
-        time.sleep(0.001)
-    assert not write_text("stdout", "event 1\n", 0.1)
-    assert not write_text("stdout", "event 2\n", 0.1)
-    assert 0.3 <= time.monotonic() - begun < 3.0
+    while write_output("stdout", text):
+        count += 1
+    assert time.monotonic() - begun < 10
+    assert (count - 1) * len(text) <= console.BEHIND_BYTES
+    assert not write_output("stderr", b"")
+    assert not settle(0.05)
+    eventually(lambda: writer.stuck_s() > 0.2, "a sign that the reader takes nothing")
+    assert console.has_unread()
     read = side(stream.text)
-    assert waits.result()
-    assert write_text("stdout", "late\n", 30)
+    assert settle(60)
+    assert write_output("stdout", b"late\n")
+    assert settle(60)
     stream.stdout.close()
-    assert read.result() == BLOCK + "waits\nevent 1\nevent 2\nlate\n"
+    assert read.result() == BLOCK * (count + 1) + "late\n"
 
 
 AT_THE_END = f"""{OURS}
 import os
-from ours.logs.console import write_text
-assert not write_text("stderr", ("x" * 79 + "\\n") * 1000, 0.0)
+from ours.logs import console
+console.write_text("stderr", ("x" * 79 + "\\n") * 1000, 0.0)
 child = os.fork()
 if child:
-    write_text("stderr", "last\\n", 0.0)
-    print(flush=True)  # now it is read, while the child ends
+    console.write_text("stderr", "last\\n", 0.0)
     os.waitpid(child, 0)
+    exec(sys.argv[1])
+    print(flush=True)
 """
 
 
-def test_what_waits_for_a_reader_is_written_once_at_the_end_and_not_by_a_child():
-    reading, writing = os.pipe()
-    script = subprocess.Popen([sys.executable, "-c", AT_THE_END], stdout=subprocess.PIPE, stderr=writing)
+def at_its_end(reading, writing, code=""):
+    script = subprocess.Popen([sys.executable, "-c", AT_THE_END, code], stdout=subprocess.PIPE, stderr=writing)
     os.close(writing)
     assert script.stdout.readline() == b"\n"
-    with open(reading, encoding="utf-8") as pipe:
+    script.stdout.close()
+    return script, open(reading, encoding="utf-8")
+
+
+def test_what_waits_for_a_reader_is_written_once_at_the_end_and_not_by_a_child():
+    script, pipe = at_its_end(*os.pipe())
+    time.sleep(0.5)  # it would have ended by now
+    assert script.poll() is None
+    with pipe:
         assert pipe.read() == BLOCK + "last\n"
-    script.communicate()
+    assert script.wait(30) == 0
+
+
+def test_a_process_that_was_told_to_end_does_not_wait_for_a_reader_that_takes_nothing():
+    script, pipe = at_its_end(*os.pipe(), "console._STUCK_S = 0.2; console.hurry()")
+    assert script.wait(30) == 0
+    pipe.close()
 
 
 @pytest.mark.parametrize(("debug", "shown"), [(None, False), ("", False), ("0", False), ("1", True)])
@@ -321,5 +336,6 @@ def test_details_are_written_where_they_are_wanted(debug, shown, monkeypatch, ca
         monkeypatch.setenv(console.DEBUG, debug)
     console.to_log(Event("command", 1, "runs: torchrun", is_detail=True))
     console.to_log(Event("note", 1, "news"))
+    assert settle(30)
     detail = "[torchrun node 1] runs: torchrun\n" if shown else ""
     assert capfd.readouterr().err == f"{detail}[torchrun node 1] news\n"

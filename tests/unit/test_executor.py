@@ -15,6 +15,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause, rena
 from metaflow_extensions.torchrun.plugins.torchrun.gang.launch import Launch
 from metaflow_extensions.torchrun.plugins.torchrun.gang.member import Member
 from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import LaunchPolicy
+from metaflow_extensions.torchrun.plugins.torchrun.logs.console import settle
 from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import Machine
 from metaflow_extensions.torchrun.plugins.torchrun.settings import parse_settings
 from metaflow_extensions.torchrun.plugins.torchrun.single_node import TorchrunSingleNodeMultiGPU
@@ -114,6 +115,7 @@ def test_a_members_lines_are_sent_where_all_are_shown_in_another_terminal(logs, 
     for text in ("[rank 1] größe\n", ""):  # with nothing it is told that no more comes for now
         assert TorchrunExecutor(context)._write("stdout", text.encode())
     assert lines == ([("stdout", "[rank 1] größe\n")] if sent else [])
+    assert settle(30)
     assert capfd.readouterr().out == "[rank 1] größe\n"
 
 

@@ -13,11 +13,11 @@ from unit_helpers import write
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
 from metaflow_extensions.torchrun.plugins.torchrun.guardian.agent_events import WorkerEnded
 from metaflow_extensions.torchrun.plugins.torchrun.launch.spec import LaunchSpec
+from metaflow_extensions.torchrun.plugins.torchrun.logs.pipes import AGENT
 from metaflow_extensions.torchrun.plugins.torchrun.node.exits import (
     Exits,
     Record,
     read_agent_report,
-    read_end,
     read_record,
 )
 
@@ -41,13 +41,16 @@ class Node:
         self.folder = folder
         self.origin = time.monotonic() - 60
         spec = LaunchSpec("train.py", (), False, nproc=3, num_nodes=2, node_index=1, python="python3", **spec)
-        self.exits = Exits(str(folder), spec, "host-1")
+        self.written = {}  # (local rank or agent, stream) -> text
+        self.exits = Exits(str(folder), spec, "host-1", lambda *which: self.written.get(which, ""))
         self.stopped_at = float("inf")
 
     def leaves(self, local_rank=0, stderr=None, error=None, record=None, stdout=None):
         """Write what a worker leaves; return its folder."""
         folder = self.folder / "run_x" / "attempt_0" / str(local_rank)
-        files = {"stdout.log": stdout, "stderr.log": stderr, "error.json": error, "exception.json": record}
+        for stream, text in (("stdout", stdout), ("stderr", stderr)):
+            self.written[local_rank, stream] = text or ""
+        files = {"error.json": error, "exception.json": record}
         for name, text in files.items():
             if text is not None:
                 write(folder / name, text)
@@ -67,7 +70,7 @@ class Node:
         when = datetime.now() - timedelta(hours=1 if at is None else 0, seconds=60 - (at or 0))
         head = f"W{when:%m%d %H:%M:%S.%f} 77 torch/api.py:1] Sending process"
         lines = [f"{head} {100 + rank} closing signal SIGTERM" for rank in local_ranks]
-        write(self.folder / "agent.stderr", "\n".join(lines))
+        self.written[AGENT, "stderr"] = "\n".join(lines)
 
     def causes(self):
         """Return rank, exception and moment of each failure, the earliest first."""
@@ -102,15 +105,6 @@ def test_a_script_that_refuses_true_for_a_flag_has_the_remedy_beside_its_own_wor
 
 
 # --- what a worker leaves --------------------------------------------------------------------------
-
-
-def test_of_a_huge_log_the_end_is_read_without_torchs_rank_prefixes(tmp_path):
-    log = tmp_path / "stderr.log"
-    log.write_bytes(b"x" * 1_000_000 + b"\n[rank3]: last \xff line\n")
-    text = read_end(str(log))
-    assert text.endswith("\nlast \ufffd line")
-    assert len(text) < 100_000
-    assert read_end(str(tmp_path / "none")) == ""
 
 
 def test_torchelastics_error_file_is_read(node):
@@ -217,9 +211,8 @@ GOT_SIGNAL = "torch.distributed.elastic.multiprocessing.api.SignalException: Pro
         (REPORT[:200], {}, None),
     ],
 )
-def test_torchruns_report_names_every_failed_worker_and_the_signal_it_got(text, exit_codes, got_signal, tmp_path):
-    write(tmp_path / "agent.stderr", text)
-    report = read_agent_report(str(tmp_path))
+def test_torchruns_report_names_every_failed_worker_and_the_signal_it_got(text, exit_codes, got_signal):
+    report = read_agent_report(lambda *which: text if which == (AGENT, "stderr") else "")
     assert (report.exit_codes, report.got_signal) == (exit_codes, got_signal)
 
 

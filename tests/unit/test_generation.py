@@ -24,7 +24,9 @@ def made_in(folder):
     spec = LaunchSpec("/flow/train.py", (), False, nproc=2, num_nodes=2, node_index=1, python="python3")
     plan = Plan(spec, "127.0.0.1", Machine(1), lambda *_: True)
     go = Go(launch=0, generation=0, port=1, gang="gang", restarts=0, max_restarts=0)
-    follower = types.SimpleNamespace(start=lambda: None, finish=lambda explained: None, written_bytes=int)
+    follower = types.SimpleNamespace(
+        start=lambda: None, finish=lambda explained: None, written_bytes=int, tail=lambda *which: ""
+    )
     return Generation(plan, "host", go, folder, [], FakeAgent([], {}, None, print), follower)
 
 
@@ -56,19 +58,6 @@ def test_it_begins_and_ends_once(tmp_path):
 def test_a_worker_killed_for_lack_of_memory_is_called_so(before, now, exit_code, is_oom, monkeypatch):
     counts = iter([before, now, now])
     monkeypatch.setattr(agent_end, "oom_kills", lambda: next(counts))
-    faults = MachineFaults("/")
+    faults = MachineFaults()
     assert (faults.explained(replace(KILLED, exit_code=exit_code)).kind == "oom") is is_oom
     assert faults.how_ended(exit_code).startswith("ran out of memory") is is_oom
-
-
-def test_a_full_disk_explains_what_nobody_else_does(tmp_path):
-    full = MachineFaults("/proc")  # a file system without a free block
-    assert full.explained(KILLED).exception.startswith("a full disk: nothing more can be written to /proc")
-    said = Cause("exception", 0, "host", 1, 1, 1, "ValueError: nan")
-    assert full.explained(said) is said
-    assert not any(MachineFaults(each).is_disk_full() for each in (str(tmp_path), "/nowhere"))
-    generation = made_in("/proc")
-    generation.start()
-    generation.handle(AgentEnded(1, 0.0))
-    (failure,) = generation.failures()
-    assert failure.cause.exception.startswith("its torchrun agent exited with code 1, on a full disk: ")

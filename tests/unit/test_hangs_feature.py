@@ -120,5 +120,5 @@ def test_a_launch_without_the_limit_has_nothing_of_it(tmp_path):
     agent = node.running()
     assert not {"TORCHRUN_STACKS_FOLDER", "TORCHRUN_HOOKS"} & set(agent.env)
     node.worker_ended(agent, 0, 0, at=time.monotonic())
-    node.stop(kind="hang")
+    node.stop(kind="timeout")
     node.ends(agent)

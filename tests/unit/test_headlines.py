@@ -50,4 +50,4 @@ def test_the_end_says_how_long_and_how_often():
 def test_whose_lines_a_node_shows(logs, node, shown):
     spec = LaunchSpec("train.py", (), False, 2, 2, node, "python3")
     plan = Plan(spec, "127.0.0.1", Machine(1), lambda *_: True, logs=logs)
-    assert [local_rank for local_rank in (0, 1) if plan.label(local_rank) is not None] == shown
+    assert [local_rank for local_rank in (0, 1) if not plan.hides(local_rank)] == shown

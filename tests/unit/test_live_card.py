@@ -85,7 +85,7 @@ def test_a_slow_last_card_does_not_hold_the_task(card):
     live.make_last(0.05)
     assert "torchrun-lastcard" in {thread.name for thread in threading.enumerate()}, "it is still being made"
     free.set()
-    eventually(lambda: not [t for t in threading.enumerate() if t.name.startswith("torchrun-")])
+    eventually(lambda: "torchrun-lastcard" not in {thread.name for thread in threading.enumerate()})
 
 
 def test_a_busy_card_is_not_asked(card, monkeypatch):

@@ -23,6 +23,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.errors import LaunchFailed, L
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import Cause
 from metaflow_extensions.torchrun.plugins.torchrun.gang.launch import Launch
 from metaflow_extensions.torchrun.plugins.torchrun.gang.policy import ConnectPolicy
+from metaflow_extensions.torchrun.plugins.torchrun.logs.console import settle
 from metaflow_extensions.torchrun.plugins.torchrun.records.vanished import has_begun
 from metaflow_extensions.torchrun.plugins.torchrun.settings import DEFAULTS, parse_settings
 from metaflow_extensions.torchrun.plugins.torchrun.task import task_gang
@@ -143,6 +144,7 @@ def test_a_local_task_ends_with_the_processes_that_started_it(control_task, monk
     gang = control_task()
     gang.follow_starters()
     assert (ends[run](), ends[control]()) == (0.0, 0.0), "before it has joined, at once"
+    assert settle(30)
     assert f"the control task (pid {control})" in capfd.readouterr().err
     gang.join()
     assert ends[control]() > SETTINGS.grace_s, "its channel says so, too, and its workers may save"

@@ -22,7 +22,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.guardian.agent_events import 
     Refused,
     WorkerStarted,
 )
-from metaflow_extensions.torchrun.plugins.torchrun.launch.command import WORKER_HOOKS
+from metaflow_extensions.torchrun.plugins.torchrun.launch.command import AGENT, WORKER_HOOKS
 from metaflow_extensions.torchrun.plugins.torchrun.machine.processes import living_descendants
 
 
@@ -40,7 +40,8 @@ def warm(tmp_path):
 
 
 LONG = {f"LONG_{number}": "x" * 100_000 for number in range(10)}  # more than a socket or a pipe keeps
-NEVER_IMPORTED = "import time\nif __name__ != '__main__': time.sleep(30)\n"
+IN_SPARE = "'spare.py' in open('/proc/self/cmdline').read()"
+NEVER_IMPORTED = f"import time\nif {IN_SPARE}: time.sleep(30)\n"
 
 
 def test_agents_become_of_spares_and_each_has_what_it_was_asked_with(warm, tmp_path):
@@ -60,14 +61,12 @@ def test_agents_become_of_spares_and_each_has_what_it_was_asked_with(warm, tmp_p
         (None, True, 5),
     ]
     assert first["parent"] == agent.process.pid
-    assert first["main"] == "torch.distributed.run", (
-        "with --run-path multiprocessing imports the main module by this name"
-    )
+    assert first["main"] == AGENT
     assert (second["cwd"], second["umask"], first["umask"]) == (str(folder), 0o013, umask)
     assert second["env"].items() >= {"SOME": "vÄlue", **LONG}.items()
     assert not {"SOME", "TORCHRUN_SPARE"} & set(first["env"])
     assert first["env"]["TORCHRUN_AGENT_PID"] == str(first["pid"])
-    assert first["argv"][0] == str(tmp_path / "torch" / "distributed" / "run.py")
+    assert first["argv"][0] == AGENT
     assert first["argv"][1:3] == [str(agent.out), ""]
     assert (tmp_path / "agent.stdout").read_text() == "said early\n" * 2
 
@@ -201,13 +200,13 @@ def test_what_counts_for_workers_means_cold_workers(warm, tmp_path, name, counts
 @pytest.mark.parametrize(
     ("code", "reason"),
     [
-        ("1 / 0\n", "torch.distributed.run could not be imported: ZeroDivisionError: division by zero"),
-        ("import os\nif __name__ != '__main__': os._exit(3)\n", "the spare process has ended"),
-        ("import os\nif __name__ != '__main__': os.write(2, b'no such device\\n'); os._exit(3)\n", "no such device"),
+        ("1 / 0", "torch.distributed.run could not be imported: ZeroDivisionError: division by zero"),
+        ("import os; os._exit(3)", "the spare process has ended"),
+        ("import os; os.write(2, b'no such device\\n'); os._exit(3)", "no such device"),
     ],
 )
 def test_imports_that_fail_mean_a_cold_start(warm, code, reason):
-    begun = warm(in_agent=code if code != "1 / 0\n" else "if __name__ != '__main__': 1 / 0\n").start().end()
+    begun = warm(in_agent=f"if {IN_SPARE}: {code}\n").start().end()
     assert reason in begun["refused"]
     assert (begun["status"], begun["imported"]) == (0, False)
 

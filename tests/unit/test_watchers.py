@@ -180,17 +180,18 @@ class Program:
     """Runs in the place of torchrun and its workers, and says nothing."""
 
     name = what = agent = "program"
+    parts = 1
 
     def files(self):
         return {"greeting.txt": "hello"}
 
-    def command(self, folder):
+    def command(self, folder, pipes):
         return ["cat", f"{folder}/greeting.txt"]
 
     def label(self, node, number):
         return f"[{node}, {number}] "
 
-    def cause(self, folder, node, host, how_ended):
+    def cause(self, folder, tail, node, host, how_ended):
         return None
 
 

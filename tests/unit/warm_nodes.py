@@ -13,6 +13,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.features.warm.node import War
 from metaflow_extensions.torchrun.plugins.torchrun.features.warm.spare_workers import POPEN_OF_WORKERS
 from metaflow_extensions.torchrun.plugins.torchrun.guardian.agent_events import End, Refused
 from metaflow_extensions.torchrun.plugins.torchrun.guardian.guardian import Options
+from metaflow_extensions.torchrun.plugins.torchrun.launch import command as launch_command
 from metaflow_extensions.torchrun.plugins.torchrun.launch.command import WORKER_HOOKS
 from metaflow_extensions.torchrun.plugins.torchrun.machine.processes import living_descendants
 from metaflow_extensions.torchrun.plugins.torchrun.node.agent import AgentProcess
@@ -25,9 +26,10 @@ def main():
     out, what, count, *script = sys.argv[1:]
     umask = os.umask(0)
     os.umask(umask)
-    seen = {"pid": os.getpid(), "parent": os.getppid(), "imported": __name__ != "__main__", "umask": umask,
+    seen = {"pid": os.getpid(), "parent": os.getppid(), "umask": umask,
+            "imported": "spare.py" in open("/proc/self/cmdline").read(),
             "cwd": os.getcwd(), "env": dict(os.environ), "argv": sys.argv, "files": os.listdir("/proc/self/fd"),
-            "main": getattr(sys.modules["__main__"].__spec__, "name", None)}
+            "main": sys.modules["__main__"].__file__}
     with open(out + ".part", "w") as file:
         json.dump(seen, file)
     os.replace(out + ".part", out)
@@ -52,6 +54,11 @@ def main():
 
 if __name__ == "__main__":
     main()
+"""
+LOGS = """
+LogsDest = dict
+class DefaultLogsSpecs:
+    reify = None
 """
 HANDLER = """
 from subprocess import Popen
@@ -84,6 +91,7 @@ class Warm:
             if folder.name not in ("", "torch", "distributed"):
                 write(root / folder / "__init__.py", "")
         write(root / f"{handler}.py", HANDLER)
+        write(root / "torch" / "distributed" / "elastic" / "multiprocessing" / "__init__.py", LOGS)
         write(root / "torch" / "distributed" / "run.py", in_agent + AGENT.replace("HANDLER", POPEN_OF_WORKERS))
         self.script = str(write(root / "scripts" / "worker.py", WORKER))
         self.env = {**os.environ, "PYTHONPATH": f"{WORKER_HOOKS}:{root}", "TORCHRUN_AGENT_PID": ""}
@@ -100,7 +108,7 @@ class Warm:
         count = self.workers if workers is None else workers
         options = Options(*logs, workers=count, **{"grace_s": 2.0, "silence_s": 30.0, **options})
         words = [str(out), what, str(count), *(script or [self.script, "löss", ""])]
-        command = [sys.executable, "-m", "torch.distributed.run", *words]
+        command = [sys.executable, launch_command.AGENT, str(self.root), *words]
         start = partial(self.node.start, command, count if self.workers else 0)
         agent = AgentProcess(command, {**self.env, **(env or {})}, options, events.put, start)
         self.agents.append(agent)

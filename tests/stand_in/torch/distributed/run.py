@@ -1,4 +1,4 @@
-"""Starts workers as torchrun does, with its options, its variables and its log files, and without its import of PyTorch.
+"""Starts workers as torchrun does, with its options, its variables and its folders, and without its import of PyTorch.
 
 That import takes 1.6 s of a core in each agent. What torchrun does beyond this (rendezvous, exit barrier, most of what it
 says) is not here, so tests that depend on it have the real one.
@@ -13,6 +13,8 @@ import sys
 import time
 from datetime import datetime
 
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+
 _KILL_S = 30.0  # torchrun's own patience with workers that it stops
 _LOOK_S = 0.05
 # So long a worker that has failed can be seen by others. torchrun is there within 0.1 s.
@@ -21,18 +23,18 @@ _stopped_by: list[int] = []
 
 
 def start_worker(options, words, local_rank):
-    """Start a worker in a session of its own, with its output in files."""
+    """Start a worker in a session of its own, with its output where the logs' specification says."""
     nproc, node = int(options.nproc_per_node), int(options.node_rank)
     host, _, port = options.rdzv_endpoint.rpartition(":")
-    folder = os.path.join(options.log_dir, f"{options.rdzv_id}_stand_in", "attempt_0", str(local_rank))
-    os.makedirs(folder)
     ranks = {"RANK": node * nproc + local_rank, "LOCAL_RANK": local_rank, "GROUP_RANK": node}
     sizes = {"WORLD_SIZE": nproc * int(options.nnodes), "LOCAL_WORLD_SIZE": nproc, "GROUP_WORLD_SIZE": options.nnodes}
-    elastic = {"RUN_ID": options.rdzv_id, "RESTART_COUNT": 0, "MAX_RESTARTS": 0, "ERROR_FILE": f"{folder}/error.json"}
+    elastic = {"RUN_ID": options.rdzv_id, "RESTART_COUNT": 0, "MAX_RESTARTS": 0}
     env = {"MASTER_ADDR": host, "MASTER_PORT": port, **ranks, **sizes}
     env.update({f"TORCHELASTIC_{name}": value for name, value in elastic.items()})
+    logs = DefaultLogsSpecs(options.log_dir).reify({local_rank: env})
+    env["TORCHELASTIC_ERROR_FILE"] = logs.error_files[local_rank]
     command = [string.Template(word).safe_substitute(local_rank=local_rank) for word in words]
-    with open(f"{folder}/stdout.log", "wb") as out, open(f"{folder}/stderr.log", "wb") as err:
+    with open(logs.stdouts[local_rank], "wb", 0) as out, open(logs.stderrs[local_rank], "wb", 0) as err:
         return subprocess.Popen(
             command,
             env={**os.environ, **{name: str(value) for name, value in env.items()}},

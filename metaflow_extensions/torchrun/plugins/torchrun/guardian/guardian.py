@@ -48,7 +48,6 @@ class Options(NamedTuple):
 
     stdout: str  # pipes for the agent's own output
     stderr: str
-    pipes: str  # the folder with all pipes of agent and workers
     grace_s: float  # time of the workers after SIGTERM if the task dies
     silence_s: (
         float  # how long a worker, the agent or the task may be stopped (SIGSTOP) before that counts as a failure
@@ -56,6 +55,7 @@ class Options(NamedTuple):
     workers: int  # how many the agent will start
     restarts: bool = False  # whether the agent may start its workers again by itself
     cwd: str | None = None  # working directory; default is the task's
+    pipes: str | None = None  # the folder with the pipes of agent and workers
     scratch: Sequence[str] = ()  # folders to remove if the task dies; while it lives, it removes them itself
 
 
@@ -128,7 +128,7 @@ class Guardian:
         self._options = options
         self._agent: subprocess.Popen[bytes]  # from `_start` on
         # Held so that no worker that saves dies of its next line if the task is gone, and with it who read the pipes.
-        self._pipes = [_open_pipe(entry.path) for entry in os.scandir(options.pipes)]
+        self._pipes = [] if options.pipes is None else [_open_pipe(each.path) for each in os.scandir(options.pipes)]
         self._workers = Workers(options.workers, options.restarts)
         self._frozen = FrozenWatch(options.silence_s)
         self._pidfds: dict[int, int] = {}  # pidfd -> pid of a worker or the agent

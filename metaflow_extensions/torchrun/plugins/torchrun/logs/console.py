@@ -140,7 +140,7 @@ class _Writer:
 
     def close(self) -> None:
         """Let go of the pipes' locks, in a fork of the process."""
-        self._pipes.close_all()
+        self._pipes.release(unlock=False)
 
     def _have_written(self) -> None:
         """Start the thread; where no thread can start any more, write here."""

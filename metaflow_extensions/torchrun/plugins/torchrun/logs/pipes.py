@@ -130,6 +130,7 @@ class _Process:
 
     def __init__(self, folder: str, name: int | str, label: str, is_hidden: bool = False, cuts: bool = False) -> None:
         self.pipes = {stream: Pipe(folder, name, stream, label) for stream in ("stdout", "stderr")}
+        self.fds = {pipe.fd for pipe in self.pipes.values()}
         self._cuts = cuts  # whether a line on stderr ends an unfinished one on stdout
         self._hidden: deque[tuple[str, bytes]] | None = deque() if is_hidden else None  # the last that was hidden
         self._hidden_bytes = 0
@@ -147,17 +148,19 @@ class _Process:
         self._show("stderr", stderr.lines(errors), show)
         return max(len(errors), printed)
 
-    def finish(self, show: Show) -> None:
-        """Show all that is there, unfinished lines too."""
-        self.drain(show)
+    def finish(self, show: Show) -> bool:
+        """Show all that is there, unfinished lines too; return whether there was anything."""
+        found = self.drain(show)
         for stream, pipe in self.pipes.items():
             self._show(stream, pipe.lines(b"", final=True), show)
+        return found
 
-    def drain(self, show: Show) -> None:
-        """Show what is there by now; what is written meanwhile may wait."""
-        left = sum(unread_bytes(pipe.fd) for pipe in self.pipes.values())
+    def drain(self, show: Show) -> bool:
+        """Show what is there by now, and return whether that is anything; what is written meanwhile may wait."""
+        left = unread = sum(unread_bytes(pipe.fd) for pipe in self.pipes.values())
         while left > 0 and (found := self.pump(show)):
             left -= found
+        return unread > 0
 
     def reveal(self, show: Show) -> None:
         """Show the last lines that were hidden; later ones are shown as they come."""
@@ -238,13 +241,14 @@ class LogReader:
         return since is not None and time.monotonic() - since >= _PAUSED_S
 
     def tail(self, process: int | str, stream: str) -> str:
-        """Return the end of what a process has written; `process` is a local rank or `AGENT`."""
+        """Return the end of what a process has written by now; `process` is a local rank or `AGENT`."""
         found = self._agent if process == AGENT else self._workers.get(int(process))
+        if found is None:
+            return ""
         with self._reading:
-            if found is None:
-                return ""
-            if process == AGENT and not self._is_closed:
-                self._agent.drain(self._show_agent)
+            if not self._is_closed:
+                is_read = found.drain(self._show_agent if found is self._agent else self._show)
+                self._note_read(is_read and found is not self._agent)
             return found.pipes[stream].tail
 
     # --- what it is told
@@ -254,8 +258,7 @@ class LogReader:
         worker = self._workers.get(local_rank)
         with self._reading:
             if worker is not None and not self._is_closed:
-                worker.drain(self._show)
-                self._note_read(1)
+                self._note_read(worker.drain(self._show))
                 if failed:
                     worker.reveal(self._show)
 
@@ -274,7 +277,7 @@ class LogReader:
                 return
             self._is_closed = True
             for worker in self._workers.values():
-                worker.finish(self._show)
+                self._note_read(worker.finish(self._show))
             self._agent.finish(self._show_agent)
             if self._held and not explained:
                 self._write("stderr", b"".join(self._held))
@@ -289,25 +292,23 @@ class LogReader:
     def _run(self) -> None:
         poll = select.poll()
         poll.register(self._wake, select.POLLIN)
-        processes: dict[int, tuple[_Process, Show]] = {}
-        for process, show in [
-            (self._agent, self._show_agent),
-            *((each, self._show) for each in self._workers.values()),
-        ]:
-            for pipe in process.pipes.values():
-                processes[pipe.fd] = process, show
-                poll.register(pipe.fd, select.POLLIN)
+        shown = [(self._agent, self._show_agent), *((each, self._show) for each in self._workers.values())]
+        for process, _ in shown:
+            for fd in process.fds:
+                poll.register(fd, select.POLLIN)
         while not self._stop.is_set():
             if self._is_held_up():
                 with self._reading:
                     self._agent.pump(self._show_agent)
                 self._stop.wait(_HELD_UP_S)
                 continue
-            ready = {processes[fd] for fd, _ in poll.poll(1000 * _QUIET_S) if fd in processes}
+            fds = {fd for fd, _ in poll.poll(1000 * _QUIET_S)}
+            # In order: the commands of a program end one after the other.
+            ready = [each for each in shown if not fds or not fds.isdisjoint(each[0].fds)]
             with self._reading:
-                most = max([process.pump(show) for process, show in ready or set(processes.values())], default=0)
-                self._note_read(sum(1 for process, _ in ready if process is not self._agent))
-            if most < _CHUNK_BYTES:
+                found = [process.pump(show) for process, show in ready]
+            self._note_read(any(found[1:] if ready[:1] == shown[:1] else found))
+            if max(found, default=0) < _CHUNK_BYTES:
                 self._stop.wait(_GATHER_S)
 
     def _is_held_up(self) -> bool:
@@ -317,8 +318,8 @@ class LogReader:
         self._held_up_since = self._held_up_since or time.monotonic()
         return True
 
-    def _note_read(self, workers: int) -> None:
-        if workers:
+    def _note_read(self, of_workers: bool) -> None:
+        if of_workers:
             self._read_at = time.monotonic()
 
     def _show(self, stream: str, lines: bytes) -> None:

@@ -29,54 +29,40 @@ class SharedPipes:
     """
 
     def __init__(self) -> None:
-        self._opened: dict[tuple[int, int], int] = {}  # pipe -> a descriptor of our own
+        self._held: list[tuple[int, tuple[int, int]]] = []  # descriptors of our own, with their pipes
 
     @contextmanager
     def turn(self, fds: Iterable[int]) -> Iterator[None]:
         """Wait until no other node writes to these descriptors, as long as it takes, and keep others waiting meanwhile."""
-        locks = self._locks(fds)
-        if not locks:
-            yield
-            return
-        turnstile, turn = locks[0], locks[-1]
-        if turnstile != turn:
-            fcntl.flock(turnstile, fcntl.LOCK_EX)
-        fcntl.flock(turn, fcntl.LOCK_EX)
-        if turnstile != turn:
-            fcntl.flock(turnstile, fcntl.LOCK_UN)
         try:
+            locks = self._open(fds)
+            for lock in locks:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            for lock in locks[:-1]:
+                fcntl.flock(lock, fcntl.LOCK_UN)
             yield
         finally:
-            with suppress(OSError):  # the step's code has closed all descriptors; that releases the lock, too
-                fcntl.flock(turn, fcntl.LOCK_UN)
+            self.release(unlock=True)
 
-    def _locks(self, fds: Iterable[int]) -> list[int]:
+    def _open(self, fds: Iterable[int]) -> list[int]:
         """Return descriptors to lock, in the same order on all nodes."""
-        pipes: dict[tuple[int, int], int] = {}
-        for fd in fds:
-            if is_pipe(fd):
-                pipes[_identity(fd)] = fd
-        for pipe in list(self._opened):
-            if pipe not in pipes or not _is_same(self._opened[pipe], pipe):
-                self.close(pipe)
-        for pipe, fd in pipes.items():
-            if pipe not in self._opened:
-                try:  # a descriptor of our own: a lock belongs to the open file, which others may have inherited
-                    self._opened[pipe] = os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-                except OSError:  # no /proc, or a pipe without reader: the write tells
-                    return []
-        return [self._opened[pipe] for pipe in pipes]
+        pipes = {_identity(fd): fd for fd in fds if is_pipe(fd)}
+        for pipe in sorted(pipes):
+            # A descriptor of our own: a lock belongs to the open file, which others may have inherited.
+            with suppress(OSError):  # no /proc, or a pipe without reader: the write tells
+                own = os.open(f"/proc/self/fd/{pipes[pipe]}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+                self._held.append((own, pipe))
+        return [own for own, _ in self._held]
 
-    def close(self, pipe: tuple[int, int]) -> None:
-        """Forget a pipe."""
-        fd = self._opened.pop(pipe)
-        if _is_same(fd, pipe):  # else the step's code has closed it, and the number belongs to another file
-            os.close(fd)
-
-    def close_all(self) -> None:
-        """Release everything; in a fork of the process, which shares the locks, this keeps them with the parent."""
-        for pipe in list(self._opened):
-            self.close(pipe)
+    def release(self, unlock: bool) -> None:
+        """Let others write. A fork of the process shares the locks: there it closes what it has, and leaves them locked."""
+        while self._held:
+            fd, pipe = self._held.pop()
+            with suppress(OSError):  # the step's code has closed all descriptors; that releases the lock, too
+                if _identity(fd) == pipe:  # else the number belongs to another file by now
+                    if unlock:
+                        fcntl.flock(fd, fcntl.LOCK_UN)
+                    os.close(fd)
 
 
 def is_pipe(fd: int) -> bool:
@@ -89,12 +75,6 @@ def is_pipe(fd: int) -> bool:
 def _identity(fd: int) -> tuple[int, int]:
     status = os.fstat(fd)
     return status.st_dev, status.st_ino
-
-
-def _is_same(fd: int, pipe: tuple[int, int]) -> bool:
-    with suppress(OSError):
-        return _identity(fd) == pipe
-    return False
 
 
 def await_room(fd: int) -> None:

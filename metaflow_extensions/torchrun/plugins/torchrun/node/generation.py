@@ -16,6 +16,7 @@ from functools import partial
 from ..gang.cause import Failure, first_failure
 from ..gang.protocol import Go
 from ..guardian.agent_events import AgentEnded, AgentEvent, End, Frozen, Terminated, WorkerEnded, WorkerStarted
+from ..launch.command import shown_command
 from ..logs.pipes import LogReader
 from .agent import AgentProcess
 from .agent_end import AgentEnd
@@ -59,7 +60,7 @@ class Generation:
     ) -> None:
         self.go = go
         self.number = go.generation
-        self.command = command  # the agent's argv
+        self.command = shown_command(command)  # the agent's argv, as a user would type it
         self.phase = Phase.STARTING
         self.said_started = self.said_output = False  # whether *started* and *wrote* were sent
         self.exits = Exits(folder, replace(plan.spec, nproc=plan.nproc), host, logs.tail)

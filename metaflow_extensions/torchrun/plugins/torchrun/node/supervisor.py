@@ -35,7 +35,6 @@ from ..gang.protocol import (
     Wrote,
 )
 from ..guardian.agent_events import End, Refused
-from ..launch.command import shown_command
 from ..result import TorchrunResult
 from .agent import AgentProcess
 from .generation import Generation, Phase
@@ -149,7 +148,7 @@ class Supervisor:
         is_first = self._member.node == CONTROL and go.generation == 0 and not self._plan.is_ours
         if is_first:
             self._emit("facts", facts_line(self._plan, go))
-        self._emit("command", f"runs: {shlex.join(shown_command(generation.command))}", is_detail=True)
+        self._emit("command", f"runs: {shlex.join(generation.command)}", is_detail=True)
 
     def _say_end(self, error: TorchrunError | None) -> None:
         self._member.settle_lines()  # first write the lines of the other nodes' workers
