@@ -35,7 +35,7 @@ def command_of(go=GO, main_addr="10.0.0.7", **changes):
 
 def options_of(**changes):
     command = command_of(**changes)
-    return command[3 : command.index("--")]
+    return command[4 : command.index("--")]
 
 
 def program_of(**changes):

@@ -108,7 +108,7 @@ class Warm:
         count = self.workers if workers is None else workers
         options = Options(*logs, workers=count, **{"grace_s": 2.0, "silence_s": 30.0, **options})
         words = [str(out), what, str(count), *(script or [self.script, "löss", ""])]
-        command = [sys.executable, launch_command.AGENT, str(self.root), *words]
+        command = [sys.executable, launch_command.AGENT, str(self.root), str(launch_command.HALT_SIGNAL), *words]
         start = partial(self.node.start, command, count if self.workers else 0)
         agent = AgentProcess(command, {**self.env, **(env or {})}, options, events.put, start)
         self.agents.append(agent)

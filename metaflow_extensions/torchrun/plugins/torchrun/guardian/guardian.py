@@ -53,6 +53,7 @@ class Options(NamedTuple):
         float  # how long a worker, the agent or the task may be stopped (SIGSTOP) before that counts as a failure
     )
     workers: int  # how many the agent will start
+    halt_signal: int = signal.SIGSTOP  # makes the agent act on its workers no more
     restarts: bool = False  # whether the agent may start its workers again by itself
     cwd: str | None = None  # working directory; default is the task's
     pipes: str | None = None  # the folder with the pipes of agent and workers
@@ -307,9 +308,9 @@ class Guardian:
         """Signal everything once and give it time to end."""
         if self._workers.any_reaped:  # the agent has a moment to stop its workers and print how they failed
             self._wait_while(lambda: self._agent.returncode is None, time.monotonic() + _REPORT_S)
-        # The agent gets SIGSTOP, not SIGTERM. On SIGTERM it would signal its workers a second time, reap them before we
-        # read their exit codes, or wait in its exit barrier for up to 300 s (torch 2.13).
-        self._agent.send_signal(signal.SIGSTOP)
+        # The agent gets no SIGTERM: it would signal its workers a second time, reap them before we read their exit
+        # codes, or wait in its exit barrier for up to 300 s (torch 2.13). But torch's store, which it may serve, lives on.
+        self._agent.send_signal(self._options.halt_signal)
         if self._preempt_signal is not None:
             self._find_workers()
             self._end_all(self._workers.living, self._preempt_signal, deadline)

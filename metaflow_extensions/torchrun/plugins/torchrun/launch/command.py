@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Mapping, Sequence
 
 from ..gang.protocol import Go
@@ -11,6 +12,8 @@ from .spec import ELASTIC_BACKEND, STATIC_BACKEND, LaunchSpec, bracketed
 
 SCRIPTS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "worker")
 AGENT = os.path.join(SCRIPTS, "agent.py")  # runs torchrun, and gives its workers their pipes
+# Makes an agent wait, and act on its workers no more. See `gang.wakeup` and `machine.stacks` for its neighbours.
+HALT_SIGNAL = int(signal.SIGRTMAX) - 5
 # This folder comes first on the path of agent and workers; its `sitecustomize` records how a worker ends.
 WORKER_HOOKS = os.path.join(SCRIPTS, "worker_hooks")
 # The agent is the first Python of a launch and puts its pid there, so that its children know that they are workers.
@@ -53,12 +56,12 @@ def agent_command(
         **_gang_options(spec, given),
     }
     words = [f"--{name}" if value is None else f"--{name}={value}" for name, value in options.items()]
-    return [spec.python, AGENT, pipes, *words, *_worker_words(spec, own)]
+    return [spec.python, AGENT, pipes, str(HALT_SIGNAL), *words, *_worker_words(spec, own)]
 
 
 def shown_command(command: Sequence[str]) -> list[str]:
     """Return the argv of an agent as a user would type it."""
-    return ["torchrun", *command[3:]] if command[1:2] == [AGENT] else list(command)
+    return ["torchrun", *command[4:]] if command[1:2] == [AGENT] else list(command)
 
 
 def _worker_words(spec: LaunchSpec, own: Sequence[str]) -> list[str]:

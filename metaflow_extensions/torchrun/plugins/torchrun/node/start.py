@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -16,7 +17,7 @@ from ..gang.member import Member
 from ..gang.protocol import Go
 from ..guardian.agent_events import AgentEvent
 from ..guardian.guardian import Options
-from ..launch.command import agent_command, agent_environment, program_environment, restart_variables
+from ..launch.command import HALT_SIGNAL, agent_command, agent_environment, program_environment, restart_variables
 from ..logs.pipes import AGENT, LogReader, pipe_path
 from ..machine.accelerators import Machine, omp_threads
 from ..machine.network import interface_of
@@ -154,6 +155,8 @@ def _options(plan: Plan, folder: str, pipes: str) -> Options:
         silence_s=plan.silence_s,
         workers=plan.nproc,
         restarts=plan.is_elastic,
+        # The runner of a program starts nothing that another node needs.
+        halt_signal=HALT_SIGNAL if plan.program is None else signal.SIGSTOP,
         cwd=plan.spec.cwd,
         scratch=scratch,
     )

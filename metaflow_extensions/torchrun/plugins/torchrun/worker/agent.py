@@ -1,10 +1,23 @@
 """The agent of a node: torchrun, whose workers write to the pipes that this node reads.
 
-Usage: ``agent.py PIPES TORCHRUN_ARGUMENT...``. It runs as a program, without our package on its path.
+Usage: ``agent.py PIPES SIGNAL TORCHRUN_ARGUMENT...``. It runs as a program, without our package on its path. The working
+directory is not on its path either: it may have files named like modules of Python or torch. Workers find modules as
+under torchrun.
 """
 
 import os
+import signal
 import sys
+
+
+def halt(*_: object) -> None:
+    """Act on workers no more, but go on serving torch's store to those that save: it has threads of its own.
+
+    The guardian sends the signal before it stops the workers itself. SIGTERM, which the kernel sends if the guardian is
+    killed, still ends the agent.
+    """
+    while True:
+        signal.pause()
 
 
 def write_to_pipes(folder: str) -> None:
@@ -28,6 +41,7 @@ def write_to_pipes(folder: str) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(int(sys.argv.pop(2)), halt)  # before torch is imported, which takes a while
     own = os.path.dirname(os.path.abspath(__file__))
     if sys.path[0] == own:  # not with PYTHONSAFEPATH
         del sys.path[0]

@@ -6,7 +6,7 @@ import importlib
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, nullcontext, suppress
 from importlib.machinery import PathFinder
 from typing import Any
 
@@ -48,7 +48,8 @@ class Imports:
         self._env = dict(os.environ)  # before the imports, which may change variables
         try:
             for name in modules:
-                importlib.import_module(name)
+                with _without(folder) if name == modules[0] else nullcontext():  # torch needs nothing of the user's
+                    importlib.import_module(name)
         except BaseException as error:
             self._fault = f"{name} could not be imported: {type(error).__name__}: {error}"
         self._files = dict(_files_of_modules())
@@ -110,6 +111,17 @@ class Imports:
                 # A folder without ``__init__.py`` has no origin, and is only found after all other modules.
                 if spec is not None and spec.origin is not None and spec.origin != file:
                     raise StartCold(f"{spec.origin} would be imported instead of {file or name}")
+
+
+@contextmanager
+def _without(folder: str) -> Iterator[None]:
+    """Keep what lies in a folder from being imported for a module of the same name."""
+    at = sys.path.index(folder)
+    del sys.path[at]
+    try:
+        yield
+    finally:
+        sys.path.insert(at, folder)
 
 
 def first_entry(argv: Sequence[str], cwd: str) -> str:
