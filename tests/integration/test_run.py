@@ -197,7 +197,7 @@ def test_the_working_directory_can_be_chosen(together):
     (worker,) = well(together["one node"]).notes("worker-launch1-*")
     assert Path(worker["cwd"]).name == "else where"
     assert Path(worker["file"]).name == "worker.py"  # found beside the flow
-    (log,) = Path(worker["cwd"]).glob("logs/torchrun-node0-*/*/attempt_0/0/stdout.log")
+    (log,) = Path(worker["cwd"]).glob("logs/torchrun-node0-*/0/stdout.log")
     assert log.read_text() == "heard from afar\n"
     assert "[rank 0] heard from afar" in together["one node"].text
     assert worker["env"]["OMP_NUM_THREADS"] == str(usable_cpus())

@@ -210,9 +210,9 @@ class Noting(dict):
         self.names.add(os.fsdecode(name))
         return super().__contains__(name)
 from metaflow_extensions.torchrun.plugins.torchrun.features.warm.imports import Imports
-from metaflow_extensions.torchrun.plugins.torchrun.features.warm.spare import AGENT
+from metaflow_extensions.torchrun.plugins.torchrun.features.warm.spare import TORCHRUN
 os.environ._data = Noting(os.environ._data)
-importlib.import_module(AGENT)
+importlib.import_module(TORCHRUN)
 names = sorted(Noting.names - set(os.environ))  # tqdm goes through all that there are
 imports = Imports([], sys.path[0], computes=True)
 print(*[name for name in names if not imports.counts(name)])

@@ -83,8 +83,9 @@ def test_the_earliest_failure_is_the_cause():
     [
         failed(0, "RuntimeError: [../third_party/gloo/pair.cc:525] Connection closed by peer [10.0.0.7]:4242"),
         failed(0, REMOTE_ERROR),
-        failed(0, "ConnectionResetError: [Errno 104] Connection reset by peer"),
-        failed(0, "BrokenPipeError: [Errno 32] Broken pipe"),
+        failed(
+            0, "RuntimeError: Broken pipe", 1, "exception", 'File "/x/site-packages/torch/distributed/c.py", line 1'
+        ),
         failed(0, "torch.distributed.DistNetworkError: failed to recv, got 0 bytes"),
         failed(0, "torch.distributed.DistStoreError: Timed out after 300 seconds waiting for clients"),
         failed(0, None, 1, "exit", "[E] Watchdog caught collective operation timeout: WorkNCCL"),
@@ -108,6 +109,11 @@ def test_a_consequence_yields_to_the_origin_that_is_seen_later(consequence):
         failed(1, DUPLICATE_GPU),
         failed(1, CUDA_ERROR),
         failed(1, OUT_OF_MEMORY),
+        failed(1, "ConnectionResetError: [Errno 104] Connection reset by peer"),
+        failed(
+            1, "OperationalError: connection refused", 1, "exception", 'File "/x/site-packages/db/connect.py", line 1'
+        ),
+        failed(1, None, 1, "exit", "curl: (7) Failed to connect to tracking server: Connection refused"),
         Cause("lost", 1, "host-1", exception="its connection to the control node was closed"),
         Cause("step", 1, "host-1", exception="ConnectionError: Connection reset by peer"),
         Cause("timeout", 0, "host-0", exception="it ran longer than 5 s"),
@@ -115,7 +121,7 @@ def test_a_consequence_yields_to_the_origin_that_is_seen_later(consequence):
     ],
 )
 def test_an_origin_of_any_kind_beats_a_broken_connection(origin):
-    assert first(failed(0, "RuntimeError: Connection reset by peer"), origin) is origin
+    assert first(failed(0, "RuntimeError: [gloo/transport/tcp/pair.cc:5] Connection reset by peer"), origin) is origin
 
 
 # --- the cause itself ------------------------------------------------------------------------------

@@ -71,10 +71,6 @@ def test_workers_are_told_how_often_the_gang_was_restarted():
     assert command_of(again, **asked).count("--no-python") == 1
 
 
-def test_a_script_that_torchrun_runs_in_its_own_process_is_not_started_by_env():
-    assert program_of(go=RESTARTED, options=(("run-path", None),)) == ["/flow/train.py"]
-
-
 @pytest.mark.parametrize(("env", "words"), [((), ["OWN=/my logs/7"]), ((("OWN", "mine"),), [])])
 def test_a_program_that_is_no_python_gets_variables_of_its_own_by_its_command(env, words):
     """No hook of ours runs there; the user's own value stays."""
@@ -95,7 +91,7 @@ def test_workers_start_whatever_their_path_is(path, name, tmp_path):
 
 def test_torchrun_gets_the_gangs_facts():
     assert command_of()[:3] == ["/usr/bin/python3", AGENT, "/my pipes"]
-    assert shown_command(command_of())[:2] == ["torchrun", "--nproc-per-node=2"]
+    assert shown_command(command_of())[1:4] == ["-m", "torch.distributed.run", "--nproc-per-node=2"]
     assert sorted(options_of(max_restarts=3)) == [
         "--log-dir=/my logs",
         "--max-restarts=0",
@@ -116,8 +112,8 @@ def test_torchrun_gets_the_gangs_facts():
         ({"options": (("rdzv-id", "mine"),)}, ["--rdzv-id=mine"]),
         ({"options": (("rdzv-id", ""),)}, ["--rdzv-id=launch0-0-gang"]),
         (
-            {"options": (("brand-new", "a b"), ("virtual-local-rank", None))},
-            ["--brand-new=a b", "--virtual-local-rank"],
+            {"options": (("brand-new", "a b"), ("brand-new-flag", None))},
+            ["--brand-new=a b", "--brand-new-flag"],
         ),
     ],
 )

@@ -9,7 +9,13 @@ from dataclasses import replace
 import pytest
 from metaflow.exception import MetaflowException
 
-from metaflow_extensions.torchrun.plugins.torchrun.errors import CLASSES, LaunchFailed, TorchrunError, WorkerFailed
+from metaflow_extensions.torchrun.plugins.torchrun.errors import (
+    CLASSES,
+    LaunchFailed,
+    TorchrunError,
+    WorkerFailed,
+    chain,
+)
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import (
     Cause,
     FailureText,
@@ -38,6 +44,17 @@ def test_every_error_survives_pickle(cls):
     error = pickle.loads(pickle.dumps(cls(TEXT, CAUSE)))
     assert type(error) is cls
     assert (error.message, error.cause, error.headline) == (TEXT, CAUSE, cls.headline)
+
+
+def test_a_circle_of_causes_has_an_end():
+    first, second = ValueError("first"), KeyError("second")
+    first.__cause__, second.__context__ = second, first
+    assert list(chain(first)) == [first, second]
+    assert list(chain(None)) == []
+
+
+def test_an_errors_repr_has_its_text():
+    assert repr(TorchrunError("what to change")) == "TorchrunError('what to change')"
 
 
 @pytest.mark.parametrize("cls", CLASSES.values())

@@ -64,6 +64,7 @@ REFUSED = [
     (parse_signal, "a signal", ["SIGNOPE", "0", 999, True, -15, "SIG_IGN", "BLOCK", "_BLOCK"]),
     (parse_flag, "True or False", ["yes", "no", 1, 0, None]),
     (parse_signal, "heed", ["KILL", "STOP"]),
+    (parse_signal, "real-time signals", [64, 59, 56, "SIGRTMAX"]),
 ]
 
 

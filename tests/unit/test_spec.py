@@ -1,5 +1,6 @@
 """One call of `run` becomes a launch, or an error that names what contradicts what."""
 
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -64,7 +65,13 @@ def refusal(*args, **arguments):
         ({"entrypoint": ["no such program"]}, ["'no such program'", "PATH"]),
         ({"entrypoint": ["sh", "x"], "module": True}, ["module says how Python runs a script", "'sh'", "remove it"]),
         ({"entrypoint": ["sh", "x"], "torchrun_args": ["-m"]}, ["module says"]),
-        ({"entrypoint": ["sh", "x"], "torchrun_args": ["--run-path"]}, ["run-path says"]),
+        ({"torchrun_args": ["--run-path"]}, ["run-path can't be used", "fork"]),
+        ({"torchrun_args": {"virtual_local_rank": None}}, ["virtual-local-rank can't be used", "LOCAL_RANK"]),
+        *(({"torchrun_args": given}, ["help can't be used"]) for given in ({"help": None}, ["--help"], ["-h"])),
+        *(
+            ({"torchrun_args": {"local_ranks_filter": given}}, ["local ranks of a node are 0 to"])
+            for given in ("-1", "0,64")
+        ),
     ],
 )
 def test_what_can_not_be_is_refused_with_the_reason(arguments, words, script):
@@ -143,9 +150,9 @@ def test_port_and_restarts_are_those_that_count_and_not_torchruns(script):
 
 def test_what_concerns_the_workers_is_kept_as_data(script, tmp_path):
     env = {"N": 1, "HOSTILE": "$HOME 'x'\n"}
-    asked = {"torchrun_args": {"local_ranks_filter": "0,2"}, "env": env, "cwd": str(tmp_path)}
+    asked = {"torchrun_args": {"local_ranks_filter": "0,1"}, "env": env, "cwd": str(tmp_path)}
     spec = build(script, {"amp": True, "lr": 1}, **asked)
-    assert (spec.shown_local_ranks, spec.options, spec.bools) == ({0, 2}, (), (("amp", True),))
+    assert (spec.shown_local_ranks, spec.options, spec.bools) == ({0, 1}, (), (("amp", True),))
     assert (spec.env, spec.cwd) == ((("N", "1"), ("HOSTILE", "$HOME 'x'\n")), str(tmp_path))
 
 
@@ -181,9 +188,11 @@ def test_a_missing_script_names_every_place_looked_at(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a folder").mkdir()
     flow_dir = tmp_path / "flow dir"
-    for name in ("no such.py", "a folder"):
-        told = refusal(name, node=replace(NODE, flow_dir=str(flow_dir)))
-        assert f"does not exist; looked for {tmp_path / name} and {flow_dir / name}." in told
+    told = refusal("no such.py", node=replace(NODE, flow_dir=str(flow_dir)))
+    assert f"does not exist; looked for {tmp_path / 'no such.py'} and {flow_dir / 'no such.py'}." in told
+    os.mkfifo(tmp_path / "a pipe")
+    for name, what in (("a folder", "is a folder"), ("a pipe", "is no regular file")):
+        assert f"'{tmp_path / name}' {what}" in refusal(name)
 
 
 @pytest.mark.parametrize(

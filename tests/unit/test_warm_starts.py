@@ -197,6 +197,17 @@ def test_what_counts_for_workers_means_cold_workers(warm, tmp_path, name, counts
         assert (agent.end()["refused"], agent.worker()["early"]) == (None, True)
 
 
+def test_a_variable_that_a_pth_file_reads_when_python_starts_means_cold_workers(warm, tmp_path):
+    """As coverage's; Python has executed it before the spare could know."""
+    write(tmp_path / "tracer.pth", "# 'A_COMMENT'\nimport os; os.environ.get('TRACER_STARTS') and print()\n")
+    one = warm(workers=1)
+    one.spares()
+    agent = one.start(env={"A_COMMENT": "1"})
+    assert (agent.end()["refused"], agent.worker()["early"]) == (None, True)
+    one.spares()
+    assert one.cold_worker(env={"TRACER_STARTS": "1"}) == "TRACER_STARTS had another value when torch was imported."
+
+
 @pytest.mark.parametrize(
     ("code", "reason"),
     [

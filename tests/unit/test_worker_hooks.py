@@ -139,12 +139,17 @@ def test_the_end_is_recorded_whatever_hook_the_user_has(hook, work):
 
 @pytest.mark.parametrize("hook", ["torch's", "one that calls the one before"])
 def test_the_end_of_a_peer_is_shown_in_one_line_and_recorded_whole(hook, work):
-    fails = "def train():\n    raise OSError('Connection reset by\\npeer')\ntrain()"
+    fails = "def train():\n    raise RuntimeError('[gloo/pair.cc:5] Connection reset by\\npeer')\ntrain()"
     done, record = work(f"import sys\n{HOOKS[hook]}\n{fails}", **SHORT_PEER_ERRORS)
-    line = "OSError: Connection reset by (another rank has ended; the traceback is left out)\n"
+    line = "RuntimeError: [gloo/pair.cc:5] Connection reset by (another rank has ended; the traceback is left out)\n"
     assert done.stderr == ("[rank0]: " if hook == "torch's" else "") + line
     assert "in train" in record.traceback
-    assert record.exception == "OSError: Connection reset by\npeer"
+    assert record.exception == "RuntimeError: [gloo/pair.cc:5] Connection reset by\npeer"
+
+
+def test_a_connection_of_the_users_own_that_breaks_is_shown_whole(work):
+    done, _ = work("raise ConnectionRefusedError('Connection refused')", **SHORT_PEER_ERRORS)
+    assert done.stderr.startswith("Traceback")
 
 
 @pytest.mark.parametrize("what", ["a hook called by hand", "of its own"])
@@ -209,14 +214,14 @@ SPOILT = {
 @pytest.mark.parametrize("spoil", SPOILT)
 def test_an_end_of_which_no_record_can_be_written_is_shown_whole(spoil, work, folder):
     """Also that of a peer."""
-    body = f"import os\n{SPOILT[spoil]}\nraise OSError('Connection reset by peer')"
+    body = f"import os\n{SPOILT[spoil]}\nraise OSError('gloo: Connection reset by peer')"
     done, _ = work(body, **SHORT_PEER_ERRORS)
     os.makedirs(folder, exist_ok=True)
     folder.chmod(0o700)
     is_recorded = read_record(str(folder)) is not None
     assert not is_recorded or spoil == "a folder to be read only"  # root may write there
     assert (done.returncode, done.stderr.startswith("Traceback")) == (1, not is_recorded)
-    assert "\nOSError: Connection reset by peer" in f"\n{done.stderr}"
+    assert "\nOSError: gloo: Connection reset by peer" in f"\n{done.stderr}"
 
 
 AGAIN = "import os, sys\nif len(sys.argv) == 1: os.execv(sys.executable, [sys.executable, *sys.argv, 'x'])\n"

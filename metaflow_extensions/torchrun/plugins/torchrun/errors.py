@@ -19,6 +19,7 @@ The control node makes the error that stops a gang, and all nodes raise it with 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from .stubs import ForStubs
@@ -85,6 +86,9 @@ class TorchrunError(MetaflowException):  # type: ignore[misc]  # Metaflow is not
         """The first failure of the gang, as plain data; None without one."""
         return self._cause if self._failure is None else self._failure.cause.as_dict()
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.message!r})"
+
     def __reduce__(self) -> tuple[Any, ...]:
         # MetaflowException keeps its message out of `args`, so the default would lose it.
         return type(self), (self.message, self.cause), {"events": self.events, "outputs": self.outputs}
@@ -149,6 +153,15 @@ class TorchrunPreempted(LaunchFailed):
 
     headline = "@torchrun: preempted"
     remedy = "With Metaflow's @retry a new gang starts, and a script that loads its snapshot goes on."
+
+
+def chain(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error and what it is chained to, each once: ``raise error from error`` is a circle."""
+    seen: list[BaseException] = []
+    while error is not None and not any(error is each for each in seen):
+        seen.append(error)
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 CLASSES = {

@@ -255,10 +255,8 @@ class TorchrunExecutor:
 
     def _warm(self, given: Mapping[str, Any], spec: LaunchSpec) -> str:
         warm: str = choose("warm", given, {}, self._context.settings).value
-        others = {"no-python": "they run a command", "run-path": "torchrun runs them itself"}
-        why = next((why for name, why in others.items() if name in dict(spec.options)), None)
-        if warm == "workers" and self._context.warm is not None and why is not None:
-            self._note_once(f"warm='workers': torchrun starts warm, but the workers start cold, because {why}")
+        if warm == "workers" and self._context.warm is not None and "no-python" in dict(spec.options):
+            self._note_once("warm='workers': torchrun starts warm, but the workers start cold: they run a command")
         return warm
 
     def _warn(self, spec: LaunchSpec) -> None:

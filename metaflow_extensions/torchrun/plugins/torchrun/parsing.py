@@ -52,14 +52,17 @@ def parse_int(value: Any) -> int | None:
     return None
 
 
+_MOST_PROCESSES = 1024  # per node; a typing error above, since each takes over 100 MB
+
+
 def parse_nproc(value: Any, setting: str) -> int | str:
     """Return a number of processes per node as an int or one of `NPROC_WORDS`."""
     if isinstance(value, str) and value.strip().lower() in NPROC_WORDS:
         return value.strip().lower()
     number = parse_int(value)
-    if number is None or number < 1:
+    if number is None or not 1 <= number <= _MOST_PROCESSES:
         raise TorchrunConfigError(
-            f"{setting} is {value!r}, but it must be a whole number of at least 1 or one of "
+            f"{setting} is {value!r}, but it must be a whole number from 1 to {_MOST_PROCESSES} or one of "
             f"{', '.join(map(repr, NPROC_WORDS))}."
         )
     return number
@@ -298,6 +301,9 @@ def parse_restart_on(value: Any, setting: str) -> frozenset[str]:
     return names
 
 
+_RESERVED = 9  # `gang.wakeup`, `machine.stacks` and `launch.command` take three of them, Valgrind the last
+
+
 def parse_signal(value: Any, setting: str) -> int:
     """Return the number of a signal that a process can handle, given by name (``"SIGUSR1"``, ``"usr1"``) or number."""
     text = str(value).strip().upper()
@@ -306,6 +312,11 @@ def parse_signal(value: Any, setting: str) -> int:
     number = parse_int(text) if text.isdecimal() else named if isinstance(named, signal.Signals) else None
     if isinstance(value, bool) or number not in signal.valid_signals():
         raise TorchrunConfigError(f"{setting} is {value!r}, but it must be a signal, such as 'SIGUSR1'.")
+    if hasattr(signal, "SIGRTMAX") and number > signal.SIGRTMAX - _RESERVED:
+        raise TorchrunConfigError(
+            f"{setting} is {value!r}, but this extension and debuggers use the last {_RESERVED} real-time signals. "
+            "Choose another one, such as 'SIGUSR1'."
+        )
     if number in (signal.SIGKILL, signal.SIGSTOP):
         raise TorchrunConfigError(f"{setting} is {value!r}, which no process can heed to save its work.")
     return int(number)

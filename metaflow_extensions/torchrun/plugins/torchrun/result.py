@@ -105,8 +105,11 @@ class TorchrunResult(Generic[_T]):
         return self.rank(self.node_index * self.nproc_per_node + local_rank)
 
     def __iter__(self) -> Iterator[_T]:
-        """Iterate over what the function returned, in the order of ranks: this node's or, if `gathered`, all."""
-        return map(self.rank, self._ranks())
+        """Iterate over what the function returned, in the order of ranks: this node's or, if `gathered`, all.
+
+        Of a script there is nothing.
+        """
+        return map(self.rank, self._ranks() if self.values else ())
 
     def __len__(self) -> int:
         """Return how many values iteration gives; 0 for a script."""

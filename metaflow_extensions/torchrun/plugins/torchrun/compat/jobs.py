@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+from ..errors import chain
+
 
 class KubernetesJob(NamedTuple):
     """A job or a job set."""
@@ -43,8 +45,7 @@ def job_of(error: BaseException | None) -> KubernetesJob | BatchJob | None:
 
 
 def _owners(error: BaseException | None) -> Iterator[Any]:
-    while error is not None:
-        for frame, _ in traceback.walk_tb(error.__traceback__):
+    for link in chain(error):
+        for frame, _ in traceback.walk_tb(link.__traceback__):
             if type(frame.f_locals.get("self")).__name__ in ("Kubernetes", "Batch"):
                 yield frame.f_locals["self"]
-        error = error.__cause__ or error.__context__

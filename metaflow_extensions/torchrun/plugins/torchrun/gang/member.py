@@ -26,7 +26,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from ..errors import GangError, LaunchFailed, LaunchTimeout, TorchrunError, TorchrunPreempted
+from ..errors import GangError, LaunchFailed, LaunchTimeout, TorchrunError, TorchrunPreempted, chain
 from ..events import Event, Subscriber
 from ..tracebacks import user_traceback, words_of
 from .cause import Cause, FailureText, cause_of, failed
@@ -395,12 +395,7 @@ class Member:
 
     def gang_knows(self, error: BaseException) -> bool:
         """Return whether the gang knows this error already: it is, or is chained to, the gang's own verdict."""
-        link: BaseException | None = error
-        while link is not None:
-            if link is self._verdict or (link is self.broken and link is not self._lost):
-                return True
-            link = link.__cause__ or link.__context__
-        return False
+        return any(link is self._verdict or (link is self.broken and link is not self._lost) for link in chain(error))
 
     def cause_of(self, error: BaseException) -> Cause:
         """Return an exception of this node's own step as a cause."""

@@ -18,8 +18,8 @@ _VALUED = frozenset(
         *("master-port", "local-addr", "logs-specs", "numa-binding", "signals-to-handle", "shutdown-timeout"),
     }
 )
-_FLAGS = frozenset({"standalone", "module", "no-python", "run-path", "virtual-local-rank"})
-_SHORT = {"m": "module", "r": "redirects", "t": "tee"}
+_FLAGS = frozenset({"standalone", "module", "no-python", "run-path", "virtual-local-rank", "help"})
+_SHORT = {"h": "help", "m": "module", "r": "redirects", "t": "tee"}
 
 
 def entrypoint_arguments(given: Mapping[str, Any] | Sequence[Any] | None) -> tuple[str, ...]:

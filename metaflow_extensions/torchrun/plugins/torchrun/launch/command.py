@@ -61,7 +61,7 @@ def agent_command(
 
 def shown_command(command: Sequence[str]) -> list[str]:
     """Return the argv of an agent as a user would type it."""
-    return ["torchrun", *command[4:]] if command[1:2] == [AGENT] else list(command)
+    return [command[0], "-m", "torch.distributed.run", *command[4:]] if command[1:2] == [AGENT] else list(command)
 
 
 def _worker_words(spec: LaunchSpec, own: Sequence[str]) -> list[str]:
@@ -71,7 +71,7 @@ def _worker_words(spec: LaunchSpec, own: Sequence[str]) -> list[str]:
     """
     options = dict(spec.options)
     # "--" keeps torchrun's argparse from taking a script's "--d" for an ambiguous option of its own.
-    if "no-python" in options and "run-path" not in options:
+    if "no-python" in options:
         return ["--", system_program("env"), *own, *_program([spec.entrypoint, *spec.args])]
     return [*(["--module"] if spec.module else []), "--", *_escaped([spec.entrypoint, *spec.args])]
 

@@ -23,6 +23,15 @@ ELASTIC_BACKEND = "c10d"
 _DECIDED = frozenset({"nproc-per-node", "master-port", "max-restarts", "redirects", "tee"})
 
 
+# Options of torchrun (2.13) that would break what a launch promises, and why.
+_REFUSED = {
+    "help": "torchrun would print its help and start no worker. See docs/reference.md for what it can do here.",
+    "run-path": "torchrun would fork its workers from a process with threads. Leave it out: the script runs the same.",
+    "virtual-local-rank": "all ranks of a node would have LOCAL_RANK 0, by which their output and their ends are told "
+    "apart. Set CUDA_VISIBLE_DEVICES in the script instead.",
+}
+
+
 @dataclass(frozen=True)
 class FunctionSpec:
     """The function that workers call instead of a script."""
@@ -104,6 +113,7 @@ def build_spec(
     `function` is what the workers call if the entrypoint is one. `may_come`: what runs before may still make the entrypoint.
     """
     options = torchrun_options(given.get("torchrun_args"))
+    _refuse_what_has_no_use(options)
     min_nodes = _take_min_nodes(options, node.num_nodes)
     _refuse_what_the_gang_decides(options, node)
     module = bool(given.get("module")) | (options.pop("module", "absent") is None)
@@ -126,7 +136,7 @@ def build_spec(
         python=sys.executable,
         master_port=choose("master_port", given, options, settings).value,
         max_restarts=choose("max_restarts", given, options, settings).value,
-        shown_local_ranks=_local_ranks(options.pop("local-ranks-filter", None)),
+        shown_local_ranks=_local_ranks(options.pop("local-ranks-filter", None), nproc),
         # As torchrun, which runs in `cwd`, would take this name; we run elsewhere and read there, too.
         log_dir=None if log_dir is None else os.path.abspath(os.path.join(cwd or "", log_dir)),
         env=tuple(env.items()),
@@ -160,11 +170,10 @@ def _command(
 ) -> dict[str, Any]:
     """Return a command; its `options` get ``--no-python``."""
     words = parse_argv(given["entrypoint"], "the entrypoint")
-    for name, is_given in (("module", module), ("run-path", "run-path" in options)):
-        if is_given:
-            raise TorchrunConfigError(
-                f"{name} says how Python runs a script, but the entrypoint {list(words)} is a command; remove it."
-            )
+    if module:
+        raise TorchrunConfigError(
+            f"module says how Python runs a script, but the entrypoint {list(words)} is a command; remove it."
+        )
     options["no-python"] = None
     program = beside_flow(words[0], cwd, flow_dir) if may_come else find_program(words[0], cwd, flow_dir, env)
     source = source_of(program, words, cwd)
@@ -204,6 +213,12 @@ def _take_min_nodes(options: dict[str, str | None], num_nodes: int) -> int | Non
     return fewest
 
 
+def _refuse_what_has_no_use(options: Mapping[str, str | None]) -> None:
+    for name, why in _REFUSED.items():
+        if name in options:
+            raise TorchrunConfigError(f"torchrun_args {name} can't be used: {why}")
+
+
 def _refuse_what_the_gang_decides(options: dict[str, str | None], node: Node) -> None:
     """Drop options that say what the gang does anyway; refuse those that contradict it."""
     size, address = node.num_nodes, "the control node's address, which every node finds by itself"
@@ -241,6 +256,12 @@ def _find_entrypoint(entrypoint: Any, is_path: bool, folders: Sequence[str | Non
     found = next(filter(os.path.isfile, candidates), candidates[0] if may_come else None)
     if found is not None:
         return found
+    if (there := next(filter(os.path.exists, candidates), None)) is not None:
+        what = "a folder" if os.path.isdir(there) else "no regular file"
+        raise EntrypointError(
+            f"The entrypoint {there!r} is {what}. Name a script; a package with a __main__ module is run by "
+            "run('package', module=True)."
+        )
     looked = " and ".join(dict.fromkeys(candidates))
     raise EntrypointError(
         f"The entrypoint {name!r} does not exist; looked for {looked}. Check the spelling; for a remote task, check that "
@@ -248,11 +269,17 @@ def _find_entrypoint(entrypoint: Any, is_path: bool, folders: Sequence[str | Non
     )
 
 
-def _local_ranks(value: str | None) -> frozenset[int] | None:
+def _local_ranks(value: str | None, nproc: int) -> frozenset[int] | None:
     if value is None:
         return None
     try:
-        return frozenset(int(rank) for rank in value.split(","))
+        ranks = frozenset(int(rank) for rank in value.split(","))
+        if strange := sorted(ranks - set(range(nproc))):
+            raise TorchrunConfigError(
+                f"torchrun_args local-ranks-filter has {', '.join(map(str, strange))}, but the local ranks of a node are "
+                f"0 to {nproc - 1}."
+            )
+        return ranks
     except ValueError as error:
         raise TorchrunConfigError(
             f"torchrun_args local-ranks-filter is {value!r}, but it must be local ranks with commas between, as in '0,1'."

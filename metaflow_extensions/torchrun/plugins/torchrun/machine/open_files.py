@@ -34,8 +34,9 @@ def room_for_connections(needed: int, more: int) -> int:
     used = _open_files()
     places = min(soft - used - _FOR_THE_STEP, needed + more)
     if places < needed:
+        what = "1 connection" if needed == 1 else f"{needed} connections"
         raise GangError(
-            f"The control node (host {socket.gethostname()}) needs {needed} connections, one for each other node, but "
+            f"The control node (host {socket.gethostname()}) needs {what}, one for each other node, but "
             f"its task may open {hard} files only (the hard limit, ulimit -Hn), of which {used} are open and "
             f"{_FOR_THE_STEP} kept for the step's own. Raise it where the task's container or service is set up."
         )

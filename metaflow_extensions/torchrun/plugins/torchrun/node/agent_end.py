@@ -93,6 +93,8 @@ class AgentEnd:
             how = f"got {signal_name(report.got_signal)} from outside of the gang, and gave up"
         elif self._end is not None and self._end.error is not None:
             how = self._end.error
+        elif code == 0:
+            how = "exited with code 0 and has started no worker"
         else:
             how = "vanished" if code is None else self.machine.how_ended(code)
         # An agent with workers did start: it was killed, or lost its own connections.

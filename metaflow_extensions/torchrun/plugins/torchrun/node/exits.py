@@ -53,6 +53,11 @@ class Exits:
         """Return whether a worker has ended."""
         return any(end.rank == rank for end in self._ends.values())
 
+    @property
+    def any_known(self) -> bool:
+        """Whether there is a trace of any worker: its end, or the folder that torchrun made for it."""
+        return bool(self._ends) or os.path.isdir(worker_folder(self._folder, 0))
+
     def record(self, end: WorkerEnded) -> bool:
         """Record a worker's end; return whether it is known to have failed by itself."""
         if _failed(end) and end.pid in read_agent_report(self._tail).stopped:

@@ -124,7 +124,7 @@ class Generation:
     @property
     def ended_well(self) -> bool:
         """Whether the agent, and so all its workers, have ended well."""
-        return self._agent_end.exit_code == 0
+        return self._agent_end.exit_code == 0 and self._agent_end.failed_at is None
 
     def close(self, grace_s: float = 0.0) -> None:
         """Stop what still runs, and read the last output; safe to call more than once."""
@@ -189,7 +189,7 @@ class Generation:
     def _on_agent_ended(self, event: AgentEnded) -> str | None:
         """Handle an agent that ended by itself: well, by its own failure, or by a worker's that it saw first."""
         self._agent_end.exit_code = event.status
-        if event.status == 0 or self.phase is not Phase.RUNNING:
+        if self.phase is not Phase.RUNNING or (event.status == 0 and self._has_started()):
             return None
         self.exits.complete(event.status, stopping=False)
         self._enter(Phase.STOPPING)
@@ -198,6 +198,11 @@ class Generation:
         if failed is not None and failed.status is not None:
             return f"rank {failed.rank} {self._agent_end.machine.how_ended(failed.status)}"
         return self._agent_end.describe(event.status)
+
+    def _has_started(self) -> bool:
+        """Return whether the agent has started anything: with some arguments torchrun only prints, and ends well."""
+        is_program = self._plan.program is not None
+        return is_program or bool(self._pids) or self.exits.any_known or self._logs.written_bytes() > 0
 
     def _on_end(self, event: End) -> None:
         if self._agent_end.exit_code is None:  # it was stopped

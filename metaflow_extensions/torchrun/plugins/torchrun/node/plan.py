@@ -107,7 +107,7 @@ class Plan:
     @property
     def has_warm_workers(self) -> bool:
         """Whether workers start warm: possible for Python programs that torchrun starts as processes."""
-        return self.warm == "workers" and not {"no-python", "run-path"} & set(dict(self.spec.options))
+        return self.warm == "workers" and "no-python" not in dict(self.spec.options)
 
     def prepare_warm(self) -> None:
         """Prepare a spare for the next agent of this step: of a restart, or of the next launch."""

@@ -36,7 +36,7 @@ from ..events import Event, Subscriber
 from ..gang.cause import Cause, cause_of
 from ..gang.member import Member
 from ..gang.state import Gang
-from ..logs.console import hurry, to_log, write_text
+from ..logs.console import hurry, settle, to_log, write_text
 from ..logs.task_log import TaskLog
 from ..node.plan import WarmStarts
 from ..node.watchers import Feature, keepers_of
@@ -59,6 +59,7 @@ _UPLOAD_S = 5.0
 # Seconds that a node's task needs beyond its workers' grace to end by itself.
 _LOCAL_NODE_MARGIN_S = 10.0
 # Seconds that a local task has to end by itself when the run's process is gone. Its output has no reader any more.
+_LAST_LINE_S = 1.0  # for who reads the output of a task that ends without its control task
 _ORPHAN_S = 1.5
 # How long a preempted task waits for its card: its machine is about to go.
 _PREEMPTED_CARD_S = 2.0
@@ -122,6 +123,7 @@ class TaskGang:
             return self._settings.grace_s + _LOCAL_NODE_MARGIN_S
         text = f"the control task (pid {pid}), which has started this one, is gone; this one ends, too"
         to_log(Event("note", current.parallel.node_index, text))
+        settle(_LAST_LINE_S)  # this process ends at once
         return 0.0
 
     def will_start_nodes(self, num_nodes: int) -> None:

@@ -30,7 +30,7 @@ class Functions(Feature):
                 )
             return None
         options = torchrun_options(given.get("torchrun_args"))
-        for name in ("module", "no-python", "run-path"):
+        for name in ("module", "no-python"):
             if name in options or given.get(name):
                 raise TorchrunConfigError(
                     f"{name} says how to run a script, but the entrypoint is a function; remove it."

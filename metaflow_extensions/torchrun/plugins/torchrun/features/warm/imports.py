@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import glob
 import importlib
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -56,6 +58,7 @@ class Imports:
         if computes:  # optional packages or ``.pth`` files may be added later; an agent needs neither
             installed = [entry for entry in sys.path if entry.endswith("-packages")]
             self._files.update({entry: known for entry in installed if (known := _version(entry)) is not None})
+        self._read_by_site = set(_names_in_pth(sys.path)) if computes else set()
         fixed = {*sys.builtin_module_names, "__main__", "__mp_main__"}  # no file can replace these
         self._modules = {name: module for name, module in sys.modules.items() if "." not in name and name not in fixed}
 
@@ -89,6 +92,8 @@ class Imports:
     def counts(self, name: str) -> bool:
         """Return whether the value of a variable could have changed what was imported."""
         if os.environ.get(name) != self._env.get(name):  # an import has set it, perhaps from its old value
+            return True
+        if name in self._read_by_site:
             return True
         if name.startswith(_READ_LATER):
             return False
@@ -142,6 +147,19 @@ def _files_of_modules() -> Iterator[tuple[str, tuple[int, int]]]:
         file = getattr(module, "__file__", None)
         if isinstance(file, str) and (version := _version(file)) is not None:
             yield file, version
+
+
+def _names_in_pth(path: Sequence[str]) -> Iterator[str]:
+    """Yield the texts in ``.pth`` files that may name variables: Python executes their lines when it starts.
+
+    Tracers and tools for coverage begin there, if a variable says so.
+    """
+    for folder in path:
+        for file in glob.glob(os.path.join(glob.escape(folder), "*.pth")):
+            with suppress(OSError), open(file, encoding="utf-8", errors="replace") as lines:
+                for line in lines:
+                    if line.startswith(("import ", "import\t")):
+                        yield from re.findall(r"""["'](\w+)["']""", line)
 
 
 def _version(file: str) -> tuple[int, int] | None:

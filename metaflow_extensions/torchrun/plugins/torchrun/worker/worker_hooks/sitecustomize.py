@@ -132,12 +132,20 @@ def _is_of_a_peer(error: BaseException) -> bool:
         import re
 
         pattern, name = os.environ.get(_PEER_GONE), _name(error)
-        found = pattern and _nobody_catches(error) and re.search(pattern, name, re.IGNORECASE)
+        found = pattern and _nobody_catches(error) and re.search(pattern, name + _raised_in(error), re.IGNORECASE)
         if found:
             sys.stderr.write(name.splitlines()[0] + " (another rank has ended; the traceback is left out)\n")
         return bool(found)
     except BaseException:
         return False
+
+
+def _raised_in(error: BaseException) -> str:
+    """Return a line with the file that raised `error`."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return "" if trace is None else "\n" + trace.tb_frame.f_code.co_filename
 
 
 def _nobody_catches(error: BaseException) -> bool:
