@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import time
 
 import pytest
 from gangs import Gang
@@ -106,6 +107,19 @@ def test_a_stopped_worker_that_goes_on_in_time_is_no_failure(gang, recorder):
     os.kill(pid, signal.SIGCONT)
     gang.await_age(struck_at, HEARTBEAT_S * 1.5)
     recorder.lasted("SIGSTOP of a worker for half the heartbeat timeout", gang.end_well())
+
+
+def test_everything_is_stopped_for_longer_than_the_heartbeat_timeout(gang, recorder):
+    """As by Ctrl-Z, `docker pause`, a freezer or a live migration: nobody was silent for anybody who was awake."""
+    gang.start(3, settings={"heartbeat_timeout_s": HEARTBEAT_S})
+    gang.await_workers()
+    everything = gang.living()
+    for pid in everything:
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(2 * HEARTBEAT_S)
+    for pid in everything:
+        os.kill(pid, signal.SIGCONT)
+    recorder.lasted("SIGSTOP of everything for twice the heartbeat timeout", gang.end_well())
 
 
 def test_sigkill_of_a_task_whose_child_lives_on(gang, recorder):

@@ -29,15 +29,23 @@ def told(data):
 
 def test_silence_of_all_ranks_is_a_hang():
     kept = keeper(timeout_s=30.0)
+    kept.begin(0, {"timeout_s": 30.0}, 119.0)
     kept.handle(1, told({"age_s": 1.0}), 120.0)
     kept.handle(0, told({"age_s": 9.0}), 121.0)  # older than what node 1 has told
-    assert kept.tick(149.0, None) == Remarks()
+    for at_s in range(120, 150):
+        assert kept.tick(float(at_s), None) == Remarks()
     failing = Failing("hang", "no rank wrote anything or exited for 30 s")
     assert kept.tick(149.1, None) == Remarks(failing=failing)
     kept.begin(0, {"timeout_s": 30.0}, 149.1)
     assert kept.tick(179.0, None) == Remarks()
     kept.begin(0, {}, 200.0)
     assert kept.tick(999.0, None) == Remarks(), "nobody asks for it"
+
+
+def test_time_in_which_the_control_node_itself_was_stopped_is_no_silence():
+    kept = keeper(timeout_s=30.0)
+    kept.begin(0, {"timeout_s": 30.0}, 100.0)
+    assert kept.tick(101.0, None) == kept.tick(900.0, None) == kept.tick(902.0, None) == Remarks()
 
 
 def test_where_the_ranks_were_is_told():

@@ -54,7 +54,7 @@ class Connection(asyncio.Protocol):
         self._buffer = bytearray()
         self._needed = 0
         self._transport: asyncio.Transport | None = None
-        self._heard_at = self.opened_at = time.monotonic()
+        self._heard_at = self._checked_at = self.opened_at = time.monotonic()
         self._beat_at = _NEVER  # when the next heartbeat is due
         self.node: int | None = None  # on the control node: the member at the other end, once it has joined
         self.why_closed: str | None = None  # why this side has aborted it, if it has
@@ -127,19 +127,23 @@ class Connection(asyncio.Protocol):
         self._beat_at = time.monotonic() + random.random() * self._timeout_s / BEATS  # noqa: S311 - no secret
 
     def beat(self) -> float:
-        """Abort if the other side is silent, or send a heartbeat if it is time; return when it will count as silent.
+        """Abort if the other side is silent, or send a heartbeat if it is time; return when to call this again.
 
         Call it in a timer of the loop. What has arrived is read before a timer runs, however busy we are: nobody is
-        aborted for our own delay. Only the control node sends heartbeats on its own account. A member answers each
-        at once, while both are awake for it, and needs no timer for that.
+        aborted for our own delay. And a timer that comes late tells that this process was stopped, perhaps with the
+        whole machine, so that time counts for nobody. Only the control node sends heartbeats on its own account. A
+        member answers each at once, while both are awake for it, and needs no timer for that.
         """
-        now, silent_at = time.monotonic(), self._heard_at + self._timeout_s
+        now = time.monotonic()
+        if now - self._checked_at > 2 * self._timeout_s / BEATS:
+            self._heard_at += now - self._checked_at
+        self._checked_at, silent_at = now, self._heard_at + self._timeout_s
         if now >= silent_at:
             self.abort(f"nothing arrived from it for {self._timeout_s:g} s (heartbeat_timeout_s)")
         elif now >= self._beat_at:
             self._beat_at = now + self._timeout_s / BEATS
             self.write(BEAT)
-        return silent_at
+        return min(silent_at, now + self._timeout_s / BEATS)
 
     def address(self, whose: str) -> str:
         """Return the IP address of this side (``"sockname"``) or of the other (``"peername"``)."""

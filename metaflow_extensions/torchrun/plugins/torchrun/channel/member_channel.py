@@ -180,9 +180,9 @@ class MemberChannel:
 
     def _watch(self, connection: Connection) -> None:
         """Check in a timer whether the control node is silent; call it once, it repeats itself."""
-        silent_at = connection.beat()
+        again_at = connection.beat()
         if not connection.is_closing():
-            self._thread.loop.call_at(silent_at, self._watch, connection)  # the loop's clock is the monotonic one
+            self._thread.loop.call_at(again_at, self._watch, connection)  # the loop's clock is the monotonic one
 
     def _ended(self, connection: Connection, is_proven: asyncio.Future[bool]) -> None:
         if not is_proven.done():

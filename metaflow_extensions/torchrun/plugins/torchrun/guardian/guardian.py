@@ -277,12 +277,11 @@ class Guardian:
         self._begin_to_stop(_STRAGGLER_GRACE_S if status == 0 else self._options.grace_s)
 
     def _is_frozen(self, pid: int) -> None:
-        if pid == self._task.pid:  # the gang counts its node as lost
-            self._begin_to_stop(self._options.grace_s)
-            return
         worker = self._workers.get(pid)
         rank, local_rank = (None, None) if worker is None else (worker.rank, worker.local_rank)
-        self._say(Frozen(rank, local_rank, pid, time.monotonic()))
+        self._say(Frozen(rank, local_rank, pid, time.monotonic()))  # the task reads it if it is continued
+        if pid == self._task.pid:  # the gang counts its node as lost
+            self._begin_to_stop(self._options.grace_s)
 
     def _reap_orphans(self) -> bool:
         """Reap the agent and what was re-parented to us; return whether any child is left."""

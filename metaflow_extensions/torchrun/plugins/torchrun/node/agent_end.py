@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from dataclasses import replace
 
@@ -60,6 +61,7 @@ class AgentEnd:
             cause = Cause("agent_ended", self._node, self._host, exception=text)
         else:
             whose = f"its {self._plan.agent} " if event.rank is None else ""
+            whose = "its Metaflow task " if event.pid == os.getpid() else whose
             limit_s = self._plan.silence_s
             text = f"{whose}was stopped by a signal (SIGSTOP or the like) and not continued for {limit_s:g} s"
             cause = Cause("frozen", self._node, self._host, event.rank, event.local_rank, exception=text)

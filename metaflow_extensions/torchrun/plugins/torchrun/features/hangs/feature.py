@@ -27,6 +27,7 @@ _KIND = "hang"  # of the cause
 _DIAGNOSTICS_S = 15.0
 # A node reports output to the control node at most once in this fraction of hang_timeout_s.
 _ACTIVE_PART = 0.1
+_LATE_S = 3.0  # between two looks at the clock, which come every second
 _MAX_LINES = 64
 _WAITS = "node {}: its output waits for its reader, such as a stopped terminal, and its ranks wait, too"
 _GOES_ON = "node {}: its output is read again"
@@ -118,12 +119,13 @@ class HangKeeper(Keeper):
 
     def __init__(self) -> None:
         self._timeout_s: float | None = None
-        self._active_at = 0.0
+        self._active_at = self._ticked_at = 0.0
         self._found: dict[int, Diagnostics] = {}  # by node
 
     def begin(self, launch: int, policy: Plain, at_s: float) -> None:
         """Start the clock, if the launch has a limit."""
-        self._timeout_s, self._active_at = policy.get("timeout_s"), at_s
+        self._timeout_s = policy.get("timeout_s")
+        self._active_at = self._ticked_at = at_s
         self._found = {}
 
     def handle(self, node: int, told: Told, at_s: float) -> Remarks | None:
@@ -139,7 +141,10 @@ class HangKeeper(Keeper):
 
     def tick(self, at_s: float, where: Callable[[int], Where]) -> Remarks:
         """Let the launch fail if all ranks were silent for too long."""
-        limit_s = self._timeout_s
+        limit_s, late_s = self._timeout_s, at_s - self._ticked_at
+        self._ticked_at = at_s
+        if late_s > _LATE_S:  # this process was stopped, perhaps with all others
+            self._active_at += late_s
         if limit_s is None or at_s - self._active_at <= limit_s:
             return Remarks()
         return Remarks(failing=Failing(_KIND, f"no rank wrote anything or exited for {limit_s:g} s"))
