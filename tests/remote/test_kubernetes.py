@@ -172,8 +172,11 @@ def test_a_pod_without_a_place_is_named_with_the_command_that_tells_why(start_re
         assert [f"Insufficient {resource}" in condition.message for condition in pod.status.conditions] == [True]
         assert flow.wait(120) == 1, flow.text
         check_said(flow, "Waited 30 s, but node 1 of 2 did not arrive", "GangStartTimeout")
+        check_said(flow, f"Kubernetes says of node 1's pod {pod.metadata.name}: Unschedulable: 0/1 nodes are")
+        assert "can't begin" not in flow.text, flow.text
         assert flow.text.count(f"describe pods -l {label}") >= 2  # in the error, too
         cluster.await_gone(flow)
+        assert "Waited 30 s, but node 1 of 2 did not arrive" in Seen(flow).show().splitlines()[2]
 
 
 def test_a_pod_that_vanishes_is_named_at_once_and_afterwards(start_remote, cluster):

@@ -292,11 +292,13 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
 
 
 def _tell_of_job(flow_datastore: Any, step_name: str) -> None:
-    """In the process that looks after a remote job of the step: log the backend's report if the job fails."""
+    """In the process that looks after a remote job: log what the backend says of pods that can't start, and of its end."""
     from .task.jobs import Job
     from .task.report import tell_after_errors
 
-    tell_after_errors(Job(flow_datastore, step_name).tell)
+    job = Job(flow_datastore, step_name)
+    job.watch()
+    tell_after_errors(job.tell)
 
 
 def _make_gang_of_one(flow: Any) -> None:

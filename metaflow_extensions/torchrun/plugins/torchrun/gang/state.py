@@ -341,18 +341,22 @@ class Gang:
             is_known = (known := cause_of(last)) is not None and cause.is_same_event(known)
             self._break(last if last is not None and is_known else obstacles.outside(cause, after_step))
         elif launch.phase is Phase.GATHERING:
-            error = obstacles.too_early(cause, launch.number)
-            self._course.finish(error)
-            self._break(error)
+            self._break(obstacles.too_early(cause, launch.number))
         else:
             self._course.add_failures([Failure(cause)])
             self._course.stop_or_drop(node)
             self._course.decide_if_all_ended()
 
     def _break(self, error: TorchrunError) -> None:
-        """Break the gang: no launch can begin any more. Send *abort* to every node."""
+        """Break the gang: no launch can begin any more. Send *abort* to every node.
+
+        A launch that still gathers ends with the same error: else the first node that leaves with it would seem to have
+        called `run` less often than the others.
+        """
         if self.broken is None:
             self.broken = error
+            if self._launch.phase is Phase.GATHERING:
+                self._course.finish(error)
             self.history.note("broken", text=headline(error.message))
             self._course.report(error, None, None)
             records = self._course.events()
