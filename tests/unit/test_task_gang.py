@@ -118,6 +118,21 @@ def test_an_error_of_the_step_is_raised_and_leaves_the_gang(gang, registry):
 STORING = ("persist", "save_metadata", "done")
 
 
+def test_a_control_node_leaves_when_all_is_stored_and_takes_along_what_ends_its_task(gang, registry):
+    datastore = SimpleNamespace(**dict.fromkeys(STORING, lambda *_: "stored"))
+    gang.watch_storing(datastore)
+    gang.join()
+    gang.finish()
+    try:
+        sys.exit("another decorator has had enough")
+    except SystemExit:
+        datastore.persist()
+        assert gang._member.is_storing
+        assert datastore.done() == "stored"
+    assert registry.load_snapshot().summary.outcome == "failed"
+    assert "enough" in registry.load_snapshot().error
+
+
 @pytest.mark.parametrize("name", STORING)
 def test_results_that_can_not_be_stored_leave_the_gang_with_that_error(name, gang):
     def refuse(*_):
@@ -127,7 +142,8 @@ def test_results_that_can_not_be_stored_leave_the_gang_with_that_error(name, gan
     gang.watch_storing(datastore)
     member, _ = gang.join()
     gang.finish()
-    assert [getattr(datastore, other)({}) for other in STORING if other != name] == ["stored", "stored"]
+    before = STORING[: STORING.index(name)]
+    assert [getattr(datastore, other)({}) for other in before] == ["stored"] * len(before)
     assert member.is_storing
     with pytest.raises(OSError, match="no space left"):
         getattr(datastore, name)({})

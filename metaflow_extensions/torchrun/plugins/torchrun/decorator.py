@@ -199,7 +199,7 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
     def task_pre_step(self, *args: Any) -> None:
         """Record which gang this is."""
         from .features.listed import FEATURES
-        from .task.report import print_errors_ourselves
+        from .task.report import print_errors_ourselves, tell_after_errors
         from .task.task_gang import TaskGang
 
         began_at = time.monotonic()
@@ -223,6 +223,7 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
         store, settings = self._flow_datastore, self._settings
         self._gang = TaskGang(settings, store, run_id, step_name, task_id, retry_count, deadline, FEATURES)
         self._gang.watch_storing(task_datastore)
+        tell_after_errors(self._gang.leave_with)
         self._gang.follow_starters()
 
     def task_decorate(self, step_func: Callable[[], None], *args: Any) -> Callable[[], None]:

@@ -229,7 +229,7 @@ class TaskGang:
     # --- around it and after it -----------------------------------------------------------------
 
     def run(self, step: Callable[[], None]) -> None:
-        """Run the step, which joins; leave if it fails or, on the control node, when all others have left."""
+        """Run the step, which joins; leave if it fails. On the control node, wait until all others have left."""
         if self._local_nodes is not None:
             name_as_starter(os.environ, "control")
         try:
@@ -250,10 +250,8 @@ class TaskGang:
                 absent = self._channel.gang.nodes.absent if self._channel is not None else ()
                 self._local_nodes.stop(self._settings.grace_s + _LOCAL_NODE_MARGIN_S, absent)
             raise
-        if self._channel is not None:
-            self.leave(None)
-        elif self.live_card is not None:  # Metaflow may make the last one before this task leaves
-            self.live_card.settle()
+        if self._records is not None and self.live_card is not None:
+            self.live_card.settle()  # Metaflow may make the last one before a member leaves
 
     def finish(self) -> None:
         """Report that the step's own code has ended well."""
@@ -292,15 +290,26 @@ class TaskGang:
             self._warm.close()
 
     def watch_storing(self, task_datastore: Any) -> None:
-        """Report to the gang that artifacts can't be stored: Metaflow calls no decorator after that (task.py, 2.19)."""
+        """Report to the gang that artifacts can't be stored: Metaflow calls no decorator after that (task.py, 2.19).
+
+        The control node leaves when all is stored, before Metaflow makes its last card, which so shows the gang's end.
+        """
         watch_storing(task_datastore, self._or_fail)
 
-    def _or_fail(self, store: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _or_fail(self, is_last: bool, store: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:
-            return store(*args, **kwargs)
+            result = store(*args, **kwargs)
         except Exception as error:
             self.fail(error)
             raise
+        if is_last and self._events is not None:
+            self.leave(sys.exc_info()[1])  # what Metaflow hands to no decorator, such as SystemExit, is on its way
+        return result
+
+    def leave_with(self, error: BaseException) -> str:
+        """Leave with the error that ends the task, if no decorator was told of it; return what else is to be said."""
+        self.leave(error)
+        return ""
 
     def _stands_above(self, node: int, cause: Cause) -> bool:
         """Return whether this node's log has everything that the failed worker wrote, as its own or as a copy."""
