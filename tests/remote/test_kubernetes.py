@@ -264,6 +264,27 @@ def test_a_pod_that_is_replaced_lets_all_ranks_save(start_remote, cluster, node)
 
 
 @pytest.mark.minutes
+def test_the_steps_timeout_ends_the_gang_before_kubernetes_ends_its_pods(run_remote, cluster):
+    """Metaflow (2.19) makes it the pods' own limit; a busy machine needs most of a minute for their start."""
+    flow = run_remote(expect=1, TIMEOUT_S=150, DO="*:save", TORCHRUN={"grace_s": 5}, **cluster.on())
+    check_said(flow, "longer than the step's @timeout of 150 s allows (it counts from", "launch timed out")
+    assert "was preempted" not in flow.text, flow.text
+    assert "DeadlineExceeded" not in flow.text, flow.text
+    cluster.await_gone(flow)
+
+
+def test_a_control_node_that_vanishes_while_its_results_are_stored_has_not_ended_well(start_remote, cluster):
+    flow = start_remote(HOOK="slow-to-store:0", **cluster.on())
+    flow.await_line("is being pickled", 240)
+    delete_pod(cluster, flow, 0, grace_s=0)
+    assert flow.wait(150) == 1
+    seen = Seen(flow)
+    assert seen.data()["outcome"] == "failed"
+    check_said(flow, "The control node's pod")
+    cluster.await_gone(flow)
+
+
+@pytest.mark.minutes
 def test_gangs_in_a_foreach_do_not_meet(run_remote, cluster):
     flow = run_remote(flow="remote_foreach.py", name="RemoteForeach", **cluster.on())
     check_said(flow, "SEEN a0/4 a1/4 b0/4 b1/4")

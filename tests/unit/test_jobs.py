@@ -245,6 +245,15 @@ def test_batch_says_why_containers_ended_whatever_their_number(job, registry):
     assert "node 151" in stored.reports[-1].text
 
 
+def test_the_end_of_a_pods_or_a_jobs_time_names_the_steps_timeout(job, registry):
+    late = pod(0, "c-1", KILLED, reason="DeadlineExceeded", message="Pod was active for too long")
+    assert "too long (the limit is the step's @timeout" in job.tell(failing(Pods(late)))
+    queue = Queue(ended_with(137), ended_with(137))
+    queue.described["j"]["statusReason"] = "Job attempt duration exceeded timeout"
+    said = job.tell(failing(queue, batch.Batch, "job"))
+    assert "Job attempt duration exceeded timeout (the limit is the step's @timeout" in said.splitlines()[0]
+
+
 @pytest.mark.parametrize("missing", ["_client", "_name", "_namespace", "_pod_name"])
 def test_without_a_private_name_of_metaflow_nothing_is_said(job, registry, missing):
     jobs = Pods()

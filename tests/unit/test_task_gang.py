@@ -27,6 +27,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.records.vanished import has_b
 from metaflow_extensions.torchrun.plugins.torchrun.settings import DEFAULTS, parse_settings
 from metaflow_extensions.torchrun.plugins.torchrun.task import task_gang
 from metaflow_extensions.torchrun.plugins.torchrun.task.starters import STARTED_BY
+from metaflow_extensions.torchrun.plugins.torchrun.task.step_timeout import TimeLimit
 
 SETTINGS = parse_settings(DEFAULTS, "train")
 
@@ -89,13 +90,13 @@ def test_a_task_stays_in_its_gang_until_its_results_are_stored_and_what_has_happ
 
 def test_the_steps_timeout_ends_a_step_that_sleeps_on_the_control_node(control_task):
     began = time.monotonic()
-    gang = control_task(deadline=began + 0.2)
+    gang = control_task(limit=TimeLimit(began + 0.2, "longer than 🙂 allows"))
 
     def step():
         gang.join()
         time.sleep(50)
 
-    with pytest.raises(LaunchTimeout, match=r"@timeout allows\.\nIt happened outside of"):
+    with pytest.raises(LaunchTimeout, match=r"🙂 allows\.\nIt happened outside of"):
         gang.run(step)
     assert time.monotonic() - began < 40
 

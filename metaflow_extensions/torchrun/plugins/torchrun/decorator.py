@@ -200,6 +200,7 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
         """Record which gang this is."""
         from .features.listed import FEATURES
         from .task.report import print_errors_ourselves, tell_after_errors
+        from .task.step_timeout import time_limit
         from .task.task_gang import TaskGang
 
         began_at = time.monotonic()
@@ -219,9 +220,9 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
         print_errors_ourselves(in_task=True)
         # Metaflow sets its alarm now, but on no control task: only with @parallel has one code of the user's (2.19).
         is_ours = ubf_context == steps.UBF_CONTROL and self._timeout_s is not None
-        deadline = began_at + (self._timeout_s or 0.0) if is_ours else None
+        limit = time_limit(self._timeout_s or 0.0, began_at, self._settings.grace_s) if is_ours else None
         store, settings = self._flow_datastore, self._settings
-        self._gang = TaskGang(settings, store, run_id, step_name, task_id, retry_count, deadline, FEATURES)
+        self._gang = TaskGang(settings, store, run_id, step_name, task_id, retry_count, limit, FEATURES)
         self._gang.watch_storing(task_datastore)
         tell_after_errors(self._gang.leave_with)
         self._gang.follow_starters()

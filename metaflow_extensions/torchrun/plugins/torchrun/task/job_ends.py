@@ -15,6 +15,9 @@ _BATCH_LIMIT = 100  # jobs in one request of DescribeJobs
 # What a container's end is called where the reason is the program's own, or a neighbour's end.
 _ORDINARY = ("Completed", "Error", None)
 _KILLED = 128 + signal.SIGKILL
+# How both say that a time limit has passed (Batch for the job as a whole). Metaflow (2.19) makes @timeout this limit.
+_TIME_IS_UP = ("DeadlineExceeded", "Job attempt duration exceeded timeout")
+_WHOSE_TIME = " (the limit is the step's @timeout, and counts from the start of the pod or container)"
 _STARTING = ("ContainerCreating", "PodInitializing", None)
 # A pod's conditions whose reason matters, and when: no machine has room for it; it was ended for a reason of the cluster's.
 _CONDITIONS = {("PodScheduled", "False"), ("DisruptionTarget", "True")}
@@ -78,7 +81,8 @@ def _ends_of(pod: Any) -> Iterator[str]:
     conditions = [each for each in pod.status.conditions or () if (each.type, each.status) in _CONDITIONS]
     for each in (pod.status, *conditions):
         if each.reason:
-            yield f"{each.reason}: {each.message}" if each.message else each.reason
+            whose = _WHOSE_TIME if each.reason in _TIME_IS_UP else ""
+            yield (f"{each.reason}: {each.message}" if each.message else each.reason) + whose
     for container in pod.status.container_statuses or ():
         for state in (container.state, container.last_state):
             if state.terminated and state.terminated.reason not in _ORDINARY:
@@ -114,14 +118,16 @@ def of_batch(job: BatchJob) -> Iterator[End]:
             each["jobId"]: each for each in job.client.describe_jobs(jobs=ids[begin : begin + _BATCH_LIMIT])["jobs"]
         }
         for node, name in list(enumerate(ids))[begin : begin + _BATCH_LIMIT]:
-            yield _end_of(node, found.get(name, {}))
+            yield _end_of(node, found.get(name, {}), main.get("statusReason"))
 
 
-def _end_of(node: int, job: dict[str, Any]) -> End:
+def _end_of(node: int, job: dict[str, Any], of_whole: str | None) -> End:
     container = job.get("container", {})
     code = container.get("exitCode")
     exit_code = "" if code is None else f" (exit code {code})"
     reason = container.get("reason")
+    if node == CONTROL and of_whole in _TIME_IS_UP:
+        reason = f"{of_whole}{_WHOSE_TIME}"
     was_killed = code == _KILLED  # only a SIGKILL gives this code
     known = reason or job.get("statusReason") or ("it was killed by SIGKILL" if was_killed else "it ended")
     text = f"{known}{exit_code}" if job.get("status") == "FAILED" else ""

@@ -35,6 +35,7 @@ from ..errors import TorchrunPreempted
 from ..events import Event, Subscriber
 from ..gang.cause import Cause
 from ..gang.member import Member
+from ..gang.policy import Rules
 from ..gang.state import Gang
 from ..logs.console import to_log, write_text
 from ..logs.task_log import TaskLog
@@ -50,7 +51,7 @@ from .report import end_with, report
 from .requests import Requests
 from .spot_notice import watch
 from .starters import STARTED_BY, end_after, name_as_starter, starters
-from .step_timeout import StepTimeout
+from .step_timeout import StepTimeout, TimeLimit
 
 # How long a failed node holds its end until the control node's log has the cause, and how long that may
 # take to upload it: on Kubernetes the first pod that ends takes all with it.
@@ -80,13 +81,12 @@ class TaskGang:
         step_name: str,
         task_id: str,
         attempt: int,
-        deadline: float | None = None,
+        limit: TimeLimit | None = None,
         features: Sequence[Feature] = (),
     ) -> None:
         self.features = features
         self._settings = settings
-        # The end of the step's @timeout in monotonic seconds, on a control node, where Metaflow does not enforce it.
-        self._deadline = deadline
+        self._limit = limit  # the step's @timeout, on a control node, where Metaflow does not enforce it
         self._flow_datastore = flow_datastore  # metaflow.datastore.FlowDataStore
         self._run_id, self._step_name, self._task_id, self._attempt = run_id, step_name, task_id, attempt
         self._is_local = is_local()
@@ -141,7 +141,7 @@ class TaskGang:
 
     def join(self) -> tuple[Member, str]:
         """Join, and return this node as a member and the control node's address."""
-        timeout = StepTimeout()
+        timeout = StepTimeout(self._settings.grace_s)
         member, main_addr = self._join()
         timeout.tell(member)
         self._member = member
@@ -158,15 +158,13 @@ class TaskGang:
         if parallel.num_nodes == 1:
             if not self._is_local:  # there the same task can be run again by hand
                 refuse_second_run(registry, 1)
-            member, channel = join_alone(
-                settings, emit, rules_of(settings, self._deadline), keepers_of(self.features, 1)
-            )
+            member, channel = join_alone(settings, emit, self._rules(), keepers_of(self.features, 1))
             self._follow(registry, channel)
             return member, LOOPBACK
         if parallel.node_index > 0:
             return self._join_as_member(registry, f"{self._run_id}/{self._step_name}/{control_task_id}")
         main_ip, here_only = parallel.main_ip, self._is_local
-        rules = replace(rules_of(settings, self._deadline), why_it_waits=why_it_waits)
+        rules = replace(self._rules(), why_it_waits=why_it_waits)
         keepers = keepers_of(self.features, parallel.num_nodes)
         member, self._channel = join_as_control(
             registry, parallel.num_nodes, main_ip, settings, emit, here_only, rules, keepers
@@ -177,6 +175,10 @@ class TaskGang:
         if not self._is_local:
             self._channel.relay.start(write_text)
         return member, control_addresses(main_ip, here_only)[0]
+
+    def _rules(self) -> Rules:
+        rules = rules_of(self._settings)
+        return rules if self._limit is None else replace(rules, deadline=self._limit.ends_at, longer=self._limit.text)
 
     def _join_as_member(self, registry: Registry, control: str) -> tuple[Member, str]:
         """Join, and show what becomes of this node; `control` is run, step and task."""
