@@ -385,16 +385,34 @@ def test_what_a_pytorch_for_cpus_lacks_has_a_remedy():
 # --- when nodes do not end alike ------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("node", [0, 1])
 @pytest.mark.parametrize(
     ("hook", "said"),
     [
         ("decorator", "failed with ValueError: the results look wrong"),
         ("artifact", 'failed with UnpicklableArtifactException: Cannot pickle dump artifact named "bad"'),
+        ("killed", ""),
     ],
 )
-def test_a_failure_after_the_steps_code_is_the_cause_on_the_control_node(run_flow, hook, said):
-    flow = run_flow(flow="ends.py", hook=hook, expect=1, stand_in=True)
-    assert said in flow.text
-    assert "before its results were stored" in flow.text
+def test_a_failure_after_the_steps_code_is_the_cause_on_the_control_node_and_afterwards(run_flow, hook, said, node):
+    flow = run_flow(flow="ends.py", hook=f"{hook}:{node}", expect=1, stand_in=True)
+    assert said.partition(": ")[2] in flow.text
     assert "Subprocess failed" not in flow.text
     flow.await_gone(1)
+    run = re.search(r"torchrun show (\S+)", flow.text)[1]
+    shown, followed = (torchrun(flow, "show", run, *more) for more in ([], ["--follow"]))
+    assert followed.returncode == 1, followed.stdout
+    if hook == "killed" and node == 0:  # nobody is left to record it
+        said = "The task of the control node (node 0) has ended, but has not recorded how."
+        assert said in flow.text
+        assert said in shown.stdout
+    else:
+        assert said in shown.stdout
+        assert "Failed after" in shown.stdout
+        assert hook == "killed" or "before its results were stored" in shown.stdout  # its last words may be unsent
+
+
+def torchrun(flow, *words):
+    argv = [sys.executable, "ends.py", "--no-pylint", "torchrun", *words]
+    folder = next(flow.out.parent.glob("flow folder"))
+    return subprocess.run(argv, cwd=folder, env=flow.env, capture_output=True, text=True, timeout=60)

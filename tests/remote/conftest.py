@@ -43,6 +43,7 @@ PLAN: dict[str, Any] = {
     "RESOURCES": None,
     "TORCHRUN": {},
     "CARD": False,
+    "TIMEOUT_S": None,
 }
 
 

@@ -45,9 +45,17 @@ def neuron_devices_of(job: dict[str, Any]) -> list[str]:
     [
         pytest.param("after:1:raise", "ValueError: step code failed after run", id="after-run"),
         pytest.param("unstorable:1", "this artifact can't be stored", id="unstorable"),
+        pytest.param("unstorable:0", "this artifact can't be stored", id="unstorable-control"),
     ],
 )
 def test_a_node_that_fails_after_its_last_launch_fails_the_run(run_remote, queue, hook, expected):
     """By itself, Metaflow 2.19 reports success when a worker node fails after its artifacts were set."""
     flow = run_remote(expect=1, HOOK=hook, **queue.on())
-    check_said(flow, "Node 1 (host", expected)
+    check_said(flow, expected, f"Node {hook.split(':')[1]} (host")
+
+
+@pytest.mark.minutes
+def test_the_steps_timeout_ends_the_gang_before_batch_ends_its_job(run_remote, queue):
+    """Metaflow (2.19) makes it the job's own limit."""
+    flow = run_remote(expect=1, TIMEOUT_S=120, DO="*:save", TORCHRUN={"grace_s": 5}, **queue.on())
+    check_said(flow, "longer than the step's @timeout of 120 s allows (it counts from", "launch timed out")

@@ -172,8 +172,11 @@ def test_a_pod_without_a_place_is_named_with_the_command_that_tells_why(start_re
         assert [f"Insufficient {resource}" in condition.message for condition in pod.status.conditions] == [True]
         assert flow.wait(120) == 1, flow.text
         check_said(flow, "Waited 30 s, but node 1 of 2 did not arrive", "GangStartTimeout")
+        check_said(flow, f"Kubernetes says of node 1's pod {pod.metadata.name}: Unschedulable: 0/1 nodes are")
+        assert "can't begin" not in flow.text, flow.text
         assert flow.text.count(f"describe pods -l {label}") >= 2  # in the error, too
         cluster.await_gone(flow)
+        assert "Waited 30 s, but node 1 of 2 did not arrive" in Seen(flow).show().splitlines()[2]
 
 
 def test_a_pod_that_vanishes_is_named_at_once_and_afterwards(start_remote, cluster):
@@ -257,6 +260,27 @@ def test_a_pod_that_is_replaced_lets_all_ranks_save(start_remote, cluster, node)
     delete_pod(cluster, flow, node, grace_s=60)
     assert flow.wait(150) == 1
     check_said(flow, f"node {node} (host", "is being replaced", f"Node {node} (host", "code 0 in time: 0, 1, 2, 3")
+    cluster.await_gone(flow)
+
+
+@pytest.mark.minutes
+def test_the_steps_timeout_ends_the_gang_before_kubernetes_ends_its_pods(run_remote, cluster):
+    """Metaflow (2.19) makes it the pods' own limit; a busy machine needs most of a minute for their start."""
+    flow = run_remote(expect=1, TIMEOUT_S=150, DO="*:save", TORCHRUN={"grace_s": 5}, **cluster.on())
+    check_said(flow, "longer than the step's @timeout of 150 s allows (it counts from", "launch timed out")
+    assert "was preempted" not in flow.text, flow.text
+    assert "DeadlineExceeded" not in flow.text, flow.text
+    cluster.await_gone(flow)
+
+
+def test_a_control_node_that_vanishes_while_its_results_are_stored_has_not_ended_well(start_remote, cluster):
+    flow = start_remote(HOOK="slow-to-store:0", **cluster.on())
+    flow.await_line("is being pickled", 240)
+    delete_pod(cluster, flow, 0, grace_s=0)
+    assert flow.wait(150) == 1
+    seen = Seen(flow)
+    assert seen.data()["outcome"] == "failed"
+    check_said(flow, "The control node's pod")
     cluster.await_gone(flow)
 
 

@@ -39,25 +39,31 @@ def job(datastore):
     return Job(datastore, "train", ["flow.py", "kubernetes", "step", "train", *WHERE])
 
 
-def pod(node, name, ended=None, waits=None, before=None, reason=None, message=None, disruption=None):
+def condition(kind, reason=None, message=None, status="True"):
+    return SimpleNamespace(type=kind, reason=reason, message=message, status=status)
+
+
+def pod(
+    node, name, ended=None, waits=None, before=None, reason=None, message=None, disruption=None, unschedulable=None
+):
     """Return a pod; `ended` and `before` are the end of its container, and of the one before it, as reason and code."""
 
     def state(end=None, waits=None):
         terminated = end and SimpleNamespace(reason=end[0], exit_code=end[1])
-        waiting = waits and SimpleNamespace(reason=waits)
+        waiting = waits and SimpleNamespace(reason=waits, message="no such image" if waits == "ErrImagePull" else None)
         return SimpleNamespace(terminated=terminated, waiting=waiting, running=None)
 
     labels = {"jobset.sigs.k8s.io/replicatedjob-name": "control" if node == 0 else "worker"}
     labels["jobset.sigs.k8s.io/job-index"] = str(max(0, node - 1))
     container = SimpleNamespace(state=state(ended, waits), last_state=state(before))
-    conditions = [SimpleNamespace(type="PodScheduled", reason="Scheduled", message=None)]
-    if disruption:
-        conditions = [
-            *conditions,
-            SimpleNamespace(type="DisruptionTarget", reason=disruption[0], message=disruption[1]),
-        ]
+    no_place = unschedulable and ("Unschedulable", unschedulable)
+    conditions = [condition("PodScheduled", *no_place, status="False") if no_place else condition("PodScheduled")]
+    conditions += [condition("DisruptionTarget", *disruption)] if disruption else []
     containers = [container] if ended or waits or before else []
-    status = SimpleNamespace(reason=reason, message=message, conditions=conditions, container_statuses=containers)
+    phase = "Pending" if unschedulable or (waits and not before) else "Running"
+    status = SimpleNamespace(
+        reason=reason, message=message, conditions=conditions, container_statuses=containers, phase=phase
+    )
     return SimpleNamespace(metadata=SimpleNamespace(name=name, labels=labels), status=status)
 
 
@@ -138,7 +144,11 @@ STARTS, VANISHED = "did not start", "it was deleted, evicted or killed, or its m
         ([pod(0, "c-1", ERROR)], "unexpectedly: exit code 1", "failed before it had joined its gang (exit code 1)"),
         ([pod(0, "c-1", reason="Evicted", message="no disk")], "Evicted: no disk.", "unexpectedly: Evicted: no disk."),
         ([pod(0, "c-1", disruption=("Preempted", "by x"))], "unexpectedly: Preempted: by x.", "Preempted: by x."),
-        ([pod(0, "c-1", waits="ErrImagePull")], "unexpectedly: it waits: ErrImagePull.", f"{STARTS}: it waits: ErrIm"),
+        (
+            [pod(0, "c-1", waits="ErrImagePull")],
+            "unexpectedly: it waits: ErrImagePull: no such image.",
+            f"{STARTS}: it waits: ErrIm",
+        ),
         ([pod(0, "c-1", waits="PodInitializing")], VANISHED, f"{STARTS}: the backend has nothing of it"),
         ([pod(0, "c-1", waits="CrashLoopBackOff", before=OOM)], "OOMKilled (exit code 137)", "unexpectedly: it waits"),
     ],
@@ -170,6 +180,35 @@ def test_a_job_of_which_nothing_is_there_did_not_start(job, datastore):
     job.tell(failing(Pods(first="")))
     stored = Registry(datastore, "7", "train", "3", 1).load_snapshot()
     assert "task did not start" in stored.error
+
+
+class Waiting:
+    """A process whose main thread waits for a job, as ours does that looks after one."""
+
+    def __init__(self, pods):
+        self._job = pods
+
+    def look(self, pending, *pods):
+        self._job.items = list(pods)
+        return pending.look()
+
+
+Waiting.__name__ = "Kubernetes"
+
+
+def test_what_keeps_a_pod_from_starting_is_said_once_it_stays_and_known_when_the_pod_is_gone(job, registry):
+    waiting, pending = Waiting(Pods()), job._pending
+    here, pulls = pod(0, "c-1"), pod(1, "w-1", waits="ErrImagePull")
+    starts, no_place = pod(2, "w-2", waits="ContainerCreating"), pod(2, "w-2", unschedulable="0/1 nodes are available")
+    assert waiting.look(pending, here, pulls, starts) == "", "it may come"
+    said = "[torchrun] Kubernetes says of node 1's pod w-1: it waits: ErrImagePull: no such image\n"
+    assert waiting.look(pending, here, pulls, no_place) == said
+    place = "[torchrun] Kubernetes says of node 2's pod w-2: Unschedulable: 0/1 nodes are available\n"
+    assert waiting.look(pending, here, pulls, no_place) == place
+    assert waiting.look(pending, here, pulls, pod(2, "w-2")) == ""
+    assert waiting.look(pending) == ""
+    registry.save_snapshot(replace(KNOWN, events=(*KNOWN.events, LEFT)), 1.0)
+    assert job.tell(failing(Pods(first=""))) == said, "that of node 2 has come"
 
 
 class Queue:
@@ -204,6 +243,15 @@ def test_batch_says_why_containers_ended_whatever_their_number(job, registry):
     stored = registry.load_snapshot()
     assert f"[torchrun] {stored.error}".startswith(first)
     assert "node 151" in stored.reports[-1].text
+
+
+def test_the_end_of_a_pods_or_a_jobs_time_names_the_steps_timeout(job, registry):
+    late = pod(0, "c-1", KILLED, reason="DeadlineExceeded", message="Pod was active for too long")
+    assert "too long (the limit is the step's @timeout" in job.tell(failing(Pods(late)))
+    queue = Queue(ended_with(137), ended_with(137))
+    queue.described["j"]["statusReason"] = "Job attempt duration exceeded timeout"
+    said = job.tell(failing(queue, batch.Batch, "job"))
+    assert "Job attempt duration exceeded timeout (the limit is the step's @timeout" in said.splitlines()[0]
 
 
 @pytest.mark.parametrize("missing", ["_client", "_name", "_namespace", "_pod_name"])

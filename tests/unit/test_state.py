@@ -301,6 +301,23 @@ def test_missing_nodes_are_named_once_with_time_setting_and_command(missing, nam
             assert all(words in str(error) for error in errors)
 
 
+@pytest.mark.parametrize("why", ["missing", "given up"])
+def test_a_launch_that_waits_ends_with_what_breaks_the_gang_not_with_the_first_node_that_leaves_for_it(why):
+    gang = GangOf(3, started_timeout_s=90.0, join=False)
+    gang.join(0, 1)
+    gang.ready(0)
+    if why == "missing":
+        gang.pass_time(91.0)
+    else:
+        gang.post(gang.state.give_up(GangError("the port is gone")))
+    first = gang.abort(1)
+    gang.leave(0, failed=True)
+    gang.leave(1, failed=True)
+    assert {report.text for report in gang.reports} == {first.message}
+    assert (gang.verdict(0), gang.state.error) == (first, first)
+    assert snapshot_of(gang.state, {}).error == first.message
+
+
 def test_who_waits_for_nodes_is_reminded_of_them_beside_the_control_node_whose_log_the_terminal_shows():
     gang = GangOf(4, join=False, why_it_waits=lambda node: f"ask about {node}")
     gang.join(0, 1, 2)

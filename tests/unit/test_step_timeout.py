@@ -1,12 +1,16 @@
 """The alarm of the step's @timeout: who hears of it, and that Metaflow has it back."""
 
+import os
 import signal
+import time
 from types import SimpleNamespace
 
 import pytest
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import LaunchTimeout
-from metaflow_extensions.torchrun.plugins.torchrun.task.step_timeout import StepTimeout
+from metaflow_extensions.torchrun.plugins.torchrun.machine import container
+from metaflow_extensions.torchrun.plugins.torchrun.task import step_timeout
+from metaflow_extensions.torchrun.plugins.torchrun.task.step_timeout import StepTimeout, time_limit
 
 
 class Decorator:
@@ -27,7 +31,7 @@ def metaflows():
 
 
 def test_the_gang_hears_of_the_alarm_and_a_node_that_waits_for_it_raises(metaflows):
-    timeout, heard = StepTimeout(), []
+    timeout, heard = StepTimeout(30.0), []
     with pytest.raises(LaunchTimeout, match=r"waited for its gang .*@timeout of 90 s"):
         signal.raise_signal(signal.SIGALRM)
     timeout.tell(SimpleNamespace(time_out=heard.append))
@@ -40,7 +44,52 @@ def test_the_gang_hears_of_the_alarm_and_a_node_that_waits_for_it_raises(metaflo
 
 def test_an_alarm_of_somebody_else_is_left_alone(metaflows):
     metaflows.name = "mine"
-    timeout = StepTimeout()
+    timeout = StepTimeout(30.0)
     signal.raise_signal(signal.SIGALRM)
     timeout.end()
     assert metaflows.alarms == 1
+
+
+@pytest.fixture
+def in_pod(monkeypatch):
+    """Have this be a pod of this age, in seconds."""
+
+    def in_pod(age_s):
+        monkeypatch.setenv("METAFLOW_RUNTIME_ENVIRONMENT", "kubernetes")
+        monkeypatch.setattr(step_timeout, "age_s", lambda: age_s)
+
+    yield in_pod
+    signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+@pytest.mark.parametrize(
+    ("timeout_s", "age_s", "grace_s", "left_s"),
+    [(3600, 100, 30, 3600 - 100 - 45), (60, 20, 30, 60 - 20 - 15), (3600, 9999, 30, 3600 - 45)],
+    ids=["long", "short", "not its age"],
+)
+def test_the_gang_ends_before_its_pod_does_whose_clock_began_earlier(in_pod, timeout_s, age_s, grace_s, left_s):
+    assert time_limit(timeout_s, 7.0, grace_s) == (
+        7.0 + timeout_s,
+        f"longer than the step's @timeout of {timeout_s} s allows",
+    )
+    in_pod(age_s)
+    now = time.monotonic()
+    limit = time_limit(timeout_s, now, grace_s)
+    assert limit.ends_at - now == pytest.approx(left_s, abs=1)
+    assert ("100 s before the gang's; the last 45 s are left" in limit.text) is (age_s == 100)
+
+
+def test_the_alarm_of_another_node_comes_before_its_pod_ends_however_often_it_is_set(in_pod, metaflows):
+    in_pod(10)
+    for _ in range(2):
+        timeout = StepTimeout(5.0)
+        assert signal.getitimer(signal.ITIMER_REAL)[0] == pytest.approx(90 - 10 - 20, abs=1)
+        timeout.end()
+
+
+def test_a_pod_is_as_old_as_its_first_process_or_as_what_was_made_with_it(tmp_path):
+    here = container.age_s(first_process=os.getpid())
+    assert 0 < here < 3600
+    assert container.age_s(first_process=os.getppid()) >= here
+    assert container.age_s(str(tmp_path), 2**22 + 1) == 0, "a file of the image's says nothing"
+    assert container.age_s("/proc", 2**22 + 1) > 0

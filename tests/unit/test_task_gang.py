@@ -28,6 +28,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.records.vanished import has_b
 from metaflow_extensions.torchrun.plugins.torchrun.settings import DEFAULTS, parse_settings
 from metaflow_extensions.torchrun.plugins.torchrun.task import task_gang
 from metaflow_extensions.torchrun.plugins.torchrun.task.starters import STARTED_BY
+from metaflow_extensions.torchrun.plugins.torchrun.task.step_timeout import TimeLimit
 
 SETTINGS = parse_settings(DEFAULTS, "train")
 
@@ -90,13 +91,13 @@ def test_a_task_stays_in_its_gang_until_its_results_are_stored_and_what_has_happ
 
 def test_the_steps_timeout_ends_a_step_that_sleeps_on_the_control_node(control_task):
     began = time.monotonic()
-    gang = control_task(deadline=began + 0.2)
+    gang = control_task(limit=TimeLimit(began + 0.2, "longer than 🙂 allows"))
 
     def step():
         gang.join()
         time.sleep(50)
 
-    with pytest.raises(LaunchTimeout, match=r"@timeout allows\.\nIt happened outside of"):
+    with pytest.raises(LaunchTimeout, match=r"🙂 allows\.\nIt happened outside of"):
         gang.run(step)
     assert time.monotonic() - began < 40
 
@@ -119,6 +120,21 @@ def test_an_error_of_the_step_is_raised_and_leaves_the_gang(gang, registry):
 STORING = ("persist", "save_metadata", "done")
 
 
+def test_a_control_node_leaves_when_all_is_stored_and_takes_along_what_ends_its_task(gang, registry):
+    datastore = SimpleNamespace(**dict.fromkeys(STORING, lambda *_: "stored"))
+    gang.watch_storing(datastore)
+    gang.join()
+    gang.finish()
+    try:
+        sys.exit("another decorator has had enough")
+    except SystemExit:
+        datastore.persist()
+        assert gang._member.is_storing
+        assert datastore.done() == "stored"
+    assert registry.load_snapshot().summary.outcome == "failed"
+    assert "enough" in registry.load_snapshot().error
+
+
 @pytest.mark.parametrize("name", STORING)
 def test_results_that_can_not_be_stored_leave_the_gang_with_that_error(name, gang):
     def refuse(*_):
@@ -128,7 +144,8 @@ def test_results_that_can_not_be_stored_leave_the_gang_with_that_error(name, gan
     gang.watch_storing(datastore)
     member, _ = gang.join()
     gang.finish()
-    assert [getattr(datastore, other)({}) for other in STORING if other != name] == ["stored", "stored"]
+    before = STORING[: STORING.index(name)]
+    assert [getattr(datastore, other)({}) for other in before] == ["stored"] * len(before)
     assert member.is_storing
     with pytest.raises(OSError, match="no space left"):
         getattr(datastore, name)({})

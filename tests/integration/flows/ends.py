@@ -1,12 +1,20 @@
-"""Node 1 fails after its step's code; ``GANG_HOOK`` says how."""
+"""A node fails after its step's code; ``GANG_HOOK`` says how, and on which node, as in ``artifact:1``."""
 
 import os
+import signal
 import threading
 
 import metaflow
 from metaflow import FlowSpec, current, step, torchrun
 
-HOOK = os.environ.get("GANG_HOOK", "")
+HOOK, _, NODE = os.environ.get("GANG_HOOK", "").partition(":")
+
+
+class Deadly:
+    """Ends the task while it is pickled, as a lack of memory does."""
+
+    def __reduce__(self):
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def after_step(function):
@@ -18,7 +26,7 @@ if HOOK == "decorator":
     @metaflow.user_step_decorator
     def after_step(step_name, flow, inputs=None, attributes=None):
         yield
-        if current.parallel.node_index == 1:
+        if current.parallel.node_index == int(NODE):
             raise ValueError("the results look wrong")
 
 
@@ -31,8 +39,9 @@ class EndsFlow(FlowSpec):
     @torchrun
     @step
     def train(self):
-        if current.parallel.node_index == 1 and HOOK == "artifact":
-            self.bad = threading.Lock()
+        current.torch.run("worker.py", nproc_per_node=1)
+        if current.parallel.node_index == int(NODE):
+            self.bad = {"artifact": threading.Lock(), "killed": Deadly()}.get(HOOK)
         self.next(self.join)
 
     @step

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import plan
 from backend import where
-from metaflow import FlowSpec, card, current, resources, retry, step, torchrun
+from metaflow import FlowSpec, card, current, resources, retry, step, timeout, torchrun
 
 # A pod of a gang that is not the control node, before Metaflow knows.
 if plan.LATE_S and os.environ.get("MF_WORKER_REPLICA_INDEX") is not None:
@@ -56,6 +56,15 @@ class Unstorable:
         raise TypeError("this artifact can't be stored")
 
 
+class SlowToStore:
+    """Takes long to be pickled."""
+
+    def __reduce__(self):
+        print("is being pickled", flush=True)
+        time.sleep(300)
+        return (SlowToStore, ())
+
+
 class RemoteGang(FlowSpec):
     """Runs a gang and prints what came of it."""
 
@@ -67,6 +76,7 @@ class RemoteGang(FlowSpec):
     @where
     @(resources(**plan.RESOURCES) if plan.RESOURCES else same)
     @(card(type="torchrun") if plan.CARD else same)
+    @(timeout(seconds=plan.TIMEOUT_S) if plan.TIMEOUT_S else same)
     @torchrun(**plan.TORCHRUN)
     @step
     def train(self):
@@ -79,6 +89,8 @@ class RemoteGang(FlowSpec):
         hook("after")
         if f"unstorable:{self.node}" == plan.HOOK:
             self.bad = Unstorable()
+        if f"slow-to-store:{self.node}" == plan.HOOK:
+            self.bad = SlowToStore()
         self.next(self.join)
 
     @step

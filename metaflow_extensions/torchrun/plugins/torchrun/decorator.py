@@ -199,7 +199,8 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
     def task_pre_step(self, *args: Any) -> None:
         """Record which gang this is."""
         from .features.listed import FEATURES
-        from .task.report import print_errors_ourselves
+        from .task.report import print_errors_ourselves, tell_after_errors
+        from .task.step_timeout import time_limit
         from .task.task_gang import TaskGang
 
         began_at = time.monotonic()
@@ -219,10 +220,11 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
         print_errors_ourselves(in_task=True)
         # Metaflow sets its alarm now, but on no control task: only with @parallel has one code of the user's (2.19).
         is_ours = ubf_context == steps.UBF_CONTROL and self._timeout_s is not None
-        deadline = began_at + (self._timeout_s or 0.0) if is_ours else None
+        limit = time_limit(self._timeout_s or 0.0, began_at, self._settings.grace_s) if is_ours else None
         store, settings = self._flow_datastore, self._settings
-        self._gang = TaskGang(settings, store, run_id, step_name, task_id, retry_count, deadline, FEATURES)
+        self._gang = TaskGang(settings, store, run_id, step_name, task_id, retry_count, limit, FEATURES)
         self._gang.watch_storing(task_datastore)
+        tell_after_errors(self._gang.leave_with)
         self._gang.follow_starters()
 
     def task_decorate(self, step_func: Callable[[], None], *args: Any) -> Callable[[], None]:
@@ -292,11 +294,13 @@ class TorchrunDecorator(steps.ParallelDecorator):  # type: ignore[misc]  # Metaf
 
 
 def _tell_of_job(flow_datastore: Any, step_name: str) -> None:
-    """In the process that looks after a remote job of the step: log the backend's report if the job fails."""
+    """In the process that looks after a remote job: log what the backend says of pods that can't start, and of its end."""
     from .task.jobs import Job
     from .task.report import tell_after_errors
 
-    tell_after_errors(Job(flow_datastore, step_name).tell)
+    job = Job(flow_datastore, step_name)
+    job.watch()
+    tell_after_errors(job.tell)
 
 
 def _make_gang_of_one(flow: Any) -> None:

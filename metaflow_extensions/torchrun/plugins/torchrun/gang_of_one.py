@@ -55,7 +55,7 @@ class GangOfOne:
         )
         live_card = self._follow(channel.gang, about, member)
         machine = this_machine()
-        timeout = StepTimeout()
+        timeout = StepTimeout(settings.grace_s)
         timeout.tell(member)
         error: BaseException | None = None
         try:

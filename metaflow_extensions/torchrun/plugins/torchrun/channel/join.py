@@ -40,10 +40,9 @@ def control_addresses(main_ip: str, here_only: bool) -> list[str]:
 # --- alone, and as the control node ---------------------------------------------------------------
 
 
-def rules_of(settings: StepSettings, deadline: float | None = None) -> Rules:
-    """Return the rules of a gang; `deadline` is the end of the step's ``@timeout`` in monotonic seconds."""
-    until = float("inf") if deadline is None else deadline
-    return Rules(settings.all_nodes_started_timeout, settings.grace_s, secrets.token_hex(4), until)
+def rules_of(settings: StepSettings) -> Rules:
+    """Return the rules of a gang."""
+    return Rules(settings.all_nodes_started_timeout, settings.grace_s, secrets.token_hex(4))
 
 
 def join_alone(

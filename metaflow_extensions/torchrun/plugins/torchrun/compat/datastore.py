@@ -115,10 +115,13 @@ def datastore_type(flow_datastore: Any) -> str | None:
 
 
 def watch_storing(task_datastore: Any, around: Callable[..., Any]) -> None:
-    """Replace each method that stores a task's results by `around`, which gets the method and its arguments."""
+    """Replace each method that stores a task's results by `around`.
+
+    It gets whether the method is the last one, which writes the mark of a complete attempt, the method and its arguments.
+    """
     for name in ("persist", "save_metadata", "done"):
         with convenience("the report to the gang when results can't be stored"):
-            setattr(task_datastore, name, partial(around, getattr(task_datastore, name)))
+            setattr(task_datastore, name, partial(around, name == "done", getattr(task_datastore, name)))
 
 
 def save_log(flow_datastore: Any, task: tuple[str, str, str, int], data: Mapping[str, Any]) -> None:

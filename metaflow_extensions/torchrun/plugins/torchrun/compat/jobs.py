@@ -1,15 +1,18 @@
 """Finds Metaflow's object of the remote job in ``flow.py kubernetes step`` or ``batch step``.
 
 Read in ``plugins/kubernetes`` and ``plugins/aws/batch`` of 2.19.39. All names are private. The job is found in the
-frames of the error that ends the process; nothing of Metaflow is replaced. If a name is missing, or if the job could
-not be made, nothing is reported about it.
+frames of the main thread, which waits for it, or of the error that ends the process; nothing of Metaflow is replaced.
+If a name is missing, or if the job could not be made, nothing is reported about it.
 """
 
 from __future__ import annotations
 
+import sys
+import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from types import FrameType
 from typing import Any, NamedTuple
 
 from ..errors import chain
@@ -33,7 +36,19 @@ class BatchJob(NamedTuple):
 
 def job_of(error: BaseException | None) -> KubernetesJob | BatchJob | None:
     """Return the job in whose methods the error, its cause or its context was raised."""
-    for owner in _owners(error):
+    return _first_job(_frames_of(error))
+
+
+def running_job() -> KubernetesJob | BatchJob | None:
+    """Return the job that the main thread waits for; any thread may call this."""
+    frames: dict[int | None, FrameType] = getattr(sys, "_current_frames", dict)()
+    frame = frames.get(threading.main_thread().ident)
+    return _first_job(frame for frame, _ in traceback.walk_stack(frame)) if frame is not None else None
+
+
+def _first_job(frames: Iterable[FrameType]) -> KubernetesJob | BatchJob | None:
+    owners: Iterator[Any] = (frame.f_locals.get("self") for frame in frames)
+    for owner in (each for each in owners if type(each).__name__ in ("Kubernetes", "Batch")):
         with suppress(AttributeError):
             if type(owner).__name__ == "Batch":
                 return BatchJob(owner.job._client, owner.job._id)
@@ -44,8 +59,6 @@ def job_of(error: BaseException | None) -> KubernetesJob | BatchJob | None:
     return None
 
 
-def _owners(error: BaseException | None) -> Iterator[Any]:
+def _frames_of(error: BaseException | None) -> Iterator[FrameType]:
     for link in chain(error):
-        for frame, _ in traceback.walk_tb(link.__traceback__):
-            if type(frame.f_locals.get("self")).__name__ in ("Kubernetes", "Batch"):
-                yield frame.f_locals["self"]
+        yield from (frame for frame, _ in traceback.walk_tb(link.__traceback__))

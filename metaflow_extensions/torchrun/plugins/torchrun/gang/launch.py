@@ -26,8 +26,6 @@ _MAX_MOVES = 3
 _NODES_SAID = 3
 # A restart does not help against these exceptions, nor against exit code 2, with which scripts refuse their arguments.
 _SURE_TO_RECUR = ("SyntaxError", "IndentationError", "ImportError", "ModuleNotFoundError", "BdbQuit", "bdb.BdbQuit")
-LONGER = "longer than the step's @timeout allows"
-"""The text for a step whose time is up; "it ran " stands before it."""
 
 
 class Phase(enum.Enum):
@@ -70,7 +68,8 @@ class Launch:
     given_up: set[int] = field(default_factory=set)  # nodes whose own code has ended their call of `run`
     policy: LaunchPolicy = field(default_factory=LaunchPolicy)
     went_at: float = 0.0
-    deadline: float = float("inf")
+    deadline: float = float("inf")  # of the step, and
+    longer: str = ""  # how it is told: see `Rules`
     until: float = float("inf")  # deadline of STOPPING, PAUSING or SAVING
     remind_at: float = float("inf")  # when to log next what the launch waits for
     stores: dict[int, str] = field(default_factory=dict)  # nodes whose workers have ended -> what they store
@@ -176,7 +175,7 @@ class Launch:
             return None
         if now > self.deadline:
             stores = self.who_stores(now) if self.phase is Phase.STORING else ""
-            return LONGER + (f"; {stores}" if stores else "")
+            return self.longer + (f"; {stores}" if stores else "")
         if self.phase is Phase.STORING:
             return None  # no worker runs any more
         if policy.timeout_s is not None and now - self.went_at > policy.timeout_s:

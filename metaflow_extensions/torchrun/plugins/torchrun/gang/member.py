@@ -355,7 +355,10 @@ class Member:
             self._wakeup.restore_handlers()
 
     def await_others(self, remaining: Callable[[], list[int]]) -> None:
-        """Wait on the control node until the others have left; raise if a node fails or is lost meanwhile."""
+        """Wait on the control node until the others have left; raise if a node fails or is lost meanwhile.
+
+        From then on this node's results are being stored, as on a member after `finish`.
+        """
         if not self.in_task:
             return
         patience_s = QUIET_S
@@ -363,8 +366,11 @@ class Member:
             patience_s = REMIND_S
             text = f"this node has finished; waiting until {names(remaining())} ended the step and stored the results"
             self.emit(Event("note", self.node, text))
-        if self.broken is not None:
-            raise self.broken
+        with self._lock:
+            if self.broken is not None:
+                raise self.broken
+            self._enter(State.STORING)
+        self._wakeup.restore_handlers()
 
     def leave(self, error: BaseException | None = None, hold_s: float = 0.0) -> None:
         """Leave the gang; safe to call more than once, and without effect in a forked child.

@@ -22,6 +22,7 @@ class Rules:
     grace_s: float = 30.0  # time of the workers between SIGTERM and SIGKILL
     name: str = "gang"  # unique: two gangs that pin the same port must not share one torch store
     deadline: float = float("inf")  # end of the step's ``@timeout`` on the gang's clock
+    longer: str = "longer than the step's @timeout allows"  # says so; "it ran " stands before it
     # Returns a shell command that shows why a node is missing, or "".
     why_it_waits: Callable[[int], str] = lambda node: ""
 

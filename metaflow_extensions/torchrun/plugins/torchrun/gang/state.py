@@ -18,7 +18,7 @@ from .cause import Cause, Failure, cause_of
 from .course import Course, Outgoing
 from .history import History, of_the_gang
 from .keepers import Keepers, Plain
-from .launch import LONGER, Launch, Phase, events_for
+from .launch import Launch, Phase, events_for
 from .nodes import Nodes, NodeState
 from .policy import LaunchPolicy, Rules
 from .protocol import (
@@ -180,12 +180,12 @@ class Gang:
         if launch.phase in (Phase.STOPPING, Phase.SAVING):  # ends soon anyway
             return
         if launch.phase is Phase.GATHERING:
-            text = f"{LONGER}, while launch {launch.number} waited for {self._waits_for()}"
+            text = f"{self._rules.longer}, while launch {launch.number} waited for {self._waits_for()}"
             self._course.finish(obstacles.too_early(self._timed_out(text), launch.number))
         elif launch.phase is Phase.PAUSING:
-            self._course.fail(launch.error(self._timed_out(LONGER), []))
+            self._course.fail(launch.error(self._timed_out(self._rules.longer), []))
         elif launch.phase is Phase.OVER and not self._is_time_up and self.nodes[CONTROL] is NodeState.JOINED:
-            self._break(obstacles.outside(self._timed_out(LONGER), after_step=False))
+            self._break(obstacles.outside(self._timed_out(self._rules.longer), after_step=False))
         self._is_time_up = True  # once only, as an alarm; a later launch ends at once
 
     def _timed_out(self, text: str) -> Cause:
@@ -237,8 +237,10 @@ class Gang:
             return
         if self._launch.phase is Phase.OVER:
             mark = self._launch.mark if ready.goes_on else self._mark
-            now = self._clock()
-            self._course.launch = Launch(number, mark=mark, deadline=self._rules.deadline, remind_at=now + QUIET_S)
+            rules, remind_at = self._rules, self._clock() + QUIET_S
+            self._course.launch = Launch(
+                number, mark=mark, deadline=rules.deadline, longer=rules.longer, remind_at=remind_at
+            )
         launch = self._launch
         if node in launch.dropped:
             self._send_late_verdict(number, node, obstacles.dropped_out(number, node, launch.number))
@@ -341,18 +343,22 @@ class Gang:
             is_known = (known := cause_of(last)) is not None and cause.is_same_event(known)
             self._break(last if last is not None and is_known else obstacles.outside(cause, after_step))
         elif launch.phase is Phase.GATHERING:
-            error = obstacles.too_early(cause, launch.number)
-            self._course.finish(error)
-            self._break(error)
+            self._break(obstacles.too_early(cause, launch.number))
         else:
             self._course.add_failures([Failure(cause)])
             self._course.stop_or_drop(node)
             self._course.decide_if_all_ended()
 
     def _break(self, error: TorchrunError) -> None:
-        """Break the gang: no launch can begin any more. Send *abort* to every node."""
+        """Break the gang: no launch can begin any more. Send *abort* to every node.
+
+        A launch that still gathers ends with the same error: else the first node that leaves with it would seem to have
+        called `run` less often than the others.
+        """
         if self.broken is None:
             self.broken = error
+            if self._launch.phase is Phase.GATHERING:
+                self._course.finish(error)
             self.history.note("broken", text=headline(error.message))
             self._course.report(error, None, None)
             records = self._course.events()

@@ -53,7 +53,7 @@ class State(enum.Enum):
     TOLD = "in code of its own, and has the gang's error already: only an order to end interrupts it"
     WAITING = "ended on the control node, which waits for the others: news interrupts it"
     ALONE = "ended on the control node, and all others have left: news still interrupts it, as how the last has left"
-    STORING = "ended on a member; its results are being stored"
+    STORING = "ended, on the control node after all others have left; its results are being stored"
     ENDING = "was ordered to end: the gang knows, and the code of the step has the error"
     LEFT = "this node has left"
 
@@ -63,7 +63,7 @@ NEXT = {
     State.LAUNCH: {State.STEP, State.TOLD, State.LEFT},
     State.TOLD: {State.LAUNCH, State.TOLD, State.WAITING, State.STORING, State.ENDING, State.LEFT},
     State.WAITING: {State.TOLD, State.ALONE, State.ENDING, State.LEFT},
-    State.ALONE: {State.TOLD, State.ENDING, State.LEFT},
+    State.ALONE: {State.TOLD, State.STORING, State.ENDING, State.LEFT},
     State.STORING: {State.LEFT},
     State.ENDING: {State.LEFT},
     State.LEFT: set[State](),

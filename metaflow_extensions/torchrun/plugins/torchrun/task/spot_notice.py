@@ -43,7 +43,9 @@ def pod_is_told_to_stop(environ: Mapping[str, str] = os.environ) -> str | None:
     status = processes.status(int(environ.get(_SHELL, "0")))
     pending = int(status.get("SigPnd", "0"), 16) | int(status.get("ShdPnd", "0"), 16)
     told = pending >> (signal.SIGTERM - 1) & 1
-    return "its pod got SIGTERM (it is deleted or evicted, or its machine drained)" if told else None
+    return (
+        "its pod got SIGTERM (it is deleted, evicted or over its time limit, or its machine drained)" if told else None
+    )
 
 
 def _spot_notice(path: str) -> str | None:

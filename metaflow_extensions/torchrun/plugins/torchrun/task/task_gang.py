@@ -35,6 +35,7 @@ from ..errors import TorchrunPreempted
 from ..events import Event, Subscriber
 from ..gang.cause import Cause, cause_of
 from ..gang.member import Member
+from ..gang.policy import Rules
 from ..gang.state import Gang
 from ..logs.console import hurry, settle, to_log, write_text
 from ..logs.task_log import TaskLog
@@ -50,7 +51,7 @@ from .report import end_with, report
 from .requests import Requests
 from .spot_notice import watch
 from .starters import STARTED_BY, end_after, name_as_starter, starters
-from .step_timeout import StepTimeout
+from .step_timeout import StepTimeout, TimeLimit
 
 # How long a failed node holds its end until the control node's log has the cause, and how long that may
 # take to upload it: on Kubernetes the first pod that ends takes all with it.
@@ -81,13 +82,12 @@ class TaskGang:
         step_name: str,
         task_id: str,
         attempt: int,
-        deadline: float | None = None,
+        limit: TimeLimit | None = None,
         features: Sequence[Feature] = (),
     ) -> None:
         self.features = features
         self._settings = settings
-        # The end of the step's @timeout in monotonic seconds, on a control node, where Metaflow does not enforce it.
-        self._deadline = deadline
+        self._limit = limit  # the step's @timeout, on a control node, where Metaflow does not enforce it
         self._flow_datastore = flow_datastore  # metaflow.datastore.FlowDataStore
         self._run_id, self._step_name, self._task_id, self._attempt = run_id, step_name, task_id, attempt
         self._is_local = is_local()
@@ -143,7 +143,7 @@ class TaskGang:
 
     def join(self) -> tuple[Member, str]:
         """Join, and return this node as a member and the control node's address."""
-        timeout = StepTimeout()
+        timeout = StepTimeout(self._settings.grace_s)
         member, main_addr = self._join()
         timeout.tell(member)
         self._member = member
@@ -160,15 +160,13 @@ class TaskGang:
         if parallel.num_nodes == 1:
             if not self._is_local:  # there the same task can be run again by hand
                 refuse_second_run(registry, 1)
-            member, channel = join_alone(
-                settings, emit, rules_of(settings, self._deadline), keepers_of(self.features, 1)
-            )
+            member, channel = join_alone(settings, emit, self._rules(), keepers_of(self.features, 1))
             self._follow(registry, channel)
             return member, LOOPBACK
         if parallel.node_index > 0:
             return self._join_as_member(registry, f"{self._run_id}/{self._step_name}/{control_task_id}")
         main_ip, here_only = parallel.main_ip, self._is_local
-        rules = replace(rules_of(settings, self._deadline), why_it_waits=why_it_waits)
+        rules = replace(self._rules(), why_it_waits=why_it_waits)
         keepers = keepers_of(self.features, parallel.num_nodes)
         member, self._channel = join_as_control(
             registry, parallel.num_nodes, main_ip, settings, emit, here_only, rules, keepers
@@ -179,6 +177,10 @@ class TaskGang:
         if not self._is_local:
             self._channel.relay.start(write_text)
         return member, control_addresses(main_ip, here_only)[0]
+
+    def _rules(self) -> Rules:
+        rules = rules_of(self._settings)
+        return rules if self._limit is None else replace(rules, deadline=self._limit.ends_at, longer=self._limit.text)
 
     def _join_as_member(self, registry: Registry, control: str) -> tuple[Member, str]:
         """Join, and show what becomes of this node; `control` is run, step and task."""
@@ -231,7 +233,7 @@ class TaskGang:
     # --- around it and after it -----------------------------------------------------------------
 
     def run(self, step: Callable[[], None]) -> None:
-        """Run the step, which joins; leave if it fails or, on the control node, when all others have left."""
+        """Run the step, which joins; leave if it fails. On the control node, wait until all others have left."""
         if self._local_nodes is not None:
             name_as_starter(os.environ, "control")
         try:
@@ -254,10 +256,8 @@ class TaskGang:
                 absent = self._channel.gang.nodes.absent if self._channel is not None else ()
                 self._local_nodes.stop(self._settings.grace_s + _LOCAL_NODE_MARGIN_S, absent)
             raise
-        if self._channel is not None:
-            self.leave(None)
-        elif self.live_card is not None:  # Metaflow may make the last one before this task leaves
-            self.live_card.settle()
+        if self._records is not None and self.live_card is not None:
+            self.live_card.settle()  # Metaflow may make the last one before a member leaves
 
     @staticmethod
     def _was_told_to_end(error: BaseException) -> bool:
@@ -303,15 +303,26 @@ class TaskGang:
             self._warm.close()
 
     def watch_storing(self, task_datastore: Any) -> None:
-        """Report to the gang that artifacts can't be stored: Metaflow calls no decorator after that (task.py, 2.19)."""
+        """Report to the gang that artifacts can't be stored: Metaflow calls no decorator after that (task.py, 2.19).
+
+        The control node leaves when all is stored, before Metaflow makes its last card, which so shows the gang's end.
+        """
         watch_storing(task_datastore, self._or_fail)
 
-    def _or_fail(self, store: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _or_fail(self, is_last: bool, store: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:
-            return store(*args, **kwargs)
+            result = store(*args, **kwargs)
         except Exception as error:
             self.fail(error)
             raise
+        if is_last and self._events is not None:
+            self.leave(sys.exc_info()[1])  # what Metaflow hands to no decorator, such as SystemExit, is on its way
+        return result
+
+    def leave_with(self, error: BaseException) -> str:
+        """Leave with the error that ends the task, if no decorator was told of it; return what else is to be said."""
+        self.leave(error)
+        return ""
 
     def _stands_above(self, node: int, cause: Cause) -> bool:
         """Return whether this node's log has everything that the failed worker wrote, as its own or as a copy."""
