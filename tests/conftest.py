@@ -11,12 +11,15 @@ from pathlib import Path
 import metaflow  # noqa: F401 - it imports our modules, so it must come before them
 import psutil
 import pytest
+from limits import limit_s, measure
 
 _UNIT = Path(__file__).parent / "unit"
 pytest_plugins = ["chromium", "flow_runs", "gangs", "golden", "hosts"]
 
 # How long what a test stopped has to be gone; a thread that was told to end needs a moment.
-_SETTLE_S = 3.0
+_SETTLE_S = 10.0
+# A test that takes longer hangs.
+_TEST_S = 180.0
 # Linux lists a thread's children here (CONFIG_PROC_CHILDREN). To read the table of all processes instead, three times
 # in each of two thousand tests, takes a minute.
 _HAS_LISTS = os.path.exists(f"/proc/self/task/{os.getpid()}/children")
@@ -24,6 +27,18 @@ _HAS_LISTS = os.path.exists(f"/proc/self/task/{os.getpid()}/children")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--renew-golden", action="store_true", help="write the golden files anew, see tests/golden.py")
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest-timeout looks for its limit
+def pytest_configure(config: pytest.Config) -> None:
+    places = [Path(arg.partition("::")[0]).absolute() for arg in config.args]
+    measure(with_torch=not all(place.is_relative_to(_UNIT) for place in places))
+    if config.option.timeout is None:
+        config.option.timeout = limit_s(_TEST_S)
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return measure(with_torch=False)  # it is measured already
 
 
 @pytest.hookimpl(trylast=True)
@@ -115,7 +130,7 @@ def nothing_leaks():
     """
     environment, before, threads = _environment(), _started(), _threads()
     yield
-    deadline = time.monotonic() + _SETTLE_S
+    deadline = time.monotonic() + limit_s(_SETTLE_S)
     while (_started(before) or _threads() - threads) and time.monotonic() < deadline:
         time.sleep(0.02)
     leaked = []
@@ -125,7 +140,7 @@ def nothing_leaks():
     told = [_describe(child) for child in leaked]
     for child in leaked:  # or they would be blamed on the next test
         child.kill()
-    psutil.wait_procs(leaked, timeout=_SETTLE_S)
+    psutil.wait_procs(leaked, timeout=limit_s(_SETTLE_S))
     changed = {name for name, _ in environment.items() ^ _environment().items()}
     assert not told, f"left running: {told}"
     assert not _threads() - threads, "left threads"

@@ -1,0 +1,39 @@
+"""Limits of tests: they end what hangs, and judge no speed.
+
+A test states what a quiet machine with two cores needs in no case. On a slower or a busy machine `limit_s` makes that
+longer. What seconds a gang takes is printed by the chaos suite and the benchmarks.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+
+# Set for all processes of a session: pytest-xdist's workers and the flows measure nothing.
+_VARIABLE = "TESTS_SLOWNESS"
+# What is measured: a program, how often it runs, and the seconds that it takes on a quiet machine with two cores.
+_PLAIN = ("import asyncio", 10, 0.5)
+_TORCH = ("import torch", 1, 2.2)
+
+
+def limit_s(quiet_s: float) -> float:
+    """Return the limit on this machine where `quiet_s` is the limit on a quiet one."""
+    return quiet_s * float(os.environ.get(_VARIABLE, "1"))
+
+
+def measure(with_torch: bool) -> str:
+    """Measure once in a session how slow this machine is, and return that for people; ``TESTS_SLOWNESS=3`` sets it."""
+    if _VARIABLE not in os.environ:
+        program, count, quiet_s = _TORCH if with_torch and _run(_TORCH[0]) else _PLAIN
+        begun = time.monotonic()
+        for _ in range(count):
+            _run(program)
+        os.environ[_VARIABLE] = f"{max(1.0, (time.monotonic() - begun) / quiet_s):.2f}"
+    return f"limits: {os.environ[_VARIABLE]} times those of a quiet machine with two cores"
+
+
+def _run(program: str) -> bool:
+    """Run a Python program; the first run of one with torch also compiles it, so it is no measure."""
+    return subprocess.run([sys.executable, "-c", program], stderr=subprocess.DEVNULL, check=False).returncode == 0
