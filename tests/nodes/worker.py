@@ -63,12 +63,9 @@ def fail_late_when_told(delay_s):
 
 
 def fill_disk():
-    """Write to a file where temporary files go until nothing more fits, and say so as a log would."""
-    note(f"struck-{NAME}", time.monotonic())
-    block = "x" * 1023 + "\n"
-    while True:
-        sys.stdout.write(block)
-        sys.stdout.flush()
+    """Write ten times as much as the small disk for temporary files takes."""
+    sys.stdout.write(("x" * 1023 + "\n") * 4000)
+    sys.stdout.flush()
 
 
 def write_without_newline(size):

@@ -68,7 +68,7 @@ def test_on_one_terminal_the_node_of_the_cause_tells_it_and_the_others_point_the
 
 
 LONG = Cause("exception", 1, "b", 3, 1, 1, TEXT, f"{TRACE}\n" * 1000)
-PEER_GONE = Cause("exception", 1, "b", 3, 1, 1, "ConnectionResetError: Connection reset by peer", TRACE)
+PEER_GONE = Cause("exception", 1, "b", 3, 1, 1, "RuntimeError: [gloo/pair.cc:5] Connection reset by peer", TRACE)
 
 
 @pytest.mark.parametrize(

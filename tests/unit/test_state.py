@@ -613,7 +613,7 @@ def test_a_node_that_is_gone_ends_what_the_others_do(phase, where, how, what):
         assert gang.got(0, Stop)[0].teller == (0 if how == "lost" else 1), "a lost node's log may say nothing"
         assert not gang.got(0, Verdict)
         gang.ended(0, ok=False)
-        gang.ended(2, crash(2, "RuntimeError: Connection reset by peer"))
+        gang.ended(2, crash(2, "RuntimeError: gloo: Connection reset by peer"))
     gang.ready(0, launch=5)
     assert len(gang.got(0, Go)) == (phase == "running")
     errors = [verdict.error for verdict in gang.got(0, Verdict)]
@@ -795,9 +795,9 @@ def test_a_restart_is_named_where_it_could_help(cause, hint):
 @pytest.mark.parametrize(
     ("text", "codes", "named"),
     [
-        ("RuntimeError: Connection closed by peer", {0: 0, 1: -15}, "Rank 0 had ended with code 0"),
-        ("RuntimeError: Connection closed by peer", {0: 0, 1: 0}, "Ranks 0, 1 had ended with code 0"),
-        ("RuntimeError: Connection closed by peer", {0: 1, 1: -15}, None),
+        ("RuntimeError: gloo: Connection closed by peer", {0: 0, 1: -15}, "Rank 0 had ended with code 0"),
+        ("RuntimeError: gloo: Connection closed by peer", {0: 0, 1: 0}, "Ranks 0, 1 had ended with code 0"),
+        ("RuntimeError: gloo: Connection closed by peer", {0: 1, 1: -15}, None),
         ("ValueError: x", {0: 0, 1: -15}, None),
     ],
 )
@@ -1372,7 +1372,7 @@ def test_of_thousands_of_reports_little_is_kept():
     ready = objects_of(gang.state)
     assert ready < joined + 4 * MANY, "equal messages share one object"
     for node in range(MANY):
-        gang.failed(node, crash(node, "ConnectionError: Connection reset by peer"), age_s=5.0)
+        gang.failed(node, crash(node, "RuntimeError: gloo: Connection reset by peer"), age_s=5.0)
         origin = node == 7
         gang.failed(node, crash(node, "ValueError: the first" if origin else "KeyError: later"), age_s=0.5 + origin)
     gang.failed(9, Cause("terminated", 9, "host-9", exception="its Metaflow task got SIGTERM"))
