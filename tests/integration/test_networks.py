@@ -26,7 +26,7 @@ def gang(make_gang: Callable[..., Gang], two_hosts: tuple[Host, Host]) -> Gang:
 
 def finish(gang: Gang) -> list[dict[str, Any]]:
     """Wait for both nodes, which must end well, and return what each noted."""
-    gang.end_well(45)
+    gang.end_well()
     return [gang.note(f"node-{node}.json") for node in range(2)]
 
 
