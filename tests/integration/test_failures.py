@@ -365,7 +365,6 @@ def test_missing_torch_is_said(run_flow, tmp_path):
 LACKED = """
 import os, torch
 from torch.distributed import init_process_group
-from limits import limit_s
 asks = [lambda name=name: init_process_group(name) for name in ("mpi", "nccl", "xccl", "ucc", "glo")]
 os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", RANK="0", WORLD_SIZE="1")
 for ask in [*asks, lambda: torch.zeros(1).cuda(), lambda: torch.zeros(1, device="xpu")]:

@@ -194,7 +194,6 @@ def unused_port() -> int:
 
 WAITS = """
 import os, time
-from limits import limit_s
 
 
 def load_batch():
