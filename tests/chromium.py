@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from flow_runs import TESTED_BY
+from limits import limit_s
 
 PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
 MISSING = "Chromium is not installed (apt-get install chromium), so NOBODY HAS LOOKED at the card in a browser"
@@ -89,7 +90,7 @@ class Chromium:
         return answer["result"]
 
     def _next(self) -> dict[str, Any]:
-        deadline = time.monotonic() + _ANSWER_S
+        deadline = time.monotonic() + limit_s(_ANSWER_S)
         while b"\0" not in self._read:
             assert time.monotonic() < deadline, "Chromium does not answer"
             piece = os.read(self._from, 1 << 20)
@@ -114,7 +115,7 @@ class Chromium:
 
     def wait_for(self, expression: str, deadline_s: float = 30.0) -> None:
         """Wait until an expression is true on the page."""
-        deadline = time.monotonic() + deadline_s
+        deadline = time.monotonic() + limit_s(deadline_s)
         while not self.value_of(f"Boolean({expression})"):
             assert time.monotonic() < deadline, f"never true: {expression}\n{self.text}"
             time.sleep(0.05)

@@ -46,6 +46,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if _UNIT not in item.path.parents:
             item.add_marker(pytest.mark.slow)
+        if limit := item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(limit_s(limit.args[0])), append=False)
         if getattr(config.option, "loadgroup", False):
             _tell_group(item)
 

@@ -19,12 +19,14 @@ from typing import Any
 import psutil
 import pytest
 from hosts import Host
+from limits import limit_s
 
 NODE = Path(__file__).parent / "nodes" / "node.py"
 STAND_IN = Path(__file__).parent / "stand_in"
 MARK = "NODE_TEST_MARK"
 GRACE_S = 1.0
-START_S = 90.0  # a deadline for a machine that is busy with something else, too
+START_S, END_S = 90.0, 60.0  # for a start, and for an end; more on a slow machine
+SILENCE_S = 30.0  # after so long a node that says nothing counts as lost
 _LOOK_S = 0.02
 _NONE: Mapping[Any, Any] = {}
 _LINE = re.compile(r"^\[rank (\d+)\] line (\S+)-(\d+) (\d+) of a log that nobody may lose$", re.MULTILINE)
@@ -126,7 +128,8 @@ class Gang:
         self.nproc = nproc
         (self.out / "hosts").write_text(etc_hosts)
         env = {"CHAOS_OUT": str(self.out), "WORKER_DO": do, **agent_env}
-        own = {"all_nodes_started_timeout": 60, "grace_s": GRACE_S, "nproc_per_node": nproc, "warm": self.warm}
+        own = {"grace_s": GRACE_S, "nproc_per_node": nproc, "warm": self.warm}
+        own |= {"all_nodes_started_timeout": limit_s(START_S), "heartbeat_timeout_s": limit_s(SILENCE_S)}
         self._tasks, self._wrap = {}, wrap
         self._stand_in = {"PYTHONPATH": str(STAND_IN)} if stand_in else {}
         for node in range(num_nodes):
@@ -207,11 +210,12 @@ class Gang:
         self.await_that(lambda: time.monotonic() > moment + seconds, f"{seconds} s")
 
     def await_that(self, condition: Callable[[], Any], what: str) -> None:
-        deadline = time.monotonic() + START_S
+        within_s = limit_s(START_S)
+        deadline = time.monotonic() + within_s
         while not condition():
             over = all(process.poll() is not None for process in self.processes.values())
             assert not over or condition(), f"all nodes have ended without {what}\n{self.told}"
-            assert time.monotonic() < deadline, f"waited {START_S} s for {what}\n{self.told}"
+            assert time.monotonic() < deadline, f"waited {within_s:g} s for {what}\n{self.told}"
             time.sleep(0.01)
 
     def await_workers(self, run_id: str = "launch0-0", lines: int = 3) -> None:
@@ -283,11 +287,10 @@ class Gang:
 
     # --- the end --------------------------------------------------------------------------------
 
-    def await_end(
-        self, struck_at: float, survivors: Collection[int], within_s: float, ignore: Collection[int] = ()
-    ) -> Outcome:
-        """Wait until no process is left but those to `ignore`, `within_s` seconds after the fault at most."""
-        while (left := self.living() - set(ignore)) and time.monotonic() < struck_at + within_s:
+    def await_end(self, struck_at: float, survivors: Collection[int], ignore: Collection[int] = ()) -> Outcome:
+        """Wait until no process is left but those to `ignore`, but not for ever."""
+        until = struck_at + limit_s(END_S)
+        while (left := self.living() - set(ignore)) and time.monotonic() < until:
             time.sleep(_LOOK_S)
         seconds = time.monotonic() - struck_at
         names = [f"{pid} {command_line(pid)}" for pid in left]
@@ -295,13 +298,13 @@ class Gang:
             names += [str(path) for path in self.temporary.glob("torchrun-*")]
         return Outcome(seconds, {node: self.error(node) for node in survivors}, names, self.lost_bytes(survivors))
 
-    def end_well(self, within_s: float = 30) -> Outcome:
+    def end_well(self) -> Outcome:
         """Let the workers end and wait for the nodes, which must end well."""
         self.let_go()
         if not any(task["launches"] for task in self._tasks.values()):
             self.await_steps()
             self.end_steps()
-        outcome = self.await_end(time.monotonic(), self.processes, within_s)
+        outcome = self.await_end(time.monotonic(), self.processes)
         assert all(self._said(node).get("ended_well") for node in self.processes), self.told
         return outcome
 

@@ -37,7 +37,7 @@ def cannot(reason: str) -> None:
 
 
 def ip(*words: str) -> str:
-    done = subprocess.run(["ip", *words], capture_output=True, text=True, timeout=20, check=False)
+    done = subprocess.run(["ip", *words], capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"ip {' '.join(words)}: {done.stderr}"
     return done.stdout
 
@@ -59,7 +59,7 @@ class Host:
     def listening(self) -> list[int]:
         """Return the TCP ports, IPv4 and IPv6, that anything on this host listens on."""
         words = ["ip", "netns", "exec", self.space, "cat", "/proc/net/tcp", "/proc/net/tcp6"]
-        table = subprocess.run(words, capture_output=True, text=True, timeout=20, check=True).stdout
+        table = subprocess.run(words, capture_output=True, text=True, check=True).stdout
         rows = [line.split() for line in table.splitlines() if ":" in line]
         return sorted(int(row[1].rsplit(":", 1)[1], 16) for row in rows if row[3] == LISTEN)
 

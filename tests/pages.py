@@ -168,6 +168,6 @@ def built_site(folder: Path) -> Path:
     # With --quiet, mkdocs 1.6 does not count the warnings that --strict refuses.
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(site)]
     env = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
-    built = subprocess.run(command, cwd=REPOSITORY, env=env, capture_output=True, text=True, timeout=120, check=False)
+    built = subprocess.run(command, cwd=REPOSITORY, env=env, capture_output=True, text=True, check=False)
     assert built.returncode == 0, built.stdout + built.stderr
     return site

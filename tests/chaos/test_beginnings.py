@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import signal
 import socket
 import time
 
 import pytest
+from limits import limit_s
 
-LATE_S = 30.0
-STARTED_S = 3
-WITHIN_S = 15
+HEARTBEAT_S = math.ceil(limit_s(2))
+LATE_S = 2.0 * HEARTBEAT_S
+STARTED_S = math.ceil(limit_s(3))
 REFUSED_S = 5  # ConnectPolicy.refused_here_s
 DATASTORE_S = 2  # a slow datastore takes so long for a call
 
 
 @pytest.mark.untimed
-def test_a_node_that_starts_30_s_late(gang, recorder):
-    gang.start(do="*:talk-for 1", late={1: LATE_S})
+def test_a_node_that_starts_late(gang, recorder):
+    gang.start(do="*:talk-for 1", late={1: LATE_S}, settings={"heartbeat_timeout_s": HEARTBEAT_S})
     gang.await_launch(0)
-    recorder.lasted("a node starts 30 s late", gang.end_well())
+    recorder.lasted("a node starts later than a node may be silent", gang.end_well())
     control, member = (gang.note(f"node-{node}.json") for node in range(2))
     assert control["launches"][0]["seconds"] > LATE_S - 1  # it waited inside of run()
-    assert member["launches"][0]["seconds"] < control["launches"][0]["seconds"] - LATE_S + 5
+    assert member["launches"][0]["seconds"] < control["launches"][0]["seconds"] - LATE_S / 2
 
 
 @pytest.mark.parametrize(
@@ -34,8 +36,8 @@ def test_a_node_that_starts_30_s_late(gang, recorder):
 def test_a_node_that_never_starts(absent, name, said, gang, recorder):
     begun_at = time.monotonic()
     gang.start(3, absent=[absent], settings={"all_nodes_started_timeout": STARTED_S})
-    outcome = gang.await_end(begun_at, {0, 1, 2} - {absent}, WITHIN_S)
-    recorder.silent(f"{name} never starts (all_nodes_started_timeout is 3 s)", outcome, STARTED_S)
+    outcome = gang.await_end(begun_at, {0, 1, 2} - {absent})
+    recorder.silent(f"{name} never starts", outcome, STARTED_S)
     assert outcome.error["class"] == "GangStartTimeout"
     assert f"Waited {STARTED_S} s, but {said} did not arrive" in outcome.error["text"]
 
@@ -48,7 +50,7 @@ def test_a_control_node_that_is_killed_before_another_has_come(gang, recorder):
     gang.processes[0].wait()
     begun_at = time.monotonic()
     gang.start_node(1)
-    outcome = gang.await_end(begun_at, [1], WITHIN_S)
+    outcome = gang.await_end(begun_at, [1])
     recorder.silent("the control node is killed before another has come", outcome, REFUSED_S)
     assert "refuses connections at 127.0.0.1" in outcome.error["text"]
     assert "its task has ended unexpectedly" in outcome.error["text"]
@@ -82,9 +84,9 @@ def test_a_datastore_that_is_gone(gang, recorder):
     """Nobody can find anybody: every node says what it could not do, and none waits longer than for missing nodes."""
     begun_at = time.monotonic()
     gang.start(datastore="gone", settings={"all_nodes_started_timeout": STARTED_S})
-    outcome = gang.await_end(begun_at, [0, 1], WITHIN_S)
+    outcome = gang.await_end(begun_at, [0, 1])
     for error in outcome.errors.values():
         assert error["class"] in ("GangError", "GangStartTimeout")
         assert "datastore" in error["text"]
         assert "the datastore is not there" in error["text"]  # what it said itself
-    recorder.silent("the datastore is gone (all_nodes_started_timeout is 3 s)", outcome, STARTED_S)
+    recorder.silent("the datastore is gone", outcome, STARTED_S)

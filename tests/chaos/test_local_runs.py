@@ -6,11 +6,10 @@ import os
 import signal
 import time
 
-from gangs import Outcome
+from gangs import END_S, Outcome
+from limits import limit_s
 
 GRACE_S = 2
-TASKS_S = 2.0
-WITHIN_S = 10.0
 
 
 def test_the_process_of_the_run_is_killed(start_flow, recorder):
@@ -20,10 +19,10 @@ def test_the_process_of_the_run_is_killed(start_flow, recorder):
     os.kill(flow.process.pid, signal.SIGKILL)
     begin = time.monotonic()
     while tasks & {process.pid for process in flow.processes()}:
-        assert time.monotonic() - begin < TASKS_S
+        assert time.monotonic() - begin < limit_s(END_S)
         time.sleep(0.05)
     flow.process.wait()
-    flow.await_gone(WITHIN_S)
+    flow.await_gone()
     seconds = time.monotonic() - begin
     recorder.died("SIGKILL of the process of a local run", Outcome(seconds, {}, [], 0), GRACE_S)
     assert seconds > GRACE_S  # the workers, which ignore SIGTERM, had their time

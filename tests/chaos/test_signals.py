@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import socket
@@ -9,11 +10,11 @@ import time
 
 import pytest
 from gangs import Gang
+from limits import limit_s
 
 # Silence is declared after so long in these tests; where a process dies, nobody may wait for silence.
-HEARTBEAT_S = 2
+HEARTBEAT_S = math.ceil(limit_s(2))
 HOST = socket.gethostname()
-WITHIN_S = 12
 NAMES = {
     "worker": "a worker",
     "agent": "an agent",
@@ -68,7 +69,7 @@ def others(gang: Gang, victim: str) -> list[int]:
 def test_a_process_that_gets(number, victim, gang, recorder):
     pid = start(gang, victim)
     survivors = others(gang, victim) if number == signal.SIGKILL else gang.processes
-    outcome = gang.await_end(gang.send(pid, number), survivors, WITHIN_S)
+    outcome = gang.await_end(gang.send(pid, number), survivors)
     recorder.died(f"{number.name} of {NAMES[victim]}", outcome)
     category, said = SAID[victim, number]
     assert said in outcome.error["text"]
@@ -93,7 +94,7 @@ def test_sigstop(victim, category, said, gang, recorder):
     """The workers of a task that is stopped must go without it: it can't stop them, and nobody else can reach them."""
     pid = start(gang, victim, heartbeat_timeout_s=HEARTBEAT_S)
     stays = {pid} if "task" in victim else set()  # stopped as it is, it holds nothing but itself
-    outcome = gang.await_end(gang.send(pid, signal.SIGSTOP), others(gang, victim), WITHIN_S, ignore=list(stays))
+    outcome = gang.await_end(gang.send(pid, signal.SIGSTOP), others(gang, victim), ignore=list(stays))
     recorder.silent(f"SIGSTOP of {NAMES[victim]}", outcome, HEARTBEAT_S)
     assert gang.living() == stays
     assert said in outcome.error["text"]
@@ -128,7 +129,7 @@ def test_sigkill_of_a_task_whose_child_lives_on(gang, recorder):
     gang.await_workers()
     (gang.out / "fork").touch()
     child = gang.await_note("forked-1")
-    outcome = gang.await_end(gang.send(gang.task(1), signal.SIGKILL), [0, 2], WITHIN_S, ignore=[child])
+    outcome = gang.await_end(gang.send(gang.task(1), signal.SIGKILL), [0, 2], ignore=[child])
     recorder.died("SIGKILL of a task whose forked child lives on", outcome)
     assert gang.living() == {child}  # it is the step's own
     assert f"{NODE_1} failed: its connection to the control node was closed" in outcome.error["text"]

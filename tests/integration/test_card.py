@@ -19,6 +19,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from limits import limit_s
 
 from metaflow_extensions.torchrun.plugins.torchrun.gang.history import Record, Report
 from metaflow_extensions.torchrun.plugins.torchrun.records.snapshot import Snapshot
@@ -54,7 +55,7 @@ class Cards:
     def paths(self, flow, kind="torchrun"):
         """Return the cards of a run's gang by node, each as its path on the server; wait for the first."""
         run_id = re.search(r"\(run-id (\d+)\)", flow.text)[1]
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + limit_s(30)
         while True:
             found = {}
             for path in flow.home.parent.rglob(f"runs/{run_id}/steps/train/tasks/*/cards/{kind}-*.html"):
@@ -74,10 +75,10 @@ class Cards:
         server = self.start("server", "--port", str(port), command="card")
 
         def ask(path):
-            deadline = time.monotonic() + 30
+            deadline = time.monotonic() + limit_s(30)
             while True:
                 with suppress(OSError):
-                    return urllib.request.urlopen(f"http://localhost:{port}/{path}", timeout=20).read().decode()
+                    return urllib.request.urlopen(f"http://localhost:{port}/{path}").read().decode()
                 assert time.monotonic() < deadline, f"{path}: {server.text}"
                 time.sleep(0.2)
 
@@ -128,7 +129,7 @@ def content_of(html):
 
 def data_of(ask, path):
     """Return the newest data of a card that is live."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + limit_s(30)
     while True:
         assert time.monotonic() < deadline
         with suppress(KeyError, json.JSONDecodeError):
@@ -137,7 +138,7 @@ def data_of(ask, path):
 
 
 def await_data(ask, path, words, count=1, deadline_s=60):
-    deadline = time.monotonic() + deadline_s
+    deadline = time.monotonic() + limit_s(deadline_s)
     while json.dumps(found := data_of(ask, path)).count(words) < count:
         assert time.monotonic() < deadline, found
         time.sleep(0.5)

@@ -65,4 +65,4 @@ def test_restarts_a_lost_node_and_a_preemption_change_nothing_of_what_comes_out(
     assert seen["by the task"] == 14
     # Both nodes know that they are of one gang, as they do on a cluster.
     assert "control task id is not set" not in flow.text
-    flow.await_gone(1)
+    flow.await_gone()

@@ -13,14 +13,15 @@ from pathlib import Path
 
 import psutil
 import pytest
+from limits import limit_s
 
 from metaflow_extensions.torchrun.plugins.torchrun.gang.cause import remedy
 
 # Node 0 has ranks 0 and 1, node 1 has ranks 2 and 3.
 TWO = [{"entrypoint": "worker.py", "nproc_per_node": 2}]
-# The chaos suite measures how soon all is gone. Here it must be gone before silence would have told of a failure, which
-# it does after 30 s (heartbeat_timeout_s), however busy the machine is.
-STOP_S = 20.0
+# The chaos suite prints how soon all is gone. Here it must be gone before silence would tell of a failure, which it does
+# after 30 s (heartbeat_timeout_s).
+STOP_S = 30.0
 
 
 def launch(do, **options):
@@ -52,7 +53,7 @@ def failing(start_shared_flow):
     runs = [launch(f"*:grumble,{rank}:{action},*:sleep") for rank, action, _ in FAILURES.values()]
     flow = start_shared_flow(runs_=runs, hook="raise-last")
     assert flow.wait() == 1
-    flow.await_gone(1)
+    flow.await_gone()
     return flow
 
 
@@ -116,7 +117,7 @@ RECORDED, TIMED_OUT = len(REAPED), len(REAPED) + 1
 def one_node(start_shared_flow):
     """Run a flow of one node; torchrun reaps a worker of each launch before the guardian can see it."""
     runs = [launch(do) for do, _ in REAPED.values()]
-    runs += [{"entrypoint": "recorded.py", "nproc_per_node": 2}, launch("*:sleep", timeout_s=4)]
+    runs += [{"entrypoint": "recorded.py", "nproc_per_node": 2}, launch("*:sleep", timeout_s=limit_s(4))]
     flow = start_shared_flow("--nodes", "1", runs_=runs, hook="raise-last", attrs={"grace_s": 2})
     for number, name in enumerate(REAPED):
         workers = {w["env"]["RANK"]: w["pid"] for w in flow.await_notes(f"worker-launch{number}-*", 2)}
@@ -124,7 +125,7 @@ def one_node(start_shared_flow):
         guardian = psutil.Process(victim).parent().parent()
         guardian.suspend()
         (flow.out / f"go-launch{number}-0").touch()
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + limit_s(20)
         while psutil.pid_exists(victim):
             assert time.monotonic() < deadline
             time.sleep(0.02)
@@ -132,7 +133,7 @@ def one_node(start_shared_flow):
         if name == "ended-well":
             os.kill(workers["1"], signal.SIGTERM)
     assert flow.wait(60) == 1
-    flow.await_gone(1)
+    flow.await_gone()
     return flow
 
 
@@ -170,7 +171,7 @@ def test_an_exception_in_the_steps_own_code(start_flow, node):
     flow = start_flow(hook=f"before:{node}:raise", stand_in=True)
     assert flow.wait(60) == 1
     assert flow.lines[-1].at - flow.note("failed")["at"] < STOP_S
-    flow.await_gone(1)
+    flow.await_gone()
     # Said by the node itself and by the other one, whether that had joined by then or not.
     assert f"Node {node} (host" in flow.text
     assert flow.text.count("got SIGTERM") == 0
@@ -189,7 +190,7 @@ def test_sigkill_of_a_task_stops_everything(start_flow):
     os.kill(flow.note("task-1")["pid"], signal.SIGKILL)
     begin = time.monotonic()
     assert flow.wait(60) == 1
-    flow.await_gone(STOP_S)
+    flow.await_gone()
     assert time.monotonic() - begin < STOP_S
     (error,) = flow.errors()
     assert "Node 1" in error["message"]
@@ -205,7 +206,7 @@ def test_sigterm_of_a_task_lets_the_workers_save(start_flow):
     flow.await_notes("saves-*", 4)
     os.kill(flow.note("task-0")["pid"], signal.SIGTERM)
     assert flow.wait(60) == 1
-    flow.await_gone(STOP_S)
+    flow.await_gone()
     error = same_errors(flow)
     assert error["class"] == "TorchrunPreempted"
     assert error["cause"]["category"] == "preempted"
@@ -225,7 +226,7 @@ def test_interrupting_run_leaves_nothing(start_flow, how):
         flow.process.terminate()
     assert flow.wait(60) == 1
     assert "Workflow interrupted" in flow.text
-    flow.await_gone(STOP_S)
+    flow.await_gone()
 
 
 @pytest.mark.parametrize("hook", ["timeout", "before:1:sleep:timeout"])
@@ -233,7 +234,7 @@ def test_metaflows_timeout_stops_the_gang(start_flow, hook):
     """In `run` on both nodes, or on one while the other is late."""
     flow = start_flow(hook=hook, do="*:sleep", stand_in=True)
     assert flow.wait(60) == 1
-    flow.await_gone(STOP_S)
+    flow.await_gone()
     errors = flow.errors()
     assert len(errors) == (1 if "before" in hook else 2)
     assert {(e["class"], e["cause"]["category"]) for e in errors} == {("LaunchTimeout", "timeout")}
@@ -251,13 +252,13 @@ def test_metaflows_timeout_ends_the_own_code_of_a_control_node_that_is_alone(run
 
 
 def test_a_node_that_never_arrives_is_named(start_flow):
-    flow = start_flow(hook="never-arrives", attrs={"all_nodes_started_timeout": 3}, stand_in=True)
+    flow = start_flow(hook="never-arrives", attrs={"all_nodes_started_timeout": limit_s(3)}, stand_in=True)
     (error,) = flow.await_notes("error-*", 1)
     assert error["class"] == "GangStartTimeout"
     assert "node 1 of 2 did not arrive" in error["message"]
     assert "all_nodes_started_timeout" in error["message"]
-    assert flow.wait(STOP_S) == 1
-    flow.await_gone(1)  # the late task, too
+    assert flow.wait() == 1
+    flow.await_gone()  # the late task, too
 
 
 def test_a_local_node_that_dies_before_joining_is_noticed_at_once(start_flow):
@@ -282,7 +283,7 @@ def test_retry_sees_nothing_of_the_attempts_before(run_flow):
 def test_catch_lets_the_flow_go_on(run_flow):
     flow = run_flow(flow="caught.py", do="1:raise", stand_in=True)
     assert "Rank 1 on node 1" in flow.note("end")["exception"]
-    flow.await_gone(1)
+    flow.await_gone()
 
 
 def test_the_origin_is_named_although_others_fail_faster(run_flow):
@@ -337,7 +338,7 @@ def test_wrong_calls_have_errors_of_their_own(run_flow):
         assert error["class"] == cls
         assert all(word in error["message"] for word in words)
     assert not flow.notes("worker-*")
-    flow.await_gone(1)
+    flow.await_gone()
 
 
 def test_missing_torch_is_said(run_flow, tmp_path):
@@ -376,7 +377,7 @@ for ask in [*asks, lambda: torch.zeros(1).cuda(), lambda: torch.zeros(1, device=
 
 def test_what_a_pytorch_for_cpus_lacks_has_a_remedy():
     """With one for CUDA it is said in other words, which tests/unit/test_cause.py has."""
-    done = subprocess.run([sys.executable, "-c", LACKED], capture_output=True, text=True, timeout=100, check=True)
+    done = subprocess.run([sys.executable, "-c", LACKED], capture_output=True, text=True, check=True)
     said = done.stdout.splitlines()
     assert len(said) >= 4, done.stderr
     assert [line for line in said if not remedy(line)] == []
@@ -398,7 +399,7 @@ def test_a_failure_after_the_steps_code_is_the_cause_on_the_control_node_and_aft
     flow = run_flow(flow="ends.py", hook=f"{hook}:{node}", expect=1, stand_in=True)
     assert said.partition(": ")[2] in flow.text
     assert "Subprocess failed" not in flow.text
-    flow.await_gone(1)
+    flow.await_gone()
     run = re.search(r"torchrun show (\S+)", flow.text)[1]
     shown, followed = (torchrun(flow, "show", run, *more) for more in ([], ["--follow"]))
     assert followed.returncode == 1, followed.stdout

@@ -64,7 +64,7 @@ def test_tensors_and_modules_go_there_and_back(tmp_path):
     programs = Path(__file__).parents[1] / "unit" / "programs"
     env = {**os.environ, "METAFLOW_USER": "tester", "NO_METAFLOW_IN_WORKERS": "1"}
     command = [sys.executable, programs / "tensors.py"]
-    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=170, check=False, cwd=tmp_path)
+    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "all as it was\n"
 
@@ -148,9 +148,7 @@ def test_functions_from_a_notebook(tmp_path, monkeypatch):
     monkeypatch.setenv("METAFLOW_HOME", str(tmp_path / "config"))
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in CELLS])
-    client = nbclient.NotebookClient(
-        notebook, timeout=170, kernel_name="python3", resources={"metadata": {"path": folder}}
-    )
+    client = nbclient.NotebookClient(notebook, kernel_name="python3", resources={"metadata": {"path": folder}})
     client.execute()
     text = "".join(output.get("text", "") for cell in notebook.cells for output in cell.outputs)
     assert "NBRunner: [40, 41] 41" in text, text

@@ -55,7 +55,7 @@ def test_spin_runs_a_step_of_two_nodes_as_a_gang_of_one(features, start_shared_f
     assert workers[0]["env"]["FROM_ENVIRONMENT"] == "a b"
     (card,) = spun.home.parent.glob("flow folder/.metaflow_spin/mf.cards/**/torchrun-*.html")
     assert "1 node" in page_of(card)
-    spun.await_gone(1)
+    spun.await_gone()
 
 
 def test_spin_shows_the_cause_of_a_failure(features, start_shared_flow):
@@ -63,7 +63,7 @@ def test_spin_shows_the_cause_of_a_failure(features, start_shared_flow):
     assert spun.wait() == 1
     assert "Rank 1 on node 0" in spun.text
     assert "ValueError: bad löss" in spun.text
-    spun.await_gone(1)
+    spun.await_gone()
 
 
 def test_a_user_can_have_spin_ignore_the_decorator(features, start_shared_flow):

@@ -120,7 +120,7 @@ def together(start_shared_flow, tmp_path_factory):
     }
     for flow in flows.values():
         flow.wait(160)
-        flow.await_gone(1)
+        flow.await_gone()
     return flows
 
 

@@ -6,7 +6,6 @@ import json
 import re
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -101,9 +100,7 @@ def test_logs_of_all_nodes_come_by_time_and_can_be_chosen(seen, ask, run):
     }
     of_rank = ask("logs", f"{run}/hurt", "--rank", "1").splitlines()
     assert [line[13:] for line in of_rank] == ["[rank 1] about to leave"] * 2
-    began = time.monotonic()
     of_node = ask("logs", f"{run}/hurt", "--node", "1", "--follow").splitlines()
-    assert time.monotonic() - began < 30
     assert set(of_rank) < set(of_node)
     assert not any("[rank 0]" in line for line in of_node)
 

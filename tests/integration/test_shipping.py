@@ -91,7 +91,6 @@ def run_command(*command: object, env: dict[str, str], cwd: Path | None = None) 
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=120,
     )
     assert done.returncode == 0, f"{command} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
     return done

@@ -40,7 +40,7 @@ def test_a_hang_is_shown_by_the_stacks_of_all_workers_and_restarted(run_flow, tm
     assert "load_batch" in stacks
     assert "train_step" in stacks
     assert "load_batch" in flow.text
-    flow.await_gone(1)
+    flow.await_gone()
 
 
 def test_an_elastic_launch_goes_on_when_a_node_is_lost(start_flow):
@@ -55,4 +55,4 @@ def test_an_elastic_launch_goes_on_when_a_node_is_lost(start_flow):
     assert "node 1 has dropped out" in flow.text
     assert "the launch goes on with 1 nodes" in flow.text
     assert not flow.errors()  # run() of the control node has ended well
-    flow.await_gone(1)
+    flow.await_gone()

@@ -32,7 +32,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.settings import parse_setting
 
 # As the decorator has it, for tasks that are on machines of their own.
 HOLD_S = 10.0
-DEADLINE_S = 120.0
+DEADLINE_S = 1200.0
 
 
 def faulty_storage(fault):

@@ -17,7 +17,7 @@ OUT = os.environ["CHAOS_OUT"]
 NAME = f"{RUN_ID}-{RANK}"
 LINE_S = 0.01
 LAST_WORDS = 10
-DEADLINE_S = 120.0
+DEADLINE_S = 1200.0
 
 
 talk_s = DEADLINE_S

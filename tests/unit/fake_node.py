@@ -5,7 +5,8 @@ import signal
 import threading
 from pathlib import Path
 
-from unit_helpers import write
+from limits import limit_s
+from unit_helpers import HANG_S, write
 
 from metaflow_extensions.torchrun.plugins.torchrun.errors import LaunchFailed
 from metaflow_extensions.torchrun.plugins.torchrun.gang import protocol
@@ -18,7 +19,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import M
 from metaflow_extensions.torchrun.plugins.torchrun.node.plan import Plan
 from metaflow_extensions.torchrun.plugins.torchrun.node.supervisor import Supervisor
 
-DEADLINE_S = 20.0
+DEADLINE_S = limit_s(HANG_S)
 NOBODY = 2**22 + 1  # more than the kernel gives as a pid
 ERROR = LaunchFailed("Rank 1 failed.", Cause("exit", 0, "host", 1, 1, 3).as_dict())
 

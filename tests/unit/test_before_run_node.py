@@ -244,7 +244,7 @@ class Run:
         )
 
     def wait(self):
-        self.process.communicate(b"for nobody", timeout=20)
+        self.process.communicate(b"for nobody")
         return self.process.returncode
 
     @property

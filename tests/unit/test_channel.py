@@ -2,6 +2,7 @@
 
 import hashlib
 import hmac
+import math
 import queue
 import re
 import socket
@@ -15,8 +16,9 @@ from typing import NamedTuple
 
 import psutil
 import pytest
+from limits import limit_s
 from test_network import needs_ipv6
-from unit_helpers import eventually
+from unit_helpers import HANG_S, eventually
 
 from metaflow_extensions.torchrun.plugins.torchrun.channel import control_channel, listener, member_channel
 from metaflow_extensions.torchrun.plugins.torchrun.channel.connection import new_token
@@ -53,18 +55,18 @@ class Inbox:
     def __call__(self, message):
         self._queue.put(message)
 
-    def expect(self, kind, deadline_s=10.0):
+    def expect(self, kind, within_s=None):
         """Return the next message of a kind; the kinds of others on the way are kept in `seen`."""
-        deadline = time.monotonic() + deadline_s
+        deadline = time.monotonic() + (within_s or limit_s(HANG_S))
         while True:
             message = self._queue.get(timeout=max(0.01, deadline - time.monotonic()))
             self.seen.append(type(message))
             if isinstance(message, kind):
                 return message
 
-    def error(self, deadline_s=5.0):
+    def error(self):
         """Return the text of the error that ends the gang."""
-        return self.expect(sent.Abort, deadline_s).error.message
+        return self.expect(sent.Abort).error.message
 
 
 class Control:
@@ -143,7 +145,7 @@ class Opened(ExitStack):
             sock, _ = server.accept()
             server.close()
             with sock:
-                sock.settimeout(10.0)
+                sock.settimeout(limit_s(HANG_S))
                 answer(sock)
 
         thread = threading.Thread(target=serve)
@@ -178,8 +180,8 @@ def receive_message(sock):
     return decode(receive(sock, *LENGTH.unpack(receive(sock, LENGTH.size))))
 
 
-def raw_connection(control, timeout_s=10.0):
-    return socket.create_connection((HOST, control.port), timeout=timeout_s)
+def raw_connection(control):
+    return socket.create_connection((HOST, control.port), timeout=limit_s(HANG_S))
 
 
 def shake_hands(sock, token):
@@ -213,9 +215,9 @@ def connections_to(port):
     return [c.status for c in psutil.Process().net_connections("tcp") if c.raddr and c.raddr.port == port]
 
 
-def is_closed(sock, deadline_s=5.0):
+def is_closed(sock):
     """Tell whether the other side closes the connection in time; what it sends before does not matter."""
-    deadline = time.monotonic() + deadline_s
+    deadline = time.monotonic() + limit_s(HANG_S)
     try:
         while True:
             sock.settimeout(max(0.01, deadline - time.monotonic()))
@@ -263,8 +265,8 @@ def test_addresses_that_never_answer_are_tried_side_by_side(opened):
         opened.silent(address, control.port)
     begun = time.monotonic()
     assert opened.member().join(control, [*silent, HOST]).address == HOST
-    assert time.monotonic() - begun < 6
-    eventually(lambda: connections_to(control.port) == ["ESTABLISHED"], "closing those to the silent", deadline_s=2.0)
+    assert time.monotonic() - begun < len(silent) * 5 / 2
+    eventually(lambda: connections_to(control.port) == ["ESTABLISHED"], "closing those to the silent")
 
 
 def test_of_many_addresses_that_work_one_connection_stays(opened):
@@ -280,9 +282,7 @@ def test_closing_waits_for_members_that_have_yet_to_leave(opened):
     member.inbox.expect(sent.Bye)
     leaving = threading.Timer(0.2, member.send, [sent.Leave()])
     leaving.start()
-    begun = time.monotonic()
-    control.close(wait_s=30.0)
-    assert time.monotonic() - begun < 10.0
+    control.close(wait_s=3600.0)
     leaving.join()
     member.inbox.expect(sent.Ack)
 
@@ -350,16 +350,14 @@ def test_a_member_does_not_trust_whoever_answers(greeting, answered, opened):
 
     with pytest.raises(ConnectionError, match="token"):
         opened.member().connect([HOST], opened.answering(answer), new_token(), 10.0)
-    assert len(heard.get(timeout=10.0)) == answered  # its own proof, but not its join
+    assert len(heard.get(timeout=limit_s(HANG_S))) == answered  # its own proof, but not its join
 
 
 def test_an_address_where_nobody_speaks_takes_no_longer_than_the_policy_says(opened):
     silent = opened.silent()
-    for policy, timeout_s in ((QUICK, 10.0), (None, 0.5)):
-        begun = time.monotonic()
+    for policy, timeout_s in ((QUICK, 3600.0), (None, 0.5)):
         with pytest.raises(TimeoutError, match=r"no answer within 0\.5 s"):
             opened.member(policy=policy).connect([HOST], silent, new_token(), timeout_s)
-        assert time.monotonic() - begun < 3.0
 
 
 @pytest.mark.parametrize(
@@ -394,9 +392,9 @@ def test_hundreds_may_connect_at_the_same_moment(opened):
     control = opened.control()
     busy = threading.Event()
     opened.callback(busy.set)
-    control.channel._thread.post(busy.wait, 10.0)  # nobody accepts for now; the kernel keeps the queue
+    control.channel._thread.post(busy.wait, limit_s(HANG_S))  # nobody accepts for now; the kernel keeps the queue
     for _ in range(300):
-        opened.enter_context(raw_connection(control, 0.8))
+        opened.enter_context(raw_connection(control))
 
 
 # --- one process for each node --------------------------------------------------------------------
@@ -462,16 +460,16 @@ def test_a_member_that_is_cut_off_before_its_welcome_can_connect_again(opened):
 
 
 def test_a_member_lives_as_long_as_it_answers_heartbeats(opened):
-    control = opened.control(heartbeat_s=0.5)
+    silence_s = math.ceil(limit_s(0.5) * 10) / 10
+    control, begun, beats = opened.control(heartbeat_s=silence_s), time.monotonic(), 0
     with raw_member(control) as sock:
-        beats, until = 0, time.monotonic() + 1.5
-        while time.monotonic() < until:
+        while beats < 12:
             if isinstance(receive_message(sock), sent.Beat):
                 beats += 1
                 sock.sendall(encode(sent.Beat()))
-        assert 10 <= beats <= 16
+        assert time.monotonic() - begun > 2 * silence_s
         assert control.members == [1]
-        assert "for 0.5 s (heartbeat_timeout_s)" in control.inbox.error()
+        assert f"for {silence_s:g} s (heartbeat_timeout_s)" in control.inbox.error()
         assert is_closed(sock)
 
 
@@ -488,22 +486,23 @@ def test_no_message_stays_in_memory(opened, monkeypatch):
 
 @pytest.mark.parametrize("welcome", [True, False], ids=["after its welcome", "before"])
 def test_a_control_node_that_falls_silent_is_lost(welcome, opened):
-    token, member, done = new_token(), opened.member(heartbeat_s=0.3), threading.Event()
+    silence_s = math.ceil(limit_s(0.3) * 10) / 10
+    token, member, done = new_token(), opened.member(heartbeat_s=silence_s), threading.Event()
 
     def answer(sock):
         shake_hands_as_control(sock, token)
         if welcome:
             sock.sendall(encode(sent.Welcome()))
-        done.wait(10.0)
+        done.wait(limit_s(HANG_S))
 
     port = opened.answering(answer)
     opened.callback(done.set)
     if welcome:
-        member.connect([HOST], port, token, 5.0)
-        assert "nothing arrived from it for 0.3 s" in member.inbox.expect(ControlLost, 5.0).reason
+        member.connect([HOST], port, token, limit_s(HANG_S))
+        assert f"nothing arrived from it for {silence_s:g} s" in member.inbox.expect(ControlLost).reason
     else:
-        with pytest.raises(TimeoutError, match=r"0\.3 s \(heartbeat_timeout_s\)"):
-            member.connect([HOST], port, token, 5.0)
+        with pytest.raises(TimeoutError, match=rf"{silence_s:g} s \(heartbeat_timeout_s\)"):
+            member.connect([HOST], port, token, limit_s(HANG_S))
         with pytest.raises(queue.Empty):  # it has never had it
             member.inbox.expect(ControlLost, 0.2)
 
@@ -511,7 +510,7 @@ def test_a_control_node_that_falls_silent_is_lost(welcome, opened):
 def test_a_task_known_to_be_dead_is_reported_without_waiting_for_its_silence(opened):
     control = opened.control(3)
     control.channel.report_gone(2, "its task was killed by SIGKILL")
-    assert "its task was killed by SIGKILL" in control.inbox.error(3.0)
+    assert "its task was killed by SIGKILL" in control.inbox.error()
 
 
 def test_time_passes_without_any_message(opened):
@@ -519,7 +518,7 @@ def test_time_passes_without_any_message(opened):
 
 
 def test_a_restart_comes_to_the_moment(opened, monkeypatch):
-    monkeypatch.setattr(control_channel, "_TICK_S", 60.0)
+    monkeypatch.setattr(control_channel, "_TICK_S", 3600.0)
     control, member = opened.pair(heartbeat_s=1000.0)
     for node in (control, member):
         node.send(replace(READY, policy=LaunchPolicy(max_restarts=1)))
@@ -528,7 +527,7 @@ def test_a_restart_comes_to_the_moment(opened, monkeypatch):
     control.send(ENDED)
     member.inbox.expect(sent.Restart)
     begun = time.monotonic()
-    assert member.inbox.expect(sent.Go, 3.0).generation == 1
+    assert member.inbox.expect(sent.Go).generation == 1
     assert time.monotonic() - begun > 0.5
 
 
@@ -612,11 +611,11 @@ def test_a_flood_of_lines_holds_up_no_message_and_is_counted_to_its_end(opened):
     for burst in range(20):
         begun = time.monotonic()
         member.send_lines("stdout", "".join(f"{burst * 10_000 + each:07d} {'x' * 90}\n" for each in range(10_000)))
-        assert time.monotonic() - begun < 0.5
+        assert time.monotonic() - begun < limit_s(0.5)
     begun = time.monotonic()
     member.send(sent.Failed(0, 0, EXIT_3))
     control.inbox.expect(sent.Stop)
-    assert time.monotonic() - begun < 0.5
+    assert time.monotonic() - begun < limit_s(0.5)
     member.send_lines("stdout", "last words: größe 🙂\n")
     for node in (member, control):
         node.send(ENDED)

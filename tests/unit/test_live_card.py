@@ -8,9 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 from fake_cards import FakeCard, FakeUsersCard, offer, offered
+from limits import limit_s
 from metaflow import current
 from metaflow.plugins.cards.card_creator import CardCreator, CardProcessManager
-from unit_helpers import eventually
+from unit_helpers import HANG_S, eventually
 
 from metaflow_extensions.torchrun.plugins.torchrun.compat import cards
 from metaflow_extensions.torchrun.plugins.torchrun.errors import LaunchFailed
@@ -80,7 +81,7 @@ def test_a_failed_task_makes_its_last_card_once(card):
 
 def test_a_slow_last_card_does_not_hold_the_task(card):
     free = threading.Event()
-    card._card_creator.create = lambda **_: free.wait(10)
+    card._card_creator.create = lambda **_: free.wait(limit_s(HANG_S))
     live = LiveCard(Snapshot, lambda: 1)
     live.make_last(0.05)
     assert "torchrun-lastcard" in {thread.name for thread in threading.enumerate()}, "it is still being made"

@@ -10,7 +10,8 @@ import time
 
 import psutil
 import pytest
-from unit_helpers import OURS, eventually, is_running
+from limits import limit_s
+from unit_helpers import HANG_S, OURS, eventually, is_running
 
 from metaflow_extensions.torchrun.plugins.torchrun.task import local_nodes
 from metaflow_extensions.torchrun.plugins.torchrun.task.local_nodes import LocalNodes
@@ -70,12 +71,12 @@ def test_only_a_nodes_task_is_watched_and_stopped(start, monkeypatch):
         other.send_signal(signal.SIGTERM)
         other.wait()
     second.terminate()
-    node, reason = told.get(timeout=10)
+    node, reason = told.get(timeout=limit_s(HANG_S))
     assert node == 2
     assert reason.startswith("its task was killed by SIGTERM")
     nodes.stop(0.3, absent=[])
-    assert told.get(timeout=10)[0] == 1
-    assert first.wait(10) == -signal.SIGKILL
+    assert told.get(timeout=limit_s(HANG_S))[0] == 1
+    assert first.wait() == -signal.SIGKILL
     assert [is_running(other.pid) for other in others] == [False, False, True, True, True]
 
 
@@ -85,7 +86,7 @@ def test_a_node_below_another_child_is_not_ours(start):
     ended = start(code="print(flush=True)")  # the task that ends at once
     os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)  # and that nobody has reaped
     nodes = LocalNodes(RUN, CONTROL, 2)
-    assert ends(nodes).get(timeout=10) == (1, "its task ended at once, before it joined")
+    assert ends(nodes).get(timeout=limit_s(HANG_S)) == (1, "its task ended at once, before it joined")
     nodes.stop(0.3, absent=[1])
     assert parent.poll() is None
     os.killpg(parent.pid, signal.SIGKILL)
@@ -110,8 +111,8 @@ def test_the_end_is_heard_whoever_reaps(start, handler):
         reaper = threading.Thread(target=node.wait)
         reaper.start()
         node.terminate()
-        index, reason = told.get(timeout=10)
-        reaper.join(10)
+        index, reason = told.get(timeout=limit_s(HANG_S))
+        reaper.join()
     finally:
         signal.signal(signal.SIGCHLD, former)
     assert index == 1
@@ -127,8 +128,8 @@ def test_the_ends_are_heard_at_once_without_looking_where_the_system_tells_them(
     told = ends(LocalNodes(RUN, CONTROL, 3))
     for node, child in ((2, second), (1, first)):
         child.terminate()
-        assert told.get(timeout=10)[0] == node
-        child.wait(10)
+        assert told.get(timeout=limit_s(HANG_S))[0] == node
+        child.wait()
         used_s = time.process_time()
         time.sleep(0.2)
         assert time.process_time() - used_s < 0.1, "it waits for the others and does nothing else"
@@ -139,10 +140,8 @@ def test_a_node_that_did_not_join_gets_sigterm_and_the_others_their_time(start, 
     saves = "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(5)); " + SLEEP
     late = start(*task(1), code=saves)
     ending = start(*task(2), code="import time; print(flush=True); time.sleep(0.5)")
-    begin = time.monotonic()
-    LocalNodes(RUN, CONTROL, 3).stop(30.0, absent=[1])
-    assert time.monotonic() - begin < 10
-    assert (late.wait(10), ending.wait(10)) == (5, 0)
+    LocalNodes(RUN, CONTROL, 3).stop(3600.0, absent=[1])
+    assert (late.wait(), ending.wait()) == (5, 0)
 
 
 # --- who started a task ---------------------------------------------------------------------------
@@ -169,17 +168,15 @@ def test_a_task_ends_when_the_process_that_started_it_is_killed(kind):
         assert starter.stdout.readline() == "runs\n"
         (task,) = psutil.Process(starter.pid).children()
         starter.kill()
-        begin = time.monotonic()
         assert starter.stdout.readline() == f"gone: {starter.pid}\n"
         eventually(lambda: not is_running(task.pid), "the task's end")
-        assert time.monotonic() - begin < 2
 
 
 def test_a_task_ends_whose_starter_was_gone_before_it_looked():
     with subprocess.Popen(["true"]) as starter:
         starter.wait()
     command = [sys.executable, "-c", TASK, str(starter.pid), "pidfd"]
-    assert subprocess.run(command, stdout=subprocess.DEVNULL, check=False, timeout=30).returncode == 1
+    assert subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode == 1
 
 
 def test_starters_are_told_in_the_environment():

@@ -5,11 +5,11 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from contextlib import closing
 
 import pytest
-from unit_helpers import eventually, write
+from limits import limit_s
+from unit_helpers import HANG_S, eventually, write
 
 from metaflow_extensions.torchrun.plugins.torchrun.features.preflight import preflight_worker as preflight
 from metaflow_extensions.torchrun.plugins.torchrun.features.preflight.preflight_worker import Place, PreflightError
@@ -85,7 +85,7 @@ class Store(dict):
         return all(key in self for key in keys)
 
     def wait(self, keys, timeout):
-        eventually(lambda: self.check(keys), deadline_s=timeout.total_seconds())
+        eventually(lambda: self.check(keys), within_s=timeout.total_seconds())
 
 
 @pytest.fixture
@@ -108,7 +108,7 @@ def play(monkeypatch):
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(30)
+            thread.join(limit_s(HANG_S))
         return came
 
     return play
@@ -145,14 +145,12 @@ BROKEN = "; ".join(f"rank {rank}: ValueError: it's broken" for rank in (1, 3))
             | dict.fromkeys((1, 2, 3), NO_ANSWER),
         ),
         # Rank 0 has failed itself, so it waits a little only: as long as the margin.
-        ([breaks, None], 20.0, {0: NOT_IN}),
+        ([breaks, None], 3600.0, {0: NOT_IN}),
     ],
     ids=["all answer", "one is silent", "without rank 0", "two fail", "rank 0 fails"],
 )
 def test_every_rank_hears_the_answer_or_who_is_at_fault(works, wait_s, came, play):
-    begun = time.monotonic()
     assert play(works, wait_s=wait_s) == came
-    assert time.monotonic() - begun < 10
     assert play([says(1), says(2)], refuses, wait_s=0.1)[0] == "node 1 is odd"
 
 

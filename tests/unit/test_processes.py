@@ -6,7 +6,8 @@ import subprocess
 import sys
 import threading
 
-from unit_helpers import EXIT_OF_A_THREAD, eventually
+from limits import limit_s
+from unit_helpers import EXIT_OF_A_THREAD, HANG_S, eventually
 
 from metaflow_extensions.torchrun.plugins.torchrun.machine import processes
 from metaflow_extensions.torchrun.plugins.torchrun.machine.detached import Detached
@@ -61,9 +62,9 @@ def test_await_or_kill_waits_for_those_that_end_and_kills_those_that_do_not():
     reapers = [threading.Thread(target=child.wait) for child in (quick, slow)]
     for reaper in reapers:
         reaper.start()
-    processes.await_or_kill({quick.pid, slow.pid}, 1.0)
+    processes.await_or_kill({quick.pid, slow.pid}, limit_s(1.0))
     for reaper in reapers:
-        reaper.join(10.0)
+        reaper.join(limit_s(HANG_S))
     assert (quick.returncode, slow.returncode) == (0, -signal.SIGKILL)
 
 
@@ -76,7 +77,7 @@ def test_what_a_detached_process_says_first_is_never_taken_for_its_number():
         one = Detached("os.write(1, b'hello\\n')", [], os.environ)
         assert os.read(one.output.fileno(), 100) == b"hello\n"
         one.output.close()
-        assert one.wait(10.0)
+        assert one.wait(limit_s(HANG_S))
 
 
 def test_a_detached_process_is_no_child_and_hears_signals():
@@ -84,5 +85,5 @@ def test_a_detached_process_is_no_child_and_hears_signals():
     assert os.read(one.output.fileno(), 1) == b"!"
     assert one.pid not in processes.children(os.getpid())
     one.send_signal(signal.SIGKILL)
-    assert one.wait(10.0)
+    assert one.wait(limit_s(HANG_S))
     one.output.close()

@@ -71,7 +71,7 @@ def test_sigterm_to_a_pods_shell_is_seen_by_its_other_processes(pod):
     shell.terminate()
     assert eventually(lambda: pod_is_told_to_stop(environ))
     assert "its pod got SIGTERM" in pod_is_told_to_stop(environ)
-    out, _ = shell.communicate("", timeout=20)  # its commands go on to their end
+    out, _ = shell.communicate("")  # its commands go on to their end
     assert shell.returncode == 5
     assert int(out.split()[-1], 16) >> (signal.SIGTERM - 1) & 1  # what is started there has to undo it
 
@@ -81,7 +81,7 @@ def test_a_pod_without_python_starts_as_it_did(pod, tmp_path):
         (tmp_path / name).symlink_to(shutil.which(name))
     shell = pod(POD_SCRIPT + "true", PATH=str(tmp_path))
     assert shell.stdout.readline() == f"pid {shell.pid} shell none\n"
-    shell.communicate("", timeout=20)
+    shell.communicate("")
     assert shell.returncode == 5
 
 

@@ -95,11 +95,10 @@ def test_the_steps_timeout_ends_a_step_that_sleeps_on_the_control_node(control_t
 
     def step():
         gang.join()
-        time.sleep(50)
+        time.sleep(3600)
 
     with pytest.raises(LaunchTimeout, match=r"🙂 allows\.\nIt happened outside of"):
         gang.run(step)
-    assert time.monotonic() - began < 40
 
 
 def test_an_error_of_the_step_is_raised_and_leaves_the_gang(gang, registry):
@@ -269,7 +268,7 @@ def test_a_remote_task_in_the_place_of_one_that_was_killed_does_not_run_the_step
     code = FIRST.replace("PACKAGE", PACKAGE)
     first = subprocess.Popen([sys.executable, "-c", code, str(tmp_path), str(num_nodes)])
     try:
-        eventually(lambda: has_begun(registry.load_snapshot()), "the first task's record", 60.0)
+        eventually(lambda: has_begun(registry.load_snapshot()), "the first task's record")
     finally:
         first.kill()
         first.wait()

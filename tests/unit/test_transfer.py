@@ -4,21 +4,21 @@ import queue
 import subprocess
 import sys
 import threading
-import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
 import boto3
 import pytest
 from botocore.config import Config
-from unit_helpers import eventually
+from limits import limit_s
+from unit_helpers import HANG_S, eventually
 
 from metaflow_extensions.torchrun.plugins.torchrun.compat.datastore import DatastoreValues
 from metaflow_extensions.torchrun.plugins.torchrun.gang.texts import size_text
 from metaflow_extensions.torchrun.plugins.torchrun.launch import transfer
 from metaflow_extensions.torchrun.plugins.torchrun.launch.transfer import Step, Transfer, TransferFailed
 
-DEADLINE_S = 30.0
+DEADLINE_S = limit_s(HANG_S)
 KEY = {"region_name": "us-east-1", "aws_access_key_id": "id", "aws_secret_access_key": "key"}
 
 
@@ -78,10 +78,8 @@ upload.give_up()
 
 
 def test_a_transfer_that_was_given_up_holds_up_no_exit():
-    begun = time.monotonic()
     done = subprocess.run([sys.executable, "-c", ABANDONED], timeout=DEADLINE_S, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
-    assert time.monotonic() - begun < DEADLINE_S
 
 
 class Busy(BaseHTTPRequestHandler):
@@ -109,7 +107,7 @@ def test_what_the_s3_client_meets_is_known_while_it_tries_again():
         upload = Transfer(store, "stores", [step])
         upload.start()
         words = "a value (the datastore fails: SlowDown: Please reduce your request rate.)"
-        eventually(lambda: upload.what() == words, deadline_s=DEADLINE_S)
+        eventually(lambda: upload.what() == words)
         server.shutdown()
 
 

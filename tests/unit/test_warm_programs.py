@@ -9,11 +9,8 @@ import sys
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 
-import pytest
-from flow_runs import heed_ctrl_c
+from flow_runs import heed_terminal
 from warm_nodes import Warm
-
-pytestmark = pytest.mark.timeout(180)
 
 BROKEN = {
     "empty": b"",
@@ -104,8 +101,7 @@ def plainly(words, folder):
         stdin=subprocess.DEVNULL,
         capture_output=True,
         check=False,
-        timeout=60,
-        preexec_fn=heed_ctrl_c,
+        preexec_fn=heed_terminal,
     )
     return done.returncode, without_addresses(done.stdout), without_addresses(done.stderr)
 

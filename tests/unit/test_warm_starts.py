@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -41,7 +40,7 @@ def warm(tmp_path):
 
 LONG = {f"LONG_{number}": "x" * 100_000 for number in range(10)}  # more than a socket or a pipe keeps
 IN_SPARE = "'spare.py' in open('/proc/self/cmdline').read()"
-NEVER_IMPORTED = f"import time\nif {IN_SPARE}: time.sleep(30)\n"
+NEVER_IMPORTED = f"import time\nif {IN_SPARE}: time.sleep(3600)\n"
 
 
 def test_agents_become_of_spares_and_each_has_what_it_was_asked_with(warm, tmp_path):
@@ -355,18 +354,16 @@ def test_who_was_killed_while_it_waited_is_replaced(warm):
     ids=["dies with the request", "is frozen", "is frozen, and the request is longer than what the system keeps"],
 )
 def test_a_guardian_that_takes_no_request_is_given_up(warm, monkeypatch, long, is_killed):
-    monkeypatch.setattr(guardian_process, "_ANSWER_S", 60.0 if is_killed else 0.3)
+    monkeypatch.setattr(guardian_process, "_ANSWER_S", 3600.0 if is_killed else 0.3)
     one = warm(workers=1)
     spares, guardian = one.spares(), one.node.pid
     os.kill(guardian, signal.SIGSTOP)
     killing = threading.Timer(0.3, os.kill, (guardian, signal.SIGKILL))
     if is_killed:
         killing.start()
-    begun = time.monotonic()
     seen = one.start(env=LONG if long else None).end()
     assert seen["refused"] == "the guardian that waited with the spare has ended, or does not answer"
     assert seen["status"] == 0
-    assert time.monotonic() - begun < 30.0
     eventually(lambda: not any(map(is_running, [guardian, *spares])), "the end of all that waited")
     assert one.start().end()["refused"] is None
 
@@ -399,9 +396,7 @@ def test_a_dead_spare_whose_socket_somebody_holds_is_noticed(warm, tmp_path):
     eventually(lambda: pids.exists() and pids.read_text().endswith("."), "the import")
     dead, forked = map(int, pids.read_text().strip(".").split())
     os.kill(dead, signal.SIGKILL)
-    begun = time.monotonic()
     assert one.cold_worker().startswith("the spare process has ended")
-    assert time.monotonic() - begun < 15.0
     eventually(lambda: not is_running(forked), "the end of what the spare has started")
 
 
@@ -430,11 +425,9 @@ def test_what_a_guardian_says_and_nobody_understands_ends_the_launch(warm, monke
 
 
 def test_a_launch_that_is_stopped_while_torch_is_imported_does_not_wait_for_it(warm):
-    begun = time.monotonic()
     agent = warm(in_agent=NEVER_IMPORTED).start("wait")
     agent.process.stop(0.1)
     agent.expect(End)
-    assert time.monotonic() - begun < 15.0
     assert not [event for event in agent.seen if isinstance(event, Refused)]  # nobody wants to know
 
 

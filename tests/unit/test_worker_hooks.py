@@ -36,7 +36,6 @@ def work(folder, tmp_path):
             capture_output=True,
             text=True,
             errors="surrogateescape",
-            timeout=60,
         )
         return done, read_record(str(folder))
 
@@ -57,7 +56,7 @@ def test_a_traceback_is_written_at_once_though_stderr_has_no_buffer(folder, tmp_
     script = write(tmp_path / "train.py", "def main(n):\n    main(n - 1) if n else 1 / 0\nmain(9)\n")
     reading, writing = os.pipe2(os.O_DIRECT)  # of such a pipe, each write is read by itself
     env = worker_environment({**os.environ, "PYTHONUNBUFFERED": "1"}, folder)
-    assert subprocess.run([sys.executable, str(script)], env=env, stderr=writing, timeout=60).returncode == 1
+    assert subprocess.run([sys.executable, str(script)], env=env, stderr=writing).returncode == 1
     text = os.read(reading, 64 * 1024).decode()
     os.set_blocking(reading, False)
     os.close(writing)
@@ -190,7 +189,7 @@ def test_an_odd_exception_is_recorded_and_shown_as_without_us(body, work):
     done, record = work(body)
     assert record.exception.startswith(ODD[body])
     assert record.traceback == done.stderr.rstrip() or "mute" in body or "__bool__" in body
-    plain = subprocess.run(done.args, env={**os.environ, "PYTHONPATH": ""}, capture_output=True, text=True, timeout=60)
+    plain = subprocess.run(done.args, env={**os.environ, "PYTHONPATH": ""}, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (plain.returncode, plain.stderr)
 
 
@@ -254,7 +253,7 @@ def test_only_a_child_of_the_launchs_first_python_is_a_worker(folder, tmp_path):
     env = {**os.environ, "PYTHONPATH": WORKER_HOOKS, "TORCHRUN_AGENT_PID": ""}
     nested = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {RAISES!r}]); sys.exit(3)"
     for code, record in ((nested, None), (RAISES, "ValueError: the end")):
-        done = subprocess.run([sys.executable, str(script), "-c", code], env=env, capture_output=True, timeout=60)
+        done = subprocess.run([sys.executable, str(script), "-c", code], env=env, capture_output=True)
         assert done.stderr.splitlines()[-1] == b"ValueError: the end"
         assert getattr(read_record(str(folder)), "exception", None) == record
 

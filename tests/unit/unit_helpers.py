@@ -6,10 +6,13 @@ import time
 from pathlib import Path
 
 import psutil
+from limits import limit_s
 
 from metaflow_extensions.torchrun.plugins import torchrun as package
 from metaflow_extensions.torchrun.plugins.torchrun.launch.command import WORKER_HOOKS
 
+# Whoever waits for longer waits for what never comes.
+HANG_S = 60.0
 PACKAGE = "metaflow_extensions.torchrun.plugins.torchrun"
 # For programs that need none of Metaflow, whose import takes a second: our package as `ours`, without its `__init__`.
 OURS = f"""
@@ -49,14 +52,15 @@ HOSTILE = [
 ]
 
 
-def eventually(done, what="it", deadline_s=10.0):
-    """Return the first true value of `done()`; fail if there is none in time."""
-    deadline = time.monotonic() + deadline_s
+def eventually(done, what="it", within_s=None):
+    """Return the first true value of `done()`; fail if there is none in time, or never."""
+    within_s = limit_s(HANG_S) if within_s is None else within_s
+    deadline = time.monotonic() + within_s
     while True:
         value = done()
         if value:
             return value
-        assert time.monotonic() < deadline, f"{what} did not happen within {deadline_s} s"
+        assert time.monotonic() < deadline, f"{what} did not happen within {within_s:g} s"
         time.sleep(0.01)
 
 

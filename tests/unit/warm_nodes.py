@@ -7,7 +7,8 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from unit_helpers import eventually, is_running, write
+from limits import limit_s
+from unit_helpers import HANG_S, eventually, is_running, write
 
 from metaflow_extensions.torchrun.plugins.torchrun.features.warm.node import WarmNode
 from metaflow_extensions.torchrun.plugins.torchrun.features.warm.spare_workers import POPEN_OF_WORKERS
@@ -142,7 +143,7 @@ class Warm:
         guardian = self.node.pid
         self.node.close()
         if guardian is not None:
-            eventually(lambda: not is_running(guardian), "the end of the guardian", 5.0)
+            eventually(lambda: not is_running(guardian), "the end of the guardian")
             assert not living_descendants(guardian)
 
 
@@ -163,7 +164,7 @@ class Agent:
 
     def expect(self, kind):
         while True:
-            event = self._events.get(timeout=20.0)
+            event = self._events.get(timeout=limit_s(HANG_S))
             self.seen.append(event)
             if isinstance(event, kind):
                 return event

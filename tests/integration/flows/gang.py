@@ -7,6 +7,7 @@ the launches raise, with ``raise-last`` all but what the last one raises. ``GANG
 """
 
 import json
+import math
 import os
 import signal
 import sys
@@ -64,7 +65,7 @@ class GangFlow(FlowSpec):
         self.next(self.train, num_parallel=self.nodes)
 
     @(retry(times=2, minutes_between_retries=0) if "retry" in HOOK else same)
-    @(timeout(seconds=6) if "timeout" in HOOK else same)
+    @(timeout(seconds=math.ceil(6 * float(os.environ.get("TESTS_SLOWNESS", "1")))) if "timeout" in HOOK else same)
     @(card(type="torchrun") if "GANG_CARD" in os.environ else same)
     @(card(id="own") if os.environ.get("GANG_CARD") == "own" else same)
     @torchrun(**ATTRS)
