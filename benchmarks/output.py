@@ -1,7 +1,7 @@
 """What much output costs: our part alone beside `torchrun … | cat`, and a whole flow beside a step that prints as much.
 
-Our part is the thread that follows the workers' files and writes labelled lines, here to a file, as `cat` does. It is
-as fast as what it reads in the time from the first look that has found something. Torchrun gives `cat` no labels to write.
+Our part is the thread that reads the workers' pipes, and the one that writes labelled lines, here to a file, as `cat`
+does. Its time begins with the first lines that it reads. Torchrun gives `cat` no labels to write.
 
 In a flow, Metaflow's runtime reads the task's output line by line, stores it and shows it. That takes far longer, so
 the flows write less. They count from the moment at which Metaflow shows the first line to that of the last. Lines are
@@ -31,6 +31,7 @@ WORKER = str(HERE / "output_worker.py")
 CAT, OURS = "cat behind torchrun", "our part"
 PLAIN, GANG = "a plain step", "@torchrun"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
+READ = "read"  # as first argument: be our part
 # In a flow; the task's own threads and what they hold.
 MORE_MEMORY_MB = 20.0
 Result = Mapping[str, float]
@@ -53,35 +54,38 @@ def by_cat(folder: Path, kind: str, size: int) -> Result:
 
 
 def by_us(folder: Path, kind: str, size: int) -> Result:
-    """Let a thread of ours follow the files that torchrun puts its workers' output in."""
+    """Let threads of ours read the pipes that our agent gives its workers, and write."""
     logs = folder / "logs"
     logs.mkdir()
-    command = [*TORCHRUN, "--redirects=3", f"--log-dir={logs}", WORKER, kind, str(size)]
+    command = [*TORCHRUN[3:], f"--log-dir={folder}", WORKER, kind, str(size)]
     with open(folder / "out", "wb") as out, open(folder / "log", "wb") as log:
-        follower = [sys.executable, __file__, str(logs), *command]
-        code = subprocess.run(follower, stdout=out, stderr=log, env=environment(folder), cwd=folder).returncode
+        reader = [sys.executable, __file__, READ, str(logs), *command]
+        code = subprocess.run(reader, stdout=out, stderr=log, env=environment(folder), cwd=folder).returncode
     return result_of(folder, code, json.loads((folder / "reader.json").read_text()) if code == 0 else {})
 
 
-def follow(folder: str, *command: str) -> int:
-    """Follow the files as a task does until the command has ended; note when the first look was that found something."""
+def read(folder: str, *arguments: str) -> int:
+    """Read the pipes as a task does until torchrun has ended; note when the first lines came."""
     import metaflow  # noqa: F401 - it imports our modules, so it must come before them
-    from metaflow_extensions.torchrun.plugins.torchrun.logs.follower import LogFollower
 
-    from metaflow_extensions.torchrun.plugins.torchrun.logs.console import write_output
+    from metaflow_extensions.torchrun.plugins.torchrun.launch.command import AGENT, HALT_SIGNAL
+    from metaflow_extensions.torchrun.plugins.torchrun.logs.console import settle, write_output
+    from metaflow_extensions.torchrun.plugins.torchrun.logs.pipes import LogReader
 
     began: list[float] = []
 
     def write(stream: str, lines: bytes) -> bool:
-        began.append(time.time())
-        return write_output(stream, lines, more_follows=bool(lines))
+        if lines:
+            began.append(time.time())
+        return write_output(stream, lines)
 
-    follower = LogFollower(folder, {}, "[rank {}] ".format, "", write)
+    reader = LogReader(folder, {rank: (f"[rank {rank}] ", False) for rank in range(RANKS)}, "", write)
     used = time.process_time()
-    torchrun = subprocess.Popen(command)
-    follower.start()
+    torchrun = subprocess.Popen([sys.executable, AGENT, folder, str(HALT_SIGNAL), *arguments])
+    reader.start()
     code = torchrun.wait()
-    follower.finish()
+    reader.finish()
+    settle()
     note("reader", began=began[0], cpu=time.process_time() - used)
     return code
 
@@ -159,4 +163,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(follow(*sys.argv[1:])) if TORCHRUN[1:3] == sys.argv[3:5] else main()
+    sys.exit(read(*sys.argv[2:])) if sys.argv[1:2] == [READ] else main()
