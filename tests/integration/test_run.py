@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
+from flow_runs import FLOWS
 
 from metaflow_extensions.torchrun.plugins.torchrun.machine.accelerators import usable_cpus
 
@@ -201,3 +203,19 @@ def test_the_working_directory_can_be_chosen(together):
     assert log.read_text() == "heard from afar\n"
     assert "[rank 0] heard from afar" in together["one node"].text
     assert worker["env"]["OMP_NUM_THREADS"] == str(usable_cpus())
+
+
+def test_the_working_directory_hides_nothing_and_a_module_is_found_beside_the_flow(run_flow, tmp_path):
+    """As with torchrun and a script elsewhere; a step imports what lies beside its flow."""
+    flow, hiding, empty = tmp_path / "flows" / "gang.py", tmp_path / "hiding", tmp_path / "empty"
+    shutil.copytree(FLOWS, flow.parent)
+    shutil.copy(Path(__file__).parents[1] / "spares.py", flow.parent)
+    hiding.mkdir()
+    empty.mkdir()
+    for name in ("random", "queue", "timeit", "pprint", "torch"):
+        (hiding / f"{name}.py").write_text("raise AssertionError('of the working directory')")
+    module = {"entrypoint": "pkg.inner.train", "module": True, "cwd": str(empty)}
+    runs = [{"entrypoint": "worker.py", "warm": "workers"}, module]
+    ended = run_flow("--nodes", "1", folder=hiding, flow=flow, runs_=runs, attrs={"nproc_per_node": 1})
+    assert len(ended.notes("worker-launch*")) == 2
+    assert "of the working directory" not in ended.text

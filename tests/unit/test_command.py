@@ -4,6 +4,7 @@ import os
 import shutil
 import string
 import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -169,6 +170,15 @@ def test_defaults_fill_what_is_not_set():
             **HOOK,
             "PATH": "",
         }
+
+
+def test_workers_find_a_module_beside_the_flow(tmp_path):
+    write(tmp_path / "flows" / "pkg" / "train.py", "print(__file__)")
+    env = {**os.environ, **agent_environment({"PYTHONPATH": "/mine"}, {}, 4, None, str(tmp_path / "flows"))}
+    assert env["PYTHONPATH"] == f"{WORKER_HOOKS}:{tmp_path / 'flows'}:/mine"
+    words = [sys.executable, "-u", "-m", "pkg.train"]
+    said = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, check=True).stdout
+    assert said.strip() == str(tmp_path / "flows" / "pkg" / "train.py")
 
 
 def test_our_hooks_are_first_on_the_path_and_add_no_working_directory_to_it():

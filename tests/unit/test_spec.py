@@ -205,6 +205,26 @@ def test_a_module_or_executable_is_not_looked_for_as_a_file(module, options):
     assert spec.options == ((("no-python", None),) if is_program else ())
 
 
+@pytest.mark.parametrize(
+    ("file", "of_cwd", "found"),
+    [
+        ("pkg/train.py", None, True),
+        ("pkg/train/__main__.py", None, True),
+        ("pkg/train.py", "pkg/train.py", False),  # Python looks there first
+        ("pkg/other.py", None, False),  # perhaps it is installed
+    ],
+)
+def test_a_module_is_found_where_a_script_is(tmp_path, monkeypatch, file, of_cwd, found):
+    flow, cwd = tmp_path / "flows", tmp_path / "cwd"
+    write(flow / file, "")
+    cwd.mkdir()
+    if of_cwd:
+        write(cwd / of_cwd, "")
+    monkeypatch.chdir(cwd)
+    spec = build("pkg.train", module=True, node=replace(NODE, flow_dir=str(flow)))
+    assert spec.module_folder == (str(flow) if found else None)
+
+
 # --- a command -----------------------------------------------------------------------------------
 
 

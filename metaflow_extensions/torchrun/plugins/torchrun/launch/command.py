@@ -124,14 +124,20 @@ def _escaped(words: Sequence[str]) -> list[str]:
 
 
 def agent_environment(
-    given: Mapping[str, str], inherited: Mapping[str, str], omp_threads: int, interface: str | None
+    given: Mapping[str, str],
+    inherited: Mapping[str, str],
+    omp_threads: int,
+    interface: str | None,
+    module_folder: str | None = None,
 ) -> dict[str, str]:
     """Return the whole environment of this node's agent and workers; `given` is the user's, `inherited` the task's."""
     env = program_environment(given, inherited, omp_threads, interface)
-    if os.pathsep not in WORKER_HOOKS:
+    hooks = WORKER_HOOKS if os.pathsep not in WORKER_HOOKS else None
+    if hooks:
         env[_AGENT_VARIABLE] = ""
-        # An empty entry would mean the working directory, so there must be none of ours.
-        env["PYTHONPATH"] = os.pathsep.join(filter(None, [WORKER_HOOKS, env.get("PYTHONPATH")]))
+    # An empty entry would mean the working directory, so there must be none of ours.
+    if path := [*filter(None, (hooks, module_folder, env.get("PYTHONPATH")))]:
+        env["PYTHONPATH"] = os.pathsep.join(path)
     return env
 
 

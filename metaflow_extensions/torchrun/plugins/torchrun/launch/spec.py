@@ -66,6 +66,7 @@ class LaunchSpec:
     source: str | None = None  # the file that must be the same on all nodes; None means the entrypoint
     bools: tuple[tuple[str, bool], ...] = ()  # of `args`, those that were given as True or False, by their names
     command: tuple[str, ...] = ()  # the words of a command as entrypoint, as they were given
+    module_folder: str | None = None  # where the workers find the module, unless Python finds it without that
 
     @property
     def world_size(self) -> int:
@@ -125,8 +126,10 @@ def build_spec(
         program = _command(given, options, module, cwd, env, node.flow_dir, may_come)
     else:
         is_path = not module and "no-python" not in options
-        found = _find_entrypoint(given.get("entrypoint"), is_path, (cwd or os.getcwd(), node.flow_dir), may_come)
+        folders = (cwd or os.getcwd(), node.flow_dir)
+        found = _find_entrypoint(given.get("entrypoint"), is_path, folders, may_come)
         program = {"entrypoint": found, **_arguments(given)}
+        program["module_folder"] = _folder_of_module(found, *folders) if module else None
     return LaunchSpec(
         **program,
         module=module,
@@ -267,6 +270,16 @@ def _find_entrypoint(entrypoint: Any, is_path: bool, folders: Sequence[str | Non
         f"The entrypoint {name!r} does not exist; looked for {looked}. Check the spelling; for a remote task, check that "
         "the file lies beside the flow, so that Metaflow packages it (see --package-suffixes)."
     )
+
+
+def _folder_of_module(name: str, cwd: str, flow_dir: str | None) -> str | None:
+    """Return the flow's folder if a module lies there and not in the working directory, as a script may."""
+    path = name.replace(".", os.sep)
+    files = (f"{path}.py", os.path.join(path, "__main__.py"))
+    for folder in filter(None, (cwd, flow_dir)):
+        if any(os.path.isfile(os.path.join(folder, file)) for file in files):
+            return None if folder == cwd else os.path.abspath(folder)
+    return None
 
 
 def _local_ranks(value: str | None, nproc: int) -> frozenset[int] | None:

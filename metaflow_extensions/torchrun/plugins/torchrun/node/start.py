@@ -123,7 +123,8 @@ def _environment(plan: Plan, go: Go, own_address: str | None, variables: Variabl
     inherited = {name: value for name, value in os.environ.items() if name not in variables.names}
     if plan.program is not None:
         return {**program_environment(given, inherited, threads, interface), **share}
-    env = {**variables.of_node, **agent_environment(given, inherited, threads, interface), **share}
+    own = agent_environment(given, inherited, threads, interface, spec.module_folder)
+    env = {**variables.of_node, **own, **share}
     env.update(restart_variables(spec, go))
     if plan.shares_machine:
         env.update(SHORT_PEER_ERRORS)
