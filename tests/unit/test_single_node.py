@@ -48,7 +48,7 @@ def test_a_part_shows_the_launch_of_its_runner(launches):
 
     def run(member):
         member.emit(Event("command", 0, "runs: torchrun train.py"))
-        eventually(lambda: "missing: node 0" not in shown(), "its join, which the gang's thread handles")
+        eventually(lambda: "not joined yet: node 0" not in shown(), "its join, which the gang's thread handles")
         during.append(shown())
 
     assert "No launch has begun yet." in shown()
