@@ -99,6 +99,7 @@ def test_one_gpu_and_many_train_alike(tmp_path):
     assert [*shown.values()] == pytest.approx([losses[before], losses[one], losses[flow]], abs=0.05), shown
 
 
+@pytest.mark.long
 def test_the_scripts_of_the_examples_run_without_metaflow():
     command = "torchrun --standalone --nproc-per-node=2 hello/train.py"
     page = (REPOSITORY / "examples" / "README.md").read_text(encoding="utf-8")

@@ -60,7 +60,7 @@ def test_1_every_rank_of_a_gang_that_computes_is_shown_and_moves(asked, ask):
     until(lambda: "train.py" in (text := ask()) or "asked_worker.py" in text, "a worker in its script")
     before = json.loads(ask("--json"))
     assert sorted(rank for node in before["nodes"].values() for rank in node["ranks"]) == ["0", "1", "2", "3"]
-    for _ in range(10):
+    for _ in range(3):
         text = ask()
         assert re.search(r"Launch 0, 4 ranks on 2 nodes:\n", text), text
         assert "has no answer" not in text
@@ -95,7 +95,7 @@ def test_3_a_rank_that_is_stopped_is_told_as_that_and_harms_nobody(asked, ask):
 
 
 def test_4_asked_over_and_over_it_computes_the_same_and_the_end_is_followed(asked, ask, command):
-    for _ in range(5):
+    for _ in range(3):
         ask()
     following = command("show", "--follow")
     try:

@@ -57,11 +57,16 @@ def folder_of(name: str, program: str) -> str:
     return name if program == "flow.py" and flow_of(name) else "examples/hello"
 
 
+def is_script(words: list[str]) -> bool:
+    """Tell whether a command runs a script that trains; flows and benchmarks import torch in other processes."""
+    return words[0] == "torchrun" or words[1:2] in (["before.py"], ["generate.py"])
+
+
 def programs() -> list[tuple[tuple[str, ...], list[str]]]:
     """Return the options that the pages give to each program of ours: its folder, its file, its subcommands."""
     found = defaultdict[tuple[str, ...], set[str]](set)
     for name, (first, *words) in COMMANDS:
-        if first == "python":
+        if first == "python" and not is_script([first, *words]):
             subcommands = itertools.takewhile(re.compile("[a-z]+").fullmatch, words[1:])
             options = {word.partition("=")[0] for word in words if word.startswith("--")}
             found[(folder_of(name, words[0]), words[0], *subcommands)] |= options
@@ -130,11 +135,11 @@ def test_a_program_has_the_options_that_the_pages_give_it(program, options, tmp_
     assert set(options) <= set(re.findall(r"--[a-z-]+", asked.stdout)), asked.stdout
 
 
-@pytest.mark.parametrize(("name", "words"), [entry for entry in COMMANDS if entry[1][0] == "torchrun"])
-def test_a_script_has_the_options_that_it_is_given_by_torchrun(name, words):
-    """Their help would import torch, and what is not installed everywhere."""
+@pytest.mark.parametrize(("name", "words"), [entry for entry in COMMANDS if is_script(entry[1])])
+def test_a_script_has_the_options_that_it_is_given(name, words):
+    """Its help would import torch, and what is not installed everywhere."""
     (at,) = (number for number, word in enumerate(words) if word.endswith(".py"))
-    script = (REPOSITORY / name).parent / words[at]
+    script = REPOSITORY / folder_of(name, words[at]) / words[at]
     assert [word for word in words[at + 1 :] if word.startswith("--") and f'"{word}"' not in script.read_text()] == []
 
 

@@ -142,7 +142,7 @@ def test_a_worker_can_be_asked_again_and_again(tmp_path):
         assert process.stdout.readline() == b"ready\n"
         open_files = [f"/proc/{who}/fd" for who in (process.pid, "self")]
         before = [len(os.listdir(each)) for each in open_files]
-        for _ in range(10):
+        for _ in range(3):
             (found,) = stacks.ask_workers({0: process.pid}, str(folder), 5.0, None, is_ending=False).values()
             assert found.where.startswith("<string>:"), found
         assert [len(os.listdir(each)) for each in open_files] == before
