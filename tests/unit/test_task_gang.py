@@ -194,6 +194,7 @@ def test_where_metaflow_can_make_no_card_it_is_said_how_to_make_it_later(
     finally:
         current._update_env({"card": None})
     assert ("torchrun-card" in threads()) is is_live
+    assert settle(60)
     assert ("card create 1/train/2 --type torchrun" in capfd.readouterr().err) is not is_live
 
 
@@ -218,6 +219,7 @@ def test_a_traceback_stands_once_in_the_log_of_a_remote_control_node(
     gang, log = control_task(num_nodes=2, runtime="kubernetes"), []
 
     def has_come():
+        assert settle(60)
         log.extend(capfd.readouterr())
         return "it*s.py" in "".join(log)
 
