@@ -45,7 +45,7 @@ def neuron_devices_of(job: dict[str, Any]) -> list[str]:
     [
         pytest.param("after:1:raise", "ValueError: step code failed after run", id="after-run"),
         pytest.param("unstorable:1", "this artifact can't be stored", id="unstorable"),
-        pytest.param("unstorable:0", "this artifact can't be stored", id="unstorable-control"),
+        pytest.param("unstorable:0", "UnpicklableArtifactException", id="unstorable-control"),
     ],
 )
 def test_a_node_that_fails_after_its_last_launch_fails_the_run(run_remote, queue, hook, expected):
