@@ -9,15 +9,22 @@ import os
 import signal
 import sys
 
+GUARDIAN = os.getppid()
 
-def halt(*_: object) -> None:
+
+def halt(number: int, _: object) -> None:
     """Act on workers no more, but go on serving torch's store to those that save: it has threads of its own.
 
-    The guardian sends the signal before it stops the workers itself. SIGTERM, which the kernel sends if the guardian is
-    killed, still ends the agent.
+    The guardian sends the signal before it stops the workers itself. Only if the guardian is killed does the agent act
+    again: the kernel sends SIGTERM then, and torchrun stops its workers.
     """
-    while True:
-        signal.pause()
+    signal.pthread_sigmask(signal.SIG_BLOCK, [number])  # so the guardian sees that this process waits
+    while os.getppid() == GUARDIAN:
+        try:
+            signal.pause()
+        except BaseException:  # torchrun's handlers of SIGTERM and others raise
+            if os.getppid() != GUARDIAN:
+                raise
 
 
 def change_workers(folder: str, restarts: str) -> None:
