@@ -36,7 +36,7 @@ from .agent_events import (
     WorkerStarted,
     as_line,
 )
-from .workers import SEARCH_S, FrozenWatch, Worker, Workers
+from .workers import SEARCH_S, WATCH_S, FrozenWatch, Worker, Workers
 
 _KILL_WAIT_S = 10.0  # after SIGKILL only a process in uninterruptible sleep stays
 _REPORT_S = 3.0  # torchrun polls every 0.1 s and prints when its workers have obeyed SIGTERM; a busy machine is slow
@@ -158,10 +158,19 @@ class Guardian:
             self._watch()
         self._terminate(self._deadline)
         self._kill()
-        for folder in self._options.scratch if self._task_gone else ():
-            shutil.rmtree(folder, ignore_errors=True)
         self._say(End(self._agent.returncode, left=self._left))
+        self._await_stopped_task()
+        for folder in self._options.scratch if self._task_gone or self._task.has_ended else ():
+            shutil.rmtree(folder, ignore_errors=True)
         return 0
+
+    def _await_stopped_task(self) -> None:
+        """Wait while somebody has stopped the task: if it is then killed, nobody else removes its folders."""
+        while not (self._task_gone or self._got_sigterm or self._task.has_ended):
+            process = processes.find(self._task.pid)
+            if process is None or process.state != "T":
+                return
+            time.sleep(WATCH_S)
 
     def _start(self, command: Sequence[str]) -> None:
         with open(self._options.stdout, "ab") as out, open(self._options.stderr, "ab") as err:
