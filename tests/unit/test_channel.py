@@ -624,3 +624,20 @@ def test_a_flood_of_lines_holds_up_no_message_and_is_counted_to_its_end(opened):
     assert len(log.lines) + log.missing == 200_001
     assert log.lines[-1] == "last words: größe 🙂"
     assert len(log.text) < 8 * 1024**2
+
+
+def test_the_gang_hears_how_long_its_clock_stood_still():
+    """As when this process was stopped with all others: nobody else is late for that."""
+    stood = queue.SimpleQueue()
+
+    class Stopped(Gang):
+        def was_stopped(self, seconds):
+            stood.put(seconds)
+            return super().was_stopped(seconds)
+
+    channel = ControlChannel(Stopped(1, pick_port, Rules(60.0, 1.0)), lambda message: None, new_token(), 20.0)
+    try:
+        channel._thread.post(time.sleep, 3.0)
+        assert 1.0 < stood.get(timeout=20.0) < 20.0
+    finally:
+        channel.close(0.0)

@@ -60,16 +60,11 @@ def test_torchruns_template_gives_back_every_argument(args):
 
 
 def test_workers_are_told_how_often_the_gang_was_restarted():
-    """By their hook; a program that is no Python gets the variables by its command."""
-    again = replace(GO, restarts=2, max_restarts=3)
-    assert restart_variables(SPEC, again) == {"TORCHRUN_RESTARTS": "2/3"}
+    """By their agent; see test_agent.py."""
+    assert restart_variables(SPEC, RESTARTED) == {"TORCHRUN_RESTARTS": "2/3"}
     assert restart_variables(SPEC, GO) == {}
-    assert restart_variables(replace(SPEC, min_nodes=1), again) == {}
-    assert command_of(again) == command_of()
-    asked = {"options": (("no-python", None),), "entrypoint": "./run $me", "args": tuple(HOSTILE)}
-    told = ["OWN=/my logs/7", "TORCHELASTIC_RESTART_COUNT=2", "TORCHELASTIC_MAX_RESTARTS=3"]
-    assert program_of(go=again, **asked) == [ENV, *told, "./run $me", *HOSTILE]
-    assert command_of(again, **asked).count("--no-python") == 1
+    assert restart_variables(replace(SPEC, min_nodes=1), RESTARTED) == {}
+    assert command_of(RESTARTED) == command_of()
 
 
 @pytest.mark.parametrize(("env", "words"), [((), ["OWN=/my logs/7"]), ((("OWN", "mine"),), [])])
@@ -83,11 +78,11 @@ def test_a_program_that_is_no_python_gets_variables_of_its_own_by_its_command(en
 @pytest.mark.parametrize("name", ["run me", "a=b"])
 def test_workers_start_whatever_their_path_is(path, name, tmp_path):
     """The user's PATH is for the user's programs: it need not have `env` and `sh`."""
-    program = write(tmp_path / name, "#!/bin/sh\necho $TORCHELASTIC_RESTART_COUNT $PATH\n")
+    program = write(tmp_path / name, "#!/bin/sh\necho $OWN $PATH\n")
     program.chmod(0o755)
-    words = program_of(go=RESTARTED, options=(("no-python", None),), entrypoint=f"./{name}")
+    words = program_of(options=(("no-python", None),), entrypoint=f"./{name}")
     said = subprocess.run(words, cwd=tmp_path, env={"PATH": path}, capture_output=True, text=True, check=True).stdout
-    assert said.split() == ["2", *filter(None, [path])]
+    assert said.split() == ["/my", "logs/7", *filter(None, [path])]
 
 
 def test_torchrun_gets_the_gangs_facts():

@@ -3,10 +3,12 @@
 import json
 import os
 import queue
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -24,9 +26,12 @@ from metaflow_extensions.torchrun.plugins.torchrun.guardian.agent_events import 
     WorkerStarted,
 )
 from metaflow_extensions.torchrun.plugins.torchrun.guardian.guardian import Guardian, Options
+from metaflow_extensions.torchrun.plugins.torchrun.launch.command import AGENT as AGENT_PROGRAM
+from metaflow_extensions.torchrun.plugins.torchrun.launch.command import HALT_SIGNAL
 from metaflow_extensions.torchrun.plugins.torchrun.node.agent import AgentProcess
 
 PYTHON = [sys.executable, "-I", "-S"]
+STAND_IN = Path(__file__).parents[1] / "stand_in"
 
 # Does what torchrun's agent does: workers in sessions of their own, told who they are; waits for all.
 # With "exit" it goes as soon as they are ready; with "hang" it never does, not even after its workers or on SIGTERM.
@@ -496,11 +501,14 @@ def test_a_worker_and_an_agent_that_somebody_freezes_are_told_once_and_hear_sigt
     assert one.ended() == dict.fromkeys((0, 1), -signal.SIGTERM)
 
 
-def test_when_the_task_is_frozen_its_workers_are_stopped(task, tmp_path):
+def test_when_the_task_is_frozen_its_workers_are_stopped_and_if_it_is_killed_its_folders_go(task, tmp_path):
     process = task("process.start(); time.sleep(600)", ENDLESS, silence_s=0.5)
     pids = noted(tmp_path, "agent.pid", "0.pid")
     process.send_signal(signal.SIGSTOP)
     await_the_end_of(pids)
+    assert len(list(tmp_path.glob("scratch of *"))) == 2  # it may be continued
+    process.kill()
+    eventually(lambda: not list(tmp_path.glob("scratch of *")), "the end of the scratch folders")
 
 
 # --- preemption --------------------------------------------------------------------------------------
@@ -526,6 +534,78 @@ def test_a_preemption_signals_the_workers_alone_and_gives_them_time(tree):
     one.process.preempt(10.0, signal.SIGUSR1)
     assert one.ended() == {0: 0, 1: 0}
     assert [(one.root / f"{rank}.saved").read_text() for rank in (0, 1)] == ["state", "state"]
+
+
+# What stands for torchrun: it hosts a store in a thread, and on SIGTERM its main thread ends the worker.
+STORING = """
+import os, random, signal, socket, subprocess, sys, threading, time
+def stop(number, frame):
+    raise SystemExit(1)
+def serve(store):
+    while True:
+        store.accept()[0].sendall(b"stored")
+def main():
+    store = socket.create_server(("127.0.0.1", 0))
+    threading.Thread(target=serve, args=[store], daemon=True).start()
+    env = {**os.environ, "RANK": "10", "LOCAL_RANK": "0", "STORE": str(store.getsockname()[1])}
+    signal.signal(signal.SIGTERM, stop)
+    worker = subprocess.Popen([sys.executable, "-I", "-S", sys.argv[1]], start_new_session=True, env=env)
+    open(os.path.join(os.environ["NOTES"], "agent.pid"), "w").write(str(os.getpid()))
+    try:
+        while worker.poll() is None:
+            time.sleep(0.01)
+    finally:
+        worker.terminate()
+        worker.wait()
+"""
+SAVING_WITH_THE_STORE = """
+import socket
+got = []
+signal.signal(signal.SIGUSR1, lambda *_: got.append(1))
+ready()
+while not got:
+    signal.pause()
+os.kill(os.getppid(), signal.SIGTERM)  # somebody signals all processes
+time.sleep(0.3)
+with socket.create_connection(("127.0.0.1", int(os.environ["STORE"])), 10) as store:
+    note("saved", store.recv(100).decode())
+"""
+
+
+@pytest.fixture
+def storing(tree, tmp_path, monkeypatch):
+    """An agent whose working directory has files with the names of Python's modules."""
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
+    for name, source in (("__init__", ""), ("distributed/__init__", ""), ("distributed/run", STORING)):
+        write(tmp_path / "site" / "torch" / f"{name}.py", source)
+    shutil.copytree(STAND_IN / "torch" / "distributed" / "elastic", tmp_path / "site/torch/distributed/elastic")
+    for name in ("random", "signal", "torch"):
+        write(tmp_path / "cwd" / f"{name}.py", f"raise AssertionError('{name} of the working directory')")
+    command = [sys.executable, AGENT_PROGRAM, str(tmp_path), str(HALT_SIGNAL), str(tmp_path / "wörker & co.py")]
+    more = {"cwd": str(tmp_path / "cwd"), "halt_signal": HALT_SIGNAL}
+    return lambda worker: tree(worker, count=1, command=command, **more)
+
+
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_a_worker_that_saves_still_has_the_store_in_its_agent(is_stopped, storing):
+    """The agent acts on its workers no more, whatever signals it gets."""
+    one = storing(SAVING_WITH_THE_STORE)
+    one.await_workers()
+    if is_stopped:
+        os.kill(one.agent_pid(), signal.SIGSTOP)
+    one.process.preempt(20.0, signal.SIGUSR1)
+    assert one.ended() == {0: 0}
+    assert (one.root / "saved").read_text() == "stored"
+
+
+def test_a_halted_agent_acts_again_when_its_guardian_is_killed(storing):
+    """So nothing outlives a task that is killed with it."""
+    one = storing("signal.signal(signal.SIGUSR1, lambda *_: note('asked')); ready(); forever()")
+    (worker,) = one.await_workers()
+    one.process.preempt(60.0, signal.SIGUSR1)
+    eventually((one.root / "asked").exists, "the signal")
+    os.kill(one.process.pid, signal.SIGKILL)
+    await_the_end_of([worker, one.agent_pid()])
 
 
 @pytest.mark.parametrize(

@@ -539,6 +539,16 @@ def test_a_failure_stops_all_once_and_every_node_gets_the_first_as_its_verdict()
         assert gang.got(1, kind)[0] is gang.got(2, kind)[0]
 
 
+def test_a_node_that_was_stopped_with_the_control_node_may_report_later():
+    gang = running(2)
+    gang.ended(1, crash(1), ok=False)
+    gang.post(gang.state.was_stopped(600.0))
+    gang.pass_time(600.0)
+    assert gang.is_undecided()
+    gang.ended(0, ok=False)
+    assert "did not report" not in str(gang.same_verdict())
+
+
 @pytest.mark.parametrize(
     ("cause", "words"), [("a crash", "loss is nan"), ("a hang", "no rank wrote"), ("none", "Launch 0 failed.")]
 )

@@ -73,7 +73,7 @@ def test_agents_become_of_spares_and_each_has_what_it_was_asked_with(warm, tmp_p
 def test_workers_become_of_spares(warm, tmp_path):
     one = warm(workers=2, early="print('early')")
     spares = one.spares()
-    agent = one.start(env={"TORCHRUN_RESTARTS": "1/3"})
+    agent = one.start(env={"SEEN": "1"})
     seen = agent.end()
     assert (seen["refused"], seen["status"], seen["left"]) == (None, 0, [])
     started = [event for event in agent.seen if isinstance(event, WorkerStarted)]
@@ -93,7 +93,7 @@ def test_workers_become_of_spares(warm, tmp_path):
             "agent": str(seen["pid"]),
             "spare": False,
             "parent": seen["pid"],
-            "restarts": "1",
+            "seen": "1",
             "files": ["0", "1", "2", "3"],  # the last lists them
             "mp": False,
         }

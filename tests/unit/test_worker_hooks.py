@@ -261,13 +261,6 @@ def test_only_a_child_of_the_launchs_first_python_is_a_worker(folder, tmp_path):
 # --- what it finds in its environment ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("own", "seen"), [({}, "0 0\n"), ({"TORCHRUN_RESTARTS": "2/3"}, "2 3\n")])
-def test_a_worker_has_the_restarts_of_its_gang(own, seen, work):
-    shows = "import os; print(os.environ['TORCHELASTIC_RESTART_COUNT'], os.environ['TORCHELASTIC_MAX_RESTARTS'])"
-    done, _ = work(shows, TORCHELASTIC_RESTART_COUNT="0", TORCHELASTIC_MAX_RESTARTS="0", **own)
-    assert done.stdout == seen
-
-
 TELLS = "import os; print(os.environ.get('TORCHRUN_METRICS'), flush=True)"
 IN_A_CHILD = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {TELLS!r}])"
 SETS_THE_FOLDER = "import os; os.environ.update(LOCAL_RANK='3', TORCHRUN_METRICS_FOLDER='/metrics')"

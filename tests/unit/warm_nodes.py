@@ -72,7 +72,7 @@ seen = {"argv": sys.argv, "orig_argv": sys.orig_argv, "path": sys.path[0], "name
         "imported": "torch.distributed" in sys.modules, "early": "imported_early" in sys.modules,
         "rank": os.environ.get("RANK"), "agent": os.environ.get("TORCHRUN_AGENT_PID"),
         "spare": "TORCHRUN_SPARE" in os.environ,
-        "parent": os.getppid(), "restarts": os.environ.get("TORCHELASTIC_RESTART_COUNT"),
+        "parent": os.getppid(), "seen": os.environ.get("SEEN"),
         "files": os.listdir("/proc/self/fd"), "mp": "torchrun_worker_hooks" in sys.modules}
 print(json.dumps(seen), flush=True)
 print("to stderr", file=sys.stderr)

@@ -109,6 +109,9 @@ class ControlChannel:
 
     def _tick(self) -> None:
         if not self._is_closing:
+            late_s = 0.0 if self._timer is None else self._thread.loop.time() - self._timer.when()
+            if late_s > _TICK_S:
+                self._step(self.gang.was_stopped, late_s)
             tick_s = min(_TICK_S, self._timeout_s / BEATS / 3)  # the tick also sends heartbeats
             self._timer = self._thread.loop.call_later(tick_s, self._tick)
             self._step(self.gang.tick)

@@ -155,6 +155,12 @@ class Gang:
         self._course.tick(now)
         return self._course.flush()
 
+    def was_stopped(self, seconds: float) -> list[Outgoing]:
+        """Give the nodes as much longer to report as this process was stopped, perhaps with all of them."""
+        if self._launch.phase in (Phase.STOPPING, Phase.SAVING):
+            self._launch.until += seconds
+        return []
+
     def _remind(self, now: float) -> None:
         launch = self._launch
         launch.remind_at = now + REMIND_S

@@ -36,10 +36,11 @@ from .agent_events import (
     WorkerStarted,
     as_line,
 )
-from .workers import SEARCH_S, FrozenWatch, Worker, Workers
+from .workers import SEARCH_S, WATCH_S, FrozenWatch, Worker, Workers
 
 _KILL_WAIT_S = 10.0  # after SIGKILL only a process in uninterruptible sleep stays
 _REPORT_S = 3.0  # torchrun polls every 0.1 s and prints when its workers have obeyed SIGTERM; a busy machine is slow
+_HALT_S = 1.0  # Python heeds a signal within milliseconds, but not while it waits in torch's C++ code
 _STRAGGLER_GRACE_S = 2.0  # for what the agent left behind when it ended by itself
 
 
@@ -157,10 +158,19 @@ class Guardian:
             self._watch()
         self._terminate(self._deadline)
         self._kill()
-        for folder in self._options.scratch if self._task_gone else ():
-            shutil.rmtree(folder, ignore_errors=True)
         self._say(End(self._agent.returncode, left=self._left))
+        self._await_stopped_task()
+        for folder in self._options.scratch if self._task_gone or self._task.has_ended else ():
+            shutil.rmtree(folder, ignore_errors=True)
         return 0
+
+    def _await_stopped_task(self) -> None:
+        """Wait while somebody has stopped the task: if it is then killed, nobody else removes its folders."""
+        while not (self._task_gone or self._got_sigterm or self._task.has_ended):
+            process = processes.find(self._task.pid)
+            if process is None or process.state != "T":
+                return
+            time.sleep(WATCH_S)
 
     def _start(self, command: Sequence[str]) -> None:
         with open(self._options.stdout, "ab") as out, open(self._options.stderr, "ab") as err:
@@ -310,11 +320,23 @@ class Guardian:
         # The agent gets no SIGTERM: it would signal its workers a second time, reap them before we read their exit
         # codes, or wait in its exit barrier for up to 300 s (torch 2.13). But torch's store, which it may serve, lives on.
         self._agent.send_signal(self._options.halt_signal)
+        if self._options.halt_signal != signal.SIGSTOP and self._agent.returncode is None:
+            self._await_halt()
         if self._preempt_signal is not None:
             self._find_workers()
             self._end_all(self._workers.living, self._preempt_signal, deadline)
             deadline = min(deadline, time.monotonic() + _STRAGGLER_GRACE_S)
         self._end_all(self._below_agent, signal.SIGTERM, deadline)
+
+    def _await_halt(self) -> None:
+        """Wait until the agent has heard: until then it may still start a worker, or stop one."""
+        send_signal(self._agent.pid, signal.SIGCONT)  # if somebody has stopped it, it serves its store again
+        deadline = time.monotonic() + _HALT_S
+        while time.monotonic() < deadline and self._below_agent():
+            if processes.blocks(self._agent.pid, self._options.halt_signal):
+                return
+            self._wait(SEARCH_S / 10)
+            self._reap_orphans()
 
     def _below_agent(self) -> list[int]:
         return [pid for pid in self._descendants() if pid != self._agent.pid]

@@ -18,7 +18,7 @@ HALT_SIGNAL = int(signal.SIGRTMAX) - 5
 WORKER_HOOKS = os.path.join(SCRIPTS, "worker_hooks")
 # The agent is the first Python of a launch and puts its pid there, so that its children know that they are workers.
 _AGENT_VARIABLE = "TORCHRUN_AGENT_PID"
-# "1/3": restart 1 of at most 3. Each worker's hook sets the variables of torchelastic from it.
+# "1/3": restart 1 of at most 3. The agent takes it, and sets the variables of torchelastic in each worker.
 _RESTARTS = "TORCHRUN_RESTARTS"
 
 # Our torchrun would take the settings of an outer one for its defaults (argparse actions of torch's `env` in
@@ -43,8 +43,6 @@ def agent_command(
     ours runs there.
     """
     own = [f"{name}={value}" for name, value in (of_rank or {}).items() if name not in dict(spec.env)]
-    if _counts_restarts(spec, go):
-        own += [f"TORCHELASTIC_RESTART_COUNT={go.restarts}", f"TORCHELASTIC_MAX_RESTARTS={go.max_restarts}"]
     given = dict(spec.options)
     options = {
         "nproc-per-node": str(spec.nproc),
@@ -99,16 +97,13 @@ def _gang_options(spec: LaunchSpec, given: Mapping[str, str | None]) -> dict[str
 
 
 def restart_variables(spec: LaunchSpec, go: Go) -> dict[str, str]:
-    """Return the variable with the gang's restarts for the hook in each worker, since torchrun's own values are wrong here.
+    """Return the variable with the gang's restarts for the agent, since torchrun's own values are wrong here.
 
     Each agent runs one generation only, so torchrun (2.13) sets TORCHELASTIC_RESTART_COUNT and _MAX_RESTARTS to 0.
     """
-    return {_RESTARTS: f"{go.restarts}/{go.max_restarts}"} if _counts_restarts(spec, go) else {}
-
-
-def _counts_restarts(spec: LaunchSpec, go: Go) -> bool:
     # Of the nodes' limits the control node's counts, which is in `go`. An elastic launch is restarted by torchrun.
-    return go.max_restarts > 0 and spec.min_nodes is None
+    counts = go.max_restarts > 0 and spec.min_nodes is None
+    return {_RESTARTS: f"{go.restarts}/{go.max_restarts}"} if counts else {}
 
 
 def _program(words: Sequence[str]) -> list[str]:

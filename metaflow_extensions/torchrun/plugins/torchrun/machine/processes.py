@@ -143,6 +143,11 @@ def status(pid: int) -> dict[str, str]:
     return {name: value.strip() for name, _, value in lines}
 
 
+def blocks(pid: int, number: int) -> bool:
+    """Return whether the main thread of a process blocks a signal."""
+    return bool(int(status(pid).get("SigBlk", "0"), 16) >> (number - 1) & 1)
+
+
 def _words(pid: int, name: str) -> list[str]:
     with suppress(OSError), open(f"/proc/{pid}/{name}", "rb") as file:
         return [os.fsdecode(word) for word in file.read().split(b"\0")]

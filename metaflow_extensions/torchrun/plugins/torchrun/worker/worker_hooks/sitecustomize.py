@@ -1,7 +1,6 @@
 """Records the exception that ends a worker, and runs the features' hooks in workers.
 
-It also names the file for the worker's metrics, sets the number of restarts, and records at the worker's end whether
-it has trained by itself.
+It also names the file for the worker's metrics, and records at the worker's end whether it has trained by itself.
 
 Python imports the first module of this name on its path before it runs a script; `launch.command` puts this folder
 first. Every Python process of a launch loads it, so it imports nothing that costs anything. It acts only in a worker,
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
 _AGENT = "TORCHRUN_AGENT_PID"
 _SPARE = "TORCHRUN_SPARE"
 _PEER_GONE = "TORCHRUN_PEER_GONE"
-_RESTARTS = "TORCHRUN_RESTARTS"
 _RECORD = "exception.json"
 _ALONE = "trained-alone"
 _OTHER_WAYS = ("horovod", "mpi4py")  # for ranks to exchange gradients, without a process group of torch's
@@ -38,13 +36,6 @@ def _is_worker() -> bool:
 
 
 # --- what it finds in its environment ---------------------------------------------------------
-
-
-def _count_restarts() -> None:
-    """Set the gang's restarts: torchrun (2.13) has set those of its one agent, which are always 0."""
-    number, _, of = os.environ.get(_RESTARTS, "").partition("/")
-    if of:
-        os.environ.update(TORCHELASTIC_RESTART_COUNT=number, TORCHELASTIC_MAX_RESTARTS=of)
 
 
 def _name_its_metrics() -> None:
@@ -303,7 +294,7 @@ _is_spare = _kind == "worker"
 
 def _begin_worker() -> None:
     _find_folder()
-    _arrange(_count_restarts, _name_its_metrics, _record_the_end, _tell_of_training_alone, _run_hooks)
+    _arrange(_name_its_metrics, _record_the_end, _tell_of_training_alone, _run_hooks)
 
 
 def _begin_spare() -> None:
@@ -317,7 +308,7 @@ def _begin_program() -> None:
     """Do the rest, when a spare has got the environment of its worker."""
     if _is_worker():
         _find_folder()
-        _arrange(_count_restarts, _name_its_metrics, _run_hooks)
+        _arrange(_name_its_metrics, _run_hooks)
 
 
 def _arrange(*what: "Callable[[], None]") -> None:
