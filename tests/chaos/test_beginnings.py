@@ -18,7 +18,6 @@ REFUSED_S = 5  # ConnectPolicy.refused_here_s
 DATASTORE_S = 2  # a slow datastore takes so long for a call
 
 
-@pytest.mark.untimed
 def test_a_node_that_starts_late(gang, recorder):
     gang.start(do="*:talk-for 1", late={1: LATE_S}, settings={"heartbeat_timeout_s": HEARTBEAT_S})
     gang.await_launch(0)
@@ -56,7 +55,6 @@ def test_a_control_node_that_is_killed_before_another_has_come(gang, recorder):
     assert "its task has ended unexpectedly" in outcome.error["text"]
 
 
-@pytest.mark.untimed
 def test_a_port_that_is_taken_at_go(gang, recorder):
     """Somebody takes the chosen port before the agent listens on it; the launch moves, which is no restart."""
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as squatter:
@@ -71,7 +69,6 @@ def test_a_port_that_is_taken_at_go(gang, recorder):
     assert f"rendezvous at 127.0.0.1:{port}\n" in gang.log(0)
 
 
-@pytest.mark.untimed
 @pytest.mark.parametrize("fault", ["slow", "fails twice"])
 def test_a_datastore_that_is(fault, gang, recorder):
     gang.start(datastore=fault, launches=0)

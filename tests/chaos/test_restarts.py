@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import signal
 
-import pytest
-
 AT_ONCE_S = 0.001
 
 
@@ -26,7 +24,6 @@ def test_two_gangs_of_one_run(make_gang, tmp_path, recorder):
     recorder.lasted("the other gang of that run", other.end_well())
 
 
-@pytest.mark.untimed
 def test_a_restart_while_another_is_under_way(gang, recorder):
     """Rank 1 fails while it is stopped for rank 0's failure, and again as soon as it is back."""
     gang.start(do="1@0:fail-late 0.3,1@1:exit 4", max_restarts=2)

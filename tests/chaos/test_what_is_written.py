@@ -79,7 +79,6 @@ def test_a_disk_that_is_full_from_the_start(gang, small_disk, recorder, tmp_path
     assert outcome.error["text"].startswith(begin)
 
 
-@pytest.mark.untimed
 def test_a_reader_of_the_log_that_pauses_and_a_step_that_ignores_the_ends_of_its_children(gang, recorder):
     """Both are to go on as if nothing had been."""
     read = gang.out / "read"

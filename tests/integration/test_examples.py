@@ -54,6 +54,7 @@ def example(start_flow, tmp_path):
     return run
 
 
+@pytest.mark.long  # but for `make test-matrix`: the README's own example says it for one
 @pytest.mark.matrix
 def test_hello(example):
     assert "all-reduce over 4 ranks: ok" in example("hello", "python flow.py run").text
