@@ -359,7 +359,7 @@ class Member:
 
         From then on this node's results are being stored, as on a member after `finish`.
         """
-        if not self.in_task:
+        if not self.in_task or self._state is State.STORING:  # a gang of one has nobody to wait for
             return
         patience_s = QUIET_S
         while not self._wait(lambda: self._state is not State.WAITING or self.broken is not None, patience_s):
