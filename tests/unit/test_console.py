@@ -187,28 +187,33 @@ import os
 from ours.logs import console
 for number in range(int(sys.argv[2])):
     console.write_output("stdout", f"{{sys.argv[1]}} {{number}} {{'x' * 1000}}\\n".encode())
+if sys.argv[3:]:
+    os.write(int(sys.argv[3]), b"!")  # all waits for its turn
 """
 
 
 def test_nodes_that_print_much_get_turns_alike(take_stdout):
     stream = take_stdout()
-    errors = os.pipe()  # Metaflow has two pipes, and so two locks
+    errors, queued = os.pipe(), os.pipe()  # Metaflow has two pipes, and so two locks
     nodes = [
-        subprocess.Popen([sys.executable, "-c", NODE, name, "5000"], stdout=stream.writing, stderr=errors[1])
+        subprocess.Popen(
+            [sys.executable, "-c", NODE, name, "5000", str(queued[1])],
+            stdout=stream.writing,
+            stderr=errors[1],
+            pass_fds=[queued[1]],
+        )
         for name in "abc"
     ]
     stream.stdout.close()
+    for _ in nodes:
+        assert os.read(queued[0], 1) == b"!"
     with open(stream.reading) as pipe:
-        lines = []
-        while len({line[0] for line in lines}) < 3:  # the first may print until all have begun
-            lines.append(next(pipe))
-        begun = len(lines)
-        lines += pipe
+        lines = list(pipe)
     assert [node.wait(30) for node in nodes] == [0, 0, 0]
     assert all([line.split()[1] for line in lines if line[0] == name] == list(map(str, range(5_000))) for name in "abc")
-    counts = [sum(line[0] == name for line in lines[begun + 2_000 : begun + 8_000]) for name in "abc"]
-    assert min(counts) > 1_000, counts
-    for fd in errors:
+    counts = [sum(line[0] == name for line in lines[:6_000]) for name in "abc"]
+    assert min(counts) > 1_500, counts
+    for fd in errors + queued:
         os.close(fd)
 
 
