@@ -51,6 +51,9 @@ def test_a_circle_of_causes_has_an_end():
     first.__cause__, second.__context__ = second, first
     assert list(chain(first)) == [first, second]
     assert list(chain(None)) == []
+    false = type("False", (ValueError,), {"__len__": lambda self: 0})()
+    second.__cause__, false.__context__ = false, first
+    assert list(chain(first)) == [first, second, false]
 
 
 def test_an_errors_repr_has_its_text():

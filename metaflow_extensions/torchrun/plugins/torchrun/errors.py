@@ -157,11 +157,12 @@ class TorchrunPreempted(LaunchFailed):
 
 def chain(error: BaseException | None) -> Iterator[BaseException]:
     """Yield an error and what it is chained to, each once: ``raise error from error`` is a circle."""
-    seen: list[BaseException] = []
-    while error is not None and not any(error is each for each in seen):
-        seen.append(error)
+    seen: dict[int, BaseException] = {}
+    while error is not None and id(error) not in seen:
+        seen[id(error)] = error
         yield error
-        error = error.__cause__ or error.__context__
+        # An error may be false: its class may have `__len__` or `__bool__`.
+        error = error.__context__ if error.__cause__ is None else error.__cause__
 
 
 CLASSES = {
