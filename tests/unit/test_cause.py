@@ -89,6 +89,7 @@ def test_the_earliest_failure_is_the_cause():
         failed(0, "torch.distributed.DistNetworkError: failed to recv, got 0 bytes"),
         failed(0, "torch.distributed.DistStoreError: Timed out after 300 seconds waiting for clients"),
         failed(0, None, 1, "exit", "[E] Watchdog caught collective operation timeout: WorkNCCL"),
+        failed(0, None, 1, "exit", "epoch 3\n[W TCPStore.cpp:125] recvValue failed: Connection reset by peer\nbye"),
         failed(0, None, -15, "signal"),
         failed(0, None, -2, "signal"),
         Cause("agent", 0, "host-0", exit_code=1, exception="its torchrun agent exited with code 1"),
@@ -114,6 +115,20 @@ def test_a_consequence_yields_to_the_origin_that_is_seen_later(consequence):
             1, "OperationalError: connection refused", 1, "exception", 'File "/x/site-packages/db/connect.py", line 1'
         ),
         failed(1, None, 1, "exit", "curl: (7) Failed to connect to tracking server: Connection refused"),
+        failed(1, None, 1, "exit", "NCCL INFO Bootstrap: using eth0\ncurl: (7) Connection refused"),
+        # A script in a folder that is called as a library, a host that is, and what torch hands on of the script's own.
+        failed(1, "ConnectionRefusedError: refused", 1, "exception", '  File "/home/me/nccl/train.py", line 1'),
+        failed(1, "requests.exceptions.ConnectionError: host='nccl-logs': Connection refused"),
+        failed(
+            1,
+            "ConnectionRefusedError: Caught ConnectionRefusedError in DataLoader worker process 0.\nConnection refused",
+            detail='  File "/x/site-packages/torch/_utils.py", line 1, in reraise',
+        ),
+        failed(
+            1,
+            "torch.distributed.checkpoint.api.CheckpointException: ranks:dict_keys([0])\nConnection refused",
+            detail='  File "/x/site-packages/torch/distributed/checkpoint/utils.py", line 1',
+        ),
         Cause("lost", 1, "host-1", exception="its connection to the control node was closed"),
         Cause("step", 1, "host-1", exception="ConnectionError: Connection reset by peer"),
         Cause("timeout", 0, "host-0", exception="it ran longer than 5 s"),

@@ -146,9 +146,21 @@ def test_the_end_of_a_peer_is_shown_in_one_line_and_recorded_whole(hook, work):
     assert record.exception == "RuntimeError: [gloo/pair.cc:5] Connection reset by\npeer"
 
 
-def test_a_connection_of_the_users_own_that_breaks_is_shown_whole(work):
-    done, _ = work("raise ConnectionRefusedError('Connection refused')", **SHORT_PEER_ERRORS)
-    assert done.stderr.startswith("Traceback")
+@pytest.mark.parametrize(
+    ("body", "file", "is_peers"),
+    [
+        ("raise ConnectionRefusedError('Connection refused')", "own.py", False),
+        ("raise ConnectionRefusedError('Connection refused')", "nccl/train.py", False),
+        ("raise ConnectionRefusedError('Caught in DataLoader: Connection refused')", "packages/torch/_utils.py", False),
+        ("raise RuntimeError('Connection refused')", "packages/torch/_utils.py", False),
+        ("raise RuntimeError('Connection refused')", "packages/torch/distributed/c10d_logger.py", True),
+    ],
+)
+def test_a_connection_of_the_users_own_that_breaks_is_shown_whole(work, tmp_path, body, file, is_peers):
+    """Whatever the folders of its files are called, and whatever hands it on."""
+    raising = write(tmp_path / file, body)
+    done, _ = work(f"exec(compile(open({str(raising)!r}).read(), {str(raising)!r}, 'exec'))", **SHORT_PEER_ERRORS)
+    assert done.stderr.startswith("Traceback") is not is_peers
 
 
 @pytest.mark.parametrize("what", ["a hook called by hand", "of its own"])
@@ -213,14 +225,14 @@ SPOILT = {
 @pytest.mark.parametrize("spoil", SPOILT)
 def test_an_end_of_which_no_record_can_be_written_is_shown_whole(spoil, work, folder):
     """Also that of a peer."""
-    body = f"import os\n{SPOILT[spoil]}\nraise OSError('gloo: Connection reset by peer')"
+    body = f"import os\n{SPOILT[spoil]}\nraise RuntimeError('gloo: Connection reset by peer')"
     done, _ = work(body, **SHORT_PEER_ERRORS)
     os.makedirs(folder, exist_ok=True)
     folder.chmod(0o700)
     is_recorded = read_record(str(folder)) is not None
     assert not is_recorded or spoil == "a folder to be read only"  # root may write there
     assert (done.returncode, done.stderr.startswith("Traceback")) == (1, not is_recorded)
-    assert "\nOSError: gloo: Connection reset by peer" in f"\n{done.stderr}"
+    assert "\nRuntimeError: gloo: Connection reset by peer" in f"\n{done.stderr}"
 
 
 AGAIN = "import os, sys\nif len(sys.argv) == 1: os.execv(sys.executable, [sys.executable, *sys.argv, 'x'])\n"

@@ -23,18 +23,21 @@ _MAX_STDOUT = 2 * 1024
 # What NCCL says of its own rank's call (`ncclResult_t` as torch 2.1 to 2.14 explain it, getNcclErrorDetailString in
 # NCCLUtils.cpp), not of a peer. It stands on the line after "NCCL error in: FILE:LINE, ...".
 _OWN_NCCL_ERROR = r"[\s\S]{0,600}?nccl(InvalidUsage|InvalidArgument|UnhandledCudaError)"
-# What an error of torch's own has in its type, its text, or the file that raised it. A script talks to other servers, too.
-_OF_TORCH = r"gloo|nccl|c10d|TCPStore|ProcessGroup|torch[./]distributed|(site|dist)-packages/torch/"
-# Failures that follow from another node's failure: the peer was gone, so the collective failed.
-_CONNECTION_ERRORS = re.compile(
-    rf"\A(?=[\s\S]*?({_OF_TORCH}))[\s\S]*?("
-    r"connection (was )?(closed|reset|refused|aborted)|broken pipe|socket (closed|timeout)|"
+# A script talks to other servers, too. torch (2.13) raises these types for its peers, and marks a RuntimeError by the C++
+# file, the library or the backend in its text, or raises it in a file of torch.distributed.
+_OF_TORCH = r"gloo|nccl|c10d|TCPStore|ProcessGroup"
+_RAISED_BY_TORCH = rf"torch\.distributed\.Dist\w*Error|RuntimeError: (?=[\s\S]*?({_OF_TORCH}|\nraised in torch$))"
+_PEER_GONE = (
+    r"(connection (was )?(closed|reset|refused|aborted)|broken pipe|socket (closed|timeout)|"
     r"connect(ion)? timed? ?out|gloo.*(timed out|closed|reset)|heartbeat monitor|"
     rf"ncclRemoteError|ncclSystemError|NCCL error(?!{_OWN_NCCL_ERROR})|NCCL communicator was aborted|"
     r"DistNetworkError|DistStoreError|"
-    r"failed to recv|failed to connect|recvValue failed|watchdog caught collective operation timeout)",
-    re.IGNORECASE,
+    r"failed to recv|failed to connect|recvValue failed|watchdog caught collective operation timeout)"
 )
+# Failures that follow from another node's failure: the peer was gone, so the collective failed.
+_CONNECTION_ERRORS = re.compile(rf"\A(?={_RAISED_BY_TORCH})[\s\S]*?{_PEER_GONE}", re.IGNORECASE)
+# The same in stderr, of a worker that left no exception: in one line, since other lines are about other servers.
+_CONNECTION_LINES = re.compile(rf"^(?=.*({_OF_TORCH}|torch\.distributed)).*?{_PEER_GONE}", re.IGNORECASE | re.MULTILINE)
 # With this variable the workers' hook (`worker_hooks`) prints such an exception in one line.
 SHORT_PEER_ERRORS = {"TORCHRUN_PEER_GONE": _CONNECTION_ERRORS.pattern}
 _STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
@@ -128,8 +131,11 @@ class Cause:
         if self.exception is None and self.exit_code is not None and -self.exit_code in _STOP_SIGNALS:
             return True
         if self.kind in ("exception", "exit"):
-            raised_in = re.findall(r'^ *File ".*$', self.detail, re.MULTILINE)[-1:]
-            return _CONNECTION_ERRORS.search("\n".join([self.exception or self.detail, *raised_in])) is not None
+            if self.exception is None:
+                return _CONNECTION_LINES.search(self.detail) is not None
+            frames = re.findall(r'^ *File "(.*)", line', self.detail, re.MULTILINE)
+            raised_in = "\nraised in torch" if frames and "/torch/distributed/" in frames[-1] else ""
+            return _CONNECTION_ERRORS.search(self.exception + raised_in) is not None
         return self.kind in ("agent", "agent_ended") and self.exit_code == 1
 
     @property

@@ -132,11 +132,12 @@ def _is_of_a_peer(error: BaseException) -> bool:
 
 
 def _raised_in(error: BaseException) -> str:
-    """Return a line with the file that raised `error`."""
+    """Return a line if a file of torch.distributed raised `error`; `gang.cause` looks for it."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
-    return "" if trace is None else "\n" + trace.tb_frame.f_code.co_filename
+    is_torchs = trace is not None and "/torch/distributed/" in trace.tb_frame.f_code.co_filename
+    return "\nraised in torch" if is_torchs else ""
 
 
 def _nobody_catches(error: BaseException) -> bool:
