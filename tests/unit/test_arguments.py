@@ -99,6 +99,9 @@ A_FLAG = [
         (["--brand-new", "--max-restarts=3"], {"brand-new": None, "max-restarts": "3"}),
         (["-m", "-r=3", "-t=1"], {"module": None, "redirects": "3", "tee": "1"}),
         (["--rdzv-conf=a=1,b=2"], {"rdzv-conf": "a=1,b=2"}),
+        # As argparse completes them; of two options that begin so, neither is meant.
+        ({"hel": None, "--max_rest": 3}, {"help": None, "max-restarts": "3"}),
+        ({"master": "x"}, {"master": "x"}),
     ],
 )
 def test_options_are_read_from_dicts_and_lists(given, options):

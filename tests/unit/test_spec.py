@@ -68,6 +68,8 @@ def refusal(*args, **arguments):
         ({"torchrun_args": ["--run-path"]}, ["run-path can't be used", "fork"]),
         ({"torchrun_args": {"virtual_local_rank": None}}, ["virtual-local-rank can't be used", "LOCAL_RANK"]),
         *(({"torchrun_args": given}, ["help can't be used"]) for given in ({"help": None}, ["--help"], ["-h"])),
+        ({"torchrun_args": {"run_p": None}}, ["run-path can't be used"]),
+        ({"env": {"PET_RUN_PATH": "1"}}, ["env sets PET_RUN_PATH", "Write run-path in torchrun_args"]),
         *(
             ({"torchrun_args": {"local_ranks_filter": given}}, ["local ranks of a node are 0 to"])
             for given in ("-1", "0,64")

@@ -19,6 +19,7 @@ _VALUED = frozenset(
     }
 )
 _FLAGS = frozenset({"standalone", "module", "no-python", "run-path", "virtual-local-rank", "help"})
+OPTIONS = _VALUED | _FLAGS
 _SHORT = {"h": "help", "m": "module", "r": "redirects", "t": "tee"}
 
 
@@ -79,8 +80,10 @@ def torchrun_options(given: Mapping[str, Any] | Sequence[Any] | None) -> dict[st
 
 
 def _option_name(word: Any) -> str:
+    """Return the full name of an option: torchrun (argparse) also takes a beginning that only one option has."""
     name = str(word).lstrip("-").replace("_", "-")
-    return _SHORT.get(name, name)
+    begin_so = [each for each in OPTIONS if name and each.startswith(name)]
+    return _SHORT.get(name, begin_so[0] if len(begin_so) == 1 else name)
 
 
 def _mapping_pairs(given: Mapping[str, Any]) -> Iterator[tuple[str, str | None]]:

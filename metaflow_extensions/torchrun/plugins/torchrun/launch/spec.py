@@ -13,7 +13,7 @@ from typing import Any
 from ..errors import EntrypointError, TorchrunConfigError
 from ..parsing import parse_argv, parse_int
 from ..settings import StepSettings, argument, choose
-from .arguments import entrypoint_arguments, torchrun_options
+from .arguments import OPTIONS, entrypoint_arguments, torchrun_options
 from .commands import beside_flow, find_program, source_of
 
 STATIC_BACKEND = "static"
@@ -114,12 +114,12 @@ def build_spec(
     `function` is what the workers call if the entrypoint is one. `may_come`: what runs before may still make the entrypoint.
     """
     options = torchrun_options(given.get("torchrun_args"))
-    _refuse_what_has_no_use(options)
+    env: dict[str, str] = argument("env", given) or {}
+    _refuse_what_has_no_use(options, env)
     min_nodes = _take_min_nodes(options, node.num_nodes)
     _refuse_what_the_gang_decides(options, node)
     module = bool(given.get("module")) | (options.pop("module", "absent") is None)
     cwd, log_dir = argument("cwd", given), options.pop("log-dir", None)
-    env: dict[str, str] = argument("env", given) or {}
     if function is not None:
         program = _function(function, min_nodes)
     elif isinstance(given.get("entrypoint"), list | tuple):
@@ -216,10 +216,13 @@ def _take_min_nodes(options: dict[str, str | None], num_nodes: int) -> int | Non
     return fewest
 
 
-def _refuse_what_has_no_use(options: Mapping[str, str | None]) -> None:
+def _refuse_what_has_no_use(options: Mapping[str, str | None], env: Mapping[str, str]) -> None:
     for name, why in _REFUSED.items():
         if name in options:
             raise TorchrunConfigError(f"torchrun_args {name} can't be used: {why}")
+    for name in OPTIONS:  # torchrun (2.13, argparse_util.py) takes its defaults from such variables
+        if (variable := f"PET_{name.upper().replace('-', '_')}") in env:
+            raise TorchrunConfigError(f"env sets {variable}, an option of torchrun. Write {name} in torchrun_args.")
 
 
 def _refuse_what_the_gang_decides(options: dict[str, str | None], node: Node) -> None:
