@@ -59,7 +59,7 @@ def test_a_path_that_leads_nowhere_names_every_place_looked_at(places):
     write(cwd / "run.sh", "")
     with pytest.raises(EntrypointError, match="chmod"):
         find_program("./run.sh", str(cwd), None, {})
-    with pytest.raises(EntrypointError, match="does not exist"):
+    with pytest.raises(EntrypointError, match="is a folder"):
         find_program("..//", str(cwd), None, {})
 
 

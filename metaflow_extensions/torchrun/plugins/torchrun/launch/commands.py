@@ -39,6 +39,8 @@ def find_program(name: str, cwd: str | None, flow_dir: str | None, env: Mapping[
         return name
     found = beside_flow(name, cwd, flow_dir)
     full = _join(cwd, found)
+    if os.path.isdir(full):
+        raise EntrypointError(f"The program {name!r} is a folder: {full}. Name the file to run.")
     if not os.path.isfile(full):
         looked = dict.fromkeys([full, *([] if flow_dir is None else [_join(flow_dir, name)])])
         raise EntrypointError(f"The program {name!r} does not exist; looked for {' and '.join(looked)}.")
