@@ -198,7 +198,7 @@ def test_what_counts_for_workers_means_cold_workers(warm, tmp_path, name, counts
 
 def test_a_variable_that_a_pth_file_reads_when_python_starts_means_cold_workers(warm, tmp_path):
     """As coverage's; Python has executed it before the spare could know."""
-    write(tmp_path / "tracer.pth", "# 'A_COMMENT'\nimport os; os.environ.get('TRACER_STARTS') and print()\n")
+    write(tmp_path / "tracer.pth", "# 'A_COMMENT'\nimport os; exec(\"os.environ.get(\\'TRACER_STARTS\\')\")\n")
     one = warm(workers=1)
     one.spares()
     agent = one.start(env={"A_COMMENT": "1"})

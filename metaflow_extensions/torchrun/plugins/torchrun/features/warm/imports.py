@@ -150,7 +150,7 @@ def _files_of_modules() -> Iterator[tuple[str, tuple[int, int]]]:
 
 
 def _names_in_pth(path: Sequence[str]) -> Iterator[str]:
-    """Yield the texts in ``.pth`` files that may name variables: Python executes their lines when it starts.
+    """Yield the words in ``.pth`` files, since any may name a variable: Python executes their lines when it starts.
 
     Tracers and tools for coverage begin there, if a variable says so.
     """
@@ -159,7 +159,7 @@ def _names_in_pth(path: Sequence[str]) -> Iterator[str]:
             with suppress(OSError), open(file, encoding="utf-8", errors="replace") as lines:
                 for line in lines:
                     if line.startswith(("import ", "import\t")):
-                        yield from re.findall(r"""["'](\w+)["']""", line)
+                        yield from re.findall(r"\w+", line)
 
 
 def _version(file: str) -> tuple[int, int] | None:
