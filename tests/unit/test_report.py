@@ -207,5 +207,6 @@ def test_an_exception_that_hides_what_it_is_still_ends_the_task_by_itself(kind):
 
 def test_an_interrupted_step_is_said_to_be_without_our_own_traceback():
     cause = Member(0, 1, print).cause_of(KeyboardInterrupt())
-    assert ("Ctrl-C" in cause.exception, cause.detail) == (True, "")
+    assert (cause.category, cause.detail) == ("interrupted", "")
+    assert cause.describe() == f"Node 0 (host {cause.host}) was interrupted, as by Ctrl-C."
     assert words_of(ValueError()) == "ValueError"

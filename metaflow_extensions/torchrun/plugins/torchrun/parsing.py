@@ -25,6 +25,7 @@ RETRY_CLASSES = ("user", "killed", "timeout", "hang", "start")
 DEFAULT_RESTART_ON = frozenset({"user", "killed", "timeout", "hang"})
 _NEVER_RETRIED = {
     "before_run": "a command that failed may have left its work half done, on some nodes only; use Metaflow's @retry",
+    "interrupted": "whoever interrupts a run wants its end",
     "node_lost": "the nodes that are left can't bring one back; use Metaflow's @retry",
     "preempted": "the nodes that are left can't bring one back; use Metaflow's @retry",
     "store": "the function has ended well, and running it again does not repair the datastore; use Metaflow's @retry",

@@ -56,6 +56,7 @@ _CATEGORIES = {
     "exit": "user",
     "step": "user",  # the step's own code
     "call": "user",  # `run` refused it
+    "interrupted": "interrupted",  # the step, as by Ctrl-C
     "signal": "killed",
     "oom": "killed",  # out of memory
     "command": "before_run",  # a command failed
@@ -78,6 +79,7 @@ CATEGORY_TEXTS = {
     "preempted": "a node was told to stop",
     "timeout": "the time was up",
     "hang": "a process was stopped or made no progress",
+    "interrupted": "nothing in your code failed",
     "store": "the datastore failed",
 }
 """The classes of causes, each in words."""
@@ -155,6 +157,8 @@ class Cause:
             return f"failed: {self.exception}"
         if self.kind == "terminated":
             return f"was preempted: {self.exception}"
+        if self.kind == "interrupted":
+            return "was interrupted, as by Ctrl-C"
         if self.kind in ("oom", "timeout", "step_timeout"):
             return f"ran {self.exception}"
         if self.kind == "hang":

@@ -411,8 +411,6 @@ class Member:
             text = f"it lost the connection to the control node: {cause.exception}"
             return Cause("lost", self.node, self.host, exception=text)
         if isinstance(error, KeyboardInterrupt):
-            return Cause(
-                "step", self.node, self.host, exception="KeyboardInterrupt: the run was interrupted, as by Ctrl-C"
-            )
+            return Cause("interrupted", self.node, self.host, exception="KeyboardInterrupt")
         kind = "call" if isinstance(error, TorchrunError) else "step"
         return Cause(kind, self.node, self.host, exception=words_of(error), detail=user_traceback(error))

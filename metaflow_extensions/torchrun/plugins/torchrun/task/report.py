@@ -56,7 +56,7 @@ def _pointer(verdict: TorchrunError, failure: FailureText | None) -> str:
     """Return the line that names the node with the full error."""
     cause = None if failure is None else failure.cause
     place = f"see the error of node {teller(cause)}."
-    if failure is not None and failure.cause.kind in ("step", "call"):
+    if failure is not None and failure.cause.kind in ("step", "call", "interrupted"):
         return _headed(verdict, f"{failure.without_detail()}\n{place.capitalize()}")
     # A hang and a timeout concern the launch as a whole.
     who = "" if cause is None or cause.kind in ("hang", "timeout") else f"{cause.who}; "
