@@ -212,7 +212,7 @@ def test_nodes_that_print_much_get_turns_alike(take_stdout):
     assert [node.wait(30) for node in nodes] == [0, 0, 0]
     assert all([line.split()[1] for line in lines if line[0] == name] == list(map(str, range(5_000))) for name in "abc")
     counts = [sum(line[0] == name for line in lines[:6_000]) for name in "abc"]
-    assert min(counts) > 1_500, counts
+    assert min(counts) > 1_000, counts
     for fd in errors + queued:
         os.close(fd)
 
