@@ -334,6 +334,30 @@ def test_a_process_that_was_told_to_end_does_not_wait_for_a_reader_that_takes_no
     pipe.close()
 
 
+INTERRUPTED = f"""{OURS}
+import random, signal, time
+from ours.logs import console
+class News(Exception): pass
+def come(*_): raise News
+signal.signal(signal.SIGALRM, come)
+for _ in range(100):
+    console._writer = console._Writer()
+    try:
+        signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-6, 4e-4))
+        console.write_output("stdout", b"interrupted\\n")
+        time.sleep(0.01)
+    except News:
+        console.write_output("stdout", b"written\\n")
+        assert console.settle(60)
+"""
+
+
+def test_a_signal_handler_that_raises_leaves_a_writer_that_writes():
+    script = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True)
+    assert (script.returncode, script.stderr) == (0, "")
+    assert script.stdout.split().count("written") == 100
+
+
 @pytest.mark.parametrize(("debug", "shown"), [(None, False), ("", False), ("0", False), ("1", True)])
 def test_details_are_written_where_they_are_wanted(debug, shown, monkeypatch, capfd):
     monkeypatch.delenv(console.DEBUG, raising=False)

@@ -15,6 +15,7 @@ while. They cost the order on a screen at worst, and no line.
 
 from __future__ import annotations
 
+import _thread
 import atexit
 import io
 import os
@@ -88,8 +89,8 @@ class _Writer:
     """The queue and the thread.
 
     Any thread may put, also from within a signal handler: `SimpleQueue.put` is reentrant. Two threads that put at the same
-    time may lose one addition to `_put_bytes`; then a little more than the limit waits. Only the writing thread
-    removes, and it alone touches the fields below `_thread`.
+    time may lose one addition to `_put_bytes`; then a little more than the limit waits. Only who holds `_writing`
+    removes, and it alone touches the fields below that lock.
     """
 
     def __init__(self) -> None:
@@ -98,8 +99,8 @@ class _Writer:
         self.is_hurried = False
         self._busy_since: float | None = None  # when the thread began to wait for the reader of the current text
         self._is_over = False  # whether the interpreter ends; who puts then waits
-        self._starting = threading.Lock()
-        self._thread: threading.Thread | None = None
+        self._has_thread = False
+        self._writing = threading.Lock()  # held by the thread for good
         self._ahead: tuple[str, bytes] | threading.Event | None = None  # taken from the queue too early
         self._pipes = SharedPipes()
         self._left_unread = sys.maxsize  # how many bytes stayed in the other pipe when its reader took nothing
@@ -117,7 +118,7 @@ class _Writer:
 
     def settle(self, patience_s: float | None) -> bool:
         """Wait until all that was put before is written."""
-        if self._thread is None and self._texts.empty():
+        if not self._has_thread and self._texts.empty():
             return True
         written = threading.Event()
         self._texts.put(written)
@@ -144,23 +145,28 @@ class _Writer:
 
     def _have_written(self) -> None:
         """Start the thread; where no thread can start any more, write here."""
-        if self._thread is not None or not self._starting.acquire(blocking=False):
-            return  # not acquired: another thread does it, or this is a handler of a signal that came while we did
+        if self._has_thread:
+            return
         try:
-            thread = threading.Thread(target=self._run, name="torchrun-writer", daemon=True)
-            thread.start()
-            self._thread = thread
+            # In one call: a signal handler that raises within `Thread.start` would leave half a thread, or a lock that is
+            # held. If one raises before the next line, a second thread starts later, and waits for good.
+            _thread.start_new_thread(self._run, ())
+            self._has_thread = True
         except RuntimeError:
-            while self._write_next(wait=False):
-                pass
-        finally:
-            self._starting.release()
+            while not self._texts.empty() and self._writing.acquire(blocking=False):
+                try:
+                    while self._write_next(wait=False):
+                        pass
+                finally:
+                    self._writing.release()
 
-    # --- in the writing thread
+    # --- while `_writing` is held
 
     def _run(self) -> None:
-        while True:
-            self._write_next(wait=True)
+        threading.current_thread().name = "torchrun-writer"
+        with self._writing:
+            while True:
+                self._write_next(wait=True)
 
     def _write_next(self, wait: bool) -> bool:
         """Write the next text, with those behind it for the same stream; return False if there is none."""
