@@ -1,5 +1,6 @@
 """What workers write is complete, in order, labelled, live, and does not fill the memory."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -170,6 +171,22 @@ def test_workers_wait_while_the_writer_is_behind_and_that_is_no_silence(read, tm
     assert not reader.is_held_up
 
 
+def test_workers_that_have_written_nothing_do_not_wait_for_a_writer_that_is_behind(read, tmp_path, monkeypatch):
+    """Of the generation before, or by another node: else a launch whose workers have not begun would count as started."""
+    monkeypatch.setattr(pipes, "_PAUSED_S", 0.1)
+    reader, screen = read()
+    screen.has_room = False
+    with opened(tmp_path, 0, "stdout") as out:
+        eventually(lambda: reader._held_up_since is not None and time.monotonic() - reader._held_up_since > 0.2)
+        assert (reader.last_output_at, reader.is_held_up) == (None, False)
+        out.write(b"first\n")
+        assert time.monotonic() - reader.last_output_at < 0.1
+        assert reader.is_held_up
+        reader.finish()
+    ended_at = reader.last_output_at
+    assert (reader.is_held_up, reader.last_output_at) == (False, ended_at)
+
+
 def test_the_end_waits_for_nobody_and_what_was_written_is_handed_over(read, tmp_path):
     reader, screen = read()
     screen.has_room = False
@@ -177,6 +194,27 @@ def test_the_end_waits_for_nobody_and_what_was_written_is_handed_over(read, tmp_
         out.write(b"y" * 100_000 + b"\n")
         reader.finish()
     assert screen.lines("stdout", "[rank 0] ") == ["y" * 100_000]
+
+
+def test_a_second_end_writes_into_no_file_that_was_opened_since(read, tmp_path):
+    reader, _ = read()
+    reader.finish()
+    with contextlib.ExitStack() as files:
+        opened_since = [files.enter_context(open(tmp_path / f"file {number}", "wb")) for number in range(20)]
+        assert reader._woken in [file.fileno() for file in opened_since]
+        reader.finish()
+    assert not any((tmp_path / f"file {number}").stat().st_size for number in range(20))
+
+
+def test_nothing_stays_open_or_in_the_folder_of_a_reader_that_has_ended_or_could_not_be_made(read, tmp_path):
+    before = os.listdir("/proc/self/fd")
+    reader, _ = read(keep_in=str(tmp_path / "kept"))
+    reader.finish()
+    assert os.listdir(tmp_path) == ["kept"]
+    (tmp_path / "a file").touch()
+    with pytest.raises(NotADirectoryError):
+        LogReader(str(tmp_path), RANKS, "", print, keep_in=str(tmp_path / "a file"))
+    assert os.listdir("/proc/self/fd") == before
 
 
 def test_output_can_be_kept_in_files_too(read, tmp_path):
@@ -217,6 +255,19 @@ def test_a_loud_rank_hides_no_quiet_one(read, tmp_path):
     eventually(lambda: "quiet" in screen.streams["stdout"])
     loud.kill()
     loud.wait()
+
+
+def test_the_last_state_of_a_progress_bar_is_shown_while_another_rank_prints(read, tmp_path):
+    _, screen = read()
+    with opened(tmp_path, 0, "stdout") as loud, opened(tmp_path, 1, "stderr") as bar:
+        bar.write(b"10%\r90%")
+
+        def printed():
+            loud.write(b"line\n")
+            return "[rank 1] 90%\n" in screen.streams["stderr"]
+
+        eventually(printed, "the last state")
+    assert screen.lines("stderr", "[rank 1] ")[-1] == "90%"
 
 
 def test_torchs_own_label_of_a_rank_does_not_follow_ours(read, tmp_path, monkeypatch):

@@ -15,7 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import BinaryIO
 
 from .lines import LineSplitter
@@ -59,14 +59,16 @@ def pipe_path(folder: str, process: int | str, stream: str) -> str:
 
 
 class Pipe:
-    """One stream of one process."""
+    """One stream of one process, until `files` are closed."""
 
-    def __init__(self, folder: str, process: int | str, stream: str, label: str) -> None:
+    def __init__(self, files: ExitStack, folder: str, process: int | str, stream: str, label: str) -> None:
         self.stream = stream
         path = pipe_path(folder, process, stream)
         os.mkfifo(path, 0o600)
+        files.callback(_remove, path)  # whoever reads all files of a kept folder would wait for this one
         # Also for writing: so it has no end of file when a writer ends and another one comes.
         self.fd = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+        files.callback(os.close, self.fd)
         with suppress(OSError, AttributeError):  # Python 3.10 has the name on Linux
             fcntl.fcntl(self.fd, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         self.read_bytes = 0
@@ -79,10 +81,10 @@ class Pipe:
         self._tail_bytes = 0
         self._copy: BinaryIO | None = None
 
-    def keep_in(self, path: str) -> None:
+    def keep_in(self, files: ExitStack, path: str) -> None:
         """Keep all that comes in a file, too."""
         os.makedirs(os.path.dirname(path), exist_ok=True)
-        self._copy = open(path, "ab", buffering=0)  # noqa: SIM115 - closed by close()
+        self._copy = files.enter_context(open(path, "ab", buffering=0))  # noqa: SIM115
 
     def read(self, limit: int = _CHUNK_BYTES) -> bytes:
         """Return what is there, at most so much."""
@@ -118,18 +120,24 @@ class Pipe:
             return b""
         return self._label + lines[:-1].replace(b"\n", b"\n" + self._label) + b"\n"
 
-    def close(self) -> None:
-        """Release the files."""
-        os.close(self.fd)
-        if self._copy is not None:
-            self._copy.close()
+    @property
+    def has_unread(self) -> bool:
+        """Whether something waits in it."""
+        return unread_bytes(self.fd) > 0
+
+
+def _remove(path: str) -> None:
+    with suppress(OSError):
+        os.unlink(path)
 
 
 class _Process:
     """The two streams of one process; stdout that was written before stderr is shown before it."""
 
-    def __init__(self, folder: str, name: int | str, label: str, is_hidden: bool = False, cuts: bool = False) -> None:
-        self.pipes = {stream: Pipe(folder, name, stream, label) for stream in ("stdout", "stderr")}
+    def __init__(
+        self, files: ExitStack, folder: str, name: int | str, label: str, is_hidden: bool = False, cuts: bool = False
+    ) -> None:
+        self.pipes = {stream: Pipe(files, folder, name, stream, label) for stream in ("stdout", "stderr")}
         self.fds = {pipe.fd for pipe in self.pipes.values()}
         self._cuts = cuts  # whether a line on stderr ends an unfinished one on stdout
         self._hidden: deque[tuple[str, bytes]] | None = deque() if is_hidden else None  # the last that was hidden
@@ -207,13 +215,17 @@ class LogReader:
         self._held: list[bytes] = []
         self._reading = threading.Lock()
         self._stop = threading.Event()
-        self._wake, self._woken = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        self._agent = _Process(folder, AGENT, agent_label)
-        # `workers`: local rank -> label, and whether it is hidden.
-        self._workers = {rank: _Process(folder, rank, *shown, cuts) for rank, shown in workers.items()}
-        for rank, worker in self._workers.items() if keep_in is not None else ():
-            for stream, pipe in worker.pipes.items():
-                pipe.keep_in(os.path.join(keep_in or "", str(rank), f"{stream}.log"))
+        with ExitStack() as files:  # closed here if one of them can't be opened
+            self._wake, self._woken = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+            files.callback(os.close, self._wake)
+            files.callback(os.close, self._woken)
+            self._agent = _Process(files, folder, AGENT, agent_label)
+            # `workers`: local rank -> label, and whether it is hidden.
+            self._workers = {rank: _Process(files, folder, rank, *shown, cuts) for rank, shown in workers.items()}
+            for rank, worker in self._workers.items() if keep_in is not None else ():
+                for stream, pipe in worker.pipes.items():
+                    pipe.keep_in(files, os.path.join(keep_in or "", str(rank), f"{stream}.log"))
+            self._files = files.pop_all()
         self._read_at: float | None = None
         self._held_up_since: float | None = None
         self._is_closed = False
@@ -232,13 +244,20 @@ class LogReader:
     @property
     def last_output_at(self) -> float | None:
         """When workers were last found to have written, in monotonic seconds; now while they wait for the reader."""
-        return self._read_at if self._held_up_since is None else time.monotonic()
+        return self._read_at if self._waiting_s() is None else time.monotonic()
 
     @property
     def is_held_up(self) -> bool:
         """Whether the workers have to wait, since nobody reads what they have written."""
-        since = self._held_up_since
-        return since is not None and time.monotonic() - since >= _PAUSED_S
+        waiting_s = self._waiting_s()
+        return waiting_s is not None and waiting_s >= _PAUSED_S
+
+    def _waiting_s(self) -> float | None:
+        """Return for how long workers wait for the writer; None if it is not behind, or they have written nothing."""
+        since, pipes = self._held_up_since, (pipe for each in self._workers.values() for pipe in each.pipes.values())
+        if since is None or self._is_closed or not any(pipe.has_unread for pipe in pipes):
+            return None
+        return time.monotonic() - since
 
     def tail(self, process: int | str, stream: str) -> str:
         """Return the end of what a process has written by now; `process` is a local rank or `AGENT`."""
@@ -267,25 +286,20 @@ class LogReader:
 
         `explained`: the cause is known, and the agent's own report of the failure says less.
         """
+        if self._is_closed:  # the numbers may be those of other files by now
+            return
         self._stop.set()
-        with suppress(OSError):
-            os.write(self._woken, b"!")
+        os.write(self._woken, b"!")
         if self._thread.ident is not None:
             self._thread.join()
         with self._reading:
-            if self._is_closed:
-                return
             self._is_closed = True
             for worker in self._workers.values():
                 self._note_read(worker.finish(self._show))
             self._agent.finish(self._show_agent)
             if self._held and not explained:
                 self._write("stderr", b"".join(self._held))
-            for process in (self._agent, *self._workers.values()):
-                for pipe in process.pipes.values():
-                    pipe.close()
-            os.close(self._wake)
-            os.close(self._woken)
+            self._files.close()
 
     # --- in its thread, or while `_reading` is held
 
@@ -296,6 +310,7 @@ class LogReader:
         for process, _ in shown:
             for fd in process.fds:
                 poll.register(fd, select.POLLIN)
+        looked_at = 0.0  # at all, also those who are quiet while others write
         while not self._stop.is_set():
             if self._is_held_up():
                 with self._reading:
@@ -303,8 +318,10 @@ class LogReader:
                 self._stop.wait(_HELD_UP_S)
                 continue
             fds = {fd for fd, _ in poll.poll(1000 * _QUIET_S)}
+            if looks_at_all := time.monotonic() >= looked_at + _QUIET_S:
+                looked_at = time.monotonic()
             # In order: the commands of a program end one after the other.
-            ready = [each for each in shown if not fds or not fds.isdisjoint(each[0].fds)]
+            ready = [each for each in shown if looks_at_all or not fds.isdisjoint(each[0].fds)]
             with self._reading:
                 found = [process.pump(show) for process, show in ready]
             self._note_read(any(found[1:] if ready[:1] == shown[:1] else found))
