@@ -28,6 +28,7 @@ from metaflow_extensions.torchrun.plugins.torchrun.guardian.agent_events import 
 from metaflow_extensions.torchrun.plugins.torchrun.guardian.guardian import Guardian, Options
 from metaflow_extensions.torchrun.plugins.torchrun.launch.command import AGENT as AGENT_PROGRAM
 from metaflow_extensions.torchrun.plugins.torchrun.launch.command import HALT_SIGNAL
+from metaflow_extensions.torchrun.plugins.torchrun.logs.pipes import LogReader
 from metaflow_extensions.torchrun.plugins.torchrun.node.agent import AgentProcess
 
 PYTHON = [sys.executable, "-I", "-S"]
@@ -509,6 +510,32 @@ def test_when_the_task_is_frozen_its_workers_are_stopped_and_if_it_is_killed_its
     assert len(list(tmp_path.glob("scratch of *"))) == 2  # it may be continued
     process.kill()
     eventually(lambda: not list(tmp_path.glob("scratch of *")), "the end of the scratch folders")
+
+
+PRINTING = """
+def last_words(*_):
+    with open(os.path.join(notes, "pipes", "0.stdout"), "w") as pipe:
+        pipe.writelines(f"{number}\\n" for number in range(200_000))
+    sys.exit()
+signal.signal(signal.SIGTERM, last_words)
+ready()
+forever()
+"""
+
+
+def test_a_guardian_that_can_hear_no_more_takes_no_output_from_a_task_that_lives(tree, tmp_path):
+    """As after a signal handler that raises while its task waits for the end, or if the step's code closes all files."""
+    (tmp_path / "pipes").mkdir()
+    read = []
+    write = lambda _, lines: read.append(lines) or True  # noqa: E731
+    reader = LogReader(str(tmp_path / "pipes"), {0: ("", False)}, "", write)
+    reader.start()
+    one = tree(PRINTING, count=1, pipes=str(tmp_path / "pipes"))
+    one.await_workers()
+    one.process._guardian.close()
+    assert one.ended() == {0: 0}
+    reader.finish()
+    assert b"".join(read).split() == [b"%d" % number for number in range(200_000)]
 
 
 # --- preemption --------------------------------------------------------------------------------------

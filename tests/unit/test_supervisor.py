@@ -103,6 +103,20 @@ def test_hidden_output_counts_but_not_that_of_workers_that_are_being_stopped(tmp
     assert node.output == []
 
 
+def test_a_hidden_rank_shows_its_last_lines_also_if_torchrun_alone_knows_that_it_failed(tmp_path):
+    """On a busy machine torchrun may reap a worker before the guardian can read its exit code."""
+    node = FakeNode(tmp_path, spec={"shown_local_ranks": frozenset({0})})
+    agent = node.running()
+    node.worker_writes(agent, "stderr", "the error\n")
+    node.agent_stderr(agent, "  rank      : 1 (local_rank: 1)\n  exitcode  : 3 (pid: 7)\n")
+    node.worker_reaped(agent, 1)
+    agent.say(AgentEnded(1, time.monotonic()))
+    if isinstance(node.next_message(), Wrote):
+        node.expect(Failed)
+    node.ends(agent, 1)
+    assert any("the error" in text for text in node.output)
+
+
 # --- ranks that train alone -------------------------------------------------------------------------
 
 

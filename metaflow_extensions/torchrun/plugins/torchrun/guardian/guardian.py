@@ -186,8 +186,10 @@ class Guardian:
 
     def _wait(self, seconds: float) -> None:
         """Sleep until a command, a worker's end, or until `seconds` have passed."""
-        of_task = self._pipes if self._task_gone else (sys.stdin.fileno(), self._task_end)
-        others = [file for file in (*of_task, self._news) if file is not None]
+        # Gone may mean that it can't be heard any more: a task that lives still reads its pipes.
+        of_task = (sys.stdin.fileno(), self._task_end) if not self._task_gone else ()
+        pipes = self._pipes if self._task_gone and self._task.has_ended else ()
+        others = [file for file in (*of_task, *pipes, self._news) if file is not None]
         ready, _, _ = select.select([*self._pidfds, *others], [], [], seconds)
         for fd in ready:
             if fd in self._pidfds:

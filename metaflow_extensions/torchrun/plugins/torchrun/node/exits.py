@@ -89,9 +89,9 @@ class Exits:
 
     # --- why ------------------------------------------------------------------------------------
 
-    def first_failed(self) -> WorkerEnded | None:
-        """Return a worker whose exit code says that it has failed by itself, or None."""
-        return next(filter(_failed, self._ends.values()), None)
+    def failed(self) -> list[WorkerEnded]:
+        """Return the workers whose exit codes say that they have failed by themselves."""
+        return list(filter(_failed, self._ends.values()))
 
     def causes(self, stopped_at: float) -> list[tuple[float, Cause]]:
         """Return when and why workers have failed, the earliest first; `stopped_at` is when we began to stop them."""
@@ -104,8 +104,7 @@ class Exits:
 
         torchrun does so, too, but not before a worker has failed.
         """
-        failed = filter(_failed, self._ends.values())
-        return min([stopped_at, read_agent_report(self._tail).stopped_at, *(end.at for end in failed)])
+        return min([stopped_at, read_agent_report(self._tail).stopped_at, *(end.at for end in self.failed())])
 
     def _cause_of(self, end: WorkerEnded, told: float) -> tuple[float, Cause] | None:
         """Return when and why a worker failed; None if it did not fail by itself.

@@ -134,6 +134,8 @@ class Generation:
             self._agent.close(grace_s)
         finally:
             self.watchers.close()
+        for end in self.exits.failed():  # also those of which torchrun alone has said so
+            self._logs.read_now(end.local_rank, failed=True)
         known = self._agent_end.fault is not None or any(self.exits.causes(self._stopped_at))
         # torchrun prints a box that names our script. After a good end, or beside a known cause, it would only mislead.
         self._logs.finish(explained=self.ended_well or known)
@@ -194,7 +196,7 @@ class Generation:
         self.exits.complete(event.status, stopping=False)
         self._enter(Phase.STOPPING)
         self._stopped_at = self._agent_end.failed_at = event.at
-        failed = self.exits.first_failed()
+        failed = next(iter(self.exits.failed()), None)
         if failed is not None and failed.status is not None:
             return f"rank {failed.rank} {self._agent_end.machine.how_ended(failed.status)}"
         return self._agent_end.describe(event.status)
