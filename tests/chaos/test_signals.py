@@ -93,7 +93,8 @@ SILENT = f"nothing arrived from it for {HEARTBEAT_S} s"
 def test_sigstop(victim, category, said, gang, recorder):
     """The workers of a task that is stopped must go without it: it can't stop them, and nobody else can reach them."""
     pid = start(gang, victim, heartbeat_timeout_s=HEARTBEAT_S)
-    stays = {pid} if "task" in victim else set()  # stopped as it is, it holds nothing but itself
+    # A task holds nothing but itself, stopped as it is; its guardian waits, to remove its folders if it is killed.
+    stays = {pid, gang.guardian(rank=0 if "control" in victim else 1)} if "task" in victim else set()
     outcome = gang.await_end(gang.send(pid, signal.SIGSTOP), others(gang, victim), ignore=list(stays))
     recorder.silent(f"SIGSTOP of {NAMES[victim]}", outcome, HEARTBEAT_S)
     assert gang.living() == stays

@@ -50,7 +50,6 @@ def small_disk(tmp_path: Path) -> Callable[[str], list[str]]:
     return wrapper
 
 
-@pytest.mark.untimed
 def test_a_disk_that_is_too_small_for_the_output(gang, small_disk, recorder, tmp_path):
     """Where temporary files go there is hardly any room. Output does not go there."""
     disk = [*small_disk(f"size={DISK_BYTES}"), "env", f"TMPDIR={tmp_path / 'disk'}"]
